@@ -122,6 +122,18 @@ def _check_sizes(base: Base, names: list[str]) -> None:
             )
 
 
+def _matches(name: str, given: Any, modules: list[str]) -> bool:
+    """Returns whether a name or pattern of a setting matches a module, as peft matches.
+
+    Args:
+        given: the setting. peft compares the names in a list with the end of a module's name, and reads others as patterns.
+    """
+    if isinstance(given, list):
+        return any(name.rpartition(".")[2] == module.rpartition(".")[2] for module in modules)
+    pattern = name if isinstance(given, str) else rf"(.*\.)?({name})"
+    return any(re.fullmatch(pattern, module) for module in modules)
+
+
 def check_lora(base: Base, lora: dict[str, Any]) -> None:
     """Checks that the names and patterns of a new adapter match modules of the base. peft ignores some that match none.
 
@@ -142,15 +154,8 @@ def check_lora(base: Base, lora: dict[str, Any]) -> None:
         for name in [given] if isinstance(given, str) else given or ():
             if name == "all-linear":
                 continue
-            # peft matches a list by the end of the names, and patterns as regular expressions.
-            listed = isinstance(given, list)
-            pattern = name if isinstance(given, str) else rf"(.*\.)?({name})"
             try:
-                matches = (
-                    name.rpartition(".")[2] in endings
-                    if listed
-                    else any(re.fullmatch(pattern, module) for module in modules)
-                )
+                matches = _matches(name, given, modules)
             except re.error as error:
                 raise InputError(f"{name!r} is no regular expression ({error})", f"lora.{key}") from error
             if not matches:

@@ -236,25 +236,14 @@ class Pool:
 
     async def _keep(self, slot: Slot) -> None:
         """Keeps a worker in the slot until the run ends."""
-        pause, longest = 1.0, max(LOAD_TIMEOUT_S, self.config.chunk_timeout_s)
+        pause = 1.0
         while not self.broken:
             there = False
             async with self.changed:
                 await self.changed.wait_for(lambda: self.displaced_since is None)
             try:
-                slot.worker = worker = self._start()
-                slot.node = await self._placed(slot, worker)
-                # Patience does not run out during a first load, but does if loads keep failing.
-                slot.present = not slot.failures
-                self._count()
-                await self._answer(worker, worker.load.remote(), longest, "been loading for")
-                terms = await asyncio.shield(self.terms)
-                await self._answer(worker, worker.apply_settings.remote(terms), longest, "been loading for")
-                if self.terms.result() != terms:
-                    slot.leaving = OTHER_SETTINGS
-                    raise WorkerLost(OTHER_SETTINGS)
-                there, slot.ready, slot.present, pause, slot.failures = True, True, True, 1.0, 0
-                self._count()
+                worker = await self._load(slot)
+                there, pause = True, 1.0
                 while True:
                     await self._do(slot, worker, await self._next(slot))
             except WorkerLost as error:
@@ -290,6 +279,24 @@ class Pool:
             if not there:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE_S)
+
+    async def _load(self, slot: Slot) -> Any:
+        """Starts a worker for the slot. Returns it once it has its models and the trainers' settings."""
+        limit = max(LOAD_TIMEOUT_S, self.config.chunk_timeout_s)
+        slot.worker = worker = self._start()
+        slot.node = await self._placed(slot, worker)
+        # Patience does not run out during a first load, but does if loads keep failing.
+        slot.present = not slot.failures
+        self._count()
+        await self._answer(worker, worker.load.remote(), limit, "been loading for")
+        terms = await asyncio.shield(self.terms)
+        await self._answer(worker, worker.apply_settings.remote(terms), limit, "been loading for")
+        if self.terms.result() != terms:
+            slot.leaving = OTHER_SETTINGS
+            raise WorkerLost(OTHER_SETTINGS)
+        slot.ready, slot.present, slot.failures = True, True, 0
+        self._count()
+        return worker
 
     def _nothing_loads(self) -> bool:
         """Returns whether every slot's last worker failed to load. A worker without a place may still load."""

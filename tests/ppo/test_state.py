@@ -31,9 +31,6 @@ def test_a_restored_run_ends_with_the_same_numbers(critic, dtype, tmp_path, two_
         critic_warmup_steps=1,
     )  # fmt: skip
 
-    def noisy(completion_ids):  # draws from the global generators, as a user's reward may
-        return [s + 0.1 * torch.rand(1).item() for s in toy.low(completion_ids)]
-
     class Cut(Exception):
         pass
 
@@ -42,16 +39,18 @@ def test_a_restored_run_ends_with_the_same_numbers(critic, dtype, tmp_path, two_
             raise Cut
 
     torch.manual_seed(5)
-    whole = toy.trainer(toy.shared_base(critic=critic, dtype=dtype), reward=noisy, **changes)
+    whole = toy.trainer(toy.shared_base(critic=critic, dtype=dtype), reward=toy.noisy, **changes)
     torch.manual_seed(9)
     whole.train()
-    first = toy.trainer(toy.shared_base(critic=critic, dtype=dtype), reward=noisy, on_update=cut, **changes)
+    first = toy.trainer(
+        toy.shared_base(critic=critic, dtype=dtype), reward=toy.noisy, on_update=cut, **changes
+    )
     torch.manual_seed(9)
     with pytest.raises(Cut):
         first.train()
     assert first.update == 3
     first.save(tmp_path)
-    second = toy.trainer(toy.shared_base(critic=critic, dtype=dtype), reward=noisy, **changes)
+    second = toy.trainer(toy.shared_base(critic=critic, dtype=dtype), reward=toy.noisy, **changes)
     for parameter in [p for r in ("policy", "critic", "reference") for p in second.shared.parameters_of(r)]:
         parameter.data += 1.0  # all of it comes from the folder
     torch.manual_seed(1234)

@@ -116,11 +116,8 @@ def test_the_policy_is_evaluated_while_it_learns():
 
 
 def test_an_evaluation_changes_nothing_of_what_is_learned():
-    def noisy(completion_ids):  # draws from the global generators, as a user's reward may
-        return [s + 0.1 * torch.rand(1).item() for s in toy.low(completion_ids)]
-
     def learned(**changes):
-        trainer = toy.trainer(reward=noisy, total_episodes=16 * 3, **changes)
+        trainer = toy.trainer(reward=toy.noisy, total_episodes=16 * 3, **changes)
         torch.manual_seed(9)
         trainer.train()
         return toy.weights(trainer)
@@ -141,21 +138,24 @@ def made_up_logprobs(monkeypatch):
     monkeypatch.setattr(checks, "sampler_agrees", lambda *_: Finding("", "", None))
 
 
+class Canned:
+    """A decoder that answers every prompt alike."""
+
+    def __init__(self, *tokens):
+        self.tokens, self.synced = list(tokens), 0
+
+    def changed(self, role):
+        self.synced += 1
+
+    def generate(self, role, prompts, numbers, sampling):
+        return [Completion(self.tokens, True, [-1.0] * len(self.tokens)) for _ in prompts]
+
+
 def test_another_decoder_fits_in(made_up_logprobs):
-    class Canned:
-        synced = 0
-
-        def changed(self, role):
-            self.synced += 1
-
-        def generate(self, role, prompts, numbers, sampling):
-            return [Completion([10, 11, 2], True, [-1.0] * 3) for _ in prompts]
-
-    decoder = Canned()
+    decoder = Canned(10, 11, 2)
     metrics = toy.trainer(decoder=decoder).train()[-1]
-    assert (
-        decoder.synced == 4 and metrics["completions/mean_length"] == 3 and metrics["val/sampler_drift"] > 0.1
-    )
+    assert decoder.synced == 4 and metrics["completions/mean_length"] == 3
+    assert metrics["val/sampler_drift"] > 0.1
 
 
 SHARED_RUNS = [
@@ -252,23 +252,11 @@ def test_a_batch_of_one(changes):
 
 
 def test_empty_completions_are_an_end_and_nothing_else(made_up_logprobs):
-    class Silent:
-        def changed(self, role):
-            pass
-
-        def generate(self, role, prompts, numbers, sampling):
-            return [Completion([2], True, [0.0]) for _ in prompts]
-
     seen = []
-    trainer = toy.trainer(
-        decoder=Silent(), reward=lambda completions: [seen.append(c) or 0.5 for c in completions]
-    )
-    metrics = trainer.train()[-1]
-    assert (
-        set(seen) == {""}
-        and metrics["completions/mean_length"] == 1
-        and math.isfinite(metrics["loss/policy_avg"])
-    )
+    reward = lambda completions: [seen.append(c) or 0.5 for c in completions]  # noqa: E731
+    metrics = toy.trainer(decoder=Canned(2), reward=reward).train()[-1]
+    assert set(seen) == {""} and metrics["completions/mean_length"] == 1
+    assert math.isfinite(metrics["loss/policy_avg"])
 
 
 @pytest.mark.parametrize(
