@@ -2,5 +2,5 @@
 
 import os
 
-# Before any `import ray`: else a stray call outside a session starts a whole Ray, with an open dashboard.
+# Must run before any `import ray`. Otherwise a call outside a session would start Ray with an open dashboard.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")

@@ -34,7 +34,7 @@ from pipeline.on_ray.placement import Bundle
 from pipeline.planning.plan import GPUS
 from pipeline.system import storage
 
-HOME = "/home/ray/rlhf"  # where the Dockerfile puts the project
+HOME = "/home/ray/rlhf"  # folder of the project in the image
 IMAGE = (
     f"ghcr.io/OWNER/rlhf:{version('rlhf-pipeline')}"  # of release.yml; OWNER is the account that published it
 )

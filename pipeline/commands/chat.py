@@ -29,7 +29,7 @@ def run(job: Job) -> None:
     for key, source in functions(job).items():
         if wanted := unfilled(source, {"messages"}):
             raise InputError(
-                f"{source} asks for `{wanted}`, which a conversation does not have; type {key}=null, or name a reward "
+                f"{source} asks for `{wanted}`, which a conversation does not have; set {key}=null, or name a reward "
                 "model, e.g. models:/rlhf-rm@champion",
                 key=key,
             )
@@ -140,13 +140,13 @@ class Chat:
             assert isinstance(outcome, RowError)
             if outcome.kind != "too_long":
                 print(
-                    f"   (this cannot be asked: found {visible(outcome.found)}; expected {visible(outcome.expected)})",
+                    f"   (invalid message: found {visible(outcome.found)}; expected {visible(outcome.expected)})",
                     flush=True,
                 )
                 return None
             if len(kept) < 2:
                 print(
-                    f"   (too long: {outcome.found}, but {self.room} fit beside a completion of "
+                    f"   (too long: {outcome.found}, but {self.room} fit next to a completion of "
                     f"trainer.response_length={self.sampling.max_new_tokens}; shorten it, or lower that)",
                     flush=True,
                 )

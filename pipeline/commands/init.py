@@ -39,7 +39,7 @@ from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
 # What the rows of a file are -> a stage that reads such rows. The first stage that can read them decides.
 READER = {"pairs": "rm", "labels": "kto", "demonstrations": "sft", "prompts": "ppo"}
-# Stage -> the rows that it takes. The first of them that any file has are taken, and no others.
+# Stage -> the kinds of rows that it can train on. It gets only the first kind that a file has.
 TAKES = {
     "sft": ("demonstrations", "labels", "pairs"),
     "rm": ("pairs",),

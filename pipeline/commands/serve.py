@@ -116,7 +116,7 @@ def token_digests(job: Job) -> list[str]:
     tokens = os.environ.get(TOKENS, "").replace(",", " ").split()
     if not tokens and job.serve.host not in LOOPBACK:
         raise InputError(
-            f"found {job.serve.host}, which other machines can reach, and no tokens; type export {TOKENS}=$(openssl rand -hex 32), "
+            f"found {job.serve.host}, which other machines can reach, and no tokens; run export {TOKENS}=$(openssl rand -hex 32), "
             "or leave it at 127.0.0.1",
             key="serve.host",
         )

@@ -145,7 +145,7 @@ def problems(job: Job) -> Problems:
 
 
 def of_rows(job: Job, metric: str) -> bool:
-    """Returns True if a metric ends in a name that only the rows or the probes know, so any name is accepted."""
+    """Returns True if the metric's name ends in a value of the rows or in a probe, which are not known here."""
     head, slash, _ = metric.partition("/")
     return bool(slash) and (
         (job.data.subset is not None and head == "eval_rm_accuracy")

@@ -160,7 +160,7 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
     max_length = data.max_length or context_length
     if not max_length:
         raise InputError(
-            "the model's configuration states no context; type data.max_length=1024", key="data.max_length"
+            "the model's configuration states no context; set data.max_length=1024", key="data.max_length"
         )
     return Options(
         stage,
@@ -250,7 +250,9 @@ def set_up_ray_data() -> None:
     context.print_on_execution_start = False
     context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # one line for each execution otherwise
-    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that bars are off
+    logging.getLogger("ray.data._internal.progress").setLevel(
+        logging.ERROR
+    )  # it reports that progress bars are off
 
 
 # ---- the cache: parts, and the manifest that, written last, makes their folder usable -------------------------------

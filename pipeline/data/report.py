@@ -514,7 +514,7 @@ def check(counts: Sequence[Counts], options: Options) -> None:
 
 
 def unclear_labels(total: Mapping[str, Counter[str]]) -> bool:
-    """Returns True if so many labels have no known meaning that skipping their rows would hide a wrong rule."""
+    """Returns True if more labels than rare errors have no known meaning, so that the rule is probably wrong."""
     return total["bad"]["unclear_label"] > reshape.RARE * total["read"].total()
 
 

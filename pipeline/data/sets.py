@@ -185,7 +185,7 @@ def _commit(item: str, key: str, repo: str, revision: str) -> str:
         ) from error
     except Exception as error:  # the HTTP client has its own types
         raise InputError(
-            f"{item!r}: the hub cannot be reached ({in_brief(error)}); on a machine with network type `hf download --repo-type "
+            f"{item!r}: the hub cannot be reached ({in_brief(error)}); with network access, run `hf download --repo-type "
             f"dataset {repo}`, then here HF_HUB_OFFLINE=1 in front of the command, or the folder instead of the name",
             key=key,
         ) from error
@@ -202,7 +202,7 @@ def _cached(item: str, key: str, repo: str, revision: str, config: str, rest: st
         )
     except Exception as error:
         raise InputError(
-            f"{item!r} is not in the cache of this machine, and HF_HUB_OFFLINE is set; type `hf download --repo-type dataset "
+            f"{item!r} is not in the cache of this machine, and HF_HUB_OFFLINE is set; run `hf download --repo-type dataset "
             f"{repo}` with network, or leave HF_HUB_OFFLINE out",
             key=key,
         ) from error

@@ -88,7 +88,7 @@ def _opened(path: str) -> Any:
 
 
 def _batches(file: Any, format: str, start: int, stop: int) -> Iterator[Any]:
-    """Yields the batches of rows [start, stop), which are those of some of the file's groups; to the end if `stop` is -1."""
+    """Yields the batches of rows [start, stop), which are complete row groups of the file. A `stop` of -1 means the end."""
     at = 0
     for rows, _, read in _groups(file, format):
         if start <= at and (stop < 0 or at < stop):

@@ -98,7 +98,7 @@ class ChatTemplate:
         other = [*turns[:-1], {"role": role, "content": f"not {content} at all"}]
         if self.render(other, role != "assistant") == text:
             raise without_tokens("completion" if role == "assistant" else "prompt")
-        if role in ("user", "assistant"):  # what tools say may be written in another form
+        if role in ("user", "assistant"):  # templates may reformat the messages of tools
             raise distorted(len(turns) - 1, content)
 
     def spans(self, turns: Turns, first: int, untrained: Collection[int] = ()) -> tuple[str, list[Span]]:

@@ -47,7 +47,7 @@ def text_rows(raw: Any, format: str, zipped: bool, start: int = 0, stop: int = -
 
 def truncated(error: Exception) -> RowError:
     found = f"a gzip file that ends too early ({error})"
-    return RowError("truncated_gzip", "", found, "a whole .gz file of rows", rest="all that follows")
+    return RowError("truncated_gzip", "", found, "a complete .gz file of rows", rest="all that follows")
 
 
 def too_large() -> RowError:

@@ -28,7 +28,7 @@ WIN_RATES = {"reward": "eval_win_rate", "judge": "eval_judge_win_rate"}
 
 
 class Comparison:
-    """A policy against a baseline on held-out prompts, as often as it is asked: the baseline's completions are written once.
+    """Compares policies with a baseline on held-out prompts. The baseline's completions are sampled only once.
 
     Args:
         prompts: rows with `input_ids` (prompt token ids) and `row` (JSON text of the row as the data has it).
@@ -52,15 +52,16 @@ class Comparison:
         self.baseline, self.sampling = baseline, replace(sampling, seed=sampling.seed + SEED_OFFSET)
         mine = range(worker.rank, len(prompts), worker.world)
         self.rows = [{"index": i, **_prompt(prompts[i])} for i in mine]
-        # None in a PPO job: not by the memory that is free, which would be another in a run that is resumed.
+        # Null in a PPO job becomes a constant: free memory may differ after a resume, and would change the numbers.
         self.size = worker.job.args.local_rollout_forward_batch_size or PLANNED_ROWS
         self.decoder = decoder or SlotDecoder(shared, self.size, worker.tokenizer.pad_token_id)
         self.before: list[dict[str, Any]] | None = None
         self.results: list[dict[str, Any]] = []  # of the last `of`, in the order of the prompts
 
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics and samples of `policy` (`eval_*`; None is the bare base) beside the baseline's (`before_*`); the same on
-        every rank, all of which ask.
+        """Returns metrics and samples of `policy` (`eval_*`; None is the bare base) and of the baseline (`before_*`).
+
+        Every rank must call it, and every rank gets the same.
 
         Returns:
             (metrics, samples). eval_reward: weighted reward, raw units. eval_win_rate, eval_judge_win_rate: share of prompts

@@ -73,7 +73,9 @@ def settings(folder: str | Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         raise InputError(f"{path}: peft_type is {config.get('peft_type')!r:.80}; expected 'LORA'")
     if type(config.get("r")) is not int or config["r"] < 1:
-        raise InputError(f"{path}: r: found {config.get('r')!r:.80}, expected a whole number from 1; {FIX}")
+        raise InputError(
+            f"{path}: r: found {config.get('r')!r:.80}, expected an integer of at least 1; {FIX}"
+        )
     for key in CHANGES_BASE:
         if config.get(key):
             raise InputError(

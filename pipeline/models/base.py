@@ -208,7 +208,7 @@ def _check_attention(model: Model, scorer: bool, gpu: bool) -> None:
 
 
 def configured(model: Model, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[Any, Any]:
-    """Returns configuration and Auto class to load a base with: every dropout 0, a scorer's pad token. Checks its files."""
+    """Returns the configuration and the Auto class of a base, without dropout and with a scorer's pad token. Checks its files."""
     config, auto = architecture(model, scorer_tokenizer is not None)
     check_weights(model)
     # Attention reads its dropout from the configuration and not from a module.

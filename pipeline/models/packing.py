@@ -23,8 +23,8 @@ class Batch:
     """Input of one forward, for B completions of up to R actions in P rows of up to T tokens, padded on the right."""
 
     input_ids: Tensor  # (P, T)
-    # (B, R + 1) index into the P * T hidden states: of the one before each action, and of the one after the last, which is
-    # repeated where a completion has fewer actions than R.
+    # (B, R + 1) indices into the P * T hidden states: the position before each action, then the position of the last action,
+    # repeated if a completion has fewer actions than R.
     at: Tensor
     position_ids: Tensor | None = None  # (P, T); None: from 0, in every row
     # (P, T, T) bool: whether a token attends to another; None: to all before it.

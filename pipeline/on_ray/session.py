@@ -44,7 +44,7 @@ ENVIRONMENT = {
     "GIT_PYTHON_REFRESH": "quiet",  # MLflow asks for the commit; without git it would print a page of advice
     **console.QUIET,
 }
-# The same for an embedded Ray alone.
+# Environment variables of Ray if it runs inside this process.
 EMBEDDED = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # 2 s by default, by which every end of a run would be late
     "RAY_prestart_worker_first_driver": "0",  # a process per CPU would slow the start, and few are used

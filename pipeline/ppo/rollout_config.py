@@ -81,7 +81,7 @@ class RolloutConfig(Settings):
         self._require(
             "staleness",
             self.staleness == 0 or high > 0,
-            "0 without rollout workers: there is nobody to sample ahead; type rollout.num_workers=1",
+            "0 without rollout workers: no process samples ahead; set rollout.num_workers=1",
         )
         overruled = sorted(VLLM_FIXED & (self.vllm_kwargs or {}).keys())
         self._require("vllm_kwargs", not overruled, f"none of what the sampler sets itself: {overruled}")

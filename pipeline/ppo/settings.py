@@ -1,4 +1,4 @@
-"""What the dataclasses of settings share: a wrong value raises SettingError with its key, its value and what is expected."""
+"""Checks of the settings dataclasses. A wrong value raises SettingError with its key, its value and the expected values."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def client(uri: str) -> Any:
 
 
 def _with_credentials(uri: str) -> str:
-    """Returns the URI to connect with: the environment's if it is the same server, because only that has the credentials.
+    """Returns the URI to connect with. The URI of the environment has the credentials, if both name the same server.
 
     Credentials of an HTTP server go into the variables that MLflow reads, because its errors quote the URI.
     """

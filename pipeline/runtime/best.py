@@ -47,7 +47,7 @@ class Best:
         self.step: int | None = None  # None before the first evaluation with a finite value
         self.value: float | None = None
         self.stale = 0  # evaluations since then
-        self.stopped: str | None = None  # why, by whom the evaluations are reported to
+        self.stopped: str | None = None  # the reason, set by the receiver of the evaluations
         self.weights: dict[str, torch.Tensor] = {}
 
     @classmethod

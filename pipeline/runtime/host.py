@@ -65,7 +65,7 @@ class Host:
             print(why, flush=True)
             if self.job.bf16 and base.device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
                 print(
-                    "warning: this processor imitates bfloat16; trainer.bf16=false may be faster", flush=True
+                    "warning: this processor emulates bfloat16; trainer.bf16=false may be faster", flush=True
                 )
         return base
 

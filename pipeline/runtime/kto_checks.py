@@ -125,7 +125,7 @@ def _others(rows: list[Row]) -> list[Row]:
 
 
 def _with_others(rows: list[Row]) -> list[Row]:
-    """Returns the rows, each with another one's completion for TRL's KL term."""
+    """Returns the rows, each with the completion of a different row for TRL's KL term."""
     return [paired(row, other) for row, other in zip(rows, _others(rows), strict=True)]
 
 

@@ -89,7 +89,7 @@ def state(folder: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(folder: str, seen: dict[str, Any], fresh: bool) -> Iterator[None]:
-    """Keeps a folder to this process for the block, without workers of an earlier driver; with `fresh`, empties it first.
+    """Locks a folder for this process until the block ends. Waits for workers of an earlier driver; `fresh` empties the folder.
 
     Args:
         seen: the folder's state() when this process looked at it.

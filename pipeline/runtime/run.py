@@ -294,7 +294,7 @@ def describe(run: Run, outcome: Outcome, version: registry.Version | None) -> di
 
 
 def gpus_of(job: Job, usage: dict[str, Any]) -> float:
-    """Returns the GPUs that a run held: those of its workers, and of all rollout workers that the job allows."""
+    """Returns the GPUs of a run's workers and of all rollout workers that the job allows."""
     if not usage["gpu"]:
         return 0
     rollout = job.rollout_config

@@ -47,7 +47,7 @@ from pipeline.system.credentials import without_credentials
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head
 BODY_S = 30  # a client that is slower with its body would hold a place for nothing
-FLUSH_S = 0.2  # answers are known to the recorder, and so open to feedback, at the latest after so long
+FLUSH_S = 0.2  # maximum time until an answer reaches the recorder and can get feedback
 MAX_UNSENT_ANSWERS = 10_000  # that wait while the recorder restarts
 HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 413: {"Connection": "close"}}
 app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -71,7 +71,7 @@ def application(work: Work, digests: list[str]) -> Any:
     logging = {"enable_access_log": False, "log_level": "WARNING"}
     recorder = serve.deployment(Recorder).options(
         name="recorder",
-        # On the head, where a person looks for its folder, and which no autoscaler takes away.
+        # On the head node: people look for its folder there, and no autoscaler removes it.
         ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
         max_ongoing_requests=1000,
         logging_config=logging,
@@ -222,7 +222,7 @@ class Server:
                     return  # the replica ends
                 lines = [f"the aliases cannot be followed: {in_brief(error)}"]
             for line in lines:
-                if line not in said:  # what is still wrong was said before
+                if line not in said:  # do not repeat a problem that persists
                     print(line, flush=True)
             said = set(lines)
 

@@ -131,7 +131,7 @@ class Models:
         try:
             version = registry.aliases(ref.name, self.uri).get(ref.alias, before)
         except Exception as error:
-            return [f"{reference}: the registry cannot be asked ({in_brief(error)}); {before} stays"]
+            return [f"{reference}: the registry cannot be reached ({in_brief(error)}); {before} stays"]
         if version == before or (key, version) in self.refused:
             return []
         try:

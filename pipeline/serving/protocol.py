@@ -97,7 +97,7 @@ class ChatRequest(BaseModel):
 
 
 class Feedback(BaseModel):
-    """On an answer: a thumb (`label`), a comparison of two of its choices (`chosen`, `rejected`), or a better text (`edit`)."""
+    """Feedback on an answer: a `label`, a comparison of two choices (`chosen`, `rejected`), or a better text (`edit`)."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

@@ -1,4 +1,4 @@
-"""The text of a completion while it is written: what may be shown so far, and where a stop text ends it."""
+"""Decodes a completion while it is sampled. Holds text back that may belong to a stop text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Text:
         if self.stopped:
             return ""
         whole = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        # Not where a decoder looks back on what it has written
+        # A decoder may change earlier text
         if whole.startswith(self.written[: self.shown]):
             self.written = whole
         return self._show(0)

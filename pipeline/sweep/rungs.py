@@ -60,7 +60,7 @@ class Rungs:
         return self._note(trial, {"step": step, "of": total, "figure": figure, "time": time.time()})
 
     def _note(self, trial: str, report: dict[str, Any]) -> str | None:
-        """Passes an evaluation to ASHA, and returns the decision; a decision of an earlier driver stays."""
+        """Passes an evaluation to ASHA and returns its decision. A decision of an earlier driver is not changed."""
         if trial not in self.reports:
             self.reports[trial] = []
             if self.asha:

@@ -14,7 +14,7 @@ from pipeline.references import Ref
 
 
 def digest(sources: Iterable[str]) -> str:
-    """Returns the SHA-256 of the functions' modules, whose code decides what they return; without source, of their names."""
+    """Returns the SHA-256 of the source of the functions' modules, or of their names if a module has no source."""
     digests = []
     for source in sources:
         try:

@@ -48,7 +48,7 @@ def _marks() -> bool:
 
 
 def say(text: str = "", result: bool = False) -> None:
-    """Prints lines that are shown; with -q only those of the result."""
+    """Prints lines. With -q, only lines of the result are shown."""
     mark = (RESULT if result else SHOWN) if _marks() else ""
     print("\n".join(mark + line for line in text.split("\n")), flush=True)
 
@@ -65,7 +65,7 @@ def live(text: str, left: float | None = None, more: str = "") -> None:
 
 
 def flags() -> list[str]:
-    """Returns the options of this command for another one."""
+    """Returns the options that pass this verbosity to another command."""
     return {QUIET: ["-q"], NORMAL: [], VERBOSE: ["-v"]}[screen.level]
 
 

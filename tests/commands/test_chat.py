@@ -97,7 +97,7 @@ def test_a_full_context_is_said(models, storage, monkeypatch, capsys, in_root):
     assert re.search(r"the model's context is full: the oldest 2 messages are forgotten", said)
     assert said.rindex("the oldest 2 messages") > said.index("too long: "), "what was refused costs no memory"
     assert re.search(
-        r"too long: \d+ tokens, but 236 fit beside a completion of trainer\.response_length=20", said
+        r"too long: \d+ tokens, but 236 fit next to a completion of trainer\.response_length=20", said
     )
 
 
@@ -105,7 +105,7 @@ def test_a_full_context_is_said(models, storage, monkeypatch, capsys, in_root):
     ("overrides", "says"),
     [
         (["policy=models:/toy-policy@gone"], r"policy: models:/toy-policy@gone: no such alias"),
-        (["reward=python:pipeline.demo:gold"], r"reward: .*asks for `answer`, which a conversation does not have; type reward=null"),
+        (["reward=python:pipeline.demo:gold"], r"reward: .*asks for `answer`, which a conversation does not have; set reward=null"),
         (["model.name_or_path=/no/such/folder"], r"model\.name_or_path: there is no folder '/no/such/folder'"),
     ],
 )  # fmt: skip

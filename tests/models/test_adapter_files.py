@@ -64,7 +64,7 @@ def test_other_kinds_of_lora_fit_too(extra, tmp_path):
     [
         ("peft_type", "IA3", r"peft_type is 'IA3'; expected 'LORA'"),
         ("peft_type", None, r"peft_type is None; expected 'LORA'"),
-        ("r", None, r"/adapter_config\.json: r: found None, expected a whole number from 1"),
+        ("r", None, r"/adapter_config\.json: r: found None, expected an integer of at least 1"),
         (
             "r",
             8,
