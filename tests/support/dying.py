@@ -84,13 +84,12 @@ def rollout_workers() -> list[psutil.Process]:
     ]
 
 
-def a_rollout_worker_killed() -> None:
-    rollout_workers()[0].send_signal(signal.SIGKILL)
-
-
-def rollout_workers_stopped() -> None:
-    for process in rollout_workers():
-        process.send_signal(signal.SIGSTOP)
+def a_rollout_worker_killed_and_one_stopped() -> None:
+    give_up = time.monotonic() + 120
+    while len(workers := rollout_workers()) < 2 and time.monotonic() < give_up:
+        time.sleep(0.1)
+    for process, action in zip(workers, (signal.SIGKILL, signal.SIGSTOP), strict=True):
+        process.send_signal(action)
 
 
 def rollout_workers_killed() -> None:
