@@ -112,7 +112,6 @@ JOB = [
     case("name of a run of another stage", "rm", r"run\.name: 'done' is .*finished sft run in .*run\.name=rm-done", overrides=["run.name=done"]),
     case("name of an unfinished run of another stage", "rm", r"run\.name: 'halfway' is .*sft run in .*run\.name=rm-halfway", overrides=["run.name=halfway"]),
     case("settings that TRL refuses", "sft", r"jobs/demo/sft\.yaml: trainer\.optim_args: found 'foo'; SFTConfig says: not enough values", overrides=["trainer.optim_args=foo"]),
-    case("settings that peft refuses", "rm", r"lora\S*: .*`layers_to_transform` cannot be used", overrides=["lora.layers_to_transform=[0]"]),
     case("critic warmed up for the whole run", "ppo", r"trainer\.critic_warmup_steps: found 9, but the run has 9 updates \(\d+ prompts\): the policy would never learn",
          overrides=["trainer.critic_warmup_steps=9", "trainer.total_episodes=72", "trainer.batch_size=8"]),
     # models
@@ -120,23 +119,12 @@ JOB = [
     case("hub id offline", "sft", r"model\.name_or_path: 'nobody/nothing' is not a folder here, and the hub cannot be reached.*hf download nobody/nothing",
          overrides=["model.name_or_path=nobody/nothing"]),
     case("pickled base", "sft", r"model\.name_or_path: '.*pickled' has pickled weights only.*model\.allow_pickle=true", overrides=["model.name_or_path={pickled}"]),
-    case("base without weights", "sft", r"model\.name_or_path: '.*weightless' holds no weights; expected \*\.safetensors", overrides=["model.name_or_path={weightless}"]),
-    case("base that is an adapter", "sft", r"model\.name_or_path: '.*other' is an adapter, not a base: name its base here", overrides=["model.name_or_path={other}"]),
     case("base that is a file", "sft", r"model\.name_or_path: 'pyproject\.toml' is a file; expected the folder", overrides=["model.name_or_path=pyproject.toml"]),
-    case("base without a tokenizer", "sft", r"model\.name_or_path: no tokenizer can be read from '.*mute'.*expected tokenizer\.json", overrides=["model.name_or_path={mute}"]),
     # damaged files of a base, and what does not fit it (in detail: tests/models)
     case("truncated weights", "sft", r"model\.name_or_path: .*/cut/model\.safetensors: not a complete safetensors file.*; fetch or save", overrides=["model.name_or_path={cut}"]),
-    case("weights of another configuration", "rm", r"model\.name_or_path: .*/wider': 'model\.embed_tokens\.weight' has shape .* config\.json promises",
-         overrides=["model.name_or_path={wider}"]),
-    case("end of a completion outside the embedding", "ppo", r"model\.name_or_path: eos_token_id in generation_config\.json of .*found 5000, expected ids from 0 to 826",
-         overrides=["model.name_or_path={endless}"]),
-    case("attention that is not there", "dpo", r"model\.attn_implementation: 'nope' cannot be used with llama here", overrides=["model.attn_implementation=nope"]),
     case("modules that are not there", "sft", r"lora\.target_modules: 'q_projj' matches no module of this base; expected all-linear, or some of .*q_proj",
          overrides=["lora.target_modules=[q_projj]"]),
-    case("modules that are not there, of a critic", "ppo", r"lora\.target_modules: 'nope' matches no module", overrides=["lora.target_modules=[nope]"]),
     case("truncated adapter", "ppo", r"reward: .*/broken-off/adapter_model\.safetensors: not a complete safetensors file.*save the adapter again", overrides=["reward={broken-off}"]),
-    case("truncated judge", "evaluate", r"judge: .*/broken-off/adapter_model\.safetensors: not a complete", overrides=["judge={broken-off}"]),
-    case("damaged lineage", "dpo", r"policy: .*/astray/lineage\.json: base: found 5, expected name_or_path and digest; restore the file", overrides=["policy={astray}"]),
     case("broken template", "sft", r"model\.chat_template: .*broken\.jinja:1: ", overrides=["model.chat_template={broken}"]),
     case("max_length above the context", "sft", r"data\.max_length: 512 is more than the model's context of 256.*use data\.max_length=256", overrides=["data.max_length=512"]),
     case("no room for a prompt", "ppo", r"trainer\.response_length: 256 tokens leave no room.*context of 256; set trainer\.response_length=128", overrides=["trainer.response_length=256"]),
@@ -146,30 +134,21 @@ JOB = [
          overrides=["policy=models:/nothing-sft@champion"]),
     case("alias that the gate held back", "ppo", r"reward: models:/held-back-rm@champion: no such alias.*newest is models:/held-back-rm/1 \(gate failed: eval_accuracy = 0\.5, required >= 0\.95\); name that to use it anyway",
          overrides=["reward=models:/held-back-rm@champion"]),
-    case("no such version", "evaluate", r"baseline: models:/held-back-rm/7: no such alias or version.*newest is models:/held-back-rm/1", overrides=["baseline=models:/held-back-rm/7"]),
     case("version whose files are gone", "ppo", r"reward: models:/held-back-rm/1: .*cannot be fetched from .*/gone .*use another version", overrides=["reward=models:/held-back-rm/1"]),
     case("no such policy folder", "dpo", r"policy: /nowhere/adapter: no such folder; give a folder, or models:/NAME@ALIAS", overrides=["policy=/nowhere/adapter"]),
     case("policy folder without adapter", "dpo", r"policy: jobs/demo/model: no adapter in .*expected adapter_config\.json, found ", overrides=["policy=jobs/demo/model"]),
     case("policy of another base", "ppo", r"policy: .*/other was trained on base tiny-other \(sha256:.*\), but model\.name_or_path is jobs/demo/model.*set model\.name_or_path=tiny-other",
          overrides=["policy={other}"]),
-    case("reward of another base", "ppo", r"reward: .*/other was trained on base tiny-other \(sha256:.*\), but model\.name_or_path is jobs/demo/model.*train a new",
-         overrides=["reward={other}"]),
     case("one of two rewards of another base", "ppo", r"reward\.1: .*/other was trained on base tiny-other", overrides=["reward=[python:bad_rewards:length, {{reward: {other}, weight: 2}}]"]),
     case("reward without a head", "ppo", r"reward: .*/plain is an adapter without a scalar head.*rm", overrides=["reward={plain}"]),
     case("policy that is a reward", "ppo", r"policy: .*/judging is a reward adapter.*sft", overrides=["policy={judging}"]),
     case("reward that is no reward model", "ppo", r"reward: 'jobs/demo/model'.*LlamaForCausalLM.*expected", overrides=["reward=jobs/demo/model"]),
     case("no such reward", "ppo", r"reward: there is no folder '/nowhere/rm'; expected", overrides=["reward=/nowhere/rm"]),
-    case("no such reward module", "ppo", r"reward: python:no_such_rewards:polite: cannot be imported from .*No module named 'no_such_rewards'.*PYTHONPATH", overrides=["reward=python:no_such_rewards:polite"]),
     case("no such reward function", "ppo", r"reward: python:bad_rewards:polite: cannot be imported from .*module 'bad_rewards' has no attribute 'polite'", overrides=["reward=python:bad_rewards:polite"]),
     case("reward asks for a missing column", "ppo", r"reward: python:bad_rewards:needs_weight asks for `weight`, which the rows of data\.train do not have; expected one of prompts, completions, completion_ids, seeds, answer\.", overrides=["reward=python:bad_rewards:needs_weight"]),
-    case("no such judge", "ppo", r"judge: python:bad_rewards:judge: cannot be imported .*has no attribute 'judge'", overrides=["judge=python:bad_rewards:judge"]),
-    case("judge that is a model", "ppo", r"judge: models:/rlhf-rm@champion: no registered model", overrides=["judge=models:/rlhf-rm@champion"]),
     # the machine
     case("more workers than CPUs", "sft", r"scaling\.num_workers: 500 workers with CPU: 1 each, but this machine has \d+; lower",
          overrides=["scaling.num_workers=500", "data.batch_size=null"]),
-    case("more CPUs a worker than there are", "sft", r"scaling\.resources_per_worker: 1 worker with CPU: 500 each, but this machine has \d+;", overrides=["scaling.resources_per_worker={{CPU: 500}}"]),
-    case("resource that is not there", "sft", r"scaling\.resources_per_worker: 1 worker with TPU: 1 each, but this machine has 0;", overrides=["scaling.resources_per_worker={{CPU: 1, TPU: 1}}"]),
-    case("more memory than there is", "sft", r"scaling\.resources_per_worker: 1 worker with memory: 1e\+14 each, but this machine has", overrides=["scaling.resources_per_worker={{CPU: 1, memory: 1e14}}"]),
     case("GPU that is not there", "sft", r"scaling\.\w+: 99 workers with GPU: 1 each, but this machine has \d+; .*run on a cluster", overrides=[
         "scaling.use_gpu=true", "trainer.use_cpu=false", "scaling.num_workers=99", "scaling.resources_per_worker={{CPU: 0.01, GPU: 1}}",
         "data.batch_size=null"]),
@@ -183,14 +162,10 @@ JOB = [
     case("rollout worker on a GPU that is not there", "ppo", r"rollout\.\w+: 99 rollout workers with GPU: 1 each, but this machine has \d+",
          overrides=["rollout.num_workers=99", "rollout.use_gpu=true"]),
     case("storage below a file", "sft", r"run\.storage_path: '/dev/null/runs' cannot be written.*e\.g\. run\.storage_path=\./runs", overrides=["run.storage_path=/dev/null/runs"]),
-    case("storage that nobody may write", "sft", r"run\.storage_path: '/proc/runs' cannot be written.*e\.g\. run\.storage_path=\./runs", overrides=["run.storage_path=/proc/runs"]),
-    case("storage of an unknown scheme", "sft", r"run\.storage_path: 'ftps://host/runs' cannot be written", overrides=["run.storage_path=ftps://host/runs"]),
     case("cache that cannot be written", "sft", r"data\.cache_dir: '/dev/null/cache/.* cannot be written .*e\.g\. data\.cache_dir=\./cache", overrides=["data.cache_dir=/dev/null/cache"]),
     case("bucket without a tracking server", "sft", r"mlflow\.tracking_uri: missing; a bucket \(run\.storage_path=memory://runs\)", overrides=["run.storage_path=memory://runs"]),
     case("tracking server that does not answer", "sft", r"mlflow\.tracking_uri: 'http://127\.0\.0\.1:9' does not answer.*start the server, or leave the key out",
          overrides=["mlflow.tracking_uri=http://127.0.0.1:9"]),
-    case("tracking database below a file", "sft", r"mlflow\.tracking_uri: 'sqlite:////dev/null/mlflow\.db' does not answer", overrides=["mlflow.tracking_uri=sqlite:////dev/null/mlflow.db"]),
-    case("tracking scheme unknown", "sft", r"mlflow\.tracking_uri: 'gopher://host' does not answer", overrides=["mlflow.tracking_uri=gopher://host"]),
     case("rlhf without its jobs", "rlhf", r"pipeline/sft\.yaml: no such job file", key="pipeline"),
 ]  # fmt: skip
 
@@ -202,13 +177,10 @@ JOB = [
 def world(embedded_ray, tmp_path_factory) -> dict[str, str]:
     """Folders that cases name, and a storage path whose registry holds one version that its gate kept back."""
     home = tmp_path_factory.mktemp("world")
-    paths = {name: home / name for name in ("storage", "pickled", "weightless", "mute")}
-    for path in paths.values():
-        path.mkdir()
-    for path in (home / "pickled", home / "weightless", home / "mute"):
-        shutil.copy(ROOT / "jobs/demo/model/config.json", path)
+    for name in ("storage", "pickled"):
+        (home / name).mkdir()
+    shutil.copy(ROOT / "jobs/demo/model/config.json", home / "pickled")
     (home / "pickled/pytorch_model.bin").write_bytes(b"\x80\x02.")
-    shutil.copy(ROOT / "jobs/demo/model/model.safetensors", home / "mute")
     (home / "broken.jinja").write_text("{% if %}")
     (home / "lower.jinja").write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content | lower }}<|eot_id|>{% endfor %}"
@@ -226,8 +198,8 @@ def world(embedded_ray, tmp_path_factory) -> dict[str, str]:
         source=str(home / "gone"),
         tags={"gate": "failed: eval_accuracy = 0.5, required >= 0.95"},
     )
-    others = "other plain judging cut wider endless broken-off astray broken.jinja lower.jinja".split()
-    return {name.split(".")[0]: str(home / name) for name in (*paths, *others)}
+    names = "storage pickled other plain judging cut broken-off broken.jinja lower.jinja".split()
+    return {name.split(".")[0]: str(home / name) for name in names}
 
 
 def adapters(home: Path) -> None:
@@ -257,19 +229,10 @@ def adapters(home: Path) -> None:
 
 def damaged(home: Path) -> None:
     """Copies of the demo's base and of an adapter, each with one thing wrong."""
-    for name in ("cut", "wider", "endless"):
-        shutil.copytree(ROOT / "jobs/demo/model", home / name)
+    shutil.copytree(ROOT / "jobs/demo/model", home / "cut")
     os.truncate(home / "cut/model.safetensors", 100_000)
-    for name, file, change in (
-        ("wider", "config.json", {"hidden_size": 256}),
-        ("endless", "generation_config.json", {"eos_token_id": [825, 5000]}),
-    ):
-        content = json.loads((home / name / file).read_text())
-        (home / name / file).write_text(json.dumps({**content, **change}))
     shutil.copytree(home / "judging", home / "broken-off")
     os.truncate(home / "broken-off/adapter_model.safetensors", 5000)
-    shutil.copytree(home / "plain", home / "astray")
-    (home / "astray/lineage.json").write_text('{"base": 5}')
 
 
 def registry(storage: str) -> dict[str, Any]:

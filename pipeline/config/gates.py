@@ -187,19 +187,14 @@ def keep_problems(job: Job) -> Problems:
     key, off = ("keep", "last") if run.keep == "best" else ("early_stopping_patience", "null")
     found, off = f"found {show(getattr(run, key))}", f"run.{key}={off}"
     if not job.held_out:
-        yield (
-            f"run.{key}",
-            f"{found}, and there are no held-out rows to compare steps by: set data.eval or data.eval_fraction, or {off}",
-        )
+        advice = f"set data.eval or data.eval_fraction, or {off}"
+        yield f"run.{key}", f"{found}, and there are no held-out rows to compare steps by: {advice}"
     if STAGE[job.stage].trl:
         evaluates, wanted = job.trainer.get("eval_strategy", "no") != "no", "trainer.eval_strategy=epoch"
     else:
         evaluates, wanted = bool(job.trainer.get("eval_steps")), "trainer.eval_steps=10"
     if not evaluates:
-        yield (
-            f"run.{key}",
-            f"{found}, but the job evaluates only after training: set {wanted}, or {off}",
-        )
+        yield f"run.{key}", f"{found}, but the job evaluates only after training: set {wanted}, or {off}"
     yield from metric_problems(job)
 
 

@@ -329,23 +329,18 @@ def _sources(job: Job) -> Problems:
                 yield from _source_keys(f"data.{name}.{index}", item)
     yield from _preprocessing("data", data)
     for name in SPLITS:
-        for index, (source, full) in enumerate(
-            zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
-        ):
+        sources = zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
+        for index, (source, full) in enumerate(sources):
             key = f"data.{name}.{index}"
             yield from _preprocessing(key, source)
             if source.revision is not None and (not source.path.startswith(HUB) or "@" in source.path):
-                yield (
-                    f"{key}.revision",
-                    f"found {show(source.revision)} for {show(source.path)}; only a dataset on the hub ({HUB}NAME) has a "
-                    "revision, and it is given once",
-                )
+                found = f"found {show(source.revision)} for {show(source.path)}"
+                expected = f"only a dataset on the hub ({HUB}NAME) has a revision, and it is given once"
+                yield f"{key}.revision", f"{found}; {expected}"
             if full.group_by and not full.transform:
-                yield (
-                    f"{key}.group_by" if source.group_by else "data.group_by",
-                    f"found {show(full.group_by)}; only a transform can read several rows at once: also set "
-                    "transform: python:MODULE:FUNCTION",
-                )
+                found = f"found {show(full.group_by)}; only a transform can read several rows at once"
+                advice = f"{found}: also set transform: python:MODULE:FUNCTION"
+                yield f"{key}.group_by" if source.group_by else "data.group_by", advice
             if name != "train" and source.weight is not None:
                 yield f"data.{name}", "found a weight; only data.train is mixed by weights: remove it"
     weights = [source.weight for source in sources_of(data.train)]
@@ -355,16 +350,12 @@ def _sources(job: Job) -> Problems:
     if given and not STAGE[job.stage].learns:
         yield "data.train", f"found a weight; `{job.stage}` reads every row once: remove it"
     if 0 < len(given) < len(weights):
-        yield (
-            "data.train",
-            f"{len(given)} of {len(weights)} sources have a weight; expected one for each, or for none",
-        )
+        found = f"{len(given)} of {len(weights)} sources have a weight"
+        yield "data.train", f"{found}; expected one for each, or for none"
     for index, weight in enumerate(given):
         if not 0 < weight <= 1e9:
-            yield (
-                f"data.train.{index}.weight",
-                f"found {show(weight)}, expected a number above 0, for example 0.3",
-            )
+            expected = "expected a number above 0, for example 0.3"
+            yield f"data.train.{index}.weight", f"found {show(weight)}, {expected}"
 
 
 def _source_keys(key: str, item: dict[str, Any]) -> Problems:
@@ -384,28 +375,23 @@ def _preprocessing(key: str, given: Data | Source) -> Problems:
     data/reshape.py checks the fields of each stage later.
     """
     if given.transform is not None and not Ref.parse(given.transform).is_function:
-        yield (
-            f"{key}.transform",
-            f"found {show(given.transform)}, expected python:MODULE:FUNCTION, for example python:my_rows:pairs",
-        )
+        expected = "expected python:MODULE:FUNCTION, for example python:my_rows:pairs"
+        yield f"{key}.transform", f"found {show(given.transform)}, {expected}"
     for field, column in (given.columns or {}).items():
         if not column or not all([column] if isinstance(column, str) else column):
             yield f"{key}.columns.{field}", f"found {show(column)}, expected the name of a column"
     if given.label is None:
         return
+    found = f"found {show(given.label)}, expected"
     if given.label.keys() not in ({"good", "bad"}, {"first", "second"}, {"first", "second", "tie"}):
-        yield (
-            f"{key}.label",
-            f"found {show(given.label)}, expected {{first: VALUE, second: VALUE}} and perhaps tie: VALUE, or {{good: VALUE, bad: VALUE}} for "
-            "ratings",
+        expected = (
+            "{first: VALUE, second: VALUE} and perhaps tie: VALUE, or {good: VALUE, bad: VALUE} for ratings"
         )
+        yield f"{key}.label", f"{found} {expected}"
     values = [one for some in given.label.values() for one in (some if isinstance(some, list) else [some])]
     nested = any(isinstance(one, list | dict) for one in values)
     if nested or len({_compared(one) for one in values}) < len(values):
-        yield (
-            f"{key}.label",
-            f"found {show(given.label)}, expected different texts or numbers for each of its keys",
-        )
+        yield f"{key}.label", f"{found} different texts or numbers for each of its keys"
 
 
 def _compared(value: Any) -> str:

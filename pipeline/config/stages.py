@@ -9,27 +9,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pipeline.intervals import table
+
 OURS = "pipeline.config.job"
 # The models that a job may name. Stage.inputs lists which of them a stage takes.
 INPUTS = ("policy", "reference", "baseline", "reward", "judge")
-_NOTHING_TRAINED = {
-    "lora": "it trains nothing",
-    "data.eval_fraction": "it holds nothing out",
-    "data.seed": "it holds nothing out",
-    "data.deduplicate": "it trains nothing",
-    "data.batch_size": "it trains nothing; the rows of one forward are trainer.local_rollout_forward_batch_size",
-    "run.num_to_keep": "it writes no checkpoints",
-    "run.keep": "it trains nothing",
-    "run.metric_for_best_model": "it trains nothing",
-    "run.greater_is_better": "it trains nothing",
-    "run.early_stopping_patience": "it trains nothing",
-    "mlflow.registered_model": "it registers nothing",
-}
+_NOTHING_TRAINED = table(
+    {
+        "it trains nothing": """lora data.deduplicate run.keep run.metric_for_best_model run.greater_is_better
+            run.early_stopping_patience""",
+        "it trains nothing; the rows of one forward are trainer.local_rollout_forward_batch_size": "data.batch_size",
+        "it holds nothing out": "data.eval_fraction data.seed",
+        "it writes no checkpoints": "run.num_to_keep",
+        "it registers nothing": "mlflow.registered_model",
+    }
+)
 _NO_SERVER = {"serve": "only `serve` answers requests"}
-_NO_PAIRS = {
-    key: "they are for `evaluate`; its held-out rows are data.eval"
-    for key in ("data.pairs", "data.benchmarks")
-}
+_NO_PAIRS = table({"they are for `evaluate`; its held-out rows are data.eval": "data.pairs data.benchmarks"})
 _LEARNS = {**_NO_SERVER, **_NO_PAIRS}
 _NO_ROLLOUT = {"rollout": "only `ppo` samples what it learns from"}
 # A job that writes completions without learning from them uses only the decoding keys of `rollout`.
@@ -41,16 +37,14 @@ _DECODES = {
 _ROW_BY_ROW = {
     **_NOTHING_TRAINED,
     "model.fsdp": "each of its processes holds the full base; only sft, rm, dpo, kto, ppo and evaluate shard it",
-    "data.pairs": "they are for `evaluate`; all its rows are data.train",
-    "data.benchmarks": "they are for `evaluate`; all its rows are data.train",
+    **table({"they are for `evaluate`; all its rows are data.train": "data.pairs data.benchmarks"}),
     "gate": "it registers no version that a gate could hold back",
     "data.eval": "it holds nothing out: all its rows are data.train",
     "run.max_failures": "Ray Data repeats what a lost actor did not finish",
     "run.report": "it has no report",
     "scaling.placement_strategy": "Ray places its actors one by one",
     "scaling.elastic_resize_monitor_interval_s": "Ray Data scales its actors",
-    "mlflow.experiment": "it makes no MLflow run",
-    "mlflow.also": "it makes no MLflow run",
+    **table({"it makes no MLflow run": "mlflow.experiment mlflow.also"}),
     "mlflow.alias": "it registers nothing",
 }
 
