@@ -129,6 +129,28 @@ def test_every_file_of_the_tree_exists():
     assert not missing
 
 
+def test_every_file_that_the_tree_describes_is_in_its_folder():
+    tree = re.search(r"```\n(pipeline/.*?)```", PAGES["architecture.md"], re.DOTALL)[1]
+    folder, found = ROOT / "pipeline", 0
+    for line in tree.splitlines()[1:]:
+        if starts := re.match(r"  (\w+)/ ", line):
+            folder = ROOT / "pipeline" / starts[1]
+        elif re.match(r"  \w", line):
+            folder = ROOT / "pipeline"
+        for name in re.findall(r"\w+\.py", line):
+            assert (folder / name).is_file(), line
+            found += 1
+    assert found > 40
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_source_files_that_a_page_names_exist(page):
+    named = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|ipynb|jinja))`", TEXTS[page])
+    assert [
+        name for name in named if not ((ROOT / name).exists() or (ROOT / "pipeline" / name).exists())
+    ] == []
+
+
 @pytest.mark.parametrize("page", reference.PAGES)
 def test_a_generated_page_is_up_to_date(page):
     assert PAGES[page] == reference.PAGES[page](), "run `.venv/bin/python docs/reference.py`"

@@ -210,15 +210,21 @@ def check_sampler(job: Job) -> None:
 
 def check_shards(job: Job, files: Any) -> None:
     """Raises InputError for model.fsdp if the base's files (models.compatibility.Base) cannot be read in shards."""
-    if not job.model.fsdp:
+    from pipeline.models.hub import base_file
+    from pipeline.models.weights import INDEX
+
+    model = job.model
+    if not model.fsdp:
         return
     if files.config.get("quantization_config"):
         what = "has quantized weights, which FSDP cannot gather"
-    elif job.model.allow_pickle and not files.tensors:
+    elif (
+        model.allow_pickle and not files.tensors and not base_file(model.name_or_path, INDEX, model.revision)
+    ):
         what = "has no safetensors, and other files cannot be read in shards"
     else:
         return
-    raise InputError(f"{job.model.name_or_path!r} {what}; set model.fsdp=false", key="model.fsdp")
+    raise InputError(f"{model.name_or_path!r} {what}; set model.fsdp=false", key="model.fsdp")
 
 
 def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files: Any) -> dict[str, str]:

@@ -273,6 +273,16 @@ def test_after_a_killed_driver_only_rays_agents_are_left_and_the_next_session_de
     assert newest in running
 
 
+def test_a_call_of_ray_outside_a_session_starts_none(tmp_path):
+    """By default, ray.put() would start a Ray with an open dashboard, and write a token into the home folder."""
+    script = "import pipeline, ray\ntry: ray.put(1)\nexcept Exception as error: print(type(error).__name__, ray.is_initialized())"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split()[1:] == ["False"] and not (tmp_path / ".ray").exists()
+
+
 def test_a_ray_that_does_not_start_is_one_message():
     text = """
         import sys

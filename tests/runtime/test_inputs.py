@@ -146,6 +146,10 @@ def test_shards_and_what_needs_whole_weights_are_refused_together(tmp_path, in_r
     ):
         with pytest.raises(InputError, match=says or "has no safetensors"):
             check_shards(job, SimpleNamespace(config=config, tensors={}))
+    # The headers of files on the hub, into which weights are split, are not read before the run.
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    job = replace(job, model=replace(job.model, name_or_path=str(tmp_path)))
+    check_shards(job, SimpleNamespace(config={}, tensors={}))
 
 
 def test_what_a_run_was_begun_with_is_not_asked_for_again(migrated, tmp_path, in_root):
