@@ -1,9 +1,9 @@
-"""Rounds of collect, training, evaluate and gate, each on what the policy before it wrote: online DPO, rejection sampling.
+"""Runs rounds of collect, training, evaluate and gate, for online DPO or rejection sampling.
 
     make iterate    or    python -m pipeline iterate jobs/demo/iterate.yaml [iterate.rounds=5] [STEP.section.key=value ...]
 
 Each step is an ordinary run in the iteration's folder (round-1-collect, round-1-dpo, round-1-evaluate, ...), in MLflow under one
-parent run. Round r collects with the version that round r - 1 registered, by its number. The same command continues an iteration
+parent run. Round r collects completions of the version that round r - 1 registered. The same command continues an iteration
 that was killed, in the step that was cut short, and ends with the same adapters.
 """
 

@@ -55,7 +55,7 @@ class Source:
 
     @property
     def location(self) -> str:
-        """The path; for a dataset on the hub, with its revision."""
+        """Returns the path, with the revision of a Hub dataset."""
         if self.revision is None:
             return self.path
         name, colon, split = self.path.removeprefix(HUB).partition(":")

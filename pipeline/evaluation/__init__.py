@@ -185,7 +185,7 @@ def logprobs(
     size: int,
     sampling: Sampling | None = None,
 ) -> list[float]:
-    """Of each (prompt ids, completion ids): the log-probability of the completion, nats, summed over its tokens.
+    """Returns the log-probability in nats of the completion of each (prompt ids, completion ids), summed over its tokens.
 
     Args:
         size: rows of one forward, at most.

@@ -144,7 +144,7 @@ def samples_of(
 
 
 def _has_columns(worker: Worker, given: list[dict[str, Any]]) -> bool:
-    """A rule for completions to prompts may need columns that pairs do not have; a reward model needs none."""
+    """Returns whether the rows have the columns that the judge needs, if it is a Python function."""
     judge = str(worker.job.judge)
     if not Ref.parse(judge).is_function:
         return True

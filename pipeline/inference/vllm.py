@@ -138,7 +138,7 @@ class VllmDecoder(Decoder):
                 row.error = RuntimeError(f"vLLM ended it ({written.finish_reason})")
 
     def reset(self) -> None:
-        """vLLM does not recover from an error in its process."""
+        """Does nothing: vLLM does not recover from an error in its process."""
         self.requests = {}
         raise RuntimeError("vLLM has ended; start the process again")
 

@@ -243,7 +243,7 @@ class SharedBase(nn.Module):
 
     @contextmanager
     def use_each(self, roles: Sequence[str | None]) -> Iterator[SharedBase]:
-        """Within the block, row i of a forward's batch uses the adapter of `roles[i]`. Without gradients.
+        """In the block, row i of a forward's batch uses the adapter of `roles[i]`. Without gradients.
 
         The base multiplies the full batch, and each adapter its rows.
         """

@@ -358,7 +358,7 @@ class PPOConfig(Settings):
         return max(1, math.ceil(episodes / self.batch_size))
 
     def decoded(self, workers: int) -> int:
-        """Completions of a chunk of one of `workers` workers, which it decodes at once if its memory holds them."""
+        """Returns how many completions each of `workers` workers decodes at once, if its memory allows."""
         own = math.ceil(self.batch_size // self.num_generations / workers) * self.num_generations
         return min(self.local_rollout_forward_batch_size or CHUNK_COMPLETIONS, own)
 

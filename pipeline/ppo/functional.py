@@ -41,7 +41,7 @@ def whiten(
     eps: float = 1e-8,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """`x` scaled to unit variance (unbiased, over the mask) and mean 0, or its own mean with `shift_mean=False`.
+    """Returns `x` scaled to unit variance (unbiased, over the mask) and mean 0, or its own mean with `shift_mean=False`.
 
     Mean and variance are summed in fp64 and in two passes, so the result depends on the whole batch and not on how it is
     split over workers. With fewer than two values the variance is taken as 1. The fp64 mean of equal fp32 values is
@@ -65,7 +65,7 @@ def whiten(
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k1") -> Tensor:
-    """Per-token estimate of KL(policy || reference), in nats, from tokens that the policy sampled.
+    """Returns the per-token estimate of KL(policy || reference), in nats, from tokens that the policy sampled.
 
     With d = log p_policy - log p_reference: k1 = d (unbiased, can be negative), k2 = d^2 / 2 (biased, low variance, its
     gradient is that of the KL), k3 = exp(-d) - 1 + d (unbiased, never negative), abs = |d|. k3 alone needs an exp: where
@@ -93,7 +93,7 @@ def last_action(mask: Tensor) -> Tensor:
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Reward of every action: -kl_coef * kl on each, plus the row's score (batch,) once, on the last one.
+    """Returns the reward of every action: -kl_coef * kl on each, plus the row's score (batch,) once, on the last one.
 
     The rewards have the dtype of the scores.
     """
@@ -111,7 +111,7 @@ def gae(
     lam: float,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation. Returns advantages and returns (advantages + values), neither whitened.
+    """Computes generalized advantage estimation. Returns advantages and returns (advantages + values), neither whitened.
 
     The value after a row's last action is 0 (the completion is over), or `bootstrap` (batch,) for truncated completions.
     The recursion skips masked positions, so gaps inside a row and padding behind it change nothing.
@@ -131,7 +131,7 @@ def gae(
 
 
 def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """Discounted sum of the rewards from each action on: GAE with lam = 1 and no critic."""
+    """Returns the discounted sum of the rewards from each action on: GAE with lam = 1 and no critic."""
     return gae(rewards, torch.zeros_like(rewards, dtype=torch.float32), mask, gamma, 1.0)[0]
 
 
@@ -169,7 +169,7 @@ def policy_loss(
     importance_sampling_level: Literal["token", "sequence"] = "token",
     weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative clipped surrogate objective. Returns (loss, stats).
+    """Returns (loss, stats) of the negative clipped surrogate objective.
 
     Args:
         cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange_high].
@@ -245,7 +245,7 @@ def value_loss(
     cliprange_value: float | None,
     denominator: Tensor | float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """0.5 * max(clipped, unclipped) squared error. Returns (loss, stats).
+    """Returns (loss, stats) of 0.5 * max(clipped, unclipped) squared error.
 
     Args:
         cliprange_value: the clipped error takes the new value within +- this of the old one. None: no clipping.

@@ -61,7 +61,7 @@ def episode_metrics(
 def off_policy_metrics(
     episodes: Episodes, weights: Tensor, config: RolloutConfig, mask: Tensor
 ) -> dict[str, float]:
-    """How far the sampler was from the trainer's policy, and what the correction made of it.
+    """Returns metrics of the distance between sampler and trainer policy, and of the off-policy correction.
 
     `rollout/ratio_mean`, `ratio_max` and `effective_samples` are of the probability ratios r before any correction: of each
     action, or of each completion where the correction takes those. The effective sample size is a share of their number n,

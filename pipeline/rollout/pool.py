@@ -419,7 +419,7 @@ class Pool:
                 print(f"cannot read the cluster's resources ({in_brief(error, 200)})", flush=True)
 
     async def _yield_to_trainers(self) -> None:
-        """If trainers find no resources, ends the workers on nodes that could hold a trainer."""
+        """Ends the workers on nodes that could hold a trainer, if trainers find no resources."""
         if self.displaced_since is None or time.monotonic() - self.displaced_since < TRAINER_WAIT_S:
             return
         trainers = placement.bundles(self.work.job)
@@ -480,7 +480,7 @@ async def _result_of(waited: Awaitable[Any]) -> Any:
 
 @contextlib.contextmanager
 def _abandoned(waited: asyncio.Future) -> Iterator[None]:
-    """After the block, ignores what the call raises."""
+    """Ignores the result and the error of the call after the block."""
     try:
         yield
     finally:

@@ -65,7 +65,7 @@ def named(job: Job) -> Job:
 
 
 def check_folder(folder: str, owner: str, example: str) -> None:
-    """Checks that a folder can be written to and is not another kind of run's; run.fresh=true would delete that, too.
+    """Checks that a folder is writable and has no run of another kind, which run.fresh=true would delete.
 
     Args:
         owner: `a run`, `an iteration` or `a sweep`.

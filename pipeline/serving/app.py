@@ -252,7 +252,7 @@ class Server:
         return self.metrics.snapshot()
 
     def check_health(self) -> None:
-        """Called by Ray Serve, which starts a replica again if this raises."""
+        """Raises if the replica is unhealthy. Ray Serve calls it, and then restarts the replica."""
         if not self.batcher.alive:
             raise RuntimeError("the thread that has the model has ended")
 
@@ -415,7 +415,7 @@ class Server:
         )
 
     def remember(self, answer: Answer) -> None:
-        """After the last token of an answer that was seen: feedback may come on it."""
+        """Records a finished answer, so that feedback on it is accepted."""
         facts = {"id": answer.id, "time": time.time(), "version": answer.version, "model": answer.asked.model}
         facts |= {"seed": answer.seed, "choices": answer.asked.n}
         if self.serve.log_prompts:

@@ -62,7 +62,7 @@ class Page:
         self.snapshots[replica] = (time.monotonic(), snapshot)
 
     def collect(self) -> list[Metric]:
-        """Called by prometheus_client: all metrics, each sample with its replica."""
+        """Returns all metrics for prometheus_client, each sample with its replica."""
         metrics: dict[str, Metric] = {}
         now = time.monotonic()
         for replica, (sent, snapshot) in self.snapshots.items():

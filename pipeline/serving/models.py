@@ -143,7 +143,7 @@ class Models:
         return [f"{name}: {version}"]
 
     def _remove_unused(self) -> None:
-        """Removes roles to which no model id led at the last look either, once their last completion is written.
+        """Removes roles that no model id has used for two polls and whose completions are all finished.
 
         A request that was given one of them a moment ago has joined the batch by now.
         """

@@ -34,7 +34,7 @@ class Refused(Exception):
 
 
 def unknown(what: str, name: str, there: Iterable[str]) -> Refused:
-    """For a model id that this path does not answer under; `there` are those that it does."""
+    """Returns the answer to an unknown model id. `there` are the known ids."""
     known = ", ".join(there)
     expected = f"; expected one of {known}" if known else "; none is served here"
     return Refused(404, f"no {what} {name[:80]!r}{expected}", "model", "model_not_found")

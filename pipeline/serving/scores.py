@@ -92,7 +92,7 @@ class Scores:
         return outcome.columns
 
     def _answer(self, reward: Reward) -> None:
-        """In the batcher's thread: all requests that wait for a reward, up to the rows of a forward at a time."""
+        """Scores all requests that wait for a reward, in batches of one forward. Runs in the batcher's thread."""
         waiting = self.waiting[reward]
         while waiting:
             batch: list[Any] = []
@@ -105,7 +105,7 @@ class Scores:
                     self._score(reward, [one])
 
     def _score(self, reward: Reward, batch: list[tuple[list[Sample], Future[list[float]]]]) -> bool:
-        """False: that failed, and only a lone request has been told."""
+        """Scores requests together. Returns False if this failed; only a single request gets the error then."""
         from pipeline.evaluation.pairs import samples_of
 
         prompts, completions, rows = zip(*(one for samples, _ in batch for one in samples), strict=True)

@@ -72,7 +72,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Trial:
-    """One combination: its name, which is its folder's, the values that are its own, as typed, and its job."""
+    """One combination of values: name (also of its folder), the values that differ between trials, and job."""
 
     name: str
     values: dict[str, str]

@@ -57,7 +57,7 @@ def examine(trainer: PPOTrainer, folders: Mapping[str, str]) -> tuple[list[Findi
 
 
 def one_minibatch(trainer: PPOTrainer, episodes: Episodes) -> list[Finding]:
-    """Forward and backward of all episodes as one minibatch: the first ratio, and which parameters get gradients."""
+    """Runs forward and backward on all episodes as one minibatch. Checks the first ratio, and which parameters get gradients."""
     shared = trainer.shared
     _clear(trainer)
     stats = trainer.accumulate(episodes, list(range(len(episodes))), Totals.of(episodes.learn), policy=True)
