@@ -18,7 +18,7 @@ PPO = [
     "trainer.total_episodes=24", "trainer.batch_size=8", "trainer.response_length=8", "trainer.save_steps=1",
     "data.eval=null", "judge=null", "policy=base", "reward=python:bad_rewards:length", "mlflow.registered_model=null",
 ]  # fmt: skip
-SETTINGS = {"sft": TRL, "rm": TRL, "ppo": PPO}
+SETTINGS = {"sft": TRL, "rm": TRL, "dpo": [*TRL, "policy=base"], "kto": [*TRL, "policy=base"], "ppo": PPO}
 
 
 def weights(storage, name):
@@ -26,7 +26,7 @@ def weights(storage, name):
 
 
 @pytest.mark.parametrize(
-    "verb", ["sft", pytest.param("rm", marks=pytest.mark.slow), pytest.param("ppo", marks=pytest.mark.slow)]
+    "verb", ["sft", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("rm", "dpo", "kto", "ppo"))]
 )
 def test_no_worker_and_one_end_with_the_same_bytes(verb, storage, embedded_ray):
     """Twice in one process, too: no stage leaves random numbers, threads or a precision behind."""
