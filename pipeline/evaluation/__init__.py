@@ -104,7 +104,7 @@ class Comparison:
             ids = [row["input_ids"] for row in rows]
             sampling = replace(self.sampling, seed=self.sampling.seed + SEED_OFFSET)
             completions = self.decoder.generate(policy, ids, numbers, sampling) if rows else []
-            scored = _score(self.worker, rows, completions, self.rewards, self.judge) if rows else []
+            scored = _score(self.worker, rows, numbers, completions, self.rewards, self.judge) if rows else []
         mine = [
             (number // n, one["reward"], one.get("judge", one["reward"]))
             for number, one in zip(numbers, scored, strict=True)
@@ -133,7 +133,7 @@ class Comparison:
         ids = [row["input_ids"] for row in self.rows]
         numbers = [row["index"] for row in self.rows]
         completions = self.decoder.generate(role, ids, numbers, self.sampling)
-        scored = _score(self.worker, self.rows, completions, self.rewards, self.judge)
+        scored = _score(self.worker, self.rows, numbers, completions, self.rewards, self.judge)
         records = [
             {
                 "length": len(completion.tokens),
@@ -154,7 +154,12 @@ def _prompt(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _score(
-    worker: Worker, rows: list[dict[str, Any]], completions: list[Completion], rewards: list[Any], judge: Any
+    worker: Worker,
+    rows: list[dict[str, Any]],
+    numbers: list[int],
+    completions: list[Completion],
+    rewards: list[Any],
+    judge: Any,
 ) -> list[dict[str, Any]]:
     samples = Samples(
         prompt_ids=[r["input_ids"] for r in rows],
@@ -162,7 +167,7 @@ def _score(
         ended=[r.ended for r in completions],
         rows=[r["row"] for r in rows],
         tokenizer=worker.tokenizer,
-        seeds=[seed_of(worker.job.args.seed, r["index"]) for r in rows],
+        seeds=[seed_of(worker.job.args.seed, number) for number in numbers],
     )
     scores: list[dict[str, Any]] = [
         {"prompt": p, "completion": c} for p, c in zip(samples.prompts, samples.completions, strict=True)

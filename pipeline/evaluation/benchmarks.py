@@ -44,6 +44,7 @@ def measure(
 
     A row with a completion that could not be read is left out and counted.
     """
+    from pipeline.inference.rows import seed_of
     from pipeline.ppo.rewards import weighted
 
     if worker.rank == 0:
@@ -54,7 +55,8 @@ def measure(
     if mine:
         given = [json.loads(row["row"]) for row in mine]
         prompts, completions = ([row[key] for row in mine] for key in ("prompt_ids", "chosen_ids"))
-        samples = samples_of(prompts, completions, given, worker.tokenizer, ends)
+        seeds = [seed_of(0, number) for number in numbers]
+        samples = samples_of(prompts, completions, given, worker.tokenizer, ends, seeds)
         scores = weighted(rewards, samples, normalize=False)[0]
     gathered = worker.gather(list(zip(numbers, scores, strict=True)))
     by_number = dict(pair for part in gathered for pair in part)
