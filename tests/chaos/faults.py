@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from runs import AUTHENTICATION, STEPS, Run, until
 
 
@@ -33,38 +34,20 @@ def ended(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------ processes
 
 
-def processes() -> dict[int, tuple[int, str]]:
-    """{process: (its parent, its command line)}"""
-    out = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
-    found = {}
-    for line in out.splitlines():
-        pid, parent, command = [*line.split(None, 2), ""][:3]
-        found[int(pid)] = (int(parent), command)
-    return found
-
-
 def below(root: int) -> dict[int, str]:
     """{process: command line} of all descendants of a process."""
-    every, found, waiting = processes(), {}, [root]
-    while waiting:
-        parent = waiting.pop()
-        for pid, (its_parent, command) in every.items():
-            if its_parent == parent and pid not in found:
-                found[pid] = command
-                waiting.append(pid)
+    found = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(root).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                found[child.pid] = " ".join(child.cmdline())
     return found
 
 
-def training(run: Run) -> list[int]:
-    """The processes of the run's training workers, on the embedded Ray."""
+def actors(run: Run, kind: str) -> list[int]:
+    """The processes of the run's actors of this kind, on the embedded Ray."""
     assert run.process is not None
-    return sorted(pid for pid, command in below(run.process.pid).items() if "RayTrainWorker" in command)
-
-
-def sampling(run: Run) -> list[int]:
-    """The processes of the run's rollout workers, on the embedded Ray."""
-    assert run.process is not None
-    return sorted(pid for pid, command in below(run.process.pid).items() if "RolloutWorker" in command)
+    return sorted(pid for pid, command in below(run.process.pid).items() if kind in command)
 
 
 def kill(pid: int) -> None:
@@ -79,7 +62,7 @@ def worker(run: Run, rng: random.Random) -> str:
     """kill -9 of one of two workers; Ray Train restarts them."""
     run.start("run.max_failures=3")
     step = moment(run, rng)
-    victims = until(lambda: training(run), "a training worker")
+    victims = until(lambda: actors(run, "RayTrainWorker"), "a training worker")
     victim = rng.randrange(len(victims))
     kill(victims[victim])
     ended(run)
@@ -101,7 +84,7 @@ def rollout_worker(run: Run, rng: random.Random) -> str:
     """kill -9 of the rollout worker; another one takes its place."""
     run.start()
     step = moment(run, rng)
-    kill(sampling(run)[0])
+    kill(actors(run, "RolloutWorker")[0])
     ended(run)
     return f"killed the rollout worker after step {step}"
 
@@ -110,7 +93,7 @@ def hang(run: Run, rng: random.Random) -> str:
     """SIGSTOP of the rollout worker: it is there, and does nothing."""
     run.start()
     step = moment(run, rng, last=STEPS - 3)
-    os.kill(sampling(run)[0], signal.SIGSTOP)
+    os.kill(actors(run, "RolloutWorker")[0], signal.SIGSTOP)
     run.wait_for("missed its heartbeat")
     ended(run)
     return f"stopped the rollout worker after step {step}"
@@ -177,7 +160,7 @@ def write(run: Run, rng: random.Random) -> str:
     run.wait_for(rf"\bstep +{3 * number - 2}/{STEPS}\b")
     name = f"checkpoint_{3 * number:08d}"
     assert run.process is not None
-    victims = [run.process.pid, *below(run.process.pid)] if everything else training(run)
+    victims = [run.process.pid, *below(run.process.pid)] if everything else actors(run, "RayTrainWorker")
     delay = rng.uniform(0, 0.004)
     until(lambda: (run.folder / name).exists(), name, every=0.0002)
     time.sleep(delay)
@@ -257,9 +240,11 @@ class Nodes:
 
     def busy(self, actor: str = "RayTrainWorker") -> list[Any]:
         """Nodes on which a training worker runs, or another actor."""
-        every = processes()
-        workers = {parent for parent, command in every.values() if actor in command}
-        return [node for node in self.nodes if workers & set(self.raylets(node))]
+        return [
+            node
+            for node in self.nodes
+            if any(actor in command for pid in self.raylets(node) for command in below(pid).values())
+        ]
 
     @staticmethod
     def raylets(node: Any) -> list[int]:

@@ -37,10 +37,6 @@ def not_json(row):
     return {"prompt": row["q"], "completion": {"a", "set"}}
 
 
-def rows_and_texts(row):
-    return [row, "text"]
-
-
 def two_arguments(row, tokenizer):
     return row
 
