@@ -223,7 +223,7 @@ def test_policies_and_a_reward_answer_at_once(client, server, telling):
         ({"model": "toy-rm"}, 404, "^no policy 'toy-rm'; expected one of toy, bare$"),
         ({"model": "../toy"}, 404, "no policy"),
         ({"messages": []}, 400, "messages: "),
-        ({"messages": [{"role": "robot", "content": "x"}]}, 400, r"messages\[0\].role: found \"robot\"; expected one of system, user"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, 400, r"messages\[0\].role: found \"robot\"; expected one of system, "),
         ({"messages": messages("word " * 400)}, 400, r"messages: \d+ tokens; expected at most 192"),
         ({"n": 17}, 400, "n: found 17; expected at most 16"),
         ({"n": 0}, 400, "n: "),
