@@ -125,6 +125,7 @@ JOB = [
     case("modules that are not there", "sft", r"lora\.target_modules: 'q_projj' matches no module of this base; expected all-linear, or some of .*q_proj",
          overrides=["lora.target_modules=[q_projj]"]),
     case("truncated adapter", "ppo", r"reward: .*/broken-off/adapter_model\.safetensors: not a complete safetensors file.*save the adapter again", overrides=["reward={broken-off}"]),
+    case("damaged lineage", "dpo", r"policy: .*/astray/lineage\.json: base: found 5, expected name_or_path and digest; restore the file", overrides=["policy={astray}"]),
     case("broken template", "sft", r"model\.chat_template: .*broken\.jinja:1: ", overrides=["model.chat_template={broken}"]),
     case("max_length above the context", "sft", r"data\.max_length: 512 is more than the model's context of 256.*use data\.max_length=256", overrides=["data.max_length=512"]),
     case("no room for a prompt", "ppo", r"trainer\.response_length: 256 tokens leave no room.*context of 256; set trainer\.response_length=128", overrides=["trainer.response_length=256"]),
@@ -198,7 +199,7 @@ def world(embedded_ray, tmp_path_factory) -> dict[str, str]:
         source=str(home / "gone"),
         tags={"gate": "failed: eval_accuracy = 0.5, required >= 0.95"},
     )
-    names = "storage pickled other plain judging cut broken-off broken.jinja lower.jinja".split()
+    names = "storage pickled other plain judging cut broken-off astray broken.jinja lower.jinja".split()
     return {name.split(".")[0]: str(home / name) for name in names}
 
 
@@ -233,6 +234,8 @@ def damaged(home: Path) -> None:
     os.truncate(home / "cut/model.safetensors", 100_000)
     shutil.copytree(home / "judging", home / "broken-off")
     os.truncate(home / "broken-off/adapter_model.safetensors", 5000)
+    shutil.copytree(home / "plain", home / "astray")
+    (home / "astray/lineage.json").write_text('{"base": 5}')
 
 
 def registry(storage: str) -> dict[str, Any]:
