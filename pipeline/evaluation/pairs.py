@@ -53,8 +53,9 @@ def measure(
     if column := worker.job.data.subset:
         for pair, row in zip(pairs, given, strict=True):
             pair["subset"] = visible(str(row.get(column)), lines=False)[:60]
-    gathered = [pair for part in worker.gather(pairs) for pair in part]
-    return figures(gathered)
+    parts = worker.gather(pairs)
+    # In the order of the rows, for any number of workers
+    return figures([parts[i % worker.world][i // worker.world] for i in range(len(rows))])
 
 
 def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
