@@ -106,7 +106,7 @@ def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> N
     name = data.get("actor_name") or data.get("task_name")
     prefix = "" if name in own or not name else f"({name}) "
     lines = [line for line in data["lines"] if not any(text in line for text in NOISE)]
-    if sink:
+    if sink or sys.stdout is not terminal.screen:
         lines = [plain for line in lines if (plain := terminal.unmarked(line)) is not None]
     marks = [line[0] if terminal.marked(line) else "" for line in lines]
     lines = [mark + prefix + line.removeprefix(mark) for mark, line in zip(marks, lines, strict=True)]
