@@ -68,7 +68,7 @@ ROWS = [
     case("empty file", "sft", r"rows\.jsonl\b", "empty file", "no rows", "one JSON object on each line", rows=b""),
     case("not JSON", "sft", r"rows\.jsonl:2: found .*promt.*column 10.*expected one JSON object on each line", MEND,
          rows=jsonl([GOOD]) + b'{"promt" "a"}\n'),
-    case("truncated gzip", "sft", r"rows\.jsonl\.gz:\d+: found a gzip file that ends too early.*; expected a whole \.gz", MEND,
+    case("truncated gzip", "sft", r"rows\.jsonl\.gz:\d+: found a gzip file that ends too early.*; expected a complete \.gz", MEND,
          rows=gzip.compress(jsonl([{**GOOD, "id": str(i * 7919)} for i in range(3000)]))[:9000], file="rows.jsonl.gz"),
     case("wrong field", "sft", r"rows\.jsonl: row 1 matches no format of `sft`; the columns are promt, completion; set data\.columns='\{prompt: promt\}'$",
          rows=[{"promt": "a", "completion": "b"}]),
@@ -101,7 +101,7 @@ ROWS = [
     case("ragged CSV", "sft", r"rows\.csv:3: found 3 values; expected 2, as the header has columns prompt, completion", MEND,
          rows=b"prompt,completion\na,b\nc,d,e\n", file="rows.csv"),
     case("a hub set without network", "sft", r"data\.train: 'hf://datasets/nobody/none:default/train' is not in the cache of this machine, and HF_HUB_OFFLINE",
-         r"type `hf download --repo-type dataset nobody/none`", overrides=["data.train=hf://datasets/nobody/none:default/train"]),
+         r"run `hf download --repo-type dataset nobody/none`", overrides=["data.train=hf://datasets/nobody/none:default/train"]),
     case("unknown scheme", "sft", r"data\.train: .*'ftps://host/rows\.jsonl'.*expected a path, a glob, a folder, or s3:// gs:// hf://",
          overrides=["data.train=ftps://host/rows.jsonl"]),
 ]  # fmt: skip
