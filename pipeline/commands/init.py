@@ -454,5 +454,7 @@ def with_prompts(folder: Path, jobs: dict[str, str], have_eval: bool) -> dict[st
         lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in away]
         path.write_text("".join(lines), encoding="utf-8")
         made["evaluate"] = with_key(jobs["evaluate"], "data.eval", str(path))
+        if job.data.columns:  # of the source; this file has `prompt`
+            made["evaluate"] = with_key(made["evaluate"], "data.columns", None)
         print(f"  {path}: {len(away)} prompts that ppo holds out, for evaluate")
     return made

@@ -280,3 +280,13 @@ def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_eve
     assert {job.model.chat_template for job in jobs} == {"plain"}
     assert main(["init", "both/pairs.jsonl", "--model", "base"]) == 0
     assert load_job("jobs/pairs/rm.yaml").model.chat_template is None
+
+
+def test_evaluate_reads_the_held_out_prompts_of_a_file_with_other_column_names(here):
+    made = [{"user_query": f"What is {n} and {n}?", "locale": "en"} for n in range(60)]
+    (here / "both").mkdir()
+    rows(here / "both/prompts.jsonl", made)
+    rows(here / "both/pairs.jsonl", PAIRS)
+    assert main(["init", "both", "--model", str(ROOT / "jobs/demo/model")]) == 0
+    assert load_job("jobs/both/ppo.yaml").data.columns == {"prompt": "user_query"}
+    assert load_job("jobs/both/evaluate.yaml").data.columns is None
