@@ -426,13 +426,21 @@ def parse_benchmark(row: dict[str, Any], shape: str) -> Record:
         good, bad = (
             [(f"{side}[{i}]", value) for i, value in enumerate(_as_list(row[side], side))] for side in SIDES
         )
-        if "domain" in row and len(good) == len(bad) == STYLED:
+        if "domain" in row:
             name, subset = "rm_bench", row["domain"]
+            if len(good) != STYLED or len(bad) != STYLED:
+                found = f"{len(good)} correct and {len(bad)} wrong completions"
+                raise RowError("wrong_type", "chosen", found, f"{STYLED} of each: RM-Bench has three styles")
         else:
             name = "reward_bench_2" if "num_correct" in row else "best_of_k"
             subset = row.get("subset", "all")
         completions, correct = good + bad, len(good)
     pairs: list[tuple[Text, ...]] = [(completion_text(value, key, prompt),) for key, value in completions]
+    for (key, value), (text,) in zip(completions[correct:], pairs[correct:], strict=True):
+        if any(plain(text) == plain(good) for (good,) in pairs[:correct]):
+            raise RowError(
+                "equal_pair", key, f"a correct completion: {show(value)}", "a different completion"
+            )
     facts = {"benchmark": name, "subset": subset, "correct": correct, "completions": len(pairs)}
     read = {field for fields in BENCHMARKS.values() for field in fields}
     others = {key: value for key, value in row.items() if key not in read}
@@ -444,7 +452,7 @@ def _as_list(value: Any, key: str) -> list[Any]:
     if isinstance(values, str):
         return [values]
     if not isinstance(values, list) or not values:
-        raise RowError("wrong_type", key, show(values), "a list of completions")
+        raise RowError("wrong_type", key, show(values), "a text, or a list of at least one")
     return values
 
 

@@ -85,8 +85,8 @@ def figures(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]]:
         found, subsets = BENCHMARKS[name](own)
         metrics |= {f"eval_{name}{key}": value for key, value in found.items()}
         metrics |= {f"eval_{name}/{metric_name(key)}": one["score"] for key, one in subsets.items()}
-        tables[name] = {"rows": len(own), **{key.strip("_") or "score": v for key, v in found.items()}}
-        tables[name]["subsets"] = subsets
+        levels = {key.strip("_") or "all": {"rows": len(own), "score": value} for key, value in found.items()}
+        tables[name] = {"rows": len(own), "score": found[""], "levels": levels, "subsets": subsets}
     return metrics, tables
 
 

@@ -68,9 +68,9 @@ def measure(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns (metrics, tables for evaluation.json) of the weighted `rewards` on the first pairs of data.pairs.
 
-    eval_rm_probe/NAME: the effect of an edit. eval_rm_probe_accuracy/NAME: share of pairs whose chosen completion, unedited,
-    still has the larger score after the edit of the rejected one. eval_rm_probes_failed: number of probes whose verdict is
-    not "ok".
+    eval_rm_probe/NAME: the effect of an edit. eval_rm_probe_accuracy/NAME: share of pairs that are in order after the edit of
+    either completion; if the edit makes a completion worse, of the rejected one alone. eval_rm_probes_failed: number of
+    probes whose verdict is not "ok".
 
     Args:
         ends: ids that end a completion.
@@ -153,7 +153,7 @@ def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, An
         half = 1.96 * stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.inf
         effect = mean(changes)
         low, high = effect - half, effect + half
-        kept = mean([float(pair["before"][0] > pair["after"][name][1]) for pair in applies])
+        kept = mean([_in_order(pair, name) for pair in applies])
         worst = sorted(
             zip(changes, applies, strict=True),
             key=lambda one: -one[0] if probe and probe.worse else -abs(one[0]),
@@ -173,10 +173,17 @@ def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, An
     return metrics, tables
 
 
+def _in_order(pair: dict[str, Any], name: str) -> float:
+    """Returns whether a pair is in order if its rejected completion is edited, and, if the edit is harmless, its chosen one."""
+    (chosen, rejected), (chosen_edited, rejected_edited) = pair["before"], pair["after"][name]
+    worse = name in PROBES and PROBES[name].worse
+    return float(chosen > rejected_edited and (worse or chosen_edited > rejected))
+
+
 def _verdict(low: float, high: float, worse: bool) -> str:
     """Returns what the interval of an effect says: "ok", or how the score moves although it should not."""
     if worse:
-        return "ok" if high < -SMALL else "not punished"
+        return "ok" if high < -SMALL else "hardly punished"
     return "raises the score" if low > SMALL else "lowers the score" if high < -SMALL else "ok"
 
 

@@ -61,5 +61,6 @@ def benchmarks(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, table in evaluation.get("benchmarks", {}).items():
         rows.append({"name": name, "rows": table["rows"], "score": table["score"]})
-        rows += [{"name": f"{name} / {subset}", **one} for subset, one in table["subsets"].items()]
+        both = {**table["levels"], **table["subsets"]}
+        rows += [{"name": f"{name} / {part}", **one} for part, one in both.items() if part != "all"]
     return rows

@@ -114,6 +114,18 @@ def subsets_table(
     return "\n".join(lines)
 
 
+def best_of_n_table(curve: list[dict[str, float]]) -> str:
+    """Returns the best-of-n curve as aligned text, with a warning if a larger n no longer helps the judge."""
+    lines = ["   best of n    reward    judge   KL at most"]
+    for point in curve:
+        lines.append(
+            f"   {point['n']:>9.0f}{point['proxy']:>10.3f}{point['gold']:>9.3f}{point['kl_bound']:>13.2f}"
+        )
+    if curve[-1]["gold"] < max(point["gold"] for point in curve):
+        lines.append("   the judge's score falls again: choosing by this reward exploits it")
+    return "\n".join(lines)
+
+
 def probes_table(probes: dict[str, Any]) -> str:
     """Returns the effect of each probe of a reward, in standard deviations of its score, as aligned text."""
     lines = [f"   {'probe':<16}{'effect (95 %)':<26}accuracy  verdict"]

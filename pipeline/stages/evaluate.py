@@ -18,7 +18,7 @@ from pipeline.config import Job
 from pipeline.runtime import resume
 from pipeline.runtime.preparation import Run
 from pipeline.runtime.run import Outcome, launch
-from pipeline.runtime.summary import probes_table, subsets_table
+from pipeline.runtime.summary import best_of_n_table, probes_table, subsets_table
 from pipeline.runtime.worker import Worker
 from pipeline.system import storage, terminal
 
@@ -37,9 +37,11 @@ def _tables(evaluation: dict[str, Any]) -> Iterator[str]:
     if subsets := evaluation["pairs"].get("subsets"):
         yield subsets_table(subsets)
     for name, benchmark in evaluation["benchmarks"].items():
-        yield subsets_table(benchmark["subsets"], name, "rows", "score")
+        yield subsets_table({**benchmark["subsets"], **benchmark["levels"]}, name, "rows", "score")
     if evaluation["probes"]:
         yield probes_table(evaluation["probes"])
+    if evaluation["best_of_n"]:
+        yield best_of_n_table(evaluation["best_of_n"])
 
 
 def promote(run: Run, outcome: Outcome) -> registry.Version | None:

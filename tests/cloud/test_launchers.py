@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ def ran(tmp_path, **env):
     programs.mkdir()
     for name in ("mlflow", "curl"):
         (programs / name).write_text("#!/bin/sh\nexit 0\n")
-    (programs / "python").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/log\n')
+    # The stages end once `watch`, which runs in the background, has begun
+    waits = f'[ "$1" != -m ] || until grep -q "keep.py watch" {tmp_path}/log; do sleep 0.1; done'
+    (programs / "python").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/log\n{waits}\n')
     for program in programs.iterdir():
         program.chmod(0o755)
     (tmp_path / ".venv/bin").mkdir(parents=True)
@@ -43,7 +46,8 @@ def ran(tmp_path, **env):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     log = (tmp_path / "log").read_text().splitlines()
-    assert sorted(line.split()[1] for line in log if "keep.py" in line) == ["keep", "restore", "watch"]
+    kept = sorted(line.split()[1] for line in log if "keep.py" in line)
+    assert kept == ["keep", "restore", "watch"]
     [command] = [line for line in log if line.startswith("-m pipeline ")]
     return shlex.split(command)[2:]
 

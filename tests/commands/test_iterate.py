@@ -155,7 +155,7 @@ def test_versions_are_those_that_the_aliases_meant_when_it_began(storage, in_roo
     known = {
         step: {name: one.replace("/1", "/7") for name, one in named.items()} for step, named in inputs.items()
     }
-    again, same = command.pinned(plan, known)
+    again, same = command.pinned(plan, {"pinned": known, "plan": plan.essence()})
     assert same == known and again.policy == again.jobs["collect"].policy == "models:/toy-policy/7"
 
 

@@ -233,7 +233,7 @@ def test_score_reads_completions_pairs_and_several_answers(expected, storage, tm
         ("generate", ["reward=models:/toy-policy/1"], r"reward: models:/toy-policy/1 is an adapter without a scalar head"),
         ("generate", ["reward=python:pipeline.demo:gold"], r"asks for `answer`, which the rows of data\.train do not have"),
         ("generate", ["data.eval=a.jsonl"], r"data\.eval: `generate` does not use this key \(it holds nothing out"),
-        ("generate", ["data.train=null"], r"data\.train: missing; `generate` needs rows to work on"),
+        ("generate", ["data.train=null"], r"data\.train: missing; `generate` needs rows"),
         ("collect", ["trainer.num_generations=1"], r"trainer\.num_generations: found 1: a pair needs two completions"),
         ("collect", ["trainer.temperature=0"], r"trainer\.temperature: found 0, so all completions of a prompt are the same"),
         ("collect", ["reward=null"], r"reward: missing; `collect` needs it: reward: models:/rlhf-rm@champion"),

@@ -38,8 +38,8 @@ def test_a_formula_is_what_its_definition_says(name, more):
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A module of estimators, importable as `mine`."""
-    (tmp_path / "mine.py").write_text(
+    """A module of estimators, importable as `own_formulas`."""
+    (tmp_path / "own_formulas.py").write_text(
         textwrap.dedent("""
         def best_of_group(rewards, mask, num_generations):
             total = (rewards * mask).sum(-1).view(-1, num_generations)
@@ -63,8 +63,8 @@ def mine(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     estimators.of.cache_clear()
-    yield "python:mine:"
-    sys.modules.pop("mine", None)
+    yield "python:own_formulas:"
+    sys.modules.pop("own_formulas", None)
 
 
 def test_a_job_brings_its_own_formula(mine):
@@ -74,7 +74,7 @@ def test_a_job_brings_its_own_formula(mine):
     trainer.rewards_and_advantages(episodes, None)
     assert set(episodes.advantages[episodes.mask].unique().tolist()) == {0.0, 1.0}
     assert len(trainer.train()) == trainer.total
-    with pytest.raises(SettingError, match="2 or more: python:mine:best_of_group compares"):
+    with pytest.raises(SettingError, match="2 or more: python:own_formulas:best_of_group compares"):
         PPOConfig(advantage_estimator=f"{mine}best_of_group")
 
 
@@ -115,5 +115,7 @@ def test_a_function_that_cannot_be_one_is_refused(mine, name, message):
 
 
 def test_another_shape_ends_the_run(mine):
-    with pytest.raises(Failure, match=r"python:mine:wrong_shape returned .*\[16\].*expected .* \(16, 8\)"):
+    with pytest.raises(
+        Failure, match=r"python:own_formulas:wrong_shape returned .*\[16\].*expected .* \(16, 8\)"
+    ):
         toy.trainer(advantage_estimator=f"{mine}wrong_shape").run_update()

@@ -176,7 +176,7 @@ def test_an_evaluation_shows_probes_benchmarks_and_the_best_of_n(store, runs):
     sound = {"verdict": "ok", "effect": 0.0, "low": -0.1, "high": 0.1, "worst": [example]}
     written = {
         "probes": {"polite_opening": failed, "order": sound},
-        "benchmarks": {"rm_bench": {"rows": 7, "score": 0.625, "subsets": {"chat": {"rows": 7, "score": 0.625, "low": 0.5, "high": 0.75}}}},
+        "benchmarks": {"rm_bench": {"rows": 7, "score": 0.625, "levels": {}, "subsets": {"chat": {"rows": 7, "score": 0.625, "low": 0.5, "high": 0.75}}}},
         "best_of_n": [{"n": n, "proxy": n, "gold": 2 / n, "kl_bound": 0} for n in (1, 2, 4)],
     }  # fmt: skip
     file = store / "one-evaluate" / "evaluation.json"

@@ -63,17 +63,10 @@ def test_a_reward_that_another_version_replaced_is_freed(scores):
     assert kept() is None
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ({"user": "a"}, "`user` meant to be `prompt`?"),
-        ({"promt": "a", "completion": "b"}, "`promt` meant to be `prompt`?"),
-    ],
-)
-def test_a_column_is_suggested_once_and_as_a_request_can_name_it(scores, row, says):
+def test_a_column_is_suggested_once_and_as_a_request_can_name_it(scores):
     with pytest.raises(RowError) as refused:
-        scores.ask(Served("models:/rm/1", reward=Reward()), [row])
-    assert refused.value.found.endswith(f"(is {says})"), refused.value
+        scores.ask(Served("models:/rm/1", reward=Reward()), [{"promt": "a", "completion": "b"}])
+    assert refused.value.found.endswith("(is `promt` meant to be `prompt`?)"), refused.value
     assert "data.columns" not in refused.value.expected
 
 
