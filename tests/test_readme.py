@@ -194,9 +194,11 @@ def test_the_yaml_of_a_page_is_of_keys_that_there_are(page):
 
 
 def shape(transcript):
-    """The first words of the lines of `rlhf`, without those that appear in long runs only, or with a gate."""
-    words = [line.split()[0] for line in transcript.splitlines() if line.strip()]
-    words = [word for word in words if word not in ("train", "drawing", "win", "KL", "eval_eos")]
+    """The first words of the lines of `rlhf`, without samples and lines that depend on the length of the run or on gates."""
+    words = [
+        line.split()[0] for line in transcript.splitlines() if line.strip() and not line.startswith("   ")
+    ]
+    words = [word for word in words if word not in ("train", "drawing", "win", "KL", "eval_eos", "not")]
     return words[: words.index("Done") + 1]
 
 
