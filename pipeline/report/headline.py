@@ -69,7 +69,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     entries = [("base", " ".join(filter(None, (model.get("name_or_path"), model.get("revision")))))]
     entries += [(role, reference) for role, reference in run.inputs.items()]
     if result.get("version"):
-        alias = f" @{result['alias']}" if result.get("alias") else " (no alias)"
+        unmoved = " (the alias stays where it was)" if run.stage == "evaluate" else " (no alias)"
+        alias = f" @{result['alias']}" if result.get("alias") else unmoved
         entries.append(("registered", f"{result['registered_model']} v{result['version']}{alias}"))
     if ended := how_it_ended(result):
         entries.append(("ended", ended))
