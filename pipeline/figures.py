@@ -77,7 +77,7 @@ def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     return across / spread if spread > 0 else None
 
 
-def ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
+def ngrams(tokens: Sequence[Any], n: int) -> list[tuple[Any, ...]]:
     return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
 
 
@@ -87,7 +87,7 @@ def distinct(texts: Sequence[Sequence[int]], n: int) -> float | None:
     return len(set(found)) / len(found) if found else None
 
 
-def repetition(text: Sequence[int], n: int = 4) -> float:
+def repetition(text: Sequence[Any], n: int = 4) -> float:
     """Returns the share of a text's n-grams that repeat earlier ones: 0 is none, near 1 is a loop."""
     found = ngrams(text, n)
     return 1 - len(set(found)) / len(found) if found else 0.0

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from pipeline import figures
+
 MARKUP = re.compile(r"^\s*(?:[-*+] |\d+\. |#+ |```)|\*\*[^*\n]+\*\*", re.MULTILINE)
 
 
@@ -17,12 +19,7 @@ def length(completions: Sequence[str], **_: Any) -> list[float]:
 
 def repetition(completions: Sequence[str], **_: Any) -> list[float]:
     """Returns minus the share of 4-grams of words that repeat earlier ones. Use it if eval_repetition grows."""
-    scores = []
-    for text in completions:
-        words = text.split()
-        grams = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
-        scores.append(len(set(grams)) / len(grams) - 1 if grams else 0.0)
-    return scores
+    return [-figures.repetition(text.split()) for text in completions]
 
 
 def markdown(completions: Sequence[str], **_: Any) -> list[float]:

@@ -96,7 +96,7 @@ class Comparison:
     def best_of(self, policy: str | None, n: int) -> list[dict[str, float]]:
         """Returns the best-of-n curve of `policy`: n completions of each prompt, ranked by the reward, rated by the judge.
 
-        Without a judge the reward rates its own choice. The same on every rank, all of which ask.
+        Without a judge the reward rates its own choice. Every rank must call it, and every rank gets the same.
         """
         with console.waiting(f"sampling {n} completions to each of {len(self.rows)} held-out prompts"):
             rows = [row for row in self.rows for _ in range(n)]

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.data.shapes import STYLED
 from pipeline.evaluation.pairs import metric_name, samples_of
 from pipeline.figures import mean, wilson
 from pipeline.runtime.worker import Worker
 
-STYLES = ("concise", "detailed", "markdown")  # of RM-Bench's completions, in their order
 TIES = "ties"  # RewardBench 2's subset with several correct completions; its files spell it `Ties` or `ties`
 
 
@@ -42,7 +42,7 @@ def measure(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns (metrics, tables for evaluation.json) of the weighted `rewards` on the token rows of data.benchmarks.
 
-    A row with a completion that could not be read is left out and counted.
+    A row is left out if one of its completions could not be used.
     """
     from pipeline.inference.rows import seed_of
     from pipeline.ppo.rewards import weighted
@@ -159,7 +159,7 @@ def _rm_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str,
         "normal": lambda i, j: i == j,
         "easy": lambda i, j: i > j,
     }
-    cells = [(i, j) for i in range(len(STYLES)) for j in range(len(STYLES))]
+    cells = [(i, j) for i in range(STYLED) for j in range(STYLED)]
     found = {
         f"_{level}": mean([won[i][j] for won in wins for i, j in cells if belongs(i, j)])
         for level, belongs in levels.items()

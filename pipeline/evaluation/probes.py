@@ -58,9 +58,8 @@ PROBES = {
     "other_prompt": Probe(lambda _, other: other, worse=True),
     "empty": Probe(lambda *_: "", worse=True),
 }
-ORDER = (
-    "order"  # the same completions in reverse order: a reward that depends on the place in a batch changes
-)
+# The same completions in reverse order. The score changes if the reward depends on the place in a batch.
+ORDER = "order"
 
 
 def measure(
@@ -78,13 +77,12 @@ def measure(
     from pipeline.ppo.rewards import weighted
 
     count = min(len(rows), MAX_PAIRS)
-    mine = [dict(row) for row in rows.select(range(worker.rank, count, worker.world))]
+    numbers = range(worker.rank, count, worker.world)
+    mine = [dict(row) for row in rows.select(numbers)]
     if worker.rank == 0:
         print(f"probing the reward with {len(PROBES) + 1} edits of {count} pairs", flush=True)
     tokenizer, given = worker.tokenizer, [json.loads(row["row"]) for row in mine]
-    others = [
-        _text(tokenizer, dict(rows[(number + 1) % count])["chosen_ids"]) for number in _numbers(worker, count)
-    ]
+    others = [_text(tokenizer, rows[(number + 1) % count]["chosen_ids"]) for number in numbers]
     longest = worker.work.base["context_length"] or 1 << 20
 
     def scores(side: str, edit: Callable[[str, str], str], backwards: bool = False) -> list[float]:
@@ -113,10 +111,6 @@ def measure(
         for text in [[_text(tokenizer, row[side]) for side in SIDES]]
     ]
     return figures([one for part in worker.gather(own) for one in part])
-
-
-def _numbers(worker: Worker, count: int) -> range:
-    return range(worker.rank, count, worker.world)
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:
