@@ -33,6 +33,7 @@ def commands_of(text):
     return [line.split("  #")[0].strip() for line in lines if line.strip()]
 
 
+TRANSCRIPT = re.search(r"```\n(jobs/demo: .*?)```", PAGES["runs.md"], re.DOTALL)[1]  # of `make rlhf`
 TUTORIAL = commands_of(PAGES["tutorial.md"])  # run in their order, by a test of their own
 COMMANDS = commands_of("".join(text for name, text in TEXTS.items() if name != "tutorial.md"))
 TRL = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
@@ -108,8 +109,10 @@ def shell(command, copy, **more):
 
 
 def test_the_readme_is_short_and_has_commands():
-    assert README.count("\n") < 190
-    assert COMMANDS[:2] == ["make rlhf", "make test"]
+    assert README.count("\n") <= 150
+    assert COMMANDS[:2] == ["make rlhf", "make chat"]
+    excerpt = re.search(r"```\n(jobs/demo: .*?)```", README, re.DOTALL)[1].splitlines()
+    assert len(excerpt) > 10 and {*excerpt} <= {"...", *TRANSCRIPT.splitlines()}
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -224,9 +227,8 @@ def test_a_make_command(command, copy):
     done = shell(f"{command} ARGS={shlex.quote(f'{own} {SHORT[name]}'.strip())}", copy)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     if command == "make rlhf":  # its gates are open here, and its time another
-        transcript = re.search(r"```\n(jobs/demo: .*?)```", README, re.DOTALL)[1]
-        assert transcript.count("\n") <= 45 and done.stdout.count("\n") <= 45
-        assert shape(done.stdout) == shape(transcript)
+        assert TRANSCRIPT.count("\n") <= 45 and done.stdout.count("\n") <= 45
+        assert shape(done.stdout) == shape(TRANSCRIPT)
 
 
 @pytest.mark.slow

@@ -26,8 +26,8 @@ from pipeline.errors import InputError, visible
 ALIASES = {
     "prompt": "question query instruction input problem user".split(),
     "completion": "response output answer solution target reply assistant".split(),
-    "chosen": "preferred accepted winner better positive chosen_response response_j preferred_output".split(),
-    "rejected": "dispreferred refused loser worse negative rejected_response response_k non_preferred_output".split(),
+    "chosen": "preferred accepted winner better good positive chosen_response response_j preferred_output".split(),
+    "rejected": "dispreferred refused loser worse bad negative rejected_response response_k non_preferred_output".split(),
     "label": "thumb thumbs feedback rating liked desirable".split(),
     "messages": "conversation dialogue dialog chat turns".split(),
 }  # fmt: skip

@@ -45,6 +45,7 @@ SETS = {
     "weighted": [row | {"preference": 1.02 + i / 21} for i, row in enumerate(3 * rows(instruction="Do {} now.", output_1="Done it.", output_2="Not done."))][:20],
     "openai": rows(input={"messages": CHAT[:1], "tools": [], "parallel_tool_calls": True}, non_preferred_output=[OTHER[1]], preferred_output=[CHAT[1]]),
     "summarize": rows(info={"id": "t3", "post": "A long post here.", "title": "A title"}, summaries=[{"text": "One of them.", "policy": "sup1"}, {"text": "Another one.", "policy": "ref"}], choice=(0, 1), worker="w"),
+    "shop": rows(**{"customer question": "Where is {}?", "good reply": "On its way.", "bad reply": "No idea at all.", "agent": ("ann", "bob")}),
     "ratings": rows(prompt="Say {} now.", response="As you wish.", rating=(1, 2, 3, 4, 5)),
 }  # fmt: skip
 FITS = {
@@ -79,6 +80,8 @@ FITS = {
     "ppo with data.columns='{prompt: input.messages}'",
     "summarize": "rm, dpo and kto with data.columns='{prompt: info.post, first: summaries.0.text, second: summaries.1.text, "
     "label: choice}'; ppo with data.columns='{prompt: info.post}'",
+    "shop": 'rm, dpo and kto with data.columns=\'{prompt: "customer question", chosen: "good reply", rejected: "bad reply"}\'; '
+    "ppo with data.columns='{prompt: \"customer question\"}'",
     "ratings": "sft with data.columns='{completion: response}'; kto with data.columns='{completion: response, label: rating}' and "
     "data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
 }
