@@ -214,7 +214,8 @@ class Report:
             kept = f"{split.kept:,}" + (f" of {split.read:,}" if split.kept < split.read else "")
             cut = f" ({split.truncated:,} truncated)" if split.truncated else ""
             parts.append(f"{kept} {ROWS_OF[name]}{cut}")
-        return ", ".join([*parts, *([f"{self.duplicates:,} duplicates"] if self.duplicates else [])])
+        repeated = f"{self.duplicates:,} duplicate{'s' * (self.duplicates > 1)}" if self.duplicates else ""
+        return ", ".join(filter(None, [*parts, repeated]))
 
     def _split(self, split: Split) -> list[tuple[str, str]]:
         """Returns the table of a split: (title, text)."""

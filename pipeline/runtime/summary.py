@@ -75,8 +75,10 @@ def not_better(result: dict[str, Any]) -> str | None:
     rate, low, high = (result["metrics"].get(f"eval_win_rate{end}") for end in ("", "_low", "_high"))
     if rate is None or low > 0.5:
         return None
-    before = "before" if STAGE[result["stage"]].learns else "the baseline"
-    return f"{'worse' if high < 0.5 else 'not better'} than {before}: win rate {rate:.2f} ({low:.2f} to {high:.2f})"
+    learns = STAGE[result["stage"]].learns
+    verdict = f"{'worse' if high < 0.5 else 'not better'} than {'before' if learns else 'the baseline'}"
+    advice = "; try a higher trainer.learning_rate, or train longer" if learns and high >= 0.5 else ""
+    return f"{verdict}: win rate {rate:.2f} ({low:.2f} to {high:.2f}){advice}"
 
 
 def without_alias(result: dict[str, Any], version: registry.Version) -> str:

@@ -109,6 +109,16 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
     assert main(["validate", "jobs/velo/ppo.yaml"]) == 0
 
 
+@pytest.mark.parametrize(("gpu", "episodes"), [(None, 1280), ("/usr/bin/nvidia-smi", 2560)])
+def test_the_jobs_are_for_the_gpu_of_this_machine(gpu, episodes, here, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda program: gpu)
+    made = [{"prompt": f"Say {n}.", "chosen": f"{n}.", "rejected": "No."} for n in range(20)]
+    assert main(["init", rows(here / "pairs.jsonl", made), "--model", str(ROOT / "jobs/demo/model")]) == 0
+    ppo, rm = (load_job(f"jobs/pairs/{stage}.yaml") for stage in ("ppo", "rm"))
+    assert ppo.trainer["total_episodes"] == episodes and rm.trainer["use_cpu"] is not bool(gpu)
+    assert ppo.scaling["use_gpu"] is ppo.trainer["bf16"] is rm.scaling["use_gpu"] is bool(gpu)
+
+
 def test_evaluate_gets_the_prompts_that_ppo_holds_out(here):
     pairs = [{"prompt": f"Say {n}.", "chosen": f"{n}.", "rejected": "No."} for n in range(80)]
     model = str(ROOT / "jobs/demo/model")

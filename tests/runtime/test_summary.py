@@ -42,7 +42,12 @@ def test_a_version_that_its_gate_kept_back_is_named_for_the_next_stage(capsys):
 @pytest.mark.parametrize(
     ("stage", "low", "high", "says"),
     [
-        ("ppo", 0.41, 0.63, "  not better than before: win rate 0.52 (0.41 to 0.63)\n"),
+        (
+            "ppo",
+            0.41,
+            0.63,
+            "  not better than before: win rate 0.52 (0.41 to 0.63); try a higher trainer.learning_rate, ",
+        ),
         ("evaluate", 0.41, 0.63, "  not better than the baseline: win rate 0.52 (0.41 to 0.63)\n"),
         ("ppo", 0.2, 0.4, "  worse than before: "),
         ("ppo", 0.51, 0.7, None),
