@@ -77,8 +77,7 @@ class Encoder:
 
     def encode(self, records: Sequence[Record]) -> list[list[Outcome]]:
         """Returns for each record its examples (one for each pair of completions), or what is wrong with it."""
-        encode = self._demonstrations if self.kind.project is None else self._completions
-        return encode(records)
+        return self._demonstrations(records) if self.kind.labels_tokens else self._completions(records)
 
     def special_in(self, record: Record) -> list[str]:
         """Returns the special tokens in the text of a row."""
@@ -213,10 +212,9 @@ class Encoder:
             sides = [side[: self.max_length - len(prompt)] for side in sides]
             if len(sides) > 1 and sides[0] == sides[1]:
                 return Dropped("equal_after_truncation")
-        assert self.kind.project is not None
         completion = sides[0] if sides else []
         return Example(
-            self.kind.project(record, at, prompt, *sides),
+            self.kind.example(record, at, prompt, sides),
             len(prompt),
             len(completion),
             length > self.max_length,

@@ -27,6 +27,7 @@ ROLES = {
     for name in names.split()
 }
 
+SIDES = ("chosen", "rejected")
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose content is text
 
 
@@ -49,6 +50,13 @@ def text(value: Any, key: str) -> str:
     return value
 
 
+def filled(value: Any, key: str, kind: str) -> str:
+    """Returns a text. Raises RowError of this kind if it is empty."""
+    if not text(value, key).strip():
+        raise RowError(kind, key, show(value), "a text that is not empty")
+    return str(value)
+
+
 def messages(value: Any, key: str, system: Any = None) -> Turns:
     """Converts [{role, content}] or [{from, value}] to [{role, content}], with the row's `system` prompt, if any, in front.
 
@@ -59,10 +67,7 @@ def messages(value: Any, key: str, system: Any = None) -> Turns:
         raise RowError("wrong_type", key, show(value), "a list of messages {role, content} or {from, value}")
     if not value:
         raise RowError("empty_prompt", key, "an empty list", "at least one message")
-    turns = [message(item, f"{key}[{i}]") for i, item in enumerate(value)]
-    if system and turns[0]["role"] != "system":
-        turns.insert(0, {"role": "system", "content": text(system, "system")})
-    return turns
+    return with_system([message(item, f"{key}[{i}]") for i, item in enumerate(value)], system)
 
 
 def dialogue(value: Any) -> Any:
@@ -151,11 +156,9 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
             )
         check_prompt(turns, key)
         return turns
-    prompt = text(value, key)
-    if not prompt.strip():
-        raise RowError("empty_prompt", key, show(prompt), "a text that is not empty")
+    prompt = filled(value, key, "empty_prompt")
     if not is_transcript(prompt):
-        return with_system(prompt, (), system)[0]
+        return with_system(as_turns(prompt), system) if system else prompt
     turns = split_turns(prompt)
     if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip():
         turns.pop()  # the open "\n\nAssistant:" before the completion; the template's generation prompt adds it
@@ -164,7 +167,7 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
             "wrong_role", key, "a transcript whose last turn is Assistant's", "one that ends on a Human turn"
         )
     check_prompt(turns, key)
-    return with_system(turns, (), system)[0]
+    return with_system(turns, system)
 
 
 def instruction(row: dict[str, Any]) -> Turns:
@@ -172,9 +175,7 @@ def instruction(row: dict[str, Any]) -> Turns:
     content = text(row["instruction"], "instruction")
     if row.get("input") is not None and text(row["input"], "input").strip():
         content = f"{content}\n\n{row['input']}"
-    turns = [{"role": "user", "content": content}]
-    if row.get("system"):
-        turns.insert(0, {"role": "system", "content": text(row["system"], "system")})
+    turns = with_system(as_turns(content), row.get("system"))
     check_prompt(turns, "instruction")
     return turns
 
@@ -189,27 +190,19 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
             raise RowError(
                 "wrong_role", key, f"a completion by `{turns[0]['role']}`", "a completion by `assistant`"
             )
-        ends_on(turns, "assistant", key)
+        check_last(turns, key)
         if isinstance(prompt, str) and any("tool_calls" in turn for turn in turns):
             raise RowError("wrong_type", key, "tool calls beside a prompt of text", "a prompt of messages")
         return plain(turns) if isinstance(prompt, str) else turns
-    completion = text(value, key)
-    if not completion.strip():
-        raise RowError("empty_completion", key, show(completion), "a text that is not empty")
+    completion = filled(value, key, "empty_completion")
     return completion if isinstance(prompt, str) else assistant_turn(completion)
 
 
-def with_system(prompt: Text, completions: tuple[Text, ...], system: Any) -> tuple[Text, tuple[Text, ...]]:
-    """Returns prompt and completions with the `system` prompt of their row, as messages, or unchanged if it has none."""
-    if not system:
-        return prompt, completions
-    turns = as_turns(prompt)
-    if turns[0]["role"] != "system":
-        turns = [{"role": "system", "content": text(system, "system")}, *turns]
-    return turns, tuple(
-        assistant_turn(completion) if isinstance(completion, str) else completion
-        for completion in completions
-    )
+def with_system(turns: Turns, system: Any) -> Turns:
+    """Returns a conversation with the `system` prompt of its row in front, if there is one and the first turn is another."""
+    if not system or turns[0]["role"] == "system":
+        return turns
+    return [{"role": "system", "content": text(system, "system")}, *turns]
 
 
 def as_turns(prompt: Text) -> Turns:
@@ -221,26 +214,20 @@ def assistant_turn(completion: str) -> Turns:
     return [{"role": "assistant", "content": completion.removeprefix(" ")}]
 
 
-def ends_on(turns: Turns, role: str, key: str) -> None:
-    if turns[-1]["role"] != role:
-        raise RowError(
-            "wrong_role",
-            key,
-            f"a last turn by `{turns[-1]['role']}`",
-            f"a conversation that ends on `{role}`",
-        )
-    if not words(turns[-1]).strip():
-        raise RowError("empty_completion", key, show(turns[-1]["content"]), "a last turn that is not empty")
+def check_last(turns: Turns, key: str) -> None:
+    """Raises RowError unless a conversation ends on a turn by the assistant, and this has words or calls."""
+    last = turns[-1]
+    if last["role"] != "assistant":
+        expected = "a conversation that ends on `assistant`"
+        raise RowError("wrong_role", key, f"a last turn by `{last['role']}`", expected)
+    if not words(last).strip():
+        raise RowError("empty_completion", key, show(last["content"]), "a last turn that is not empty")
 
 
 def check_prompt(turns: Turns, key: str) -> None:
     if not any(turn["role"] == "user" and turn["content"].strip() for turn in turns):
-        raise RowError(
-            "empty_prompt",
-            key,
-            "no `user` turn with text before the completion",
-            "a prompt that is not empty",
-        )
+        found = "no `user` turn with text before the completion"
+        raise RowError("empty_prompt", key, found, "a prompt that is not empty")
 
 
 # ---- transcripts -----------------------------------------------------------------------------------------------
@@ -271,54 +258,45 @@ def split_turns(value: str) -> Turns:
     ]
 
 
-def split_transcripts(chosen: Any, rejected: Any) -> tuple[Text, tuple[Text, ...]]:
-    """Splits two complete conversations into their shared prompt and the two completions."""
-    if isinstance(chosen, list) or isinstance(rejected, list):
-        sides = messages(chosen, "chosen"), messages(rejected, "rejected")
+def split_transcripts(row: dict[str, Any], system: Any = None) -> tuple[Text, tuple[Text, ...]]:
+    """Splits `chosen` and `rejected`, two complete conversations, into their shared prompt and the two completions."""
+    both = row["chosen"], row["rejected"]
+    if any(isinstance(side, list) for side in both):
+        sides = [messages(side, key) for side, key in zip(both, SIDES, strict=True)]
     else:
-        texts = text(chosen, "chosen"), text(rejected, "rejected")
-        for side, key in zip(texts, ("chosen", "rejected"), strict=True):
-            if not side.strip():
-                raise RowError("empty_completion", key, show(side), "a text that is not empty")
-        if not all(is_transcript(side) for side in texts):
-            return split_texts(*texts)
-        sides = split_turns(texts[0]), split_turns(texts[1])
-    for turns, key in zip(sides, ("chosen", "rejected"), strict=True):
-        ends_on(turns, "assistant", key)
-    if sides[0][:-1] != sides[1][:-1]:
-        at = shared_length(sides[0][:-1], sides[1][:-1])
-        raise RowError(
-            "prompts_differ",
-            "rejected",
-            f"another prompt than in `chosen` (from turn {at + 1} on)",
-            "the same turns on both sides up to the last completion",
-        )
-    check_prompt(sides[0][:-1], "chosen")
-    return sides[0][:-1], (sides[0][-1:], sides[1][-1:])
+        texts = [filled(side, key, "empty_completion") for side, key in zip(both, SIDES, strict=True)]
+        if not all(map(is_transcript, texts)):
+            prompt, completions = split_texts(*texts)
+            if not system:
+                return prompt, completions
+            return with_system(as_turns(prompt), system), tuple(map(assistant_turn, completions))
+        sides = [*map(split_turns, texts)]
+    for turns, key in zip(sides, SIDES, strict=True):
+        check_last(turns, key)
+    prompts = [turns[:-1] for turns in sides]
+    if prompts[0] != prompts[1]:
+        found = f"another prompt than in `chosen` (from turn {shared_length(*prompts) + 1} on)"
+        expected = "the same turns on both sides up to the last completion"
+        raise RowError("prompts_differ", "rejected", found, expected)
+    check_prompt(prompts[0], "chosen")
+    return with_system(prompts[0], system), (sides[0][-1:], sides[1][-1:])
 
 
 def split_texts(chosen: str, rejected: str) -> tuple[str, tuple[str, str]]:
     """Splits two texts without turn markers. Their prompt is the longest common prefix that ends before white space."""
     if chosen == rejected:
-        raise RowError(
-            "equal_pair", "chosen", f"the same text on both sides: {show(chosen)}", "two different texts"
-        )
+        found = f"the same text on both sides: {show(chosen)}"
+        raise RowError("equal_pair", "chosen", found, "two different texts")
     at = shared_length(chosen, rejected)
     while at and not chosen[at : at + 1].isspace() and not rejected[at : at + 1].isspace():
         at -= 1
-    head = chosen[:at]
-    if not head.strip():
-        raise RowError(
-            "empty_prompt",
-            "chosen",
-            "no text that both sides begin with",
-            "a shared prompt, or a `prompt` field",
-        )
-    completions = chosen[len(head) :], rejected[len(head) :]
-    for value, key in zip(completions, ("chosen", "rejected"), strict=True):
-        if not value.strip():
+    if not chosen[:at].strip():
+        expected = "a shared prompt, or a `prompt` field"
+        raise RowError("empty_prompt", "chosen", "no text that both sides begin with", expected)
+    for side, key in zip((chosen, rejected), SIDES, strict=True):
+        if not side[at:].strip():
             raise RowError("empty_completion", key, "nothing after the shared prompt", "a completion")
-    return head, completions
+    return chosen[:at], (chosen[at:], rejected[at:])
 
 
 def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:

@@ -171,7 +171,7 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
         tuple(eos_ids(tokenizer)),
         data.eval_fraction,
         data.seed,
-        packing and kind_of(stage).packs,
+        packing and kind_of(stage).labels_tokens,
         data.special_tokens,
         preprocessing(stage, data),
         data.deduplicate,

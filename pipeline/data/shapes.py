@@ -12,14 +12,15 @@ from typing import Any, Literal
 
 from pipeline.config.stages import STAGE
 from pipeline.data.messages import (
+    SIDES,
     Text,
     Turns,
     as_turns,
+    check_last,
     check_prompt,
     completion_text,
     decoded,
     dialogue,
-    ends_on,
     instruction,
     messages,
     offered,
@@ -27,7 +28,6 @@ from pipeline.data.messages import (
     prompt_text,
     repeats_prompt,
     split_transcripts,
-    with_system,
     words,
 )
 from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, shapes_with
@@ -68,17 +68,13 @@ class Record:
         sides = [str(side) for pair in self.pairs for side in pair]
         return next((self.prompt[-20:] + side[:20] for side in sides if not side[:1].isspace()), "")
 
-    def prompt_key(self) -> str:
-        """Returns a key that is equal for two rows with the same prompt, with any completions."""
-        if isinstance(self.prompt, str):
-            return self.prompt
-        return json.dumps([[turn["role"], words(turn)] for turn in self.prompt], ensure_ascii=False)
-
     def prompt_content(self) -> str:
         """Returns a key that is equal for a text prompt and a single message with the same content. It splits the hold-out."""
         if isinstance(self.prompt, str):
             return self.prompt.strip()
-        return self.prompt[0]["content"].strip() if len(self.prompt) == 1 else self.prompt_key()
+        if len(self.prompt) == 1:
+            return str(self.prompt[0]["content"]).strip()
+        return json.dumps([[turn["role"], words(turn)] for turn in self.prompt], ensure_ascii=False)
 
     def digests(self) -> bytes:
         """Returns 8 bytes of the prompt and 8 of prompt and completions, equal for text and messages with the same content."""
@@ -92,20 +88,21 @@ class Record:
         For each rated completion, it is a digest of prompt and completion, and the lowest bit is the label.
         """
         keys = []
-        for (completion,), label in zip(self.pairs, self.labels, strict=True) if self.labels else ():
-            one = json.dumps([self.prompt_content(), plain(completion)], ensure_ascii=False)
-            keys.append(digest(one) & ~1 | label)
-        for pair in self.pairs:
-            if len(pair) == 2:
-                sides = [plain(side) for side in pair]
-                both = json.dumps([self.prompt_content(), *sorted(sides)], ensure_ascii=False)
-                keys.append(digest(both) & ~1 | (sides[0] < sides[1]))
+        for at, pair in enumerate(self.pairs):
+            sides = [plain(side) for side in pair]
+            if self.labels or len(sides) == 2:
+                upper = self.labels[at] if self.labels else sides[0] < sides[1]
+                whole = json.dumps([self.prompt_content(), *sorted(sides)], ensure_ascii=False)
+                keys.append(digest(whole) & ~1 | upper)
         return keys
 
 
 def digest(text: str) -> int:
     """Returns the first 64 bits of the BLAKE2 hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+
+
+Ids = list[int]
 
 
 @dataclass(frozen=True)
@@ -115,14 +112,11 @@ class Kind:
     # name of a shape -> the fields that it needs; a row has the first shape whose fields are all there
     shapes: Mapping[str, tuple[str, ...]]
     parse: Callable[[dict[str, Any], str], Record]  # (row, name of the shape) -> Record; raises RowError
-    # (record, number of the pair, ids of the prompt and of each completion) -> columns, or None if encode.py labels tokens
-    project: Callable[..., dict[str, Any]] | None
-    columns: Mapping[str, type]  # of the token table: list (of token ids), float, bool or str (JSON)
+    columns: tuple[str, ...]  # of the token table
     # learned: the policy learns to write the completions of the rows. scored: a reward model scores them.
     # written: the rows have only prompts, and the policy writes the completions.
     completions: Literal["learned", "scored", "written"]
     further: frozenset[str] = frozenset()  # fields that no shape needs, and that it reads
-    packs: bool = False  # whether trainer.packing joins several rows into one
     stage: str = ""  # whose rows they are, for messages
     preprocess: Preprocess = NOTHING  # what the job makes of a raw row
 
@@ -141,26 +135,50 @@ class Kind:
         """Returns True if a row's other columns are stored for Python rewards."""
         return "row" in self.columns
 
+    @property
+    def labels_tokens(self) -> bool:
+        """Returns True if the token table has one sequence with labels, which trainer.packing may join with others."""
+        return "labels" in self.columns
+
     def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
         """Yields what a decoded row of a file becomes: rows, RowError or Dropped."""
         return self.preprocess.rows(row, self.needed, self.has_pairs, note_label)
 
+    def example(self, record: Record, at: int, prompt: Ids, sides: list[Ids]) -> dict[str, Any]:
+        """Returns the columns of pair `at` of a record, from the token ids of the prompt and of each completion."""
+        chosen, rejected = [*sides, None, None][:2]
+        row = record.row
+        if self.keeps_columns and len(record.pairs) > 1:  # one row of several answers is several pairs
+            row = json.dumps({**json.loads(row), "pair": at}, ensure_ascii=False)
+        values: dict[str, Any] = {
+            "prompt_ids": prompt,
+            "input_ids": prompt,
+            "completion_ids": chosen,
+            "row": row,
+        }
+        values |= {"chosen_ids": chosen, "rejected_ids": rejected, "margin": record.margin}
+        if "margin" in self.columns:  # a reward model reads prompt and completion as one
+            values |= {"chosen_ids": prompt + sides[0], "rejected_ids": prompt + sides[1]}
+        if record.labels:
+            values["label"] = record.labels[at]
+        return {name: values[name] for name in self.columns}
+
+
+def _shapes(*names: str) -> dict[str, tuple[str, ...]]:
+    return {name: tuple(name.split("+")) for name in names}
+
 
 # ---- demonstrations: a prompt and the completion to learn ------------------------------------------------------------
 
-DEMONSTRATIONS = {
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "prompt+completion": ("prompt", "completion"),
-    "prompt+answer": ("prompt", "answer"),
-    "instruction+output": ("instruction", "output"),
-}
+DEMONSTRATIONS = _shapes(
+    "messages", "conversations", "prompt+completion", "prompt+answer", "instruction+output"
+)
 # Columns that say whether a completion is good (in TRL's KTOTrainer and in LLaMA-Factory), and their values if it is bad.
 LABELS = {"label", "kto_tag"}
-_BAD_WORDS = (
+_BAD = (
     "bad dislike disliked down f false n negative no reject rejected thumbs_down undesirable unsafe wrong 👎"
 )
-BAD = (0, -1, *_BAD_WORDS.split())
+BAD = (0, -1, *_BAD.split())
 GOOD = (1, *"chosen desirable good like liked positive t thumbs_up true up y yes 👍".split())
 WEIGHTS = {"weight", "train"}  # fields of a message that say whether it is trained
 
@@ -172,12 +190,11 @@ def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
     """
     for name in LABELS & row.keys():
         if is_good(row[name]) is False:
-            raise RowError(
-                "label",
-                name,
-                f"{show(row[name])}: a completion that is not to be imitated",
-                "good completions only; data.on_error=skip trains on those alone; kto learns from both kinds",
+            expected = (
+                "good completions only; data.on_error=skip trains on those alone; kto learns from both kinds"
             )
+            found = f"{show(row[name])}: a completion that is not to be imitated"
+            raise RowError("label", name, found, expected)
     record = demonstration(row, shape)
     record.unread = tuple(name for name in sorted(LABELS & row.keys()) if is_good(row[name]) is None)
     return record
@@ -197,18 +214,18 @@ def demonstration(row: dict[str, Any], shape: str) -> Record:
     """Returns a demonstration of one of DEMONSTRATIONS, with any `label`."""
     if shape in ("messages", "conversations"):
         turns = messages(row[shape], shape, system=row.get("system"))
-        ends_on(turns, "assistant", shape)
+        check_last(turns, shape)
+        prompt: Text = turns[:-1]
         check_prompt(turns[:-1], shape)
-        return Record(
-            turns[:-1], [(turns[-1:],)], all_turns=True, untrained=untrained(row[shape], turns, shape)
-        )
+        excluded = untrained(row[shape], turns, shape)
+        return Record(prompt, [(turns[-1:],)], all_turns=True, untrained=excluded)
     if shape == "instruction+output":
-        prompt: Text = instruction(row)
+        prompt = instruction(row)
         return Record(prompt, [(completion_text(row["output"], "output", prompt),)])
     prompt = prompt_text(row["prompt"], system=row.get("system"))
     key = shape.removeprefix("prompt+")
     completion = completion_text(row[key], key, prompt)
-    excluded: frozenset[int] = frozenset()
+    excluded = frozenset()
     if isinstance(row[key], list | dict):
         items = row[key] if isinstance(row[key], list) else [row[key]]
         excluded = untrained(items, messages(items, key), key)
@@ -231,9 +248,8 @@ def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[
             if item[name] is None:
                 continue
             if item[name] not in (0, 1):
-                raise RowError(
-                    "weight", f"{key}[{index}].{name}", show(item[name]), "1 (train this turn) or 0 (do not)"
-                )
+                expected = "1 (train this turn) or 0 (do not)"
+                raise RowError("weight", f"{key}[{index}].{name}", show(item[name]), expected)
             if not item[name]:
                 excluded.add(index + added)
     assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
@@ -244,15 +260,11 @@ def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[
 
 # ---- preferences: a prompt, a chosen and a rejected completion -------------------------------------------------------
 
-PREFERENCES = {
-    "prompt+pos_answers+neg_answers": ("prompt", "pos_answers", "neg_answers"),
-    "prompt+chosen+rejected": ("prompt", "chosen", "rejected"),
-    "conversations+chosen+rejected": ("conversations", "chosen", "rejected"),
-    "messages+chosen+rejected": ("messages", "chosen", "rejected"),
-    "instruction+chosen+rejected": ("instruction", "chosen", "rejected"),
-    "chosen+rejected": ("chosen", "rejected"),
-}
-SIDES = ("chosen", "rejected")
+PREFERENCES = _shapes(
+    "prompt+pos_answers+neg_answers",
+    *(f"{prompt}+chosen+rejected" for prompt in ("prompt", "conversations", "messages", "instruction")),
+    "chosen+rejected",
+)
 # Of a pair. TRL's RewardTrainer minimises -logsigmoid(score_chosen - score_rejected - margin): beyond some tens the
 # gradient no longer depends on the pair, and the scores are driven apart without end. Llama 2's margins are 1/3 to 3.
 LARGEST_MARGIN = 100.0
@@ -269,11 +281,10 @@ def parse_preference(row: dict[str, Any], shape: str) -> Record:
     if shape == "prompt+pos_answers+neg_answers":
         prompt, pairs = answers(row)
     elif shape == "chosen+rejected":
-        prompt, completions = split_transcripts(row["chosen"], row["rejected"])
-        prompt, completions = with_system(prompt, completions, row.get("system"))
+        prompt, completions = split_transcripts(row, row.get("system"))
         pairs = [completions]
     elif any(repeats_prompt(row[side]) for side in SIDES):  # UltraFeedback: both sides repeat it
-        prompt, completions = split_transcripts(row["chosen"], row["rejected"])
+        prompt, completions = split_transcripts(row)
         pairs = [completions]
         given = row[key]
         if not isinstance(given, str) or given.strip():  # an empty one says nothing else
@@ -284,12 +295,8 @@ def parse_preference(row: dict[str, Any], shape: str) -> Record:
     for index, (chosen, rejected) in enumerate(pairs):
         if plain(chosen) == plain(rejected):
             name = f"pos_answers[{index}]" if shape.endswith("neg_answers") else "chosen"
-            raise RowError(
-                "equal_pair",
-                name,
-                f"the same text on both sides: {show(plain(chosen))}",
-                "two different completions",
-            )
+            found = f"the same text on both sides: {show(plain(chosen))}"
+            raise RowError("equal_pair", name, found, "two different completions")
     return Record(prompt, pairs, margin=margin)
 
 
@@ -310,13 +317,10 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
     # the first question of several
     if isinstance(given, str) and stripped(given_turns)[0] in stripped(repeated_turns):
         return repeated
-    raise RowError(
-        "prompts_differ",
-        key,
-        f"{show(given_turns[-1]['content'])}, but `chosen` and `rejected` begin with "
-        f"{show(repeated_turns[-1]['content'])}",
-        f"the same prompt there as in `{key}`, or completions without a prompt",
-    )
+    ends = [show(turns[-1]["content"]) for turns in (given_turns, repeated_turns)]
+    found = f"{ends[0]}, but `chosen` and `rejected` begin with {ends[1]}"
+    expected = f"the same prompt there as in `{key}`, or completions without a prompt"
+    raise RowError("prompts_differ", key, found, expected)
 
 
 def margin_of(row: dict[str, Any]) -> float | None:
@@ -344,46 +348,35 @@ def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
             raise RowError("empty_completion", key, "an empty list", "at least one answer")
         sides.append([completion_text(value, f"{key}[{i}]", prompt) for i, value in enumerate(values)])
     if len(sides[0]) != len(sides[1]):
-        raise RowError(
-            "unequal_answers",
-            "neg_answers",
-            f"{len(sides[0])} pos_answers and {len(sides[1])} neg_answers",
-            "as many neg_answers as pos_answers: one pair for each index",
-        )
+        found = f"{len(sides[0])} pos_answers and {len(sides[1])} neg_answers"
+        expected = "as many neg_answers as pos_answers: one pair for each index"
+        raise RowError("unequal_answers", "neg_answers", found, expected)
     return prompt, list(zip(*sides, strict=True))
 
 
 # ---- rated completions: desirable or not; a pair is one of either ----------------------------------------------------
 
-RATED = {
-    f"{shape}+{label}": (*fields, label)
-    for label in ("label", "kto_tag")
-    for shape, fields in DEMONSTRATIONS.items()
-} | PREFERENCES
+RATED = (
+    _shapes(*(f"{shape}+{label}" for label in ("label", "kto_tag") for shape in DEMONSTRATIONS)) | PREFERENCES
+)
 
 
 def parse_rated(row: dict[str, Any], shape: str) -> Record:
     """Parses a row of one of RATED: one completion with its label, or the completions of preference pairs."""
     if shape in PREFERENCES:
         record = parse_preference(row, shape)
-        labels = tuple(desirable for _ in record.pairs for desirable in (True, False))
+        record.labels = (True, False) * len(record.pairs)
         record.pairs = [(completion,) for pair in record.pairs for completion in pair]
-        record.labels = labels
         return record
     inner, _, name = shape.rpartition("+")
     label = is_good(row[name])
     if label is None:
-        raise RowError(
-            "unclear_label",
-            name,
-            show(row[name]),
-            "true or false, 1 or 0, 1 or -1, or a word such as up or down; for ratings set data.label={good: 4, bad: 2}",
-        )
+        expected = "true or false, 1 or 0, 1 or -1, or a word such as up or down; for ratings set data.label={good: 4, bad: 2}"
+        raise RowError("unclear_label", name, show(row[name]), expected)
     record = demonstration(row, inner)
     if record.untrained:
-        raise RowError(
-            "weight", inner, "turns with weight 0 beside a label", f"`{name}` alone: it is of the last turn"
-        )
+        found, expected = "turns with weight 0 beside a label", f"`{name}` alone: it is of the last turn"
+        raise RowError("weight", inner, found, expected)
     record.all_turns, record.labels = False, (label,)
     return record
 
@@ -403,10 +396,7 @@ def parse_scored(row: dict[str, Any], shape: str) -> Record:
 
 # ---- benchmarks of reward models: a prompt and several completions, the correct ones first ---------------------------
 
-BENCHMARKS = {
-    "prompt+chosen+rejected": ("prompt", "chosen", "rejected"),
-    "question+response_A+response_B+label": ("question", "response_A", "response_B", "label"),
-}
+BENCHMARKS = _shapes("prompt+chosen+rejected", "question+response_A+response_B+label")
 STYLED = 3  # correct and wrong completions of a row of RM-Bench: concise, detailed, markdown
 
 
@@ -458,20 +448,14 @@ def _as_list(value: Any, key: str) -> list[Any]:
 
 # ---- prompts, for which completions are to be written ----------------------------------------------------------------
 
-PROMPTS = {
-    "prompt": ("prompt",),
-    "conversations": ("conversations",),
-    "messages": ("messages",),
-    "instruction": ("instruction",),
-    "chosen+rejected": ("chosen", "rejected"),  # the prompt that both share
-}
+# Of chosen+rejected, the prompt that both share
+PROMPTS = _shapes("prompt", "conversations", "messages", "instruction", "chosen+rejected")
 
 
 def parse_prompt(row: dict[str, Any], shape: str) -> Record:
     """Returns the prompt of a row of one of PROMPTS, and its other columns unchanged."""
     if shape == "chosen+rejected":
-        prompt, completions = split_transcripts(row["chosen"], row["rejected"])
-        prompt, _ = with_system(prompt, completions, row.get("system"))
+        prompt, _ = split_transcripts(row, row.get("system"))
     elif shape == "instruction":
         prompt = instruction(row)
     else:
@@ -490,51 +474,24 @@ def parse_answered(row: dict[str, Any], shape: str) -> Record:
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-Ids = list[int]
-
-
-def _preference(record: Record, at: int, prompt: Ids, chosen: Ids, rejected: Ids) -> dict[str, Any]:
-    return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
-
-
-def _whole_preference(record: Record, at: int, prompt: Ids, chosen: Ids, rejected: Ids) -> dict[str, Any]:
-    return {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected, "margin": record.margin}
-
-
-def _rated(record: Record, at: int, prompt: Ids, completion: Ids) -> dict[str, Any]:
-    return {"prompt_ids": prompt, "completion_ids": completion, "label": record.labels[at]}
-
-
-def _prompt(record: Record, at: int, prompt: Ids) -> dict[str, Any]:
-    return {"input_ids": prompt, "row": record.row}
-
-
-def _scored(record: Record, at: int, prompt: Ids, chosen: Ids, rejected: Ids | None = None) -> dict[str, Any]:
-    row = record.row
-    if len(record.pairs) > 1:  # one row of several answers is several pairs
-        row = json.dumps({**json.loads(row), "pair": at}, ensure_ascii=False)
-    return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected, "row": row}
-
-
-_PAIR = dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids"), list)
-_WHOLE_PAIR = {"chosen_ids": list, "rejected_ids": list, "margin": float}
-_RATED = {"prompt_ids": list, "completion_ids": list, "label": bool}
-_PROMPT = {"input_ids": list, "row": str}
-_SCORED = {**_PAIR, "row": str}
-_LABELS = {"input_ids": list, "labels": list}
+_PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
+_WHOLE_PAIR = ("chosen_ids", "rejected_ids", "margin")
+_RATED = ("prompt_ids", "completion_ids", "label")
+_SCORED = (*_PAIR, "row")
+_PROMPT, _LABELS = ("input_ids", "row"), ("input_ids", "labels")
 _MARGIN = frozenset({"margin"})
 
 KIND = {
-    "demonstrations": Kind(DEMONSTRATIONS, parse_demonstration, None, _LABELS, "learned", frozenset(LABELS), packs=True),
-    "preferences": Kind(PREFERENCES, parse_preference, _preference, _PAIR, "learned", _MARGIN),
-    "whole_preferences": Kind(PREFERENCES, parse_preference, _whole_preference, _WHOLE_PAIR, "scored", _MARGIN),
-    "thumbs": Kind(RATED, parse_rated, _rated, _RATED, "learned", _MARGIN),
-    "prompts": Kind(PROMPTS, parse_prompt, _prompt, _PROMPT, "written"),
-    "answered_prompts": Kind(PROMPTS, parse_answered, _prompt, _PROMPT, "written"),
-    "completions": Kind(SCORED, parse_scored, _scored, _SCORED, "scored"),
-    "pairs": Kind(PREFERENCES, parse_scored, _scored, _SCORED, "scored"),
-    "benchmarks": Kind(BENCHMARKS, parse_benchmark, _scored, _SCORED, "scored"),
-}  # fmt: skip
+    "demonstrations": Kind(DEMONSTRATIONS, parse_demonstration, _LABELS, "learned", frozenset(LABELS)),
+    "preferences": Kind(PREFERENCES, parse_preference, _PAIR, "learned", _MARGIN),
+    "whole_preferences": Kind(PREFERENCES, parse_preference, _WHOLE_PAIR, "scored", _MARGIN),
+    "thumbs": Kind(RATED, parse_rated, _RATED, "learned", _MARGIN),
+    "prompts": Kind(PROMPTS, parse_prompt, _PROMPT, "written"),
+    "answered_prompts": Kind(PROMPTS, parse_answered, _PROMPT, "written"),
+    "completions": Kind(SCORED, parse_scored, _SCORED, "scored"),
+    "pairs": Kind(PREFERENCES, parse_scored, _SCORED, "scored"),
+    "benchmarks": Kind(BENCHMARKS, parse_benchmark, _SCORED, "scored"),
+}
 
 
 def kind_of(stage: str, preprocess: Preprocess = NOTHING) -> Kind:
@@ -634,8 +591,8 @@ def as_json(row: Any, kind: Kind, format: str) -> Any:
 def jsonable(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
-    if isinstance(value, list):
-        return [jsonable(item) for item in value]
-    if isinstance(value, dict):
-        return {key: jsonable(item) for key, item in value.items()}
-    return f"<{len(value):,} bytes>" if isinstance(value, bytes) else str(value)
+
+    def as_text(one: Any) -> str:
+        return f"<{len(one):,} bytes>" if isinstance(one, bytes) else str(one)
+
+    return json.loads(json.dumps(value, default=as_text))

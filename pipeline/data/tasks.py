@@ -309,16 +309,16 @@ class PartWriter:
         return self.name, self.count
 
 
-def columns_of(options: Options) -> dict[str, type]:
+def columns_of(options: Options) -> tuple[str, ...]:
     """Returns the columns of the token table, in order."""
-    return {**options.kind.columns, **({"seq_lengths": list} if options.packing else {})}
+    return (*options.kind.columns, "seq_lengths") if options.packing else options.kind.columns
 
 
 def schema(options: Options) -> Any:
     import pyarrow as pa
 
-    types = {list: pa.list_(pa.int32()), float: pa.float32(), str: pa.string(), bool: pa.bool_()}
-    return pa.schema([(name, types[kind]) for name, kind in columns_of(options).items()])
+    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # others hold token ids
+    return pa.schema([(name, types.get(name, pa.list_(pa.int32()))) for name in columns_of(options)])
 
 
 def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:

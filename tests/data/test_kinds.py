@@ -18,5 +18,4 @@ def test_every_stage_with_rows_has_a_kind():
 def test_a_kind_knows_whose_rows_it_describes(stage):
     kind = kind_of(stage)
     assert kind.stage == stage and kind.shapes and kind.columns
-    assert kind.packs == ("labels" in kind.columns)
     assert (kind.completions == "written") == ("input_ids" in kind.columns and "labels" not in kind.columns)
