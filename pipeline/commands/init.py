@@ -189,12 +189,12 @@ def source_of(path: str, for_eval: bool) -> Source:
     """Finds the stages that can read the first rows of a path."""
     heads = []
     for file in find(path, "data.train")[: preview.FILES]:
-        heads.append(preview.first_rows(file, kind_of("sft", Preprocess())))
-        errors = preview.first_errors(file)
-        if not heads[-1]:
+        head, errors = preview.first_rows(file, kind_of("sft", Preprocess()))
+        heads.append(head)
+        if not head:
             raise InputError(str(errors[0]) if errors else f"{file.path}: it has no rows")
         if errors:
-            total = len(errors) + len(heads[-1])
+            total = len(errors) + len(head)
             print(f"warning: {len(errors):,} of the first {total:,} rows cannot be read; {errors[0]}")
     rows = heads[0]
     stages: dict[str, dict[str, Any]] = {}
@@ -429,7 +429,7 @@ def first_records(job: Job) -> Iterator[tuple[Kind, Record]]:
     preprocess = preview.resolve_labels(asked, {"train": files}, job.stage)["train"]
     for file in files:
         kind = kind_of(job.stage, preprocess[file.source])
-        chunk = chunks.plan([file], "train", kind)[0]
+        chunk = chunks.plan(file, "train", kind)[0]
         for _, row, _ in itertools.islice(chunks.rows(chunk), preview.ROWS):
             for made in kind.rows(row):
                 record = checked(made, kind, chunk.format) if isinstance(made, dict) else None

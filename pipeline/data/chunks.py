@@ -6,7 +6,6 @@ Rows are streamed, so memory never holds more than one range.
 """
 
 import codecs
-import itertools
 import os
 import shlex
 import zlib
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.data.files import File, find, open_bytes, shown, unreadable
+from pipeline.data.files import File, open_bytes, shown, unreadable
 from pipeline.data.shapes import Kind
 from pipeline.data.table_rows import pieces, table_rows
 from pipeline.data.text_rows import BLOCK, Row, text_rows
@@ -48,12 +47,8 @@ class Chunk:
     group_by: str | None = None  # the column whose value rows of a group share; such a file is one chunk
 
 
-def plan(files: list[File], split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
-    """Returns the chunks of the files, in order. Reads only the first bytes of each file, and the metadata of tables."""
-    return [chunk for file in files for chunk in chunks_of(file, split, kind, chunk_bytes)]
-
-
-def chunks_of(file: File, split: str, kind: Kind, chunk_bytes: int) -> list[Chunk]:
+def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
+    """Returns the chunks of a file, in order. Reads only its first bytes, and the metadata of tables."""
     path, head = storage.absolute(file.path), read_head(file)
     zipped = head[:2] == b"\x1f\x8b" or file.path.endswith(".gz")
     format, group_by = format_of(file.path, unzipped(head) if zipped else head), kind.preprocess.group_by
@@ -84,12 +79,6 @@ def format_of(path: str, head: bytes) -> Format:
     if named := NAMED.get(suffix) or MAGIC.get(head[:4]):
         return named
     return "array" if head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[" else "lines"
-
-
-def first_rows(spec: Any, key: str, kind: Kind, count: int = 3) -> list[Any]:
-    """Returns the first rows of a dataset as its files have them. `key` is its key in the job (`data.train`)."""
-    chunk = plan(find(spec, key), "train", kind)[0]
-    return [row for _, row, _ in itertools.islice(rows(chunk), count)]
 
 
 def read_head(file: File) -> bytes:

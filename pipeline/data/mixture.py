@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
+from pipeline.config.job import sources_of
 from pipeline.errors import InputError
 
 
@@ -42,6 +43,15 @@ class Mixture:
             parts.append(start + order[(epoch * draws + np.arange(draws)) % size])
             start += size
         return np.concatenate(parts)
+
+
+def mixture_of(data: Any, sizes: Sequence[int]) -> Mixture | None:
+    """Returns the mixture of the sources of data.train, which have these rows, or None without weights."""
+    sources = sources_of(data.train)
+    weights = [source.weight for source in sources if source.weight is not None]
+    if not weights:
+        return None
+    return mix([source.path for source in sources], sizes, weights, data.stopping_strategy)
 
 
 def mix(

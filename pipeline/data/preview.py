@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,15 +124,10 @@ class Head:
     """The first rows of a file."""
 
     key: str  # the key of the job that names the file's source: data.train or data.eval
-    several: bool  # whether the key names several sources
+    section: str  # the section of the job that describes the file's rows: data, or data.train.0
     file: File
     preprocess: Preprocess
     rows: list[dict[str, Any]]
-
-    @property
-    def source(self) -> str:
-        """Returns the section of the job that describes this file's rows."""
-        return f"{self.key}.{self.file.source}" if self.several else "data"
 
 
 def resolve_labels(
@@ -146,12 +141,11 @@ def resolve_labels(
     heads = [head for name, some in files.items() for head in _heads(name, some, preprocess[name], stage)]
     labels: dict[str, list[Any]] = {}  # by preprocessing, which several sources may share
     for head in heads:
-        mapping, file = head.preprocess.columns, head.file.path
-        check_there(mapping, head.rows, file, f"{head.source}.columns")
+        check_there(head.preprocess.columns, head.rows, head.file.path, f"{head.section}.columns")
         found = labels.setdefault(repr(head.preprocess), [])
         for row in head.rows:
             with contextlib.suppress(RowError):  # a column is missing; reading the row reports that
-                row = reshape.renamed(row, mapping, ())
+                row = reshape.renamed(row, head.preprocess.columns, ())
                 if {"first", "second", "label"} <= row.keys() and "first_score" not in row:
                     found.append(row["label"])
 
@@ -159,24 +153,22 @@ def resolve_labels(
         if not kind_of(stage, one).has_pairs or one.rule is not None or not labels.get(repr(one)):
             return one
         head = next(head for head in heads if head.preprocess == one)
-        return replace(one, rule=reshape.derived(labels[repr(one)], one.columns, f"{head.source}.label"))
+        return replace(one, rule=reshape.derived(labels[repr(one)], one.columns, f"{head.section}.label"))
 
     made = {name: tuple(map(with_rule, some)) for name, some in preprocess.items()}
     for head in heads:
-        known = made[head.key.removeprefix("data.")][head.file.source]
+        known = with_rule(head.preprocess)
         if head.rows and not any(fits(row, stage, known) for row in head.rows):
-            raise InputError(guess.misfit(head.rows, stage, head.file.path, head.source), key=head.key)
+            raise InputError(guess.misfit(head.rows, stage, head.file.path, head.section), key=head.key)
     return made
 
 
-def _heads(name: str, files: Sequence[File], preprocess: Sequence[Preprocess], stage: str) -> list[Head]:
-    """Returns the heads of the first files of each source."""
-    by_source = [[file for file in files if file.source == index] for index in range(len(preprocess))]
-    return [
-        Head(f"data.{name}", len(preprocess) > 1, file, one, first_rows(file, kind_of(stage, one)))
-        for one, some in zip(preprocess, by_source, strict=True)
-        for file in some[:FILES]
-    ]
+def _heads(name: str, files: Sequence[File], preprocess: Sequence[Preprocess], stage: str) -> Iterator[Head]:
+    """Yields the heads of the first files of each source."""
+    for index, one in enumerate(preprocess):
+        section = f"data.{name}.{index}" if len(preprocess) > 1 else "data"
+        for file in [file for file in files if file.source == index][:FILES]:
+            yield Head(f"data.{name}", section, file, one, first_rows(file, kind_of(stage, one))[0])
 
 
 def fitting(name: str, data: Any) -> dict[str, str]:
@@ -186,23 +178,20 @@ def fitting(name: str, data: Any) -> dict[str, str]:
     for index, source in enumerate(completed(data, name)):
         one = Preprocess(transform=source.transform, group_by=source.group_by)
         file = next(file for file in files if file.source == index)
-        fits[source.path] = guess.fitting(first_rows(file, kind_of("sft", one)))
+        fits[source.path] = guess.fitting(first_rows(file, kind_of("sft", one))[0])
     return fits
 
 
-def first_rows(file: File, kind: Any) -> list[dict[str, Any]]:
-    """Returns the first rows of a file, as data.transform makes them, without rows that are not objects."""
-    (chunk, *_) = chunks.plan([file], "train", kind)
-    some = itertools.islice(chunks.rows(chunk), ROWS)
-    made = (row for _, decoded, _ in some for row in kind.preprocess.transformed(decoded))
-    return [row for row in made if isinstance(row, dict)]
-
-
-def first_errors(file: File) -> list[RowError]:
-    """Returns what cannot be read of the first rows of a file."""
-    (chunk, *_) = chunks.plan([file], "train", kind_of("sft"))
-    some = itertools.islice(chunks.rows(chunk), ROWS)
-    return [replace(row, file=file.path, line=number) for number, row, _ in some if isinstance(row, RowError)]
+def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowError]]:
+    """Returns the first rows of a file, as data.transform makes them, and what of the file cannot be read."""
+    (chunk, *_) = chunks.plan(file, "train", kind)
+    rows, errors = list[dict[str, Any]](), list[RowError]()
+    for number, decoded, _ in itertools.islice(chunks.rows(chunk), ROWS):
+        if isinstance(decoded, RowError):
+            errors.append(replace(decoded, file=file.path, line=number))
+        else:
+            rows += [row for row in kind.preprocess.transformed(decoded) if isinstance(row, dict)]
+    return rows, errors
 
 
 def fits(row: dict[str, Any], stage: str, preprocess: Preprocess) -> bool:

@@ -21,7 +21,7 @@ from pipeline.config.job import sources_of
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.counts import Counts, RowsDigest, of_split, totals
 from pipeline.data.files import File, find
-from pipeline.data.mixture import Mixture, mix
+from pipeline.data.mixture import Mixture, mixture_of
 from pipeline.data.preview import preprocessing, resolve_labels
 from pipeline.data.report import Report, add_empty_files, check, report_of
 from pipeline.data.shapes import kind_of
@@ -82,9 +82,9 @@ def prepare(
             chunk
             for name, listing in files.items()
             for file in listing
-            for chunk in plan([file], name, options.kind_in(name, file.source))
+            for chunk in plan(file, name, options.kind_in(name, file.source))
         ]
-        _make(folder)
+        storage.require_writable(folder, "data.cache_dir", "./cache")
         on_ray = not ray_for_rows or sum(file.size for some in files.values() for file in some) > SMALL
         with ray_for_rows() if on_ray and ray_for_rows else contextlib.nullcontext():
             repeated = repeated_rows(run(hash_rows, chunks, on_ray), chunks) if data.deduplicate else {}
@@ -101,8 +101,7 @@ def prepare(
     if not here:
         set_up_ray_data()
     sets = {name: load(folder, parts, manifest["columns"], here) for name, parts in manifest["parts"].items()}
-    describe_sources(report, data, files)
-    mixture = mixed(data, report)
+    mixture = describe_sources(report, data, files)
     report = replace(report, reused=reused, seconds=round(time.monotonic() - begin, 3))
     return Prepared(
         sets.get("train"),
@@ -127,8 +126,8 @@ def plan_reading(
     return files, replace(options, preprocess=resolve_labels(options.preprocess, files, stage))
 
 
-def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) -> None:
-    """Adds the path, preprocessing and Hub commit of each source to the report."""
+def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) -> Mixture | None:
+    """Adds to the report what the job says of each source, and its rows drawn per epoch. Returns the mixture of data.train."""
     for name, counts in report.sources.items():
         origin = "eval" if "eval" in files and name == "eval" else "train"
         sources = sources_of(getattr(data, origin))
@@ -136,19 +135,11 @@ def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) ->
             source = sources[one.source]
             one.path, one.columns, one.transform = source.path, source.columns, source.transform
             one.revision = next(file.revision for file in files[origin] if file.source == one.source)
-
-
-def mixed(data: Any, report: Report) -> Mixture | None:
-    """Returns the mixture of the job's sources, or None without weights. Adds the rows drawn per epoch to the report."""
-    sources = sources_of(data.train)
-    weights = [source.weight for source in sources if source.weight is not None]
-    if not weights:
-        return None
-    rows = {one.source: one.rows for one in report.sources["train"]}
-    sizes = [rows.get(index, 0) for index in range(len(sources))]
-    mixture = mix([source.path for source in sources], sizes, weights, data.stopping_strategy)
-    for one in report.sources["train"]:
-        one.drawn = mixture.draws[one.source]
+    sizes = {one.source: one.rows for one in report.sources.get("train", ())}
+    mixture = mixture_of(data, [sizes.get(index, 0) for index in range(len(sources_of(data.train)))])
+    if mixture:
+        for one in report.sources["train"]:
+            one.drawn = mixture.draws[one.source]
     return mixture
 
 
@@ -227,18 +218,6 @@ def run(work: Callable[[Chunk, int], Any], chunks: list[Chunk], on_ray: bool) ->
     rows = numbers.map_batches(task, batch_size=None, batch_format="numpy").take_all()
     rows.sort(key=lambda row: row["index"])
     return [pickle.loads(row["result"]) for row in rows]
-
-
-def _make(folder: str) -> None:
-    fs, inner = storage.filesystem(folder)
-    try:
-        fs.create_dir(inner, recursive=True)
-    except OSError as error:
-        raise InputError(
-            f"{folder!r} cannot be written ({error}); choose a folder or bucket that this user and all "
-            "workers may write to, e.g. data.cache_dir=./cache",
-            key="data.cache_dir",
-        ) from error
 
 
 def set_up_ray_data() -> None:

@@ -27,6 +27,7 @@ from pipeline.errors import InputError, visible
 from pipeline.models.template import is_plain, text_as_chat
 
 PERCENTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
+# What is wrong with a row, where the kind of its error does not say it
 ERROR_NAMES = {
     "not_json": "not JSON",
     "not_object": "not a JSON object",
@@ -35,24 +36,17 @@ ERROR_NAMES = {
     "margin": "margin out of range",
     "weight": "weight that cannot be used",
     "label": "labelled as bad",
-    "repeated_key": "repeated key",
     "nested": "nested too deep",
-    "too_large": "too large",
     "special_tokens": "special tokens that cannot be kept apart",
     "not_csv": "not CSV",
     "ragged": "with another number of values than the header",
     "truncated_gzip": "truncated or damaged gzip",
     "damaged": "truncated or damaged file",
     "missing_field": "wrong or missing field",
-    "null": "null",
-    "wrong_type": "wrong type",
-    "empty_prompt": "empty prompt",
-    "empty_completion": "empty completion",
     "equal_pair": "chosen equal to rejected",
     "equal_after_truncation": "equal only after truncation",
     "unequal_answers": "pos_answers and neg_answers of unequal length",
     "prompts_differ": "prompts differ inside the row",
-    "wrong_role": "wrong role",
     "template": "refused by the chat template",
     "transform": "failed in data.transform",
     "left_out": "left out by data.transform",
@@ -60,24 +54,35 @@ ERROR_NAMES = {
     "tie": "tie, or without a clear label",
     "unknown_label": "label that data.label does not know",
     "unclear_label": "label whose meaning is not known",
-    "too_long": "too long",
     "prompt_too_long": "whose prompt alone is too long: nothing of the completion is left",
-    "empty_file": "empty file",
 }
 MAX_LABELS = 8  # different values of a label that are shown one by one
 WAYS = {"text": "ordinary text", "control": "control tokens"}  # data.special_tokens
 
 
 @dataclass
-class Split:
-    """Counts of `train` or `eval`: JSON rows `read`; token rows `kept` (several for pos/neg answers)."""
+class Counted:
+    """Counts of rows: JSON rows `read`, and token rows `kept` of them (several for pos/neg answers)."""
 
     read: int = 0
     kept: int = 0
-    truncated: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     tokens: int = 0
     desirable: int | None = None  # kept rows that are labeled as good, or None without labels
+    versions: dict[str, int] = field(default_factory=dict)  # models:/NAME/NUMBER that generated rows -> rows
+
+    def fill(self, total: Mapping[str, Counter[Any]]) -> None:
+        """Takes over the totals of the tasks that have the name of a field: {detail: number}, or their sum."""
+        for name in vars(self).keys() & total.keys():
+            by_detail = isinstance(getattr(self, name), dict)
+            setattr(self, name, dict(total[name].most_common()) if by_detail else total[name].total())
+
+
+@dataclass
+class Split(Counted):
+    """Counts of `train` or `eval`."""
+
+    truncated: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     # column of labels -> {"VALUE = MEANING": rows}, such as {"winner": {"a = first": 268, "tie": 51}}
     label_values: dict[str, dict[str, int]] = field(default_factory=dict)
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
@@ -88,7 +93,6 @@ class Split:
     joined: int = 0
     joined_first: str = ""  # the text around the border in the first of these
     unread: dict[str, int] = field(default_factory=dict)  # column that the model does not see -> rows
-    versions: dict[str, int] = field(default_factory=dict)  # models:/NAME/NUMBER that generated rows -> rows
     ended: int = 0  # whose trained tokens include one that generation stops on
     contradictions: int = 0  # pairs of completions that occur in both orders; completions with both labels
     contradictions_first: str = ""  # file:line of two such rows
@@ -98,21 +102,16 @@ class Split:
 
 
 @dataclass
-class SourceCounts:
-    """Counts of one source of `train` or `eval`: JSON rows `read` and `dropped`, token rows `kept`, rows of the table."""
+class SourceCounts(Counted):
+    """Counts of one source of `train` or `eval`."""
 
-    source: int
+    source: int = 0
     path: str = ""
     revision: str = ""  # the commit of a dataset on the Hub
     # What the job sets for this source: the columns of its fields, and the function that transforms its rows.
     columns: dict[str, Any] | None = None
     transform: str | None = None
-    read: int = 0
-    kept: int = 0
     dropped: int = 0
-    tokens: int = 0
-    desirable: int | None = None  # of the rows kept, those labelled as good
-    versions: dict[str, int] = field(default_factory=dict)  # as in Split
     rows: int = 0  # of the token table: those kept, or packed
     drawn: int | None = None  # rows drawn per epoch, or None if each is drawn once
 
@@ -239,10 +238,7 @@ class Report:
             (split.versions, "versions", versions_in_words(split.versions, split.kept)),
             (split.text_rows, "template", template),
             (split.unread, "not read", columns_in_words(split.unread)),
-            *(
-                (True, "dropped", f"{rows:,} {ERROR_NAMES.get(why, why)}")
-                for why, rows in sorted(split.dropped.items())
-            ),
+            *((True, "dropped", f"{rows:,} {name_of(why)}") for why, rows in sorted(split.dropped.items())),
             (split.truncated, "truncated", f"{split.truncated:,}"),
             *(
                 (lengths.get("max"), title, "   ".join(f"{key} {value}" for key, value in lengths.items()))
@@ -401,16 +397,11 @@ def report_of(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Rep
 
 def split_of(name: str, counts: Sequence[Counts]) -> Split:
     """Returns the counts of `train` or `eval` over all tasks, without contradictions."""
-    total = totals(counts, name)
-    split = Split(
-        desirable=total["desirable"].total() if "desirable" in total else None,
-        prompt_tokens=percentiles(total["prompt_tokens"]),
-        completion_tokens=percentiles(total["completion_tokens"]),
+    total, split = totals(counts, name), Split()
+    split.fill(total)
+    split.prompt_tokens, split.completion_tokens = (
+        percentiles(total[f"{part}_tokens"]) for part in ("prompt", "completion")
     )
-    for label in "read kept truncated tokens text_rows chat_rows joined ended special_rows".split():
-        setattr(split, label, total[label].total())
-    for label in ("dropped", "unread", "versions", "special_tokens"):
-        setattr(split, label, dict(total[label].most_common()))
     for (column, meaning), rows in sorted(total["labels"].items()):
         split.label_values.setdefault(column, {})[meaning] = rows
     for label in ("joined", "special"):
@@ -421,30 +412,22 @@ def split_of(name: str, counts: Sequence[Counts]) -> Split:
 
 def source_of(name: str, counts: Sequence[Counts], source: int) -> SourceCounts:
     """Returns the counts of `train` or `eval` of one source."""
-    total = totals(counts, name, source)
-    made = SourceCounts(
-        source,
-        desirable=total["desirable"].total() if "desirable" in total else None,
-        versions=dict(total["versions"]),
-    )
-    for label in ("read", "kept", "dropped", "tokens", "rows"):
-        setattr(made, label, total[label].total())
+    made = SourceCounts(source=source)
+    made.fill(totals(counts, name, source))
     return made
 
 
 def percentiles(histogram: Counter[int]) -> dict[str, int]:
     """Returns the lengths that 5, 50, 95 and 100 percent of the rows do not exceed, from {length: rows}."""
-    total, seen, lengths = histogram.total(), 0, {}
-    if not total:
-        return {}
-    wanted = iter(PERCENTILES.items())
-    name, share = next(wanted)
-    for length in sorted(histogram):
-        seen += histogram[length]
-        while seen >= share * total:
-            lengths[name] = length
-            name, share = next(wanted, ("", 2.0))
-    return lengths
+    import numpy as np
+
+    lengths = sorted(histogram)
+    seen = np.cumsum([histogram[length] for length in lengths])
+    return {
+        name: lengths[np.searchsorted(seen, share * seen[-1])]
+        for name, share in PERCENTILES.items()
+        if lengths
+    }
 
 
 def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> list[str]:
@@ -523,21 +506,21 @@ def none_left(counts: Sequence[Counts], options: Options) -> str:
     """Returns the message for a set whose rows have all been dropped."""
     total = totals(counts)
     dropped = total["dropped"]
-    why = ", ".join(f"{rows} {ERROR_NAMES.get(kind, kind)}" for kind, rows in dropped.most_common())
     first = "".join(f"; first: {error}" for error, _ in first_errors(counts)[:1])
     advice = ""
     if "too_long" in dropped:
         advice = "; data.too_long=truncate or a larger data.max_length keeps long rows"
     elif "prompt_too_long" in dropped:
         advice = f"; their prompts alone fill the {options.max_length} tokens of data.max_length: raise it"
-    return f"no row is left of {total['read'].total()} read ({why or 'the files are empty'}){first}{advice}"
+    why = in_words(dropped) or "the files are empty"
+    return f"no row is left of {total['read'].total()} read ({why}){first}{advice}"
 
 
 def complaint(counts: Sequence[Counts]) -> str:
     """Returns the message for a set with bad rows: how many of which kind, the first of them, and what to do."""
     total = totals(counts)
     kinds, read = total["bad"], total["read"].total()
-    numbers = ", ".join(f"{rows:,} {ERROR_NAMES.get(kind, kind)}" for kind, rows in kinds.most_common())
+    numbers = in_words(kinds)
     bad = kinds.total() - kinds["empty_file"]
     what = f"{bad:,} of {count(read)} cannot be used ({numbers})" if bad else f"nothing to read ({numbers})"
     first = [(error, rows) for error, rows in first_errors(counts) if error.kind in kinds]
@@ -553,6 +536,15 @@ def complaint(counts: Sequence[Counts]) -> str:
     if "too_long" in kinds:
         advice += "; data.too_long=truncate (or drop) for long rows"
     return "\n".join([f"{what}:", *lines, advice + "; nothing was trained"])
+
+
+def in_words(kinds: Counter[str]) -> str:
+    return ", ".join(f"{rows:,} {name_of(kind)}" for kind, rows in kinds.most_common())
+
+
+def name_of(kind: str) -> str:
+    """Returns what is wrong with a row in a few words, from the kind of its error."""
+    return ERROR_NAMES.get(kind, kind.replace("_", " "))
 
 
 def named(error: RowError, rows: int) -> str:

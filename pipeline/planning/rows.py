@@ -1,14 +1,13 @@
 """Estimates how many rows a job's data has and how long they are, from a few of its chunks, without Ray."""
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.config import Job
 from pipeline.config.job import sources_of
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.files import find
-from pipeline.data.mixture import mix
+from pipeline.data.mixture import mixture_of
 from pipeline.data.preview import resolve_labels
 from pipeline.data.read import options_of
 from pipeline.data.report import split_of
@@ -49,7 +48,7 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
         chunks = [
             chunk
             for file in files
-            for chunk in plan([file], "train", options.kind_in("train", file.source), CHUNK)
+            for chunk in plan(file, "train", options.kind_in("train", file.source), CHUNK)
         ]
         sources = [
             [chunk for chunk in chunks if chunk.source == index]
@@ -69,7 +68,8 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
         sizes = [round(part.kept / share) if share else 0 for part, share in zip(parts, shares, strict=True)]
         if not sum(sizes):
             return None, "none of its first rows can be used; `validate` shows why"
-        drawn = _drawn(job, sizes)
+        mixture = mixture_of(job.data, sizes)
+        drawn = mixture.draws if mixture else sizes
     except InputError as error:
         return None, str(error)
     means = [(part.tokens / max(1, part.kept), (part.desirable or 0) / max(1, part.kept)) for part in parts]
@@ -85,12 +85,3 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
 
 def _bytes(chunks: list[Chunk]) -> int:
     return sum(chunk.size for chunk in chunks)
-
-
-def _drawn(job: Job, sizes: list[int]) -> Sequence[int]:
-    """Returns the rows that an epoch takes from each source, for sources of these sizes."""
-    sources = sources_of(job.data.train)
-    weights = [source.weight for source in sources if source.weight is not None]
-    if not weights:
-        return sizes
-    return mix([source.path for source in sources], sizes, weights, job.data.stopping_strategy).draws

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.config.stages import STAGE
 from pipeline.data.counts import count, versions_in_words
-from pipeline.data.report import ERROR_NAMES
+from pipeline.data.report import name_of
 from pipeline.report import evaluations, headline, plots, preferences, timeline
 from pipeline.report.gather import Node, Run, lineage
 from pipeline.report.panels import GROUPS, Panel
@@ -185,7 +185,7 @@ def data_tables(run: Run) -> list[dict[str, Any]]:
     report, digests = _data(run), (run.result.get("data") or {}).get("digests", {})
     tables = []
     for name, split in report.get("splits", {}).items():
-        dropped = [(ERROR_NAMES.get(why, why), count) for why, count in sorted(split["dropped"].items())]
+        dropped = [(name_of(why), count) for why, count in sorted(split["dropped"].items())]
         lengths = {
             label: split[key] for label, key in (("prompt", "prompt_tokens"), ("completion", "completion_tokens"))
             if split[key].get("max")

@@ -54,7 +54,7 @@ def test_a_digest_does_not_depend_on_how_a_file_is_cut(tmp_path, format):
             write(path, rows)
         else:
             pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7 + number)
-        planned = chunks.plan(files.find(str(path), "data.train"), "train", options.kind, chunk_bytes)
+        planned = chunks.plan(*files.find(str(path), "data.train"), "train", options.kind, chunk_bytes)
         assert (len(planned) > 1) == bool(number)
         made = [tasks.tokenize(one, i, tokenizer(), options, str(tmp_path)) for i, one in enumerate(planned)]
         digests.append(read.content_digest("train", made, options))

@@ -175,7 +175,7 @@ from pipeline.data import chunks, files, tasks
 from pipeline.data.shapes import kind_of
 from toy_data import tokenizer
 options = tasks.Options("sft", 400, "error", "raise", False, (1,), 0.0, 0, False)
-(chunk,) = chunks.plan(files.find({path!r}, "data.train"), "train", kind_of("sft"))
+(chunk,) = chunks.plan(*files.find({path!r}, "data.train"), "train", kind_of("sft"))
 assert tasks.tokenize(chunk, 0, tokenizer(), options, {str(tmp_path)!r}).tally["train", "kept", ""] == 50
 assert "torch" not in sys.modules
 """

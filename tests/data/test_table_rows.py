@@ -34,7 +34,7 @@ def test_tables_hold_each_row_once_with_its_number(tmp_path, format, chunk_bytes
     else:
         path = arrow(tmp_path / "rows.arrow", table, format)
     assert read_rows(path, chunk_bytes) == list(enumerate(ROWS, 1))
-    planned = chunks.plan(files.find(str(path), "data.train"), "train", kind_of("sft"), 1)
+    planned = chunks.plan(*files.find(str(path), "data.train"), "train", kind_of("sft"), 1)
     assert len(planned) == 1 if format == "one group" else len(planned) > 3
 
 

@@ -97,7 +97,7 @@ def worker(stage, folder, *settings, inputs=None):
     )
     source = folder / f"{stage}.jsonl"
     source.write_text("".join(Path(job.data.train).read_text().splitlines(True)[:ROWS]))
-    (chunk,) = chunks.plan(files.find(str(source), "data.train"), "train", kind_of(stage))
+    (chunk,) = chunks.plan(*files.find(str(source), "data.train"), "train", kind_of(stage))
     out = Path(tempfile.mkdtemp(dir=folder))
     file, _ = tasks.tokenize(chunk, 0, tokenizer, options, str(out)).parts["train"]
     table = pyarrow.parquet.read_table(out / file)

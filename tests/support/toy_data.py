@@ -127,7 +127,7 @@ def rows_of(dataset) -> list[dict]:
 def read_rows(path, chunk_bytes=chunks.CHUNK, stage="sft") -> list[tuple]:
     """(number in the file, row) of all chunks of a file."""
     rows = []
-    for chunk in chunks.plan(files.find(str(path), "data.train"), "train", kind_of(stage), chunk_bytes):
+    for chunk in chunks.plan(*files.find(str(path), "data.train"), "train", kind_of(stage), chunk_bytes):
         before = chunks.lines_before(chunk)
         rows += [(number + before, row) for number, row, _ in chunks.rows(chunk)]
     return rows
