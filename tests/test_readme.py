@@ -322,6 +322,7 @@ def test_every_command_is_covered():
         ),  # below, and cloud/test_clusterfile.py
         *("RAY_ADDRESS=http", "RAY_ADDRESS=auto"),  # tests/cloud/test_submit.py, and above
         "curl -s http://127.0.0.1:8000",  # serving/test_server.py
+        *("lm_eval --model", "RLHF_BASE_URL="),  # serving/test_eval_tools.py
     )
     for command in COMMANDS:
         assert command.startswith(special) or target(command) in SHORT, command

@@ -17,9 +17,9 @@ from starlette.types import Receive, Scope, Send
 from pipeline.errors import in_brief
 from pipeline.inference.rows import Sampling
 from pipeline.serving import protocol
-from pipeline.serving.batching import QueueFull, ServedRow, Token
+from pipeline.serving.batching import Batcher, QueueFull, ServedRow, Token
 from pipeline.serving.models import Served
-from pipeline.serving.protocol import ChatRequest, Refused
+from pipeline.serving.protocol import ChatRequest, CompletionRequest, Refused
 from pipeline.serving.text import Text
 
 
@@ -55,10 +55,22 @@ class Mailbox:
             queue.put_nowait(letter)
 
 
+def submit(batcher: Batcher, rows: list[ServedRow]) -> None:
+    """Takes all rows, or none. Raises Refused, 429, if the queue is full."""
+    try:
+        batcher.submit(rows)
+    except QueueFull as error:
+        raise Refused(
+            429, "as many completions wait as may (serve.max_queue); try again", code="rate_limit_exceeded"
+        ) from error
+
+
 class Answer:
     """The choices of one request, while they are written."""
 
-    def __init__(self, server: Any, asked: ChatRequest, prompt: list[int], served: Served) -> None:
+    def __init__(
+        self, server: Any, asked: ChatRequest | CompletionRequest, prompt: list[int], served: Served
+    ) -> None:
         self.server, self.asked, self.prompt, self.version = server, asked, prompt, served.version
         self.id, self.created = f"chatcmpl-{secrets.token_hex(16)}", int(time.time())
         self.began = time.monotonic()
@@ -75,26 +87,14 @@ class Answer:
             top_p=1.0 if asked.top_p is None else asked.top_p,
             seed=self.seed,
         )
-        top = (asked.top_logprobs or 0) if asked.logprobs else None
         self.rows = [
-            ServedRow(prompt, choice, sampling, served.role, top, deliver=self._deliver(choice))
+            ServedRow(prompt, choice, sampling, served.role, asked.top, deliver=self._deliver(choice))
             for choice in range(asked.n)
         ]
 
     def _deliver(self, choice: int) -> Callable[[Token | BaseException], None]:
         mailbox, arrived = self.server.mailbox, self.arrived
         return lambda token: mailbox.put(arrived, (choice, token))
-
-    def submit(self) -> None:
-        """Raises Refused, 429, if the queue is full."""
-        try:
-            self.server.batcher.submit(self.rows)
-        except QueueFull as error:
-            raise Refused(
-                429,
-                "as many completions wait as may (serve.max_queue); try again",
-                code="rate_limit_exceeded",
-            ) from error
 
     def cancel(self) -> None:
         """Removes the rows from the batch. Those that have ended are out of it."""
@@ -155,13 +155,17 @@ class Answer:
             "system_fingerprint": self.version,
         }
 
-    async def whole(self) -> dict[str, Any]:
-        """Returns the answer in one piece."""
+    async def finish(self) -> None:
+        """Waits until all choices are written."""
         try:
             async for _ in self.written():
                 pass
         finally:
             self.cancel()
+
+    async def whole(self) -> dict[str, Any]:
+        """Returns the answer in one piece."""
+        await self.finish()
         choices = [
             {
                 "index": choice,

@@ -34,12 +34,12 @@ from pipeline.on_ray import placement
 from pipeline.runtime import memory
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import room_for_prompts
-from pipeline.serving import protocol, start
-from pipeline.serving.answer import Answer, Mailbox, Stream, limit
+from pipeline.serving import completions, protocol, start
+from pipeline.serving.answer import Answer, Mailbox, Stream, limit, submit
 from pipeline.serving.feedback import FeedbackStore, Reader, folder_of
 from pipeline.serving.metrics import Metrics, Page
-from pipeline.serving.models import BASE, Models
-from pipeline.serving.protocol import ChatRequest, Feedback, Refused
+from pipeline.serving.models import BASE, Models, Served
+from pipeline.serving.protocol import Asked, ChatRequest, CompletionRequest, Feedback, Refused
 from pipeline.serving.scores import ROWS, Scores, results
 from pipeline.system import console
 from pipeline.system.credentials import without_credentials
@@ -332,21 +332,63 @@ class Server:
     @app.post("/v1/chat/completions")
     @answered
     async def chat(self, request: Request) -> Response:
-        asked = protocol.read(ChatRequest, await self._body(request))
+        asked, served = await self._asked(request, ChatRequest)
+        prompt = await asyncio.get_running_loop().run_in_executor(self.reader, self._prompt, asked)
+        answer = Answer(self, asked, prompt, served)
+        submit(self.batcher, answer.rows)
+        headers = {"x-model-version": answer.version}
+        if asked.stream:
+            return Stream(answer, headers)
+        return JSONResponse(await answer.whole(), headers=headers)
+
+    @app.post("/v1/completions")
+    @answered
+    async def complete(self, request: Request) -> Response:
+        asked, served = await self._asked(request, CompletionRequest)
+        if len(asked.prompts) * asked.n > self.serve.max_queue:
+            most = f"at most {self.serve.max_queue} completions (serve.max_queue)"
+            raise Refused(
+                400, f"prompt: found {len(asked.prompts)} prompts; expected {most}", "prompt", "invalid_value"
+            )
+        prompts = await asyncio.get_running_loop().run_in_executor(self.reader, self._ids, asked)
+        answer = await completions.complete(self, asked, prompts, served)
+        return JSONResponse(answer, headers={"x-model-version": served.version})
+
+    async def _asked(self, request: Request, kind: type[Asked]) -> tuple[Asked, Served]:
+        """Returns a request for completions, and the policy that it names. Raises Refused."""
+        asked = protocol.read(kind, await self._body(request))
         if asked.model not in self.models.policies:
             raise protocol.unknown("policy", asked.model, self.models.policies)
         if asked.n > self.serve.max_choices:
             raise Refused(
                 400, f"n: found {asked.n}; expected at most {self.serve.max_choices}", "n", "invalid_value"
             )
-        loop = asyncio.get_running_loop()
-        prompt = await loop.run_in_executor(self.reader, self._prompt, asked)
-        answer = Answer(self, asked, prompt, self.models.policies[asked.model])
-        answer.submit()
-        headers = {"x-model-version": answer.version}
-        if asked.stream:
-            return Stream(answer, headers)
-        return JSONResponse(await answer.whole(), headers=headers)
+        return asked, self.models.policies[asked.model]
+
+    def _ids(self, asked: CompletionRequest) -> list[list[int]]:
+        """Returns the token ids of each prompt. Raises Refused."""
+        longest = longest_prompt(self.work) + self.args.response_length
+        most_tokens = self.args.response_length if asked.most_tokens is None else asked.most_tokens
+        room = longest - min(most_tokens, self.args.response_length)
+        vocabulary, prompts = len(self.tokenizer), []
+        for prompt in asked.prompts:
+            ids = self.encoder.ids([(prompt, None)])[0] if isinstance(prompt, str) else prompt
+            if not ids or max(ids) >= vocabulary:
+                raise Refused(
+                    400,
+                    f"prompt: found {str(prompt)[:80]!r}; expected token ids below {vocabulary}",
+                    "prompt",
+                    "invalid_value",
+                )
+            if len(ids) > room:
+                raise Refused(
+                    400,
+                    f"prompt: {len(ids)} tokens; expected at most {room}",
+                    "prompt",
+                    "context_length_exceeded",
+                )
+            prompts.append(ids)
+        return prompts
 
     def _prompt(self, asked: ChatRequest) -> list[int]:
         """Ids of the messages. Raises Refused."""
@@ -416,6 +458,8 @@ class Server:
 
     def remember(self, answer: Answer) -> None:
         """Records a finished answer, so that feedback on it is accepted."""
+        if not isinstance(answer.asked, ChatRequest):
+            return  # feedback is about conversations
         facts = {"id": answer.id, "time": time.time(), "version": answer.version, "model": answer.asked.model}
         facts |= {"seed": answer.seed, "choices": answer.asked.n}
         if self.serve.log_prompts:
@@ -426,6 +470,7 @@ class Server:
 
 PATHS = {
     "/v1/chat/completions": "POST",
+    "/v1/completions": "POST",
     "/v1/models": "GET",
     "/score": "POST",
     "/v1/feedback": "POST",

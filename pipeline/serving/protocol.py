@@ -1,4 +1,4 @@
-"""What a request may say, and how an answer looks: OpenAI's chat completions, `/score` and `/v1/feedback`."""
+"""What a request may say, and how an answer looks: OpenAI's completions, `/score` and `/v1/feedback`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pipeline.serving.batching import Token
 
 Text = Annotated[str, Field(max_length=1 << 16)]
+TokenId = Annotated[int, Field(ge=0)]
+# Token id, log-prob in nats (None: the first of a prompt), and the most likely ids with their log-probs.
+Rated = tuple[int, float | None, list[tuple[int, float]]]
 Request = TypeVar("Request", bound=BaseModel)
+Asked = TypeVar("Asked", bound="Sampled")
 
 
 class Refused(Exception):
@@ -52,37 +56,26 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = None
 
 
-class ChatRequest(BaseModel):
-    """The keys of OpenAI's request; those that are not known here, or would change nothing, are refused by name."""
+class Sampled(BaseModel):
+    """The keys that both kinds of completions have. Keys that are not known here, or have no effect, are refused by name."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: Text
-    messages: list[dict[str, Any]] = Field(min_length=1)
     n: int = Field(1, ge=1)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    max_completion_tokens: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     stop: Text | list[Text] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 64)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
+    stream_options: StreamOptions | None = None
     # Accepted if they change nothing.
     user: Text | None = None
     frequency_penalty: Literal[0] | Annotated[float, Field(ge=0, le=0)] | None = None
     presence_penalty: Literal[0] | Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
-    tools: list[Any] | None = Field(None, max_length=0)
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
-    store: Literal[False] | None = None
 
     @model_validator(mode="after")
-    def _together(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: goes with logprobs: true")
+    def _stops(self) -> Sampled:
         if len(self.stops) > 4 or any(not text for text in self.stops):
             raise ValueError("stop: expected up to 4 texts, none of them empty")
         return self
@@ -91,9 +84,57 @@ class ChatRequest(BaseModel):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
+
+class ChatRequest(Sampled):
+    """The keys of OpenAI's chat completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    stream: bool = False
+    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
+    # Accepted if they change nothing.
+    tools: list[Any] | None = Field(None, max_length=0)
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    store: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: goes with logprobs: true")
+        return self
+
     @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(Sampled):
+    """A request for completions of prompts as they are, without the chat template. Evaluation tools send them as ids."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
+    stream: Literal[False] = False
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        alone = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if alone else self.prompt  # type: ignore[return-value, list-item]
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
 
 
 class Feedback(BaseModel):
@@ -148,7 +189,7 @@ def read(kind: type[Request], value: Any) -> Request:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         path = ".".join(str(part) for part in first["loc"][:1])
         message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden" or (kind is ChatRequest and path in NEUTRAL):
+        if first["type"] == "extra_forbidden" or (issubclass(kind, Sampled) and path in NEUTRAL):
             message = "is not supported here"
         if first["loc"] and first["type"] != "missing":
             message += f"; found {value.get(first['loc'][0])!r:.80}"
@@ -189,6 +230,23 @@ def logprobs(tokens: list[Token], tokenizer: Any) -> dict[str, Any]:
         ],
         "refusal": None,
     }
+
+
+def text_logprobs(tokens: Iterable[Rated], tokenizer: Any) -> dict[str, Any]:
+    """Returns OpenAI's parallel lists of tokens, their log-probs, and of each the most likely ones."""
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    at = 0
+    for token, logprob, most_likely in tokens:
+        text = tokenizer.decode([token])
+        top: dict[str, float] = {}
+        # Several ids may have the same text, such as parts of a character.
+        for other, value in [] if logprob is None else [(token, logprob), *most_likely]:
+            name = tokenizer.decode([other])
+            top[name] = max(value, top.get(name, value))
+        for column, entry in zip(found.values(), (text, logprob, top or None, at), strict=True):
+            column.append(entry)
+        at += len(text)
+    return found
 
 
 def event(value: Any) -> bytes:

@@ -14,6 +14,7 @@ import time
 import psutil
 import pytest
 import ray
+import torch
 from running import ROOT
 from served import POLICIES, REWARDS, ask, chat, served
 from sockets import on_loopback, sockets
@@ -175,6 +176,59 @@ def test_the_requests_of_the_documents_are_answered(server):
         body = body.replace("rlhf-ppo", "toy").replace("chatcmpl-...", answer["id"])
         status, _, said = ask(server.url, path, body.encode())
         assert status == 200, (path, said)
+
+
+def test_a_prompt_is_echoed_with_the_log_probs_of_its_tokens(server, models):
+    """Compared with log-softmax of one forward pass. Rows of different lengths share the endpoint's."""
+    shared = shared_base()
+    shared.add("policy", folder=models["toy-policy"])
+    texts = [QUESTION, "Lima.", "The capital of Peru is Lima. Thank you for asking."]
+    prompts = tokenizer()(texts, add_special_tokens=False).input_ids
+    asked = {"model": "toy", "echo": True, "logprobs": 1, "temperature": 0}
+    status, _, answer = ask(server.url, "/v1/completions", {**asked, "prompt": prompts, "max_tokens": 1})
+    assert (status, answer["object"], len(answer["choices"])) == (200, "text_completion", 3), answer
+    for ids, text, choice in zip(prompts, texts, answer["choices"], strict=True):
+        with torch.no_grad(), shared.use("policy"):
+            expected = shared.logits(shared.hidden("policy", torch.tensor([ids]))[0]).log_softmax(-1)
+        own = [expected[i, token].item() for i, token in enumerate(ids[1:])]
+        found = choice["logprobs"]
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        assert found["token_logprobs"][1:] == pytest.approx([*own, expected[-1].max().item()], abs=1e-4)
+        best = [max(top.values()) for top in found["top_logprobs"][1:]]
+        assert best == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
+        assert "".join(found["tokens"][: len(ids)]) == text and choice["text"].startswith(text)
+        assert found["text_offset"][1] == len(found["tokens"][0])
+    # A text is encoded with the begin token.
+    sent = ({**asked, "prompt": p, "max_tokens": 0} for p in (QUESTION, tokenizer()(QUESTION).input_ids))
+    none, same = (ask(server.url, "/v1/completions", one)[2] for one in sent)
+    assert none["choices"] == same["choices"] and len(none["choices"][0]["logprobs"]["tokens"]) == 8
+    assert none["usage"]["completion_tokens"] == 0
+
+
+def test_a_raw_prompt_is_completed_as_a_conversation_is(server):
+    ids = tokenizer().apply_chat_template(messages(), add_generation_prompt=True, return_dict=False)
+    asked = {"model": "toy", "prompt": ids, "seed": 3, "n": 2}
+    texts = [choice["text"] for choice in ask(server.url, "/v1/completions", asked)[2]["choices"]]
+    chosen = chat(server.url, seed=3, n=2)[1]["choices"]
+    assert texts == [choice["message"]["content"] for choice in chosen]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"prompt": []}, "^prompt: "),
+        ({"prompt": [[]]}, r"^prompt: found '\[\]'; expected token ids below \d+"),
+        ({"prompt": [10**9]}, r"^prompt: found .*; expected token ids below \d+"),
+        ({"prompt": [5] * 400}, "^prompt: 400 tokens; expected at most 192"),
+        ({"prompt": [[5]] * 65}, "^prompt: found 65 prompts; expected at most 64 completions"),
+        ({"prompt": "a", "max_tokens": -1}, "^max_tokens: "),
+        ({"prompt": "a", "stream": True}, "^stream: "),
+        ({"prompt": "a", "suffix": "b"}, "^suffix: is not supported here"),
+    ],
+)
+def test_a_wrong_completion_request_says_what_is_wrong(server, changes, says):
+    status, _, answer = ask(server.url, "/v1/completions", {"model": "toy", **changes})
+    assert status == 400 and re.search(says, answer["error"]["message"]), answer
 
 
 def test_stop_texts_limits_and_the_most_likely_tokens(client, telling):

@@ -1,0 +1,101 @@
+"""lm_eval and inspect on a served version, as docs/serving.md shows. The tests run if the tools are installed."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+from running import ROOT
+from served import served
+from toy_models import registered
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("embedded_ray")]
+ROWS = [
+    {"question": f"What is the capital of {place}?", "choices": [" Lima.", " Oslo.", " I am not sure, sorry."], "label": label}
+    for label, place in enumerate(("Peru", "Norway", "Atlantis"))
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(storage):
+    models = registered(storage)
+    with served(storage) as it:
+        it.folder = models["toy-policy"]
+        yield it
+
+
+def command(server, model):
+    """Returns the words of docs/evaluate.md's command that uses the kind of model, for this server and its version."""
+    page = (ROOT / "docs/evaluate.md").read_text()
+    [line] = re.findall(rf"^.*?(?=lm_eval|inspect)((?:lm_eval|inspect) .*--model {model}.*)$", page, re.M)
+    line = line.replace("http://127.0.0.1:8000", server.url).replace("runs/exported/policy", server.folder)
+    line = line.replace("jobs/demo/model", str(ROOT / "jobs/demo/model")).replace("rlhf-ppo", "toy")
+    return line.split()
+
+
+def test_lm_eval_rates_choices_the_same_through_the_server_and_from_the_folder(server, tmp_path):
+    if importlib.util.find_spec("lm_eval") is None:
+        pytest.skip("lm_eval is not installed")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    task = {
+        "task": "capitals",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": str(tmp_path / "rows.jsonl")},
+        "test_split": "train",
+        "output_type": "multiple_choice",
+        "doc_to_text": "question",
+        "doc_to_choice": "choices",
+        "doc_to_target": "label",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (tmp_path / "capitals.yaml").write_text(yaml.safe_dump(task))
+    found = [_rated(tmp_path, command(server, start)) for start in ("local-completions", "hf")]
+    (acc, served_logprobs), (expected_acc, expected) = found
+    assert acc == expected_acc and len(expected) == 9
+    assert served_logprobs == pytest.approx(expected, abs=1e-3)
+
+
+def _rated(folder, words):
+    """Returns lm_eval's accuracy, and the log-probs of all choices."""
+    out = folder / words[2]
+    words += ["--include_path", str(folder), "--output_path", str(out), "--log_samples"]
+    done = subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, cwd=folder, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    [results], [samples] = out.rglob("results_*.json"), out.rglob("samples_*.jsonl")
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    logprobs = [
+        float(choice[0])
+        for row in sorted(rows, key=lambda r: r["doc_id"])
+        for choice in row["filtered_resps"]
+    ]
+    return json.loads(results.read_text())["results"]["capitals"]["acc,none"], logprobs
+
+
+def test_inspect_asks_the_server(server, tmp_path):
+    if importlib.util.find_spec("inspect_ai") is None:
+        pytest.skip("inspect_ai is not installed")
+    (tmp_path / "capitals.py").write_text(
+        "from inspect_ai import Task, task\n"
+        "from inspect_ai.dataset import Sample\n"
+        "from inspect_ai.scorer import includes\n"
+        "from inspect_ai.solver import generate\n"
+        "@task\n"
+        "def capitals():\n"
+        "    rows = [Sample(input='What is the capital of Peru?', target='Lima')]\n"
+        "    return Task(dataset=rows, solver=generate(), scorer=includes())\n"
+    )
+    words = [*command(server, "openai-api"), "--log-format", "json", "--display", "plain"]
+    done = subprocess.run(
+        [sys.executable, "-m", "inspect_ai", *words[1:]], capture_output=True, text=True, cwd=tmp_path,
+        timeout=300, env={**os.environ, "RLHF_BASE_URL": f"{server.url}/v1", "RLHF_API_KEY": "none"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [log] = tmp_path.glob("logs/*.json")
+    log = json.loads(log.read_text())
+    assert log["status"] == "success" and log["results"]["completed_samples"] == 1
