@@ -12,29 +12,18 @@ from typing import Any
 
 from pipeline.config import rules, schema
 from pipeline.config.gates import OPERATORS, parse_gate
-from pipeline.config.job import (
-    Collect,
-    Data,
-    Evaluate,
-    Export,
-    Forward,
-    Inference,
-    Job,
-    MLflow,
-    Model,
-    Run,
-    Serve,
-)
+from pipeline.config.job import Collect, Data, Job, MLflow, Model, Run, Serve
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.config.yaml_tree import Tree, read_tree
 from pipeline.errors import show
 
-__all__ = [
-    "JOBS", "OPERATORS", "STAGES", "Collect", "Data", "Evaluate", "Export", "Forward", "Inference", "Job", "MLflow", "Model", "Run", "Serve",
-    "job_of", "load_job", "make", "parse_gate",
-]  # fmt: skip
+__all__ = ["JOBS", "OPERATORS", "STAGES", "Collect", "Data", "Job", "MLflow", "Model", "Run", "job_of", "load_job", "make", "parse_gate"]  # fmt: skip
 JOBS = tuple(STAGE)  # the stages that a job file may have
 STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
+# What holds the keys of each section, in the order in which they are checked.
+SECTIONS: dict[str, Any] = {
+    "model": Model, "lora": dict, "data": Data, "trainer": dict, "scaling": dict, "rollout": dict, "serve": Serve, "run": Run, "mlflow": MLflow,
+}  # fmt: skip
 EXAMPLES = {"policy": "policy: models:/rlhf-sft@champion (or `base`: no sft adapter)"}
 
 
@@ -80,15 +69,7 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
     _check_top(tree, file_stage)
     job = Job(
         stage=file_stage,
-        model=Model(**_section(tree, "model")),
-        lora=_section(tree, "lora"),
-        data=Data(**_section(tree, "data")),
-        trainer=_section(tree, "trainer"),
-        scaling=_section(tree, "scaling"),
-        rollout=_section(tree, "rollout"),
-        serve=Serve(**_section(tree, "serve")),
-        run=Run(**_section(tree, "run")),
-        mlflow=MLflow(**_section(tree, "mlflow")),
+        **{section: kind(**_section(tree, section)) for section, kind in SECTIONS.items()},
         gate={name: rule for name, rule in tree.section("gate").items() if rule is not None},
         source=path,
         overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
@@ -119,14 +100,9 @@ def _check_top(tree: Tree, stage: str) -> None:
 
 def _section(tree: Tree, section: str) -> dict[str, Any]:
     """Returns the checked values of a section."""
-    stage = tree.data["stage"]
-    refused = schema.refused(section, stage)
-    for key in tree.section(section):
-        if key in refused:
-            raise tree.error(f"{section}.{key}", f"is set by the pipeline: {refused[key]}")
-    every = schema.keys(schema.class_of(section, stage))
-    known = {key: one for key, one in every.items() if key not in refused}
-    return schema.checked(tree, section, known, lambda key: _hint(tree, section, key, list(known)))
+    known = schema.keys(schema.class_of(section, tree.data["stage"]))
+    allowed = [key for key, one in known.items() if "not" not in one]
+    return schema.checked(tree, section, known, lambda key: _hint(tree, section, key, allowed))
 
 
 def _hint(tree: Tree, section: str, key: str, valid: list[str]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pipeline import references
-from pipeline.config import gates, library_keys, schema
+from pipeline.config import gates, schema
 from pipeline.config.gates import Problems
 from pipeline.config.job import HUB, SPLITS, Data, Export, Job, Source, completed, sources_of
 from pipeline.config.stages import STAGE
@@ -31,6 +31,7 @@ RESERVED = ("artifacts", "data", "feedback", "mlflow.db", "report")
 MODEL_ID = r"[A-Za-z0-9][\w.-]{0,63}"  # of `serve`, in requests
 REPOSITORY = r"(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]{0,95}"
 MAX_WORKERS = 10_000
+LARGEST_BATCH = 1 << 20
 
 
 def check(tree: Tree, job: Job) -> None:
@@ -321,12 +322,12 @@ def _patterns(job: Job) -> Problems:
 
 def _sources(job: Job) -> Problems:
     """Yields unknown keys of a source, what its rows cannot become, and weights that do not fit together."""
-    data = job.data
+    data, known = job.data, schema.keys(schema.class_of("source", ""))
     for name in SPLITS:
         spec = getattr(data, name)
         for index, item in enumerate(spec if isinstance(spec, list) else []):
-            if isinstance(item, dict):
-                yield from _source_keys(f"data.{name}.{index}", item)
+            for key, problem in schema.wrong(item, known) if isinstance(item, dict) else ():
+                yield f"data.{name}.{index}.{key}", problem
     yield from _preprocessing("data", data)
     for name in SPLITS:
         sources = zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
@@ -356,17 +357,6 @@ def _sources(job: Job) -> Problems:
         if not 0 < weight <= 1e9:
             expected = "expected a number above 0, for example 0.3"
             yield f"data.train.{index}.weight", f"found {show(weight)}, {expected}"
-
-
-def _source_keys(key: str, item: dict[str, Any]) -> Problems:
-    known = schema.keys(schema.class_of("source", ""))
-    for name, value in item.items():
-        if name not in known:
-            yield f"{key}.{name}", f"unknown key of a source; {schema.nearest(name, known)}"
-        elif problem := schema.problem(value, known[name]):
-            yield f"{key}.{name}", problem
-    if "path" not in item:
-        yield key, f"a source without a path, {show(item)}; for example {{path: rows.jsonl, weight: 0.7}}"
 
 
 def _preprocessing(key: str, given: Data | Source) -> Problems:
@@ -457,7 +447,7 @@ def _batches(job: Job) -> Problems:
     step = device * low
     for count in range(low + 1, high + 1):
         step = math.lcm(step, device * count)
-        if step > library_keys.LARGEST_BATCH:  # it doubles and trebles with more workers
+        if step > LARGEST_BATCH:  # it doubles and trebles with more workers
             yield (
                 "scaling.num_workers",
                 f"found [{low}, {high}]: no data.batch_size is divisible for each of {low} to {count} workers with "

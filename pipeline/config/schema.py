@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import library_keys
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.config.yaml_tree import Tree
 from pipeline.errors import show
@@ -63,19 +62,13 @@ def class_of(section: str, stage: str) -> str:
     )
 
 
-def refused(section: str, stage: str) -> dict[str, str]:
-    """Returns {key: why} of the keys that a library knows and a job may not have."""
-    ours = class_of(section, stage).startswith("pipeline.")
-    return {} if ours else library_keys.REFUSED[section]
-
-
 def keys_of(stage: str) -> dict[str, str]:
     """Returns {section.key: key} of all that the sections of a stage's job may have."""
     return {
         f"{section}.{key}": key
         for section in SECTIONS
-        for key in keys(class_of(section, stage))
-        if key not in refused(section, stage)
+        for key, one in keys(class_of(section, stage)).items()
+        if "not" not in one
     }
 
 
@@ -104,28 +97,37 @@ def checked(
     known: Mapping[str, dict[str, Any]],
     hint: Callable[[str], str] | None = None,
 ) -> dict[str, Any]:
-    """Returns the values of a section, in which one value may stand for a list of one.
+    """Returns the values of a section, in which one value may stand for a list of one. Raises InputError if one is `wrong`."""
+    values = tree.section(section)
+    for key, value in values.items():
+        single = key in known and isinstance(value, (str, int, float)) and not isinstance(value, bool)
+        if single and problem(value, known[key]) and not problem([value], known[key]):
+            values[key] = [value]  # trainer.loss_type=ipo, if the library wants a list
+    for key, message in wrong(values, known, hint):
+        raise tree.error(f"{section}.{key}", message)
+    return values
+
+
+def wrong(
+    values: Mapping[str, Any], known: Mapping[str, dict[str, Any]], hint: Callable[[str], str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yields (key, what is wrong) for keys that are refused, unknown or missing, and for values that they cannot have.
 
     Args:
         known: {key: its schema}.
         hint: returns what an unknown key may mean. None: `nearest`.
-
-    Raises:
-        InputError: for a key that is unknown or missing, and for a value that it cannot have.
     """
-    values = tree.section(section)
+    for key in values:
+        if "not" in known.get(key, ()):
+            yield key, f"is set by the pipeline: {known[key]['description']}"
     for key, value in values.items():
         if key not in known:
-            raise tree.error(f"{section}.{key}", f"unknown key; {hint(key) if hint else nearest(key, known)}")
-        if found := problem(value, known[key]):
-            single = isinstance(value, (str, int, float)) and not isinstance(value, bool)
-            if not single or problem([value], known[key]):
-                raise tree.error(f"{section}.{key}", found)
-            values[key] = [value]  # trainer.loss_type=ipo, if the library wants a list
+            yield key, f"unknown key; {hint(key) if hint else nearest(key, known)}"
+        elif found := problem(value, known[key]):
+            yield key, found
     for key, one in known.items():
         if one.get("needed") and key not in values:
-            raise tree.error(f"{section}.{key}", f"missing, expected {expected(one)}")
-    return values
+            yield key, f"missing, expected {expected(one)}"
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
@@ -184,11 +186,11 @@ def described(name: str) -> list[str]:
     found: dict[str, list[str]] = {}
     for stage in STAGE:
         schema = keys(class_of("job", stage)).get(section, {}) if not key else {}
-        if key and section in SECTIONS and key not in refused(section, stage):
+        if key and section in SECTIONS:
             schema = keys(class_of(section, stage)).get(key, {})
         elif section in INPUTS and section not in STAGE[stage].inputs:
             continue
-        if schema:
+        if schema and "not" not in schema:
             found.setdefault("\n".join(_described(schema)), []).append(stage)
     return [
         line

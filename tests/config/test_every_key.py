@@ -21,22 +21,9 @@ import pytest
 import toy_ppo as toy
 from running import ROOT
 
-from pipeline.config import (
-    Collect,
-    Data,
-    Evaluate,
-    Export,
-    Forward,
-    Inference,
-    MLflow,
-    Model,
-    Run,
-    Serve,
-    load_job,
-    schema,
-)
-from pipeline.config.job import Source
-from pipeline.config.library_keys import REFUSED
+from pipeline.config import job as config
+from pipeline.config import load_job, schema
+from pipeline.config.schema_of import REFUSED
 from pipeline.config.stages import STAGE
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import AdapterReward, FunctionReward
@@ -135,20 +122,23 @@ def read_in(*files, of=()):
 
 @pytest.mark.parametrize(
     ("section", "name"),
-    [(Model, "model"), (Data, "data"), (Run, "run"), (MLflow, "mlflow"), (Serve, "serve"), *((c, "args") for c in (Forward, Inference, Evaluate, Collect, Export))],
+    [(config.Model, "model"), (config.Data, "data"), (config.Run, "run"), (config.MLflow, "mlflow"), (config.Serve, "serve"),
+     *((c, "args") for c in (config.Forward, config.Inference, config.Evaluate, config.Collect, config.Export))],
 )  # fmt: skip
 def test_every_key_of_our_sections_is_read_by_what_runs(section, name):
     """Outside config/, which looks at values and does nothing with them; `job.run.name` or `run.name`, not any `name`."""
     files = [f for f in (ROOT / "pipeline").rglob("*.py") if "config" not in f.relative_to(ROOT).parts]
     # What becomes of rows is said of a source, which has it of the section where it says nothing (config/sources.py).
-    names = (name, "source") if section is Data else (name,)
+    names = (name, "source") if section is config.Data else (name,)
     assert {field.name for field in dataclasses.fields(section)} <= read_in(*files, of=names)
 
 
 def test_every_key_of_a_source_is_read_by_what_runs():
     files = [f for f in (ROOT / "pipeline").rglob("*.py") if "config" not in f.relative_to(ROOT).parts]
     through = {"path", "revision"}  # Source.location
-    assert {field.name for field in dataclasses.fields(Source)} - through <= read_in(*files, of=("source",))
+    assert {field.name for field in dataclasses.fields(config.Source)} - through <= read_in(
+        *files, of=("source",)
+    )
 
 
 @pytest.mark.parametrize("stage", [name for name, facts in STAGE.items() if facts.trl])

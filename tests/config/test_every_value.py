@@ -6,7 +6,6 @@ import pytest
 
 from pipeline.config import JOBS, load_job, schema
 from pipeline.config.libraries import problem
-from pipeline.config.library_keys import REFUSED
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 
@@ -36,8 +35,8 @@ def keys_of(stage: str) -> list[str]:
     return OTHERS + [
         f"{section}.{key}"
         for section in sections
-        for key in schema.keys(schema.class_of(section, stage))
-        if key not in REFUSED.get(section, {})
+        for key, one in schema.keys(schema.class_of(section, stage)).items()
+        if "not" not in one
     ]
 
 

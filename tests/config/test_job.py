@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.config import load_job, rules, schema
-from pipeline.config.library_keys import REFUSED
+from pipeline.config.schema_of import REFUSED
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 

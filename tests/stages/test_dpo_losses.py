@@ -9,10 +9,11 @@ import toy_ppo as toy
 from running import ROOT
 
 from pipeline.config import load_job
-from pipeline.config.library_keys import DPO_LOSSES
+from pipeline.config.schema_of import WORDS
 from pipeline.data.feed import ExactBatches
 from pipeline.runtime import trl_checks
 
+LOSSES = WORDS["DPOConfig.loss_type"].split()
 # Of the losses, those that CI's quick tests train with: of the logistic ones, with a label smoothing, with a running mean,
 # over a whole batch, and a mixture of others. The rest is slow.
 QUICK = "sigmoid robust bco_pair aot discopop".split()
@@ -58,7 +59,7 @@ def weights(made):
 
 @pytest.mark.parametrize(
     "loss",
-    [pytest.param(loss, marks=[pytest.mark.slow] * (loss not in QUICK)) for loss in DPO_LOSSES.split()],
+    [pytest.param(loss, marks=[pytest.mark.slow] * (loss not in QUICK)) for loss in LOSSES],
 )
 def test_a_loss_is_checked_makes_steps_and_resumes(loss, tmp_path):
     made = trainer(loss, tmp_path)
@@ -79,8 +80,8 @@ def test_a_loss_is_checked_makes_steps_and_resumes(loss, tmp_path):
 
 def test_each_loss_is_explained_and_can_be_named_alone(in_root):
     text = (ROOT / "jobs/demo/dpo.yaml").read_text()
-    assert set(re.findall(r"^  #   (\w+)  +\S", text, re.MULTILINE)) == set(DPO_LOSSES.split())
-    for loss in DPO_LOSSES.split():
+    assert set(re.findall(r"^  #   (\w+)  +\S", text, re.MULTILINE)) == set(LOSSES)
+    for loss in LOSSES:
         more = [f"trainer.{key}={value}" for key, value in NEEDS.get(loss, {}).items()]
         job = load_job(
             "jobs/demo/dpo.yaml", [f"trainer.loss_type={loss}", "trainer.loss_weights=null", *more], "dpo"

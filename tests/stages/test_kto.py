@@ -4,7 +4,7 @@ import pytest
 import toy_ppo as toy
 from toy_data import tokenizer
 
-from pipeline.config.library_keys import KTO_LOSSES
+from pipeline.config.schema_of import WORDS
 from pipeline.data.kl_pairs import PairedBatches
 from pipeline.stages.kto import sampling
 
@@ -32,7 +32,7 @@ def trainer(loss, folder):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("loss", KTO_LOSSES.split())
+@pytest.mark.parametrize("loss", WORDS["KTOConfig.loss_type"].split())
 def test_rows_are_shuffled(loss, tmp_path):
     made = trainer(loss, tmp_path)
     own = 4 if made.calculate_KL else None  # behind its own rows a batch has those that it is paired with
