@@ -400,35 +400,6 @@ def test_fewer_prompts_than_a_batch_are_answered_several_times(world, tmp_path, 
 # ------------------------------------------------------------------------------------------------ a process of its own
 
 
-def command(*given: str) -> tuple[int, str]:
-    """(exit status, stderr) of `python -m pipeline ...`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", *given], cwd=ROOT, capture_output=True, text=True, timeout=180
-    )
-    return done.returncode, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["trainer.learning_rat=1"], r"error: command line: trainer\.learning_rat: unknown key; did you mean trainer\.learning_rate\?"),
-        (["scaling.num_workers=500", "data.batch_size=null"], r"error: scaling\.num_workers: 500 workers with CPU: 1 each, but this machine has"),
-        (["data.train={rows}"], r"error: data\.train: 1 of 1 row cannot be used \(1 null\):\n.*rows\.jsonl:1: `completion`: found null"),
-    ],
-    ids=["key", "workers", "rows"],
-)  # fmt: skip
-def test_the_process_ends_with_status_2_and_one_message(overrides, message, tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(jsonl([{**GOOD, "completion": None}]))
-    given = [text.format(rows=tmp_path / "rows.jsonl") for text in overrides]
-    status, errors = command(
-        "sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path / 'runs'}", *NO_EVAL, *given
-    )
-    assert status == 2 and re.match(message, errors), errors
-    assert errors.count("error:") == 1 and "Traceback" not in errors
-    if (tmp_path / "runs/mlflow.db").exists():
-        assert registry(str(tmp_path / "runs")) == {"runs": {}, "models": {}, "versions": []}
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [

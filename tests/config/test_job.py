@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -44,13 +42,10 @@ def job(tmp_path):
 BAD = [
     ("sft", ["trainer.learing_rate=1"], r"trainer\.learing_rate: unknown key; did you mean trainer\.learning_rate\?"),
     ("sft", ["model.learning_rate=1"], r"model\.learning_rate: unknown key; did you mean trainer\.learning_rate\?"),
-    ("sft", ["trainer.center_rewards_coefficent=1"], r"unknown key"),
     ("sft", ["trainer.qqqqqqq=1"], r"the keys of `trainer` are those of SFTConfig"),
     ("sft", ["data.trian=a"], r"data\.trian: unknown key; did you mean data\.train\?"),
     ("sft", ["lora.rank=8"], r"lora\.rank: unknown key"),
-    ("sft", ["scaling.num_worker=2"], r"did you mean scaling\.num_workers\?"),
     ("sft", ["trainr.learning_rate=1"], r"trainr: unknown section; did you mean trainer\?"),
-    ("ppo", ["trainer.klcoef=1"], r"did you mean trainer\.kl_coef\?"),
     ("sft", ["model.dtype=bf16"], r"model\.dtype: found 'bf16', expected one of float32, bfloat16, float16; did you mean bfloat16"),
     ("sft", ["trainer.learning_rate=fast"], r"trainer\.learning_rate: found 'fast', expected a number"),
     ("sft", ["trainer.bf16=yes"], r"trainer\.bf16: found 'yes', expected true or false or null"),
@@ -63,7 +58,6 @@ BAD = [
     ("sft", ["scaling.num_workers=[1,2,3]"], r"scaling\.num_workers: found \[1, 2, 3\], expected a whole number or a list of 2"),
     ("sft", ["trainer=[1]"], r"trainer: found \[1\], expected a mapping"),
     ("sft", ["model={}"], r"model\.name_or_path: missing, expected text"),
-    ("ppo", ["trainer.kl_estimator=k9"], r"trainer\.kl_estimator: found 'k9', expected one of k1, k2, k3, abs"),
     ("sft", ["trainer.learning_rate"], r"trainer\.learning_rate: expected section\.key=value"),
     ("sft", ["model.name_or_path.x=1"], r"model\.name_or_path is 'm', which has no keys"),
     ("sft", ["data.train=*.jsonl"], r"not valid YAML.*put the value in quotes"),
@@ -112,10 +106,7 @@ BAD = [
     ("sft", ["lora.target_modules=[lm_head]"], r"lora\.target_modules: found lm_head, to which TRL's trainers apply no adapter"),
     ("sft", ["lora.target_modules='.*(lm_head|q_proj)'"], r"lora\.target_modules: found lm_head"),
     ("sft", ["trainer.eval_steps=2", "trainer.eval_strategy=epoch", "data.eval=b.jsonl"], r"trainer\.eval_steps: found 2, which counts only with trainer\.eval_strategy=steps"),
-    ("sft", ["trainer.learning_rate=0"], r"trainer\.learning_rate: found 0, expected above 0"),
-    ("ppo", ["trainer.learning_rate=0"], r"trainer\.learning_rate: found 0, expected above 0"),
     ("sft", ["trainer.max_grad_norm=1e-30"], r"trainer\.max_grad_norm: found 1e-30, expected 0 or between 1e-06"),
-    ("ppo", ["trainer.max_grad_norm=1e-30"], r"trainer\.max_grad_norm: found 1e-30, expected 0 or between"),
     ("sft", ["trainer.learning_rate=-1"], r"trainer\.learning_rate: found -1, expected above 0 and at most 100, for example 2e-05"),
     ("sft", ["model.chat_template=nowhere.jinja"], r"model\.chat_template: found 'nowhere\.jinja', expected an existing"),
     ("sft", ["lora.init_lora_weights=pissa"], r"rewrites base weights"),
@@ -129,40 +120,23 @@ BAD = [
     ("sft", ["run.name=.."], r"run\.name: found '\.\.'"),
     ("sft", ["run.name=feedback"], r"run\.name: found 'feedback', which run\.storage_path uses for all runs"),
     ("sft", ["run.storage_path=''"], r"run\.storage_path: found empty text"),
-    ("sft", ["run.max_failures=-2"], r"run\.max_failures: found -2"),
-    ("sft", ["run.num_to_keep=0"], r"run\.num_to_keep: found 0"),
     ("sft", ["mlflow.registered_model=a/b"], r"mlflow\.registered_model: found 'a/b'"),
     ("sft", ["mlflow.alias=latest"], r"mlflow\.alias: `latest` is reserved"),
-    ("sft", ["mlflow.alias=v2"], r"mlflow\.alias: `v2` is reserved"),
     ("sft", ["mlflow.tracking_uri=file:///x"], r"mlflow\.tracking_uri: MLflow no longer writes"),
     ("sft", ["gate.eval_loss=0.5"], r"gate\.eval_loss: found '0\.5', expected a comparison"),
     ("sft", ["gate.eval_loss=>= high"], r"gate\.eval_loss: found '>= high'"),
     ("sft", ["trainer.output_dir=x"], r"trainer\.output_dir: is set by the pipeline: checkpoints go to"),
     ("sft", ["trainer.max_length=512"], r"use data\.max_length"),
-    ("sft", ["trainer.report_to=wandb"], r"metrics go to MLflow"),
-    ("sft", ["trainer.deepspeed=ds.json"], r"trainer\.deepspeed: is set by the pipeline"),
     ("rm", ["lora.task_type=CAUSAL_LM", "stage=sft"], r"lora\.task_type: is set by the pipeline"),
-    ("sft", ["lora.modules_to_save=[lm_head]"], r"lora\.modules_to_save: is set by the pipeline"),
     ("sft", ["scaling.trainer_resources={}"], r"scaling\.trainer_resources: is set by the pipeline"),
     ("sft", ["trainer.seed=-1"], r"command line: trainer\.seed: found -1, expected between 0 and 4294967295, for example 42"),
-    ("sft", ["trainer.data_seed=4294967296"], r"trainer\.data_seed: found 4294967296, expected between 0 and 4294967295"),
-    ("ppo", ["trainer.seed=-1"], r"trainer\.seed: found -1, expected between 0 and 4294967295"),
-    ("sft", ["data.seed=-1"], r"data\.seed: found -1, expected between 0 and 4294967295"),
     ("sft", ["trainer.seed=9223372036854775808"], r"trainer\.seed: found 9\.22\d*e\+18, expected a whole number"),
     ("sft", [f"trainer.seed={'9' * 5000}"], r"trainer\.seed: found inf, expected a finite number"),
     ("sft", ["trainer.adam_beta1=1"], r"trainer\.adam_beta1: found 1, expected 0 or more and below 1, for example 0\.9"),
-    ("ppo", ["trainer.adam_beta2=1"], r"trainer\.adam_beta2: found 1, expected 0 or more and below 1"),
-    ("sft", ["trainer.adam_epsilon=0"], r"trainer\.adam_epsilon: found 0, expected between 1e-30 and 1, for example 1e-08"),
     ("sft", ["trainer.logging_steps=0"], r"trainer\.logging_steps: found 0, expected above 0 and below 1 or a whole number between 1 and"),
-    ("sft", ["trainer.save_steps=1.5"], r"trainer\.save_steps: found 1\.5, expected"),
-    ("sft", ["trainer.eval_steps=-1"], r"trainer\.eval_steps: found -1, expected"),
     ("sft", ["trainer.max_steps=0"], r"trainer\.max_steps: found 0, expected -1 or between 1 and"),
-    ("sft", ["trainer.num_train_epochs=0"], r"trainer\.num_train_epochs: found 0, expected above 0"),
     ("sft", ["trainer.warmup_steps=1.5"], r"trainer\.warmup_steps: found 1\.5, expected 0 or above 0 and below 1 or a whole number"),
-    ("sft", ["trainer.label_smoothing_factor=1"], r"trainer\.label_smoothing_factor: found 1"),
-    ("sft", ["trainer.neftune_noise_alpha=-1"], r"trainer\.neftune_noise_alpha: found -1"),
     ("sft", ["trainer.loss_type=huber"], r"trainer\.loss_type: found 'huber', expected one of nll, dft, chunked_nll"),
-    ("sft", ["trainer.log_level=loud"], r"trainer\.log_level: found 'loud', expected one of debug, info"),
     ("sft", ["trainer.fp16=true", "trainer.bf16=false"], r"trainer\.fp16: needs a GPU"),
     ("sft", ["trainer.activation_offloading=true"], r"trainer\.activation_offloading: needs a GPU"),
     ("sft", ["trainer.save_strategy=best"], r"trainer\.save_strategy: found best, .*run\.keep=best"),
@@ -176,81 +150,48 @@ BAD = [
     ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_entropy"], r"run\.metric_for_best_model: is a larger eval_entropy better\? Set run\.greater_is_better=true or false"),
     ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_runtime"], r"run\.metric_for_best_model: found 'eval_runtime'"),
     ("ppo", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_steps=1", "run.metric_for_best_model=eval_judge"], r"run\.metric_for_best_model: eval_judge needs a judge, and there is none"),
-    ("sft", ["run.early_stopping_patience=0"], r"run\.early_stopping_patience: found 0, expected"),
     ("evaluate", ["run.keep=best"], r"run\.keep: `evaluate` does not use this key \(it trains nothing"),
     ("sft", ["trainer.eval_on_start=true"], r"trainer\.eval_on_start: there is nothing to evaluate on"),
-    ("dpo", ["trainer.beta=0"], r"trainer\.beta: found 0, expected between 1e-06 and 1000000, for example 0\.1"),
-    ("dpo", ["trainer.beta=.nan"], r"trainer\.beta: found nan, expected a finite number"),
-    ("dpo", ["trainer.loss_type=[sigmoidal]"], r"trainer\.loss_type: found .*'sigmoidal'.*, expected a list of one of sigmoid, .*did you mean sigmoid\?"),
     ("dpo", ["trainer.loss_type=[]"], r"trainer\.loss_type: found an empty list"),
     ("dpo", ["trainer.loss_type=[exo_pair]"], r"trainer\.label_smoothing: exo_pair needs it above 0"),
     ("dpo", ["trainer.loss_type=sigmoidal"], r"trainer\.loss_type: found .*'sigmoidal'.*, expected a list of one of sigmoid, .*did you mean sigmoid\?"),
     ("dpo", ["trainer.loss_type=true"], r"trainer\.loss_type: found true, expected a list of one of"),
     ("dpo", ["trainer.f_divergence_type=forward_kl", "trainer.loss_type=[apo_zero]"], r"'forward_kl', which has no meaning for apo_zero"),
-    ("kto", ["trainer.loss_type=sigmoid"], r"trainer\.loss_type: found 'sigmoid', expected one of kto, apo_zero_unpaired"),
     ("kto", ["trainer.per_device_train_batch_size=1"], r"per_device_train_batch_size: found 1: .*KL term; expected 2 or more, or trainer\.loss_type=apo_zero_unpaired"),
     ("kto", ["trainer.precompute_ref_log_probs=true"], r"precompute_ref_log_probs: each epoch pairs different rows"),
-    ("kto", ["trainer.desirable_weight=-1"], r"trainer\.desirable_weight: found -1, expected"),
     ("kto", ["trainer.sync_ref_model=true"], r"trainer\.sync_ref_model: the reference is the frozen sft adapter"),
-    ("kto", ["trainer.train_sampling_strategy=random"], r"trainer\.train_sampling_strategy: is set by the pipeline"),
-    ("dpo", ["trainer.label_smoothing=0.5"], r"trainer\.label_smoothing: found 0\.5, expected 0 or more and below 0\.5"),
-    ("ppo", ["trainer.lr_scheduler_type=cosin"], r"trainer\.lr_scheduler_type: found 'cosin', expected one of linear, .*did you mean cosine\?"),
-    ("ppo", ["trainer.lr_scheduler_type=reduce_lr_on_plateau"], r"trainer\.lr_scheduler_type: found"),
     ("ppo", ["trainer.temperature=1e-40"], r"trainer\.temperature: found 1e-40, expected 0\.000001 or more"),
-    ("ppo", ["trainer.batch_size=1000000000"], r"trainer\.batch_size: found 1000000000, expected above 0 and at most 1048576"),
     ("ppo", ["scaling.num_workers=65"], r"trainer\.batch_size: fewer prompts for an update than workers; expected at least trainer\.batch_size=65"),
     ("ppo", ["reward=[{reward: models:/a@b, weight: 0}]"], r"reward: found only weights of 0"),
     ("ppo", ["reward=[{reward: models:/a@b, weight: .nan}]"], r"reward\.0\.weight: found nan"),
-    ("ppo", ["reward=[{reward: models:/a@b, weight: 1e400}]"], r"reward\.0\.weight: found inf"),
-    ("ppo", ["reward=models:/a'b@c"], r"reward: found"),
-    ("sft", ["data.max_length=1"], r"data\.max_length: found 1, expected between 2 and"),
-    ("sft", ["data.batch_size=1000000000000"], r"data\.batch_size: found 1000000000000, expected between 1 and 1048576"),
     ("sft", ["scaling.num_workers=[1,10000]", "data.batch_size=1048576"], r"no data\.batch_size is divisible for each of 1 to 13 workers"),
     ("sft", ["lora.r=0"], r"lora\.r: found 0, expected between 1 and 8192, for example 8"),
-    ("sft", ["lora.r=1000000"], r"lora\.r: found 1000000, expected between 1 and 8192"),
-    ("sft", ["lora.lora_alpha=-1"], r"lora\.lora_alpha: found -1, expected between 1 and"),
-    ("sft", ["lora.lora_dropout=1"], r"lora\.lora_dropout: found 1, expected between 0 and 0\.99"),
     ("sft", ["lora.target_modules=[]"], r"lora\.target_modules: found an empty list, expected layers to adapt"),
     ("sft", ["lora.target_modules=5"], r"lora\.target_modules: found 5, expected text or a list of text"),
     ("sft", ["lora.target_modules='('"], r"lora\.target_modules: found '\(', which is no pattern"),
-    ("sft", ["lora.rank_pattern={q_proj: high}"], r"lora\.rank_pattern: found 'high' for 'q_proj', expected a number"),
     ("sft", ["lora.rank_pattern={q_proj: 0}"], r"lora\.rank_pattern: found 0 for 'q_proj', expected a whole number between 1"),
     ("sft", ["lora.rank_pattern=null"], r"lora\.rank_pattern: found null, expected a mapping"),
-    ("sft", ["lora.eva_config={rho: 2}"], r"lora\.eva_config: is set by the pipeline"),
     ("sft", ["scaling.resources_per_worker={CPU: two}"], r"scaling\.resources_per_worker\.CPU: found 'two', expected a number"),
-    ("sft", ["scaling.resources_per_worker={GPU: -1}"], r"scaling\.resources_per_worker\.GPU: found -1, expected between 0 and 1 or"),
-    ("sft", ["scaling.resources_per_worker={CPU: true}"], r"scaling\.resources_per_worker\.CPU: found true, expected a number"),
-    ("sft", ["scaling.resources_per_worker={CPU: .nan}"], r"scaling\.resources_per_worker\.CPU: found nan"),
     ("sft", ["scaling.use_gpu=true", "scaling.resources_per_worker={GPU: 1.5}"], r"resources_per_worker\.GPU: found 1\.5, expected"),
     ("sft", ["scaling.placement_strategy=PACKED"], r"scaling\.placement_strategy: found 'PACKED', expected one of PACK, .*did you mean PACK\?"),
-    ("sft", ["scaling.use_tpu=true"], r"scaling\.use_tpu: is set by the pipeline: workers train on CPUs or on NVIDIA GPUs"),
-    ("sft", ["run.placement_timeout_s=0"], r"run\.placement_timeout_s: found 0, expected -1 or above 0"),
     ("sft", ["serve.port=1"], r"serve: `sft` does not use this key \(only `serve` answers requests"),
-    ("dpo", ["judge=python:a:b"], r"judge: `dpo` takes no judge"),
     ("generate", ["lora={r: 8}"], r"lora: `generate` does not use this key \(it trains nothing\); remove it"),
     ("score", ["trainer.temperature=0"], r"trainer\.temperature: unknown key"),
     ("sft", ["scaling.label_selector={a: 'in(b, c)'}"], r"scaling\.label_selector\.a: found 'in\(b, c\)', expected in\(b,c\)"),
     ("score", ["scaling.label_selector=[{a: b}]"], r"scaling\.label_selector: found a list, expected one mapping, for all actors"),
     ("export", ["scaling.num_workers=2"], r"scaling\.num_workers: `export` does not use this key \(it runs in this process"),
     ("serve", ["serve.port=65536"], r"serve\.port: found 65536, expected between 0 and 65535"),
-    ("sft", ["mlflow.registered_model=o'hara"], r"mlflow\.registered_model: found .o'hara., expected letters"),
     ("sft", ["model.revision=' '"], r"model\.revision: found empty text, expected a value; remove the key, or use null"),
     ("sft", ["gate.eval_los=<= 1"], r"gate\.eval_los: `sft` has no such metric; did you mean eval_loss\?"),
-    ("sft", ["gate.eval_judge=>= 1"], r"gate\.eval_judge: `sft` has no such metric"),
     ("rm", ["gate.eval_rewards/accuracies=>= 1", "stage=sft"], r"gate\.eval_rewards/accuracies: `sft` has no such metric"),
     ("ppo", ["gate.eval_accuracy=>= 1"], r"gate\.eval_accuracy: `ppo` has no such metric"),
-    ("ppo", ["gate.eval_kl=<= 1e400"], r"gate\.eval_kl: found '<= 1e400', expected a comparison"),
     ("sft", ["gate={eval_loss: [1]}"], r"gate\.eval_loss: found \[1\], expected a comparison"),
     ("sft", ["gate=5"], r"gate: found 5, expected a mapping"),
-    ("evaluate", ["policy=models:/a@b", "gate.eval_loss=<= 1"], r"gate\.eval_loss: `evaluate` has no such metric"),
     # names and texts
     ("sft", ['run.storage_path="a\\0b"'], r"run\.storage_path: found 'a\\x00b', expected text on one line, without control characters"),
     # the command line
-    ("sft", ["trainer"], r"command line: trainer: expected section\.key=value"),
     ("sft", ["lora={r: 8, r: 16}"], r"r: repeated key, first on line 1; keep one of them in 'lora="),
-    ("dpo", ["policy=models:rlhf-sft"], r"policy: found 'models:rlhf-sft', expected models:/NAME@ALIAS or models:/NAME/VERSION"),
     ("ppo", ["trainer.num_generations=3"], r"trainer\.batch_size: found 64, expected a multiple of num_generations \(3\)"),
-    ("sft", ["run.name=artifacts"], r"run\.name: found 'artifacts', .*for example sft-artifacts"),
     # rollout workers
     ("sft", ["scaling.resources_per_worker={GPU: 1}"], r"resources_per_worker\.GPU: found 1 without scaling\.use_gpu=true; set it"),
     ("sft", ["rollout.num_workers=1"], r"rollout: `sft` does not use this key \(only `ppo` samples"),
@@ -259,19 +200,13 @@ BAD = [
     ("ppo", ["rollout.engine=sglang"], r"rollout\.engine: found 'sglang', expected one of transformers, vllm"),
     ("ppo", ["rollout.staleness=1"], r"rollout\.staleness: found 1, expected 0 without rollout workers: .*rollout\.num_workers=1"),
     ("ppo", ["rollout.num_workers=[2,1]"], r"rollout\.num_workers: found \[2, 1\], expected 0 to 10000, or \[min, max\]"),
-    ("ppo", ["rollout.resources_per_worker={GPU: 1.5}"], r"rollout\.resources_per_worker\.GPU: found 1\.5, expected between 0 and 1 or"),
-    ("ppo", ["rollout.resources_per_worker={memory: 8G}"], r"rollout\.resources_per_worker\.memory: found '8G', expected a number"),
     ("ppo", ["rollout.tensor_parallel_size=2"], r"rollout\.tensor_parallel_size: found 2, expected 1 unless .*rollout\.use_gpu=true"),
-    ("ppo", ["rollout.num_worker=1"], r"rollout\.num_worker: unknown key; did you mean rollout\.num_workers\?"),
-    ("ppo", ["rollout.gpu_memory_utilization=1.5"], r"rollout\.gpu_memory_utilization: found 1\.5, expected above 0 and below 1"),
     # files
     ("stage: sft\n" + "#" * 200_000, [], r"found more than 128 KiB, expected a job file"),
     ("stage: sft\nmodel:\n\tname_or_path: m\n", [], r":3:1: not valid YAML"),
     ("stage: sft\n---\nstage: rm\n", [], r":2:1: not valid YAML: but found another document"),
     ("stage: sft\ndata: {batch_size: !!int ''}\n", [], r"job\.yaml: not valid YAML: a value does not fit its tag"),
-    ("stage: sft\ndata: {batch_size: !!timestamp x}\n", [], r"job\.yaml: not valid YAML: a value does not fit its tag"),
     ("sft", ["trainer.gradient_checkpointing_kwargs=text"], r"gradient_checkpointing_kwargs: found 'text', expected a mapping or null"),
-    ("sft", ["data.shuffle=!!bool x"], r"not valid YAML: a value does not fit its tag"),
     ("stage: sft\ndata: &a {train: *a}\n", [], r"job\.yaml: not valid YAML: nested too deeply, or an alias contains itself"),
     ("hello\n", [], r"found 'hello', expected sections"),
     ("~\n", [], r"found null, expected sections"),
@@ -378,28 +313,6 @@ def test_a_job_is_plain_data(job):
         made.stage = "sft"
 
 
-def test_library_fields_are_those_of_the_library():
-    import peft
-    import trl
-    from ray.train import ScalingConfig
-
-    library = {
-        STAGE["sft"].trainer: trl.SFTConfig,
-        STAGE["rm"].trainer: trl.RewardConfig,
-        STAGE["dpo"].trainer: trl.DPOConfig,
-        STAGE["kto"].trainer: trl.KTOConfig,
-        "peft.tuners.lora.config.LoraConfig": peft.LoraConfig,
-        "ray.train.v2.api.config.ScalingConfig": ScalingConfig,
-    }
-    for dotted, real in library.items():
-        fields = schema.keys(dotted)
-        assert set(fields) == {f.name for f in dataclasses.fields(real) if f.init}, dotted
-        for f in dataclasses.fields(real):  # a literal default is the real one, and passes its own check
-            if f.init and "default" in fields[f.name]:
-                assert fields[f.name]["default"] == f.default, (dotted, f.name)
-                assert schema.problem(f.default, fields[f.name]) is None, (dotted, f.name, f.default)
-
-
 def test_refused_keys_exist():
     known = set().union(*(schema.keys(STAGE[stage].trainer) for stage in ("sft", "rm", "dpo")))
     assert set(REFUSED["trainer"]) <= known
@@ -436,36 +349,11 @@ def test_a_gate_that_holds_nothing_back(in_root):
 
 
 # ---------------------------------------------------------------- the command line
-PROBE = """
-import sys
-from pipeline.__main__ import main
-status = main(sys.argv[1:])
-heavy = {"torch", "ray", "mlflow", "trl", "transformers", "peft", "datasets", "numpy"} & set(sys.modules)
-assert not heavy, heavy
-sys.exit(status)
-"""
-
-
-@pytest.mark.parametrize("stage", ["sft", "ppo"])
-def test_a_config_error_answers_at_once(job, stage):
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, stage, job(stage), "trainer.learning_rat=1"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2 and "did you mean trainer.learning_rate?" in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "text"),
-    [(["--help"], 0, "examples:"), ([], 2, "VERB")],
-)
-def test_help_and_usage(arguments, status, text):
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", *arguments], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == status and text in done.stdout + done.stderr
+def test_help_and_usage(capsys):
+    for arguments, status, text in ((["--help"], 0, "examples:"), ([], 2, "VERB")):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == status and text in "".join(capsys.readouterr())
 
 
 def test_exit_statuses(job, capsys, monkeypatch):

@@ -3,13 +3,17 @@
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from running import NO_EVAL, ROOT
 
 from pipeline.__main__ import main
-from pipeline.config import libraries, load_job
+from pipeline.config import JOBS, libraries, load_job
+from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
+
+SHIPPED = [path for path in sorted((ROOT / "jobs").glob("*/*.yaml")) if path.stem in JOBS]
 
 
 def job(stage, *overrides):
@@ -49,21 +53,11 @@ def test_a_refusal_names_the_key(stage, overrides, says, loaded):
     assert str(caught.value).startswith(f"{ROOT}/jobs/demo/{stage}.yaml: ") and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "stage", ["sft", "rm", "dpo", "kto", "ppo", "evaluate", "generate", "collect", "score", "export"]
-)
-def test_shipped_jobs_are_taken(stage, loaded):
-    with libraries.asked(job(stage)) as check:
-        check()
-
-
-@pytest.mark.parametrize("profile", ["llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora"])
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "ppo"])
-def test_a_job_for_gpus_is_taken_where_there_are_none(profile, stage, loaded, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with libraries.asked(
-        load_job(f"jobs/{profile}/{stage}.yaml", ["trainer.tf32=true"][: stage != "ppo"])
-    ) as check:
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_shipped_jobs_are_taken_also_where_there_are_no_gpus(path, loaded, in_root):
+    shipped = load_job(path)
+    tf32 = {"tf32": True} if STAGE[path.stem].trl and shipped.scaling.get("use_gpu") else {}
+    with libraries.asked(replace(shipped, trainer=shipped.trainer | tf32)) as check:
         check()
 
 

@@ -73,5 +73,8 @@ def test_every_key_of_ours_says_what_it_means():
     ]
 
 
-def test_the_schema_is_a_schema():
+def test_the_schema_is_a_schema_and_takes_its_own_defaults():
     jsonschema.Draft7Validator.check_schema(json.loads(schema.FILE.read_text()))
+    for name, one in schema.document()["$defs"].items():
+        for key, known in one["properties"].items():
+            assert "default" not in known or schema.problem(known["default"], known) is None, (name, key)
