@@ -7,7 +7,6 @@ parent run. Round r collects completions of the version that round r - 1 registe
 that was killed, in the step that was cut short, and ends with the same adapters.
 """
 
-import functools
 import importlib
 from dataclasses import replace
 from typing import Any
@@ -15,15 +14,25 @@ from typing import Any
 from pipeline import registry, report
 from pipeline.commands import collect
 from pipeline.config import Job, libraries
+from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError
-from pipeline.iteration import checks, table
 from pipeline.iteration import plan as plans
+from pipeline.iteration import table
 from pipeline.iteration.plan import Plan
 from pipeline.on_ray.placement import check_scaling
 from pipeline.on_ray.session import session
 from pipeline.references import Ref
 from pipeline.runtime import resume
-from pipeline.runtime.inputs import check_paths, pin_inputs
+from pipeline.runtime.host import Work
+from pipeline.runtime.inputs import (
+    by_version,
+    check_columns,
+    check_paths,
+    digests_of_functions,
+    pin_inputs,
+    room_for_prompts,
+)
+from pipeline.runtime.preparation import check_models, tokenize
 from pipeline.system import console, storage
 
 
@@ -53,11 +62,10 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
     first = plan.jobs[plan.train]
     with libraries.asked(*plan.jobs.values()) as check_libraries:
         with console.waiting("checking the models"):
-            works = checks.models(plan, inputs)
+            works = check_steps(plan, inputs)
         with session(first):
             print("reading the rows of all steps", flush=True)
-            job = plan.jobs["collect"]
-            digests = checks.rows(plan, works, functools.partial(collect.choose, job.args, job.data.seed))
+            digests = check_rows(plan, works)
             check_libraries()
             check_content(plan, left, digests)
             with resume.locked(plan.folder, seen, plan.fresh):
@@ -128,16 +136,90 @@ def pinned(plan: Plan, left: dict[str, Any]) -> tuple[Plan, dict[str, dict[str, 
             known = resume.pinned_inputs(left["plan"]["jobs"][step] | {"begun_with": {"inputs": before}}, job)
         with plans.of_step(step):
             job, inputs[step] = pin_inputs(job, known)
-        named: dict[str, Any] = {
-            key: inputs[step][key] for key in ("policy", "baseline", "judge") if key in inputs[step]
-        }
-        rewards = [
-            {"reward": inputs[step][f"reward.{index}"], "weight": weight}
-            for index, (_, weight) in enumerate(job.rewards)
-        ]
-        several = isinstance(job.reward, list)
-        jobs[step] = replace(job, **named, reward=rewards if several else inputs[step].get("reward.0"))
+        jobs[step] = by_version(job, inputs[step])
     return replace(plan, policy=inputs["collect"].get("policy", "base"), jobs=jobs), inputs
+
+
+# ------------------------------------------------------------------------------------- checks of all steps
+
+
+def check_steps(plan: Plan, inputs: dict[str, dict[str, str]]) -> dict[str, Work]:
+    """Checks the models and the first rows of all steps before the first round: a round takes hours.
+
+    Returns:
+        {step: base, tokenizer and pinned inputs}
+
+    Raises:
+        InputError: with STEP.section.key.
+    """
+    from pipeline.data.read import plan_reading
+
+    works = {}
+    for step, job in plan.jobs.items():
+        with plans.of_step(step):
+            registry.check_trackers(job)
+            works[step] = work = check_models(job, inputs[step])
+            room = room_for_prompts(work.job, work.base["context_length"])
+            packing = bool(job.trainer.get("packing"))
+            plan_reading(step, _there(plan, work.job).data, work.tokenizer, room, packing)
+    return works
+
+
+def check_rows(plan: Plan, works: dict[str, Work]) -> dict[str, dict[str, str]]:
+    """Returns {step: digests of existing rows, transforms and Python rewards}. Raises InputError with STEP.section.key."""
+    digests, job = {}, plan.jobs["collect"]
+    with plans.of_step("collect"):
+        work, _, report = tokenize(works["collect"])
+        digests["collect"] = work.digests
+        prompts = report.splits["train"]
+        collect.choose(job.args, job.data.seed, prompts.kept)  # InputError if there are too few
+    _check_room(plan, works[plan.train], prompts.prompt_tokens.get("max", 0))
+    with plans.of_step(plan.train):
+        digests[plan.train] = _held_out(plan, works[plan.train])
+    with plans.of_step("evaluate"):
+        digests["evaluate"] = tokenize(works["evaluate"])[0].digests
+    return digests
+
+
+def _there(plan: Plan, job: Job) -> Job:
+    """Returns the job without the rows that a round will collect."""
+    return replace(job, data=replace(job.data, train=None)) if job.stage == plan.train else job
+
+
+def _held_out(plan: Plan, work: Work) -> dict[str, str]:
+    """Returns digests of the training step's eval rows and Python rewards."""
+    from pipeline.data.read import prepare
+
+    job = _there(plan, work.job)
+    digests = digests_of_functions(job)
+    if job.data.eval:
+        room = room_for_prompts(job, work.base["context_length"])
+        packing = bool(job.trainer.get("packing"))
+        data = prepare(job.stage, job.data, work.tokenizer, room, str(job.data.cache_dir), packing)
+        if STAGE[job.stage].scores:
+            check_columns(job, {"eval": data.eval})
+        digests |= data.digests
+    return digests
+
+
+def _check_room(plan: Plan, work: Work, longest: int) -> None:
+    """Raises InputError if rows that may be collected are too long for training; `longest` are tokens of a prompt."""
+    job, args = work.job, plan.jobs["collect"].args
+    written = 0 if STAGE[job.stage].writes else args.response_length
+    limit: Any = job.data.max_length or work.base["context_length"]
+    if job.data.too_long != "error" or not limit or longest + written <= limit:
+        return
+    rows = f"prompts of up to {longest} tokens"
+    if written:
+        rows += f" and completions of up to {written} (collect.trainer.response_length)"
+    raise InputError(
+        f"rows of more than {limit} tokens may be collected, of {rows}; set {plan.train}.data.max_length={longest + written}, "
+        f"or {plan.train}.data.too_long=drop",
+        key=f"{plan.train}.data.max_length",
+    )
+
+
+# --------------------------------------------------------------------------------------------- the rounds
 
 
 def through(plan: Plan, left: dict[str, Any], begun_with: dict[str, Any]) -> dict[str, Any]:

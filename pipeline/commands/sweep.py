@@ -15,13 +15,12 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import JOBS, Job, libraries
-from pipeline.config.stages import INPUTS
 from pipeline.errors import Failure, InputError, in_brief
 from pipeline.on_ray import placement
 from pipeline.runtime import resume
 from pipeline.runtime import run as runs
 from pipeline.runtime.host import SweepHandle, Work
-from pipeline.runtime.inputs import check_paths
+from pipeline.runtime.inputs import by_version, check_paths
 from pipeline.runtime.preparation import prepared
 from pipeline.sweep import space, table, trials
 from pipeline.sweep.progress import watching
@@ -51,7 +50,7 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
     ):
         check()
         print(ready.report.render(samples=False), flush=True)
-        sweep = _pinned(sweep, ready.job)
+        sweep = _pinned(sweep, ready.work.inputs)
         with resume.locked(sweep.folder, seen, sweep.job.run.fresh), _quietly(sweep):
             summary = _through(sweep, left, ready.work)
     print(closing(sweep, summary), flush=True)
@@ -86,10 +85,10 @@ def recorded(sweep: Sweep) -> dict[str, Any]:
     return left if names == {row["trial"] for row in left["trials"]} else left | {"ended": False}
 
 
-def _pinned(sweep: Sweep, ready: Job) -> Sweep:
-    """Returns the sweep with trials that start from the versions that the aliases mean now."""
-    versions = {key: getattr(ready, key) for key in INPUTS if key not in sweep.keys}
-    return _each(sweep, lambda job: replace(job, **versions))
+def _pinned(sweep: Sweep, inputs: dict[str, str]) -> Sweep:
+    """Returns the sweep with trials that start from the versions that the aliases meant when it began."""
+    shared = {name: version for name, version in inputs.items() if name.partition(".")[0] not in sweep.keys}
+    return _each(sweep, lambda job: by_version(job, shared))
 
 
 def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:

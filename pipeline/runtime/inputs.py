@@ -14,7 +14,7 @@ from typing import Any
 from pipeline import registry
 from pipeline.config import Job
 from pipeline.config.job import transforms
-from pipeline.config.stages import STAGE
+from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError, about
 from pipeline.models import hub
 from pipeline.references import Ref
@@ -74,6 +74,16 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 check_function(source)
             inputs[name] = pinned.get(name) or registry.pin(os.path.expanduser(source), uri, job.source)
     return job, inputs
+
+
+def by_version(job: Job, inputs: Mapping[str, str]) -> Job:
+    """Returns the job with these pinned inputs in place of the names that it gives them."""
+    named: dict[str, Any] = {key: inputs[key] for key in INPUTS if key in inputs}
+    if "reward.0" in inputs:
+        weights = [weight for _, weight in job.rewards]
+        rewards = [{"reward": inputs[f"reward.{i}"], "weight": weight} for i, weight in enumerate(weights)]
+        named["reward"] = rewards if isinstance(job.reward, list) else inputs["reward.0"]
+    return replace(job, **named)
 
 
 def check_paths(job: Job) -> None:
