@@ -18,7 +18,6 @@ import shutil
 import signal
 import sqlite3
 import sys
-import time
 
 import pytest
 import yaml
@@ -27,8 +26,10 @@ from hypothesis import strategies as st
 from running import ROOT
 
 from pipeline.__main__ import main
-from pipeline.config import schema
+from pipeline.config import JOBS, load_job, schema
+from pipeline.config.libraries import problem
 from pipeline.config.stages import STAGE
+from pipeline.errors import InputError
 
 CASES = int(os.environ.get("WALK_CASES", 2000))
 SEED = int(os.environ.get("WALK_SEED", 1))
@@ -316,6 +317,36 @@ def check(cases, make, runs):
     assert ended[0] > cases // 50 and ended[2] > cases // 10, f"the walk is one-sided: {ended}"
 
 
+def loaded(cases, seed):
+    """Returns the accepted jobs of random keys with random values; all others raise an InputError on one line."""
+    dice, accepted = random.Random(seed), []
+    for _ in range(cases):
+        stage = dice.choice(JOBS)
+        keys, values = [*schema.keys_of(stage), *TOP], [*NASTY, *PLAUSIBLE]
+        given = [f"{dice.choice(keys)}={as_text(dice.choice(values))}" for _ in range(dice.choice((1, 1, 2)))]
+        try:
+            accepted.append(load_job(f"jobs/demo/{stage}.yaml", given, stage))
+        except InputError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1500, (given, str(error))
+        except BaseException as error:
+            raise AssertionError(f"{stage} {given}: {error!r}") from error
+    return accepted
+
+
+def test_every_key_with_every_value_is_accepted_or_answered(in_root):
+    assert 30 < len(loaded(1200, seed=1)) < 400
+
+
+@pytest.mark.slow
+def test_the_libraries_accept_the_rest_or_name_the_key(in_root):
+    """TRL and peft build what load_job accepts, or say which key is wrong. A thousand jobs take seconds."""
+    accepted = [job for job in loaded(20_000, seed=2) if STAGE[job.stage].trl]
+    assert len(accepted) > 300
+    for job in accepted:
+        refused = problem({"stage": job.stage, "lora": job.lora, "trainer": job.trainer, "use_gpu": True})
+        assert refused is None or refused.startswith(("trainer", "lora")), refused
+
+
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory, embedded_ray, adapters):
     """Returns the walk's (scratch folder, storage path)."""
@@ -402,42 +433,3 @@ def in_root_for_module():
     os.chdir(ROOT)
     yield
     os.chdir(before)
-
-
-def says(*lines, status=2):
-    def command(arguments):
-        print(*lines, sep="\n", file=sys.stderr)
-        return status
-
-    return command
-
-
-def registers(arguments):
-    with contextlib.closing(sqlite3.connect(arguments[0])) as database:
-        database.execute("insert into runs values (1)")
-        database.commit()
-    return 0
-
-
-@pytest.mark.parametrize(
-    "command, wrong",
-    [
-        (says("error: one thing"), None),
-        (says(status=0), None),
-        (says(), "0 messages"),
-        (says("error: one", "error: two"), "2 messages"),
-        (says("error: one", status=1), "status 1"),
-        (says("error: Traceback (most recent call last)"), "a traceback"),
-        (says("error: \x1b[2J"), "control characters on the terminal"),
-        (lambda _: 1 / 0, "ZeroDivisionError escaped: division by zero"),
-        (lambda _: time.sleep(3), "did not end within 1 s"),
-        (registers, "something was registered"),
-    ],
-)
-def test_the_walk_notices_what_it_is_for(command, wrong, tmp_path, monkeypatch):
-    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
-        database.execute("create table runs (id)")
-        database.execute("create table model_versions (id)")
-    monkeypatch.setattr(sys.modules[__name__], "main", command)
-    monkeypatch.setattr(sys.modules[__name__], "SECONDS", 1)
-    assert verdict([tmp_path / "mlflow.db"], tmp_path)[1] == wrong

@@ -1,7 +1,6 @@
 """`export`: plain transformers loads what was merged, and says what the registered adapter says."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,28 +112,6 @@ def test_a_run_that_is_interrupted_notes_its_name(models, storage, monkeypatch, 
         exporting.run(job)
     [note] = caught.value.__notes__
     assert (storage / note.removeprefix("export.run.name=") / "job.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (
-            ["model.load_in_4bit=true"],
-            r"model\.load_in_4bit: `export` does not use this key \(an adapter is merged into the unquantized base",
-        ),
-        (["policy=null", "reward=null"], r"policy: missing; `export` needs it, or a reward"),
-        (["reward=python:m:f"], r"reward: found 'python:m:f', expected one reward adapter"),
-        (["policy=models:/toy-policy@gone"], r"policy: models:/toy-policy@gone: no such alias"),
-        (["policy=models:/toy-rm/1"], r"policy: models:/toy-rm/1 is a reward adapter"),
-        (["policy=base", "reward=null"], r"policy: found 'base', expected an adapter"),
-        (["run.storage_path=memory://runs"], r"run\.storage_path: 'memory://runs' is a bucket"),
-    ],
-)
-def test_wrong_input_is_answered(overrides, says, models, storage, capsys, in_root):
-    name = [f"run.storage_path={storage}", "run.name=never"]
-    assert main(["export", "jobs/demo/export.yaml", *MODELS, *name, *overrides]) == 2
-    assert re.search(says, capsys.readouterr().err)
-    assert not (storage / "never").exists()
 
 
 def test_a_probe_leaves_room_in_a_short_context(models):

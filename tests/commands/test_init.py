@@ -8,7 +8,7 @@ import pytest
 from running import ROOT
 
 from pipeline.__main__ import main
-from pipeline.commands import shipped, validate
+from pipeline.commands import validate
 from pipeline.commands.init import EXAMPLES, name_of
 from pipeline.config import load_job
 from pipeline.data import preview
@@ -53,6 +53,10 @@ def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
     with pytest.raises(Exception, match="no format of `rm`"):
         bare = preview.preprocessing("rm", load_job(ROOT / "jobs/own/rm.yaml").data)
         preview.resolve_labels(bare, {"train": find(job.data.train, "data.train")}, "rm")
+    # Jobs that are there are not overwritten.
+    (here / "jobs/my/rm.yaml").write_text("mine\n")
+    assert main(["init", "my.pairs.jsonl"]) == 2
+    assert "jobs/my exists" in capsys.readouterr().err and (here / "jobs/my/rm.yaml").read_text() == "mine\n"
 
 
 def test_demonstrations_alone_make_a_policy_of_another_profile(here, capsys):
@@ -146,22 +150,15 @@ def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
         (PAIRS, ["--profile", "nonsense"], "there is no profile 'nonsense'"),
         (PAIRS, ["--color", "red"], "unknown option 'color'"),
         (PAIRS, ["--name", "own"], "choose another name"),
-        (None, [], "there is no file"),
+        ("nothing.jsonl", [], "there is no file"),
+        (str(ROOT / "jobs/demo/model"), [], "is the folder of a model"),
     ],
 )
 def test_what_cannot_become_a_job_is_refused(made, more, message, here, capsys):
-    if made:
-        rows(here / "rows.jsonl", made)
-    assert main(["init", "rows.jsonl", *more]) == 2
-    assert message in capsys.readouterr().err and not (here / "jobs").exists()
-
-
-def test_jobs_that_are_there_are_not_overwritten(here, capsys):
-    name = rows(here / "my.jsonl", PAIRS)
-    assert main(["init", name]) == 0
-    (here / "jobs/my/rm.yaml").write_text("mine\n")
-    assert main(["init", name]) == 2
-    assert "jobs/my exists" in capsys.readouterr().err and (here / "jobs/my/rm.yaml").read_text() == "mine\n"
+    path = made if isinstance(made, str) else rows(here / "rows.jsonl", made)
+    assert main(["init", path, *more]) == 2
+    error = capsys.readouterr().err
+    assert message in error and ":0:" not in error and not (here / "jobs").exists()
 
 
 @pytest.mark.parametrize(
@@ -170,14 +167,6 @@ def test_jobs_that_are_there_are_not_overwritten(here, capsys):
 )  # fmt: skip
 def test_the_folder_of_the_jobs_is_no_profiles(path, name):
     assert name_of(path) == name
-
-
-def test_every_profile_has_a_job_for_each_stage_that_init_writes():
-    for profile in shipped.profiles():
-        assert all(
-            (shipped.JOBS / profile / f"{stage}.yaml").is_file()
-            for stage in ("sft", "rm", "dpo", "kto", "ppo")
-        ), profile
 
 
 def test_held_out_files_are_not_trained_on(here):
@@ -259,12 +248,6 @@ def test_ratings_need_thresholds(here, capsys):
     made = [{"prompt": f"Say {n}.", "completion": f"It is {n}.", "rating": 1 + n % 5} for n in range(10)]
     assert main(["init", rows(here / "r.jsonl", made)]) == 0
     assert "label: null" in (text := (here / "jobs/r/kto.yaml").read_text()) and "{good: VALUE, bad: VALUE}" in text  # fmt: skip
-
-
-def test_the_folder_of_a_model_holds_no_rows(capsys):
-    assert main(["init", str(ROOT / "jobs/demo/model")]) == 2
-    error = capsys.readouterr().err
-    assert "is the folder of a model" in error and ":0:" not in error
 
 
 def test_rows_that_cannot_be_read_are_reported(here, capsys):

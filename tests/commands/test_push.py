@@ -13,7 +13,6 @@ from running import stage
 from toy_models import BASE, registered, tokenizer
 
 from pipeline import registry
-from pipeline.__main__ import main
 from pipeline.commands import export
 from pipeline.commands import hub as cards
 from pipeline.config import load_job
@@ -170,19 +169,6 @@ def test_without_network_nothing_is_merged(models, storage, hub, capsys, monkeyp
     stage("export", storage, "offline", *POLICY, *ADAPTER, PUSH, status=2)
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
     assert not (storage / "offline").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ([PUSH], r"trainer\.push_to_hub: needs trainer\.hub_model_id=OWNER/NAME"),
-        (["trainer.hub_model_id=mine"], r"trainer\.hub_model_id: found 'mine', expected OWNER/NAME"),
-        (["trainer.hub_model_id=owner/mine", "reward=models:/toy-rm@champion"], r"one model; set reward=null or policy=null"),
-    ],
-)  # fmt: skip
-def test_settings_that_mean_nothing_are_refused(overrides, says, storage, capsys, in_root):
-    assert main(["export", "jobs/demo/export.yaml", *POLICY, f"run.storage_path={storage}", *overrides]) == 2
-    assert re.search(says, said := capsys.readouterr().err), said
 
 
 def printed(code: str, folder: Path) -> str:

@@ -13,7 +13,6 @@ import pytest
 from running import ROOT, stage
 from toy_models import registered, shared_base, tokenizer
 
-from pipeline.__main__ import main
 from pipeline.commands import collect, generate
 from pipeline.config import Collect
 from pipeline.inference.decoder import SlotDecoder
@@ -222,43 +221,3 @@ def test_score_reads_completions_pairs_and_several_answers(expected, storage, tm
     assert metrics["score"] == pytest.approx(sum(expected.values()) / 4, abs=1e-5)
     assert metrics["accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 7)
     assert metrics["margin"] == pytest.approx(sum(margins) / 7, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("verb", "overrides", "says"),
-    [
-        ("generate", ["data.train={rows}"], r"data\.train: 1 of 2 rows cannot be used.*\n.*rows\.jsonl:2: found .*expected one JSON object"),
-        ("generate", ["policy=models:/toy-policy@gone"], r"policy: models:/toy-policy@gone: no such alias or version.*newest is models:/toy-policy/\d"),
-        ("generate", ["policy=models:/toy-rm/1"], r"policy: models:/toy-rm/1 is a reward adapter"),
-        ("generate", ["reward=models:/toy-policy/1"], r"reward: models:/toy-policy/1 is an adapter without a scalar head"),
-        ("generate", ["reward=python:pipeline.demo:gold"], r"asks for `answer`, which the rows of data\.train do not have"),
-        ("generate", ["data.eval=a.jsonl"], r"data\.eval: `generate` does not use this key \(it holds nothing out"),
-        ("generate", ["data.train=null"], r"data\.train: missing; `generate` needs rows"),
-        ("collect", ["trainer.num_generations=1"], r"trainer\.num_generations: found 1: a pair needs two completions"),
-        ("collect", ["trainer.temperature=0"], r"trainer\.temperature: found 0, so all completions of a prompt are the same"),
-        ("collect", ["reward=null"], r"reward: missing; `collect` needs it: reward: models:/rlhf-rm@champion"),
-        ("collect", ["trainer.select=best", "trainer.min_margin=1"], r"trainer\.min_margin: trainer\.select=best makes no pairs"),
-        ("collect", ["trainer.select=worst"], r"trainer\.select: found 'worst', expected one of best, best_worst, pairs"),
-        ("collect", ["trainer.skip_prompts=4"], r"trainer\.skip_prompts: needs trainer\.num_prompts"),
-        ("collect", ["mlflow.registered_model=x"], r"mlflow\.registered_model: `collect` does not use this key"),
-        ("score", ["data.train={bare}"], r"bare\.jsonl:1: `completion`: found null"),
-        ("score", ["policy=base"], r"policy: `score` takes no policy"),
-    ],
-)  # fmt: skip
-def test_wrong_input_is_answered(verb, overrides, says, models, storage, tmp_path, capsys, in_root):
-    good = json.dumps({"prompt": QUESTION})
-    files = {
-        "rows": good + "\n{oh no\n",
-        "fine": good,
-        "bare": json.dumps({"prompt": QUESTION, "completion": None}),
-    }
-    for name, text in files.items():
-        (tmp_path / f"{name}.jsonl").write_text(text)
-    paths = {name: tmp_path / f"{name}.jsonl" for name in files}
-    given = [REWARD, *([POLICY] if verb != "score" else []), f"data.train={paths['fine']}"]
-    given += [one.format(**paths) for one in overrides]
-    name = [f"run.storage_path={storage}", "run.name=wrong"]
-    assert main([verb, f"jobs/demo/{verb}.yaml", *name, *given]) == 2
-    errors = capsys.readouterr().err
-    assert errors.startswith("error: ") and re.search(says, errors), errors
-    assert not (storage / "wrong").exists()

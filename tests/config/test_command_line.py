@@ -14,30 +14,18 @@ def dispatched(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "typed",
+    ("typed", "overrides"),
     [
-        ["trainer.learning_rate=1e-4", "policy=base"],
-        ["--trainer.learning_rate=1e-4", "--policy=base"],
-        ["--trainer.learning_rate", "1e-4", "--policy", "base"],
-        ["--trainer.learning_rate", "1e-4", "policy=base"],
+        (["job.yaml", "lora.r=8", "policy=base"], ["lora.r=8", "policy=base"]),
+        (["job.yaml", "--lora.r=8", "--policy=base"], ["lora.r=8", "policy=base"]),
+        (["job.yaml", "--lora.r", "8", "policy=base"], ["policy=base", "lora.r=8"]),
+        (["--lora.r", "8", "job.yaml"], ["lora.r=8"]),
+        (["job.yaml", "--run.max_failures", "-1"], ["run.max_failures=-1"]),
     ],
 )
-def test_a_key_may_be_written_as_an_option(typed, dispatched):
-    assert __main__.main(["dpo", "job.yaml", *typed]) == 0
-    assert {**dict(one.split("=") for one in dispatched[0][2])} == {
-        "trainer.learning_rate": "1e-4",
-        "policy": "base",
-    }
-
-
-def test_options_may_stand_before_the_job_file(dispatched):
-    assert __main__.main(["sft", "--lora.r", "8", "job.yaml"]) == 0
-    assert dispatched == [("sft", "job.yaml", ["lora.r=8"])]
-
-
-def test_the_value_of_an_option_may_be_negative(dispatched):
-    assert __main__.main(["sft", "job.yaml", "--run.max_failures", "-1"]) == 0
-    assert dispatched == [("sft", "job.yaml", ["run.max_failures=-1"])]
+def test_a_key_may_be_written_as_an_option(typed, overrides, dispatched):
+    assert __main__.main(["dpo", *typed]) == 0
+    assert dispatched == [("dpo", "job.yaml", overrides)]
 
 
 def test_an_option_without_a_value(dispatched, capsys):

@@ -61,12 +61,6 @@ def test_a_name_is_that_of_a_run_or_of_an_iteration_or_of_a_sweep(fresh, tmp_pat
             assert [path.name for path in folder.iterdir()] == [file]
 
 
-def test_an_iteration_that_has_ended_says_so(tmp_path, capsys):
-    write(tmp_path, left_by(tmp_path))
-    assert iterate(tmp_path, "run.report=false") == 0
-    assert re.search(r"iteration it has ended.*models:/rlhf-dpo/1", capsys.readouterr().out, re.DOTALL)
-
-
 def test_what_no_finished_step_has_used_may_be_edited(tmp_path, capsys):
     """evaluate failed in the first round: its job is edited, and collect and dpo are not repeated."""
     left = left_by(tmp_path, ended=False, rounds=[])
@@ -143,13 +137,16 @@ def test_prompts_and_rewards_that_changed_do_not_continue_what_used_them(tmp_pat
     command.check_content(plan, {}, now)  # a new one
 
 
-def test_a_report_that_was_not_drawn_is_drawn(tmp_path, monkeypatch):
+def test_an_iteration_that_has_ended_says_so_and_draws_its_report_if_it_was_not_drawn(
+    tmp_path, monkeypatch, capsys
+):
     drawn = []
     monkeypatch.setattr(
         command.report, "of_several", lambda runs, folder, table: drawn.append((folder, runs))
     )
     write(tmp_path, left_by(tmp_path))
     assert iterate(tmp_path, "run.report=false") == 0 and not drawn
+    assert re.search(r"iteration it has ended.*models:/rlhf-dpo/1", capsys.readouterr().out, re.DOTALL)
     assert iterate(tmp_path) == 0
     assert drawn == [(f"{tmp_path}/it", ["d", "e"])]
     (tmp_path / "it" / "report.html").write_text("x")

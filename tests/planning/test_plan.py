@@ -21,13 +21,7 @@ from pipeline.planning import plan, shape
 from pipeline.planning.rows import Rows, look
 from pipeline.planning.shape import Shape
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-    "max_position_embeddings": 131072, "tie_word_embeddings": False,
-}  # fmt: skip
-
-
+LLAMA_8B, LLAMA_70B = (shape.SHAPES[f"meta-llama/Llama-3.1-{size}"] for size in ("8B", "70B"))
 ROWS = Rows(1000, 512)
 
 
@@ -134,9 +128,6 @@ def test_vllm_costs_a_second_base(llama_8b):
     assert sum("vLLM" in item.what for item in plan.make(vllm).items) == 3  # base, cache and work space
 
 
-LLAMA_70B = LLAMA_8B | {
-    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-}  # fmt: skip
 BY_HAND = [  # parameters: embedding and lm head, the layers and the last norm; cache: keys and values of 8 heads of 128 in bf16
     ("8b", LLAMA_8B, 2 * 128256 * 4096 + 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4096,
      32 * 2 * 8 * 128 * 2),
@@ -301,19 +292,6 @@ def test_the_command_lists_the_gpus_and_leaves_nothing(llama_8b, capsys):
     assert not (llama_8b / "runs").exists()
 
 
-def test_a_job_that_does_not_fit_exits_1_and_says_what_does(llama_8b, capsys):
-    assert plan_command(llama_8b, "llama3-8b/ppo", "scaling.label_selector={ray.io/accelerator-type: A100-40G}",
-                        "trainer.batch_size=2048", "trainer.local_rollout_forward_batch_size=512") == 1  # fmt: skip
-    assert "with trainer.local_rollout_forward_batch_size=" in capsys.readouterr().err
-
-
-def test_on_a_cpu_it_looks_at_this_machine(llama_8b, capsys, in_root):
-    assert plan_command("jobs/demo/model", "demo/sft", f"run.storage_path={llama_8b}") == 0
-    assert "1 worker on the CPU and Ray" in capsys.readouterr().out
-    assert plan_command(llama_8b, "demo/sft", "data.max_length=4096") == 1
-    assert "a worker needs" in capsys.readouterr().err
-
-
 def rows_of(words, count, file):
     row = {"prompt": "What is the capital of Norway?", "completion": " ".join(["Oslo"] * words)}
     file.write_text("".join(json.dumps(row) + "\n" for _ in range(count)))
@@ -362,14 +340,6 @@ def test_a_kto_job_says_its_labels_and_keeps_two_rows_in_a_micro_batch(in_root):
     )
     hours = [plan.cost(plan.make(one), "L4", ROWS).hours for one in (free, without)]
     assert hours[1] / hours[0] == pytest.approx((3 + 3) / (2 + 3))  # with three forwards that learn nothing
-
-
-def test_where_the_data_is_not_here_rows_count_as_long_as_they_may_be(llama_8b, capsys):
-    assert plan_command(llama_8b, "llama3-8b/sft") == 0
-    assert (
-        "data: 10,000 rows an epoch and full-length rows of 2,048 tokens assumed (data.train is not on"
-        in capsys.readouterr().out
-    )
 
 
 def test_a_base_in_shards():
@@ -454,44 +424,36 @@ def test_a_gpu_has_the_names_that_nodes_advertise(llama_8b, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "override", "message"),
+    ("name", "overrides", "status", "says"),
     [
-        ("demo/evaluate", "run.name=x", "stage: found evaluate"),
-        ("llama3-8b/sft", "scaling.accelerator_type=TPU", "scaling.accelerator_type: found 'TPU'"),
-        ("llama3-8b/sft", "scaling.label_selector={ray.io/accelerator-type: T4}", "plan knows L4, A10G"),
-    ],
-)
-def test_what_cannot_be_planned(name, override, message, llama_8b, capsys):
-    assert plan_command(llama_8b, name, override) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "override", "message"),
-    [
-        ("sft", "data.max_length=1000", r"data\.max_length: 1000 is more than the model's context of 256 tokens; use data\.max_length=256"),
-        ("ppo", "trainer.response_length=1048576", r"trainer\.response_length: 1048576 tokens leave no room for a prompt"),
-        ("ppo", "trainer.response_length=255", r"trainer\.response_length: 255 tokens leave no room"),
-        ("sft", "lora.target_modules=[nothing]", r"lora\S*: .*nothing"),
-        ("sft", "lora.layers_to_transform=0", r"lora\S*: .*`layers_to_transform` cannot be used"),
-    ],
-)  # fmt: skip
-def test_what_a_run_would_refuse_is_not_planned(name, override, message, capsys, in_root):
-    assert main(["plan", f"jobs/demo/{name}.yaml", override]) == 2
-    errors = capsys.readouterr().err
-    assert re.search(message, errors) and "Traceback" not in errors, errors
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "trainer.num_train_epochs=1000000", "trainer.num_train_epochs=5e-324", "trainer.max_steps=1000000000",
-        "scaling.num_workers=10000", "lora.r=8192",
+        # what does not fit, and what does
+        ("llama3-8b/ppo", ["scaling.label_selector={ray.io/accelerator-type: A100-40G}", "trainer.batch_size=2048",
+                           "trainer.local_rollout_forward_batch_size=512"], 1, r"with trainer\.local_rollout_forward_batch_size="),
+        ("demo/sft", ["model.name_or_path={8b}", "data.max_length=4096"], 1, "a worker needs"),
+        ("demo/sft", [], 0, "1 worker on the CPU and Ray"),
+        ("llama3-8b/sft", [], 0, r"data: 10,000 rows an epoch and full-length rows of 2,048 tokens assumed \(data\.train is not on"),
+        # what cannot be planned, or a run would refuse
+        ("demo/evaluate", ["run.name=x"], 2, "stage: found evaluate"),
+        ("llama3-8b/sft", ["scaling.accelerator_type=TPU"], 2, r"scaling\.accelerator_type: found 'TPU'"),
+        ("llama3-8b/sft", ["scaling.label_selector={ray.io/accelerator-type: T4}"], 2, "plan knows L4, A10G"),
+        ("demo/sft", ["data.max_length=1000"], 2, r"data\.max_length: 1000 is more than the model's context of 256 tokens; use data\.max_length=256"),
+        ("demo/ppo", ["trainer.response_length=1048576"], 2, r"trainer\.response_length: 1048576 tokens leave no room for a prompt"),
+        ("demo/ppo", ["trainer.response_length=255"], 2, r"trainer\.response_length: 255 tokens leave no room"),
+        ("demo/sft", ["lora.target_modules=[nothing]"], 2, r"lora\S*: .*nothing"),
+        ("demo/sft", ["lora.layers_to_transform=0"], 2, r"lora\S*: .*`layers_to_transform` cannot be used"),
+        # absurd sizes
+        ("demo/sft", ["data.batch_size=null", "trainer.num_train_epochs=1000000"], 0, "fits"),
+        ("demo/sft", ["data.batch_size=null", "trainer.max_steps=1000000000"], 0, "fits"),
+        ("demo/sft", ["data.batch_size=null", "scaling.num_workers=10000"], 1, "a worker needs"),
+        ("demo/sft", ["data.batch_size=null", "lora.r=8192"], 0, "fits"),
     ],
 )  # fmt: skip
-def test_absurd_sizes_are_planned_or_do_not_fit(override, capsys, in_root):
-    assert main(["plan", "jobs/demo/sft.yaml", "data.batch_size=null", override]) in (0, 1)
-    assert "Traceback" not in capsys.readouterr().err
+def test_what_the_command_says(name, overrides, status, says, llama_8b, tmp_path, capsys, in_root):
+    base = [f"model.name_or_path={llama_8b}"] if name.startswith("llama3") else []
+    given = [one.replace("{8b}", str(llama_8b)) for one in overrides]
+    assert main(["plan", f"jobs/{name}.yaml", f"run.storage_path={tmp_path}/runs", *base, *given]) == status
+    said = "".join(capsys.readouterr())
+    assert re.search(says, said) and "Traceback" not in said, said
 
 
 @pytest.mark.slow
