@@ -45,7 +45,13 @@ def _at_equal_length(features, shares) -> float:  # type: ignore[no-untyped-def]
     if len(set(labels[used])) < 2:
         return float(shares[0] > 0.5)  # all wins or all losses
     model = LogisticRegression(
-        l1_ratio=1.0, solver="liblinear", C=STRENGTH, fit_intercept=False, tol=1e-10, random_state=123
+        l1_ratio=1.0,
+        solver="liblinear",
+        C=STRENGTH,
+        fit_intercept=False,
+        tol=1e-10,
+        max_iter=10_000,
+        random_state=123,
     )
     model.fit(np.concatenate([features, features])[used], labels[used], sample_weight=weights[used])
     return 1 / (1 + math.exp(-float(model.coef_[0, 1])))
