@@ -16,7 +16,7 @@ from pipeline.config.stages import STAGE
 from pipeline.findings import require
 from pipeline.models import adapter_files, probes
 from pipeline.models.gpus import peak_flops
-from pipeline.runtime import best, kto_checks, trl_checks
+from pipeline.runtime import best, trl_checks
 from pipeline.runtime.best import Best
 from pipeline.runtime.worker import Worker, peak_memory
 from pipeline.system.progress import Counter
@@ -91,14 +91,6 @@ class Speed(TrainerCallback):
         return int(self.trainer._total_train_tokens)  # private in TRL 1.16; see save_sums
 
 
-CHECKS = {
-    "sft": trl_checks.demonstrations,
-    "rm": trl_checks.comparisons,
-    "dpo": trl_checks.preferences,
-    "kto": kto_checks.unpaired,
-}
-
-
 class Reporter(TrainerCallback):
     """Progress, metrics and checkpoints of a transformers Trainer, handed to the worker as they come."""
 
@@ -111,8 +103,7 @@ class Reporter(TrainerCallback):
             restore_sums(self.trainer, _sums_file(self.worker, self.worker.resume))
             self.worker.replay(_history(state))
         else:
-            of_stage = CHECKS[self.worker.job.stage]
-            require(trl_checks.check(self.worker, self.trainer, of_stage))
+            require(trl_checks.check(self.worker, self.trainer))
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any

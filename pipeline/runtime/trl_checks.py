@@ -7,13 +7,16 @@ only a fault of *all* the first rows does, or a pair with equal sides.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeline.data.kl_pairs import paired
 from pipeline.findings import Finding, same_tensors
 from pipeline.models.adapter_files import is_head
 from pipeline.models.files import TENSORS
@@ -24,42 +27,102 @@ from pipeline.runtime.worker import Worker
 CHECKED_ROWS = 64  # rows whose tokens are checked
 FORWARD_ROWS = 4  # of these, the shortest, which go through the model
 MAX_LOGITS = 1 << 28  # fp32 numbers per row, a GiB; longer rows do not go through the model
+# Standard deviation of the noise on the adapter's B that moves a kto policy away from its reference
+NUDGE = 0.02
 ANSWERS = ("chosen", "rejected")
 SIDES = ("chosen_ids", "rejected_ids")
+ADAPTERS = {"policy": "default", "reference": "ref"}  # TRL's names of the adapters
 
 Row = dict[str, Any]
-Check = Callable[[Worker, Any, Any, list[Row]], list[Finding]]
 
 
-def check(worker: Worker, trainer: Any, of_stage: Check) -> list[Finding]:
-    """Returns the findings of a stage whose trainer is about to make its first step. No state changes; every rank calls it.
-
-    Args:
-        of_stage: the checks that only this stage has, on the unwrapped model and the first rows.
-    """
-    rows = [
-        dict(row)
-        for row in trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
+def check(worker: Worker, trainer: Any) -> list[Finding]:
+    """Returns the findings of a stage whose trainer is about to make its first step. No state changes; every rank calls it."""
+    first = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
+    rows = [dict(row) for row in first]
+    model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.job.stage
+    completions = [completion for row in rows for completion in completions_of(row)]
+    findings = [
+        pad_is_no_eos(worker),
+        only_adapters_learn(trainer, model),
+        each_row_once(worker, trainer),
+        one_bos(worker.tokenizer, [prompt + completion for prompt, completion in completions]),
+        ends_learned(worker, completions),
+        *(starts_as_its_file(model, worker, role) for role in ADAPTERS if role in worker.work.inputs),
     ]
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    if stage != "rm":
+        findings.append(loss_after_generation_prompt(worker.tokenizer, completions))
+    if stage == "sft":
+        findings.append(labels_are_tokens(trainer, rows))
+    if stage in ("rm", "dpo"):
+        findings.append(sides_differ(rows))
+    if stage == "kto":
+        findings.append(pairs_other_rows(trainer))
+    if worker.job.reference:  # the policy does not start as its reference
+        return findings
     training, metrics = model.training, copy.deepcopy(trainer._metrics)
     tokens = trainer._total_train_tokens
     model.eval()  # TRL's means over training steps stay as they are
     try:
         with torch.no_grad():
-            findings = of_stage(worker, trainer, model, rows)
+            return findings + compare(stage, trainer, model, rows)
     finally:
         model.train(training)
         trainer._metrics, trainer._total_train_tokens = metrics, tokens
-    return [
-        pad_is_no_eos(worker),
-        only_adapters_learn(trainer, model),
-        *findings,
-        each_row_once(worker, trainer),
-    ]
 
 
-# ------------------------------------------------------------------------------------------------- every stage
+def compare(stage: str, trainer: Any, model: Any, rows: list[Row]) -> list[Finding]:
+    """Returns the findings about numbers of the trainer on a batch, each compared with the model on single rows."""
+    few = affordable(model, rows)
+    if stage == "kto":  # unequal numbers of labels: swapped ones show even if all log-ratios are equal
+        desirable, undesirable = ([row for row in rows if row["label"] is label] for label in (True, False))
+        few = affordable(model, desirable)[-2:] + affordable(model, undesirable)[-1:]
+    if not few:
+        return [
+            Finding(
+                "the trainer's numbers are those of the rows alone",
+                "not checked: the rows are too long",
+                None,
+            )
+        ]
+    if stage == "sft":
+        return [loss_of_single_rows(trainer, model, few)]
+    if stage == "rm":
+        return [scores_of_single_rows(trainer, model, few)]
+    metrics = trainer._metrics["eval"]
+    metrics.clear()
+    trainer.compute_loss(model, collated(trainer, model, few))  # TRL adds its metrics of the batch
+    reference = policy_is_reference(trainer, model, few, metrics)
+    if stage == "kto":
+        return [reference, kto_loss(trainer, model, few)]
+    return [reference, logprobs_of_single_rows(trainer, model, few, metrics)]
+
+
+# ----------------------------------------------------------------------------------------------------- tokens
+
+
+def completions_of(row: Row) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields (prompt, completion) of a row as token ids. For sft, the completion is the last trained run of tokens."""
+    if "labels" in row:
+        for part in _unpacked(row):
+            ids, trained = part["input_ids"], [i for i, label in enumerate(part["labels"]) if label != -100]
+            if trained:
+                before = (i for i in reversed(range(trained[-1])) if part["labels"][i] == -100)
+                start = next(before, -1) + 1
+                yield ids[:start], ids[start : trained[-1] + 1]
+    elif "completion_ids" in row:
+        yield row["prompt_ids"], row["completion_ids"]
+    else:  # a pair; for rm, both sides include the prompt
+        yield from ((row.get("prompt_ids", []), row[side]) for side in SIDES)
+
+
+def _unpacked(row: Row) -> list[Row]:
+    """Returns the rows that a packed row was made of, or the row itself if it is not packed."""
+    parts, start = [], 0
+    for length in row.get("seq_lengths") or [len(row["input_ids"])]:
+        parts.append({key: row[key][start : start + length] for key in ("input_ids", "labels")})
+        start += length
+    return parts
 
 
 def pad_is_no_eos(worker: Worker) -> Finding:
@@ -156,70 +219,16 @@ def sides_differ(rows: Sequence[Row]) -> Finding:
     return Finding("the sides of a pair differ", found, not equal)
 
 
-def starts_as_its_file(model: Any, folder: str, role: str = "policy", adapter: str = "default") -> Finding:
+def starts_as_its_file(model: Any, worker: Worker, role: str) -> Finding:
     """Checks that an adapter in memory equals its file: the one that learns, or the frozen reference."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import load_file
 
+    folder = worker.input(role)
     stored = {key: t.float() for key, t in load_file(f"{folder}/{TENSORS}").items()}
-    tensors = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    tensors = get_peft_model_state_dict(model, adapter_name=ADAPTERS[role], save_embedding_layers=False)
     loaded = {key: tensor.cpu() for key, tensor in tensors.items()}
     return same_tensors(f"the {role} is the adapter of its file", loaded, stored, folder)
-
-
-def policy_is_reference(trainer: Any, model: Any, rows: list[Row], lengths: list[int]) -> Finding:
-    """Checks by TRL's metrics that policy and reference agree before the first step. Leaves the metrics in the trainer.
-
-    Args:
-        rows: for the collator; none if all are too long.
-        lengths: tokens of their completions.
-    """
-    name, metrics = "the policy starts as the reference", trainer._metrics["eval"]
-    metrics.clear()
-    if rows:
-        trainer.compute_loss(model, collated(trainer, model, rows))
-    # TRL's rewards: beta times the log-ratio of policy and reference
-    rewards = {key: metrics[f"rewards/{key}"][-1] for key in ANSWERS if f"rewards/{key}" in metrics}
-    if not rewards:  # another implementation of the loss keeps no such metrics
-        return Finding(
-            name, "not checked: rows are too long, or the loss has no metrics of single rows", None
-        )
-    found = ", ".join(f"reward of the {key} {value:.3g}" for key, value in rewards.items())
-    limit = tolerance(trainer, model) * trainer.args.beta * max(lengths)
-    same = all(abs(value) <= limit for value in rewards.values())
-    if not same:
-        found += ": the reference is another adapter, or the bare base, or dropout is on in one of the two"
-    return Finding(name, found, same)
-
-
-# --------------------------------------------------------------------------------------------------------- sft
-
-
-def demonstrations(worker: Worker, trainer: Any, model: Any, rows: list[Row]) -> list[Finding]:
-    """Returns the findings that only sft has."""
-    last = []  # (what precedes the last trained run of tokens, that run)
-    for part in (part for row in rows for part in _unpacked(row)):
-        ids, trained = part["input_ids"], [i for i, label in enumerate(part["labels"]) if label != -100]
-        if trained:
-            before = (i for i in reversed(range(trained[-1])) if part["labels"][i] == -100)
-            start = next(before, -1) + 1
-            last.append((ids[:start], ids[start : trained[-1] + 1]))
-    return [
-        one_bos(worker.tokenizer, [prompt + completion for prompt, completion in last]),
-        loss_after_generation_prompt(worker.tokenizer, last),
-        ends_learned(worker, last),
-        labels_are_tokens(trainer, rows),
-        loss_of_single_rows(trainer, model, rows),
-    ]
-
-
-def _unpacked(row: Row) -> list[Row]:
-    """Returns the rows that a packed row was made of, or the row itself if it is not packed."""
-    parts, start = [], 0
-    for length in row.get("seq_lengths") or [len(row["input_ids"])]:
-        parts.append({key: row[key][start : start + length] for key in ("input_ids", "labels")})
-        start += length
-    return parts
 
 
 def labels_are_tokens(trainer: Any, rows: list[Row]) -> Finding:
@@ -241,92 +250,70 @@ def labels_are_tokens(trainer: Any, rows: list[Row]) -> Finding:
     return Finding("labels are the rows' tokens", found, int(trained.sum()) == expected and not others)
 
 
+def pairs_other_rows(trainer: Any) -> Finding:
+    """Checks the KL term of the first batch: it is over prompts with completions of other rows of the same step."""
+    name = "the KL term pairs prompts with other rows' completions"
+    if not trainer.calculate_KL:
+        return Finding(name, "not checked: the loss has no KL term", None)
+    loader = trainer.get_train_dataloader()
+    drawn = next(iter(loader.batch_sampler))
+    count = len(drawn) // 2
+    own, others = drawn[:count], drawn[count:]
+    rows = trainer.train_dataset.select(drawn)
+    batch = loader.collate_fn(list(rows))
+    expected = [
+        row["prompt_ids"] + other["completion_ids"]
+        for row, other in zip(rows.select(range(count)), rows.select(range(count, 2 * count)), strict=True)
+    ]
+    masks = batch["KL_attention_mask"].bool()
+    read = [ids[mask].tolist() for ids, mask in zip(batch["KL_input_ids"], masks, strict=True)]
+    themselves = sum(a == b for a, b in zip(own, others, strict=True))
+    wrong = sum(a != b for a, b in zip(read, expected, strict=True))
+    found = f"{count} rows in the first micro-batch"
+    if themselves:
+        found += (
+            f"; {themselves} are paired with their own completion: KTO's reward would be compared with itself"
+        )
+    if wrong:
+        found += f"; {wrong} are read with other tokens than those of their pair"
+    return Finding(name, found, not wrong and (not themselves or len(trainer.train_dataset) == 1))
+
+
+# ---------------------------------------------------------------------------- numbers of a batch, and of single rows
+
+
 def loss_of_single_rows(trainer: Any, model: Any, rows: list[Row]) -> Finding:
-    """Checks TRL's loss on a padded or packed batch: the mean over its tokens of what each row alone gives."""
-    name = "the loss is that of the rows alone"
-    few = affordable(model, rows, lambda row: max(row.get("seq_lengths") or [len(row["input_ids"])]))
-    args = trainer.args
+    """Checks sft's loss on a padded or packed batch: the mean over its tokens of what each row alone gives."""
+    name, args = "the loss is that of the rows alone", trainer.args
     if args.loss_type not in (None, "nll") or args.label_smoothing_factor or trainer.aux_loss_enabled:
         return Finding(name, "not checked: the job has another loss", None)
-    if not few:
-        return Finding(name, "not checked: the rows are too long", None)
-    loss = float(trainer.compute_loss(model, collated(trainer, model, few)))
+    loss = float(trainer.compute_loss(model, collated(trainer, model, rows)))
     total, count = 0.0, 0
-    for part in (part for row in few for part in _unpacked(row)):
+    for part in (part for row in rows for part in _unpacked(row)):
         learned = torch.tensor(part["labels"][1:]) != -100
         total -= float(logprobs_alone(model, part["input_ids"])[learned].sum())
         count += int(learned.sum())
     plain = total / max(count, 1)
-    found = f"{loss:.5g} by the trainer, {plain:.5g} from {count} tokens of {len(few)} rows one by one"
+    found = f"{loss:.5g} by the trainer, {plain:.5g} from {count} tokens of {len(rows)} rows one by one"
     return Finding(name, found, abs(loss - plain) <= tolerance(trainer, model) * max(1.0, plain))
-
-
-# ----------------------------------------------------------------------------------------------------- dpo, rm
-
-
-def preferences(worker: Worker, trainer: Any, model: Any, rows: list[Row]) -> list[Finding]:
-    """Returns the findings that only dpo has."""
-    chosen = [(row["prompt_ids"], row["chosen_ids"]) for row in rows]
-    adapters = {"policy": "default", "reference": "ref"}
-    return [
-        one_bos(worker.tokenizer, [prompt + completion for prompt, completion in chosen]),
-        loss_after_generation_prompt(worker.tokenizer, chosen),
-        ends_learned(worker, [(row["prompt_ids"], row[side]) for row in rows for side in SIDES]),
-        sides_differ(rows),
-        *(
-            starts_as_its_file(model, worker.input(role), role, adapter)
-            for role, adapter in adapters.items()
-            if role in worker.work.inputs
-        ),
-        *(starts_as_the_reference(trainer, model, rows) if not worker.job.reference else []),
-    ]
-
-
-def starts_as_the_reference(trainer: Any, model: Any, rows: list[Row]) -> list[Finding]:
-    """Checks that policy and reference agree before the first step, and that batched log-probs equal single ones."""
-    few = affordable(model, rows, lambda row: len(row["prompt_ids"]) + max(len(row[side]) for side in SIDES))
-    reference = policy_is_reference(trainer, model, few, [len(row[side]) for row in few for side in SIDES])
-    if reference.holds is None or trainer.ld_alpha is not None:
-        return [reference]
-    found, holds = [], True
-    for side in ANSWERS:
-        ours = trainer._metrics["eval"][f"logps/{side}"][-1]
-        logprobs = [completion_logprob(model, row["prompt_ids"], row[f"{side}_ids"]) for row in few]
-        plain = sum(logprobs) / len(few)
-        found.append(f"{side} {ours:.4g} by the trainer, {plain:.4g} alone")
-        holds &= abs(ours - plain) <= tolerance(trainer, model) * max(1.0, abs(plain))
-    return [reference, Finding("log-probs are those of the completions alone", ", ".join(found), holds)]
-
-
-def comparisons(worker: Worker, trainer: Any, model: Any, rows: list[Row]) -> list[Finding]:
-    """Returns the findings that only rm has."""
-    return [
-        one_bos(worker.tokenizer, [row["chosen_ids"] for row in rows]),
-        ends_learned(worker, [([], row[side]) for row in rows for side in SIDES]),
-        sides_differ(rows),
-        scores_of_single_rows(trainer, model, rows),
-    ]
 
 
 def scores_of_single_rows(trainer: Any, model: Any, rows: list[Row]) -> Finding:
     """Checks that scores in a padded batch are the head's output, in fp32, on the last token of each row alone."""
     name = "scores are read at the last token, in fp32"
-    few = affordable(model, rows, lambda row: max(len(row[side]) for side in SIDES))
-    if not few:
-        return Finding(name, "not checked: the rows are too long", None)
     head = next((p for key, p in model.named_parameters() if p.requires_grad and _of_head(key)), None)
     if head is None:
         return Finding(name, "no scalar head learns: it is frozen, and random or the base's own", False)
     owner = next(m for m in model.modules() if any(p is head for p in m.parameters(recurse=False)))
     types: list[torch.dtype] = []
     hook = owner.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
-    batch = collated(trainer, model, few)
+    batch = collated(trainer, model, rows)
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
     scores = model(**inputs).logits.squeeze(-1).float().cpu()
     hook.remove()
     body = model.get_base_model().base_model
     plain = []
-    for ids in [row[side] for side in SIDES for row in few]:
+    for ids in [row[side] for side in SIDES for row in rows]:
         with trainer.compute_loss_context_manager():
             hidden = body(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0, -1]
         plain.append(float(head.flatten().float() @ hidden.float()))
@@ -345,18 +332,118 @@ def _of_head(name: str) -> bool:
     )
 
 
+def policy_is_reference(
+    trainer: Any, model: Any, rows: list[Row], metrics: dict[str, list[float]]
+) -> Finding:
+    """Checks by TRL's metrics that policy and reference agree before the first step."""
+    name = "the policy starts as the reference"
+    # TRL's rewards: beta times the log-ratio of policy and reference
+    rewards = {key: metrics[f"rewards/{key}"][-1] for key in ANSWERS if f"rewards/{key}" in metrics}
+    if not rewards:  # another implementation of the loss
+        return Finding(name, "not checked: the loss has no metrics of single rows", None)
+    found = ", ".join(f"reward of the {key} {value:.3g}" for key, value in rewards.items())
+    longest = max(len(completion) for row in rows for _, completion in completions_of(row))
+    limit = tolerance(trainer, model) * trainer.args.beta * longest
+    same = all(abs(value) <= limit for value in rewards.values())
+    if not same:
+        found += ": the reference is another adapter, or the bare base, or dropout is on in one of the two"
+    return Finding(name, found, same)
+
+
+def logprobs_of_single_rows(
+    trainer: Any, model: Any, rows: list[Row], metrics: dict[str, list[float]]
+) -> Finding:
+    """Checks by TRL's metrics that the log-probs of a batch are those of its completions alone."""
+    name = "log-probs are those of the completions alone"
+    if trainer.ld_alpha is not None or "logps/chosen" not in metrics:
+        return Finding(
+            name, "not checked: the loss weighs their tokens, or has no metrics of single rows", None
+        )
+    found, holds = [], True
+    for side in ANSWERS:
+        ours = metrics[f"logps/{side}"][-1]
+        logprobs = [completion_logprob(model, row["prompt_ids"], row[f"{side}_ids"]) for row in rows]
+        plain = sum(logprobs) / len(rows)
+        found.append(f"{side} {ours:.4g} by the trainer, {plain:.4g} alone")
+        holds &= abs(ours - plain) <= tolerance(trainer, model) * max(1.0, abs(plain))
+    return Finding(name, ", ".join(found), holds)
+
+
+def kto_loss(trainer: Any, model: Any, rows: list[Row]) -> Finding:
+    """Checks TRL's loss of a padded batch against eq. 7 of the paper (Ethayarajh et al. 2024) on single completions.
+
+    If policy and reference were equal, swapped labels would not show: the adapter is moved a little for this check.
+    """
+    name = "the loss is the paper's on the completions alone"
+    if trainer.aux_loss_enabled:
+        return Finding(name, "not checked: experts are balanced, too", None)
+    others = [*rows[-1:], *rows[:-1]]
+    with _nudged(model):
+        loss = float(trainer.compute_loss(model, collated(trainer, model, rows)))
+        ratios = [_log_ratio(model, row, row) for row in rows]
+        mismatched = [_log_ratio(model, row, other)[0] for row, other in zip(rows, others, strict=True)]
+    z0 = max(0.0, sum(mismatched) / len(rows)) if trainer.calculate_KL else 0.0
+    weights = {True: trainer.desirable_weight, False: trainer.undesirable_weight}
+    terms = []
+    for row, (ratio, _) in zip(rows, ratios, strict=True):
+        gain = (ratio - z0) if row["label"] else (z0 - ratio)
+        terms.append(weights[row["label"]] / (1 + math.exp(trainer.beta * gain)))
+    expected = sum(terms) / len(terms)
+    found = f"{loss:.6g} by the trainer, {expected:.6g} from {len(rows)} rows one by one; z0 {z0:.3g}"
+    # A swapped label or a wrong z0 changes the loss by about beta times the log-ratios. Rounding errors grow with the log-probs.
+    largest, longest = max(abs(ratio) for ratio, _ in ratios), max(size for _, size in ratios)
+    doubt = tolerance(trainer, model) * (max(largest, z0) + 0.02 * longest)
+    limit = 1e-5 * max(1.0, expected) + doubt * trainer.beta * max(weights.values())
+    return Finding(name, found, abs(loss - expected) <= limit)
+
+
+def _log_ratio(model: Any, row: Row, other: Row) -> tuple[float, float]:
+    """Returns (log policy - log reference, |log policy|) of the other row's completion after this row's prompt."""
+    from trl.trainer.utils import use_adapter
+
+    both = row["prompt_ids"], other["completion_ids"]
+    policy = completion_logprob(model, *both)
+    with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+        reference = completion_logprob(model, *both)
+    return policy - reference, abs(policy)
+
+
+@contextlib.contextmanager
+def _nudged(model: Any) -> Iterator[None]:
+    """Moves the adapter away from the reference within the block, and restores it exactly."""
+    parameters = dict(model.named_parameters())
+    before = {name: p.data for name, p in parameters.items() if "lora_B.default" in name}
+    generator = torch.Generator().manual_seed(0)
+    for name, data in before.items():
+        noise = NUDGE * torch.randn(data.shape, generator=generator)
+        parameters[name].data = data + noise.to(data)
+    try:
+        yield
+    finally:
+        for name, data in before.items():
+            parameters[name].data = data
+
+
 # ----------------------------------------------------------------------------------------------------- helpers
 
 
-def affordable(model: Any, rows: list[Row], length: Callable[[Row], int]) -> list[Row]:
+def affordable(model: Any, rows: list[Row]) -> list[Row]:
     """Returns the shortest rows, and the longest that the model can be run on: most faults are about padding."""
+
+    def length(row: Row) -> int:
+        if "labels" in row:
+            return max(row.get("seq_lengths") or [len(row["input_ids"])])
+        return max(len(prompt) + len(completion) for prompt, completion in completions_of(row))
+
     vocab_size = model.config.get_text_config().vocab_size
     fitting = sorted((row for row in rows if length(row) * vocab_size <= MAX_LOGITS), key=length)
     return [*fitting[: FORWARD_ROWS - 1], *fitting[FORWARD_ROWS - 1 :][-1:]]
 
 
 def collated(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
-    """Returns the trainer's batch of some rows, on the model's device."""
+    """Returns the trainer's batch of some rows, on the model's device. For kto's KL term, each has the row before it."""
+    if "label" in rows[0]:
+        rows = [paired(row, other) for row, other in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
     batch = trainer.data_collator([dict(row) for row in rows])
     return {
         key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in batch.items()
