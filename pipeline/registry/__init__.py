@@ -21,6 +21,7 @@ from pipeline.registry.store import check, check_reachable, client, file_of_uri,
 from pipeline.registry.versions import (
     Version,
     aliases,
+    conditions,
     evaluate_gate,
     fetch,
     other_base,
@@ -32,7 +33,7 @@ from pipeline.registry.versions import (
 )
 
 __all__ = [
-    "Curves", "MLflowRun", "MetricLog", "Version", "aliases", "check", "check_reachable", "check_trackers", "client",
+    "Curves", "MLflowRun", "MetricLog", "Version", "aliases", "check", "check_reachable", "check_trackers", "client", "conditions",
     "end_interrupted", "evaluate_gate", "fetch", "file_of_uri", "find_run", "history", "log_figures", "log_files", "mlflow_run",
     "nested_under", "other_base", "parameters", "pin", "promote", "publish", "recorded", "tag_run", "tracking_uri",
     "uri_of", "version",

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,15 +39,23 @@ class Version:
         return f"{self.name} v{self.version}" + (f" @{self.alias}" if self.alias else "")
 
 
-def evaluate_gate(gate: dict[str, str], metrics: dict[str, float]) -> tuple[bool, str]:
-    """Returns (did every condition hold, the reason in words). A metric that is missing or NaN fails its condition."""
-    failures = []
+def conditions(
+    gate: dict[str, str], metrics: dict[str, float]
+) -> Iterator[tuple[str, str, float | None, bool]]:
+    """Yields (metric, condition, value, whether it holds). A metric that is missing or NaN fails its condition."""
     for name, condition in gate.items():
         symbol, threshold = parse_gate(condition)
         value = metrics.get(name)
-        if value is None or not OPERATORS[symbol](value, threshold):
-            found = "missing" if value is None else f"{value:.4g}"
-            failures.append(f"{name} = {found}, required {condition}")
+        yield name, condition, value, value is not None and OPERATORS[symbol](value, threshold)
+
+
+def evaluate_gate(gate: dict[str, str], metrics: dict[str, float]) -> tuple[bool, str]:
+    """Returns (did every condition hold, the reason in words)."""
+    failures = [
+        f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
+        for name, condition, value, holds in conditions(gate, metrics)
+        if not holds
+    ]
     if failures:
         return False, "failed: " + "; ".join(failures)
     return True, "passed" if gate else "none set"

@@ -56,25 +56,24 @@ def write(
 
 
 def attach(result: dict[str, Any]) -> str | None:
-    """Draws the report of the run that just ended, into its folder and onto its page in MLflow.
+    """Draws the report of the run that just ended, into its folder and onto its page in MLflow; see of_several."""
+    return of_several([result["folder"]], result["folder"], pictures=True, result=result)
+
+
+def of_several(
+    folders: list[str],
+    folder: str,
+    table: list[list[str]] | None = None,
+    pictures: bool = False,
+    **options: Any,
+) -> str | None:
+    """Draws one page about the runs in `folders` into `folder`. Each run's own folder has its pictures already.
 
     Returns:
         The path of the page, or None if drawing failed. A message says so, and the run does not fail.
     """
-    return _attempt([result["folder"]], result["folder"], result=result)
-
-
-def of_several(folders: list[str], folder: str, table: list[list[str]] | None = None) -> str | None:
-    """Draws one page about the runs in `folders` into `folder`. Returns its path, or None if drawing failed.
-
-    Each run's own folder has its pictures already.
-    """
-    return _attempt(folders, folder, table, pictures=False)
-
-
-def _attempt(folders: list[str], folder: str, *args: Any, **options: Any) -> str | None:
     try:
-        return write([read(one) for one in folders], folder, *args, **options)
+        return write([read(one) for one in folders], folder, table, pictures, **options)
     except Exception as error:  # a failed drawing must not lose hours of training
         reason = (str(error).splitlines() or [""])[0][:300]
         print(

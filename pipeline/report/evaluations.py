@@ -2,25 +2,26 @@
 
 from typing import Any
 
-from pipeline.report.plots import COLOURS, FAINT, INK, Draw
+from pipeline.report.plots import COLOURS, FAINT, INK, Drawing
 
 
-def drawings(evaluation: dict[str, Any]) -> dict[str, tuple[Draw, str]]:
-    """Returns {title: (drawing, how to read it)} of what was measured."""
-    made: dict[str, tuple[Draw, str]] = {}
-    if probes := evaluation.get("probes"):
-        made["Probes of the reward"] = (
-            lambda axes: draw_probes(axes, probes),
+def drawings(evaluation: dict[str, Any]) -> list[Drawing]:
+    """Returns drawings of what was measured."""
+    made = [
+        Drawing(
+            "Probes of the reward",
             "How far each edit of a completion moves its score, with 95 % intervals. The last edits make it worse, so the score "
             "should fall; the others should not move it.",
-        )
-    if curve := evaluation.get("best_of_n"):
-        made["Best of n"] = (
-            lambda axes: draw_best_of_n(axes, curve),
+            lambda axes: draw_probes(axes, evaluation["probes"]),
+        ),
+        Drawing(
+            "Best of n",
             "The reward chooses the best of n completions. If the judge's score falls while the reward's rises, the reward is "
             "being exploited.",
-        )
-    return made
+            lambda axes: draw_best_of_n(axes, evaluation["best_of_n"]),
+        ),
+    ]
+    return [one for one, key in zip(made, ("probes", "best_of_n"), strict=True) if evaluation.get(key)]
 
 
 def draw_probes(axes: Any, probes: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from pipeline.config import OPERATORS, parse_gate
 from pipeline.config.stages import STAGE
+from pipeline.registry import conditions
 from pipeline.report import preferences
 from pipeline.report.gather import Run
 from pipeline.report.plots import number
@@ -104,10 +104,13 @@ def how_it_ended(result: dict[str, Any]) -> str | None:
 
 def gate(run: Run) -> list[dict[str, Any]]:
     """Returns each condition of the gate with the value of its metric."""
-    conditions = []
-    for metric, condition in run.job.get("gate", {}).items():
-        symbol, threshold = parse_gate(condition)
-        value = run.result.get("metrics", {}).get(metric)
-        holds = None if not run.result else value is not None and OPERATORS[symbol](value, threshold)
-        conditions.append({"metric": metric, "condition": condition, "value": number(value), "holds": holds})
-    return conditions
+    found = conditions(run.job.get("gate", {}), run.result.get("metrics", {}))
+    return [
+        {
+            "metric": metric,
+            "condition": condition,
+            "value": number(value),
+            "holds": holds if run.result else None,
+        }
+        for metric, condition, value, holds in found
+    ]

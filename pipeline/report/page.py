@@ -9,8 +9,8 @@ from pipeline.data.counts import count, versions_in_words
 from pipeline.data.report import name_of
 from pipeline.report import evaluations, headline, plots, preferences, timeline
 from pipeline.report.gather import Node, Run, lineage
-from pipeline.report.panels import GROUPS, Panel
-from pipeline.report.plots import Draw
+from pipeline.report.panels import GROUPS
+from pipeline.report.plots import Drawing
 
 MAX_PANELS_WITHOUT_HEADINGS = 8
 # Pixels of the lineage graph: width of a box, gap between columns, height of a row, distance of an arrow to a box it passes.
@@ -74,62 +74,46 @@ def section(run: Run, anchor: str, safe: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ plots
 
 
-def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[tuple[Panel, Draw]]]]:
-    """Returns {group: (its question, its panels with data)} of one run, or of several runs of one stage."""
-    stage = next(iter(runs.values())).stage
-    axis = "update" if stage == "ppo" else "step"  # PPO logs once an update
+def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
+    """Returns {group: (its question, its drawings)} of one run, or of several runs of one stage by their names."""
+    first, alone = next(iter(runs.values())), len(runs) == 1
+    axis = "update" if first.stage == "ppo" else "step"  # PPO logs once an update
     histories = {name: run.history for name, run in runs.items()}
-    kept = next(iter(runs.values())).kept if len(runs) == 1 else None
-    groups = {}
+    groups: dict[str, tuple[str, list[Drawing]]] = {}
+    if alone and first.pairs:
+        question = f"What do {len(first.pairs):,} held-out pairs say about the scores?"
+        groups["pairs"] = (question, preferences.drawings(first.pairs))
+    if alone:
+        groups["evaluation"] = ("Can the score be trusted?", evaluations.drawings(first.evaluation))
     for name, (question, panels) in GROUPS.items():
-        panels_with_data = [
-            (panel, draw)
-            for panel in panels
-            if (draw := plots.curve(panel, histories, axis, kept)) is not None
-        ]
-        if name == "cost" and len(runs) == 1:
-            draw = timeline.curve(next(iter(runs.values())).result.get("timeline"))
-            panels_with_data += [(timeline.PANEL, draw)] if draw else []
-        if panels_with_data:
-            groups[name] = (question, panels_with_data)
-    return groups
-
-
-def pictures(run: Run) -> dict[str, bytes]:
-    """Returns {file name: PNG} of a run, one for each group of panels."""
-    files = {
-        f"{name}.png": plots.png([draw for _, draw in made]) for name, (_, made) in drawn({"": run}).items()
-    }
-    if run.pairs:
-        files["pairs.png"] = plots.png([draw for draw, _ in preferences.drawings(run.pairs).values()])
-    if drawings := evaluations.drawings(run.evaluation):
-        files["evaluation.png"] = plots.png([draw for draw, _ in drawings.values()])
-    return files
+        draws = [(one, plots.curve(one, histories, axis, first.kept if alone else None)) for one in panels]
+        groups[name] = (question, [Drawing(one.title, one.note, draw) for one, draw in draws if draw])
+    if alone:
+        groups["cost"][1].extend(timeline.drawings(first.result.get("timeline")))
+    return {name: group for name, group in groups.items() if group[1]}
 
 
 def picture(runs: dict[str, Run], group: str) -> bytes:
-    """Returns a group of panels as a PNG, of one run or of several runs of one stage by their names."""
-    return plots.png([draw for _, draw in drawn(runs)[group][1]])
+    """Returns a group of drawings as a PNG, of one run or of several runs of one stage by their names."""
+    return plots.png([one.draw for one in drawn(runs)[group][1]])
+
+
+def pictures(run: Run) -> dict[str, bytes]:
+    """Returns {file name: PNG} of a run, one for each group of drawings."""
+    return {f"{name}.png": picture({"": run}, name) for name in drawn({"": run})}
 
 
 def groups(run: Run, anchor: str, safe: Any) -> list[dict[str, Any]]:
-    sections = []
-    if run.pairs:
-        named = [(title, note, draw) for title, (draw, note) in preferences.drawings(run.pairs).items()]
-        question = f"What do {len(run.pairs):,} held-out pairs say about the scores?"
-        sections.append({"question": question, "panels": _panels(named, f"{anchor}-pairs", safe)})
-    if drawings := evaluations.drawings(run.evaluation):
-        named = [(title, note, draw) for title, (draw, note) in drawings.items()]
-        question = "Can the score be trusted?"
-        sections.append({"question": question, "panels": _panels(named, f"{anchor}-evaluation", safe)})
-    curves = drawn({"": run})
-    if sum(len(made) for _, made in curves.values()) <= MAX_PANELS_WITHOUT_HEADINGS:
-        curves = {"curves": ("Curves", [one for _, made in curves.values() for one in made])}
-    for name, (question, made) in curves.items():
-        named = [(panel.title, panel.note, draw) for panel, draw in made]
-        if named:
-            sections.append({"question": question, "panels": _panels(named, f"{anchor}-{name}", safe)})
-    return sections
+    """Returns the drawings of a run for the template. Few curves share one heading."""
+    made = drawn({"": run})
+    curves = {name: made.pop(name) for name in GROUPS if name in made}
+    few = [one for _, drawings in curves.values() for one in drawings]
+    if len(few) <= MAX_PANELS_WITHOUT_HEADINGS:
+        curves = {"curves": ("Curves", few)} if few else {}
+    return [
+        {"question": question, "panels": _panels(drawings, f"{anchor}-{name}", safe)}
+        for name, (question, drawings) in (made | curves).items()
+    ]
 
 
 def comparison(runs: list[Run], safe: Any) -> dict[str, Any]:
@@ -137,12 +121,6 @@ def comparison(runs: list[Run], safe: Any) -> dict[str, Any]:
     letters = max(len(run.name) for run in runs) > 14
     labels = [chr(ord("A") + i) if letters else run.name for i, run in enumerate(runs)]
     groups = drawn(dict(zip(labels, runs, strict=True))).values()
-    named = [
-        (panel.title, panel.note, draw)
-        for _, panels in groups
-        for panel, draw in panels
-        if panel.kind == "lines"
-    ]
     rows = [
         {
             "name": run.name,
@@ -154,7 +132,7 @@ def comparison(runs: list[Run], safe: Any) -> dict[str, Any]:
     ]
     return {
         "stage": stage_title(runs[0].stage),
-        "panels": _panels(named, f"c-{runs[0].stage}", safe),
+        "panels": _panels((one for _, drawings in groups for one in drawings), f"c-{runs[0].stage}", safe),
         "rows": rows,
         "columns": list(dict.fromkeys(label for row in rows for label in row["cards"])),
     }
@@ -166,10 +144,10 @@ def _same_stage(runs: list[Run]) -> list[list[Run]]:
     return [same for same in by_stage if len(same) > 1]
 
 
-def _panels(named: Iterable[tuple[str, str, Draw]], prefix: str, safe: Any) -> list[dict[str, Any]]:
+def _panels(drawings: Iterable[Drawing], prefix: str, safe: Any) -> list[dict[str, Any]]:
     return [
-        {"svg": safe(plots.svg(draw, f"{prefix}-{i}", f"{title}. {note}")), "note": note}
-        for i, (title, note, draw) in enumerate(named)
+        {"svg": safe(plots.svg(one.draw, f"{prefix}-{i}", f"{one.title}. {one.note}")), "note": one.note}
+        for i, one in enumerate(drawings)
     ]
 
 

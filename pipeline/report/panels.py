@@ -17,7 +17,7 @@ class Panel:
     unit: str  # of the vertical axis
     lines: dict[str, str]  # metric, or a pattern of metrics -> what the line is called
     note: str  # how to read it
-    # lines; stack: parts of a sum; band: lowest, mean and highest; timeline: timeline.py
+    # lines; stack: parts of a sum; band: lowest, mean and highest
     kind: str = "lines"
     level: float | None = None  # a horizontal reference line
     zero: bool = False  # the axis begins at 0: for counts, shares, sizes

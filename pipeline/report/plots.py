@@ -7,7 +7,7 @@ import io
 import itertools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.report.panels import History, Panel, Points
 
@@ -23,6 +23,15 @@ VARIABLES = {
 SIZE = (3.9, 2.15)  # inches of one panel
 SMOOTH_FROM = 60  # points; longer lines get a running mean over the pale raw line
 Draw = Callable[[Any], None]  # fills one axes
+
+
+class Drawing(NamedTuple):
+    """One picture of a report."""
+
+    title: str
+    note: str  # how to read it
+    draw: Draw
+
 
 STYLE: Any = {
     "font.size": 8.5,
@@ -108,9 +117,13 @@ def _inline(text: str, prefix: str, label: str) -> str:
 def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = None) -> Draw | None:
     """Returns how to draw a panel of one run, or of several runs of a stage, or None if it has no points.
 
+    Several runs are compared by lines alone.
+
     Args:
         kept: the step to mark on the held-out lines of one run.
     """
+    if len(runs) > 1 and panel.kind != "lines":
+        return None
     drawable = {name: lines for name, history in runs.items() if (lines := panel.select(history))}
     if not drawable:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.figures import calibration, correlation, mean
 from pipeline.report import plots
-from pipeline.report.plots import COLOURS, FAINT, INK, Draw, number
+from pipeline.report.plots import COLOURS, FAINT, INK, Drawing, number
 
 Pair = dict[str, float]
 
@@ -38,29 +38,32 @@ def summary(pairs: list[Pair]) -> dict[str, float | None]:
     }
 
 
-def drawings(pairs: list[Pair]) -> dict[str, tuple[Draw, str]]:
-    """Returns {title: (drawing, how to read it)} of held-out pairs."""
-    return {
-        "Margins of the held-out pairs": (
-            lambda axes: draw_margins(axes, pairs),
+def drawings(pairs: list[Pair]) -> list[Drawing]:
+    """Returns the three drawings of held-out pairs."""
+    return [
+        Drawing(
+            "Margins of the held-out pairs",
             "Chosen minus rejected score of each pair. Left of 0 the model prefers the wrong completion.",
+            lambda axes: draw_margins(axes, pairs),
         ),
-        "Calibration": (
-            lambda axes: draw_calibration(axes, pairs),
+        Drawing(
+            "Calibration",
             "Confidence in the preferred completion against accuracy; larger dots are more pairs. Above the diagonal the model "
             "is underconfident, below it overconfident.",
+            lambda axes: draw_calibration(axes, pairs),
         ),
-        "Length bias": (
-            lambda axes: draw_lengths(axes, pairs),
+        Drawing(
+            "Length bias",
             "Each dot is a pair: how many tokens longer the chosen completion is, and its margin. A slope means that length itself "
             "is rewarded.",
+            lambda axes: draw_lengths(axes, pairs),
         ),
-    }
+    ]
 
 
 def picture(pairs: list[Pair], title: str) -> bytes:
     """Returns one of the drawings as a PNG."""
-    return plots.png([drawings(pairs)[title][0]])
+    return plots.png([one.draw for one in drawings(pairs) if one.title == title])
 
 
 def draw_margins(axes: Any, pairs: list[Pair]) -> None:

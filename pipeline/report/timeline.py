@@ -5,27 +5,23 @@ It is `timeline` of result.json (pipeline/ppo/timeline.py): the update of median
 
 from typing import Any
 
-from pipeline.report.panels import Panel
-from pipeline.report.plots import COLOURS, GRID, INK, Draw
+from pipeline.report.plots import COLOURS, GRID, INK, Drawing
 
-PANEL = Panel(
-    "An update of median length",
-    "",
-    {},
+TITLE = "An update of median length"
+NOTE = (
     "Who did what when. A rollout worker's bar is a chunk that it sampled and scored, named by the update that learns from it. Pale: "
-    "the trainer waits. Gaps are time without work.",
-    kind="timeline",
+    "the trainer waits. Gaps are time without work."
 )
 MOST_WORKERS = 8
 PHASES = {"rollout": 0, "score": 4, "values": 2, "update": 1, "evaluate": 3, "publish": 5}  # -> colour
 NARROW = 0.15  # share of the width; narrower bars have no name
 
 
-def curve(timeline: dict[str, Any] | None) -> Draw | None:
-    """Returns how to draw a timeline, or None if it is empty."""
+def drawings(timeline: dict[str, Any] | None) -> list[Drawing]:
+    """Returns the drawing of a timeline, or [] if it is empty."""
     if not timeline or not timeline.get("spans") or not timeline.get("seconds"):
-        return None
-    return lambda axes: draw(axes, timeline)
+        return []
+    return [Drawing(TITLE, NOTE, lambda axes: draw(axes, timeline))]
 
 
 def draw(axes: Any, timeline: dict[str, Any]) -> None:
@@ -35,7 +31,7 @@ def draw(axes: Any, timeline: dict[str, Any]) -> None:
     for span in spans:
         if span["who"] in rows:
             _bar(axes, span, rows[span["who"]], seconds, timeline.get("update"))
-    axes.set_title(PANEL.title + (f": update {timeline['update']}" if timeline.get("update") else ""))
+    axes.set_title(TITLE + (f": update {timeline['update']}" if timeline.get("update") else ""))
     axes.set_xlabel(
         "seconds" if len(rows) == len(names) else f"seconds; and {len(names) - len(rows)} more workers"
     )

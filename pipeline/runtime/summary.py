@@ -3,7 +3,7 @@
 from typing import Any
 
 from pipeline import registry, text
-from pipeline.config import OPERATORS, make, parse_gate
+from pipeline.config import make
 from pipeline.config.stages import STAGE, Figure
 from pipeline.errors import visible
 from pipeline.references import Ref
@@ -27,19 +27,20 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
     detail = print if one_of_several else terminal.say
     if result["samples"]:
         detail("\n" + sample_table(result["samples"][:SHOWN_SAMPLES]) + "\n")
-    metrics, gate = result["metrics"], dict(result["job"].get("gate") or {})
+    metrics = result["metrics"]
+    gate = {
+        metric: f"{f'gate {condition}':<14}{'passed' if holds else 'FAILED'}"
+        for metric, condition, _, holds in registry.conditions(result["job"].get("gate") or {}, metrics)
+    }
     figures = [figure for figure in STAGE[result["stage"]].headline if figure.after in metrics]
     for figure in figures:
-        line = text.row(
-            figure.label,
-            f"{change(metrics, figure):<22}{_condition(gate.get(figure.after), metrics, figure.after)}",
-        )
+        line = text.row(figure.label, f"{change(metrics, figure):<22}{gate.get(figure.after, '')}")
         shown = figure is figures[0] or figure.after in gate
         terminal.say(line.rstrip(), result=True) if shown else detail(line.rstrip())
         gate.pop(figure.after, None)
-    for metric in gate:
+    for metric, condition in gate.items():
         found = f"{metrics[metric]:.4g}" if metric in metrics else "missing"
-        terminal.say(text.row(metric, f"{found:<22}{_condition(gate[metric], metrics, metric)}"), result=True)
+        terminal.say(text.row(metric, f"{found:<22}{condition}"), result=True)
     for warning in filter(None, (how_it_ended(result), not_better(result))):
         terminal.say(f"  {warning}", result=True)
     if result["version"]:
@@ -59,15 +60,6 @@ def change(metrics: dict[str, float], figure: Figure) -> str:
     """Returns a metric before and after, for example 0.5465 -> 0.5104."""
     before = metrics.get(figure.before)
     return (f"{before:.4g} -> " if before is not None else "") + f"{metrics[figure.after]:.4g}"
-
-
-def _condition(condition: str | None, metrics: dict[str, float], metric: str) -> str:
-    """Returns a condition of the gate and whether the metric meets it, or "" if there is none."""
-    if condition is None:
-        return ""
-    symbol, threshold = parse_gate(condition)
-    holds = metric in metrics and OPERATORS[symbol](metrics[metric], threshold)
-    return f"{f'gate {condition}':<14}{'passed' if holds else 'FAILED'}"
 
 
 def not_better(result: dict[str, Any]) -> str | None:

@@ -275,7 +275,7 @@ def test_the_page_says_what_a_reader_looks_for(runs, store):
 
 
 def test_the_timeline_has_a_row_for_each_and_names_each_chunk_by_its_update(runs, store):
-    axes = plots.figure([timeline.curve(TIMELINE)]).axes[0]
+    axes = plots.figure([timeline.drawings(TIMELINE)[0].draw]).axes[0]
     rows = {
         label.get_text(): round(at)
         for at, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
@@ -285,7 +285,7 @@ def test_the_timeline_has_a_row_for_each_and_names_each_chunk_by_its_update(runs
     assert names["update 3"] == (pytest.approx(1.3), 2) and names["waiting"] == (pytest.approx(0.25), 0)
     ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
     assert len(ends) == 4 and max(ends) == axes.get_xlim()[1] == 2.0
-    assert timeline.curve({**TIMELINE, "spans": []}) is None
+    assert timeline.drawings({**TIMELINE, "spans": []}) == []
     assert "An update of median length" not in page_of(store, "one-rm")
 
 
@@ -652,7 +652,7 @@ def test_a_token_pair_as_text():
 @pytest.mark.parametrize("count", [1, 2, 600])
 def test_any_number_of_pairs_can_be_drawn(count):
     made = [pair(math.sin(i), longer=i % 5) for i in range(count)]
-    for title, (draw, note) in preferences.drawings(made).items():
+    for title, note, draw in preferences.drawings(made):
         assert preferences.picture(made, title).startswith(b"\x89PNG")
         assert plots.svg(draw, "x", note).startswith("<svg ")
 
