@@ -45,7 +45,7 @@ def run(job: Job) -> dict[str, Any]:
             outcome = train_in_workers(run.work, run.rows, train)
     finally:
         storage.remove(job.folder)
-    examined = outcome.samples[0]
+    examined = outcome["samples"][0]
     print("\n" + examined["table"] + "\n", flush=True)
     if wrong := [finding["check"] for finding in examined["findings"] if finding["holds"] is False]:
         raise Failure(f"{len(wrong)} of {len(examined['findings'])} checks failed: {'; '.join(wrong)}")

@@ -14,7 +14,6 @@ in float32 with the same greedy text and scores within 1e-5, in a shorter dtype 
 import gc
 import os
 import shutil
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -66,17 +65,7 @@ def export(job: Job) -> dict[str, Any]:
                 folder = storage.join(run.folder, name.removesuffix(".0"))
                 figures = write(host, name, folder) if job.args.merge else copy(host, name, folder)
                 exported[name.removesuffix(".0")] = {"folder": folder, **figures}
-        result = {
-            "stage": "export",
-            "name": run.job.run.name,
-            "folder": run.folder,
-            "exported": exported,
-            "inputs": run.work.inputs,
-            "seconds": round(time.monotonic() - run.started, 2),
-            "job": run.job.to_dict(),
-        }
-        storage.write_json(storage.join(run.folder, "result.json"), result)
-    return result
+        return run.finish(exported=exported)
 
 
 def write(host: Host, name: str, folder: str) -> dict[str, float]:

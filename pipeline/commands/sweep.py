@@ -176,14 +176,7 @@ def register(sweep: Sweep, best: dict[str, Any]) -> dict[str, Any]:
     """Registers the best trial's adapter, if the gate passes, and adds the version to the trial's result.json."""
     path = storage.join(best["folder"], "result.json")
     result = storage.read_json(path)
-    version = runs.publish_adapter(
-        sweep.job,
-        result["mlflow_run_id"],
-        result["adapter"],
-        result["metrics"],
-        result["inputs"].get("policy"),
-    )
-    facts = runs.described(version)
+    facts = runs.described(runs.publish(sweep.job, result))
     storage.write_json(path, result | facts)
     return facts
 

@@ -172,19 +172,11 @@ class WandB(Tracker):
             shutil.rmtree(self.local)
 
 
-class OtherTracker(NamedTuple):
-    """A tracker that `mlflow.also` may name."""
-
-    module: str  # the package to import
-    extra: str  # the extra of pyproject.toml that installs it
-    start: Callable[[Job, str], Tracker]  # (job, id of its MLflow run)
-
-
-TRACKERS = {
-    "tensorboard": OtherTracker(
-        "tensorboard", "tensorboard", lambda job, _: TensorBoard(storage.join(job.folder, "tensorboard"))
-    ),
-    "wandb": OtherTracker("wandb", "wandb", lambda job, run_id: WandB(run_id, job)),
+# What `mlflow.also` may name: a package, which is also the extra of pyproject.toml that installs it, and its tracker, from the
+# job and the id of its MLflow run.
+TRACKERS: dict[str, Callable[[Job, str], Tracker]] = {
+    "tensorboard": lambda job, _: TensorBoard(storage.join(job.folder, "tensorboard")),
+    "wandb": lambda job, run_id: WandB(run_id, job),
 }
 
 
@@ -295,7 +287,7 @@ class Curves:
     """Sends the metrics of one run to all trackers, each from a separate thread."""
 
     def __init__(self, job: Job, run_id: str):
-        others = [TRACKERS[name].start(job, run_id) for name in dict.fromkeys(job.mlflow.also)]
+        others = [TRACKERS[name](job, run_id) for name in dict.fromkeys(job.mlflow.also)]
         self.logs = [MetricLog(tracker) for tracker in (MLflowRun(tracking_uri(job), run_id), *others)]
 
     def log(self, metrics: dict[str, float], step: int, final: bool = False) -> None:
@@ -318,10 +310,10 @@ def check_trackers(job: Job) -> None:
         InputError: with the command to run.
     """
     for name in job.mlflow.also:
-        if importlib.util.find_spec(TRACKERS[name].module) is None:
+        if importlib.util.find_spec(name) is None:
             raise InputError(
                 f"found {name}, which is not installed here; run .venv/bin/pip install -c constraints.txt -e "
-                f'".[{TRACKERS[name].extra}]" (on every node), or remove it',
+                f'".[{name}]" (on every node), or remove it',
                 key="mlflow.also",
             )
     online = os.environ.get("WANDB_MODE", "online") == "online"

@@ -70,25 +70,11 @@ def _answer_rows(run: Run, verb: Verb) -> dict[str, Any]:
     fresh = complete(run.work, run.rows["train"], chosen, verb.load)
     path = storage.join(run.folder, verb.output)
     outcome = join(run.work, len(chosen), verb, path)
-    seconds = time.monotonic() - run.started
-    result = {
-        "stage": job.stage,
-        "name": job.run.name,
-        "folder": run.folder,
-        "output": path,
-        "rows": len(chosen),
-        "rows_done_now": fresh,
-        **outcome,
-        "inputs": run.work.inputs,
-        "data": {"digests": run.work.digests, "report": run.report.to_dict()},
-        "seconds": round(seconds, 2),
-        "job": job.to_dict(),
-    }
-    storage.write_json(storage.join(run.folder, "result.json"), result)
+    result = run.finish(output=path, rows=len(chosen), rows_done_now=fresh, **outcome, data=run.data())
     storage.remove(parts_folder(job))  # not before: without result.json the run is not finished
     figures = {**outcome["metrics"], **outcome["counts"]}
     print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in figures.items()))
-    print(f"   {len(chosen)} rows in {seconds:.0f} s  {path}", flush=True)
+    print(f"   {len(chosen)} rows in {result['seconds']:.0f} s  {path}", flush=True)
     return result
 
 

@@ -56,6 +56,24 @@ class Run:
     def folder(self) -> str:
         return self.work.job.folder
 
+    def data(self) -> dict[str, Any]:
+        """Returns what result.json says of the rows."""
+        return {"digests": self.work.digests, "report": self.report.to_dict()}
+
+    def finish(self, **more: Any) -> dict[str, Any]:
+        """Writes result.json: what every run has, and `more` of this one. From here on the run is finished."""
+        result = {
+            "stage": self.job.stage,
+            "name": self.job.run.name,
+            "folder": self.folder,
+            "inputs": self.work.inputs,
+            **more,
+            "seconds": round(time.monotonic() - self.started, 2),
+            "job": self.job.to_dict(),
+        }
+        storage.write_json(storage.join(self.folder, "result.json"), result)
+        return result
+
 
 # Before the title of a command; `rlhf` numbers its stages
 ALONE = "=="

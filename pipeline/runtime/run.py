@@ -11,7 +11,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pipeline import registry, text
@@ -29,24 +29,8 @@ from pipeline.runtime.worker import Worker, main
 from pipeline.system import console, prices, storage, terminal
 from pipeline.system.credentials import without_credentials
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the workers of a run left."""
-
-    metrics: dict[str, float]  # final
-    samples: list[dict[str, Any]]
-    adapter: str | None  # its folder in the checkpoint, or None if nothing was trained
-    checkpoint: str  # the last one
-    seconds: float
-    peak_memory: int  # bytes in the largest worker: GPU memory if it has a GPU, else resident memory
-    # Which step was kept and why training ended (best.outcome), and of ppo a typical update; empty if nothing was trained.
-    end: dict[str, Any]
-    usage: dict[str, Any]  # gpu, workers, and what the stage counted: see Worker.finish
-
-
-# What a stage registers or promotes: from the run and its outcome to a version, or None.
-Register = Callable[[Run, Outcome], registry.Version | None]
+# What a stage registers or promotes: from the job and what will be its result.json to a version, or None.
+Register = Callable[[Job, dict[str, Any]], registry.Version | None]
 # What a stage runs next to its workers while they train: its value is passed to each of them.
 Companion = Callable[[Work], contextlib.AbstractContextManager[Any]]
 
@@ -89,12 +73,15 @@ def launch(
             work = replace(run.work, run_id=run_id, sweep=sweep)
             with companion(work) if companion else contextlib.nullcontext() as running:
                 outcome = train_in_workers(work, run.rows, train, running)
-            version = (register or publish)(run, outcome)
-            result = describe(run, outcome, version)
-            if ended := how_it_ended(result):
-                registry.tag_run(registry.tracking_uri(run.job), run_id, "ended", ended)
-            storage.write_json(storage.join(run.folder, "result.json"), result)
-        return result
+            uri = registry.tracking_uri(run.job)
+            outcome |= {"mlflow_run_id": run_id, "tracking_uri": uri, "inputs": run.work.inputs}
+            version = (register or publish)(run.job, outcome)
+            if ended := how_it_ended(outcome):
+                registry.tag_run(uri, run_id, "ended", ended)
+            cost = cost_of(run.job, outcome.pop("usage"), outcome["train_seconds"])
+            return run.finish(
+                **outcome, **described(version), cost=cost, versions=lineage.versions(), data=run.data()
+            )
 
     return run_or_reuse(job, execute)
 
@@ -182,8 +169,8 @@ def failure_recorded(run: Run) -> Iterator[None]:
 
 def train_in_workers(
     work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, Any]], companion: Any = None
-) -> Outcome:
-    """Runs `train(worker)` in every worker; see on_ray.fit."""
+) -> dict[str, Any]:
+    """Runs `train(worker)` in every worker; see on_ray.fit. Returns the outcome (Worker.finish) and where it is."""
     from pipeline.on_ray.fit import fit
 
     job = work.job
@@ -196,22 +183,17 @@ def train_in_workers(
     started = time.monotonic()
     config = {"train": train, "work": work, "companion": companion}
     try:
-        left = fit(job, main, config, rows, companion)
+        outcome = fit(job, main, config, rows, companion)
     except Exception:
         _print_what_is_left(job)
         raise
     checkpoint = storage.join(job.folder, checkpoints.complete(job.folder)[-1])
     adapter = storage.join(checkpoint, "adapter")
-    return Outcome(
-        metrics=left["metrics"],
-        samples=left["samples"],
-        adapter=adapter if storage.exists(adapter) else None,
-        checkpoint=checkpoint,
-        seconds=time.monotonic() - started,
-        peak_memory=left["peak_memory"],
-        end={key: left[key] for key in ("kept", "ended", "timeline") if key in left},
-        usage=left["usage"],
-    )
+    return outcome | {
+        "checkpoint": checkpoint,  # the last one
+        "adapter": adapter if storage.exists(adapter) else None,  # None if nothing was trained
+        "train_seconds": round(time.monotonic() - started, 2),
+    }
 
 
 def _print_what_is_left(job: Job) -> None:
@@ -229,26 +211,20 @@ def _print_what_is_left(job: Job) -> None:
     )
 
 
-def publish(run: Run, outcome: Outcome) -> registry.Version | None:
-    """Registers the adapter that was trained; the alias moves to it if it has learned anything and the gate passes."""
-    if not outcome.adapter:
-        return None
-    assert run.mlflow_run_id
-    start = run.work.inputs.get("policy")
-    return publish_adapter(run.job, run.mlflow_run_id, outcome.adapter, outcome.metrics, start)
-
-
-def publish_adapter(
-    job: Job, run_id: str, adapter: str, metrics: dict[str, float], start: str | None
-) -> registry.Version | None:
-    """Registers the adapter that an MLflow run has trained. Returns None if the job names no registered model.
+def publish(job: Job, result: dict[str, Any]) -> registry.Version | None:
+    """Registers the adapter that was trained; the alias moves to it if it has learned anything and the gate passes.
 
     Args:
-        metrics: of the run; they decide the gate.
-        start: the policy that training began with, pinned, or None.
+        result: adapter, metrics, inputs and mlflow_run_id, as in result.json.
+
+    Returns:
+        None if nothing was trained, or the job names no registered model.
     """
     from pipeline.models import adapter_files
 
+    if not (adapter := result["adapter"]):
+        return None
+    start = result["inputs"].get("policy")
     with storage.local_copy(adapter) as folder:
         unchanged = None
         if not adapter_files.learned(folder, start and registry.fetch(start, registry.tracking_uri(job))):
@@ -261,45 +237,16 @@ def publish_adapter(
             return None
         facts = lineage.read(folder, adapter)
         print(f"registering {job.mlflow.registered_model}", flush=True)
-        return registry.publish(job, run_id, folder, metrics, facts, unchanged)
+        return registry.publish(job, result["mlflow_run_id"], folder, result["metrics"], facts, unchanged)
 
 
-def describe(run: Run, outcome: Outcome, version: registry.Version | None) -> dict[str, Any]:
-    """Returns the content of result.json, from which a script or the next stage learns what happened."""
-    return {
-        "stage": run.job.stage,
-        "name": run.job.run.name,
-        "folder": run.folder,
-        "metrics": outcome.metrics,
-        **outcome.end,
-        "samples": outcome.samples,
-        "checkpoint": outcome.checkpoint,
-        "adapter": outcome.adapter,
-        "mlflow_run_id": run.mlflow_run_id,
-        "tracking_uri": registry.tracking_uri(run.job),
-        **described(version),
-        "inputs": run.work.inputs,
-        "data": {"digests": run.work.digests, "report": run.report.to_dict()},
-        "seconds": round(time.monotonic() - run.started, 2),
-        "train_seconds": round(outcome.seconds, 2),
-        "peak_memory_bytes": outcome.peak_memory,
-        "cost": prices.of_run(
-            {**outcome.usage, "gpus": gpus_of(run.job, outcome.usage)},
-            outcome.seconds,
-            not placement.on_cluster(),
-        ),
-        "versions": lineage.versions(),
-        "job": run.job.to_dict(),
-    }
-
-
-def gpus_of(job: Job, usage: dict[str, Any]) -> float:
-    """Returns the GPUs of a run's workers and of all rollout workers that the job allows."""
-    if not usage["gpu"]:
-        return 0
-    rollout = job.rollout_config
-    sampling = rollout.workers[1] * placement.rollout_bundle(job).resources.get("GPU", 0)
-    return usage["workers"] * placement.bundles(job)[0].resources.get("GPU", 0) + sampling
+def cost_of(job: Job, usage: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Returns what a run cost: the GPUs of its workers and of all rollout workers that the job allows; see prices.of_run."""
+    gpus = 0.0
+    if usage["gpu"]:
+        sampling = job.rollout_config.workers[1] * placement.rollout_bundle(job).resources.get("GPU", 0)
+        gpus = usage["workers"] * placement.bundles(job)[0].resources.get("GPU", 0) + sampling
+    return prices.of_run({**usage, "gpus": gpus}, seconds, not placement.on_cluster())
 
 
 def described(version: registry.Version | None) -> dict[str, Any]:

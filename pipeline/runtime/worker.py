@@ -299,10 +299,13 @@ class Worker(Host):
             facts: more entries of lineage.json, e.g. the reward's mean and standard deviation.
             samples: prompts with completions before and after, for result.json.
             tables: rows for the report, saved as NAME.json next to the adapter.
+
+        Returns:
+            What result.json says of the training, and `usage`, of which its cost is made.
         """
         # PPO resets the system's peak at each phase and keeps the highest (GiB).
         peak = max(peak_memory(), int(metrics.get("memory/peak", 0.0) * 2**30))
-        outcome = {"metrics": metrics, "samples": samples or [], "peak_memory": peak, **self.end}
+        outcome = {"metrics": metrics, "samples": samples or [], "peak_memory_bytes": peak, **self.end}
         outcome["usage"] = {"gpu": self._gpu(), "workers": self.world, **self.usage}
         final = os.path.join(self.scratch, "final")
         if self.rank == 0:

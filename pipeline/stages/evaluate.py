@@ -16,8 +16,7 @@ from typing import Any
 from pipeline import registry
 from pipeline.config import Job
 from pipeline.runtime import resume
-from pipeline.runtime.preparation import Run
-from pipeline.runtime.run import Outcome, launch
+from pipeline.runtime.run import launch
 from pipeline.runtime.summary import best_of_n_table, probes_table, subsets_table
 from pipeline.runtime.worker import Worker
 from pipeline.system import storage, terminal
@@ -44,10 +43,10 @@ def _tables(evaluation: dict[str, Any]) -> Iterator[str]:
         yield best_of_n_table(evaluation["best_of_n"])
 
 
-def promote(run: Run, outcome: Outcome) -> registry.Version | None:
+def promote(job: Job, result: dict[str, Any]) -> registry.Version | None:
     """Moves the alias to the version that was evaluated, if the job has a gate and the figures pass it."""
-    judged = run.work.inputs.get("policy") or run.work.inputs.get("reward.0")
-    return registry.promote(run.job, judged, outcome.metrics) if run.job.gate and judged else None
+    judged = result["inputs"].get("policy") or result["inputs"].get("reward.0")
+    return registry.promote(job, judged, result["metrics"]) if job.gate and judged else None
 
 
 def train(worker: Worker) -> dict[str, Any]:

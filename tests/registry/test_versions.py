@@ -15,9 +15,7 @@ from pipeline import registry
 from pipeline.errors import InputError
 from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
-from pipeline.runtime.host import Work
-from pipeline.runtime.preparation import Run
-from pipeline.runtime.run import Outcome, publish
+from pipeline.runtime.run import publish
 from pipeline.system import storage
 
 
@@ -99,12 +97,11 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
     else:
         shutil.copytree(tmp_path / "policy", tmp_path / "unchanged")
     for name, alias in (("unchanged", None), ("other", "champion")):
-        work = Work(job, None, {}, {}, {}, "", inputs={"policy": str(tmp_path / "policy")} if start else {})
-        outcome = Outcome({"eval_loss": 0.0}, [], str(tmp_path / name), "", 0.0, 0, {}, {})
+        inputs = {"policy": str(tmp_path / "policy")} if start else {}
+        result = {"metrics": {"eval_loss": 0.0}, "adapter": str(tmp_path / name), "inputs": inputs}
         with registry.mlflow_run(job, {}, new_run=True) as run_id:
-            run = Run(work, {}, None, 0.0, mlflow_run_id=run_id)
             lineage.write(str(tmp_path / name), LINEAGE)
-            version = publish(run, outcome)
+            version = publish(job, result | {"mlflow_run_id": run_id})
         assert version.alias == alias
         said = capsys.readouterr().out
         assert ("nothing was learned: after training the adapter equals" in said) == (alias is None)
