@@ -1,15 +1,15 @@
 # syntax=docker/dockerfile:1
-# One image for a laptop, SkyPilot, Hugging Face Jobs and KubeRay, on a CPU or with CUDA. In the repository's folder:
+# One image for a laptop, `ray up`, Hugging Face Jobs and KubeRay, on a CPU or with CUDA. In the repository's folder:
 #   docker build -t rlhf .                                 or: --build-arg VARIANT=cuda -t rlhf:cuda
 #   docker run --rm rlhf                                   the demo; `docker run --rm -it rlhf bash` looks around
 # The digest is that of the tag in the record of Docker's official images (docker-library/repo-info, 2026-08-25).
 FROM python:3.11-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b
 ARG VARIANT=cpu
 
-# make: the demo; wget: KubeRay's probes; curl and rsync: `ray up` and start-node.sh; gcc: Triton compiles a launcher on a GPU.
+# make: the demo; wget: KubeRay's probes; curl, rsync and ssh: `ray up` and start-node.sh; gcc: Triton compiles a launcher.
 # hadolint ignore=DL3008,SC2046
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends curl make procps rsync wget \
+    && apt-get install -y --no-install-recommends curl make openssh-client procps rsync wget \
        $([ "$VARIANT" != cuda ] || echo gcc libc6-dev) \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 --gid users --shell /bin/bash ray
@@ -29,6 +29,8 @@ RUN pip install --no-cache-dir --root-user-action ignore --no-deps --no-build-is
     && chown -R ray:users .
 
 USER 1000
+# `ray up` reads the home from here, and NVIDIA's container runtime which GPUs a container gets.
+ENV HOME=/home/ray NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 # A server has to answer; anything else is healthy while it runs.
 # hadolint ignore=DL3025
 HEALTHCHECK --interval=30s --start-period=180s \

@@ -99,7 +99,7 @@ def test_its_test_script_passes(tmp_path):
     environment = os.environ | {
         "PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "REPOSITORY": str(ROOT), "MODEL": "jobs/demo/model", "STORAGE": str(tmp_path), "MLFLOW_PORT": str(mlflow),
-        "CLUSTER": f"http://127.0.0.1:{dashboard}", "DEMO_ARGS": SHORT, "ARGS": f"{SHORT} data.batch_size=16",
+        "CLUSTER": f"http://127.0.0.1:{dashboard}", "DEMO_ARGS": SHORT, "ARGS": SHORT,
     }  # fmt: skip
     for name in ("PYTHONPATH", "RAY_ADDRESS", "MLFLOW_TRACKING_URI"):
         environment.pop(name, None)
