@@ -125,10 +125,12 @@ class Episodes:
     sampler_logprobs: Tensor  # (B, R) as the engine reported them
     # (B,) float64: weighted sum of the rewards' scores, clipped, less the penalty for truncation
     scores: Tensor
+    greedy_scores: Tensor  # (B,) of the greedy completion to each row's prompt, for estimators that read it
     old_logprobs: Tensor  # (B, R) of the policy before this update, by the trainer
     ref_logprobs: Tensor  # (B, R) of the reference
     values: Tensor  # (B, R) of the critic, before each action
     bootstrap: Tensor  # (B,) value after the last action of a truncated completion; 0 after an end
+    rewards: Tensor  # (B, R) of each action: the KL penalty, and the score on the last
     advantages: Tensor  # (B, R)
     returns: Tensor  # (B, R)
     learn: Tensor  # (B, R) bool: the actions of `mask` that enter the loss
@@ -205,10 +207,12 @@ def collate(
         mask=mask,
         sampler_logprobs=torch.tensor(sampler_logprobs, device=device),
         scores=row_zeros.clone(),
+        greedy_scores=row_zeros.clone(),
         old_logprobs=zeros.clone(),
         ref_logprobs=zeros.clone(),
         values=zeros.clone(),
         bootstrap=row_zeros.clone(),
+        rewards=zeros.clone(),
         advantages=zeros.clone(),
         returns=zeros.clone(),
         learn=mask.clone(),

@@ -35,18 +35,11 @@ VALUE_STATS = ("loss/value_avg", "val/clipfrac_avg")
 
 
 @torch.no_grad()
-def fill_advantages(
-    args: PPOConfig,
-    config: RolloutConfig,
-    episodes: Episodes,
-    kl_coef: float,
-    greedy_scores: Tensor | None = None,
-) -> Tensor:
-    """Fills `advantages` and `returns` of the episodes. Returns the token rewards (B, R).
+def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, kl_coef: float) -> None:
+    """Fills `rewards`, `advantages` and `returns` of the episodes.
 
     Args:
         kl_coef: KL coefficient of this update.
-        greedy_scores: (B,) score of the greedy completion to each row's prompt, for estimators that read it.
     """
     estimator, mask = args.estimator, episodes.mask
     # Groups compare scores with each other: in fp32 the mean of equal scores may be another number than they are.
@@ -60,36 +53,23 @@ def fill_advantages(
     if args.whiten_rewards:
         # Keep the mean: shifting it would reward or punish length.
         rewards = whiten(rewards, mask, shift_mean=False, all_reduce=all_reduce)
-    advantages = estimate_advantages(args, rewards, episodes.values, mask, bootstrap, greedy_scores)
+    episodes.rewards = rewards
+    advantages = estimate_advantages(args, episodes, bootstrap)
     episodes.returns = (advantages + episodes.values).where(mask, 0.0)
     if args.whitens_advantages:
         advantages = whiten(advantages, episodes.learn, all_reduce=all_reduce)
     if config.corrects is not None:
         advantages = advantages * off_policy_ratios(config, episodes)
     episodes.advantages = advantages
-    return rewards
 
 
-def estimate_advantages(
-    args: PPOConfig,
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    bootstrap: Tensor,
-    greedy_scores: Tensor | None = None,
-) -> Tensor:
+def estimate_advantages(args: PPOConfig, episodes: Episodes, bootstrap: Tensor) -> Tensor:
     """Returns the advantages (B, R) by the estimator of `args`, not whitened, and 0 off the mask; see estimators.py.
 
     Raises:
         Failure: if an estimator of the job's own returns another shape.
     """
-    known = {
-        "rewards": rewards,
-        "mask": mask,
-        "values": values,
-        "bootstrap": bootstrap,
-        "greedy_scores": greedy_scores,
-    }
+    mask, known = episodes.mask, {**vars(episodes), "bootstrap": bootstrap}
     advantages = estimators.call(args.estimator.formula, args, known)
     if getattr(advantages, "shape", None) != mask.shape:
         found = getattr(advantages, "shape", type(advantages).__name__)

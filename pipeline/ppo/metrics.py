@@ -14,7 +14,7 @@ from pipeline.ppo.rollout_config import RolloutConfig
 
 @torch.no_grad()
 def episode_metrics(
-    args: PPOConfig, episodes: Episodes, rewards: Tensor, raw: dict[str, list[float]], kl_coef: float
+    args: PPOConfig, episodes: Episodes, raw: dict[str, list[float]], kl_coef: float
 ) -> dict[str, float]:
     """Metrics of rollout, scores and values.
 
@@ -23,7 +23,6 @@ def episode_metrics(
     `val/sampler_drift` is the mean |sampler's log-prob - trainer's| per token, in nats.
 
     Args:
-        rewards: (B, R), the token rewards.
         raw: each reward's own scores, by its name.
         kl_coef: KL coefficient of this update.
     """
@@ -33,7 +32,7 @@ def episode_metrics(
         "objective/kl": kl,
         "objective/entropy": -episodes.old_logprobs.where(mask, 0.0).sum(-1),
         "objective/non_score_reward": -kl_coef * kl,
-        "objective/rlhf_reward": rewards.where(mask, 0.0).sum(-1),
+        "objective/rlhf_reward": episodes.rewards.where(mask, 0.0).sum(-1),
         "objective/scores": episodes.scores.float(),
         "val/num_eos_tokens": episodes.ended.float() * args.batch_size,
         "completions/mean_length": episodes.counts.float(),

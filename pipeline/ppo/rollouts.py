@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -116,6 +116,9 @@ class Rollout:
     chunks: list[Chunk]
     sampled: list[Sampled]  # of each chunk
     episodes: Episodes
+    raw: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # each reward's scores of the episodes, by its name
 
 
 class Rollouts:

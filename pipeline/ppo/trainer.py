@@ -178,28 +178,16 @@ class PPOTrainer:
     def run_update(self) -> dict[str, float]:
         """Runs one update, from prompts to metrics. Returns the metrics."""
         args = self.args
-        with self.phases("rollout"):
-            rollout = self.rollout()
+        rollout, kl_coef = self.make_experience(), self.kl_coef
         episodes = rollout.episodes
-        with self.phases("score"):
-            raw = self.score(rollout)
-            greedy_scores = self.greedy_scores(rollout)
-        with self.phases("values"):
-            self.reference_logprobs(rollout)
-            self.logprobs_and_values(episodes)
-        if self.versions and self.rollouts.workers:
-            part = (self.versions, self.update, rollout.chunks, rollout.sampled)
-            require([checks.sampled_by_its_version(self, *part)])
-        kl_coef = self.kl_coef
-        rewards = self.rewards_and_advantages(episodes, greedy_scores)
         if self.update == 0:
-            require(checks.check(self, episodes, rewards, greedy_scores))
+            require(checks.check(self, episodes))
             sums = checks.sums_of(self)
         with self.phases("update"):
             learning_metrics = self.learn(episodes, policy=self.update >= args.critic_warmup_steps)
         if self.update == 0:
             require([checks.ranks_learned_equally(self, sums, learning_metrics)])
-        metrics = episode_metrics(args, episodes, rewards, raw, kl_coef) | learning_metrics
+        metrics = episode_metrics(args, episodes, rollout.raw, kl_coef) | learning_metrics
         metrics |= {"objective/kl_coef": kl_coef, "lr": self.scheduler.get_last_lr()[0]}
         metrics |= self.off_policy_metrics(episodes)
 
@@ -242,6 +230,21 @@ class PPOTrainer:
 
     # --------------------------------------------------------------------------------- rollout and scores
 
+    def make_experience(self) -> Rollout:
+        """Returns the next update's rollout, with all that is known of its episodes before the policy learns."""
+        with self.phases("rollout"):
+            rollout = self.rollout()
+        with self.phases("score"):
+            self.score(rollout)
+        with self.phases("values"):
+            self.reference_logprobs(rollout)
+            self.logprobs_and_values(rollout.episodes)
+        if self.versions and self.rollouts.workers:
+            part = (self.versions, self.update, rollout.chunks, rollout.sampled)
+            require([checks.sampled_by_its_version(self, *part)])
+        self.rewards_and_advantages(rollout.episodes)
+        return rollout
+
     def rollout(self) -> Rollout:
         """Returns `num_generations` completions to each prompt of this worker's share of the next update."""
         chunks, sampled = self.rollouts.chunks_for(self.update)
@@ -278,38 +281,29 @@ class PPOTrainer:
             for number, places in enumerate(split_into_chunks([len(ids) for ids in prompt_ids], size, n))
         ]
 
-    def score(self, rollout: Rollout) -> dict[str, list[float]]:
-        """Fills `scores`, and `learn` if truncated completions are excluded. Returns each reward's raw scores by name."""
+    def score(self, rollout: Rollout) -> None:
+        """Fills the raw scores, `scores`, `greedy_scores`, and `learn` if truncated completions are excluded."""
         episodes = rollout.episodes
-        raw = {reward.name: [0.0] * len(episodes) for reward in self.rewards}
+        rollout.raw = raw = {reward.name: [0.0] * len(episodes) for reward in self.rewards}
         for chunk, sampled in zip(rollout.chunks, rollout.sampled, strict=True):
             if sampled.raw is None:
                 self.sampler.score(chunk, sampled)
+            rows = rows_of(chunk)
             for name, scores in (sampled.raw or {}).items():
-                for row, score in zip(rows_of(chunk), scores, strict=True):
+                for row, score in zip(rows, scores, strict=True):
                     raw[name][row] = score
-        total = combined(self.rewards, raw, self.args.normalize_rewards)
-        scores = self._clip_and_penalise(total, episodes.ended.tolist())
-        episodes.scores = torch.tensor(scores, device=self.device, dtype=torch.float64)
+            if (greedy := sampled.greedy) and greedy.raw:
+                paid = self._paid(greedy.raw, [completion.ended for completion in greedy.completions])
+                of_prompts = torch.tensor(paid, device=self.device)
+                episodes.greedy_scores[rows] = of_prompts.repeat_interleave(chunk.generations)
+        paid = self._paid(raw, episodes.ended.tolist())
+        episodes.scores = torch.tensor(paid, device=self.device, dtype=torch.float64)
         if self.args.mask_truncated_completions:
             episodes.learn = episodes.mask & episodes.ended.unsqueeze(-1)
-        return raw
 
-    def greedy_scores(self, rollout: Rollout) -> Tensor | None:
-        """Returns the score (B,) of the greedy completion to each episode's prompt, or None if no estimator reads it."""
-        if not self.args.estimator.needs_greedy:
-            return None
-        baseline = torch.zeros(len(rollout.episodes), device=self.device)
-        for chunk, sampled in zip(rollout.chunks, rollout.sampled, strict=True):
-            assert sampled.greedy and sampled.greedy.raw
-            total = combined(self.rewards, sampled.greedy.raw, self.args.normalize_rewards)
-            ended = [completion.ended for completion in sampled.greedy.completions]
-            scores = torch.tensor(self._clip_and_penalise(total, ended), device=self.device)
-            baseline[rows_of(chunk)] = scores.repeat_interleave(chunk.generations)
-        return baseline
-
-    def _clip_and_penalise(self, scores: list[float], ended: list[bool]) -> list[float]:
-        """Returns scores clipped, then minus the penalty for truncation, which clipping would otherwise hide."""
+    def _paid(self, raw: dict[str, list[float]], ended: list[bool]) -> list[float]:
+        """Returns weighted sums, clipped, then minus the penalty for truncation, which clipping would otherwise hide."""
+        scores = combined(self.rewards, raw, self.args.normalize_rewards)
         limit, penalty = self.args.reward_clip, self.args.missing_eos_penalty or 0.0
         clipped = scores if limit is None else [min(max(s, -limit), limit) for s in scores]
         return [s if e else s - penalty for s, e in zip(clipped, ended, strict=True)]
@@ -335,7 +329,7 @@ class PPOTrainer:
             width = part.mask.shape[1]
             states = forward.states(self.shared, "policy", part)
             # Not the sampler's, which differ from the training forward by rounding: the first ratio must be 1.
-            episodes.old_logprobs[rows, :width] = self.logprobs("policy", part, states=states)[0]
+            episodes.old_logprobs[rows, :width] = self.sampler.logprobs("policy", part, states=states)[0]
             if self.args.uses_critic:
                 values, last_value = self.values(part, None if self.args.has_critic_adapter else states)
                 values, last_value = (v * self.moments.std + self.moments.mean for v in (values, last_value))
@@ -348,12 +342,6 @@ class PPOTrainer:
         """Returns True if the training forward gives this update's old log-probs. The first update is checked, so it does not."""
         return self.args.learns_in_one_forward and self.update > 0 and not self.rollout_config.corrects
 
-    def logprobs(
-        self, role: str | None, part: Episodes, entropy: bool = False, states: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probs (B, R) of the actions by a role, and their entropies; see `Sampler.logprobs`."""
-        return self.sampler.logprobs(role, part, entropy, states)
-
     def values(self, part: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the critic's values (B, R) before each action, at the position of its log-prob, and (B,) after the last.
 
@@ -364,9 +352,9 @@ class PPOTrainer:
         values = self.shared.head("critic", states)
         return values[:, :-1], values[:, -1]
 
-    def rewards_and_advantages(self, episodes: Episodes, greedy_scores: Tensor | None) -> Tensor:
-        """Fills `advantages` and `returns` of the episodes. Returns the token rewards (B, R)."""
-        return losses.fill_advantages(self.args, self.rollout_config, episodes, self.kl_coef, greedy_scores)
+    def rewards_and_advantages(self, episodes: Episodes) -> None:
+        """Fills `rewards`, `advantages` and `returns` of the episodes."""
+        losses.fill_advantages(self.args, self.rollout_config, episodes, self.kl_coef)
 
     def off_policy_metrics(self, episodes: Episodes) -> dict[str, float]:
         """Returns metrics of the ratios after `learn`, which may fill old log-probs, or {} without staleness and correction."""
@@ -452,7 +440,7 @@ class PPOTrainer:
                 with torch.set_grad_enabled(policy):
                     states = forward.states(self.shared, "policy", part)
             if policy:
-                logprobs, entropy = self.logprobs("policy", part, args.entropy_coef > 0, states)
+                logprobs, entropy = self.sampler.logprobs("policy", part, args.entropy_coef > 0, states)
                 if self.old_from_training:
                     part.old_logprobs = logprobs.detach()
                     episodes.old_logprobs[micro_batch, : part.mask.shape[1]] = part.old_logprobs

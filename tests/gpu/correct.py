@@ -104,7 +104,7 @@ def _one_minibatch(device: torch.device) -> dict[str, torch.Tensor]:
     trainer.logprobs_and_values(episodes)
     logprobs, values = episodes.old_logprobs.clone(), episodes.values.clone()
     episodes.ref_logprobs = logprobs - 0.1
-    trainer.rewards_and_advantages(episodes, None)
+    trainer.rewards_and_advantages(episodes)
     trainer.accumulate(episodes, [0, 1, 2, 3], Totals.of(episodes.learn), True)
     gradients = {f"gradient of the {role}": doctor._flat(trainer, role) for role in trainer.roles}
     return {"log-probs": logprobs, "values": values, **gradients}

@@ -17,20 +17,18 @@ from pipeline.ppo.rollout_config import RolloutConfig
 def test_score_once_at_the_last_action_and_kl_on_every_action():
     trainer = toy.trainer(kl_coef=0.1, check_reference=False)
     episodes = toy.first_episodes(trainer, spread=0.2)
-    rewards = trainer.rewards_and_advantages(episodes, None)
     kl = episodes.old_logprobs - episodes.ref_logprobs
-    paid = rewards + 0.1 * kl
+    paid = episodes.rewards + 0.1 * kl
     at = torch.zeros_like(paid)
     at[torch.arange(16), episodes.counts - 1] = episodes.scores.float()
     toy.in_some_rows(episodes.counts == episodes.mask.shape[1])
     torch.testing.assert_close(paid * episodes.mask, at, atol=1e-6, rtol=0)
-    assert (rewards[~episodes.mask] == 0).all() and (kl[episodes.mask] != 0).all()
+    assert (episodes.rewards[~episodes.mask] == 0).all() and (kl[episodes.mask] != 0).all()
 
 
 def first_and_last_advantage(**changes):
     trainer = toy.trainer(kl_coef=0.0, lam=0.0, whiten_advantages=False, **changes)
     episodes = toy.first_episodes(trainer)
-    trainer.rewards_and_advantages(episodes, None)
     toy.in_some_rows(episodes.ended)
     last = torch.arange(16), episodes.counts - 1
     return episodes, episodes.advantages[last] + episodes.values[last]
@@ -58,11 +56,13 @@ def test_gae_skips_padding_and_returns_are_made_before_whitening():
     trainer = toy.trainer(lam=0.95, gamma=0.99)
     episodes = toy.first_episodes(trainer)
     episodes.values[~episodes.mask] = 7.0  # garbage where there is no action
-    rewards = trainer.rewards_and_advantages(episodes, None)
-    expected = torch.zeros_like(rewards)
+    trainer.rewards_and_advantages(episodes)
+    expected = torch.zeros_like(episodes.rewards)
     for b, n in enumerate(episodes.counts.tolist()):
         row = torch.ones(1, n)
-        expected[b, :n] = gae(rewards[b : b + 1, :n], episodes.values[b : b + 1, :n], row, 0.99, 0.95)[0][0]
+        expected[b, :n] = gae(
+            episodes.rewards[b : b + 1, :n], episodes.values[b : b + 1, :n], row, 0.99, 0.95
+        )[0][0]
     torch.testing.assert_close(episodes.returns, (expected + episodes.values).where(episodes.mask, 0.0))
     torch.testing.assert_close(episodes.advantages, whiten(expected, episodes.mask))
 
@@ -70,7 +70,6 @@ def test_gae_skips_padding_and_returns_are_made_before_whitening():
 def test_advantages_are_whitened_over_the_batch_of_all_workers(monkeypatch):
     trainer = toy.trainer()
     episodes = toy.first_episodes(trainer)
-    trainer.rewards_and_advantages(episodes, None)
     chosen = episodes.advantages[episodes.mask]
     assert chosen.mean().abs() < 1e-6 and chosen.std() == pytest.approx(1, rel=1e-5)
     doubled = []
@@ -78,7 +77,7 @@ def test_advantages_are_whitened_over_the_batch_of_all_workers(monkeypatch):
     # a twin with the same share
     monkeypatch.setattr(losses, "all_reduce", lambda x: doubled.append(x) or 2 * x)
     alone = episodes.advantages
-    trainer.rewards_and_advantages(episodes, None)
+    trainer.rewards_and_advantages(episodes)
     n = int(episodes.mask.sum())
     torch.testing.assert_close(episodes.advantages * math.sqrt((2 * n) / (2 * n - 1) * (n - 1) / n), alone)
     assert len(doubled) == 2
@@ -87,8 +86,9 @@ def test_advantages_are_whitened_over_the_batch_of_all_workers(monkeypatch):
 def test_whitened_rewards_keep_their_mean():
     plain, whitened = toy.trainer(kl_coef=0.5), toy.trainer(kl_coef=0.5, whiten_rewards=True)
     episodes = toy.first_episodes(plain)
-    before = plain.rewards_and_advantages(episodes, None)[episodes.mask]
-    after = whitened.rewards_and_advantages(episodes, None)[episodes.mask]
+    before = episodes.rewards[episodes.mask]
+    whitened.rewards_and_advantages(episodes)
+    after = episodes.rewards[episodes.mask]
     assert after.mean().item() == pytest.approx(before.mean().item(), rel=1e-4) and before.mean().abs() > 0.01
     assert after.std().item() == pytest.approx(1, rel=1e-3)
 
@@ -103,14 +103,7 @@ def test_what_a_sampler_of_other_precision_drew_is_weighed(limit, weight):
 
     def advantages(**changes):
         shared = toy.shared_base()
-        trainer = toy.trainer(shared, decoder=Off(shared), **changes)
-        rollout = trainer.rollout()
-        episodes = rollout.episodes
-        trainer.score(rollout)
-        trainer.reference_logprobs(rollout)
-        trainer.logprobs_and_values(episodes)
-        trainer.rewards_and_advantages(episodes, None)
-        return episodes
+        return toy.trainer(shared, decoder=Off(shared), **changes).make_experience().episodes
 
     plain, weighed = advantages(), advantages(rollout=RolloutConfig(correction="token", correction_cap=limit))
     assert torch.allclose(weighed.advantages, plain.advantages * weight, rtol=1e-4)
@@ -131,7 +124,6 @@ def test_equal_scores_have_no_advantage(settings, score):
     trainer = toy.trainer(reward=lambda completions: [score] * len(completions), kl_coef=0.0, **settings)
     trainer.run_update()  # the self-check agrees
     episodes = toy.first_episodes(trainer)
-    trainer.rewards_and_advantages(episodes, None)
     assert (episodes.advantages == 0).all()
 
 
@@ -144,7 +136,6 @@ def test_scores_that_fp32_does_not_tell_apart_are_compared():
         local_rollout_forward_batch_size=16,
     )
     episodes = toy.first_episodes(trainer)
-    trainer.rewards_and_advantages(episodes, None)
     expected = 0.5 / (math.sqrt(8 * 0.25 / 7) + 1e-4)
     assert episodes.advantages[:, 0].abs().tolist() == pytest.approx([expected] * 16)
 

@@ -71,7 +71,6 @@ def test_a_job_brings_its_own_formula(mine):
     trainer = toy.trainer(advantage_estimator=f"{mine}best_of_group", num_generations=4)
     assert not trainer.args.uses_critic and trainer.roles == ["policy"]
     episodes = toy.first_episodes(trainer)
-    trainer.rewards_and_advantages(episodes, None)
     assert set(episodes.advantages[episodes.mask].unique().tolist()) == {0.0, 1.0}
     assert len(trainer.train()) == trainer.total
     with pytest.raises(SettingError, match="2 or more: python:own_formulas:best_of_group compares"):

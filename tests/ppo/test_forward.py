@@ -13,7 +13,6 @@ GROUPS = dict(num_generations=8, batch_size=32, total_episodes=64)
 def gradients(trainer):
     """The gradient of one minibatch of all episodes, and the tokens that went through the base for it."""
     episodes = toy.first_episodes(trainer)
-    trainer.rewards_and_advantages(episodes, None)
     tokens, states = [], trainer.shared.states
     trainer.shared.states = lambda role, batch: tokens.append(batch.input_ids.numel()) or states(role, batch)
     trainer.accumulate(episodes, list(range(len(episodes))), Totals.of(episodes.learn), policy=True)
@@ -60,7 +59,7 @@ def forwards(**settings):
     trainer.score(rollout)
     trainer.reference_logprobs(rollout)
     trainer.logprobs_and_values(rollout.episodes)
-    trainer.rewards_and_advantages(rollout.episodes, None)
+    trainer.rewards_and_advantages(rollout.episodes)
     trainer.learn(rollout.episodes)
     return len(calls)
 

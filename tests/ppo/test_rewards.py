@@ -184,9 +184,8 @@ def test_reward_functions_get_text_and_the_datas_columns():
         return [float(len(text)) for text in completions]
 
     trainer = toy.trainer(reward=[FunctionReward(reward, weight=3.0), FunctionReward(slow, weight=0.5)])
-    rollout = trainer.rollout()
+    rollout = trainer.make_experience()
     episodes, samples = rollout.episodes, toy.samples_of(trainer, rollout)
-    trainer.score(rollout)
     assert seen["prompts"] == [f"question {a}" for a in seen["answer"]]
     assert set(seen["columns"]) == {"completion_ids", "seeds"}
     assert seen["completions"][0] == toy.Tokenizer().decode(samples.completion_ids[0])
@@ -216,8 +215,7 @@ def test_a_reward_that_raises_stops_the_run_and_shows_the_row():
 def test_a_reward_adapter_reads_the_last_token_whatever_the_batch():
     shared = toy.shared_base()
     trainer = toy.trainer(shared, reward=AdapterReward(shared, rows=3))
-    rollout = trainer.rollout()
-    trainer.score(rollout)
+    rollout = trainer.make_experience()
     episodes, samples = rollout.episodes, toy.samples_of(trainer, rollout)
     for i in (0, 7, 15):
         text = torch.tensor([samples.prompt_ids[i] + samples.completion_ids[i]])
@@ -260,9 +258,9 @@ def test_rewards_are_normalised_by_the_constants_of_their_version():
     reward = FunctionReward(toy.low, mean=0.25, std=0.5, weight=2.0)
     for normalize, expected in ((True, lambda s: 2 * (s - 0.25) / 0.5), (False, lambda s: 2 * s)):
         trainer = toy.trainer(reward=reward, normalize_rewards=normalize)
-        rollout = trainer.rollout()
-        episodes, raw = rollout.episodes, trainer.score(rollout)["low"]
-        assert episodes.scores.tolist() == pytest.approx([expected(s) for s in raw], abs=1e-6)
+        rollout = trainer.make_experience()
+        paid = [expected(score) for score in rollout.raw["low"]]
+        assert rollout.episodes.scores.tolist() == pytest.approx(paid, abs=1e-6)
 
 
 def test_rows_that_are_scored_side_by_side_keep_their_order():

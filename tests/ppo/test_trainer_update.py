@@ -21,7 +21,6 @@ GSPO = dict(
 def test_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
     trainer = toy.trainer()
     episodes = toy.first_episodes(trainer)
-    trainer.rewards_and_advantages(episodes, None)
     stats = trainer.accumulate(episodes, list(range(16)), Totals.of(episodes.mask), True)
     assert stats["val/ratio"].item() == pytest.approx(1, abs=1e-5)
     episodes.sampler_logprobs += 3.0  # the sampler's own do not enter the ratio
@@ -49,14 +48,14 @@ def test_log_probs_and_values_are_shifted_together():
     part = collate([[5, 6, 7]], completion, [0], 0, torch.device("cpu"))
     other = collate([[5, 6, 7]], [Completion([9, 8, 7, 50], True, [0.0] * 4)], [0], 0, torch.device("cpu"))
     with torch.no_grad():
-        a, b = trainer.logprobs("policy", part)[0][0], trainer.logprobs("policy", other)[0][0]
+        a, b = trainer.sampler.logprobs("policy", part)[0][0], trainer.sampler.logprobs("policy", other)[0][0]
         assert torch.equal(a[:3], b[:3]) and a[3] != b[3]
         (values, after), (values2, after2) = trainer.values(part), trainer.values(other)
         assert torch.equal(values, values2) and after != after2
         everywhere = toy.values(trainer.shared, "critic", part.input_ids)[0]
         torch.testing.assert_close(torch.cat([values[0], after]), everywhere[2:])
         logits = trainer.shared.logits(trainer.shared.hidden(None, part.input_ids))[0]
-        bare = trainer.logprobs(None, part)[0][0]
+        bare = trainer.sampler.logprobs(None, part)[0][0]
     assert bare.tolist() == pytest.approx(
         [logits.log_softmax(-1)[2 + t, [9, 8, 7, 6][t]].item() for t in range(4)], abs=1e-5
     )
@@ -65,7 +64,6 @@ def test_log_probs_and_values_are_shifted_together():
 def test_value_loss_is_clipped_against_the_values_of_the_rollout():
     trainer = toy.trainer(cliprange_value=0.05)
     episodes = toy.first_episodes(trainer)
-    trainer.rewards_and_advantages(episodes, None)
     for parameter in trainer.shared.parameters_of("critic"):
         parameter.data += 0.05 * torch.randn_like(parameter)
     new, _ = trainer.values(episodes)
@@ -105,11 +103,10 @@ def test_policy_loss_kl_and_entropy_are_aggregated_alike(aggregation):
     """Against a loop over completions; those that are cut off are out of the loss and of what it is divided by."""
     trainer = toy.trainer(**{**GSPO, "loss_aggregation": aggregation, "importance_sampling_level": "token"})
     episodes = toy.first_episodes(trainer)
-    trainer.rewards_and_advantages(episodes, None)
     for parameter in trainer.shared.parameters_of("policy"):
         parameter.data += 0.02 * torch.randn_like(parameter)
     totals = Totals.of(episodes.learn)
-    logprobs, entropy = trainer.logprobs("policy", episodes, entropy=True)
+    logprobs, entropy = trainer.sampler.logprobs("policy", episodes, entropy=True)
     loss, _ = losses.policy_objective(trainer.args, episodes, totals, logprobs, entropy, trainer.kl_coef)
     rows = []
     for row in toy.in_some_rows(episodes.ended).nonzero().flatten().tolist():
@@ -134,9 +131,7 @@ def test_policy_loss_kl_and_entropy_are_aggregated_alike(aggregation):
 def test_critic_starts_from_the_reward_and_is_warmed_up_alone():
     shared = toy.shared_base()
     trainer = toy.trainer(shared, reward=AdapterReward(shared), critic_warmup_steps=1, total_episodes=48)
-    rollout = trainer.rollout()
-    episodes = rollout.episodes
-    trainer.score(rollout)
+    episodes = toy.first_episodes(trainer)
     with torch.no_grad():
         assert trainer.values(episodes)[1].tolist() == pytest.approx(episodes.scores.tolist(), abs=1e-5)
     policy, critic = toy.weights(shared, ["policy"]), toy.weights(shared, ["critic"])
@@ -203,9 +198,10 @@ def test_log_ratio_loss_heads_and_adapters_are_fp32_over_a_bf16_base():
             parameter.data = parameter.data.float()
     trainer = toy.trainer(shared, bf16=True)
     episodes = toy.first_episodes(trainer)
-    trainer.rewards_and_advantages(episodes, None)
     settings = (trainer.args, episodes, Totals(10.0, 4.0))
-    loss, stats = losses.policy_objective(*settings, *trainer.logprobs("policy", episodes), trainer.kl_coef)
+    loss, stats = losses.policy_objective(
+        *settings, *trainer.sampler.logprobs("policy", episodes), trainer.kl_coef
+    )
     value, _ = losses.value_objective(*settings, trainer.values(episodes)[0], trainer.moments)
     floats = (
         loss,

@@ -185,14 +185,10 @@ def recorded(trainer):
 
 
 def first_episodes(trainer, spread=0.0):
-    """Episodes of the first update, scored, with log-probs and values; `spread` moves the policy away from the reference."""
+    """Episodes of the first update as the trainer learns from them; `spread` moves the policy away from the reference."""
     for parameter in trainer.shared.parameters_of("policy"):
         parameter.data += spread * torch.randn_like(parameter)
-    rollout = trainer.rollout()
-    trainer.score(rollout)
-    trainer.reference_logprobs(rollout)
-    trainer.logprobs_and_values(rollout.episodes)
-    return rollout.episodes
+    return trainer.make_experience().episodes
 
 
 def samples_of(trainer, rollout):

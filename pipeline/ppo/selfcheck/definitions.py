@@ -44,30 +44,21 @@ class Row:
     advantages: Numbers
 
 
-def advantages_by_definition(
-    trainer: Learner, episodes: Episodes, rewards: Tensor, greedy_scores: Tensor | None
-) -> Finding:
-    """Checks that token rewards and advantages equal what the definitions compute. Every rank calls it.
-
-    Args:
-        rewards: (B, R) per token, as the trainer computed them.
-        greedy_scores: (B,) of remax, as `PPOTrainer.greedy_scores` returns them.
-    """
+def advantages_by_definition(trainer: Learner, episodes: Episodes) -> Finding:
+    """Checks that token rewards and advantages equal what the definitions compute. Every rank calls it."""
     # Policy and reference are still equal, so a wrong sign or coefficient of the KL would not show: repeat with shifted
     # reference log-probs.
     steps = torch.arange(episodes.mask.shape[1], device=episodes.mask.device)
     shift = 0.3 * torch.sin(1.0 + steps + episodes.indices.unsqueeze(-1))
     shifted = replace(episodes, ref_logprobs=(episodes.ref_logprobs + shift).where(episodes.mask, 0.0))
-    paid = trainer.rewards_and_advantages(shifted, greedy_scores)
-    finding = _compared(trainer, episodes, rewards, greedy_scores)
-    other = _compared(trainer, shifted, paid, greedy_scores)
+    trainer.rewards_and_advantages(shifted)
+    finding, other = (_compared(trainer, one) for one in (episodes, shifted))
     return finding if finding.holds is False else other
 
 
-def _compared(trainer: Learner, episodes: Episodes, rewards: Tensor, greedy_scores: Tensor | None) -> Finding:
+def _compared(trainer: Learner, episodes: Episodes) -> Finding:
     args = trainer.args
-    mine = _rows(episodes, rewards, greedy_scores)
-    rows: list[Row] = sorted(chain(*gather(mine)), key=lambda row: row.index)
+    rows: list[Row] = sorted(chain(*gather(_rows(episodes))), key=lambda row: row.index)
     paid = [_token_rewards(args, trainer.kl_coef, row) for row in rows]
     if args.whiten_rewards:
         paid = _whitened(paid, [True] * len(rows), shift=False)
@@ -90,23 +81,22 @@ def _compared(trainer: Learner, episodes: Episodes, rewards: Tensor, greedy_scor
     return Finding("rewards and advantages are as defined", found, not (wrong_rewards or wrong))
 
 
-def _rows(episodes: Episodes, rewards: Tensor, greedy_scores: Tensor | None) -> list[Row]:
+def _rows(episodes: Episodes) -> list[Row]:
     counts = episodes.counts.tolist()
 
     def numbers(tensor: Tensor) -> list[Numbers]:
         rows = tensor.float().cpu().numpy().astype(np.float64)
         return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
-    greedy = torch.zeros(len(counts)) if greedy_scores is None else greedy_scores
     columns: list[list[Any]] = [
         episodes.indices.tolist(),
         episodes.scores.tolist(),
         episodes.ended.tolist(),
         episodes.bootstrap.tolist(),
         episodes.learn.any(-1).tolist(),
-        greedy.tolist(),
+        episodes.greedy_scores.tolist(),
         *map(numbers, (episodes.old_logprobs, episodes.sampler_logprobs, episodes.values)),
-        *map(numbers, (episodes.ref_logprobs, rewards, episodes.advantages)),
+        *map(numbers, (episodes.ref_logprobs, episodes.rewards, episodes.advantages)),
     ]
     return [Row(*values) for values in zip(*columns, strict=True)]
 

@@ -33,18 +33,9 @@ def examine(trainer: PPOTrainer, folders: Mapping[str, str]) -> tuple[list[Findi
         trainer: at its first update; the checks use `batch_size` completions.
         folders: role -> the adapter folder that it must equal.
     """
-    with trainer.phases("rollout"):
-        rollout = trainer.rollout()
-    episodes = rollout.episodes
+    episodes = trainer.make_experience().episodes
     warn_of_endless(float(episodes.ended.float().mean()), "the completions")
-    with trainer.phases("score"):
-        trainer.score(rollout)
-        greedy_scores = trainer.greedy_scores(rollout)
-    with trainer.phases("values"):
-        trainer.reference_logprobs(rollout)
-        trainer.logprobs_and_values(episodes)
-    rewards = trainer.rewards_and_advantages(episodes, greedy_scores)
-    findings = checks.check(trainer, episodes, rewards, greedy_scores)
+    findings = checks.check(trainer, episodes)
     with trainer.phases("update"):
         findings += one_minibatch(trainer, episodes)
     findings += [same_as_file(trainer, role, folder) for role, folder in folders.items()]
@@ -118,20 +109,21 @@ def sampler_follows(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     before = [parameter.detach().clone() for parameter in parameters]
     generator = torch.Generator().manual_seed(0)
     row = episodes.take([0])
-    old, _ = trainer.logprobs("policy", row)
+    logprobs = trainer.sampler.logprobs
+    old, _ = logprobs("policy", row)
     moved, limit = 0.0, 5 * tolerance(shared)
     for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # until the change is plain to see
         for parameter, start in zip(parameters, before, strict=True):
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
             parameter.data = start + scale * noise * (start.std() if len(start) > 1 and start.any() else 0.05)
-        moved = float((trainer.logprobs("policy", row)[0] - old).square().mean().sqrt())
+        moved = float((logprobs("policy", row)[0] - old).square().mean().sqrt())
         if moved > limit:
             break
     prompt = row.input_ids[0, : int(row.starts[0])].tolist()
     trainer.sampler.decoder.changed("policy")
     completions = trainer.sampler.decoder.generate("policy", [prompt] * 4, range(4), trainer.sampler.sampling)
     sampled = collate([prompt] * 4, completions, range(4), trainer.sampler.pad, shared.device)
-    now, _ = trainer.logprobs("policy", sampled)
+    now, _ = logprobs("policy", sampled)
     apart = float((now - sampled.sampler_logprobs)[sampled.mask].square().mean().sqrt())
     for parameter, start in zip(parameters, before, strict=True):
         parameter.data = start

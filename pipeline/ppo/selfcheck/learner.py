@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.config import PPOConfig
@@ -37,8 +36,6 @@ class Learner(Protocol):
     workers: int
     skipped_steps: int
 
-    def logprobs(self, role: str | None, part: Episodes) -> tuple[Tensor, Tensor | None]: ...
-
     def logprobs_and_values(self, episodes: Episodes) -> None: ...
 
-    def rewards_and_advantages(self, episodes: Episodes, greedy_scores: Tensor | None) -> Tensor: ...
+    def rewards_and_advantages(self, episodes: Episodes) -> None: ...

@@ -38,15 +38,8 @@ Z_LIMIT = 5.0  # standard deviations below the mean: chance exceeds it once in t
 MAX_SURPRISAL = 20.0  # nats: a less likely token counts as this likely
 
 
-def check(
-    trainer: Learner, episodes: Episodes, rewards: Tensor, greedy_scores: Tensor | None
-) -> list[Finding]:
-    """Returns all findings on the first update's episodes. Every rank calls it.
-
-    Args:
-        rewards: (B, R), the token rewards.
-        greedy_scores: (B,) of remax, as `PPOTrainer.greedy_scores` returns them.
-    """
+def check(trainer: Learner, episodes: Episodes) -> list[Finding]:
+    """Returns all findings on the first update's episodes. Every rank calls it."""
     return [
         reference_is_policy(trainer, episodes),
         sampler_agrees(trainer, episodes),
@@ -59,7 +52,7 @@ def check(
         drawn_from_the_policy(trainer, episodes),
         values_before_actions(trainer, episodes),
         scores_at_the_end(trainer, episodes),
-        advantages_by_definition(trainer, episodes, rewards, greedy_scores),
+        advantages_by_definition(trainer, episodes),
         losses_pull_the_right_way(trainer, episodes),
     ]
 
@@ -142,7 +135,7 @@ def sampled_by_its_version(
     episodes = trainer.sampler.episodes(chunk, sampled[number])
     part = episodes.take(drawn.permutation(len(episodes))[:CHECKED_COMPLETIONS].tolist())
     with versions.use(chunk.version), torch.no_grad():
-        logprobs, _ = trainer.logprobs("policy", part)
+        logprobs, _ = trainer.sampler.logprobs("policy", part)
     difference = float((logprobs - part.sampler_logprobs)[part.mask].square().mean().sqrt())
     found = f"log-probs of version {chunk.version} differ by {difference:.2g} nats"
     holds = difference <= 3 * tolerance(trainer.shared)
