@@ -55,12 +55,12 @@ def run(job: Job) -> dict[str, Any]:
 def train(worker: Worker) -> dict[str, Any]:
     from transformers import set_seed
 
-    from pipeline.planning import recompute
+    from pipeline.planning import plan
     from pipeline.ppo.selfcheck import doctor
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.runtime import roles
 
-    asked = replace(worker.job.args, gradient_checkpointing=recompute.settled(worker))
+    asked = replace(worker.job.args, gradient_checkpointing=plan.recomputes(worker))
     completions = min(asked.batch_size, max(COMPLETIONS, asked.per_device_train_batch_size))
     completions = max(1, completions // asked.num_generations) * asked.num_generations
     args = replace(

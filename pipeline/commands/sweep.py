@@ -99,6 +99,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
     # It outlives spot nodes
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     rungs = ray.remote(num_cpus=0, scheduling_strategy=here)(Rungs).remote(
+        sweep.metric,
         sweep.greater,
         settings.grace_period,
         settings.reduction_factor,

@@ -229,7 +229,7 @@ def of_class(dotted: str, section: str) -> dict[str, Any]:
         if get_origin(hint) is Annotated:
             hint, allowed = get_args(hint)
         schema = of_type(hint) or {}
-        # null: planning/recompute.py decides
+        # null: planning/plan.py decides
         if section == "trainer" and field.name == "gradient_checkpointing":
             schema = {"anyOf": [schema, {"type": "null"}]}
         if words := WORDS.get(f"{name}.{field.name}") or WORDS.get(f"{section}.{field.name}"):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.config import Job
+from pipeline.config import Job, schema
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.inference.memory import SAMPLING_BYTES
@@ -18,6 +18,7 @@ from pipeline.models.gpus import PEAK_TFLOPS
 from pipeline.planning.rows import Rows
 from pipeline.planning.shape import Shape
 from pipeline.references import Ref
+from pipeline.registry import lineage
 from pipeline.system import prices
 from pipeline.system.prices import Node
 
@@ -53,6 +54,8 @@ GPUS = {
     )
 }
 NETWORK = 12.5  # GB/s between nodes: 100 Gbit/s, an assumption
+# Share of the memory that a plan may fill: it is within 15 % of measured peaks on a CPU; no GPU has been measured.
+MAX_FILL = 0.9
 # Share of the peak, in training and scoring of a LoRA on one GPU: an assumption, which the plan prints.
 UTILIZATION = 0.35
 RUNTIME = {"cpu": 0.75 * GIB, "cuda": 0.9 * GIB}  # Python, torch, Ray; or CUDA's context and workspaces
@@ -79,13 +82,28 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Settings:
+    """The settings that determine a job's memory, with the defaults of its stage."""
+
+    rows: int  # of one forward and backward
+    width: int  # tokens of a row
+    bf16: bool  # matrix products in bf16
+    checkpointing: bool
+    sequences: int  # per row of the batch: a pair has two
+    rollout_rows: int = 0
+    prompt: int = 0
+    completion: int = 0
+    scored: int = 0  # tokens of PPO's forwards without gradients
+
+
+@dataclass(frozen=True)
 class Plan:
     job: Job
     parameters: int
     trainable: int
     items: list[Item]
     device: str  # cpu, cuda
-    layers: int
+    asked: Settings
     tokens: tuple[int, int]  # longest prompt and completion; of TRL's stages: longest row and 0
     context: int  # of the base, in tokens
     moved: float  # bytes that a decoding step reads: the weights, and unpacked nf4
@@ -108,21 +126,6 @@ class Plan:
         reference = STAGE[self.job.stage].trl and _has_reference(self.job)
         kept = 4.0 * reference + 4.0 * (self.job.run.keep == "best")
         return (4.0 + _moments(self.job) + kept) * self.trainable
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings that determine a job's memory, with the defaults of its stage."""
-
-    rows: int  # of one forward and backward
-    width: int  # tokens of a row
-    bf16: bool  # matrix products in bf16
-    checkpointing: bool
-    sequences: int  # per row of the batch: a pair has two
-    rollout_rows: int = 0
-    prompt: int = 0
-    completion: int = 0
-    scored: int = 0  # tokens of PPO's forwards without gradients
 
 
 def settings(job: Job, context: int) -> Settings:
@@ -154,7 +157,12 @@ def settings(job: Job, context: int) -> Settings:
             prompt,
             args.response_length,
             max(
-                width, min(args.micro_batch_tokens or FORWARD_TOKENS[device_of(job)], args.batch_size * width)
+                width,
+                min(
+                    args.micro_batch_tokens
+                    or FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"],
+                    args.batch_size * width,
+                ),
             ),
         )
     given = job.trainer
@@ -165,18 +173,6 @@ def settings(job: Job, context: int) -> Settings:
         given.get("gradient_checkpointing") is not False,  # TRL's default is true
         facts.sequences,
     )
-
-
-def device_of(job: Job) -> str:
-    """Returns the torch device type of a worker."""
-    return "cuda" if job.scaling.get("use_gpu") else "cpu"
-
-
-def _rollout_device(job: Job) -> str:
-    """Returns the torch device type of the job's rollout workers."""
-    from pipeline.on_ray.placement import rollout_on_gpu
-
-    return "cuda" if rollout_on_gpu(job) else "cpu"
 
 
 Loras = Mapping[str, dict[str, Any]]  # peft's settings by input: `policy`, `reward`
@@ -193,9 +189,10 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
     Raises:
         InputError: for a model without a config, and for lengths that do not fit it.
     """
-    device = device_of(job) if learns else _rollout_device(job)
+    from pipeline.on_ray.placement import rollout_on_gpu
     from pipeline.runtime.inputs import room_for_prompts
 
+    device = "cuda" if (job.scaling.get("use_gpu") if learns else rollout_on_gpu(job)) else "cpu"
     roles, learning = _roles(job)
     if not learns:
         roles, learning = [role for role in roles if role != "critic"], []
@@ -241,7 +238,7 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         int(trainable / 4),
         items,
         device,
-        shape.layers,
+        asked,
         lengths,
         shape.context,
         moved,
@@ -483,7 +480,7 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         rows: training rows of an epoch, and their mean length.
     """
     gpu, workers = GPUS[name], plan.job.workers[1]
-    asked = settings(plan.job, plan.context)
+    asked = plan.asked
     prompt, completion = min(rows.tokens, plan.tokens[0]), plan.tokens[1]
     sampling = 0.0
     if plan.job.stage == "ppo":  # a PPOConfig
@@ -552,3 +549,41 @@ def gather_seconds(plan: Plan, gpu: Gpu) -> float:
     """Returns the seconds in which all workers gather a base in shards once: within their nodes, and between them."""
     between = plan.gathered * (1 - 1 / nodes(plan, gpu)) / NETWORK
     return max(plan.gathered / gpu.link, between) / 1e9
+
+
+# ------------------------------------------------------------------------------------------- gradient checkpointing
+
+
+def is_needed(job: Job, memory: float, loras: Loras | None = None) -> tuple[bool, str]:
+    """Returns (whether to recompute, why) for a worker with `memory` free bytes, before anything is loaded."""
+    plain = replace(job, trainer={**job.trainer, "gradient_checkpointing": False})
+    peak = make(plain, loras).peak
+    needed = peak > MAX_FILL * memory
+    fit = "do not fit" if needed else "fit"
+    return needed, (
+        f"activations are {'recomputed' if needed else 'kept'} (gradient_checkpointing: null): all layers' {fit}, with a peak of "
+        f"{peak / GIB:.1f} GiB and {memory / GIB:.1f} GiB free"
+    )
+
+
+def recomputes(worker: Any) -> bool:
+    """Returns whether the workers of a job recompute: as the job sets it, or for null by the plan.
+
+    The same on all ranks; rank 0 prints why. Call it before the base is loaded.
+    """
+    import torch
+
+    from pipeline.inference.memory import free_bytes
+
+    default = schema.keys(STAGE[worker.job.stage].trainer)["gradient_checkpointing"].get("default")
+    given = worker.job.trainer.get("gradient_checkpointing", default)
+    if given is not None:
+        return bool(given)
+    models = [name for name, at in worker.work.inputs.items() if not Ref.parse(at).is_function]
+    folders = {name.split(".")[0]: worker.input(name) for name in models}
+    loras = {name: lineage.adapter_config(at) for name, at in folders.items() if lineage.is_adapter(at)}
+    found = worker.gather(is_needed(worker.job, free_bytes(torch.device(worker.device)), loras))
+    needed, why = max(found)  # of the worker with the least memory
+    if worker.rank == 0:
+        print(why, flush=True)
+    return needed

@@ -21,13 +21,13 @@ def train(worker: Worker) -> dict[str, Any]:
     from trl import DPOConfig, DPOTrainer
 
     from pipeline.data.feed import ExactBatches
-    from pipeline.planning import recompute
+    from pipeline.planning import plan
     from pipeline.runtime import training
 
     class Trainer(training.TokenizedRows, ExactBatches, DPOTrainer):
         """TRL's trainer, each pair exactly once an epoch over all workers."""
 
-    args = training.arguments(worker, DPOConfig, recompute.settled(worker), max_length=None)
+    args = training.arguments(worker, DPOConfig, plan.recomputes(worker), max_length=None)
     trainer = training.continue_policy(worker, Trainer, args)
     if worker.job.reference:
         training.replace_reference(worker, trainer)

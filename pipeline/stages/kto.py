@@ -20,7 +20,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from trl import KTOConfig, KTOTrainer
 
     from pipeline.data.kl_pairs import PairedBatches
-    from pipeline.planning import recompute
+    from pipeline.planning import plan
     from pipeline.runtime import training
 
     class Trainer(training.TokenizedRows, PairedBatches, KTOTrainer):
@@ -28,7 +28,7 @@ def train(worker: Worker) -> dict[str, Any]:
 
     order = sampling(worker.job.trainer.get("loss_type"))
     args = training.arguments(
-        worker, KTOConfig, recompute.settled(worker), max_length=None, train_sampling_strategy=order
+        worker, KTOConfig, plan.recomputes(worker), max_length=None, train_sampling_strategy=order
     )
     trainer = training.continue_policy(worker, Trainer, args)
     metrics = training.run(worker, trainer)

@@ -30,12 +30,12 @@ def train(worker: Worker) -> dict[str, Any]:
 
     from pipeline import evaluation
     from pipeline.models.tokenizer import warn_of_endless
-    from pipeline.planning import recompute
+    from pipeline.planning import plan
     from pipeline.ppo import clock
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.runtime import best, roles
 
-    args = replace(worker.job.args, gradient_checkpointing=recompute.settled(worker))
+    args = replace(worker.job.args, gradient_checkpointing=plan.recomputes(worker))
     rollout_workers = None
     if worker.companion:
         from pipeline.rollout.client import Client  # imports Ray

@@ -27,7 +27,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from trl import RewardConfig, RewardTrainer
 
     from pipeline.data.feed import ExactBatches
-    from pipeline.planning import recompute
+    from pipeline.planning import plan
     from pipeline.runtime import training
 
     class Trainer(ExactBatches, RewardTrainer):
@@ -35,7 +35,7 @@ def train(worker: Worker) -> dict[str, Any]:
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
     # No max_length: pairs that are too long were dropped before.
-    args = training.arguments(worker, RewardConfig, recompute.settled(worker), max_length=None)
+    args = training.arguments(worker, RewardConfig, plan.recomputes(worker), max_length=None)
     set_seed(args.seed)  # the head is made of random numbers: the same ones on every rank
     trainer = Trainer(
         model=worker.load_base(worker.tokenizer),

@@ -32,7 +32,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.data.feed import ExactBatches
     from pipeline.models.base import check_ends
     from pipeline.models.tokenizer import eos_ids
-    from pipeline.planning import recompute
+    from pipeline.planning import plan
     from pipeline.runtime import training
 
     class Trainer(ExactBatches, SFTTrainer):
@@ -64,7 +64,7 @@ def train(worker: Worker) -> dict[str, Any]:
     # Rows come tokenized, labeled, truncated and packed: TRL has nothing left to prepare.
     prepared = {"skip_prepare_dataset": True}
     args = training.arguments(
-        worker, SFTConfig, recompute.settled(worker), dataset_kwargs=prepared, max_length=None
+        worker, SFTConfig, plan.recomputes(worker), dataset_kwargs=prepared, max_length=None
     )
     trainer = Trainer(
         model=base,

@@ -13,6 +13,7 @@ class Rungs:
     """The evaluations of all trials, and the decision about each.
 
     Args:
+        metric: what the trials are compared by.
         greater: True if a larger value is better.
         grace_period: percent of a trial's steps before which it is not stopped.
         reduction_factor: the best 1 / reduction_factor of the compared trials continue; 1 stops none.
@@ -22,13 +23,14 @@ class Rungs:
 
     def __init__(
         self,
+        metric: str,
         greater: bool,
         grace_period: int,
         reduction_factor: int,
         known: dict[str, Any],
         ended: list[str],
     ):
-        self.factor = reduction_factor
+        self.metric, self.factor = metric, reduction_factor
         self.asha: Any = None
         if reduction_factor > 1:
             from ray.tune.schedulers import ASHAScheduler
@@ -45,6 +47,7 @@ class Rungs:
         self.failures: dict[str, str] = {}
         self.running: list[str] = []
         self.ended = ended
+        self.lines: list[str] = []  # for the terminal, of this driver
         for trial, reports in known.items():
             for report in reports:
                 self._note(trial, report)
@@ -57,7 +60,10 @@ class Rungs:
         for known in self.reports.get(trial, []):
             if known["step"] == step:
                 return known["stop"]
-        return self._note(trial, {"step": step, "of": total, "figure": figure, "time": time.time()})
+        stop = self._note(trial, {"step": step, "of": total, "figure": figure, "time": time.time()})
+        self.lines.append(f"{trial}  step {step}/{total}  {self.metric} {figure:.4g}")
+        self.lines += [f"{trial}  stops: {stop}"] if stop else []
+        return stop
 
     def _note(self, trial: str, report: dict[str, Any]) -> str | None:
         """Passes an evaluation to ASHA and returns its decision. A decision of an earlier driver is not changed."""
@@ -79,20 +85,18 @@ class Rungs:
         return f"ASHA: at {percent:.0f} % of the steps not among the best 1/{self.factor}"
 
     def begin(self, trial: str) -> None:
-        self.running = [*self.running, *([] if trial in self.running else [trial])]
+        if trial not in self.running:
+            self.running.append(trial)
+            self.lines.append(f"{trial}  begins")
         self.failures.pop(trial, None)
 
     def end(self, trial: str, failure: str | None) -> None:
         self.running = [name for name in self.running if name != trial]
         self.ended.append(trial)
+        self.lines.append(f"{trial}  failed: {failure}" if failure else f"{trial}  ended")
         if failure:
             self.failures[trial] = failure
 
     def state(self) -> dict[str, Any]:
-        """Returns {reports: {trial: [{step, of, figure, time, stop}]}, failures: {trial: why}, running, ended: [trial]}."""
-        return {
-            "reports": self.reports,
-            "failures": self.failures,
-            "running": self.running,
-            "ended": self.ended,
-        }
+        """Returns {reports: {trial: [{step, of, figure, time, stop}]}, failures: {trial: why}, running, ended, lines}."""
+        return {key: getattr(self, key) for key in ("reports", "failures", "running", "ended", "lines")}

@@ -99,6 +99,24 @@ def test_the_name_of_another_sweep_is_refused(in_root, tmp_path):
         command.recorded(sweep)
 
 
+def test_trials_start_from_the_versions_that_the_aliases_meant(in_root):
+    inputs = {
+        "policy": "models:/rlhf-sft/3",
+        "reward.0": "models:/rlhf-rm/2",
+        "reward.1": "models:/other-rm/4",
+    }
+    rewards = "reward=[models:/rlhf-rm@champion, {reward: models:/other-rm@champion, weight: 2}]"
+    sweep = space.read("jobs/demo/ppo.yaml", ["trainer.kl_coef=0.1,0.2", rewards, "judge=null"])
+    for trial in command._pinned(sweep, inputs).trials:
+        assert trial.job.policy == "models:/rlhf-sft/3"
+        assert trial.job.rewards == [("models:/rlhf-rm/2", 1.0), ("models:/other-rm/4", 2.0)]
+    varied = space.read("jobs/demo/ppo.yaml", ["policy=base,models:/rlhf-sft/1", "judge=null"])
+    assert [trial.job.policy for trial in command._pinned(varied, inputs).trials] == [
+        "base",
+        "models:/rlhf-sft/1",
+    ]
+
+
 def test_an_interrupted_sweep_leaves_no_run_that_seems_to_go_on(in_root, tmp_path):
     sweep = space.read(JOB, ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s"])
     sweep = command._here(sweep)

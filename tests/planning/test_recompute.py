@@ -8,7 +8,7 @@ from running import ROOT
 
 from pipeline.config import load_job
 from pipeline.inference import memory
-from pipeline.planning import plan, recompute
+from pipeline.planning import plan
 
 
 @pytest.fixture(params=["ppo", "sft", "rm", "dpo", "kto"])
@@ -22,9 +22,9 @@ def test_the_plan_without_recomputation_decides(job):
         for on in (False, True)
     )
     assert plan.make(job).peak == recomputed < kept  # what null needs at least
-    enough = kept / recompute.MAX_FILL
-    assert recompute.is_needed(job, enough * 1.01) == (False, recompute.is_needed(job, enough * 1.01)[1])
-    needed, why = recompute.is_needed(job, enough * 0.99)
+    enough = kept / plan.MAX_FILL
+    assert plan.is_needed(job, enough * 1.01) == (False, plan.is_needed(job, enough * 1.01)[1])
+    needed, why = plan.is_needed(job, enough * 0.99)
     assert needed and "recomputed (gradient_checkpointing: null): all layers' do not fit" in why
 
 
@@ -37,9 +37,9 @@ def test_all_workers_do_what_the_smallest_needs(job, free, elsewhere, monkeypatc
         job=job, rank=0, device="cpu", gather=lambda mine: [mine, *others],
         work=SimpleNamespace(inputs={}),
     )  # fmt: skip
-    assert recompute.settled(worker) is (elsewhere or free == 1 << 20)
+    assert plan.recomputes(worker) is (elsewhere or free == 1 << 20)
     assert "gradient_checkpointing: null" in capsys.readouterr().out or elsewhere
     for given in (True, False):  # nobody is asked
         worker.job = dataclasses.replace(job, trainer={**job.trainer, "gradient_checkpointing": given})
         worker.gather = None
-        assert recompute.settled(worker) is given
+        assert plan.recomputes(worker) is given

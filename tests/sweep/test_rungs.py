@@ -2,13 +2,14 @@
 
 import json
 
+from pipeline.sweep import progress
 from pipeline.sweep.rungs import Rungs
 
 STOPS = "ASHA: at 25 % of the steps not among the best 1/2"
 
 
 def rungs(greater=False, factor=2, known=None):
-    return Rungs(greater, 25, factor, known or {}, [])
+    return Rungs("loss", greater, 25, factor, known or {}, [])
 
 
 def test_the_worse_one_stops_and_every_worker_hears_the_same():
@@ -51,17 +52,21 @@ def test_another_driver_goes_on_from_what_was_reported():
     assert rungs().report("late", 30, 100, 0.5) is None
 
 
-def test_what_runs_and_what_failed():
+def test_what_runs_and_what_failed_and_a_line_for_each():
     judge = rungs()
     judge.begin("a")
     judge.begin("a")  # its process died, and another one took over
     judge.begin("b")
-    assert judge.state()["running"] == ["a", "b"]
+    judge.report("a", 25, 100, 0.3)
+    judge.report("b", 25, 100, 0.6)
+    assert judge.state()["running"] == ["a", "b"] and progress.done(judge.state()) == 0.5
+    assert progress.overall(judge.state(), 4, 7.0, 0.0) == "0 of 4 ended, 2 running, left 0:49"
     judge.end("a", "out of memory")
     judge.end("b", None)
-    assert judge.state() == {
-        "reports": {},
-        "failures": {"a": "out of memory"},
-        "running": [],
-        "ended": ["a", "b"],
-    }
+    state = judge.state()
+    assert (state["failures"], state["running"], state["ended"]) == ({"a": "out of memory"}, [], ["a", "b"])
+    assert state["lines"] == [
+        "a  begins", "b  begins", "a  step 25/100  loss 0.3", "b  step 25/100  loss 0.6", f"b  stops: {STOPS}",
+        "a  failed: out of memory", "b  ended",
+    ]  # fmt: skip
+    assert progress.overall(state, 2, 9.0, 0.0) == "2 of 2 ended, 0 running"

@@ -1,11 +1,8 @@
-"""The table of a sweep: best first, what failed last with its reason; and the lines while it runs."""
-
-import json
+"""The table of a sweep: best first, what failed last with its reason."""
 
 import pytest
 
 from pipeline.sweep import table
-from pipeline.sweep.progress import Lines
 from pipeline.sweep.space import read
 
 
@@ -46,19 +43,3 @@ def test_a_figure_that_is_no_number_is_not_the_best(sweep):
     rows = table.rows(sweep, state() | {"failures": {}}, {})
     assert table.best(sweep, rows)["trial"] == "r-8"
     assert table.best(sweep, rows[:1]) is None
-
-
-def test_a_line_for_each_thing_that_happens(sweep):
-    before = {"reports": {}, "failures": {}, "running": [], "ended": []}
-    lines = Lines(sweep, before)
-    report = {"step": 5, "of": 10, "figure": 0.5, "stop": "ASHA"}
-    now = before | {"running": ["r-4", "r-8"], "reports": {"r-4": [report]}}
-    assert lines.about(json.loads(json.dumps(now))) == [
-        "r-4  begins",
-        "r-8  begins",
-        "r-4  step 5/10  eval_loss 0.5",
-        "r-4  stops: ASHA   [0 of 4 ended, 2 running, left 0:00]",
-    ]
-    assert lines.about(now) == []
-    then = now | {"running": [], "ended": ["r-4", "r-8"], "failures": {"r-8": "no memory"}}
-    assert [line.split("   ")[0] for line in lines.about(then)] == ["r-4  ended", "r-8  failed: no memory"]
