@@ -196,7 +196,8 @@ class TokenizedRows:
 def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
     """Returns one of TRL's trainers that continues the `policy` adapter; its reference is that adapter, frozen.
 
-    A job without `policy` starts a new adapter, and its reference is the base.
+    A job without `policy` starts a new adapter, and its reference is the base. `reference` replaces either: the trainer uses
+    the adapter called `ref`, and without one the bare base (trl 1.16, DPOTrainer).
     """
     from peft import LoraConfig, PeftModel
 
@@ -221,18 +222,12 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
         for name, parameter in named.items():
             if parameter.requires_grad:
                 parameter.data = named[name.replace(".default.", ".ref.")].data.float().clone()
+    if worker.job.reference:  # of dpo: another adapter, or `base`, which means none
+        if REFERENCE in trainer.model.peft_config:
+            trainer.model.delete_adapter(REFERENCE)
+        if "reference" in worker.work.inputs:
+            trainer.model.load_adapter(worker.input("reference"), adapter_name=REFERENCE, is_trainable=False)
     return trainer
-
-
-def replace_reference(worker: Worker, trainer: Any) -> None:
-    """Puts the job's `reference` in place of TRL's frozen copy of the policy; `base` means no adapter.
-
-    The trainer uses the adapter called `ref`, and without one the bare base (trl 1.16, DPOTrainer).
-    """
-    if REFERENCE in trainer.model.peft_config:
-        trainer.model.delete_adapter(REFERENCE)
-    if "reference" in worker.work.inputs:
-        trainer.model.load_adapter(worker.input("reference"), adapter_name=REFERENCE, is_trainable=False)
 
 
 def run(worker: Worker, trainer: Any) -> dict[str, float]:
@@ -319,14 +314,17 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
     return metrics
 
 
-def finish(
-    worker: Worker, trainer: Any, metrics: dict[str, float], probe: Any, **more: Any
-) -> dict[str, Any]:
-    """Ends a stage with the trained adapter. `probe` are token ids of rows that check the reloaded adapter."""
+def finish(worker: Worker, trainer: Any, metrics: dict[str, float], **more: Any) -> dict[str, Any]:
+    """Ends a stage with the trained adapter, which a few training rows check after it is reloaded."""
+    rows = trainer.train_dataset
+    few = [dict(row) for row in rows.select(range(min(4, len(rows))))]
+    # A row has one sequence, a prompt with its completion, or a pair, whose chosen side may include the prompt.
+    keys = ("input_ids", "prompt_ids", "completion_ids", "chosen_ids")
+    probe = [[token for key in keys for token in row.get(key, ())] for row in few]
     return worker.finish(
         metrics,
         save=lambda folder: save(trainer, folder),
-        verify=lambda folder: verify_reload(trainer, folder, list(probe)),
+        verify=lambda folder: verify_reload(trainer, folder, probe),
         **more,
     )
 

@@ -29,9 +29,4 @@ def train(worker: Worker) -> dict[str, Any]:
 
     args = training.arguments(worker, DPOConfig, plan.recomputes(worker), max_length=None)
     trainer = training.continue_policy(worker, Trainer, args)
-    if worker.job.reference:
-        training.replace_reference(worker, trainer)
-    metrics = training.run(worker, trainer)
-    rows = worker.rows("train")
-    probe = [row["prompt_ids"] + row["chosen_ids"] for row in rows.select(range(min(4, len(rows))))]
-    return training.finish(worker, trainer, metrics, probe)
+    return training.finish(worker, trainer, training.run(worker, trainer))

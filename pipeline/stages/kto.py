@@ -31,10 +31,7 @@ def train(worker: Worker) -> dict[str, Any]:
         worker, KTOConfig, plan.recomputes(worker), max_length=None, train_sampling_strategy=order
     )
     trainer = training.continue_policy(worker, Trainer, args)
-    metrics = training.run(worker, trainer)
-    rows = worker.rows("train")
-    probe = [row["prompt_ids"] + row["completion_ids"] for row in rows.select(range(min(4, len(rows))))]
-    return training.finish(worker, trainer, metrics, probe)
+    return training.finish(worker, trainer, training.run(worker, trainer))
 
 
 def sampling(loss: str | None) -> str:

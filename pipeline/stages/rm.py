@@ -58,13 +58,10 @@ def train(worker: Worker) -> dict[str, Any]:
         margins = [pair["chosen"] - pair["rejected"] for pair in pairs]
         metrics["eval_accuracy"] = sum(margin > 0 for margin in margins) / len(margins)
         metrics["eval_margin"] = sum(margins) / len(margins)
-    probe = rows.select(range(min(4, len(rows))))["chosen_ids"]
-
     return training.finish(
         worker,
         trainer,
         metrics,
-        probe,
         facts={"reward": {"mean": mean, "std": std}},
         tables={"pairs": pairs[:TABLE], "doubtful": doubtful(worker, held_out, pairs)}
         if held_out is not None

@@ -56,7 +56,7 @@ def train(worker: Worker) -> dict[str, Any]:
         def _weight(self, figure: str, inputs: Any, weight: int) -> int:
             return int(_at_ends(inputs, ends).sum()) if figure == "eos_accuracy" else weight
 
-    rows, held_out = worker.rows("train"), worker.rows("eval")
+    rows = worker.rows("train")
     base = worker.load_base()
     ends = eos_ids(worker.tokenizer, base.generation_config)
     learned = {token for row in rows.select(range(min(64, len(rows))))["labels"] for token in row}
@@ -71,9 +71,7 @@ def train(worker: Worker) -> dict[str, Any]:
         args=args,
         peft_config=LoraConfig(task_type="CAUSAL_LM", **worker.job.lora),
         train_dataset=rows,
-        eval_dataset=held_out,
+        eval_dataset=worker.rows("eval"),
         processing_class=worker.tokenizer,
     )
-    metrics = training.run(worker, trainer)
-    probe = rows.select(range(min(4, len(rows))))["input_ids"]
-    return training.finish(worker, trainer, metrics, probe)
+    return training.finish(worker, trainer, training.run(worker, trainer))
