@@ -10,33 +10,22 @@ from registered import Killed, mlflow
 from pipeline import registry
 
 
-def test_a_run_that_was_left_running_is_ended_when_its_name_starts_over(job):
-    with pytest.raises(Killed), registry.mlflow_run(job, {}) as dead:
+def status(job, run_id):
+    return mlflow(job).get_run(run_id).info.status
+
+
+def test_the_same_name_continues_its_run_unless_it_is_finished_or_starts_over(job):
+    with pytest.raises(KeyError), registry.mlflow_run(job, {}) as first:
+        raise KeyError
+    assert status(job, first) == "FAILED"
+    with pytest.raises(Killed), registry.mlflow_run(job, {}) as second:
+        assert second == first and status(job, second) == "RUNNING"
         raise Killed
-    mlflow(job).update_run(dead, status="RUNNING")  # a driver that was killed writes nothing
-    with registry.mlflow_run(job, {}, new_run=True) as fresh:
-        assert fresh != dead and mlflow(job).get_run(dead).info.status == "KILLED"
-    assert mlflow(job).get_run(fresh).info.status == "FINISHED"
-
-
-def test_starting_over_after_a_failure_is_another_run(job):
-    with pytest.raises(KeyError), registry.mlflow_run(job, {}) as first:
-        raise KeyError
-    with registry.mlflow_run(job, {}, new_run=True) as second:
-        pass
-    assert second != first and mlflow(job).get_run(first).info.status == "FAILED"
-
-
-def test_the_same_name_continues_its_run_unless_it_is_finished(job):
-    with pytest.raises(KeyError), registry.mlflow_run(job, {}) as first:
-        raise KeyError
-    assert mlflow(job).get_run(first).info.status == "FAILED"
-    with registry.mlflow_run(job, {}) as second:
-        assert mlflow(job).get_run(second).info.status == "RUNNING"
-    assert second == first
-    with registry.mlflow_run(job, {}) as third:
-        pass
-    assert third != first
+    mlflow(job).update_run(second, status="RUNNING")  # a driver that was killed writes nothing
+    with registry.mlflow_run(job, {}, new_run=True) as third:
+        assert third != second and status(job, second) == "KILLED"
+    with registry.mlflow_run(job, {}) as fourth:
+        assert fourth != third and status(job, third) == "FINISHED"
 
 
 def test_an_interrupted_run_is_killed_and_not_failed(job):

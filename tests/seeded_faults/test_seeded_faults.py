@@ -82,6 +82,7 @@ def test_a_planted_fault_is_named(number):
         ("kto", ["trainer.bf16=true", "trainer.loss_type=apo_zero_unpaired"]),
         ("ppo", []),
         ("ppo", ["trainer.critic=head", "trainer.num_generations=4"]),
+        ("ppo", ["trainer.bf16=true"]),
     ],
     ids=str,
 )

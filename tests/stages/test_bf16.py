@@ -8,8 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.commands import doctor
-
 BF16 = ["trainer.bf16=true", "model.dtype=float32"]
 STEPS = ["trainer.max_steps=3", "trainer.warmup_steps=0", "trainer.logging_steps=1"]
 
@@ -32,14 +30,3 @@ def test_adapters_are_trained_in_fp32(stage, trained):
     assert all(tensor.any() for tensor in moved)
     # Not what rounding to bf16 would have left.
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in moved)
-
-
-def test_ppo_is_sound(trained, tmp_path):
-    inputs = {"policy": trained["sft"]["adapter"], "reward.0": trained["rm"]["adapter"]}
-    settings = ["trainer.num_mini_batches=1", "trainer.total_episodes=128", *BF16]
-    worker = alone.worker("ppo", tmp_path, *settings, inputs=inputs)
-    outcome = doctor.train(worker)
-    findings = outcome["samples"][0]["findings"]
-    assert len(findings) > 10
-    assert not [f"{one['check']}: {one['found']}" for one in findings if one["holds"] is False]
-    assert worker.load_base().dtype == torch.bfloat16

@@ -1,15 +1,12 @@
 """Progress: lines every INTERVAL_S if stderr is no terminal, and of a model's own weights."""
 
-import hashlib
-import http.server
 import os
 import re
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
+from model_hub import of_folder, serve
 from running import ROOT
 
 from pipeline.config import load_job
@@ -61,38 +58,13 @@ def test_sizes_are_those_of_the_hub(count, shown):
     assert progress.size(count) == shown
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The files of the demo's model as the hub would send them, the weights in slow pieces."""
-
-    def do_HEAD(self):
-        self.do_GET(body=False)
-
-    def do_GET(self, body=True):
-        file = ROOT / "jobs/demo/model" / self.path.partition("/resolve/main/")[2]
-        data = file.read_bytes() if file.is_file() else b""
-        self.send_response(200 if data or self.path == "/" else 404)
-        tag = hashlib.sha256(data).hexdigest()
-        headers = {"Content-Length": str(len(data)), "ETag": f'"{tag}"', "X-Repo-Commit": "a" * 40}
-        for name, value in (
-            headers.items() if data else {"X-Error-Code": "EntryNotFound", "Content-Length": "0"}.items()
-        ):
-            self.send_header(name, value)
-        self.end_headers()
-        for start in range(0, len(data) if body else 0, 200_000):
-            self.wfile.write(data[start : start + 200_000])
-            time.sleep(0.2 if len(data) > 1_000_000 else 0)
-
-    def log_message(self, *_):
-        pass
-
-
 DOWNLOAD = """
 from huggingface_hub import constants
 from pipeline.config import load_job
 from pipeline.models.base import load_base
 from pipeline.models.hub import announcement
 from pipeline.system import progress
-progress.INTERVAL_S, constants.DOWNLOAD_CHUNK_SIZE = 0.1, 100_000
+progress.INTERVAL_S, constants.DOWNLOAD_CHUNK_SIZE = 0.0, 100_000
 job = load_job("jobs/demo/sft.yaml", ["model.name_or_path=org/model"], "sft")
 for _ in range(2):
     print(announcement("org/model"))
@@ -102,14 +74,12 @@ for _ in range(2):
 
 @pytest.mark.slow
 def test_a_download_is_shown_once(tmp_path):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        env = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
-        env.pop("HF_HUB_OFFLINE", None)
+    with serve() as hub:
+        hub.put("org/model", of_folder(ROOT / "jobs/demo/model"))
+        env = os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
         done = subprocess.run(
             [sys.executable, "-c", DOWNLOAD], cwd=ROOT, env=env, capture_output=True, text=True, check=True
         )
-        server.shutdown()
     first, *shown = done.stdout.splitlines()
     assert first == "downloading and loading org/model"
     again = shown.index("loading org/model (1.4 MB)")
