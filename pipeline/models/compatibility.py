@@ -122,20 +122,22 @@ def _check_sizes(base: Base, names: list[str]) -> None:
             )
 
 
-def _matches(name: str, given: Any, modules: list[str]) -> bool:
-    """Returns whether a name or pattern of a setting matches a module, as peft matches.
+def _matching(name: str, given: Any, modules: list[str]) -> set[str]:
+    """Returns the modules that a name or pattern of a setting matches, as peft matches.
 
     Args:
         given: the setting. peft compares the names in a list with the end of a module's name, and reads others as patterns.
     """
-    if isinstance(given, list):
-        return any(name.rpartition(".")[2] == module.rpartition(".")[2] for module in modules)
+    if isinstance(given, list):  # the files of some bases lack the beginning of each name
+        return {one for one in modules if f".{one}".endswith(f".{name}") or f".{name}".endswith(f".{one}")}
     pattern = name if isinstance(given, str) else rf"(.*\.)?({name})"
-    return any(re.fullmatch(pattern, module) for module in modules)
+    return {module for module in modules if re.fullmatch(pattern, module)}
 
 
 def check_lora(base: Base, lora: dict[str, Any]) -> None:
-    """Checks that the names and patterns of a new adapter match modules of the base. peft ignores some that match none.
+    """Checks that the names and patterns of a new adapter match modules of the base, and that the adapter gets some.
+
+    peft ignores some names that match none.
 
     Args:
         lora: the job's `lora` section.
@@ -149,13 +151,14 @@ def check_lora(base: Base, lora: dict[str, Any]) -> None:
         return
     modules.append("lm_head")  # without a tensor, if it is tied to the embedding
     endings = list(dict.fromkeys(name.rpartition(".")[2] for name in modules))
+    chosen: dict[str, set[str]] = {}
     for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
         given = lora.get(key)
         for name in [given] if isinstance(given, str) else given or ():
             if name == "all-linear":
                 continue
             try:
-                matches = _matches(name, given, modules)
+                matches = _matching(name, given, modules)
             except re.error as error:
                 raise InputError(f"{name!r} is no regular expression ({error})", f"lora.{key}") from error
             if not matches:
@@ -165,6 +168,13 @@ def check_lora(base: Base, lora: dict[str, Any]) -> None:
                     + f"some of {', '.join(endings)}",
                     f"lora.{key}",
                 )
+            chosen[key] = chosen.get(key, set()) | matches
+    linear = set(modules) - {name.removesuffix(".weight") for name in EMBEDDINGS} - {"lm_head"}
+    if "exclude_modules" in chosen and chosen.get("target_modules", linear) <= chosen["exclude_modules"]:
+        raise InputError(
+            f"{lora['exclude_modules']!r} excludes every module of lora.target_modules, so nothing would be trained; exclude fewer",
+            "lora.exclude_modules",
+        )
     layers, count = lora.get("layers_to_transform"), base.config.get("num_hidden_layers")
     for layer in [layers] if isinstance(layers, int) else layers or ():
         if count is not None and not 0 <= layer < count:

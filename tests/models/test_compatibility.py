@@ -145,6 +145,9 @@ LORA = [
     ({"target_modules": ["input_layernorm"]}, r"lora\.target_modules: 'input_layernorm' matches no module"),
     ({"target_modules": ["q_proj"], "layers_to_transform": [0, 4]}, r"lora\.layers_to_transform: found 4, but .* layers 0 to 3"),
     ({"exclude_modules": ["nope"]}, r"lora\.exclude_modules: 'nope' matches no module of this base; expected some of"),
+    ({"exclude_modules": ".*"}, r"lora\.exclude_modules: '\.\*' excludes every module of lora\.target_modules"),
+    ({"exclude_modules": r"model\.layers\..*"}, r"lora\.exclude_modules: .*excludes every module"),
+    ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj", "q_proj"]}, r"lora\.exclude_modules: .*every module"),
     ({"rank_pattern": {"nope": 2}}, r"lora\.rank_pattern: 'nope' matches no module"),
     ({"alpha_pattern": {"((": 2}}, r"lora\.alpha_pattern: '\(\(' is no regular expression"),
 ]  # fmt: skip
@@ -161,6 +164,7 @@ def test_settings_that_match_no_module(changes, says):
     [{}, {"target_modules": ["q_proj", "up_proj"]}, {"target_modules": r".*\.(q|v)_proj"}, {"target_modules": ["layers.0.mlp.up_proj"]},
      {"target_modules": ["lm_head", "embed_tokens"]},
      {"target_modules": "all-linear", "exclude_modules": ["q_proj"], "rank_pattern": {"k_proj": 2}, "use_dora": True},
+     {"target_modules": ["q_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
      {"target_modules": ["q_proj"], "layers_to_transform": [0, 3], "layers_pattern": "layers"}],
     ids=str,
 )  # fmt: skip

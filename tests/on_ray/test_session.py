@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import psutil
@@ -79,23 +80,58 @@ def knock(address, port):
     return answers, codes
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A real run of two workers: {(address, port): names} of all that listened during it, what answered a knock; its output."""
+def open_to_others(root):
+    """Returns the folders of sessions below `root` that another user can list, or create a file in.
+
+    Whoever could create files there could listen in place of Ray's unix sockets, and new workers would connect.
+    """
+    folders, found = [Path(folder) for folder, *_ in os.walk(root)][1:], set()
+    os.seteuid(65534)
+    try:
+        for folder in folders:
+            for action in (os.listdir, lambda folder: (folder / "planted").touch()):
+                with contextlib.suppress(PermissionError, FileNotFoundError):
+                    action(folder)
+                    found.add(folder)
+    finally:
+        os.seteuid(0)
+    return folders, found
+
+
+RUNS = {
+    "sft": ["sft", "jobs/demo/sft.yaml", "trainer.max_steps=2", "scaling.num_workers=2"],
+    "sweep": [
+        "sweep", "jobs/demo/rm.yaml", "trainer.learning_rate=1e-3,4e-3", "trainer.max_steps=2", "scaling.num_workers=1",
+    ],
+    "ppo": [
+        "ppo", "jobs/demo/ppo.yaml", "policy=base", "reward=python:pipeline.demo:gold", "judge=null", "data.eval=null",
+        "trainer.total_episodes=32", "trainer.batch_size=16", "trainer.normalize_rewards=false", "scaling.num_workers=1",
+        "rollout.num_workers=1",
+    ],
+}  # fmt: skip
+WORKERS = {"sft": "ray::RayTrainWorker", "sweep": "ray::RayTrainWorker", "ppo": "ray::RolloutWorker"}
+
+
+@pytest.fixture(
+    scope="module", params=["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sweep", "ppo"))]
+)
+def run(request, tmp_path_factory):
+    """A real run with workers: {(address, port): names} of all that listened during it, what answered a knock; its output."""
     folder = tmp_path_factory.mktemp("sockets")
     command = [
-        sys.executable, "-m", "pipeline", "sft", "jobs/demo/sft.yaml", f"run.storage_path={folder}", "run.name=one",
-        "run.report=false", "gate={}", "trainer.max_steps=2", "scaling.num_workers=2",
+        sys.executable, "-m", "pipeline", *RUNS[request.param], f"run.storage_path={folder}", "run.name=one",
+        "run.report=false", "gate={}",
     ]  # fmt: skip
     # Settings of the user that would open it: they do not count.
     env = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     env.pop("RAY_AUTH_TOKEN", None)
     # A cluster that this machine once started, and that is gone: Ray's own processes look for one there.
     root = Path(tempfile.mkdtemp(prefix="r"))  # unix sockets have short names
-    (root / "ray").mkdir()
+    root.chmod(0o755)  # as open as /tmp, where Ray's folders lie by default
+    (root / "ray").mkdir(mode=0o700)
     (root / "ray/ray_current_cluster").write_text("127.0.0.1:1")
     env["RAY_TMPDIR"] = str(root)
-    listening, knocks = {}, {}
+    listening, knocks, folders, opened = {}, {}, set(), set()
     with (
         subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -109,6 +145,8 @@ def run(tmp_path_factory):
                         knocks[place] = hands.submit(knock, *place)
                     names = listening.setdefault(place, set())
                     names.add(name)  # a worker is called idle before it is a RayTrainWorker
+                if os.getuid() == 0:
+                    folders, opened = map(set.union, (folders, opened), open_to_others(root))
                 time.sleep(0.2)
         finally:
             driver.kill()
@@ -116,29 +154,24 @@ def run(tmp_path_factory):
     shutil.rmtree(root)
     assert driver.returncode == 0, said[-3000:]
     answers = {place: one.result()[0] for place, one in knocks.items()}
-    result = json.loads((folder / "one/result.json").read_text())
-    return (
-        listening,
-        answers,
-        {place: one.result()[1] for place, one in knocks.items()},
-        (said, (folder / "one/log.txt").read_text(), result),
-    )
+    codes = {place: one.result()[1] for place, one in knocks.items()}
+    return SimpleNamespace(
+        listening=listening, answers=answers, codes=codes, said=said, folder=folder / "one", worker=WORKERS[request.param],
+        ray_folders={one.name for one in folders}, opened=opened,
+    )  # fmt: skip
 
 
 def test_a_run_listens_on_loopback_only(run):
-    listening, *_ = run
-    outside = {place: name for place, name in listening.items() if not on_loopback(place[0])}
+    outside = {place: name for place, name in run.listening.items() if not on_loopback(place[0])}
     assert not outside
-    names = " ".join(chain.from_iterable(listening.values()))
-    assert all(
-        name in names for name in ("raylet", "gcs_server", "ray::DashboardAgent", "ray::RayTrainWorker")
-    )
+    names = " ".join(chain.from_iterable(run.listening.values()))
+    assert all(name in names for name in ("raylet", "gcs_server", "ray::DashboardAgent", run.worker))
 
 
 def test_nothing_of_a_run_obeys_whoever_has_no_token(run):
-    listening, answers, codes, _ = run
+    answers, codes = run.answers, run.codes
     obeyed = [
-        (listening[place], path, status, body)
+        (run.listening[place], path, status, body)
         for place, some in answers.items()
         for path, status, body in some
         if status < 400 and not body.startswith(OPEN)
@@ -152,6 +185,12 @@ def test_nothing_of_a_run_obeys_whoever_has_no_token(run):
         method for some in codes.values() for method, code in some.items() if code == "UNAUTHENTICATED"
     }
     assert refused == set(CALLS), "each of these services was there, and asked for the token"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_user_sees_and_creates_nothing_in_the_folder_of_a_session(run):
+    assert {"sockets", "logs"} <= run.ray_folders
+    assert not run.opened
 
 
 PHASES = [  # of a run, in their order, in its log
@@ -174,11 +213,12 @@ SHOWN = [  # all of it, if stdout is no terminal
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("run", ["sft"], indirect=True)
 def test_a_run_announces_each_phase_and_says_nothing_else(run):
     """Not a word of a library, on stdout or stderr: an alarm that means nothing hides the one that does."""
     from pipeline.data.report import Report
 
-    said, log, result = run[3]
+    log, result = (run.folder / "log.txt").read_text(), json.loads((run.folder / "result.json").read_text())
     report = Report.from_dict(result["data"]["report"]).summary()
     assert report in log
     lines = [line for line in log.replace(report, "<report>").splitlines() if line]
@@ -187,8 +227,8 @@ def test_a_run_announces_each_phase_and_says_nothing_else(run):
     known = PHASES + WAITS
     assert [line for line in lines if not any(re.fullmatch(one, line) for one in known)] == []
     # Its first line only if Ray starts slowly
-    shown = [line for line in said.splitlines() if line and not re.match(r"  train +0/2 ", line)]
-    assert len(shown) == len(SHOWN) and all(map(re.fullmatch, SHOWN, shown)), said
+    shown = [line for line in run.said.splitlines() if line and not re.match(r"  train +0/2 ", line)]
+    assert len(shown) == len(SHOWN) and all(map(re.fullmatch, SHOWN, shown)), run.said
 
 
 SESSION = """
@@ -216,33 +256,12 @@ def start():
         assert process.stdout.readline().startswith("127.0.0.1:")
         return process
 
-    root.chmod(0o755)  # as open as /tmp, where these folders lie by default
-    begin.root = root
     begin.sessions = lambda: sorted(root.glob("*/ray/session_*_*"))
     yield begin
     for process in started:
         process.kill()
         process.communicate()
     shutil.rmtree(root, ignore_errors=True)
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
-def test_another_user_sees_and_creates_nothing_in_the_folder_of_a_session(start):
-    """Whoever could create files there could listen in place of Ray's unix sockets, and new workers would connect."""
-    start()
-    folders = [Path(folder) for folder, *_ in os.walk(start.root)][1:]
-    assert {"sockets", "logs"} <= {folder.name for folder in folders}
-    found = []
-    os.seteuid(65534)
-    try:
-        for folder in folders:
-            for action in (os.listdir, lambda folder: (folder / "planted").touch()):
-                with contextlib.suppress(PermissionError):
-                    action(folder)
-                    found.append(folder)
-    finally:
-        os.seteuid(0)
-    assert not found
 
 
 def test_an_ended_session_leaves_no_process_and_no_file(start):

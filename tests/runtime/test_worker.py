@@ -45,9 +45,10 @@ def test_workers_of_an_embedded_ray_are_not_niced_behind_its_own_processes(embed
 
 def test_settings_of_lora_that_match_no_module_are_an_error_of_the_job(tmp_path, capsys):
     """peft alone knows what several keys mean together."""
-    stage("sft", tmp_path, "none", "lora.exclude_modules='.*'", *NO_EVAL, status=2)
-    error = capsys.readouterr().err
-    assert (
-        "error: lora: peft rejects these settings (NoMatchingPeftModuleError: All modules were excluded"
-        in error
+    contradiction = (
+        "lora.target_modules=[q_proj]",
+        "lora.layers_to_transform=[0]",
+        "lora.exclude_modules=[layers.0.self_attn.q_proj]",
     )
+    stage("sft", tmp_path, "none", *contradiction, *NO_EVAL, status=2)
+    assert "error: lora: peft rejects these settings (" in capsys.readouterr().err
