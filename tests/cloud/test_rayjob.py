@@ -21,9 +21,19 @@ def at_the_root(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+SHARED_STORAGE = ["run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000"]
+
+
 def made(capsys, *arguments):
     assert rayjob.main(list(arguments)) == 0
     return capsys.readouterr().out
+
+
+def groups(job, *overrides):
+    """The groups of workers of the manifest of a job."""
+    given = [*SHARED_STORAGE, *overrides]
+    spec = rayjob.manifest(load_job(job, given), job, given)["spec"]
+    return spec["rayClusterSpec"]["workerGroupSpecs"]
 
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=lambda path: path.name)
@@ -44,9 +54,7 @@ def test_the_operator_takes_it(path, capsys):
         one["name"]: one["schema"]["openAPIV3Schema"]
         for one in yaml.safe_load(CRD.read_text())["spec"]["versions"]
     }
-    manifest = yaml.safe_load(
-        made(capsys, path, "run.storage_path=s3://bucket/runs", "mlflow.tracking_uri=http://m:5000")
-    )
+    manifest = yaml.safe_load(made(capsys, path, *SHARED_STORAGE))
     schema = strict(versions[manifest["apiVersion"].partition("/")[2]])
     jsonschema.validate(manifest, schema)
     manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["imagee"] = "x"
@@ -96,31 +104,28 @@ def test_workers_get_what_the_job_asks_for(capsys):
     )
 
 
-def test_each_job_has_a_name_of_its_own(capsys):
-    storage = ["run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000"]
-    paths = ["llama3-8b/sft", "llama3-8b/rm", "llama3-70b-qlora/sft"]
-    names = [
-        yaml.safe_load(made(capsys, f"jobs/{path}.yaml", *storage))["metadata"]["name"] for path in paths
-    ]
-    assert names == ["llama3-8b-sft", "llama3-8b-rm", "llama3-70b-qlora-sft"]
-    long = yaml.safe_load(made(capsys, "jobs/demo/sft.yaml", *storage, f"run.name={'n' * 46}-x"))["metadata"][
-        "name"
-    ]
-    assert long == "n" * 46
+@pytest.mark.parametrize(
+    ("path", "more", "name"),
+    [
+        ("llama3-8b/sft", [], "llama3-8b-sft"),
+        ("llama3-70b-qlora/sft", [], "llama3-70b-qlora-sft"),
+        ("demo/sft", [f"run.name={'n' * 46}-x"], "n" * 46),
+    ],
+)
+def test_each_job_has_a_name_of_its_own(path, more, name):
+    job, given = f"jobs/{path}.yaml", [*SHARED_STORAGE, *more]
+    assert rayjob.manifest(load_job(job, given), job, given)["metadata"]["name"] == name
 
 
 def test_the_gpu_and_its_nodes_can_be_named(capsys, monkeypatch):
-    storage = ["run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000"]
     monkeypatch.setenv("GPU", "H100")
     monkeypatch.setenv("NODE_SELECTOR", "cloud.google.com/gke-accelerator=nvidia-h100-80gb")
-    spec = yaml.safe_load(made(capsys, "jobs/llama3-70b-qlora/ppo.yaml", *storage))["spec"]["rayClusterSpec"]
-    [group] = spec["workerGroupSpecs"]
+    [group] = groups("jobs/llama3-70b-qlora/ppo.yaml")
     assert group["labels"] == {"ray.io/accelerator-type": "H100"}
-    assert group["template"]["spec"]["nodeSelector"] == {
-        "cloud.google.com/gke-accelerator": "nvidia-h100-80gb"
-    }
+    selector = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
+    assert group["template"]["spec"]["nodeSelector"] == selector
     monkeypatch.setenv("GPU", "L40S")
-    assert rayjob.main(["jobs/llama3-70b-qlora/ppo.yaml", *storage]) == 2
+    assert rayjob.main(["jobs/llama3-70b-qlora/ppo.yaml", *SHARED_STORAGE]) == 2
     assert "GPU: found L40S, expected one of in(A100-80G,H100,H200)" in capsys.readouterr().err
 
 
@@ -133,9 +138,7 @@ def test_nobody_in_the_network_commands_the_head_without_the_token():
 
 def test_secrets_are_named_and_never_written(capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 30)
-    text = made(
-        capsys, "jobs/demo/sft.yaml", "run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000"
-    )
+    text = made(capsys, "jobs/demo/sft.yaml", *SHARED_STORAGE)
     assert "hf_" not in text and "secretKeyRef" in text and "key: HF_TOKEN" in text
 
 
@@ -146,23 +149,16 @@ def test_a_folder_of_one_pod_is_refused(capsys):
 
 def test_rollout_workers_have_pods_of_their_own(monkeypatch):
     monkeypatch.setenv("ROLLOUT_NODE_SELECTOR", "cloud.google.com/gke-spot=true")
-    more = [
-        "run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000", "rollout.num_workers=[1, 3]",
-        "rollout.label_selector={market: 'in(spot,preemptible)', ray.io/accelerator-type: L40S}",
-    ]  # fmt: skip
-    job = load_job("jobs/llama3-8b/ppo.yaml", more)
-    spec = rayjob.manifest(job, "jobs/llama3-8b/ppo.yaml", more)["spec"]["rayClusterSpec"]
-    trainers, rollouts = spec["workerGroupSpecs"]
+    selector = "rollout.label_selector={market: 'in(spot,preemptible)', ray.io/accelerator-type: L40S}"
+    trainers, rollouts = groups("jobs/llama3-8b/ppo.yaml", "rollout.num_workers=[1, 3]", selector)
     assert (rollouts["groupName"], rollouts["maxReplicas"]) == ("rollout-workers", 3)
     assert rollouts["labels"] == {"market": "spot", "ray.io/accelerator-type": "L40S"}
     assert rollouts["template"]["spec"]["nodeSelector"] == {"cloud.google.com/gke-spot": "true"}
     assert "nodeSelector" not in trainers["template"]["spec"] and "market" not in trainers["labels"]
     limits = rollouts["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert limits["nvidia.com/gpu"] == "1"
-    more[-1] = "rollout.label_selector={market: '!on-demand'}"
-    job = load_job("jobs/llama3-8b/ppo.yaml", more)
-    spec = rayjob.manifest(job, "jobs/llama3-8b/ppo.yaml", more)["spec"]["rayClusterSpec"]
-    assert "labels" not in spec["workerGroupSpecs"][1]
+    excludes = "rollout.label_selector={market: '!on-demand'}"
+    assert "labels" not in groups("jobs/llama3-8b/ppo.yaml", "rollout.num_workers=2", excludes)[1]
 
 
 def test_a_service_starts_the_application_that_serve_starts(storage, monkeypatch):

@@ -77,9 +77,11 @@ def read(file):
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_gpus_that_a_job_gets_hold_what_plan_counts(name):
+def test_preflight_lets_a_job_pass_and_the_gpus_that_it_gets_hold_what_plan_counts(name, aws):
     """Also where the types that fit best cannot be had: then another, or none at all."""
     job = load_job(f"jobs/{name}.yaml", [])
+    preflight.check_resources(job, aws)
+    preflight.check_memory(job, aws)
     planned = plan.make(job).peak / plan.GIB
     seen = set()
     for file in FILES:
@@ -182,35 +184,30 @@ def test_preflight_looks_at_rollout_workers_too(aws):
     preflight.check_memory(load_job("jobs/llama3-8b/ppo.yaml", ["rollout.num_workers=1", typed]), aws)
 
 
+def read_by_kuberay(made):
+    """The node types that Ray's own autoscaler reads out of a manifest."""
+    spec = made.get("rayClusterSpec") or made["rayClusterConfig"]
+    for group in spec["workerGroupSpecs"]:
+        group["numOfHosts"] = 1  # the operator's default
+    return _derive_autoscaling_config_from_ray_cr({"metadata": {"namespace": "a", "name": "b"}, "spec": spec})
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_kuberay_starts_a_pod_for_each_worker_and_none_for_a_task(name, monkeypatch):
-    """With the node types that Ray's own autoscaler reads out of the manifest."""
     for variable in ("GPU", "NODE_SELECTOR"):
         monkeypatch.delenv(variable, raising=False)
     overrides = ["run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000"]
     if name.endswith("serve"):
         overrides.append("serve.feedback_path=/mnt/feedback")
     job = load_job(f"jobs/{name}.yaml", overrides)
-    made = rayjob.manifest(job, f"jobs/{name}.yaml", overrides)["spec"]
-    spec = made["rayClusterConfig" if job.stage == "serve" else "rayClusterSpec"]
-    for group in spec["workerGroupSpecs"]:
-        group["numOfHosts"] = 1  # the operator's default
-    config = _derive_autoscaling_config_from_ray_cr(
-        {"metadata": {"namespace": "a", "name": "b"}, "spec": spec}
-    )
+    config = read_by_kuberay(rayjob.manifest(job, f"jobs/{name}.yaml", overrides)["spec"])
     assert started(config, bundles(job)) == {"workers": job.workers[1]}
     assert started(config, tasks=1000) == {}
 
 
 def test_kuberay_starts_spot_pods_for_the_rollout_workers_of_the_shipped_manifest():
-    """With Ray's own autoscaler, which reads the node types out of the manifest."""
     text = (ROOT / "jobs/rayjob.yaml").read_text()
-    spec = yaml.safe_load(text)["spec"]["rayClusterSpec"]
-    for group in spec["workerGroupSpecs"]:
-        group["numOfHosts"] = 1  # the operator's default
-    config = _derive_autoscaling_config_from_ray_cr(
-        {"metadata": {"namespace": "a", "name": "b"}, "spec": spec}
-    )
+    config = read_by_kuberay(yaml.safe_load(text)["spec"])
     command = shlex.split(text.splitlines()[0].partition("pipeline.cloud.rayjob ")[2])
     job = load_job(command[0], command[1:])
     started_for = started(config, bundles(job), actors=[rollout_bundle(job)] * 2)
@@ -240,13 +237,6 @@ def aws():
     types, most = clusterfile.types_of("rlhf")
     head = {"node_ip": "10.0.0.1", "is_head_node": True, "resources_total": {"CPU": 4.0}, "labels": {}}
     return preflight.Cluster("http://10.0.0.1:8265", "2.60.0", "3.11.7", [head], types, most)
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_preflight_lets_every_shipped_job_pass(name, aws):
-    job = load_job(f"jobs/{name}.yaml", [])
-    preflight.check_resources(job, aws)
-    preflight.check_memory(job, aws)
 
 
 def test_preflight_refuses_gpus_that_are_too_small(aws):
