@@ -40,8 +40,6 @@ class Cluster:
     """A Ray cluster as its head describes it over HTTP."""
 
     address: str
-    ray: str  # version
-    python: str  # version
     nodes: list[dict[str, Any]]  # alive: node_ip, is_head_node, resources_total, labels
     types: dict[str, NodeType] = field(default_factory=dict)  # what the autoscaler may add; empty: nothing
     max_workers: int = 0
@@ -116,7 +114,7 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
     # HTTP does not tell what an autoscaler may add. The head's label names the file that it was started from.
     labels = next((node["labels"] or {} for node in alive if node["is_head_node"]), {})
     types, most = clusterfile.types_of(labels.get("cluster-file", ""))
-    return Cluster(address, version, python, alive, types, most, labels.get("mlflow-port", ""))
+    return Cluster(address, alive, types, most, labels.get("mlflow-port", ""))
 
 
 # --------------------------------------------------------------------------------------------------- the jobs
@@ -189,12 +187,9 @@ def check_token(job: Job) -> None:
 
 def check_resources(job: Job, cluster: Cluster) -> None:
     """Raises InputError if no node of the cluster, present or future, has room for a worker: Ray would wait forever."""
-    trainer = placement.bundles(job)[0]
-    _check_room("scaling", "worker", job.workers[0], trainer, cluster)
-    if job.rollout_config.workers[1]:
-        # With [0, max] the run may start without any, but a selector that no node can satisfy is a mistake.
-        least = max(1, job.rollout_config.workers[0])
-        _check_room("rollout", "rollout worker", least, placement.rollout_bundle(job), cluster)
+    for section, who, fewest, _, need in placement.groups(job):
+        # With rollout.num_workers=[0, max] the run may start without any, but a selector that no node can satisfy is a mistake.
+        _check_room(section, who, max(1, fewest), need, cluster)
 
 
 def _check_room(section: str, who: str, count: int, need: Bundle, cluster: Cluster) -> None:
@@ -234,13 +229,12 @@ def check_memory(job: Job, cluster: Cluster) -> None:
 
     GPUs that plan does not know pass, and so does a base whose config.json cannot be read from here.
     """
-    if job.scaling.get("use_gpu"):
-        _check_gpus("scaling", "worker", job, placement.bundles(job)[0], cluster, learns=True)
-    if job.rollout_config.workers[1] and placement.rollout_on_gpu(job):
-        _check_gpus("rollout", "rollout worker", job, placement.rollout_bundle(job), cluster, learns=False)
+    for section, who, _, _, need in placement.groups(job):
+        if need.resources.get("GPU"):
+            _check_gpus(section, who, job, need, cluster)
 
 
-def _check_gpus(section: str, who: str, job: Job, need: Bundle, cluster: Cluster, learns: bool) -> None:
+def _check_gpus(section: str, who: str, job: Job, need: Bundle, cluster: Cluster) -> None:
     nodes = [*cluster.live, *cluster.types.values()]
     offered = {n.labels.get(placement.GPU_LABEL, "") for n in nodes if need.fits(n.resources, n.labels)}
     gpus = {name: memory for name in sorted(offered) if (memory := plan.memory_of(name))}
@@ -251,7 +245,7 @@ def _check_gpus(section: str, who: str, job: Job, need: Bundle, cluster: Cluster
             config_of(job.model)
         except InputError:
             return  # a folder or a version of the cluster, which checks it
-        planned = plan.make(job, learns=learns)
+        planned = plan.make(job, learns=section == "scaling")
     small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
     if not small:
         return

@@ -30,7 +30,7 @@ from pipeline.cloud.submit import FORWARDED
 from pipeline.config import Job, load_job
 from pipeline.errors import InputError
 from pipeline.on_ray import placement
-from pipeline.on_ray.placement import Bundle
+from pipeline.on_ray.placement import Bundle, Group
 from pipeline.planning.plan import GPUS
 from pipeline.system import storage
 
@@ -79,9 +79,6 @@ def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
     given = job.run.name or f"{Path(path).parent.name or 'rlhf'}-{job.stage}"  # profile and stage
     name = re.sub(r"[^a-z0-9-]+", "-", given.lower()).strip("-")[:NAME].rstrip("-")
     ray = version("ray")
-    groups = [group(job, "workers", placement.bundles(job)[0], job.workers[1], "scaling")]
-    if count := job.rollout_config.workers[1]:
-        groups.append(group(job, "rollout-workers", placement.rollout_bundle(job), count, "rollout"))
     cluster = {
         "rayVersion": ray,
         # The operator creates a secret with a token and gives it to every pod. Without it, anyone who reaches port
@@ -95,7 +92,7 @@ def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
             "rayStartParams": {"num-cpus": "2", "dashboard-host": "0.0.0.0"},
             "template": {"spec": pod(job, "ray-head", {"cpu": "4", "memory": "16Gi"})},
         },
-        "workerGroupSpecs": groups,
+        "workerGroupSpecs": [group(job, one) for one in placement.groups(job)],
     }
     top = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": name}}
     if job.stage == "serve":
@@ -128,22 +125,19 @@ def serve_config(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def group(job: Job, name: str, each: Bundle, count: int, section: str) -> dict[str, Any]:
-    """Returns a group of up to `count` pods, each for one worker with the resources `each`.
-
-    Args:
-        section: the section of the job whose label_selector the pods satisfy.
-    """
+def group(job: Job, workers: Group) -> dict[str, Any]:
+    """Returns a group of pods, each for one worker, which satisfy the label_selector of its section of the job."""
+    each, section = workers.each, workers.section
     labels = labels_of(each, section)
     if gpus := math.ceil(each.resources.get("GPU", 0)):
         requests = {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": str(gpus)}
     else:
         requests = {"cpu": str(math.ceil(each.resources.get("CPU", 1))), "memory": "8Gi"}
     return {
-        "groupName": name,
+        "groupName": "workers" if section == "scaling" else "rollout-workers",
         "replicas": 0,
         "minReplicas": 0,
-        "maxReplicas": count,
+        "maxReplicas": workers.most,
         # No task without a GPU starts a pod with one.
         "rayStartParams": {"num-cpus": "0"} if gpus else {},
         **({"labels": labels} if labels else {}),
@@ -192,7 +186,7 @@ def pod(
         volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": MODELS}})  # ReadWriteMany
         mounts.append({"name": "models", "mountPath": "/models"})
         env.append({"name": "HF_HOME", "value": "/models"})
-    cuda = job.scaling.get("use_gpu") or (job.rollout_config.workers[1] and placement.rollout_on_gpu(job))
+    cuda = any(one.each.resources.get("GPU") for one in placement.groups(job))
     nodes: dict[str, Any] = {}
     if "nvidia.com/gpu" in resources:
         nodes["tolerations"] = [TOLERATION]

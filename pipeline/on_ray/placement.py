@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError, OutOfMemory, SelfCheckFailed, causes
@@ -104,6 +104,24 @@ def rollout_bundle(job: Job) -> Bundle:
     return Bundle(_amounts_of(given, config.tensor_parallel_size), config.label_selector or {})
 
 
+class Group(NamedTuple):
+    """Workers of one kind."""
+
+    section: str  # of the job
+    who: str
+    fewest: int
+    most: int
+    each: Bundle
+
+
+def groups(job: Job) -> list[Group]:
+    """Returns the workers of a job, and its rollout workers if it has any."""
+    found = [Group("scaling", "worker", *job.workers, bundles(job)[0])]
+    if job.rollout_config.workers[1]:
+        found.append(Group("rollout", "rollout worker", *job.rollout_config.workers, rollout_bundle(job)))
+    return found
+
+
 def _amounts_of(section: Mapping[str, Any], gpus: int) -> dict[str, float]:
     """Returns {resource: amount} of one worker, which has `gpus` GPUs unless the section says otherwise."""
     gpu = {"GPU": float(gpus)} if section.get("use_gpu") else {}
@@ -137,11 +155,7 @@ def check_scaling(job: Job) -> None:
         else "run on a cluster (RAY_ADDRESS=http://HEAD:8265)"
     )
     taken: dict[str, float] = {}
-    groups = [("scaling", "worker", job.workers[0], bundles(job)[0])]
-    fewest, most = job.rollout_config.workers
-    if most:
-        groups.append(("rollout", "rollout worker", fewest, rollout_bundle(job)))
-    for section, who, count, bundle in groups if there else ():
+    for section, who, count, _, bundle in groups(job) if there else ():
         for name, amount in bundle.resources.items():
             # Even if the job may start without any, no worker that fits nowhere will ever come.
             if taken.get(name, 0) + count * amount > there.get(name, 0) or not there.get(name):
@@ -187,18 +201,16 @@ def side_by_side(job: Job) -> int:
     import ray
 
     most = _autoscaler_limits()
-    groups = [(bundles(job)[0], job.workers[0])]
-    if samplers := job.rollout_config.workers[1]:
-        groups.append((rollout_bundle(job), samplers))
+    needs = [(one.each, one.most if one.section == "rollout" else one.fewest) for one in groups(job)]
     if most:  # in all, without the labels of nodes
         nodes: list[tuple[dict[str, float], dict[str, str]]] = [(dict(most), {})]
-        groups = [(Bundle(bundle.resources, {}), count) for bundle, count in groups]
+        needs = [(Bundle(bundle.resources, {}), count) for bundle, count in needs]
     else:
         nodes = [(dict(node["Resources"]), node["Labels"]) for node in ray.nodes() if node["Alive"]]
     if not on_cluster():
         nodes[0][0]["CPU"] = float(os.cpu_count() or 1)
     runs = 0
-    while all(_reserve(bundle, count, nodes) for bundle, count in groups):
+    while all(_reserve(bundle, count, nodes) for bundle, count in needs):
         runs += 1
     return max(1, runs)
 

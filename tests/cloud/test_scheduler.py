@@ -236,7 +236,7 @@ def aws():
     """cluster.yaml's cluster before any worker is up."""
     types, most = clusterfile.types_of("rlhf")
     head = {"node_ip": "10.0.0.1", "is_head_node": True, "resources_total": {"CPU": 4.0}, "labels": {}}
-    return preflight.Cluster("http://10.0.0.1:8265", "2.60.0", "3.11.7", [head], types, most)
+    return preflight.Cluster("http://10.0.0.1:8265", [head], types, most)
 
 
 def test_preflight_refuses_gpus_that_are_too_small(aws):

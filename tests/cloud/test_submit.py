@@ -148,7 +148,7 @@ def test_versions_that_differ(cluster):
 
         return get
 
-    assert preflight.look(api.get, api.address).ray
+    assert preflight.look(api.get, api.address).nodes
     with pytest.raises(InputError, match=r"runs Ray 2\.59\.0, this environment has"):
         preflight.look(says("/api/version", ray_version="2.59.0"), api.address)
     with pytest.raises(InputError, match=r"runs Python 3\.10\.4, .*make setup PYTHON=python3\.10"):
@@ -162,7 +162,7 @@ def a_cluster(*nodes, types=None, most=0):
     listed = [
         {"node_ip": f"10.9.8.{n}", "is_head_node": n == 0, "resources_total": r} for n, r in enumerate(nodes)
     ]
-    return preflight.Cluster("http://10.9.8.0:8265", "2.60.0", "3.11.7", listed, types or {}, most)
+    return preflight.Cluster("http://10.9.8.0:8265", listed, types or {}, most)
 
 
 @pytest.fixture
