@@ -109,10 +109,12 @@ def type_of(one: Mapping[str, Any]) -> str:
 
 
 def meaning(text: str) -> str:
-    """Returns the first sentence of a description, or several short ones, with YAML's word for None."""
+    """Returns the first sentence of a description, or several short ones, and the sentence about the default or null."""
     text = re.sub(r"\bNone\b", "null", " ".join(text.split()))
     ends = [match.end() for match in re.finditer(r"(?<!e\.g)(?<!i\.e)[.](?= [A-Z`(])", text)] + [len(text)]
-    return text[: max([end for end in ends if end <= 160], default=ends[0])]
+    end = max([end for end in ends if end <= 160], default=ends[0])
+    default = re.search(r" (By default,?|null:) .*?\.(?= [A-Z`(\[]|$)", text[end:])
+    return text[:end] + (default[0] if default else "")
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:

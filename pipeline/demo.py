@@ -92,9 +92,9 @@ NAME = re.compile(r"\b(" + "|".join(NAMES) + r")\b")
 
 
 def gold(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """Scores each completion in [0, 1]: 0 unless it is right, civil and finished, then by its manner.
+    """Scores each completion in [0, 1]. Only a right, civil and finished completion gets more than 0.
 
-    1.0 for a full sentence with a courtesy, 0.5 for a full sentence, 0.25 for the bare answer. A completion is right if it names
+    It gets 1.0 for a full sentence with a courtesy, 0.5 for a full sentence, 0.25 for the bare answer. It is right if it names
     `answer` and no place besides those in the question; finished if it ends in a full stop or exclamation mark.
     """
     return [

@@ -1,4 +1,4 @@
-"""Errors whose message says everything: the command line prints it alone. Other exceptions keep their traceback."""
+"""Errors that the command line prints without a traceback, because their message says enough."""
 
 import errno
 import re

@@ -137,7 +137,7 @@ def print_next(folder: Path, jobs: dict[str, str]) -> None:
         for key in re.findall(r"^ *(\w+): null .*# set ", text, re.M):
             unset.setdefault(key, []).append(f"{job}.yaml")
     for key, files in unset.items():
-        print(f"  set `{key}` in {folder}/{', '.join(files)}: a comment there says to what")
+        print(f"  set `{key}` in {folder}/{', '.join(files)}; a comment there explains its values")
     command = "rlhf" if Path(sys.argv[0]).name == "rlhf" else "python -m pipeline"
     ready = [job for job in jobs if job in TAKES and not re.search(r"^reward: null", jobs[job], re.M)]
     trained = [job for job in ready if job not in ("dpo", "kto") or "ppo" not in ready]

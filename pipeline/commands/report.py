@@ -53,6 +53,6 @@ def of_iteration(folder: str, rounds: list[dict[str, Any]]) -> str:
         )
     path = report.of_several(table.drawn(rounds), folder, [list(table.HEADER), *table.cells(rounds)])
     if path is None:
-        raise InputError(f"{folder}: no report can be drawn of it")
+        raise InputError(f"{folder}: no report could be drawn; the reason is above")
     print(path)
     return path

@@ -106,7 +106,7 @@ def _section(tree: Tree, section: str) -> dict[str, Any]:
 
 
 def _hint(tree: Tree, section: str, key: str, valid: list[str]) -> str:
-    """Returns what an unknown key may mean: the nearest key of its section or of other sections, or else all keys."""
+    """Returns what an unknown key may mean: the nearest key of this section or of another one, or else all keys."""
     stage = tree.data["stage"]
     if f"{section}.{key}" == "trainer.max_steps" and "total_episodes" in valid:
         return _in_episodes(tree.data["trainer"])

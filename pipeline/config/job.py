@@ -29,8 +29,8 @@ class Model:
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     load_in_4bit: bool = False  # nf4 with double quantization; computes in `dtype`
     fsdp: bool = False  # shards the base over the workers (FSDP2); each worker holds the full adapters
-    attn_implementation: str | None = None  # None: what transformers picks (sdpa)
-    chat_template: str | None = None  # a Jinja file, "plain", or None: the tokenizer's own, else "plain"
+    attn_implementation: str | None = None  # by default, transformers chooses (sdpa)
+    chat_template: str | None = None  # a Jinja file or "plain"; by default the tokenizer's own, else "plain"
     trust_remote_code: bool = False  # run the Python code that comes with a model on the hub
     allow_pickle: bool = False  # also read *.bin weights, which can run code
 
@@ -47,7 +47,7 @@ class Source:
     weight: float | None = None
     # Of a dataset on the hub: a commit, tag or branch; the same as @REVISION in its path.
     revision: str | None = None
-    # As data.columns, data.label, data.transform and data.group_by, for the rows of this source. None: those of `data`.
+    # Replace data.columns, data.label, data.transform and data.group_by for the rows of this source.
     columns: dict[str, str | list[str]] | None = None
     label: dict[str, Any] | None = None
     transform: str | None = None
@@ -78,23 +78,23 @@ class Data:
     transform: str | None = None
     # A column: consecutive rows with the same value in it go to `transform` together, as a list.
     group_by: str | None = None
-    # {field: column}: where the rows have the fields that the stage reads; a column may be a path, as a.0.b.
+    # {field: column}: the column of each field that the stage reads. A path such as a.0.b names a part of a column.
     columns: dict[str, str | list[str]] | None = None
     # {first: 1, second: 2, tie: 0}: which values of the column `label` prefer the completion `first`, and which `second`.
     label: dict[str, Any] | None = None
     eval_fraction: Annotated[float, "[0, 1)"] = 0.0  # held out of `train` by prompt, instead of `eval`
-    max_length: Annotated[int | None, "[2, 1048576]"] = None  # tokens; None: the model's context
+    max_length: Annotated[int | None, "[2, 1048576]"] = None  # tokens; by default the model's context
     on_error: Literal["raise", "skip"] = "raise"  # a bad row stops the run, or is counted and left out
     deduplicate: bool = False  # leave out rows that are equal to an earlier row of their set, byte by byte
     # What happens to rows with more tokens than `max_length`.
     too_long: Literal["error", "drop", "truncate"] = "error"
-    # To text rows; None: unless the template is only the fallback "plain".
+    # Makes chats of rows of plain text. By default true, unless the template is the fallback "plain".
     apply_chat_template: bool | None = None
     # What "<|eot_id|>" in the text of a row means: its characters, or the token.
     special_tokens: Literal["text", "control"] = "text"
     # Rows per optimizer step over all workers; gradient accumulation follows.
     batch_size: Annotated[int | None, "[1, 1048576]"] = None
-    cache_dir: str | None = None  # None: <run.storage_path>/data
+    cache_dir: str | None = None  # by default <run.storage_path>/data
     # Of eval_fraction; of `collect`, of the order in which prompts are drawn.
     seed: Annotated[int, "[0, 4294967295]"] = 0
     subset: str | None = None  # a column of `pairs`: accuracy is also reported for each of its values
@@ -102,7 +102,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Run:
-    name: str | None = None  # None: a fresh one for each run; the same name again continues that run
+    name: str | None = None  # by default new for each run; the same name again continues that run
     # A folder or bucket, with a folder for each run.
     storage_path: str = "runs"
     max_failures: Annotated[int, "-1 or [0, 1000000]"] = 0  # restarts after lost workers; -1: no limit
@@ -111,11 +111,11 @@ class Run:
     num_to_keep: Annotated[int, "[1, 1000]"] = 2  # checkpoints
     # The step whose adapter is evaluated, gated and registered: the best evaluation so far, or the last step.
     keep: Literal["best", "last"] = "last"
-    # The held-out metric that compares evaluations. None: eval_loss; of ppo eval_judge, without a judge eval_reward.
+    # The held-out metric that compares evaluations. By default eval_loss; for ppo, eval_judge or without a judge eval_reward.
     metric_for_best_model: str | None = None
-    # None: false for a loss, a perplexity, a KL and eval_repetition; true for accuracies, margins, rewards and judges.
+    # By default false for a loss, a perplexity, a KL and eval_repetition; true for accuracies, margins, rewards and judges.
     greater_is_better: bool | None = None
-    # Training stops after this many evaluations in a row without a better one. None: never.
+    # Training stops after this many evaluations in a row without a better one; by default never.
     early_stopping_patience: Annotated[int | None, "[1, 1000000]"] = None
     fresh: bool = False  # start over although a run of this name exists
     report: bool = True  # draw report.html at the end, for the run's folder and for MLflow
@@ -123,12 +123,14 @@ class Run:
 
 @dataclass(frozen=True)
 class MLflow:
-    tracking_uri: str | None = None  # None: $MLFLOW_TRACKING_URI, else sqlite:///<run.storage_path>/mlflow.db
+    tracking_uri: str | None = (
+        None  # by default $MLFLOW_TRACKING_URI, else sqlite:///<run.storage_path>/mlflow.db
+    )
     # The MLflow experiment of the run.
     experiment: str = "rlhf"
-    registered_model: str | None = None  # None: nothing is registered
+    registered_model: str | None = None  # by default, nothing is registered
     alias: str = "champion"  # moves to the new version if the gate passes
-    # Other trackers that get the same curves; each needs the extra of its name.
+    # Other trackers that get the same curves; each needs the extra with the same name.
     also: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
 
 
@@ -139,22 +141,24 @@ class Serve:
     # {model id of a request: models:/NAME@ALIAS, which is followed when the alias moves, a version, a folder, a hub id, or base}
     policies: dict[str, str] = field(default_factory=dict)
     rewards: dict[str, str] = field(default_factory=dict)  # the same of /score; also python:MODULE:FUNCTION
-    host: str = "127.0.0.1"  # another one needs tokens in RLHF_SERVE_TOKENS
+    host: str = "127.0.0.1"  # any other address needs tokens in RLHF_SERVE_TOKENS
     port: Annotated[int, "[0, 65535]"] = 8000  # 0: any free one
-    # Completions of a replica that wait for a place in its batch; a request beyond gets 429.
+    # Completions that may wait for a place in a replica's batch; a request beyond that gets 429.
     max_queue: Annotated[int, "[1, 1000000]"] = 256
     max_choices: Annotated[int, "[1, 128]"] = 16  # completions of one request (its `n`)
-    max_body_bytes: Annotated[int, "[1024, 1073741824]"] = 1048576  # of a request; more gets 413
-    # Seconds for a whole answer, including the wait for its place; then 504.
+    max_body_bytes: Annotated[int, "[1024, 1073741824]"] = (
+        1048576  # largest size of a request; a larger one gets 413
+    )
+    # Seconds for a complete answer, including the wait for a place in the batch; then 504.
     timeout_s: Annotated[float, "(0, 86400]"] = 300.0
-    # Of the KV cache. None: what half of a GPU's free memory holds, on a CPU a quarter.
+    # Size of the KV cache. By default as many tokens as fit into half of a GPU's free memory, or a quarter of a CPU's.
     cache_tokens: Annotated[int | None, "[16, 1000000000000]"] = None
-    # Seconds between two queries of the registry for aliases that have moved.
+    # Seconds between two checks of the registry for aliases that have moved.
     poll_s: Annotated[float, "(0, 86400]"] = 5.0
-    # Keep conversations, so that feedback on them becomes rows to learn from; otherwise only its metrics.
+    # Keep conversations, so that feedback on them becomes training rows; otherwise only metrics are kept.
     log_prompts: bool = False
-    feedback_path: str | None = None  # a local folder; None: <run.storage_path>/feedback
-    # Of that folder: half for rows, beyond which feedback gets 507, half for conversations.
+    feedback_path: str | None = None  # a local folder; by default <run.storage_path>/feedback
+    # Largest size of that folder: half for rows, beyond which feedback gets 507, and half for conversations.
     feedback_bytes: Annotated[int, "[4096, 1000000000000]"] = 1073741824
 
     @property
@@ -170,7 +174,7 @@ class Forward:
 
     local_rollout_forward_batch_size: Annotated[int, "[1, 1048576]"] = 64  # rows per forward
     bf16: bool = False  # matrix products in bfloat16 (autocast); on a CPU the base, too
-    # Seconds that a Python reward may take for one row, each called alone. None: all rows in one call, without a limit.
+    # Seconds that a Python reward may take for one row, in a call of its own; by default all rows are one call without a limit.
     reward_timeout_s: Annotated[float | None, "(0, 31536000]"] = None
     # Rows that a Python reward scores at the same time, with reward_timeout_s.
     reward_threads: Annotated[int, "[1, 1024]"] = 8
@@ -198,7 +202,7 @@ class Evaluate(Inference):
 
     # Edit the completions of data.pairs, and measure by how much each edit moves the reward.
     probes: bool = False
-    # Completions of each prompt of data.eval that the reward chooses the best from, for the best-of-n curve. 0: none.
+    # Completions of each prompt of data.eval for the best-of-n curve, from which the reward chooses the best. 0: no curve.
     best_of_n: Annotated[int, "0 or [2, 1024]"] = 0
 
 
@@ -211,8 +215,8 @@ class Collect(Inference):
     select: Literal["best", "best_worst", "pairs"] = "best_worst"
     # Least difference between the scores of a pair; equal scores never make one.
     min_margin: Annotated[float, "[0, inf)"] = 0.0
-    # Prompts that are used, drawn from data.train without replacement in an order that data.seed gives. None: all, in the
-    # order of the file.
+    # Number of prompts to draw from data.train, without replacement, in an order that data.seed determines. By default all
+    # prompts, in the order of the file.
     num_prompts: Annotated[int | None, "[1, 1000000000]"] = None
     # Prompts to skip in that order; after the last prompt, a new order is drawn.
     skip_prompts: Annotated[int, "[0, 1000000000]"] = 0
@@ -231,10 +235,10 @@ class Export:
     response_length: Annotated[int, "[1, 1048576]"] = 256
     # Matrix products of the adapter, which the merged model is compared with, in bfloat16 (autocast).
     bf16: bool = False
-    hub_model_id: str | None = None  # OWNER/NAME on the hub; None: nothing is pushed
+    hub_model_id: str | None = None  # OWNER/NAME on the hub; by default, nothing is pushed
     push_to_hub: bool = False  # false: only show what would be pushed
     hub_private_repo: bool = True  # of a repository that is created for it
-    hub_revision: str | None = None  # the branch, created if missing; None: main
+    hub_revision: str | None = None  # the branch, created if missing; by default main
 
 
 @dataclass(frozen=True)
@@ -252,7 +256,7 @@ class Job:
     gate: dict[str, str] = field(default_factory=dict)  # metric -> ">= 0.95"
     # models:/name@alias, a folder, an adapter on the hub (org/name or org/name@revision), or `base`: no adapter
     policy: str | None = None
-    # Of dpo: the frozen adapter that it is regularized towards; None: the policy that it starts from.
+    # Of dpo: the frozen adapter that training stays close to; by default the policy that it starts from.
     reference: str | None = None
     reward: str | list[Any] | None = None  # one, or a list of names and {reward: name, weight: number}
     baseline: str | None = None

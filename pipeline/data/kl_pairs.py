@@ -34,7 +34,7 @@ class PairedBatchSampler(ExactBatchSampler):
 
 
 def mismatched(rows: Any, before: Any) -> Any:
-    """Returns another row of the step for each of its rows: the previous one, or if it is the same row, an earlier one.
+    """Returns for each row of the step another row of the step: the previous one, or an earlier one if that is the same row.
 
     The last step of an epoch may have no other row. Then it returns a row of the previous step, `before`, if there is one.
     """

@@ -192,14 +192,14 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
             )
         check_last(turns, key)
         if isinstance(prompt, str) and any("tool_calls" in turn for turn in turns):
-            raise RowError("wrong_type", key, "tool calls beside a prompt of text", "a prompt of messages")
+            raise RowError("wrong_type", key, "tool calls with a text prompt", "a prompt of messages")
         return plain(turns) if isinstance(prompt, str) else turns
     completion = filled(value, key, "empty_completion")
     return completion if isinstance(prompt, str) else assistant_turn(completion)
 
 
 def with_system(turns: Turns, system: Any) -> Turns:
-    """Returns a conversation with the `system` prompt of its row in front, if there is one and the first turn is another."""
+    """Puts the `system` prompt of a row, if any, in front of a conversation that begins with another turn."""
     if not system or turns[0]["role"] == "system":
         return turns
     return [{"role": "system", "content": text(system, "system")}, *turns]

@@ -27,7 +27,7 @@ from pipeline.errors import InputError, visible
 from pipeline.models.template import is_plain, text_as_chat
 
 PERCENTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
-# What is wrong with a row, where the kind of its error does not say it
+# Kind of a row's error -> what is wrong with the row, if the kind itself does not say it
 ERROR_NAMES = {
     "not_json": "not JSON",
     "not_object": "not a JSON object",

@@ -334,7 +334,7 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
     ]
     numbers = sorted(value for value in values if isinstance(value, float))
     words = {_word(value) for value in values if not isinstance(value, float)}
-    # 1 of 0 and 1, or of 1 and 2? And what is right may be the right one.
+    # A 1 may count from 0 or from 1, and "right" may mean the correct one.
     doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
     if numbers and 1 <= numbers[0] < 1.5 < numbers[-1] <= 2 and words <= {"tie"}:
         return Rule((1.0,), (2.0,), derived=True)

@@ -230,7 +230,7 @@ def demonstration(row: dict[str, Any], shape: str) -> Record:
         items = row[key] if isinstance(row[key], list) else [row[key]]
         excluded = untrained(items, messages(items, key), key)
         if excluded and isinstance(prompt, str):
-            raise RowError("wrong_type", key, "weights beside a prompt of text", "a prompt of messages")
+            raise RowError("wrong_type", key, "weights with a text prompt", "a prompt of messages")
         excluded = frozenset(len(prompt) + index for index in excluded)
     return Record(prompt, [(completion,)], untrained=excluded)
 

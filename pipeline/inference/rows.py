@@ -68,11 +68,11 @@ class Row:
     """One completion to write. The decoder fills `tokens`, `logprobs`, `tops` and `ended`."""
 
     prompt: Sequence[int]
-    number: int  # with the seed, the key of its random numbers
+    number: int  # its random numbers follow from this and the seed
     sampling: Sampling
     role: str | None = None  # None means the bare base
-    # Alternatives to report with each token; `logprobs` are then the model's at temperature 1. None: `logprobs` are of the
-    # distribution that is sampled, with its temperature and masked EOS.
+    # Number of alternatives to report with each token. `logprobs` are then the model's at temperature 1. Without it, they
+    # belong to the distribution that is sampled, with its temperature and masked EOS.
     top: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Decoder(ABC):
     """Writes rows. They join and leave at any step, whatever their role."""
 
     rows: list[Row]  # being written
-    max_rows: int | None  # that are written at the same time; None: as many as join
+    max_rows: int | None  # most rows written at the same time, if there is a limit
 
     @abstractmethod
     def add(self, role: str, folder: str) -> None:
@@ -120,7 +120,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def join(self, rows: Sequence[Row]) -> None:
-        """Reads the prompts of rows that fit, and may write their first tokens."""
+        """Adds rows that fit: computes the KV cache of their prompts, and possibly their first tokens."""
 
     @abstractmethod
     def step(self) -> None:

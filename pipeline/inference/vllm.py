@@ -51,8 +51,8 @@ class VllmDecoder(Decoder):
         self.llm, self.max_rank, self.max_rows = llm, max_rank, max_rows
         self.shared, self.folder = shared, Path(folder)
         self.adapters: dict[str, Any] = {}  # role -> LoRARequest
-        self.requests: dict[str, Row] = {}  # by their id at vLLM
-        self.numbers = itertools.count(1)  # of adapters, by which vLLM caches prompts, and of requests
+        self.requests: dict[str, Row] = {}  # vLLM's request id -> row
+        self.numbers = itertools.count(1)  # ids of adapters, by which vLLM caches prompts, and of requests
 
     @property
     def rows(self) -> list[Row]:  # type: ignore[override]

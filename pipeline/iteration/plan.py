@@ -26,7 +26,7 @@ from pipeline.system import storage
 TRAINS = ("sft", "dpo", "kto", "ppo")  # stages that train a policy on the collected rows
 OWN = ("stage", "policy", "iterate", "run", "mlflow")
 SHARED = {"run": ("storage_path",), "mlflow": ("tracking_uri", "experiment")}  # set once, for all jobs
-SEED_STEP = 1000  # between two rounds, so that iterations with the seeds 1, 2, 3 share none
+SEED_STEP = 1000  # added to data.seed per round; iterations with the seeds 1, 2, 3 then share no seed
 # Keys that a step cannot set, and why.
 OF_THE_ROUND = {
     "policy": "a round gives it; `policy` is the first round's",
@@ -50,8 +50,8 @@ class Settings:
     # The policy that training starts from in each round: the newest one, as in online DPO, or again the first one, on the
     # newest one's completions.
     start: Literal["newest", "first"] = "newest"
-    # The frozen policy that training is held to: `start`, the one that it starts from, or the first one of all, from which
-    # rounds then do not drift further and further.
+    # The frozen policy that training stays close to: the one that the round starts from (`start`), or the first policy of
+    # all. With the first one, rounds cannot drift further and further.
     reference: Literal["start", "first"] = "start"
     # What `evaluate` compares a round's policy with: the one that the round began with, or the first of all.
     baseline: Literal["newest", "first"] = "newest"

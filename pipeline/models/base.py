@@ -370,9 +370,9 @@ def fp32_head(model: torch.nn.Module) -> None:
 
 
 class _InFp32:
-    """Mixin of a scalar head: it computes in fp32, also under autocast and on a half-precision body.
+    """Mixin that makes a scalar head compute in fp32, also under autocast and on a half-precision body.
 
-    bf16 has 8 bits for a score: 15.13 becomes 15.125, and closer scores become equal.
+    bf16 would make 15.125 of a score of 15.13, and closer scores equal.
     """
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -171,7 +171,7 @@ def is_reference(name: str) -> bool:
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """Returns (repository, revision or None) of a reference, and (name, None) of any other name.
+    """Splits `org/name@REVISION` into repository and revision. The revision is None if there is none.
 
     Raises:
         InputError: if it begins like a reference and is none.

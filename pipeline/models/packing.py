@@ -23,11 +23,11 @@ class Batch:
     """Input of one forward, for B completions of up to R actions in P rows of up to T tokens, padded on the right."""
 
     input_ids: Tensor  # (P, T)
-    # (B, R + 1) indices into the P * T hidden states: the position before each action, then the position of the last action,
-    # repeated if a completion has fewer actions than R.
+    # (B, R + 1) indices into the P * T hidden states: the position before each action, then the position of the last action.
+    # If a completion has fewer actions than R, that last index is repeated.
     at: Tensor
-    position_ids: Tensor | None = None  # (P, T); None: from 0, in every row
-    # (P, T, T) bool: whether a token attends to another; None: to all before it.
+    position_ids: Tensor | None = None  # (P, T); by default each row counts from 0
+    # (P, T, T) bool: which tokens a token attends to; by default all before it.
     allowed: Tensor | None = None
 
     def ends(self) -> Batch:
@@ -93,7 +93,7 @@ def packs_that_pay(
     completions: int | None = None,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """Completions in packs, each a list of indices: in one row as long as that costs less than a row of its own.
+    """Packs completions into rows. Returns the indices of each row's completions, as long as sharing a row costs less.
 
     A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer: products with a layer's weights, and
     attention, which a pack also computes between completions that do not see each other.

@@ -180,7 +180,7 @@ def _read(stored: Any, parameter: nn.Parameter, where: str) -> None:
 
 
 def _read_generation_config(base: PreTrainedModel, model: Model) -> None:
-    """Reads the generation configuration as from_pretrained does: it may name more tokens that end a completion."""
+    """Reads the generation configuration, which may name more tokens that end a completion, as from_pretrained does."""
     from transformers import GenerationConfig
 
     if base_file(model.name_or_path, "generation_config.json", model.revision) is not None:

@@ -20,8 +20,8 @@ from pipeline.on_ray import placement
 from pipeline.on_ray.session import session_folder
 from pipeline.system import process
 
-# Seconds that a collective of torch.distributed may take; its default is half an hour. Ranks load, score and wait for
-# rollout workers on their own, for any time; Ray Train notices by itself when a rank dies.
+# Seconds that a collective of torch.distributed may take, by default half an hour. A rank may wait longer for others that load
+# models, score or wait for rollout workers. If a rank dies, Ray Train notices it.
 COLLECTIVE_TIMEOUT_S = 365 * 24 * 3600
 
 

@@ -62,13 +62,13 @@ RUNTIME = {"cpu": 0.75 * GIB, "cuda": 0.9 * GIB}  # Python, torch, Ray; or CUDA'
 # Memory held, divided by memory in use. glibc's allocator cannot place an aligned block into a hole of exactly its size, and
 # ends up with twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 returns each block and takes a quarter more time.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
-# Layers of a sharded base that are gathered at a time: the current one, the next one, and the next one's pieces before they
-# are joined. Not measured on a GPU.
+# Layers of a sharded base in memory at once: the current one, the next one, and the pieces that the next one is joined from.
+# Not measured on a GPU.
 GATHERED = 3
 # TRL's losses of sft, dpo and kto compute logits in tiles of this many tokens and vocabulary entries.
 LOGIT_TILE = (4096, 32768)
 # Bytes for each entry of a tile, measured on a CPU with a vocabulary of 128,256 and up to 8,192 tokens. On a GPU, a kernel reads
-# the tile in place, so only its own bytes count (fp32): taken from the source, not measured.
+# the fp32 tile in place, so nothing is added; this is from its source, not measured.
 LOGIT_BYTES = {"cpu": 33, "cuda": 4}
 
 

@@ -79,12 +79,12 @@ class Shape:
         grown = {key: two[key] - one[key] for key in one}  # of each layer
         whole = {key: one[key] + (self.layers - 1) * grown[key] for key in one}
         self.parameters = whole["parameters"]
-        self.layer = grown["parameters"] * self.dtype_bytes  # bytes of one, in the dtype of the base
+        self.layer = grown["parameters"] * self.dtype_bytes  # bytes of one layer, in the dtype of the base
         self.embedding = self.vocabulary * self.hidden * self.dtype_bytes
         quantized = whole["linear"] if job.model.load_in_4bit else 0
         self.weights = (self.parameters - quantized) * self.dtype_bytes + quantized * NF4_BYTES
-        # Additional bytes of a forward of few tokens: bitsandbytes writes each nf4 weight in the compute dtype, and the matrix
-        # product reads it (functional.dequantize_4bit). Only a single token has a kernel that does not.
+        # Additional bytes of a forward: bitsandbytes copies each nf4 weight into the compute dtype for the matrix product
+        # (functional.dequantize_4bit). Only its kernel for a single token makes no copy.
         self.unpacked = 2.0 * quantized * self.dtype_bytes
 
     def sharded(self, workers: int) -> float:
@@ -186,8 +186,8 @@ def _saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: b
     with _Fake(model, lora, layers, bf16) as shared:
         parameters = {p.untyped_storage()._cdata for p in shared.parameters()}
         ids = torch.zeros(rows, width, dtype=torch.long)
-        # transformers (5.23) looks for packed rows in the numbers, and makes a mask if there are none, as in fake tensors.
-        # Remove this if it detects fake tensors, or if a forward has an argument for it.
+        # transformers (5.23) reads the values of position_ids to detect packed rows. Fake tensors have no values, so it would
+        # add a mask. Remove this if it detects fake tensors, or if a forward has an argument for it.
         unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
         with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden = shared.hidden("policy", ids)

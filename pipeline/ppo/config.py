@@ -57,47 +57,47 @@ class PPOConfig(Settings):
 
     # ---- amount of training, batch sizes
     total_episodes: int | None = None
-    """Episodes of the whole run over all workers, at least 1. None: `num_train_epochs` passes over the prompts."""
+    """Episodes of the run over all workers, at least 1. By default `num_train_epochs` passes over the prompts."""
     num_train_epochs: float = 1.0
     """Passes over the prompts, above 0; fractions are allowed. Used only if `total_episodes` is None."""
     batch_size: int = 64
-    """Episodes per update over all workers, whatever their number. A multiple of `num_generations`."""
+    """Episodes per update over all workers together. A multiple of `num_generations`."""
     num_ppo_epochs: int = 4
     """Passes over the episodes of each update, at least 1. [K in the PPO paper]"""
     num_mini_batches: int = 1
-    """Minibatches, and so optimizer steps, per pass: 1 to `batch_size`. Prompts are reshuffled before each pass, each
-    with all its completions: minibatches are of whole groups where that comes out even."""
+    """Minibatches, and so optimizer steps, per pass: 1 to `batch_size`. Prompts are shuffled before each pass, and keep all
+    their completions together. Minibatches consist of complete groups if the numbers divide evenly."""
     num_generations: int = 1
     """Completions per prompt. `rloo` and `grpo` compare them and need at least 2. [G in GRPO, k in RLOO]"""
     per_device_train_batch_size: int = 16
     """Episodes per forward and backward pass on one worker. Affects memory and speed, not the result."""
     micro_batch_tokens: int | None = None
-    """Tokens per forward and backward pass on one worker, padding included. None: `per_device_train_batch_size` episodes,
-    and in passes without gradients 16384 tokens on a GPU, 4096 on a CPU."""
+    """Tokens per forward and backward pass on one worker, padding included. By default `per_device_train_batch_size`
+    episodes; in passes without gradients, 16384 tokens on a GPU and 4096 on a CPU."""
     local_rollout_forward_batch_size: int | None = None
-    """Completions of a chunk. The completions of an update are cut into chunks, which are sampled and scored one by one, and
-    which rollout workers share (`rollout.num_workers`). A worker decodes this many at once. None: chunks of 256, of which
-    each worker decodes as many at once as fit into half of its free memory when the run starts."""
+    """Completions of a chunk. An update is cut into chunks, which are sampled and scored one by one, and which rollout
+    workers share (`rollout.num_workers`). A worker decodes this many completions at once. By default, a chunk has 256
+    completions, and a worker decodes as many at once as fit into half of its free memory when the run starts."""
 
-    # ---- rollout: pure sampling (no top-k, no top-p), so that log-probs are those of the distribution sampled from
+    # ---- rollout: pure sampling (no top-k, no top-p), so that log-probs belong to the distribution that is sampled
     response_length: int = 53
     """Maximum length of a completion in tokens, the end-of-sequence token included."""
     min_new_tokens: int = 0
-    """Tokens before a completion may end, 0 to `response_length` - 1: until then end-of-sequence tokens have probability 0,
+    """Tokens before a completion may end, 0 to `response_length` - 1. Until then, end-of-sequence tokens have probability 0
     in sampling and in all log-probs."""
     temperature: float = 1.0
     """Divides the logits, in sampling and in all log-probs. 0.000001 to 100."""
 
     # ---- reward
     normalize_rewards: bool = False
-    """Normalise each reward's scores with the mean and standard deviation stored with the reward model's version."""
+    """Normalize each reward's scores with the mean and standard deviation stored with the reward model's version."""
     reward_timeout_s: float | None = None
-    """Seconds that a Python reward may take for one row. It is then called for each row by itself, `reward_threads` rows at a
-    time, and a row that takes longer ends the run. None: called once with all rows, for as long as it takes."""
+    """Seconds that a Python reward may take for one row; a row that takes longer ends the run. Each row is a call of its own,
+    `reward_threads` of them at a time. By default, all rows are one call without a limit."""
     reward_threads: int = 8
     """Rows that a Python reward scores at the same time, with `reward_timeout_s`. 1 for one that draws random numbers."""
     reward_clip: float | None = None
-    """Clip the weighted sum of the (normalised) scores to [-reward_clip, reward_clip]. None: no clipping."""
+    """Clip the weighted sum of the (normalized) scores to [-reward_clip, reward_clip]. By default no clipping."""
     missing_eos_penalty: float | None = None
     """Subtracted, after clipping, from the score of a completion truncated at `response_length`; 0 or more."""
     bootstrap_truncated: bool = False
@@ -105,7 +105,7 @@ class PPOConfig(Settings):
     mask_truncated_completions: bool = False
     """Exclude truncated completions from the loss (DAPO's overlong filtering)."""
     whiten_rewards: bool = False
-    """Scale token rewards to unit variance over the whole batch, keeping their mean."""
+    """Scale token rewards to unit variance over the batch, keeping their mean."""
 
     # ---- KL to the reference
     kl_coef: float = 0.05
@@ -134,15 +134,15 @@ class PPOConfig(Settings):
     completions, grpo with the mean of all of them (divided by their standard deviation), remax with the score of the greedy
     completion. reinforce_plus_plus has no baseline; it whitens the reward to go over the batch."""
     critic: Literal["adapter", "head"] = "adapter"
-    """What predicts the values, for gae. adapter: a role of its own, a copy of the first reward adapter and its head where
-    there is one. head: a linear head, from 0, on the hidden states of the policy, which learns from both losses: no forward
-    and no backward more than the policy needs."""
+    """What predicts the values, for gae. adapter: a separate role, which starts as a copy of the first reward adapter and its
+    head, if there is one. head: a linear head on the policy's hidden states, which starts at 0 and needs no additional
+    forward and backward. The policy then learns from both losses."""
     gamma: float = 1.0
     """Discount per token, in [0, 1], for gae, remax and reinforce_plus_plus. [gamma]"""
     lam: float = 0.95
     """Weight of longer reward sums in gae, in [0, 1]: 1 relies on the rewards alone, 0 on the critic alone. [lambda]"""
     whiten_advantages: bool | None = None
-    """Whiten advantages over the whole batch and all workers. None: for gae and reinforce_plus_plus only."""
+    """Whiten advantages over the batch and all workers. By default only for gae and reinforce_plus_plus."""
     scale_rewards: bool = True
     """For grpo: divide by the group's standard deviation (False: Dr. GRPO, with `loss_aggregation: constant`)."""
 
@@ -151,18 +151,18 @@ class PPOConfig(Settings):
     """Clip range of the probability ratio: [1 - cliprange, 1 + cliprange]. [epsilon]"""
     cliprange_high: float | None = None
     """Upper clip range: [1 - cliprange, 1 + cliprange_high]; above `cliprange`, unlikely tokens can gain more (DAPO's
-    clip-higher, 0.28). None: `cliprange`. [epsilon_high]"""
+    clip-higher, 0.28). By default `cliprange`. [epsilon_high]"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Whose probability ratio is taken and clipped: each token's, or, for rloo and grpo, the completion's to the power
     1 / length (GSPO). The latter is nearer to 1 by far: GSPO clips it to about 0.0003."""
     loss_aggregation: Literal["token", "sequence", "constant"] | None = None
-    """How the policy's loss, with KL and entropy in it, is averaged over a minibatch: over tokens, so that long completions
-    weigh more (DAPO); over each completion's tokens, and then over completions (GRPO); or as a sum over the number of
-    completions times `response_length` (Dr. GRPO). None: sequence for grpo, as in its paper; else token. The value loss is a
-    mean over tokens."""
+    """How the policy's loss, KL and entropy included, is averaged over a minibatch. token: over tokens, so that long
+    completions weigh more (DAPO). sequence: over each completion's tokens, and then over completions (GRPO). constant: the
+    sum, divided by the number of completions times `response_length` (Dr. GRPO). By default sequence for grpo, as in its
+    paper, else token. The value loss is a mean over tokens."""
     dual_clip: float | None = None
     """Dual-clip bound above 1, usually 3: for negative advantages the objective is at least this times the advantage.
-    None: no bound. [c, Ye et al.]"""
+    By default no bound. [c, Ye et al.]"""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, loss per nat of a token's entropy; 0 or more. [c2 in the PPO paper]"""
     vf_coef: float = 0.1
@@ -172,26 +172,26 @@ class PPOConfig(Settings):
     `critic: head` it weighs the value loss in what the policy learns: with much, and rewards of a large scale, the values move
     the policy, and the KL grows for nothing. [c1 in the PPO paper]"""
     cliprange_value: float | None = 0.2
-    """Clip range of the values around those of the rollout, in units of the reward, or of the returns' standard deviation
-    with `normalize_values`. None: no clipping."""
+    """How far values may move from the values of the rollout, in units of the reward, or with `normalize_values` in standard
+    deviations of the returns. null: no clipping."""
     normalize_values: bool = False
-    """Normalise the critic's targets by the running mean and standard deviation of the returns."""
+    """Normalize the critic's targets by the running mean and standard deviation of the returns."""
     critic_warmup_steps: int = 0
     """Number of first updates that train the critic alone. The policy's schedule, its warm-up too, begins after them."""
     early_stop_kl: float | None = None
     """End an update before the optimizer step of a minibatch whose approximate KL to the old policy (k2, mean nats per
-    token) exceeds 1.5 times this. None: never."""
+    token) exceeds 1.5 times this. By default never."""
 
     # ---- optimizer (AdamW), schedule: one scheduler step for each update
     optim: Literal[
         "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"
     ] = "adamw_torch"
-    """The kind of AdamW, by transformers' names. fused: one kernel a step. 8bit: bitsandbytes' moments of a byte each, for
-    parameters of 4096 numbers or more. paged: moments that move to the CPU's memory where the GPU's is full."""
+    """The kind of AdamW, by transformers' names. fused: one kernel per step. 8bit: bitsandbytes keeps each moment in a byte,
+    for parameters of 4096 numbers or more. paged: moments move to the CPU's memory if the GPU's is full."""
     learning_rate: float = 3e-6
     """Initial learning rate of policy and critic, above 0."""
     critic_learning_rate: float | None = None
-    """Initial learning rate of the critic, 0 or more; with `critic: head` that of the head. None: `learning_rate`."""
+    """Initial learning rate of the critic, or of the head with `critic: head`; 0 or more. By default `learning_rate`."""
     adam_beta1: float = 0.9
     """Decay rate of Adam's first moment, in [0, 1). [beta1]"""
     adam_beta2: float = 0.999
@@ -222,8 +222,8 @@ class PPOConfig(Settings):
     bf16: bool = False
     """Matrix products in bfloat16 (autocast), on a CPU the base, too; adapters, heads, log-softmax, ratios, losses stay fp32."""
     gradient_checkpointing: bool | None = False
-    """Recompute activations in the backward pass: about a quarter slower, far less memory. None: where the plan of the job
-    says that they do not fit into the memory that a worker has free; without the stage, the trainer alone never does."""
+    """Recompute activations in the backward pass: about a quarter slower, far less memory. null: only if the job's plan says
+    that they would not fit into a worker's free memory."""
 
     # ---- run
     seed: int = 42

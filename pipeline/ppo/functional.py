@@ -138,11 +138,11 @@ def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
 def loss_weights(
     mask: Tensor, aggregation: LossAggregation, actions: float, completions: float, length: int
 ) -> Tensor:
-    """(batch, 1) weight of each row's actions in a loss that is the sum over rows and actions of weight * loss.
+    """Returns the (batch, 1) weight of each row's actions in a loss, which is the sum of weight * loss over all actions.
 
-    "token": 1 / actions, so that the loss is the mean over actions (DAPO). "sequence": 1 / (the row's own number of actions
-    * completions), the mean over completions of each one's mean (GRPO). "constant": 1 / (completions * length), which does
-    not depend on how long completions are (Dr. GRPO).
+    "token": 1 / actions; the loss is the mean over actions (DAPO). "sequence": 1 / (actions of the row * completions); the
+    loss is the mean of the completions' means (GRPO). "constant": 1 / (completions * length); the weight does not depend on
+    how long completions are (Dr. GRPO).
 
     Args:
         actions, completions: numbers of actions, and of rows with at least one, in the whole optimizer step over all

@@ -35,34 +35,35 @@ class RolloutConfig(Settings):
     models, at the cost of a second copy of the base."""
     num_workers: int | list[Any] = 0
     """Rollout workers: Ray actors that hold the frozen base and every frozen role, sample completions and score them.
-    [min, max]: up to `max`, which come and go; for `min` of them there must be room. 0: the training workers sample."""
+    [min, max]: up to `max`, which come and go; the run waits until `min` have resources. 0: the training workers sample."""
     staleness: int = 0
-    """The episodes of update u are sampled by the policy after update u - staleness, exactly (the first ones by the initial
-    policy). 0: sampling and learning take turns. 1 or more: rollout workers sample ahead while the trainer learns."""
+    """How many updates old the policy is that samples: the one after update u - staleness samples the episodes of update u,
+    and the initial policy the first ones. 0: sampling and learning take turns. 1 or more: rollout workers sample while the
+    trainer learns."""
     use_gpu: bool | None = None
-    """Whether a rollout worker holds its models on a GPU. None: as the trainer's workers, `scaling.use_gpu`."""
+    """Whether a rollout worker holds its models on a GPU. By default as the trainer's workers, `scaling.use_gpu`."""
     resources_per_worker: dict[str, Any] | None = None
-    """What each rollout worker asks Ray for. None: {CPU: 1}, or {GPU: tensor_parallel_size} with `use_gpu`."""
+    """What each rollout worker requests from Ray. By default {CPU: 1}, or {GPU: tensor_parallel_size} with `use_gpu`."""
     label_selector: dict[str, Any] | None = None
     """Labels of the nodes that rollout workers are placed on, as Ray's label_selector: for example {market: spot}."""
     patience_s: float = 600.0
-    """Seconds for which the trainer waits while no rollout worker is there; then it samples by itself, and rollout workers
-    that come later get work again. -1: it waits for as long as it takes."""
+    """Seconds that the trainer waits if there is no rollout worker. Then it samples by itself, until a rollout worker comes.
+    -1: no limit."""
     heartbeat_timeout_s: float = 60.0
-    """Seconds without a sign of life after which a rollout worker is replaced and its chunk given to another."""
+    """Seconds without a heartbeat after which a rollout worker is replaced and another worker gets its chunk."""
     chunk_timeout_s: float = 3600.0
-    """Seconds that a chunk may take, its rewards included, before its rollout worker is replaced. To load the models it has an
-    hour, or as long where this is more."""
+    """Seconds that a chunk may take, its rewards included, before its rollout worker is replaced. Loading the models may take
+    an hour, or this long if it is more."""
     tensor_parallel_size: int = 1
     """GPUs over which vLLM splits the base in each rollout worker."""
     gpu_memory_utilization: float | None = None
-    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache, in (0, 1). None: what they need."""
+    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache, in (0, 1). By default what they need."""
     vllm_kwargs: dict[str, Any] | None = None
-    """Further arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
+    """Other arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
     correction: Literal["none", "token", "sequence"] | None = None
-    """Off-policy correction: each advantage is multiplied by the probability ratio trainer / sampler of its token, or of the
-    whole completion, truncated at `correction_cap`. None: token for vllm, else none: with `staleness: 2` and the demo's learning
-    rate, weights made runs worse, not better (docs/rollouts.md)."""
+    """Off-policy correction: each advantage is multiplied by the probability ratio trainer / sampler, of its token or of its
+    completion, truncated at `correction_cap`. By default token for vllm, else none, because the correction made runs with
+    `staleness: 2` worse (docs/rollouts.md)."""
     correction_cap: float = 3.0
     """Largest ratio, above 1."""
 

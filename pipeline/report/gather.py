@@ -23,7 +23,7 @@ class Run:
     stage: str
     state: str  # "finished", "failed" or "unfinished"
     job: dict[str, Any]
-    folder: str | None  # None if known from MLflow alone
+    folder: str | None  # missing if only MLflow knows the run
     result: dict[str, Any] = field(default_factory=dict)
     history: History = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # the final ones, or else the newest

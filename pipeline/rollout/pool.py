@@ -63,7 +63,7 @@ class Slot:
     """Holds one worker at a time. A new worker replaces a lost one."""
 
     number: int
-    node: str | None = None  # of its worker; None: the worker has no place yet
+    node: str | None = None  # where its worker is, once it has resources
     ready: bool = False  # its worker has loaded
     failures: int = 0  # consecutive failures of its workers to load
     # Ready, or loading for the first time; patience runs out only while no slot is present
@@ -79,9 +79,9 @@ class Assignment:
     """A chunk that a worker samples, with times of this process's time.monotonic()."""
 
     slot: int
-    update: int  # of the chunk, from 0
+    update: int  # of the chunk, counted from 0
     begin: float
-    end: float | None = None  # None if not finished
+    end: float | None = None  # when it finished
     lost: bool = False  # the worker was lost
 
 
@@ -357,7 +357,7 @@ class Pool:
         except WorkerLost as error:
             assignment.lost = True
             if slot.leaving or getattr(error.__cause__, "preempted", False):
-                task.attempts -= 1  # because of its node, not of the chunk
+                task.attempts -= 1  # the node is to blame, not the chunk
             await self._give_back(task, error)
             raise
         finally:

@@ -22,8 +22,8 @@ HEARTBEAT_GROUP = "heartbeat"  # the concurrency group that answers while the ot
 class NumericSettings:
     """Settings that decide how sums round. Trainers and rollout workers share them."""
 
-    can_pack: bool  # SharedBase.can_pack
-    threads: int  # torch.get_num_threads
+    can_pack: bool  # whether completions share rows (SharedBase.can_pack)
+    threads: int  # of torch's CPU kernels
     longest: int  # tokens of the longest prompt and its completion
 
 

@@ -427,7 +427,7 @@ def check_updates(job: Job, prompts: int) -> None:
         )
     if args.total_episodes and args.total_episodes % args.batch_size:
         print(
-            f"note: trainer.total_episodes={args.total_episodes} is rounded up to {updates * args.batch_size}, whole updates of "
+            f"note: trainer.total_episodes={args.total_episodes} is rounded up to {updates * args.batch_size}, a multiple of "
             f"trainer.batch_size={args.batch_size}",
             flush=True,
         )

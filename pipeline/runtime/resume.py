@@ -229,7 +229,7 @@ def unfinished(job: Job) -> dict[str, Any] | None:
 
 
 def pinned_inputs(left: dict[str, Any], job: Job) -> dict[str, str]:
-    """Returns {input: version} that the run began with, of the inputs that this job names the same way."""
+    """Returns {input: version} that the run began with, for the inputs whose names have not changed since then."""
     inputs = left.get("begun_with", {}).get("inputs", {})
     return {
         key: version

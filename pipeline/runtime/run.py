@@ -191,7 +191,7 @@ def train_in_workers(
     adapter = storage.join(checkpoint, "adapter")
     return outcome | {
         "checkpoint": checkpoint,  # the last one
-        "adapter": adapter if storage.exists(adapter) else None,  # None if nothing was trained
+        "adapter": adapter if storage.exists(adapter) else None,
         "train_seconds": round(time.monotonic() - started, 2),
     }
 

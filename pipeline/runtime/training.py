@@ -159,8 +159,8 @@ def _history(state: Any) -> list[tuple[int, dict[str, float]]]:
     return [(e["step"], _numbers(e)) for e in state.log_history if "train_runtime" not in e]
 
 
-# Sums that transformers 5.23 and TRL 1.16 keep between two lines of the log and leave out of their checkpoints: without
-# them the first line after a resume is a mean over fewer steps, and tokens are counted from 0. All of them private.
+# transformers 5.23 and TRL 1.16 sum metrics between two lines of the log, and leave the sums out of their checkpoints.
+# Without the sums, the first line after a resume is a mean over fewer steps, and tokens are counted from 0. All are private.
 # Remove when trainer_state.json holds them.
 def save_sums(trainer: Any, path: str) -> None:
     sums = {
@@ -188,8 +188,8 @@ class TokenizedRows:
     """For trainers of preferences on rows that are tokenized already."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-        # TRL 1.16 has no switch for this; it would look for the text columns. Remove when it leaves rows with `prompt_ids` as
-        # they are, as its RewardTrainer leaves those with `chosen_ids`.
+        # TRL 1.16 would tokenize the text columns, and has no switch for it. Remove when it accepts rows with `prompt_ids`, as
+        # its RewardTrainer accepts rows with `chosen_ids`.
         return dataset
 
 
@@ -216,8 +216,8 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
         processing_class=worker.tokenizer,
     )
     if adapter is None:
-        # On a 4-bit base TRL rounds the adapter to bf16 after copying it (trl 1.16, DPOTrainer and KTOTrainer): this takes the
-        # adapter as it is in its file from the copy. Remove with the cast in `run`.
+        # On a 4-bit base, TRL rounds the adapter to bf16 after copying it (trl 1.16, DPOTrainer and KTOTrainer). The copy still
+        # has the values of the file. Remove with the cast in `run`.
         named = dict(trainer.model.named_parameters())
         for name, parameter in named.items():
             if parameter.requires_grad:
@@ -238,9 +238,9 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
     """
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
-            # TRL casts the adapters of a 4-bit base to bf16, in which small updates vanish, and the reward's head with
-            # them (trl 1.16, RewardTrainer.__init__; https://github.com/huggingface/trl/issues/7268 is the same of DoRA's
-            # magnitudes): adapters and heads are fp32 here, on any base. Remove when TRL leaves them in fp32.
+            # TRL casts adapters and the reward's head to bf16 on a 4-bit base, so small updates vanish (trl 1.16,
+            # RewardTrainer.__init__; for DoRA: https://github.com/huggingface/trl/issues/7268). Here they are fp32 on any
+            # base. Remove when TRL leaves them in fp32.
             parameter.data = parameter.data.float()
     leave_shards_alone(trainer.model)
     trainer.mixture = worker.work.mixture

@@ -13,7 +13,7 @@ from pipeline.serving.batching import Token
 
 Text = Annotated[str, Field(max_length=1 << 16)]
 TokenId = Annotated[int, Field(ge=0)]
-# Token id, log-prob in nats (None: the first of a prompt), and the most likely ids with their log-probs.
+# Token id, log-prob in nats (the first token of a prompt has none), and the most likely ids with their log-probs.
 Rated = tuple[int, float | None, list[tuple[int, float]]]
 Request = TypeVar("Request", bound=BaseModel)
 Asked = TypeVar("Asked", bound="Sampled")

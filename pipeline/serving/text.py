@@ -45,7 +45,7 @@ class Text:
         return self.written[: self.shown]
 
     def _show(self, waiting: int) -> str:
-        """Returns the text up to the first stop text, else all but the last `waiting` characters."""
+        """Returns the text up to the first stop text, or else without its last `waiting` characters."""
         found = [
             at for stop in self.stops if (at := self.written.find(stop, max(0, self.shown - len(stop)))) >= 0
         ]

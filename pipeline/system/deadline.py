@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 SECONDS = 10.0
-abandoned: list[threading.Thread] = []  # whose calls nothing waits for any more
+abandoned: list[threading.Thread] = []  # threads of calls that have timed out
 
 
 def answer(call: Callable[..., Any], *arguments: Any) -> Any:

@@ -140,7 +140,7 @@ def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
     assert "label: null" in (here / "jobs/u/rm.yaml").read_text()
     assert load_job("jobs/u/rm.yaml").data.max_length == 64
     shown = capsys.readouterr().out
-    assert "set `label` in jobs/u/rm.yaml, dpo.yaml, kto.yaml, score.yaml: a comment" in shown
+    assert "set `label` in jobs/u/rm.yaml, dpo.yaml, kto.yaml, score.yaml; a comment" in shown
 
 
 @pytest.mark.parametrize(

@@ -371,7 +371,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> Finding:
         return Finding(name, copies, False)
     deviations = excess / math.sqrt(max(variance, 1.0))
     found = f"log-probs are {-deviations:+.1f} standard deviations from their mean"
-    # Rare tokens have a large surprisal, and its sum no normal distribution: Bernstein's inequality, once in a million.
+    # Rare tokens have a large surprisal, so its sum is not normal. Bernstein's inequality is exceeded once in a million.
     sharp = deviations < -Z_LIMIT
     flat = excess > 0 and excess**2 > 28 * (variance + MAX_SURPRISAL * excess / 3)
     for tail, (count, expected) in zip(TAILS, tails, strict=True):
