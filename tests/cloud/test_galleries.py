@@ -9,16 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 import tomllib
-import urllib.request
 from pathlib import Path
 
 import nbformat
 import pytest
 import yaml
-from head import free_port
+from head import Head, free_port
 from running import ROOT
 from tools import install
 
@@ -95,40 +92,24 @@ def test_its_test_script_passes(tmp_path):
         (stubs / name).write_text("#!/bin/sh\n")
         (stubs / name).chmod(0o755)
     folder = shutil.copytree(TEMPLATE, tmp_path / "template")
-    gcs, dashboard, mlflow = free_port(), free_port(), free_port()
-    environment = os.environ | {
-        "PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "REPOSITORY": str(ROOT), "MODEL": "jobs/demo/model", "STORAGE": str(tmp_path), "MLFLOW_PORT": str(mlflow),
-        "CLUSTER": f"http://127.0.0.1:{dashboard}", "DEMO_ARGS": SHORT, "ARGS": SHORT,
-    }  # fmt: skip
-    for name in ("PYTHONPATH", "RAY_ADDRESS", "MLFLOW_TRACKING_URI"):
-        environment.pop(name, None)
-    home = tempfile.mkdtemp(prefix="rd")  # short: socket names in it have a limit
-    options = f"--head --block --port {gcs} --dashboard-port {dashboard} --num-cpus 4 --disable-usage-stats --temp-dir {home}"
     script = HOME / "anyscale" / ENTRY["test"]["tests_path"] / "tests.sh"
-    with subprocess.Popen(
-        ["ray", "start", *options.split()], env=environment, start_new_session=True, stdout=subprocess.DEVNULL
-    ) as head:
+    with Head() as head:
+        environment = os.environ | {
+            "PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "REPOSITORY": str(ROOT), "MODEL": "jobs/demo/model", "STORAGE": str(tmp_path), "MLFLOW_PORT": str(free_port()),
+            "CLUSTER": head.address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(head.token),
+            "DEMO_ARGS": SHORT, "ARGS": SHORT,
+        }  # fmt: skip
+        for name in ("PYTHONPATH", "RAY_ADDRESS", "MLFLOW_TRACKING_URI"):
+            environment.pop(name, None)
+        run = subprocess.Popen(
+            ["bash", script], cwd=folder, env=environment, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
         try:
-            for _ in range(60):
-                time.sleep(1)
-                try:
-                    urllib.request.urlopen(f"{environment['CLUSTER']}/api/version", timeout=2).close()
-                    break
-                except OSError:
-                    continue
-            run = subprocess.Popen(
-                ["bash", script], cwd=folder, env=environment, start_new_session=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )  # fmt: skip
-            try:
-                said, _ = run.communicate(timeout=900)
-            finally:
-                with contextlib.suppress(ProcessLookupError):  # its MLflow server
-                    os.killpg(run.pid, signal.SIGTERM)
-            assert run.returncode == 0, said[-4000:]
-            assert len(list((tmp_path / "rlhf/runs").glob("*/result.json"))) == 4
+            said, _ = run.communicate(timeout=900)
         finally:
-            os.killpg(head.pid, signal.SIGTERM)
-            head.wait()
-            shutil.rmtree(home, ignore_errors=True)
+            with contextlib.suppress(ProcessLookupError):  # its MLflow server
+                os.killpg(run.pid, signal.SIGTERM)
+    assert run.returncode == 0, said[-4000:]
+    assert len(list((tmp_path / "rlhf/runs").glob("*/result.json"))) == 4
