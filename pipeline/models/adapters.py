@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.errors import InputError, in_brief
 from pipeline.models import adapter_files
 from pipeline.models.adapter_files import HEAD, is_head
+from pipeline.models.base import freeze
 from pipeline.models.files import HEAD_NAMES, SETTINGS, TENSORS
 from pipeline.models.logprobs import per_action
 from pipeline.models.lora import FusedLinear, MixedBatch, fuse
@@ -72,8 +73,7 @@ class SharedBase(nn.Module):
         )
         # Whether this rank has only its part of the base (shards.py).
         self.sharded = any(isinstance(parameter, DTensor) for parameter in base_model.parameters())
-        self.base.requires_grad_(False)
-        self._no_dropout()
+        freeze(self.base)
         if self.device.type != "meta":
             self._check_logits()
 
@@ -179,7 +179,7 @@ class SharedBase(nn.Module):
             parameter.data = parameter.data.float()
         for name in self.configs:  # injecting changes requires_grad of the other adapters
             self.set_trainable(name, self.trainable.get(name, trainable))
-        self._no_dropout()
+        self.base.eval()
         self._switch(self._role)
 
     def _tuner_layers(self) -> list[BaseTunerLayer]:
@@ -532,15 +532,6 @@ class SharedBase(nn.Module):
 
     def _precision(self) -> AbstractContextManager:
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
-
-    def _no_dropout(self) -> None:
-        """Sets every dropout to 0, LoRA's too: with dropout the first ratio is not 1, nor the first KL 0."""
-        self.base.eval()
-        for module in self.base.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            elif isinstance(getattr(module, "attention_dropout", None), float):
-                module.attention_dropout = 0.0  # read by functional attention
 
     @torch.no_grad()
     def _check_logits(self) -> None:

@@ -1,6 +1,6 @@
 """Checks a base's weights, its config.json, `lora` settings and adapters against each other, before a run starts.
 
-    base = base.check_base(job.model)   # its files are complete and of the sizes that its config.json states
+    base = base.check_base(job.model)   # its files are complete, with as many layers as its config.json states
     check_lora(base, job.lora)     # the settings of a new adapter match modules of the base
 
 Everything is read from the headers of the safetensors files, in milliseconds and for any architecture. Deeper contradictions
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pipeline.config.job import Model
 
 LAYER = re.compile(r"(?:(?:model|transformer|gpt_neox)\.)?(?:layers|h)\.(\d+)\.")  # of a language model
-EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight", "gpt_neox.embed_in.weight")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def check_weights(model: Model) -> dict[str, Stored]:
 
     Raises:
         InputError: if a file is damaged or missing, the weights are pickles without `allow_pickle`, or config.json states
-            other sizes.
+            another number of layers.
     """
     name, revision = model.name_or_path, model.revision
     single = base_file(name, SINGLE, revision)
@@ -71,7 +70,7 @@ def check_weights(model: Model) -> dict[str, Stored]:
             tensors = stored_in(single)
         elif os.path.isdir(local(name)):
             tensors = stored_by_index(local(name), file_of)
-    _check_sizes(Base(model, base_config(name, revision), tensors), list(tensors or file_of))
+    _check_layers(Base(model, base_config(name, revision), tensors), list(tensors or file_of))
     return tensors
 
 
@@ -94,13 +93,13 @@ def _check_pickles(model: Model) -> None:
         )
 
 
-def _check_sizes(base: Base, names: list[str]) -> None:
-    """Compares the number of layers and the embedding with config.json: transformers drops the layers that it does not build.
+def _check_layers(base: Base, names: list[str]) -> None:
+    """Compares the number of layers with config.json: transformers drops the layers that it does not build.
 
     Args:
         names: of all tensors.
     """
-    config, where = base.config, f"the weight files of {base.model.name_or_path!r}"
+    config = base.config
     if not base.plain_names:
         return
     layers = config.get("num_hidden_layers", config.get("n_layer"))
@@ -109,17 +108,9 @@ def _check_sizes(base: Base, names: list[str]) -> None:
     most = (layers or 0) + (config.get("num_nextn_predict_layers") or 0)
     if found and layers is not None and not layers <= found <= most:
         raise InputError(
-            f"{where} have {found} layers, and config.json promises {layers}; fetch or save the model again",
+            f"the weight files of {base.model.name_or_path!r} have {found} layers, and config.json promises {layers}; fetch or save the model again",
             KEY,
         )
-    promised = (config.get("vocab_size"), config.get("hidden_size", config.get("n_embd")))
-    for name in EMBEDDINGS:
-        if name in base.tensors and None not in promised and base.tensors[name].shape != promised:
-            raise InputError(
-                f"{where}: {name!r} has shape {base.tensors[name].shape} and config.json promises {promised}; "
-                "fetch or save the model again",
-                KEY,
-            )
 
 
 def _matching(name: str, given: Any, modules: list[str]) -> set[str]:

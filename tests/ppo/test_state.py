@@ -111,25 +111,18 @@ def node(monkeypatch):
     return of
 
 
-@pytest.mark.parametrize(("count", "current"), [(1, 0), (8, 2), (0, 0)])
-def test_random_state_of_a_gpu_goes_on_on_a_node_with_other_gpus(node, tmp_path, count, current):
-    generators = node(8, 5)
+@pytest.mark.parametrize(
+    ("saved_on", "count", "current"), [(8, 1, 0), (8, 8, 2), (8, 0, 0), (0, 1, 0)], ids=str
+)
+def test_random_states_go_on_on_a_node_with_other_gpus_or_none(node, tmp_path, saved_on, count, current):
+    generators = node(saved_on, 5)
     torch.save(rng_state(), tmp_path / "rng.pt")
-    expected, here = torch.rand(3, generator=generators[5]), torch.rand(3)
+    expected, here = saved_on and torch.rand(3, generator=generators[5]), torch.rand(3)
     generators = node(count, current)
-    others = [g for i, g in enumerate(generators) if i != current]
+    others = [g for i, g in enumerate(generators) if i != current or not saved_on]
     untouched = [g.get_state() for g in others]
     set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
     assert torch.equal(torch.rand(3), here)
-    if count:
+    if saved_on and count:
         assert torch.equal(torch.rand(3, generator=generators[current]), expected)
     assert all(torch.equal(g.get_state(), state) for g, state in zip(others, untouched, strict=True))
-
-
-def test_a_state_without_a_gpu_is_restored_beside_one(node):
-    state = rng_state()
-    expected = torch.rand(3)
-    generators = node(1, 0)
-    set_rng_state(state)
-    assert torch.equal(torch.rand(3), expected)
-    assert torch.equal(generators[0].get_state(), torch.Generator().manual_seed(100).get_state())
