@@ -5,7 +5,6 @@ import pickle
 from pathlib import Path
 
 import pytest
-from running import SHARED
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -192,17 +191,6 @@ def test_digests_and_pickling(tmp_path):
     )
     other = load_tokenizer(make_folder(tmp_path / "b", [*LLAMA_31, "<more>"], eos_token="<|eot_id|>"))
     assert tokenizer_digest(other) != digest
-
-
-def test_stories260k():
-    if not SHARED.exists():
-        pytest.skip("third-party test data is absent")
-    tokenizer = load_tokenizer(str(SHARED / "models" / "stories260K"))
-    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.text_as_chat) == ("<unk>", "</s>", False)
-    assert (
-        tokenizer.apply_chat_template(CHAT[1:], tokenize=False)
-        == "<s>\n\nHuman: Hi?\n\nAssistant: Hello.</s>"
-    )
 
 
 def test_model_without_a_tokenizer(tmp_path):

@@ -72,12 +72,6 @@ def test_kl_holds_the_policy():
     assert last_kl(kl_coef=10.0, kl_in="loss", kl_estimator="k3") < 0.7 * far
 
 
-def test_critic_free_estimators_load_no_critic():
-    trainer = toy.trainer(toy.shared_base(critic=False), advantage_estimator="rloo", num_generations=2)
-    metrics = trainer.run_update()
-    assert trainer.shared.roles == ["reference", "policy"] and "loss/value_avg" not in metrics
-
-
 @pytest.mark.parametrize("kind", toy.KINDS)
 def test_every_architecture_runs(kind):
     metrics = toy.trainer(toy.shared_base(kind), total_episodes=32).train()

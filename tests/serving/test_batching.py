@@ -159,15 +159,6 @@ def test_an_error_is_told_to_its_rows_and_the_next_ones_are_written(batcher, mon
     assert all(isinstance(token, Token) for token in client.told["written"]) and writer.alive
 
 
-def test_the_most_likely_tokens_are_reported(shared, batcher):
-    client, writer = Client(), batcher()
-    writer.submit([client.row("row", [300, 301], temperature=0.0, top=3), client.row("other", [300])])
-    client.wait(2)
-    for token in client.told["row"]:
-        assert len(token.top) == 3 and token.top[0] == (token.id, pytest.approx(token.logprob))
-    assert all(token.top == [] for token in client.told["other"])
-
-
 def test_prompts_join_in_turns_of_some_tokens(shared, batcher, monkeypatch):
     joined, join = [], SlotDecoder.join
     monkeypatch.setattr(SlotDecoder, "join", lambda self, rows: joined.append(len(rows)) or join(self, rows))

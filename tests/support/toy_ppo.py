@@ -41,19 +41,9 @@ class Tokenizer:
 
 
 def config(kind="llama", **changes):
-    special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    if kind == "gpt2":
-        return transformers.GPT2Config(
-            vocab_size=VOCAB,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=128,
-            initializer_range=0.2,
-            **special,
-            **changes,
-        )
+    special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=128)
     name, more = {
+        "gpt2": ("GPT2Config", {}),
         "llama": ("LlamaConfig", dict(num_key_value_heads=2)),
         "qwen3": ("Qwen3Config", dict(num_key_value_heads=2, head_dim=8)),
         "mistral": ("MistralConfig", dict(num_key_value_heads=2, sliding_window=8)),
@@ -63,9 +53,8 @@ def config(kind="llama", **changes):
             dict(num_key_value_heads=1, head_dim=8, sliding_window=8, final_logit_softcapping=5.0),
         ),
     }[kind]
-    return getattr(transformers, name)(
-        **{**SMALL, **more, **special, "max_position_embeddings": 128, **changes}
-    )
+    small = {key: value for key, value in SMALL.items() if kind != "gpt2" or key != "intermediate_size"}
+    return getattr(transformers, name)(**{**small, **more, **special, **changes})
 
 
 def base(kind="llama", seed=0, **changes):
