@@ -37,17 +37,13 @@ class Sampling:
     seed: int = 0
 
     @classmethod
-    def from_args(
-        cls, args: Any, tokenizer: Any, shared: SharedBase, eos: Sequence[int] | None = None
-    ) -> Sampling:
-        """Returns the sampling that a job's settings describe.
+    def from_args(cls, args: Any, tokenizer: Any, shared: SharedBase) -> Sampling:
+        """Returns the sampling that a job's settings describe. Ends of completions without a logit are dropped.
 
         Args:
             args: a PPOConfig, or other settings with the same names.
-            eos: token ids that end a completion; ids without a logit are dropped. None: those of the tokenizer and the
-                base's generation config.
         """
-        ids = eos_ids(tokenizer, shared.base.generation_config) if eos is None else eos
+        ids = eos_ids(tokenizer, shared.base.generation_config)
         ends = tuple(i for i in ids if i < shared.vocab_size)
         return cls(args.response_length, ends, args.min_new_tokens, args.temperature, seed=args.seed)
 

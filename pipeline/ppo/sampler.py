@@ -84,7 +84,6 @@ class Sampler:
         tokenizer: decodes completions for Python rewards; its pad id fills batches up.
         reference: the role of the reference; None: the bare base.
         decoder: writes the completions. None: the base itself.
-        eos: token ids that end a completion. None: those of the tokenizer and the base's generation config.
     """
 
     def __init__(
@@ -95,11 +94,10 @@ class Sampler:
         rewards: Sequence[Reward],
         reference: str | None,
         decoder: Decoder | None = None,
-        eos: Sequence[int] | None = None,
     ) -> None:
         self.shared, self.tokenizer, self.args = shared, tokenizer, args
         self.rewards, self.reference = rewards, reference
-        self.sampling = Sampling.from_args(args, tokenizer, shared, eos)
+        self.sampling = Sampling.from_args(args, tokenizer, shared)
         self.pad = tokenizer.pad_token_id or 0
         self.decoder = decoder or SlotDecoder(shared, pad=self.pad)
         self.rows = args.local_rollout_forward_batch_size  # decoded at once, or None for the full chunk

@@ -67,7 +67,6 @@ class PPOTrainer:
         prompts: rows with `input_ids` (token ids) and `row` (JSON text of the data row: `prompt` and other columns).
         rewards: the weighted sum of their scores is an episode's score.
         evaluate: returns metrics of the policy on held-out prompts; called on every rank every `eval_steps` updates.
-        eos: token ids that end a completion. None: those of the tokenizer and the base's generation config.
         decoder: writes the completions. None: the base itself.
         rollout: how far sampling may run ahead, and the off-policy correction. None: the defaults.
         rollout_workers: sample and score chunks for this trainer. None: the trainer does it.
@@ -88,7 +87,6 @@ class PPOTrainer:
         prompts: Rows,
         rewards: list[Reward],
         evaluate: Callable[[], dict[str, float]] | None = None,
-        eos: Sequence[int] | None = None,
         decoder: Decoder | None = None,
         on_update: OnUpdate | None = None,
         draws: Callable[[int], Any] | None = None,
@@ -110,7 +108,7 @@ class PPOTrainer:
         self.draws, self.prompts_per_epoch = draws, len(draws(0)) if draws else len(prompts)
         self.roles = ["policy", "critic"] if args.uses_critic else ["policy"]
         reference = "reference" if "reference" in shared.roles else None
-        self.sampler = Sampler(shared, tokenizer, args, rewards, reference, decoder, eos)
+        self.sampler = Sampler(shared, tokenizer, args, rewards, reference, decoder)
         if not rollout_workers:
             longest = max(len(ids) for ids in self._all_prompt_ids()) + args.response_length
             self.sampler.fit_to_memory(args.decoded(self.workers), longest)

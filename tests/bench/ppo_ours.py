@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 from sizes import (
-    EOS,
     LEARNING_RATE,
     LORA,
     SEED,
@@ -73,7 +72,7 @@ def main(name: str, case: str, fields: str) -> None:
         token_ids = repeated(token_ids, size.generations)
     rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in token_ids]
     before = high_water()  # the trainer resets the system's own figure, and keeps the highest itself
-    trainer = PPOTrainer(shared, tokens, args, rows, [AdapterReward(shared)], eos=[EOS], on_update=on_update)
+    trainer = PPOTrainer(shared, tokens, args, rows, [AdapterReward(shared)], on_update=on_update)
     if ours.prompts == "repeated":
         shared.can_pack = trainer.sampler.decoder.share = False
     trainer.train()

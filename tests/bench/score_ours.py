@@ -7,7 +7,7 @@ import json
 import sys
 
 from score import GOALS, SETTINGS, courtesy, write
-from sizes import EOS, LORA, SIZES, model_folder, prompts, tokenizer, with_ends
+from sizes import LORA, SIZES, model_folder, prompts, tokenizer, with_ends
 from variants import OPTIMIZER_OF_TRL, Ours
 
 
@@ -41,7 +41,7 @@ def main(name: str, fields: str, seed: str) -> None:
     )
     rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in prompts(name, tokens)]
     reward = FunctionReward(lambda completions: [courtesy(text) for text in completions])
-    history = PPOTrainer(shared, tokens, args, rows, [reward], eos=[EOS]).train()
+    history = PPOTrainer(shared, tokens, args, rows, [reward]).train()
     write([(metrics["objective/scores"], metrics["objective/kl"]) for metrics in history])
 
 

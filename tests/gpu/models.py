@@ -174,9 +174,13 @@ def trainer(
     rows = [{"input_ids": ids, "row": '{"prompt": "random"}'} for ids in prompts(episodes * 8, *prompt)]
     ends = range(VOCABULARY - (1 if full_length else max(4, VOCABULARY // 256)), VOCABULARY)
     tokenizer = SimpleNamespace(
-        pad_token_id=PAD, eos_token_id=VOCABULARY - 1, chat_template=None, get_added_vocab=dict
+        pad_token_id=PAD,
+        eos_token_id=VOCABULARY - 1,
+        generation_eos=ends,
+        chat_template=None,
+        get_added_vocab=dict,
     )
-    return PPOTrainer(shared, tokenizer, args, rows, [AdapterReward(shared)], eos=tuple(ends))
+    return PPOTrainer(shared, tokenizer, args, rows, [AdapterReward(shared)])
 
 
 # ------------------------------------------------------------------------------------------------ measuring

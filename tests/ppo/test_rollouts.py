@@ -35,7 +35,7 @@ class Elsewhere:
         """Its own models, as those of a trainer that has not begun."""
         shared = toy.shared_base(critic=trainer.args.uses_critic and trainer.args.critic)
         rewards = [AdapterReward(shared) if isinstance(r, AdapterReward) else r for r in trainer.rewards]
-        self.sampler = Sampler(shared, toy.Tokenizer(), trainer.args, rewards, "reference", eos=toy.EOS)
+        self.sampler = Sampler(shared, toy.Tokenizer(), trainer.args, rewards, "reference")
         return self
 
     def publish(self, version, tensors):

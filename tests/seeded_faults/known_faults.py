@@ -238,8 +238,8 @@ def _(patch):
     "sampling goes on after",
 )
 def _(patch):
-    def of(original, args, tokenizer, shared, eos=None):
-        sampling = original(args, tokenizer, shared, eos)
+    def of(original, args, tokenizer, shared):
+        sampling = original(args, tokenizer, shared)
         return replace(sampling, eos=(tokenizer.convert_tokens_to_ids("<|end_of_text|>"),))
 
     original = rows.Sampling.from_args

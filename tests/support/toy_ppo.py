@@ -31,7 +31,7 @@ LORA = dict(r=4, lora_alpha=8, target_modules="all-linear")
 class Tokenizer:
     """As much of a tokenizer as the trainer needs: ids are words."""
 
-    pad_token_id, eos_token_id, chat_template = 0, 2, None
+    pad_token_id, eos_token_id, generation_eos, chat_template = 0, 2, EOS, None
 
     def decode(self, ids, skip_special_tokens=True):
         return " ".join(str(i) for i in ids if not (skip_special_tokens and i in EOS))
@@ -125,7 +125,7 @@ def trainer(
     rewards = [reward] if not callable(reward) and not isinstance(reward, list) else reward
     rewards = [FunctionReward(reward)] if callable(reward) else rewards
     return PPOTrainer(
-        shared, Tokenizer(), args, rows or prompts(), rewards, evaluate, EOS, decoder, on_update,
+        shared, Tokenizer(), args, rows or prompts(), rewards, evaluate, decoder, on_update,
         rollout=rollout, rollout_workers=workers, critic_reward=critic_reward,
     )  # fmt: skip
 
