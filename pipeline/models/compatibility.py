@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pipeline.config.job import Model
 
 LAYER = re.compile(r"(?:(?:model|transformer|gpt_neox)\.)?(?:layers|h)\.(\d+)\.")  # of a language model
+EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight", "gpt_neox.embed_in.weight")
 
 
 @dataclass(frozen=True)
