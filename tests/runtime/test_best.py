@@ -142,30 +142,18 @@ def test_an_overfit_ends_early_and_its_best_step_is_registered(overfit, storage)
 
 
 @pytest.mark.slow  # of the quick tests, that of ppo is interrupted
-def test_killed_after_its_best_step_it_registers_the_same(overfit, storage, few, monkeypatch, embedded_ray):
-    step = overfit["kept"]["step"] + 2  # a checkpoint lies between
-    saves = ["trainer.save_strategy=steps", "trainer.save_steps=2"]
-    touched(monkeypatch, "rm", step, storage / "overfit-died", killed)
-    result = stage(
-        "rm", storage, "overfit-killed", *few, *saves, "run.max_failures=1", "scaling.num_workers=1"
-    )
-    assert (storage / "overfit-died").exists()
+@pytest.mark.parametrize("moment", ["after its best step", "after it stopped"])
+def test_killed_it_registers_the_same(moment, overfit, storage, few, monkeypatch, embedded_ray):
+    name = f"overfit-killed-{moment.replace(' ', '-')}"
+    once, saves = storage / f"{name}-died", ["trainer.save_strategy=steps", "trainer.save_steps=2"]
+    if moment == "after its best step":
+        touched(monkeypatch, "rm", overfit["kept"]["step"] + 2, once, killed)  # a checkpoint lies between
+    else:  # with a checkpoint at the step at which it stops: no further step is made
+        saves = ["trainer.save_strategy=epoch"]
+        monkeypatch.setattr("pipeline.stages.rm.train", before_finish("rm", str(once)))
+    result = stage("rm", storage, name, *few, *saves, "run.max_failures=1", "scaling.num_workers=1")
+    assert once.exists()
     assert_equal(storage, overfit, result)
-    assert (result["kept"], result["ended"]) == (overfit["kept"], overfit["ended"])
-
-
-@pytest.mark.slow
-def test_killed_after_it_stopped_it_makes_no_further_step(overfit, storage, few, monkeypatch, embedded_ray):
-    from pipeline.stages import rm
-
-    saves = ["trainer.save_strategy=epoch"]  # a checkpoint at the step at which it stops
-    monkeypatch.setattr(rm, "train", before_finish("rm", str(storage / "overfit-last")))
-    result = stage(
-        "rm", storage, "overfit-stopped", *few, *saves, "run.max_failures=1", "scaling.num_workers=1"
-    )
-    assert (storage / "overfit-last").exists()
-    assert_equal(storage, overfit, result)
-    assert (result["kept"], result["ended"]) == (overfit["kept"], overfit["ended"])
 
 
 @pytest.mark.slow
@@ -201,7 +189,6 @@ def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch):
         stage("ppo", storage, "best-ppo-cut", *PPO, *few, status=1)
     result = stage("ppo", storage, "best-ppo-cut", *PPO, *few)
     assert_equal(storage, expected, result)
-    assert (result["kept"], result["ended"]) == (kept, ended)
 
 
 def test_a_sweep_hears_of_every_evaluation_and_stops_a_trial(tmp_path):
@@ -211,18 +198,13 @@ def test_a_sweep_hears_of_every_evaluation_and_stops_a_trial(tmp_path):
         told.append((figure, step))
         return "not among the best" if step == 2 else None
 
-    best = Best("eval_x", False, None, {}, report)
-    assert not compared_alone(best, 1.0, 1).exhausted
-    assert compared_alone(best, 0.5, 2).exhausted and told == [(1.0, 1), (0.5, 2)]
+    best = Best("eval_x", False, None, weights(), report)
+    assert not compared(best, 1.0).exhausted
+    assert compared(best, 0.5).exhausted and told == [(1.0, 1), (0.5, 2)]
     assert outcome(best, best.restore(), 2, 9)["ended"] == {"step": 2, "of": 9, "early": "not among the best"}
     best.save(str(tmp_path))
-    again = Best("eval_x", False, None, {}, report)
+    again = Best("eval_x", False, None, weights(), report)
     again.load(str(tmp_path))
     assert again.exhausted and len(told) == 2  # a trial that was told is not asked again
     with pytest.raises(SelfCheckFailed, match="eval_x is nan at step 3"):
-        compared_alone(best, math.nan, 3)
-
-
-def compared_alone(best, figure, step):
-    best.compare({best.metric: figure}, step)
-    return best
+        compared(best, math.nan)

@@ -101,66 +101,46 @@ def test_a_reward_model_of_its_own_is_pinned_too(hub, storage, tmp_path, in_root
     assert type(reward).__name__ == "ModelReward"
 
 
-def refuses(storage, says, *settings, verb="export"):
+def refuses(storage, says, *settings):
     with pytest.raises(InputError) as caught:
-        host(storage, *settings) if verb == "export" else load_host(job(storage, *settings, verb=verb))
+        host(storage, *settings)
     assert re.search(says, str(caught.value)), caught.value
 
 
 def test_what_cannot_be_an_input_is_refused_with_what_to_type(adapter, hub, storage, in_root):
     plain = {name: data for name, data in adapter.items() if name != "lineage.json"}
     settings = json.loads(plain["adapter_config.json"])
-    pickled = {
-        ("adapter_model.bin" if name == "adapter_model.safetensors" else name): data
-        for name, data in plain.items()
+
+    def trained_on(base):
+        changed = json.dumps(settings | {"base_model_name_or_path": base}).encode()
+        return plain | {"adapter_config.json": changed}
+
+    pickled = {name.replace("model.safetensors", "model.bin"): data for name, data in plain.items()}
+    repositories = {
+        "pickled": pickled,
+        "empty": {"README.md": b"nothing"},
+        "mine": plain,
+        "base": of_folder(Path(BASE)),
     }
-    hub.put("org/pickled", pickled)
+    repositories |= {"other": trained_on("org/large"), "same": trained_on("Org/base")}
+    for name, files in repositories.items():
+        hub.put(f"org/{name}", files)
     hub.put("org/gated", plain, gated=True)
-    hub.put("org/empty", {"README.md": b"nothing"})
-    hub.put("org/mine", plain)
-    refuses(storage, r"policy: hf://org/pickled@\w+ has no adapter_model\.safetensors\. Adapters are read from safetensors only",
-            "policy=org/pickled", "reward=null")  # fmt: skip
-    refuses(
-        storage,
-        r"policy: 'org/gated' is gated \(HTTP 401\); accept its license",
-        "policy=org/gated",
-        "reward=null",
-    )
-    refuses(
-        storage,
-        r"policy: org/empty holds neither adapter_config\.json nor config\.json",
-        "policy=org/empty",
-        "reward=null",
-    )
-    refuses(
-        storage,
-        r"policy: 'org/none' is neither a folder here nor a model on the hub",
-        "policy=org/none",
-        "reward=null",
-    )
-    refuses(storage, r"policy: 'org/mine' has no revision 'v9'", "policy=org/mine@v9", "reward=null")
-    refuses(storage, r"policy: found 'hf://org', expected hf://OWNER/NAME", "policy=hf://org", "reward=null")
+    for policy, says in {
+        "org/pickled": r"hf://org/pickled@\w+ has no adapter_model\.safetensors\. Adapters are read from safetensors only",
+        "org/gated": r"'org/gated' is gated \(HTTP 401\); accept its license",
+        "org/empty": r"org/empty holds neither adapter_config\.json nor config\.json",
+        "org/none": r"'org/none' is neither a folder here nor a model on the hub",
+        "org/mine@v9": r"'org/mine' has no revision 'v9'",
+        "hf://org": r"found 'hf://org', expected hf://OWNER/NAME",
+    }.items():
+        refuses(storage, f"policy: {says}", f"policy={policy}", "reward=null")
     refuses(storage, r"reward: .*without a scalar head", "policy=null", "reward=org/mine")
     # on the hub, base and adapter each have a name to compare
-    hub.put("org/base", of_folder(Path(BASE)))
-    hub.put(
-        "org/other",
-        plain
-        | {"adapter_config.json": json.dumps(settings | {"base_model_name_or_path": "org/large"}).encode()},
-    )
-    on_hub = "model.name_or_path=org/base"
+    on_hub = ["model.name_or_path=org/base", "reward=null"]
     refuses(storage, r"policy: hf://org/other@\w+ was trained on base org/large, but model\.name_or_path is org/base\. .*use "
-            r"model\.name_or_path=org/large", on_hub, "policy=org/other", "reward=null")  # fmt: skip
-    hub.put(
-        "org/same",
-        plain
-        | {"adapter_config.json": json.dumps(settings | {"base_model_name_or_path": "Org/base"}).encode()},
-    )
-    assert (
-        host(storage, on_hub, "policy=org/same", "reward=null")
-        .work.inputs["policy"]
-        .startswith("hf://org/same@")
-    )
+            r"model\.name_or_path=org/large", *on_hub, "policy=org/other")  # fmt: skip
+    assert host(storage, *on_hub, "policy=org/same").work.inputs["policy"].startswith("hf://org/same@")
 
 
 def test_offline_an_adapter_comes_from_the_cache_or_not_at_all(adapter, hub, storage, monkeypatch, in_root):

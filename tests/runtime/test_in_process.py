@@ -5,24 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from resumed import interrupted
+from resumed import assert_equal
 from running import NO_EVAL, ROOT, stage
 
-from pipeline.registry.lineage import folder_digests
-
-TRL = [
-    "trainer.max_steps=4", "trainer.save_strategy=steps", "trainer.save_steps=2", "mlflow.registered_model=null", *NO_EVAL,
-    "data.batch_size=16", "trainer.per_device_train_batch_size=8",
-]  # fmt: skip
-PPO = [
-    "trainer.total_episodes=24", "trainer.batch_size=8", "trainer.response_length=8", "trainer.save_steps=1",
-    "data.eval=null", "judge=null", "policy=base", "reward=python:bad_rewards:length", "mlflow.registered_model=null",
-]  # fmt: skip
-SETTINGS = {"sft": TRL, "rm": TRL, "dpo": [*TRL, "policy=base"], "kto": [*TRL, "policy=base"], "ppo": PPO}
-
-
-def weights(storage, name):
-    return folder_digests(str(storage / name / "final/adapter"))["adapter_model.safetensors"]
+from tests.runtime.test_resume import SETTINGS
 
 
 @pytest.mark.parametrize(
@@ -30,31 +16,12 @@ def weights(storage, name):
 )
 def test_no_worker_and_one_end_with_the_same_bytes(verb, storage, embedded_ray):
     """Twice in one process, too: no stage leaves random numbers, threads or a precision behind."""
-    for name, workers in (("here", 0), ("again", 0), ("worker", 1)):
+    first, *others = (
         stage(verb, storage, f"same-{verb}-{name}", *SETTINGS[verb], f"scaling.num_workers={workers}")
-    first, *others = (weights(storage, f"same-{verb}-{name}") for name in ("here", "again", "worker"))
-    assert others == [first, first]
-
-
-# The quick ones have a trainer of TRL and ours, and a worker before and after the interruption.
-QUICK = [("rm", 0, 1), ("ppo", 1, 0), ("ppo", 0, 0)]
-SLOW = [("rm", 0, 0), ("rm", 1, 0), ("ppo", 0, 1)]
-
-
-@pytest.mark.parametrize(
-    ("verb", "begins", "continues"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
-def test_a_run_that_was_interrupted_continues_here_or_in_a_worker(
-    verb, begins, continues, storage, monkeypatch, embedded_ray
-):
-    name, options = f"cut-{verb}-{begins}{continues}", SETTINGS[verb]
-    with monkeypatch.context() as patch:
-        interrupted(patch, verb, 2)
-        stage(verb, storage, name, *options, f"scaling.num_workers={begins}", status=1)
-    assert (storage / name / "failed.json").exists()
-    stage(verb, storage, name, *options, f"scaling.num_workers={continues}")
-    stage(verb, storage, f"whole-{verb}", *options, "scaling.num_workers=0")
-    assert weights(storage, name) == weights(storage, f"whole-{verb}")
+        for name, workers in (("here", 0), ("again", 0), ("worker", 1))
+    )
+    for other in others:
+        assert_equal(storage, first, other)
 
 
 PROBE = """

@@ -11,7 +11,7 @@ import subprocess
 
 import dying
 import pytest
-from resumed import assert_equal, touched
+from resumed import assert_equal, interrupted, touched
 from running import NO_EVAL, stage
 
 pytestmark = pytest.mark.usefixtures("embedded_ray")
@@ -21,54 +21,45 @@ TRL = [
     "mlflow.registered_model=null", *NO_EVAL,
 ]  # fmt: skip
 PPO = [
-    "trainer.total_episodes=56", "trainer.batch_size=8", "trainer.response_length=16", "trainer.save_steps=2",
+    "trainer.total_episodes=40", "trainer.batch_size=8", "trainer.response_length=12", "trainer.save_steps=2",
     "trainer.kl_controller=adaptive", "trainer.kl_horizon=100", "trainer.normalize_values=true", "data.eval=null",
     "judge=null", "policy=base", "reward=python:bad_rewards:length", "mlflow.registered_model=null",
 ]  # fmt: skip
+SETTINGS = {"sft": TRL, "rm": TRL, "dpo": [*TRL, "policy=base"], "kto": [*TRL, "policy=base"], "ppo": PPO}
+# (stage, what happens, workers before and after): a trainer of TRL and ours, here and in a worker.
+QUICK = [("rm", "interrupted", 0, 1), ("ppo", "interrupted", 1, 0), ("ppo", "killed", 1, 1)]
+SLOW = [
+    *[("rm", "interrupted", 0, 0), ("rm", "interrupted", 1, 0), ("ppo", "interrupted", 0, 1)],
+    # transformers 5.23, resumed in mid-epoch at max_steps, would make one step more.
+    *[(verb, "killed after the last step", 1, 1) for verb in ("sft", "rm", "dpo", "kto")],
+]
 
 
-@pytest.mark.slow
-def test_sft_with_its_driver_stopped_and_its_newest_checkpoint_spoilt(storage, monkeypatch, capsys):
-    expected = stage("sft", storage, "resume-sft", *TRL)
-    with monkeypatch.context() as patch:
-        touched(patch, "sft", 5, storage / "sft-died", dying.killed)
-        stage("sft", storage, "resume-sft-spoilt", *TRL, "scaling.num_workers=1", status=1)
-    assert (storage / "sft-died").exists()
-    folder = storage / "resume-sft-spoilt"
-    newest = folder / "checkpoint_00000004/optimizer.pt"
-    os.truncate(newest, newest.stat().st_size // 2)
+@pytest.mark.parametrize(
+    ("verb", "what", "begins", "ends"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_a_run_that_was_cut_short_ends_as_one_that_was_not(
+    verb, what, begins, ends, storage, monkeypatch, capsys
+):
+    name, options = f"resume-{verb}-{what.replace(' ', '-')}-{begins}{ends}", SETTINGS[verb]
+    expected = stage(verb, storage, f"whole-{verb}", *options, "scaling.num_workers=0")
+    once, workers = storage / f"{name}-died", f"scaling.num_workers={ends}"
     capsys.readouterr()
-    result = stage("sft", storage, "resume-sft-spoilt", *TRL)
-    assert re.search(
-        r"continuing from checkpoint_00000002.*\n  checkpoint_00000004: optimizer\.pt has \d+ bytes, expected",
-        capsys.readouterr().out,
+    if what == "interrupted":
+        with monkeypatch.context() as patch:
+            interrupted(patch, verb, 2)
+            stage(verb, storage, name, *options, f"scaling.num_workers={begins}", status=1)
+        assert (storage / name / "failed.json").exists()
+    elif what == "killed":
+        touched(monkeypatch, verb, 3, once, dying.killed)
+    else:
+        module = importlib.import_module(f"pipeline.stages.{verb}")
+        monkeypatch.setattr(module, "train", dying.before_finish(verb, str(once)))
+    result = stage(verb, storage, name, *options, workers, "run.max_failures=1")
+    assert (
+        once.exists() == (what != "interrupted") and "continuing from checkpoint_" in capsys.readouterr().out
     )
-    assert_equal(storage, expected, result)
-
-
-def test_ppo_with_a_worker_killed(storage, monkeypatch, capsys):
-    expected = stage("ppo", storage, "resume-ppo", *PPO)
-    touched(monkeypatch, "ppo", 5, storage / "ppo-died", dying.killed)
-    capsys.readouterr()
-    result = stage("ppo", storage, "resume-ppo-killed", *PPO, "run.max_failures=1", "scaling.num_workers=1")
-    assert (storage / "ppo-died").exists()
-    lines = capsys.readouterr().out
-    assert re.search(r"fp32 products.*continuing from.*fp32 products", lines, re.DOTALL)
-    assert_equal(storage, expected, result)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", ["sft", "rm", "dpo", "kto"])
-def test_killed_after_the_last_step_no_further_step_is_made(verb, storage, monkeypatch):
-    """transformers 5.23, resumed in mid-epoch at max_steps, would make one step more."""
-    options = [*TRL, *(["policy=base"] if verb in ("dpo", "kto") else [])]
-    expected = stage(verb, storage, f"resume-last-{verb}", *options)
-    module = importlib.import_module(f"pipeline.stages.{verb}")
-    monkeypatch.setattr(module, "train", dying.before_finish(verb, str(storage / f"{verb}-last")))
-    result = stage(
-        verb, storage, f"resume-last-{verb}-killed", *options, "run.max_failures=1", "scaling.num_workers=1"
-    )
-    assert (storage / f"{verb}-last").exists()
     assert_equal(storage, expected, result)
 
 

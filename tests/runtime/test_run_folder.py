@@ -176,20 +176,17 @@ def test_a_python_reward_that_was_edited_is_content_that_changed(halfway, tmp_pa
     module.write_text("def score(completions, **_):\n    return [0.0 for _ in completions]\n")
     given = ["reward=[python:edited_reward:score]", f"run.storage_path={tmp_path}", "run.name=one"]
     job = load_job("jobs/demo/collect.yaml", given, "collect")
-    rows = {"train": "sha256:rows"} | inputs.digests_of_functions(job)
-    assert rows.keys() == {"train", "reward"}
+    rows = inputs.digests_of_functions(job)
+    assert rows.keys() == {"reward"}
     resume.record(job, {}, "sha256:base", rows)
     (tmp_path / "one" / resume.PARTS).mkdir()
     found = resume.unfinished(job)
-    assert resume.same_content(
-        found, job, "sha256:base", {"train": "sha256:rows"} | inputs.digests_of_functions(job)
-    )
+    assert resume.same_content(found, job, "sha256:base", inputs.digests_of_functions(job))
     module.write_text("def score(completions, **_):\n    return [1.0 for _ in completions]\n")
-    changed = {"train": "sha256:rows"} | inputs.digests_of_functions(job)
     with pytest.raises(
         InputError, match=r"content of reward has changed since 'one' began, .*Restore the files"
     ):
-        resume.same_content(found, job, "sha256:base", changed)
+        resume.same_content(found, job, "sha256:base", inputs.digests_of_functions(job))
 
 
 def test_functions_that_decide_numbers_have_digests(in_root):
@@ -244,19 +241,6 @@ def test_a_folder_that_another_process_changed_before_the_lock_is_refused(file, 
         lock(run, seen).__enter__()
     with lock(run, seen, fresh=True):
         assert not (run / file).exists()
-
-
-def test_a_killed_process_lets_go(run):
-    program = f"""
-        import os, signal
-        from pipeline.runtime.resume import locked
-        with locked({str(run)!r}, {{}}, False):
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, check=False)
-    assert done.returncode == -9
-    with lock(run):
-        shutil.rmtree(run)
 
 
 def test_a_new_driver_waits_for_the_workers_of_a_killed_one(run, capsys):

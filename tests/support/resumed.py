@@ -48,6 +48,7 @@ def assert_equal(storage, expected, result):
     weights = [Path(one["adapter"], "adapter_model.safetensors").read_bytes() for one in (expected, result)]
     assert weights[0] == weights[1], "the adapters differ"
     assert numbers(result["metrics"]) == numbers(expected["metrics"])
+    assert (result["kept"], result["ended"]) == (expected["kept"], expected["ended"])
     mlflow = client(storage)
     keys = numbers(mlflow.get_run(expected["mlflow_run_id"]).data.metrics)
     assert keys
