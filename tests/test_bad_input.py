@@ -251,17 +251,6 @@ def test_rows_longer_than_the_context_are_refused_before_ray_starts(
 # -------------------------------------------------------------------------------------------- runs of the same name
 
 
-def test_a_finished_run_says_so_and_does_nothing(world, capsys, in_root):
-    before = registry(world["storage"])
-    name = ["run.name=done", f"run.storage_path={world['storage']}"]
-    assert main(["sft", "jobs/demo/sft.yaml", *name]) == 0
-    shown = capsys.readouterr()
-    assert re.search(
-        r"run done is finished \(.*/done/result\.json\); run\.fresh=true starts it over", shown.out
-    )
-    assert shown.err == "" and registry(world["storage"]) == before
-
-
 def test_a_finished_run_of_other_settings_names_them(tmp_path, capsys, in_root):
     name = ["run.name=done", f"run.storage_path={tmp_path}"]
     job = load_job(

@@ -203,19 +203,6 @@ def test_each_file_goes_to_the_stages_that_can_read_it(here, capsys):
     assert main(["validate", "jobs/two/dpo.yaml"]) == 0
 
 
-def test_what_is_trained_has_names_of_its_own(here):
-    both = [{"prompt": f"Say {n}.", "chosen": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}],
-             "rejected": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": "No!"}],
-             "messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]} for n in range(9)]  # fmt: skip
-    assert main(["init", rows(here / "all.jsonl", both)]) == 0
-    jobs = {stage: load_job(f"jobs/all/{stage}.yaml", [], stage) for stage in ("sft", "rm", "dpo", "ppo")}
-    assert {job.mlflow.registered_model for job in jobs.values()} == {f"all-{stage}" for stage in jobs}
-    assert jobs["dpo"].policy == jobs["ppo"].policy == "models:/all-sft@champion"
-    assert jobs["ppo"].reward == "models:/all-rm@champion"
-    assert main(["init", rows(here / "pairs.jsonl", PAIRS)]) == 0  # without demonstrations of their own
-    assert load_job("jobs/pairs/dpo.yaml", [], "dpo").policy == "base"
-
-
 @pytest.mark.parametrize("name", [name for name in EXAMPLES])
 def test_rows_of_an_example_are_read_as_in_the_example(name, here):
     stage, _, example = name.partition("/")
@@ -242,12 +229,6 @@ def test_answers_labelled_as_bad_are_not_imitated(here):
     data = load_job("jobs/support/sft.yaml", [], "sft").data
     assert data.columns == {"prompt": "question", "completion": "answer", "label": "feedback"}
     assert data.on_error == "skip"  # so the answers labelled as bad are left out
-
-
-def test_ratings_need_thresholds(here, capsys):
-    made = [{"prompt": f"Say {n}.", "completion": f"It is {n}.", "rating": 1 + n % 5} for n in range(10)]
-    assert main(["init", rows(here / "r.jsonl", made)]) == 0
-    assert "label: null" in (text := (here / "jobs/r/kto.yaml").read_text()) and "{good: VALUE, bad: VALUE}" in text  # fmt: skip
 
 
 def test_rows_that_cannot_be_read_are_reported(here, capsys):

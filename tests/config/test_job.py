@@ -281,14 +281,6 @@ def test_a_broken_file_is_not_quoted_in_the_message(job, capsys):
     assert secret not in capsys.readouterr().err
 
 
-def test_errors_name_the_line_of_the_file(job, capsys):
-    path = job(
-        "stage: sft\nmodel:\n  name_or_path: m\ndata:\n  train: a\ntrainer:\n  bf16: true\n  learning_rate: quick\n"
-    )
-    assert main(["sft", path]) == 2
-    assert f"{path}:8: trainer.learning_rate: found 'quick'" in capsys.readouterr().err
-
-
 def test_yaml_scalars_mean_what_they_look_like(job):
     text = GOOD["sft"] + "trainer: {learning_rate: 1e-4, eval_strategy: no, num_train_epochs: 2, seed: 007}\n"
     with pytest.raises(InputError, match=r"trainer\.seed: found 7\.0"):  # no octal numbers by accident

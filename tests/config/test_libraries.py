@@ -6,9 +6,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-from running import NO_EVAL, ROOT
+from running import ROOT
 
-from pipeline.__main__ import main
 from pipeline.config import JOBS, libraries, load_job
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
@@ -86,19 +85,3 @@ def test_a_process_that_fails_is_no_answer(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with libraries.asked(job("sft")) as check, pytest.raises((RuntimeError, BrokenPipeError)):
         check()
-
-
-def test_a_run_ends_before_anything_is_written(embedded_ray, tmp_path, capsys, in_root):
-    given = [
-        *NO_EVAL,
-        "gate={}",
-        f"run.storage_path={tmp_path}",
-        "run.name=refused",
-        "trainer.optim_args=foo",
-    ]
-    assert main(["sft", "jobs/demo/sft.yaml", *given]) == 2
-    errors = capsys.readouterr().err
-    assert (
-        "error: jobs/demo/sft.yaml: trainer.optim_args: found 'foo'" in errors and "Traceback" not in errors
-    )
-    assert not (tmp_path / "refused").exists()

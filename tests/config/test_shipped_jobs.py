@@ -95,14 +95,6 @@ def test_the_stages_of_a_profile_fit_together(profile):
         assert uses[kind].trainer["response_length"] == ppo.trainer["response_length"]
 
 
-def test_the_demo_is_all_there():
-    for stage in STAGES:
-        job = load_job(f"jobs/demo/{stage}.yaml")
-        assert (ROOT / job.model.name_or_path / "config.json").is_file()
-        for path in (job.data.train, job.data.eval):
-            assert path is None or (ROOT / path).is_file(), path
-
-
 @pytest.mark.parametrize("stage", KINDS)
 def test_the_qlora_profile_differs_only_where_it_means_to(stage):
     plain, qlora = (

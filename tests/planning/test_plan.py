@@ -92,18 +92,6 @@ def test_the_cache_is_that_of_the_real_model(tmp_path):
     assert Shape(job(tmp_path)).cache(bf16=False) * 40 == real
 
 
-def test_an_8b_ppo_job_costs_little_more_than_its_base(llama_8b):
-    planned = plan.make(job(llama_8b, "llama3-8b/ppo"))
-    base = next(item.size for item in planned.items if item.what.startswith("base"))
-    assert planned.parameters == 8_030_261_248  # Llama 3 8B, as its model card counts
-    assert base == 2 * planned.parameters
-    roles = sum(item.size for item in planned.items if "adapters" in item.what or "Adam" in item.what)
-    assert roles < 0.12 * base  # policy, reference, reward, critic, and what Adam keeps of two of them
-    quantised = plan.make(job(llama_8b, "llama3-8b-qlora/ppo"))
-    assert next(i.size for i in quantised.items if i.what.startswith("base")) < 0.37 * base
-    assert "L4" in plan.fitting(quantised) and "L4" not in plan.fitting(planned)
-
-
 def test_decoding_is_planned_with_few_rows_where_memory_decides_and_timed_with_all(llama_8b):
     rows = "trainer.local_rollout_forward_batch_size"
     free, all_rows, few = (job(llama_8b, "llama3-8b/ppo", f"{rows}={n}") for n in ("null", 128, 64))
@@ -117,15 +105,6 @@ def test_adapters_that_a_job_starts_from_count_as_large_as_they_are(llama_8b):
     asked = job(llama_8b, "llama3-8b/ppo")
     small, large = plan.make(asked), plan.make(asked, {"policy": {**asked.lora, "r": 4 * asked.lora["r"]}})
     assert large.trainable - small.trainable == 3 * Shape(asked).adapter({**asked.lora}) - 3 * 4096
-
-
-def test_vllm_costs_a_second_base(llama_8b):
-    ours, vllm = (job(llama_8b, "llama3-8b/ppo", *more) for more in ([], ["rollout.engine=vllm"]))
-    base = Shape(ours).weights
-    assert (
-        0.8 * base < plan.make(vllm).peak - plan.make(ours).peak < 2 * base
-    )  # with a cache of all its rows, less our own
-    assert sum("vLLM" in item.what for item in plan.make(vllm).items) == 3  # base, cache and work space
 
 
 BY_HAND = [  # parameters: embedding and lm head, the layers and the last norm; cache: keys and values of 8 heads of 128 in bf16
@@ -276,22 +255,6 @@ def test_decoding_from_nf4_moves_the_weights_unpacked(llama_8b):
     )  # linear layers; embedding and lm head
 
 
-def plan_command(folder, name, *overrides):
-    return main(["plan", str(ROOT / f"jobs/{name}.yaml"), f"model.name_or_path={folder}",
-                 f"run.storage_path={folder}/runs", *overrides])  # fmt: skip
-
-
-def test_the_command_lists_the_gpus_and_leaves_nothing(llama_8b, capsys):
-    assert plan_command(llama_8b, "llama3-8b/ppo", "scaling.label_selector=null") == 0
-    out = capsys.readouterr().out
-    assert "base, bfloat16, once" in out and "nothing is registered yet" in out
-    assert [line.split()[2] for line in out.splitlines() if line.startswith(("   L4 ", "   H100 "))] == [
-        "no",
-        "yes",
-    ]
-    assert not (llama_8b / "runs").exists()
-
-
 def rows_of(words, count, file):
     row = {"prompt": "What is the capital of Norway?", "completion": " ".join(["Oslo"] * words)}
     file.write_text("".join(json.dumps(row) + "\n" for _ in range(count)))
@@ -400,6 +363,7 @@ def test_gated_models_are_planned_without_a_token_or_a_network(size, capsys, in_
     out = capsys.readouterr().out
     assert {"8b": "8.03 B parameters", "70b": "70.6 B parameters"}[size] in out
     assert "the base's shape is built in, since its config.json cannot be read: " in out
+    assert "nothing is registered yet" in out and not list(tmp_path.iterdir())
     listed = [line.split()[0] for line in out.splitlines() if " yes " in line or line.endswith("  no")]
     assert (
         listed
@@ -412,15 +376,11 @@ def test_a_base_that_is_not_kept_is_still_asked_for(tmp_path):
         shape.config_of(load_job(ROOT / "jobs/llama3-8b/sft.yaml", ["model.name_or_path=some/model"]).model)
 
 
-def test_a_gpu_has_the_names_that_nodes_advertise(llama_8b, capsys):
-    assert plan_command(llama_8b, "llama3-8b-qlora/sft", "scaling.accelerator_type=A100") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if " yes " in line] == ["A100-40G", "A100-80G"]
+def test_a_gpu_has_the_names_that_nodes_advertise():
     from ray.util.accelerators import accelerators
 
-    assert set(plan.GPUS) <= {
-        value for name, value in vars(accelerators).items() if name.startswith("NVIDIA")
-    }
+    names = {value for name, value in vars(accelerators).items() if name.startswith("NVIDIA")}
+    assert set(plan.GPUS) <= names
 
 
 @pytest.mark.parametrize(
@@ -432,6 +392,7 @@ def test_a_gpu_has_the_names_that_nodes_advertise(llama_8b, capsys):
         ("demo/sft", ["model.name_or_path={8b}", "data.max_length=4096"], 1, "a worker needs"),
         ("demo/sft", [], 0, "1 worker on the CPU and Ray"),
         ("llama3-8b/sft", [], 0, r"data: 10,000 rows an epoch and full-length rows of 2,048 tokens assumed \(data\.train is not on"),
+        ("llama3-8b-qlora/sft", ["scaling.accelerator_type=A100"], 0, r"GPU .*\n   A100-40G .* yes .*\n   A100-80G .* yes .*\n   Assumed"),
         # what cannot be planned, or a run would refuse
         ("demo/evaluate", ["run.name=x"], 2, "stage: found evaluate"),
         ("llama3-8b/sft", ["scaling.accelerator_type=TPU"], 2, r"scaling\.accelerator_type: found 'TPU'"),
