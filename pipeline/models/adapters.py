@@ -304,7 +304,7 @@ class SharedBase(nn.Module):
         self._role = role
         for layer in self._layers:
             # Private, because layer.set_adapter and enable_adapters rewrite requires_grad and peft 0.21 has no other way
-            # (https://github.com/huggingface/peft/issues/2759). Remove when it has one; see tests/test_upstream.py.
+            # (https://github.com/huggingface/peft/issues/2759). Remove when it has one; see tests/models/test_adapters.py.
             layer._disable_adapters = stored is None
             if stored is not None:
                 layer._active_adapter = [stored]

@@ -1,12 +1,13 @@
 """Every stage end to end at toy size: what it leaves, what it registers, and that others can load it."""
 
 import json
+import re
 import shutil
 
 import pytest
 from running import ROOT, client, curve, stage
 
-from pipeline.config import load_job
+from pipeline.config import gates, load_job
 from pipeline.planning import plan
 from pipeline.runtime import run
 
@@ -47,6 +48,11 @@ def test_a_training_stage_leaves_a_result_and_a_version(name, runs, storage):
     alias = client(storage).get_model_version_by_alias(f"rlhf-{name}", "champion")
     assert str(alias.version) == result["version"]
     assert client(storage).get_run(result["mlflow_run_id"]).info.status == "FINISHED"
+    known = gates.metrics(load_job(ROOT / f"jobs/demo/{name}.yaml", [], name))
+    # What a mixture of experts, a job that counts tokens, and rows with reference completions have besides
+    beyond = re.compile("aux_loss|tokens_per_second|perplexity")
+    lacking = {metric for metric, lacks in known.items() if not lacks} - set(result["metrics"])
+    assert [metric for metric in lacking if not beyond.search(metric)] == [], "a gate on it could never hold"
 
 
 @pytest.mark.parametrize(
