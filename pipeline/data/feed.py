@@ -133,17 +133,21 @@ class ExactBatches(Trainer):
     _evaluated: list[tuple[int, dict[str, tuple[int, float]]]]
 
     def get_train_dataloader(self) -> Any:
-        if self.args.world_size == 1 and not self.mixture:
+        args, sampler = self.args, self._parts()[0]
+        if args.world_size == 1 and not self.mixture and sampler is ExactBatchSampler:
             return super().get_train_dataloader()
-        dataset = self._remove_unused_columns(self.train_dataset, description="Training")
-        sampler = ExactBatchSampler(*self._drawn(len(dataset)))
-        return self._loader(dataset, sampler, CountedCollator(self.data_collator, dataset[0]))
-
-    def _drawn(self, rows: int) -> tuple[int, int, int, int, int, Mixture | None]:
-        """Returns the arguments of ExactBatchSampler for this number of rows."""
-        args = self.args
         seed = args.data_seed if args.data_seed is not None else args.seed
-        return rows, self._train_batch_size, args.process_index, args.world_size, seed, self.mixture
+        return self._loader(
+            self.train_dataset, "Training", sampler, self._train_batch_size, seed=seed, mixture=self.mixture
+        )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self._loader(dataset, "Evaluation", self._parts()[1], self.args.eval_batch_size)
+
+    def _parts(self) -> tuple[Any, Any, Any]:
+        """Returns what makes the sampler of training rows, of held-out rows, and the collator."""
+        return ExactBatchSampler, EvaluationSampler, CountedCollator
 
     def first_rows(self) -> list[int]:
         """Returns the numbers of the rows of this rank's first micro-batch."""
@@ -154,23 +158,16 @@ class ExactBatches(Trainer):
         sampler = dataloader.batch_sampler
         return sampler.rows if isinstance(sampler, ExactBatchSampler) else super().num_examples(dataloader)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        dataset = self._remove_unused_columns(dataset, description="Evaluation")
-        args = self.args
-        sampler = EvaluationSampler(len(dataset), args.eval_batch_size, args.process_index, args.world_size)
-        return self._loader(dataset, sampler, CountedCollator(self.data_collator, dataset[0]))
-
-    def _loader(self, dataset: Any, sampler: Any, collator: CountedCollator) -> Any:
+    def _loader(self, dataset: Any, description: str, sampler: Any, batch_size: int, **more: Any) -> Any:
         from accelerate.data_loader import prepare_data_loader
         from torch.utils.data import DataLoader
         from transformers.trainer_utils import seed_worker
 
-        args = self.args
+        args, dataset = self.args, self._remove_unused_columns(dataset, description=description)
         loader = DataLoader(
             dataset,
-            batch_sampler=sampler,
-            collate_fn=collator,
+            batch_sampler=sampler(len(dataset), batch_size, args.process_index, args.world_size, **more),
+            collate_fn=self._parts()[2](self.data_collator, dataset[0]),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,

@@ -8,6 +8,7 @@ per step, both definitions agree.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from pipeline.data.feed import CountedCollator, EvaluationSampler, ExactBatches, ExactBatchSampler
@@ -19,8 +20,8 @@ class PairedBatchSampler(ExactBatchSampler):
     These are the rows of the optimizer step (`step` rows over all workers), shifted by one place (`mismatched`).
     """
 
-    def __init__(self, *drawn: Any, step: int):
-        super().__init__(*drawn)
+    def __init__(self, *rows: Any, step: int, **more: Any):
+        super().__init__(*rows, **more)
         self.step = step
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -61,6 +62,9 @@ class PairedEvaluationSampler(EvaluationSampler):
 class PairedCollator(CountedCollator):
     """CountedCollator for the batches of these samplers."""
 
+    def __init__(self, collator: Any, filler: dict[str, Any]):
+        super().__init__(collator, paired(filler, filler))
+
     def __call__(self, rows: list[Any]) -> dict[str, Any]:
         own, others = rows[: len(rows) // 2], rows[len(rows) // 2 :]
         return super().__call__([paired(row, other) for row, other in zip(own, others, strict=True)])
@@ -82,32 +86,15 @@ class PairedBatches(ExactBatches):
     # The values that are left in the current micro-batch; none outside of training.
     _due: Iterator[Any] = iter(())
 
-    def get_train_dataloader(self) -> Any:
+    def _parts(self) -> tuple[Any, Any, Any]:
         if not self.calculate_KL:  # of the losses without a KL term
-            return super().get_train_dataloader()
-        dataset = self._remove_unused_columns(self.train_dataset, description="Training")
-        args = self.args
-        step = self._train_batch_size * args.world_size * args.gradient_accumulation_steps
-        sampler = PairedBatchSampler(*self._drawn(len(dataset)), step=step)
-        return self._loader(dataset, sampler, self._paired_collator(dataset))
+            return super()._parts()
+        step = self._train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
+        return partial(PairedBatchSampler, step=step), PairedEvaluationSampler, PairedCollator
 
     def first_rows(self) -> list[int]:
         drawn = super().first_rows()
         return drawn[: len(drawn) // 2] if self.calculate_KL else drawn
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        if not self.calculate_KL:
-            return super().get_eval_dataloader(eval_dataset)
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        dataset = self._remove_unused_columns(dataset, description="Evaluation")
-        args = self.args
-        sampler = PairedEvaluationSampler(
-            len(dataset), args.eval_batch_size, args.process_index, args.world_size
-        )
-        return self._loader(dataset, sampler, self._paired_collator(dataset))
-
-    def _paired_collator(self, dataset: Any) -> PairedCollator:
-        return PairedCollator(self.data_collator, paired(dataset[0], dataset[0]))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Returns the micro-batches of an optimizer step, and computes the means of the KL term."""

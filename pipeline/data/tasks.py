@@ -7,7 +7,8 @@ import functools
 import hashlib
 import pickle
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from pipeline.data.chunks import Chunk, locate, rows, where
 from pipeline.data.counts import Counts, totals
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.reshape import NOTHING, Preprocess
-from pipeline.data.shapes import Kind, Record, as_json, kind_of, parse
+from pipeline.data.shapes import Kind, Record, as_json, digest, kind_of, parse
 from pipeline.data.values import Dropped, RowError
 from pipeline.system import storage
 
@@ -63,7 +64,7 @@ def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
 
 
 @functools.lru_cache(maxsize=2)
-def _fetched(reference: Any) -> tuple[list[Chunk], Callable[[Chunk, int], Any]]:
+def _fetched(reference: Any) -> Any:
     """Returns what the driver shipped, unpickled once in each worker process."""
     import ray
 
@@ -102,8 +103,8 @@ def tokenize(
         if not isinstance(row, RowError):
             counts.add_key("rows", row_hash(raw))
         for made in kind.rows(row, task.note_label):
-            wrong = isinstance(made, RowError | Dropped)
-            batch.append((number, made if wrong else checked(made, kind, chunk.format)))
+            done = isinstance(made, RowError | Dropped)
+            batch.append((number, made if done else checked(made, kind, chunk.format)))
         size += len(raw)
         if len(batch) >= BATCH or size >= BATCH_BYTES:
             task.flush(batch)
@@ -214,7 +215,9 @@ class Task:
             counts.add(name, "versions", record.version)
         if name == "train" and len(counts.samples) < SAMPLES:
             counts.samples.append(sample(self.encoder.tokenizer, example.columns, example.prompt_tokens))
-        self.write(name, example)
+        if name not in self.writers:
+            self.writers[name] = PartWriter(self.folder, f"{self.index:06d}-{name}", self.options)
+        self.writers[name].add(example.columns)
 
     def split_of(self, number: int, record: Record) -> str:
         """Returns the split of a row. All rows that data.transform makes of one row follow the first of them."""
@@ -222,11 +225,6 @@ class Task:
             away = held_out(record.prompt_content(), self.options)
             self.placed = number, "eval" if away else self.chunk.split
         return self.placed[1]
-
-    def write(self, name: str, example: Example) -> None:
-        if name not in self.writers:
-            self.writers[name] = PartWriter(self.folder, f"{self.index:06d}-{name}", self.options)
-        self.writers[name].add(example.columns)
 
     def close(self) -> None:
         """Closes the parts, and locates the reported rows in the file. Only now are lines before the chunk counted."""
@@ -249,14 +247,9 @@ def hopeless(counts: Counts, options: Options) -> bool:
     return bad > ENOUGH if options.on_error == "raise" else bad > 10 * ENOUGH and not total["kept"].total()
 
 
-def held_out(prompt: str, options: Options) -> bool:
+def held_out(prompt: str, options: Any) -> bool:
     """Returns True if a prompt belongs to the hold-out, by a hash of seed and prompt against data.eval_fraction."""
-    if not options.eval_fraction:
-        return False
-    digest = hashlib.blake2b(
-        f"{options.seed}:{prompt}".encode("utf-8", "surrogatepass"), digest_size=8
-    ).digest()
-    return int.from_bytes(digest, "big") < options.eval_fraction * 2**64
+    return digest(f"{options.seed}:{prompt}") < options.eval_fraction * 2**64
 
 
 # ---- parquet files of token rows -------------------------------------------------------------------------------------
@@ -323,21 +316,17 @@ def schema(options: Options) -> Any:
 
 def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     """Best-fit decreasing: whole rows joined into bins of at most `size` tokens; `seq_lengths` keeps the borders."""
-    free: dict[int, list[list[dict[str, Any]]]] = {}  # room left -> bins
+    free = defaultdict[int, list[list[dict[str, Any]]]](list)  # room left -> bins
     bins: list[list[dict[str, Any]]] = []
     for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
         need = len(row["input_ids"])
-        room = min((space for space in free if space >= need), default=None)
-        if room is None:
-            room = size
-            target: list[dict[str, Any]] = []
-            bins.append(target)
-        else:
-            target = free[room].pop()
-            if not free[room]:
-                del free[room]
+        room = min((space for space, some in free.items() if space >= need and some), default=size)
+        if not free[room]:
+            bins.append([])
+            free[room].append(bins[-1])
+        target = free[room].pop()
         target.append(row)
-        free.setdefault(room - need, []).append(target)
+        free[room - need].append(target)
     return [
         {
             "input_ids": [token for row in group for token in row["input_ids"]],
