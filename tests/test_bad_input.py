@@ -1,7 +1,7 @@
 """Wrong input of every kind, through the real command line: exit status 2, one message, an untouched registry.
 
 A message says where (file:line or section.key), what was found, what is expected, and what to type next. The first
-table is about rows (in detail: tests/data/test_parse.py, test_text_rows.py, test_table_rows.py), the second about job files
+table is about rows (in detail: tests/data/test_shapes.py, test_text_rows.py, test_table_rows.py), the second about job files
 and what they name, the third about what only shows while training.
 """
 

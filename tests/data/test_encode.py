@@ -1,43 +1,175 @@
-"""What all kinds of rows share on the way to tokens: lengths, and completions without content."""
+"""Rows as tokens: what each kind of row trains, lengths, and completions without content."""
+
+import json
 
 import pytest
-from toy_data import encoded, parsed, tokenizer
+from tokenizers import normalizers
+from toy_data import (
+    BOT,
+    CALLING,
+    CHATML,
+    CONVERSATION,
+    NO,
+    USER,
+    WEATHER,
+    encoded,
+    encoder,
+    parsed,
+    tokenizer,
+)
 
-from pipeline.data.encode import Encoder
+from pipeline.data.encode import Encoder, Example
 from pipeline.data.shapes import kind_of
 from pipeline.data.tasks import sample
 from pipeline.data.values import Dropped, RowError
+from pipeline.models.template import PLAIN
+
+FIRST, QUESTION, LAST = CONVERSATION["messages"][1:]
+UNMARKED = PLAIN.read_text().replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+CHAT = {"template": CHATML, "ends": ("</s>", "<|im_end|>")}
+CALLS = CHAT | {"template": CALLING}
+CUT = {"too_long": "truncate"}
+TEXT = {"prompt": "hi", "completion": " yo"}
+PAIR = {"prompt": [USER], "chosen": "yo", "rejected": "no"}
+ASK = {"role": "user", "content": "Rain in Oslo?"}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"name": "weather", "arguments": {"city": "Oslo"}}],
+}
+RESULT = {"role": "tool", "content": "dry"}
+TOOLS = {"messages": [ASK, CALLED, RESULT, LAST], "tools": [WEATHER]}
+HI, AND = "\n\nHuman: hi\n\nAssistant:", "\n\nHuman: and?\n\nAssistant:"
+SAYS, ASKS = "<|im_start|>assistant\n", "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+OFFER = f"<s><|im_start|>system\n{json.dumps(WEATHER)}\n<|im_end|>\n" + ASKS.format("Rain in Oslo?")
+CALL = '⟦<tool_call>weather {"city": "Oslo"}</tool_call><|im_end|>⟧'
+
+TRAINED = [  # stage, row, options of the encoder, the text of its examples with what is trained in brackets
+    ("sft", TEXT, {}, ["<s>hi⟦ yo</s>⟧"]),
+    ("sft", TEXT, {"bos": False}, ["hi⟦ yo</s>⟧"]),
+    ("sft", TEXT, {"apply": True}, [f"<s>{HI}⟦ yo</s>⟧"]),
+    # all turns of the assistant, with their end
+    ("sft", CONVERSATION, {}, [f"<s>{HI}⟦ yo</s>⟧{AND}⟦ bye</s>⟧"]),
+    ("sft", CONVERSATION, {"template": UNMARKED}, [f"<s>{HI}⟦ yo</s>⟧{AND}⟦ bye</s>⟧"]),
+    # without the white space behind it; and the end is added if the template has none
+    ("sft", CONVERSATION, CHAT, [f"<s>{ASKS.format('hi')}⟦yo<|im_end|>⟧\n{ASKS.format('and?')}⟦bye<|im_end|>⟧"]),
+    ("sft", CONVERSATION, {"template": CHATML}, [f"<s>{ASKS.format('hi')}⟦yo<|im_end|>\n⟧{ASKS.format('and?')}⟦bye<|im_end|>\n</s>⟧"]),
+    # calls of tools, and not what the tools say
+    ("sft", TOOLS, CALLS, [f"{OFFER}{CALL}\n<|im_start|>tool\ndry<|im_end|>\n{SAYS}⟦bye<|im_end|>⟧"]),
+    ("sft", {**TOOLS, "messages": [ASK, CALLED]}, CALLS, [OFFER + CALL]),
+    ("rm", PAIR, {}, [f"<s>{HI}\n  chosen   ⟦ yo</s>⟧\n  rejected ⟦ no</s>⟧"]),
+    ("dpo", PAIR, {}, [f"<s>{HI}\n  chosen   ⟦ yo</s>⟧\n  rejected ⟦ no</s>⟧"]),
+    ("dpo", {"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}, {},
+     ["<s>p\n  chosen   ⟦a</s>⟧\n  rejected ⟦c</s>⟧", "<s>p\n  chosen   ⟦b</s>⟧\n  rejected ⟦d</s>⟧"]),
+    ("kto", {"prompt": [USER], "completion": [BOT], "label": "bad"}, {}, [f"<s>{HI}⟦ yo</s>⟧"]),
+    ("kto", PAIR, {}, [f"<s>{HI}⟦ yo</s>⟧", f"<s>{HI}⟦ no</s>⟧"]),
+    # too long
+    ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 8, **CUT}, ["<s>abc⟦defg⟧"]),
+    ("kto", {"prompt": "hi", "completion": " abcdef", "label": 1}, {"max_length": 6, **CUT}, ["<s>hi⟦ ab⟧"]),
+    ("ppo", {"prompt": "abcdefghij"}, {"max_length": 4, **CUT}, ["<s>hij"]),
+]  # fmt: skip
+WEIGHED = [  # turns, the other fields, and what is trained of them in CHATML
+    ([{**USER, "weight": None}, {**FIRST, "weight": 0}, QUESTION, {**LAST, "weight": 1}], {}, "bye"),
+    ([USER, {**FIRST, "train": False}, QUESTION, LAST], {}, "bye"),
+    ([USER, FIRST, QUESTION, {**LAST, "weight": 0.0}], {}, "yo"),
+    ([USER, FIRST, QUESTION, {**LAST, "train": False}], {"system": "s"}, "yo"),  # which shifts the others
+]
 
 
-def test_too_long():
+@pytest.mark.parametrize(("stage", "row", "options", "expected"), TRAINED)
+def test_what_is_trained(stage, row, options, expected):
+    tok, examples = encoded(stage, row, **options)
+    assert [sample(tok, one.columns, one.prompt_tokens) for one in examples] == expected
+    for one in examples:
+        assert one.truncated == ("max_length" in options)
+        ids = one.columns.get("input_ids", one.columns.get("prompt_ids", one.columns.get("chosen_ids")))
+        assert ids.count(tok.bos_token_id) == options.get("bos", True)
+        assert {*zip(one.columns.get("labels", []), ids, strict=False)} <= {(b, b) for b in ids} | {
+            (-100, b) for b in ids
+        }
+    if stage == "kto" and "chosen" in row:
+        assert [one.columns["label"] for one in examples] == [True, False]
+
+
+@pytest.mark.parametrize(("turns", "more", "words"), WEIGHED)
+def test_turns_that_are_not_to_be_trained(turns, more, words):
+    rows = [{"messages": turns, **more}]
+    if words == "bye":
+        rows.append({"prompt": turns[:1], "completion": turns[1:], **more})
+    for row in rows:
+        for options, expected in (({}, f"⟦ {words}</s>⟧"), (CHAT, f"⟦{words}<|im_end|>⟧")):
+            tok, (example,) = encoded("sft", row, **options)
+            text = sample(tok, example.columns)
+            assert expected in text and text.count("⟦") == 1
+    tok, (example,) = encoded("sft", rows[0], template=CHATML)
+    trained = sample(tok, example.columns).endswith("</s>⟧")
+    assert trained == (words == "bye"), "the end that is added to an untrained completion"
+
+
+@pytest.mark.parametrize("stage", ["rm", "dpo", "score", "ppo"])
+def test_every_kind_of_row_shows_its_tools(stage):
+    row = {"prompt": [USER], "tools": [WEATHER]} | (
+        {} if stage == "ppo" else {"chosen": [CALLED], "rejected": [NO]}
+    )
+    tok, (example,) = encoded(stage, row, template=CALLING)
+    ids = next(ids for ids in example.columns.values() if isinstance(ids, list))
+    assert '"name": "weather"' in tok.decode(ids)
+
+
+def outcome(stage, row, normalizer=None, **options):
+    """What becomes of a row: Example, or the kind of its error."""
+    made = encoder(stage, **options)
+    if normalizer:
+        made.backend.normalizer = normalizer
+    (one, *_) = made.encode([parsed(row, stage)])[0]
+    return one.kind if isinstance(one, RowError) else one.reason if isinstance(one, Dropped) else type(one)
+
+
+LONG = {"prompt": "p", "chosen": "x" * 30 + "a", "rejected": "x" * 30 + "b"}
+INVISIBLE = {"normalizer": normalizers.Replace("\u200b", "")}
+LOWER = {"normalizer": normalizers.Lowercase()}
+OTHER_CALL = {**CALLED, "tool_calls": [{"name": "weather", "arguments": {"city": "Rome"}}]}
+EVIL = [{"name": "f", "arguments": {"x": "<|im_end|>"}}]
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "options", "kind"),
+    [
+        ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 8}, "too_long"),
+        ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 3, **CUT}, "prompt_too_long"),
+        *((stage, LONG, {"max_length": 20, **CUT}, "equal_after_truncation") for stage in ("rm", "dpo", "kto")),
+        *((stage, LONG, {"max_length": 60, **CUT}, Example) for stage in ("rm", "dpo", "kto")),
+        # words that the tokenizer does not see
+        *((stage, {"prompt": "hi", "completion": "\u200b"}, INVISIBLE, "empty_completion") for stage in ("sft", "score")),
+        *((stage, {**PAIR, "rejected": "\u200b"}, INVISIBLE, "empty_completion") for stage in ("rm", "dpo")),
+        ("ppo", {"prompt": "\u200b"}, INVISIBLE, "empty_prompt"),
+        # sides that become equal tokens
+        *((stage, {**PAIR, "rejected": "yO"}, LOWER, "equal_pair") for stage in ("rm", "dpo", "pairs", "score")),
+        ("rm", {**PAIR, "rejected": "yo!"}, LOWER, Example),
+        ("dpo", {"prompt": [ASK], "chosen": [CALLED], "rejected": [OTHER_CALL]}, CALLS, Example),
+        # templates that write no calls, and special tokens in tools
+        ("sft", TOOLS, CHAT, "template"),
+        ("rm", {"prompt": [ASK], "chosen": [CALLED], "rejected": [NO]}, CHAT, "template"),
+        ("sft", {**TOOLS, "tools": [{**WEATHER, "description": "a<|im_end|>"}]}, CALLS, "special_tokens"),
+        ("sft", {"messages": [ASK, {**CALLED, "tool_calls": EVIL}]}, CALLS, "special_tokens"),
+    ],
+)  # fmt: skip
+def test_rows_that_are_left_out(stage, row, options, kind):
+    assert outcome(stage, row, **options) == kind
+
+
+def test_rows_that_are_dropped_and_pairs_that_remain():
     row = {"prompt": "abc", "completion": "defghij"}
-    for too_long, outcome in (("error", RowError), ("drop", Dropped)):
-        assert isinstance(encoded("sft", row, max_length=8, too_long=too_long)[1][0], outcome)
-    tok, (example,) = encoded("sft", row, max_length=8, too_long="truncate")
-    assert tok.decode(example.columns["input_ids"]) == "<s>abcdefg" and example.truncated
-    pair = {"prompt": "abc", "chosen": "same then a", "rejected": "same then b"}
-    for stage in ("rm", "dpo"):
-        options = {"max_length": 10, "too_long": "truncate"}
-        assert encoded(stage, pair, **options)[1] == [Dropped("equal_after_truncation")]
-    tok, (example,) = encoded("ppo", {"prompt": "abcdefghij"}, max_length=4, too_long="truncate")
-    assert tok.decode(example.columns["input_ids"]) == "<s>hij"
-    assert encoded("sft", row, max_length=3, too_long="truncate")[1] == [Dropped("prompt_too_long")]
+    assert isinstance(encoded("sft", row, max_length=8, too_long="drop")[1][0], Dropped)
+    answers = {"prompt": "p", "pos_answers": [LONG["chosen"], "y"], "neg_answers": [LONG["rejected"], "z"]}
+    _, (first, *others) = encoded("kto", answers, max_length=20, too_long="truncate")
+    assert first == Dropped("equal_after_truncation")
+    assert [one.columns["label"] for one in others] == [True, False]
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "score", "ppo"])
-def test_words_that_the_tokenizer_does_not_see_are_none(stage):
-    """A normaliser may strike out all that a text says."""
-    from tokenizers import normalizers
-
-    tok = tokenizer()
-    tok.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
-    row = {"prompt": "\u200b" if stage == "ppo" else "hi", "completion": "\u200b"}
-    row |= {"chosen": "yo", "rejected": "\u200b"} if stage in ("rm", "dpo") else {}
-    (outcome,) = Encoder(tok, kind_of(stage), 99, "error", False, [tok.eos_token_id]).encode(
-        [parsed(row, stage)]
-    )[0]
-    assert isinstance(outcome, RowError), outcome
-    assert outcome.kind == ("empty_prompt" if stage == "ppo" else "empty_completion")
+def test_a_template_without_calls_is_named():
+    _, (error,) = encoded("sft", TOOLS, **CHAT)
+    assert 'does not write the call of "weather"' in error.found and "model.chat_template" in error.expected
 
 
 def test_a_token_that_spans_the_border_belongs_to_the_completion():
@@ -46,10 +178,8 @@ def test_a_token_that_spans_the_border_belongs_to_the_completion():
     tok.backend_tokenizer.add_tokens(["ab"])
     pair = {"prompt": "xa", "chosen": "b is north", "rejected": "b is not"}
     for stage, name in (("rm", "chosen_ids"), ("dpo", "chosen_ids"), ("kto", "completion_ids")):
-        outcomes = Encoder(tok, kind_of(stage), 99, "error", False, [tok.eos_token_id]).encode(
-            [parsed(pair, stage)]
-        )
-        example = outcomes[0][0]
+        made = Encoder(tok, kind_of(stage), 99, "error", False, [tok.eos_token_id])
+        example = made.encode([parsed(pair, stage)])[0][0]
         assert tok.decode(example.columns[name]).endswith("ab is north</s>") and example.prompt_tokens == 2
     _, (example,) = encoded("rm", {"prompt": "q", "chosen": " the north", "rejected": " the nose"})
     assert sample(tok, example.columns, example.prompt_tokens) == (

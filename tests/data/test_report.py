@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
-from toy_data import CHATML, ROWS, make, tokenizer, write
+from toy_data import BOT, CHATML, ROWS, USER, WEATHER, make, rows_of, tokenizer, write
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.__main__ import main
@@ -91,6 +91,50 @@ def test_one_of_a_kind_is_not_plural(tmp_path):
     text = make(tmp_path, train=path).report.render()
     assert "1 row repeats an earlier row (data.deduplicate=true removes them)" in text
     assert "1 row contains special tokens in its text (</s> in 1); they are encoded as ordinary text" in text
+
+
+def test_the_report_names_columns_that_nothing_reads(tmp_path):
+    rows = [{"messages": [USER, BOT], "tools": [WEATHER], "id": 7, "label": True}] * 3
+    text = make(tmp_path, train=write(tmp_path / "rows.jsonl", rows)).report.render()
+    assert "not read    columns id, tools\n" in text
+    assert "the model does not see the `tools` of 3 rows" in text
+    rows = [{"prompt": "q", "chosen": " a", "rejected": " b", "margin": 1, "source": "x"}]
+    text = make(tmp_path, "rm", train=write(tmp_path / "pairs.jsonl", rows)).report.render()
+    assert "not read    column source\n" in text and "white space" not in text
+    text = make(
+        tmp_path, "ppo", train=write(tmp_path / "asked.jsonl", [{"prompt": "q", "id": 1}])
+    ).report.render()
+    assert "not read" not in text, "further columns go to Python rewards"
+
+
+def test_prompts_and_completions_that_run_into_each_other_are_warned_of(tmp_path):
+    rows = [
+        {"prompt": "A red", "chosen": "apple", "rejected": " pear"},
+        {"prompt": "A ", "chosen": "b", "rejected": "c"},
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    text = make(tmp_path, "rm", train=path).report.render()
+    assert '1 row of plain text joins prompt and completion without white space ("A redapple")' in text
+    assert "model.chat_template=plain" in text
+    assert "joins" not in make(tmp_path, "rm", train=path, apply_chat_template=True).report.render()
+
+
+def test_a_file_of_thumbs_and_its_report(tmp_path):
+    rows = [{"prompt": f"q {i}", "completion": f" a {i}", "label": i % 4 == 0} for i in range(20)]
+    prepared = make(tmp_path, "kto", train=write(tmp_path / "a.jsonl", rows), eval_fraction=0.2)
+    kept = rows_of(prepared.train)
+    assert set(kept[0]) == {"prompt_ids", "completion_ids", "label"} and kept[0]["label"] in (True, False)
+    splits = prepared.report.splits
+    assert splits["train"].desirable + splits["eval"].desirable == 5
+    assert f"{splits['train'].desirable} desirable, " in prepared.report.render()
+    assert "both labels" not in prepared.report.render()
+    rows.append({**rows[3], "label": not rows[3]["label"]})
+    report = make(tmp_path, "kto", train=write(tmp_path / "c.jsonl", rows)).report.render()
+    assert "1 completion with both labels for the same prompt" in report and "c.jsonl:4 and" in report
+    pairs = [{"prompt": f"q {i}", "chosen": f" a {i}", "rejected": " no"} for i in range(6)]
+    prepared = make(tmp_path, "kto", train=write(tmp_path / "b.jsonl", pairs))
+    assert [row["label"] for row in rows_of(prepared.train)] == [True, False] * 6
+    assert "labels      6 desirable, 6 undesirable" in prepared.report.render()
 
 
 def test_a_margin_that_dpo_does_not_use(tmp_path):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from running import ROOT
-from toy_data import BOT, CHATML, CONVERSATION, REASONED, USER, encoded, encoder, tokenizer, trained, write
+from toy_data import BOT, CHATML, CONVERSATION, REASONED, USER, encoded, encoder, trained, write
 from toy_data import make as prepared
 from toy_models import BASE, make
 
@@ -177,15 +177,14 @@ def test_a_template_that_rewrites_earlier_turns():
         "{{ m.content | trim }}",
         "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content | trim }}",
     )
-    tok = tokenizer(thoughts)
-    ends = [tok.eos_token_id, tok.convert_tokens_to_ids("<|im_end|>")]
-    tok, (example,) = encoded("sft", CONVERSATION, template=thoughts, ends=ends)
+    tok, (example,) = encoded("sft", CONVERSATION, template=thoughts, ends=ENDS)
     assert trained(tok, example) == ["yo<|im_end|>", "<think></think>bye<|im_end|>"]
     shifting = "{{ messages | length }}" + CHATML
     _, (error,) = encoded("sft", CONVERSATION, template=shifting)
     assert isinstance(error, RowError) and error.kind == "template"
 
 
+ENDS = ("</s>", "<|im_end|>")
 LAST = {  # what is trained of the last completion, without and with thoughts
     "qwen3": ("<think>\n\n</think>\n\nbye", "<think>\ntwo\n</think>\n\nbye"),
     "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),  # the prompt ends on <think>
@@ -200,16 +199,14 @@ def test_templates_that_take_thoughts_out_of_earlier_turns(name, row):
     import trl
 
     template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
-    tok = tokenizer(template)
-    ends = [tok.eos_token_id, tok.convert_tokens_to_ids("<|im_end|>")]
-    tok, (example,) = encoded("sft", row, template=template, ends=ends)
+    tok, (example,) = encoded("sft", row, template=template, ends=ENDS)
     assert isinstance(example, Example), example
     kept = name == "qwen3_instruct_2507" and row is REASONED
     first = "<think>\none\n</think>\n\nyo" if kept else "yo"
     assert trained(tok, example) == [f"{first}<|im_end|>", f"{LAST[name][row is REASONED]}<|im_end|>"]
     pair = {"prompt": row["messages"][:3], "chosen": row["messages"][3:], "rejected": "no"}
     if row is CONVERSATION:
-        tok, (example,) = encoded("dpo", pair, template=template, ends=ends)
+        tok, (example,) = encoded("dpo", pair, template=template, ends=ENDS)
         assert tok.decode(example.columns["chosen_ids"]) == f"{LAST[name][0]}<|im_end|>"
 
 
@@ -236,17 +233,9 @@ def test_todays_date_is_not_in_a_prompt():
 
 
 HEAD, TAIL = CHATML.split("{{ m.content | trim }}")
-
-
 DROPS = HEAD + "{{ m.content if m.role == 'user' }}" + TAIL
-
-
 SAYS_THE_SAME = HEAD + "{{ m.content if m.role == 'user' else 'Sure.' }}" + TAIL
-
-
 FORGETS_THE_PROMPT = HEAD + "{{ m.content if m.role != 'user' }}" + TAIL
-
-
 LOWERS = HEAD + "{{ m.content | lower }}" + TAIL
 
 
@@ -266,31 +255,19 @@ A_ROW_OF = {
     + [(stage, FORGETS_THE_PROMPT) for stage in A_ROW_OF],
 )
 def test_a_template_that_leaves_a_turn_out_is_refused(stage, template):
-    tok = tokenizer(template)
-    ends = [tok.eos_token_id, tok.convert_tokens_to_ids("<|im_end|>")]
-    _, (outcome,) = encoded(stage, A_ROW_OF[stage], template=template, ends=ends)
+    _, (outcome,) = encoded(stage, A_ROW_OF[stage], template=template, ends=ENDS)
     kind = "empty_prompt" if template is FORGETS_THE_PROMPT else "empty_completion"
     assert isinstance(outcome, RowError) and outcome.kind == kind, outcome
 
 
 CUTS = HEAD + "{{ m.content[:20] if m.role == 'assistant' else m.content }}" + TAIL
-
-
 CUTS_EARLIER = HEAD + "{{ m.content if loop.last or m.role == 'user' else m.content[:20] }}" + TAIL
-
-
 CUTS_QUESTIONS = HEAD + "{{ m.content[:20] if m.role == 'user' else m.content }}" + TAIL
-
-
 BLOCKS = HEAD + "{% generation %}{{ m.content[:20] }}{% endgeneration %}" + TAIL
-
-
 STRIPS = HEAD + "{{ m.content.split() | join(' ') }}" + TAIL
 
 
 LONG = {"role": "assistant", "content": "Yes, but  not before\n the evening of the day after."}
-
-
 ASKED = {"role": "user", "content": "Could you say that again, at greater length?"}
 
 

@@ -81,9 +81,10 @@ def parsed(row, stage: str):
     return parse(row, kind_of(stage))
 
 
-def encoder(stage, template=None, max_length=500, too_long="error", apply=False, bos=True, ends=None):
+def encoder(stage, template=None, max_length=500, too_long="error", apply=False, bos=True, ends=("</s>",)):
+    """`ends` are the tokens that generation stops on."""
     tok = tokenizer(template, bos)
-    return Encoder(tok, kind_of(stage), max_length, too_long, apply, ends or [tok.eos_token_id])
+    return Encoder(tok, kind_of(stage), max_length, too_long, apply, tok.convert_tokens_to_ids([*ends]))
 
 
 def encoded(stage, row, **options):

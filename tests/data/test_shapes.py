@@ -1,0 +1,330 @@
+"""Rows of every shape become the same records, and each row that cannot be read has its kind of error and its field."""
+
+import gzip
+import json
+
+import pytest
+from running import SHARED
+from toy_data import ASIDE, BOT, NO, PREFERENCES, SYSTEM, USER, WEATHER, parsed
+
+from pipeline.config.stages import STAGE
+from pipeline.data.shapes import KIND, kind_of
+from pipeline.data.values import RowError
+
+ASKED = "\n\nHuman: hi\n\nAssistant:"
+SINGLE = [  # rows of each shape, all of the same demonstration
+    {"messages": [USER, BOT]},
+    {"messages": [{"role": "User", "content": "hi"}, {"role": "ASSISTANT", "content": "yo"}]},
+    {"messages": json.dumps([USER, BOT])},
+    {
+        "messages": [{**USER, "tool_calls": None}, {**BOT, "tool_calls": None}]
+    },  # as Arrow writes what some rows lack
+    {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+    {"conversations": [{"from": "User", "value": "hi"}, {"from": "assistant", "value": "yo"}]},
+    {"instruction": "hi", "output": "yo"},
+    {"instruction": "hi", "input": "", "output": "yo"},
+    {"prompt": [USER], "completion": [BOT]},
+    {"prompt": [USER], "completion": "yo"},
+    {"prompt": [USER], "answer": "yo"},
+    {"prompt": ASKED, "completion": " yo"},
+    {"prompt": ASKED.strip(), "completion": " yo"},
+]
+
+
+@pytest.mark.parametrize("row", SINGLE)
+def test_a_demonstration_of_every_shape(row):
+    record = parsed(row, "sft")
+    assert (record.prompt, record.pairs) == ([USER], [([BOT],)])
+    assert parsed({**row, "system": "s"}, "sft").prompt == [SYSTEM, USER]
+    for name, value, label in (("label", True, True), ("kto_tag", 0, False)):
+        record = parsed({**row, name: value}, "kto")
+        assert (record.prompt, record.pairs, record.labels) == ([USER], [([BOT],)], (label,))
+        assert not record.unread
+
+
+@pytest.mark.parametrize("row", PREFERENCES)
+def test_a_pair_of_every_shape(row):
+    for stage in ("rm", "dpo"):
+        record = parsed({**row, "margin": 2}, stage)
+        assert (record.prompt, record.pairs, record.margin) == ([USER], [([BOT], [NO])], 2.0)
+    record = parsed(row, "kto")
+    assert (record.prompt, record.pairs, record.labels) == ([USER], [([BOT],), ([NO],)], (True, False))
+
+
+ENDS = [([BOT], [NO])]
+OTHERS = [  # stage, row, prompt, completions
+    ("sft", {"prompt": "a b", "completion": " c"}, "a b", [(" c",)]),
+    ("sft", {"prompt": "a b", "answer": " c"}, "a b", [(" c",)]),
+    ("sft", {"prompt": "[1, 2]", "completion": '["x"]'}, "[1, 2]", [('["x"]',)]),
+    ("sft", {"instruction": "a", "input": "b", "output": "yo"}, [{"role": "user", "content": "a\n\nb"}], [([BOT],)]),
+    ("rm", {"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}, "p", [("a", "c"), ("b", "d")]),
+    ("rm", {"chosen": "The cat sat here", "rejected": "The cat saw it"}, "The cat", [(" sat here", " saw it")]),
+    ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),  # distilabel's Capybara
+    ("rm", {"prompt": "hi", "chosen": "yo", "rejected": "no", "system": "s"}, [SYSTEM, USER], ENDS),
+    ("rm", {"prompt": "hi", "pos_answers": ["yo"], "neg_answers": ["no"], "system": "s"}, [SYSTEM, USER], ENDS),
+    ("rm", {"chosen": [USER, BOT], "rejected": [USER, NO], "system": "s"}, [SYSTEM, USER], ENDS),
+    ("rm", {"chosen": "hi yo", "rejected": "hi no", "system": "s"}, [SYSTEM, USER], ENDS),
+    ("ppo", {"prompt": "hi", "system": "s"}, [SYSTEM, USER], []),
+    ("ppo", {"prompt": ASKED}, [USER], []),
+    ("ppo", PREFERENCES[4], [USER], []),
+    ("evaluate", {"messages": [USER]}, [USER], []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "row", "prompt", "pairs"), OTHERS)
+def test_other_rows(stage, row, prompt, pairs):
+    record = parsed(row, stage)
+    assert (record.prompt, record.pairs) == (prompt, pairs)
+
+
+REPEATED = [
+    ("hi", [USER], [USER]),
+    (" hi\n", [USER], [USER]),
+    ([USER], [USER], [USER]),
+    ("hi", [*ASIDE, USER], [*ASIDE, USER]),  # the last question of several
+    ("before", [*ASIDE, USER], [*ASIDE, USER]),  # the first one
+    ([SYSTEM, USER], [USER], [SYSTEM, USER]),  # adds instructions
+    ([USER], [SYSTEM, USER], [SYSTEM, USER]),
+    (ASKED, [USER], [USER]),
+    ("ho", [USER], None),
+    ([ASIDE[0]], [*ASIDE, USER], None),  # a list of messages is the whole prompt, or its end
+    ([{"role": "user", "content": "ho"}], [USER], None),
+    ([{"role": "system", "content": "t"}, USER], [SYSTEM, USER], None),
+    ("so", [*ASIDE, USER], None),  # what the assistant said
+]
+
+
+@pytest.mark.parametrize(("given", "repeated", "prompt"), REPEATED)
+def test_a_prompt_that_both_sides_repeat(given, repeated, prompt):
+    for key in ("prompt", "messages") if isinstance(given, list) else ("prompt",):
+        row = {key: given, "chosen": [*repeated, BOT], "rejected": [*repeated, NO]}
+        if prompt is None:
+            with pytest.raises(RowError) as caught:
+                parsed(row, "dpo")
+            assert (caught.value.kind, caught.value.field) == ("prompts_differ", key)
+        else:
+            found = parsed(row, "dpo").prompt
+            assert [{**turn, "content": turn["content"].strip()} for turn in found] == prompt
+
+
+TURNS = [USER, BOT, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "bye"}]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{"input": "hi", "output": "yo"}, {"input": "and?", "output": "bye"}],
+        ["hi", "yo", "and?", "bye"],
+        "\n\nHuman: hi\n\nAssistant: yo\n\nHuman: and?\n\nAssistant: bye",
+        json.dumps([{"input": "hi", "output": "yo"}, {"input": "and?", "output": "bye"}]),
+        [{"role": "prompter", "content": "hi"}, {"role": "ai", "content": "yo"}, *TURNS[2:]],
+    ],
+    ids=["capybara", "lima", "transcript", "json", "openassistant"],
+)
+@pytest.mark.parametrize("field", ["messages", "conversations"])
+def test_conversations_of_other_forms(value, field):
+    record = parsed({field: value}, "sft")
+    assert [*record.prompt, *record.pairs[0][0]] == TURNS
+    assert parsed({field: value, "label": True}, "kto").pairs == [([TURNS[-1]],)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}],
+        [{"type": "text", "value": "hi"}],
+        [{"text": "hi", "image_url": None}],
+        ["h", "i"],
+        [{"type": "text", "text": {"value": "hi", "annotations": []}}],
+        [{"type": "output_text", "content": "hi"}],
+    ],
+)
+def test_content_may_be_parts_of_text_whatever_their_key(content):
+    assert parsed({"messages": [{"role": "user", "content": content}]}, "ppo").prompt == [USER]
+
+
+def test_transcripts_split_at_paragraphs_only():
+    text = "\n\nHuman: Is it Human: or\nAssistant: here?\n\nAssistant: No.\n\nA second one.\n\nHuman: ok\n\nAssistant:"
+    record = parsed({"prompt": text}, "ppo")
+    assert [turn["role"] for turn in record.prompt] == ["user", "assistant", "user"]
+    assert record.prompt[1]["content"] == "No.\n\nA second one."
+
+
+def test_prompts_carry_their_further_columns():
+    assert json.loads(parsed({"prompt": "what?", "gold": 4}, "ppo").row) == {"prompt": "what?", "gold": 4}
+
+
+# ---- tools -----------------------------------------------------------------------------------------------------------
+
+ASK = {"role": "user", "content": "Rain in Oslo?"}
+BARE = {"name": "weather", "arguments": {"city": "Oslo"}}
+OLD = {"role": "assistant", "content": None, "function_call": {**BARE, "arguments": '{"city": "Oslo"}'}}
+CALLS = [  # the turn of the call, in every form
+    *({"role": "assistant", "content": None, "tool_calls": calls} for calls in
+      ([{"id": "c1", "type": "function", "function": BARE}], [{"function": OLD["function_call"]}], [BARE], BARE)),
+    {"from": "function_call", "value": json.dumps(BARE)},
+    OLD,  # OpenAI's first format
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("tools", [[WEATHER], json.dumps([WEATHER]), [WEATHER["function"]]])
+def test_the_shapes_in_which_tools_come(call, tools):
+    if "from" in call:
+        result, turns = {"from": "observation", "value": "dry"}, {"from": "human", "value": "Rain in Oslo?"}
+        row = {"conversations": [turns, call, result, {"from": "gpt", "value": "No."}], "tools": tools}
+    else:
+        result = {"role": "function" if call is OLD else "tool", "content": "dry", "name": "weather"}
+        row = {"messages": [ASK, call, result, BOT], "tools": tools}
+    record = parsed(row, "sft")
+    turn = record.prompt[1]
+    assert (turn["content"], turn["tool_calls"][0]["function"], record.tools) == ("", BARE, [WEATHER])
+    assert record.prompt[2]["role"] == "tool" and record.prompt[2].get("name") in ("weather", None)
+
+
+def test_a_column_of_other_tools_is_not_read():
+    assert parsed({**SINGLE[0], "tools": None}, "sft").tools is None
+    assert parsed({**SINGLE[0], "tools": "hammer, saw"}, "sft").unread == ("tools",)
+
+
+# ---- labels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "label"),
+    [(True, True), (1, True), (1.0, True), ("1", True), ("True", True), ("thumbs up", True), ("up", True), ("\U0001f44d", True),
+     ("yes", True), (False, False), (0, False), (-1.0, False), ("-1", False), (" false", False), ("0.0", False),
+     ("Thumbs down", False), ("\U0001f44e", False), ("No", False), ("dislike", False), ("unsafe", False),
+     ("geography", None), (3, None)],
+)  # fmt: skip
+def test_what_a_label_may_be(value, label):
+    """kto learns from both kinds, sft from good ones; for it, a label that is no verdict is a column that is not read."""
+    row = {"prompt": "q", "completion": "a", "label": value}
+    if label is None:
+        with pytest.raises(RowError, match="for ratings set data"):
+            parsed(row, "kto")
+    else:
+        assert parsed(row, "kto").labels == (label,)
+    if label is False:
+        with pytest.raises(RowError, match="not to be imitated"):
+            parsed(row, "sft")
+    else:
+        assert parsed(row, "sft").unread == (("label",) if label is None else ())
+
+
+# ---- what is wrong ---------------------------------------------------------------------------------------------------
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+ERRORS = [
+    ("sft", [1], "not_object", ""),
+    ("sft", {"promt": "a", "completion": "b"}, "missing_field", "prompt"),
+    ("sft", {"prompt": "a"}, "missing_field", "completion"),
+    ("sft", {"prompt": "a", "completion": None}, "null", "completion"),
+    ("sft", {"prompt": 7, "completion": "b"}, "wrong_type", "prompt"),
+    ("sft", {"prompt": "a", "completion": 3.5}, "wrong_type", "completion"),
+    ("sft", {"prompt": ["hi", "yo"], "completion": "a"}, "wrong_type", "prompt[0]"),
+    ("sft", {"prompt": " ", "completion": "b"}, "empty_prompt", "prompt"),
+    ("sft", {"prompt": "a", "completion": " "}, "empty_completion", "completion"),
+    ("sft", {"messages": []}, "empty_prompt", "messages"),
+    ("sft", {"messages": [BOT]}, "empty_prompt", "messages"),
+    ("sft", {"messages": "hi"}, "wrong_type", "messages"),
+    ("sft", {"messages": [{"role": "user", "text": "x"}]}, "missing_field", "messages[0].content"),
+    ("sft", {"messages": [{"role": "user", "content": None}, BOT]}, "null", "messages[0].content"),
+    ("sft", {"messages": [{"role": "Robot", "content": "x"}]}, "wrong_role", "messages[0].role"),
+    ("sft", {"messages": [USER]}, "wrong_role", "messages"),
+    ("sft", {"messages": [USER, {"role": "assistant", "content": ""}]}, "empty_completion", "messages"),
+    ("sft", {"messages": [{"role": "user", "content": ["a", {"type": "image_url"}]}]}, "wrong_type", "messages[0].content[1]"),
+    ("sft", {"messages": [{"role": "user", "content": ["a", {"type": "image", "text": None}]}]}, "wrong_type", "messages[0].content[1]"),
+    ("sft", {"messages": [{"role": "user", "content": ["a", {"type": "text", "txt": "a"}]}]}, "missing_field", "messages[0].content[1].text"),
+    ("sft", {"messages": [{"role": "user", "content": ["a", 7]}]}, "wrong_type", "messages[0].content[1]"),
+    ("sft", {"prompt": "a", "completion": "\ud800"}, "not_utf8", "completion"),
+    ("sft", {"prompt": "a", "completion": "b", "x": {"y": ["\udfff"]}}, "not_utf8", "x.y[0]"),
+    ("sft", {"prompt": "a", "completion": "b", "x": float("nan")}, "not_finite", "x"),
+    ("ppo", {"prompt": "a", "weights": [1, {"w": float("-inf")}]}, "not_finite", "weights[1].w"),
+    ("generate", {"prompt": "a", "id": 10**400}, "not_finite", "id"),
+    ("evaluate", {"prompt": "a", "completion": 5}, "wrong_type", "completion"),
+    ("evaluate", {"prompt": "a", "completion": 0}, "wrong_type", "completion"),
+    ("evaluate", {"prompt": "a", "completion": False}, "wrong_type", "completion"),
+    ("evaluate", {"prompt": "a", "completion": []}, "empty_prompt", "completion"),
+    ("rm", {**PAIR, "margin": float("nan")}, "not_finite", "margin"),
+    ("rm", {**PAIR, "margin": 1e38}, "margin", "margin"),
+    ("rm", {**PAIR, "margin": 101}, "margin", "margin"),
+    ("dpo", {**PAIR, "margin": -0.5}, "margin", "margin"),
+    ("rm", {**PAIR, "margin": True}, "wrong_type", "margin"),
+    ("rm", {**PAIR, "margin": "1"}, "wrong_type", "margin"),
+    ("rm", {**PAIR, "rejected": " b "}, "equal_pair", "chosen"),
+    ("rm", {**PAIR, "rejected": ""}, "empty_completion", "rejected"),
+    ("rm", {**PAIR, "prompt": ""}, "empty_prompt", "prompt"),
+    ("rm", {"chosen": "x y", "rejected": "z y"}, "empty_prompt", "chosen"),
+    ("kto", {"prompt": "a", "completion": "b", "label": 4}, "unclear_label", "label"),
+    ("kto", {"prompt": "a", "completion": "b", "label": None}, "null", "label"),
+    ("kto", {"prompt": "a", "completion": "b", "label": []}, "unclear_label", "label"),
+    ("kto", {"prompt": "a", "completion": "b"}, "missing_field", "label"),
+    ("kto", {"prompt": "a", "completion": " ", "label": 1}, "empty_completion", "completion"),
+    ("kto", {"messages": [USER], "label": True}, "wrong_role", "messages"),
+    ("kto", {"messages": [USER, {**BOT, "weight": 0}, USER, BOT], "label": True}, "weight", "messages"),
+    ("kto", {**PAIR, "rejected": " b "}, "equal_pair", "chosen"),
+    ("dpo", {"prompt": [USER], "chosen": [{"role": "assistant", "content": None, "tool_calls": [BARE]}],
+             "rejected": [{"role": "assistant", "content": None, "tool_calls": [BARE]}]}, "equal_pair", "chosen"),
+    ("dpo", {"chosen": [USER, BOT], "rejected": [{**USER, "content": "ho"}, NO]}, "prompts_differ", "rejected"),
+    ("dpo", {"chosen": [USER, BOT, USER], "rejected": [USER, NO]}, "wrong_role", "chosen"),
+    ("rm", {"prompt": "a", "pos_answers": ["b"], "neg_answers": ["c", "d"]}, "unequal_answers", "neg_answers"),
+    ("rm", {"prompt": "a", "pos_answers": ["b", "c"], "neg_answers": ["d", "c"]}, "equal_pair", "pos_answers[1]"),
+    ("rm", {"prompt": "a", "pos_answers": "b", "neg_answers": "c"}, "wrong_type", "pos_answers"),
+    ("ppo", {"prompt": [USER, BOT]}, "wrong_role", "prompt"),
+    ("ppo", {"question": "x"}, "missing_field", "prompt"),
+    ("sft", {"messages": [USER, {**BOT, "weight": 0.5}]}, "weight", "messages[1].weight"),
+    ("sft", {"messages": [USER, {**BOT, "train": "no"}]}, "weight", "messages[1].train"),
+    ("sft", {"messages": [USER, {**BOT, "weight": 0}]}, "weight", "messages"),
+    ("sft", {"prompt": [USER], "completion": [{**BOT, "weight": 0}]}, "weight", "completion"),
+    ("sft", {"messages": [USER, BOT], "kto_tag": False}, "label", "kto_tag"),
+    ("sft", {"messages": [USER, {**BOT, "tool_calls": [{"function": {}}]}]}, "wrong_type", "messages[1].tool_calls[0]"),
+    ("sft", {"prompt": "a", "completion": [{**BOT, "tool_calls": [{"name": "f"}]}]}, "wrong_type", "completion"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage,row,kind,field", ERRORS)
+def test_row_errors(stage, row, kind, field):
+    with pytest.raises(RowError) as caught:
+        parsed(row, stage)
+    assert (caught.value.kind, caught.value.field) == (kind, field)
+    assert caught.value.found and caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "said"),
+    [
+        ("sft", {"promt": "a", "completion": "b"}, r"is `promt` meant to be `prompt`\?.*prompt\+completion \| prompt\+answer"),
+        ("sft", {"messages": [{"role": "robot", "content": "hi"}]}, "expected one of system, developer, user, human"),
+        ("rm", {**PAIR, "margin": -3}, "swap `chosen` and `rejected`"),
+    ],
+)  # fmt: skip
+def test_errors_say_what_to_do(stage, row, said):
+    with pytest.raises(RowError, match=said):
+        parsed(row, stage)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="third-party data is not here")
+def test_real_preferences():
+    kinds = {}
+    with gzip.open(SHARED / "data" / "hh_harmless_test.jsonl.gz") as file:
+        for line in file:
+            try:
+                parsed(json.loads(line), "rm")
+            except RowError as error:
+                kinds[error.kind] = kinds.get(error.kind, 0) + 1
+    assert kinds == {"empty_completion": 4, "prompts_differ": 5}
+    for row in json.loads((SHARED / "data" / "lf_dpo_en_demo.json").read_text()):
+        assert parsed(row, "dpo").prompt[-1]["role"] == "user"
+
+
+def test_every_stage_with_rows_has_a_kind():
+    stages = {name: stage.rows for name, stage in STAGE.items() if stage.rows}
+    assert {*stages.values(), "pairs", "benchmarks"} == set(KIND)
+    assert STAGE.keys() - stages.keys() == {"export", "serve"}
+    for stage in (*stages, "pairs", "benchmarks"):
+        kind = kind_of(stage)
+        assert kind.stage == stage and kind.shapes and kind.columns
+        assert (kind.completions == "written") == (
+            "input_ids" in kind.columns and "labels" not in kind.columns
+        )
