@@ -264,18 +264,11 @@ def start():
     shutil.rmtree(root, ignore_errors=True)
 
 
-def test_an_ended_session_leaves_no_process_and_no_file(start):
-    driver = start()
-    left = psutil.Process(driver.pid).children(recursive=True)
-    driver.communicate()
-    assert driver.returncode == 0
-    gone, alive = psutil.wait_procs(left, timeout=10)
-    assert len(gone) > 4 and not alive
-    assert not start.sessions()
+def test_a_killed_session_leaves_only_rays_agents_and_an_ended_one_no_process_and_no_file(start):
+    """The agents try to report the end for a minute: raylet, store and workers are gone at once.
 
-
-def test_after_a_killed_driver_only_rays_agents_are_left_and_the_next_session_deletes_the_files(start):
-    """The agents try to report the end for a minute: raylet, store and workers are gone at once."""
+    The next session deletes the files of those that were killed, save the newest.
+    """
     driver = start()
     left = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)
@@ -286,10 +279,16 @@ def test_after_a_killed_driver_only_rays_agents_are_left_and_the_next_session_de
     (newest,) = start.sessions()
     older = newest.with_name(newest.name.replace("session_20", "session_19"))
     older.mkdir()
-    start()
+    driver = start()
     running = start.sessions()
     assert len(running) == 2, "the newest that failed, whose logs may be wanted, and the one that runs"
     assert newest in running
+    left = psutil.Process(driver.pid).children(recursive=True)
+    driver.communicate()
+    assert driver.returncode == 0
+    gone, alive = psutil.wait_procs(left, timeout=30)
+    assert len(gone) > 4 and not alive
+    assert start.sessions() == [newest]
 
 
 def test_a_call_of_ray_outside_a_session_starts_none(tmp_path):

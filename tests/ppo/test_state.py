@@ -19,7 +19,12 @@ def two_threads():
 
 
 @pytest.mark.parametrize(
-    ("critic", "dtype"), [("adapter", "float32"), ("head", "float32"), ("head", "bfloat16")]
+    ("critic", "dtype"),
+    [
+        ("adapter", "float32"),
+        ("head", "float32"),
+        pytest.param("head", "bfloat16", marks=pytest.mark.slow),  # slow on a CPU without bf16
+    ],
 )
 def test_a_restored_run_ends_with_the_same_numbers(critic, dtype, tmp_path, two_threads):
     changes = dict(

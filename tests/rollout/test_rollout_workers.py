@@ -74,6 +74,8 @@ def ahead(embedded_ray, storage):
     return run(storage, "rollout-ahead", *AHEAD, "rollout.num_workers=1")
 
 
+# On a toy, tests/ppo/test_rollouts.py shows it.
+@pytest.mark.slow
 def test_a_rollout_worker_gives_the_bits_of_none(alone, storage, capfd):
     result = run(storage, "rollout-one", *PPO, "rollout.num_workers=1")
     assert_equal(storage, alone, result)

@@ -11,9 +11,9 @@ from running import NO_EVAL, ROOT, stage
 from tests.runtime.test_resume import SETTINGS
 
 
-@pytest.mark.parametrize(
-    "verb", ["sft", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("rm", "dpo", "kto", "ppo"))]
-)
+# Of rm and ppo the quick cases of test_resume.py show it: they begin in one place and end in the other.
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", SETTINGS)
 def test_no_worker_and_one_end_with_the_same_bytes(verb, storage, embedded_ray):
     """Twice in one process, too: no stage leaves random numbers, threads or a precision behind."""
     first, *others = (

@@ -73,6 +73,8 @@ def test_kto_equals_bare_trl_and_does_not_depend_on_workers_and_micro_batches(sf
     assert max(margins) > 0.01
 
 
+# On rows of a toy, tests/ppo/test_trainer.py shows it; quick runs with two workers are rm here and sft in test_session.py.
+@pytest.mark.slow
 def test_ppo_updates_are_those_of_one_worker(one_worker, storage):
     from safetensors.torch import load_file
 
