@@ -1,0 +1,337 @@
+"""What a job makes of a row: its function, its names of columns, and the side that a label or two scores pick.
+
+What a label means is known or asked for, never guessed. What is wrong with a function or a mapping ends the run first.
+"""
+
+import importlib
+import sys
+
+import pytest
+from toy_data import make, rows_of, tokenizer, write
+
+from pipeline.config import Data
+from pipeline.data.files import find
+from pipeline.data.preview import check_columns, check_there, preprocessing
+from pipeline.data.read import cache_key, options_of
+from pipeline.data.reshape import Preprocess, Rule, derived, vote
+from pipeline.data.shapes import kind_of, parse
+from pipeline.data.values import Dropped, RowError
+from pipeline.errors import InputError
+from pipeline.runtime.inputs import check_transform
+
+
+def made(stage, row, columns=(), **options):
+    """What becomes of a row."""
+    return list(kind_of(stage, Preprocess(dict(columns), **options)).rows(row))
+
+
+# ---- data.columns ----------------------------------------------------------------------------------------------------
+
+
+def read(row, stage, **mapped):
+    """The record that a row becomes."""
+    (one,) = made(stage, row, mapped)
+    if isinstance(one, RowError):
+        raise one
+    return parse(one, kind_of(stage, Preprocess(mapped)))
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "mapped", "prompt", "pairs"),
+    [
+        ("sft", {"q": "a", "r": "b", "id": 1}, {"prompt": "q", "completion": "r"}, "a", [("b",)]),
+        ("sft", {"task": "a", "ctx": "b", "out": "c"}, {"instruction": "task", "input": "ctx", "output": "out"}, "a\n\nb", [("c",)]),
+        ("sft", {"d": {"turns": ["a", {"x": "b"}]}}, {"prompt": "d.turns.0", "completion": "d.turns.1.x"}, "a", [("b",)]),
+        ("sft", {"a.b": "a", "a": {"b": "no"}, "c": "d"}, {"prompt": "a.b", "completion": "c"}, "a", [("d",)]),
+        ("sft", {"j": '{"x": ["a"]}', "c": "d"}, {"prompt": "j.x.0", "completion": "c"}, "a", [("d",)]),
+        ("sft", {"q": "a", "a": "b"}, {"prompt": "q", "completion": "a", "system": "sys"}, "a", [("b",)]),
+        ("rm", {"question": "a", "response_j": "b", "response_k": "c"}, {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}, "a", [("b", "c")]),
+        ("rm", {"prompt": "a", "chosen": "worse", "rejected": "better"}, {"chosen": "rejected", "rejected": "chosen"}, "a", [("better", "worse")]),
+        ("dpo", {"q": "a", "good": ["b"], "bad": ["c"]}, {"prompt": "q", "pos_answers": "good", "neg_answers": "bad"}, "a", [("b", "c")]),
+        ("dpo", {"instruction": "a", "input": "b", "x": "c", "y": "d"}, {"chosen": "x", "rejected": "y"}, "a\n\nb", [("c", "d")]),
+        ("score", {"q": "a", "r": "b"}, {"prompt": "q", "completion": "r"}, "a", [("b",)]),
+        ("ppo", {"q": "a"}, {"prompt": "q"}, "a", []),
+    ],
+)  # fmt: skip
+def test_fields_come_from_the_columns_that_are_named(stage, row, mapped, prompt, pairs):
+    record = read(row, stage, **mapped)
+    turn = record.prompt if isinstance(record.prompt, str) else record.prompt[-1]["content"]
+    texts = [
+        tuple(side if isinstance(side, str) else side[-1]["content"] for side in pair)
+        for pair in record.pairs
+    ]
+    assert (turn, texts) == (prompt, pairs)
+
+
+def test_a_mapped_field_counts_whatever_else_the_row_has():
+    row = {
+        "prompt": "no",
+        "messages": [{"role": "user", "content": "no"}],
+        "q": "a",
+        "completion": "no",
+        "r": "b",
+    }
+    record = read(row, "sft", prompt="q", completion="r")
+    assert (record.prompt, record.pairs, record.unread) == ("a", [("b",)], ("messages",))
+    row = {"q": "a", "a": "b", "sys": "s", "system": "other"}
+    assert read(row, "sft", prompt="q", completion="a", system="sys").prompt[0]["content"] == "s"
+    assert '"answer": "42"' in read({"q": "a", "gt": "42"}, "ppo", prompt="q", answer="gt").row
+
+
+@pytest.mark.parametrize(
+    ("stage", "mapped", "expected"),
+    [
+        ("rm", {"chosen": "a", "rejected": "a"}, r"data\.columns\.rejected: found 'a', which is data\.columns\.chosen already"),
+        ("rm", {"label": ["a", "a"]}, r"data\.columns\.label: found 'a', which is data\.columns\.label already"),
+        ("rm", {"better": "a"}, r"data\.columns\.better: `rm` reads no field of this name; expected one of prompt, pos_answers"),
+        ("rm", {"choosen": "a"}, r"data\.columns\.choosen: .*did you mean chosen\?"),
+        ("ppo", {"promt": "a"}, r"data\.columns\.promt: .*did you mean prompt\?"),
+        ("sft", {"chosen": "a"}, r"`sft` reads no field of this name"),
+        ("sft", {"prompt": "a", "messages": "b"}, r"no row of `sft` has prompt and messages"),
+        ("sft", {"prompt": ["a", "b"]}, r"data\.columns\.prompt: found 2 columns, expected one"),
+    ],
+)  # fmt: skip
+def test_mappings_that_mean_nothing_are_refused(stage, mapped, expected):
+    with pytest.raises(InputError, match=expected):
+        check_columns(mapped, kind_of(stage))
+
+
+def test_a_column_that_is_not_there():
+    rows = [{"instruction": "a", "output_1": "b"}, {"instruction": "a", "output_2": "c"}]
+    check_there({"chosen": "output_2"}, rows, "f.jsonl")
+    columns = "their columns are instruction, output_1, output_2; did you mean 'output_1'"
+    with pytest.raises(
+        InputError, match=rf"data\.columns\.chosen: f\.jsonl: rows 1-2 have no column 'output1'; {columns}"
+    ):
+        check_there({"chosen": "output1"}, rows, "f.jsonl")
+    with pytest.raises(
+        RowError, match=r"`output_1`: found fields instruction, output_2.* data\.columns\.chosen names"
+    ):
+        read(rows[1], "rm", prompt="instruction", chosen="output_1", rejected="output_2")
+    # the job says that `system` is another column: which of the two was meant?
+    with pytest.raises(RowError, match=r"`sys`: found fields q, a, system.*data\.columns\.system names"):
+        read({"q": "a", "a": "b", "system": "other"}, "sft", prompt="q", completion="a", system="sys")
+
+
+def test_the_sets_of_evaluate_take_their_own_fields():
+    for sides in ({"first": "a", "second": "b", "label": "l"}, {"chosen": "a", "rejected": "b"}):
+        data = Data(eval="p.jsonl", pairs="q.jsonl", columns={"prompt": "q", **sides})
+        assert preprocessing("evaluate", data)["eval"][0].columns == {"prompt": "q"}
+        assert preprocessing("pairs", data)["eval"][0].columns == data.columns
+
+
+# ---- data.label, and scores ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "first", "second", "tie"),
+    [
+        ([1, 2], 1, 2, 1.5),
+        (["1", "2", "1"], "1", " 2", "1.5"),
+        ([1.0, 2.0, 1.5, None], 1.2, 1.51, 1.5),
+        ([1.0003, 1.98], 1, 2, 1.5),
+        (["1", "2", "tie"], "1", 2, "Tie"),
+        (["model_a", "model_b", "tie (bothbad)"], "model_a", "model_b", "tie"),
+        (["A", "B"], "a", "B", "tie"),
+        (["a"], "A", "b", "draw"),
+        (["output_1", "output_2"], "output_1", "Output 2", "both"),
+        (["first", "second", "neither"], "first", "second", "same"),
+        ([[1, 2, 1], [2, 2, 2]], 1, 2, 1.5),
+        ([*"ab" * 10, "C?"], "A", "b", "tie"),  # a rare value without a meaning
+    ],
+)
+def test_what_values_mean_follows_from_them_where_they_can_mean_one_thing(values, first, second, tie):
+    rule = derived(values, {})
+    assert (vote(first, rule), vote(second, rule), vote(tie, rule)) == ("first", "second", None)
+    for other in ("C?", 0):
+        with pytest.raises(RowError, match=r"; data\.label says what its values mean") as caught:
+            vote(other, rule)
+        assert caught.value.kind == "unclear_label"
+
+
+@pytest.mark.parametrize(
+    ("values", "typed"),
+    [
+        ([0, 1], "set data.label='{first: 0, second: 1}' if 0 means that the first completion is better"),
+        ([True, False], "{first: 0, second: 1}"),
+        ([1, 1], "data.label="),  # 0 and 1, or 1 and 2?
+        ([0, 1, 2], "{first: 0, second: 2}"),
+        ([-1, 1], "{first: -1, second: 1}"),
+        (["model_1"], "data.label="),  # or is the other one model_0?
+        (["gpt-4", "claude"], "{first: claude, second: gpt-4}"),
+        (["right"], "data.label="),  # the right-hand one, or the one that is right?
+        (["left"], "data.label="),
+        ([None, ""], "data.columns.label=COLUMN"),
+    ],
+)
+def test_what_can_mean_several_things_is_asked_for(values, typed):
+    with pytest.raises(InputError) as caught:
+        derived(values, {"label": "verdict"})
+    assert (
+        typed in str(caught.value) and "'verdict'" in str(caught.value) and caught.value.key == "data.label"
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "label", "known"),
+    [
+        ("response_0", "response_1", "better_response_id", True),
+        ("response_0", "response_1", "safer_response_id", True),
+        ("summaries.0.text", "summaries.1.text", "choice", True),
+        ("response_0", "response_1", "label", False),  # 1: is response_0 better?
+        ("human_ref_A", "human_ref_B", "choice", False),
+        ("answer_1", "answer_2", "choice", False),
+    ],
+)
+def test_the_names_of_columns_say_what_0_and_1_mean(first, second, label, known):
+    columns = {"first": first, "second": second, "label": label}
+    if known:
+        rule = derived([0, 1], columns)
+        assert (rule.side(0), rule.side("1")) == ("first", "second")
+    else:
+        with pytest.raises(InputError, match="whose meaning is ambiguous"):
+            derived([0, 1], columns)
+
+
+ONE_TWO = {"first": 1, "second": 2, "tie": 0}
+SIDES = [  # data.label, the row's label or scores, what becomes of it
+    *((ONE_TWO, {"label": value}, end) for value, end in
+      [(1, "first"), ("2", "second"), (0, "tie"), (None, "tie"), (1.5, "tie"), (" ", "tie"), (3, "unknown_label")]),
+    ({"first": 1, "second": 0}, {"label": 0}, "second"),  # SHP's
+    ({"first": 1, "second": 0}, {"label": 0.7}, "first"),
+    ({"first": -3, "second": 3}, {"label": -1}, "first"),  # HelpSteer3's
+    ({"first": -3, "second": 3}, {"label": 0}, "tie"),
+    ({"first": ["gpt-4", "gpt-3"], "second": "claude"}, {"label": "GPT-3"}, "first"),
+    # of several votes the most count
+    *((ONE_TWO, {"label": votes}, end) for votes, end in
+      [([1, 1, 2], "first"), ([2, 2, 0], "second"), ([1, 2, 0], "tie"), ([0, 0, 1], "tie"), ([1, 2], "tie"),
+       ([1, None, None], "first"), ([None, None, ""], "tie"), (["2", 2, "1"], "second")]),
+    # only of one number each is there a between
+    ({"first": 1, "second": 4}, {"label": 1.2}, "first"),
+    ({"first": [1, 2], "second": "b"}, {"label": 1.2}, "unknown_label"),
+    ({"first": [1, 2], "second": [3, 4]}, {"label": 2.5}, "unknown_label"),
+    # the higher score
+    *((None, {"first_score": one, "second_score": two}, end) for one, two, end in
+      [(3, "12", "second"), (0.5, -1, "first"), (3, 3.0, "tie"), (3, None, "tie"), ("", 1, "tie"), (" ", 1, "tie"),
+       ("high", 3, "wrong_type"), (float("nan"), 1, "not_finite"), ("nan", 1, "not_finite"), (float("inf"), 1, "not_finite")]),
+    (None, {}, "missing_field"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("label", "row", "end"), SIDES)
+def test_a_label_or_the_higher_score_picks_the_side(label, row, end):
+    row = {"prompt": "q", "first": "A", "second": "B", **row}
+    (one,) = made("rm", row, rule=Rule.of(label) if label else None)
+    if end in ("first", "second"):
+        chosen, rejected = "AB" if end == "first" else "BA"
+        assert one == {"prompt": "q", "chosen": chosen, "rejected": rejected}
+    else:
+        assert one == Dropped("tie") if end == "tie" else one.kind == end
+    assert made("ppo", row) == [row]  # prompts need no side
+
+
+@pytest.mark.parametrize(
+    ("label", "value", "good"),
+    [
+        ({"good": 4, "bad": 2}, 5, True),
+        ({"good": 4, "bad": 2}, "4", True),
+        ({"good": 4, "bad": 2}, 2, False),
+        ({"good": 4, "bad": 2}, -1.5, False),
+        ({"good": 4, "bad": 2}, 3, None),
+        ({"good": 4, "bad": 2}, "", None),
+        ({"good": 1, "bad": 3}, 0, True),  # the fewer the better
+        ({"good": 1, "bad": 3}, 4, False),
+        ({"good": ["helpful", "great"], "bad": "harmful"}, "Great", True),
+        ({"good": "helpful", "bad": "harmful"}, "harmful", False),
+        ({"good": "helpful", "bad": 2}, "so so", "unknown_label"),
+    ],
+)
+def test_thresholds_make_labels_of_ratings(label, value, good):
+    row = {"prompt": "q", "completion": "a", "label": value}
+    (one,) = made("kto", row, rule=Rule.of(label))
+    if isinstance(good, str):
+        assert one.kind == good
+    else:
+        assert one == (Dropped("tie") if good is None else row | {"label": good})
+
+
+# ---- data.transform --------------------------------------------------------------------------------------------------
+
+ROW = {"q": "a", "a": "b", "id": 1}
+ROWS = [{"q": f"question {i}", "a": f"answer {i}", "id": i} for i in range(40)]
+
+
+def through(name, row=ROW, stage="sft", columns=()):
+    return made(stage, row, columns, transform=f"python:transforms:{name}")
+
+
+def test_a_row_becomes_one_several_or_none():
+    assert (
+        through("twice") == through("yields") == [{"prompt": "a", "completion": end} for end in ("b!", "b?")]
+    )
+    assert through("some") == [{"prompt": "a", "completion": "b"}]
+    assert through("some", {**ROW, "id": 2}) == [Dropped("left_out")]
+    bad = RowError("not_json", "", "x", "y")
+    assert through("twice", bad) == [bad]
+    (error,) = through("some", stage="rm", columns={"chosen": "completion", "rejected": "other"})
+    assert error.field == "other" and "prompt, completion" in error.found  # columns come after the transform
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("raises", r"KeyError: 'missing' at .*transforms\.py:\d+"),
+        ("text", r'text "a" returned by python:transforms:text'),
+        ("not_json", r"a row that is not JSON \(TypeError: Object of type set"),
+    ],
+)
+def test_what_raises_or_returns_no_row_is_a_bad_row(name, found):
+    (error,) = through(name)
+    assert isinstance(error, RowError) and error.kind == "transform"
+    with pytest.raises(RowError, match=found):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("python:nowhere:f", "No module named 'nowhere'"),
+        ("python:transforms:nothing", "has no attribute 'nothing'"),
+        ("python:transforms:COUNT", "is no function"),
+        ("python:transforms:two_arguments", r"takes \(row, tokenizer\), expected one argument, the row"),
+    ],
+)
+def test_a_function_that_cannot_be_called_with_a_row_is_refused(source, expected):
+    with pytest.raises(InputError, match=expected):
+        check_transform(source)
+    check_transform("python:transforms:twice")
+
+
+def test_rows_keep_their_order_and_stay_together(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    prepared = make(tmp_path, train=path, transform="python:transforms:twice", eval_fraction=0.5)
+    sets = [[row["input_ids"] for row in rows_of(part)] for part in (prepared.train, prepared.eval)]
+    assert sum(map(len, sets)) == sum(split.kept for split in prepared.report.splits.values()) == 80
+    for rows in sets:  # the two completions of one prompt, next to each other
+        assert rows and all(rows[i][:-3] == rows[i + 1][:-3] for i in range(0, len(rows), 2))
+
+
+def test_a_transform_that_raises_stops_the_run_or_drops_the_row(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    source = "python:transforms:raises_sometimes"
+    with pytest.raises(InputError, match=rf"{path}:4: found KeyError: 'missing' at .*transforms.py"):
+        make(tmp_path, train=path, transform=source)
+    split = make(tmp_path, train=path, transform=source, on_error="skip").report.splits["train"]
+    assert (split.read, split.kept, split.dropped) == (40, 39, {"transform": 1})
+
+
+def test_another_source_is_another_cache(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    files = {"train": find(write(tmp_path / "rows.jsonl", ROWS), "data.train")}
+    data, keys = Data(train="rows.jsonl", transform="python:mine:f"), []
+    for end in ("", "", "!"):
+        (tmp_path / "mine.py").write_text(f"def f(row):\n    return {{**row, 'a': row['a'] + '{end}'}}\n")
+        sys.modules.pop("mine", None)
+        importlib.invalidate_caches()
+        keys.append(cache_key(files, tokenizer(), options_of("sft", data, tokenizer(), 400, False)))
+    assert keys[0] == keys[1] != keys[2]
