@@ -119,17 +119,6 @@ def test_a_batch_has_the_same_bits_whatever_was_decoded_before():
     assert completions(shared, PROMPTS[:7], sampling, decoder) == first
 
 
-def test_sampling_is_pure_with_one_temperature():
-    shared, prompt, count = base(spread=0.3), [5, 6, 7], 20_000
-    sampling = Sampling(max_new_tokens=1, eos=(2, 3), temperature=0.7, seed=1)
-    sampled = completions(shared, [prompt] * count, sampling)
-    seen = torch.bincount(torch.tensor([one.tokens[0] for one in sampled]), minlength=toy.VOCAB) / count
-    with torch.no_grad(), shared.use("policy"):
-        true = (shared.base(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.7).softmax(-1)
-    assert (seen - true).abs().sum() / 2 < 0.03  # top-k, top-p or another temperature: more than 0.1
-    assert (seen > 0).sum() > 30
-
-
 def test_top_p_keeps_the_most_likely_tokens():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(1000, -1)
     noise, ones = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1], torch.ones(1000)

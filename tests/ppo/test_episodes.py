@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import toy_ppo as toy
 
 from pipeline.inference.rows import Completion
 from pipeline.models.packing import micro_batches
@@ -26,11 +25,6 @@ def test_eos_is_an_action_and_padding_is_never_found_by_id():
     assert episodes.mask.tolist() == [[True] * 4, [True] + [False] * 3, [True, True, False, False]]
     assert episodes.input_ids.tolist() == [[5, 9, 0, 0, 2], [5, 0, 2, 0, 0], [6, 7, 8, 0, 0]]
     assert episodes.starts.tolist() == [1, 2, 3] and episodes.ended.tolist() == [True, True, False]
-    trainer = toy.trainer()
-    real = toy.first_episodes(trainer)
-    last = real.input_ids[torch.arange(16), real.starts + real.counts - 1]
-    assert torch.equal(torch.isin(last, torch.tensor(toy.EOS)), toy.in_some_rows(real.ended))
-    assert real.old_logprobs[torch.arange(16), real.counts - 1].lt(0).all()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_a_formula_is_what_its_definition_says(name, more):
     counts = torch.tensor([4, 1, 5, 2, 5, 3])
     mask = torch.arange(5) < counts.unsqueeze(-1)
     tensors = {key: torch.randn(6, 5, generator=generator).double() for key in ("rewards", "values")}
-    tensors = {key: tensor.where(mask, 0.0) for key, tensor in tensors.items()}
+    tensors = {key: tensor.where(mask, torch.nan) for key, tensor in tensors.items()}
     vectors = {key: torch.randn(6, generator=generator).double() for key in ("bootstrap", "greedy_scores")}
     found = estimators.call(estimator.formula, args, {"mask": mask, **tensors, **vectors})
     for start in range(0, 6, n):

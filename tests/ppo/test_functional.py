@@ -1,4 +1,8 @@
-"""functional.py against numbers computed by hand, and against plain loops in NumPy on random ragged batches."""
+"""functional.py against numbers computed by hand, and losses against plain loops on random ragged batches.
+
+Token rewards, whitening and GAE have their definitions in pipeline/ppo/selfcheck and estimators.py, which every run and
+test_estimators.py compare them with.
+"""
 
 import math
 
@@ -166,64 +170,6 @@ def test_the_kl_coefficient_moves_the_right_way_and_is_clipped():
 
 
 # ---------------------------------------------------------------------------- against loops, at random
-
-
-@CASES
-@given(**shapes)
-def test_whitening_like_numpy(seed, rows, time, density):
-    mask, (x,), _ = ragged(seed, rows, time, density, 1, scale=5)
-    chosen = x[mask]
-    tensor, m = *tensors([x]), torch.tensor(mask)
-    whitened = F.whiten(tensor, m).numpy()
-    assert (whitened[~mask] == 0).all()
-    if len(chosen) > 1:
-        expected = (chosen - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)
-        np.testing.assert_allclose(whitened[mask], expected, atol=1e-4)
-        kept = F.whiten(tensor, m, shift_mean=False).numpy()[mask]
-        np.testing.assert_allclose(kept, expected + chosen.mean(), atol=1e-4)
-
-
-@CASES
-@given(
-    **shapes, gamma=st.sampled_from([1.0, 0.9, 0.0]), lam=st.sampled_from([1.0, 0.95, 0.0]), cut=st.booleans()
-)
-def test_gae_like_a_loop_over_each_row(seed, rows, time, density, gamma, lam, cut):
-    mask, (rewards, values), rng = ragged(seed, rows, time, density, 2)
-    after = rng.normal(size=rows) if cut else np.zeros(rows)
-    advantages, returns = np.zeros((rows, time)), np.zeros((rows, time))
-    for b in range(rows):
-        places = [i for i in range(time) if mask[b, i]]
-        for n, i in enumerate(places):
-            deltas = []
-            for k in range(n, len(places)):
-                following = values[b, places[k + 1]] if k + 1 < len(places) else after[b]
-                deltas.append(rewards[b, places[k]] + gamma * following - values[b, places[k]])
-            advantages[b, i] = sum((gamma * lam) ** k * d for k, d in enumerate(deltas))
-            returns[b, i] = advantages[b, i] + values[b, i]
-    bootstrap = torch.tensor(after, dtype=torch.float32) if cut else None
-    ours = F.gae(*tensors([rewards, values]), torch.tensor(mask), gamma, lam, bootstrap)
-    np.testing.assert_allclose(ours[0].numpy(), advantages, atol=1e-4)
-    np.testing.assert_allclose(ours[1].numpy(), returns, atol=1e-4)
-    togo = F.rewards_to_go(torch.tensor(rewards, dtype=torch.float32), torch.tensor(mask), gamma).numpy()
-    for b in range(rows):
-        chosen = rewards[b][mask[b]]
-        expected = [sum(gamma**k * r for k, r in enumerate(chosen[n:])) for n in range(len(chosen))]
-        np.testing.assert_allclose(togo[b][mask[b]], expected, atol=1e-4)
-
-
-@CASES
-@given(**shapes, coefficient=st.sampled_from([0.0, 0.1]))
-def test_token_rewards_like_a_loop(seed, rows, time, density, coefficient):
-    mask, (kl,), rng = ragged(seed, rows, time, density, 1)
-    scores = rng.normal(size=rows)
-    expected = np.zeros((rows, time))
-    for b in range(rows):
-        places = np.flatnonzero(mask[b])
-        expected[b, places] = -coefficient * kl[b, places]
-        if len(places):
-            expected[b, places[-1]] += scores[b]
-    ours = F.token_rewards(torch.tensor(scores), *tensors([kl]), torch.tensor(mask), coefficient)
-    np.testing.assert_allclose(ours.numpy(), expected, atol=1e-5)
 
 
 @CASES

@@ -7,9 +7,9 @@ import torch
 import toy_ppo as toy
 
 from pipeline.errors import SelfCheckFailed
-from pipeline.inference.rows import Completion, Sampling
+from pipeline.inference.rows import Sampling
 from pipeline.ppo import losses
-from pipeline.ppo.episodes import Totals, collate
+from pipeline.ppo.episodes import Totals
 from pipeline.ppo.rewards import AdapterReward
 
 GSPO = dict(
@@ -39,26 +39,6 @@ def test_the_first_ratio_of_every_update_is_a_metric():
     history = toy.trainer(critic_warmup_steps=1).train()
     assert "policy/first_ratio_rms" not in history[0]  # the critic alone learns
     assert all(metrics["policy/first_ratio_rms"] < 1e-5 for metrics in history[1:])
-
-
-def test_log_probs_and_values_are_shifted_together():
-    """The last token of a completion is seen by no log-prob but its own, and by no value: all are read one place earlier."""
-    trainer = toy.trainer(shared=toy.shared_base(spread=0.3))
-    completion = [Completion([9, 8, 7, 6], True, [0.0] * 4)]
-    part = collate([[5, 6, 7]], completion, [0], 0, torch.device("cpu"))
-    other = collate([[5, 6, 7]], [Completion([9, 8, 7, 50], True, [0.0] * 4)], [0], 0, torch.device("cpu"))
-    with torch.no_grad():
-        a, b = trainer.sampler.logprobs("policy", part)[0][0], trainer.sampler.logprobs("policy", other)[0][0]
-        assert torch.equal(a[:3], b[:3]) and a[3] != b[3]
-        (values, after), (values2, after2) = trainer.values(part), trainer.values(other)
-        assert torch.equal(values, values2) and after != after2
-        everywhere = toy.values(trainer.shared, "critic", part.input_ids)[0]
-        torch.testing.assert_close(torch.cat([values[0], after]), everywhere[2:])
-        logits = trainer.shared.logits(trainer.shared.hidden(None, part.input_ids))[0]
-        bare = trainer.sampler.logprobs(None, part)[0][0]
-    assert bare.tolist() == pytest.approx(
-        [logits.log_softmax(-1)[2 + t, [9, 8, 7, 6][t]].item() for t in range(4)], abs=1e-5
-    )
 
 
 def test_value_loss_is_clipped_against_the_values_of_the_rollout():
