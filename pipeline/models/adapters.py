@@ -485,7 +485,8 @@ class SharedBase(nn.Module):
         of_actions = (states[rows, steps], input_ids[rows, starts[rows] + steps], steps < barred_steps)
         blank = torch.zeros(mask.shape, device=mask.device)
         with self.use(role):
-            found = per_action(self, *of_actions, temperature, tuple(barred), want_entropy=entropy)
+            barred = tuple(barred) if barred_steps else ()
+            found = per_action(self, *of_actions, temperature, barred, want_entropy=entropy)
         logprobs, *entropies = (blank.index_put((rows, steps), values) for values in found)
         return logprobs, entropies[0] if entropy else None
 

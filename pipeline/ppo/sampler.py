@@ -198,16 +198,6 @@ class Sampler:
             states: of the role, as `forward.states` returns them. None: computed here.
         """
         sampling = self.sampling
-        barred = sampling.eos if sampling.min_new_tokens else ()
         states = forward.states(self.shared, role, part) if states is None else states
-        return self.shared.logprobs(
-            role,
-            part.input_ids,
-            part.starts,
-            part.mask,
-            sampling.temperature,
-            barred,
-            sampling.min_new_tokens,
-            entropy,
-            states,
-        )
+        early = (sampling.temperature, sampling.eos, sampling.min_new_tokens)
+        return self.shared.logprobs(role, part.input_ids, part.starts, part.mask, *early, entropy, states)
