@@ -19,7 +19,6 @@ from torch import nn
 from pipeline.data import encode, kl_pairs, tasks
 from pipeline.data.template import ChatTemplate
 from pipeline.inference import decoder, rows
-from pipeline.inference.rows import Completion
 from pipeline.models import adapter_files, base
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo import forward, functional, losses, rewards, rollouts, sampler
@@ -410,12 +409,11 @@ def _(patch):
 def scored(patch, change):
     """Reward adapters read completions that `change(token ids, longest)` makes of them."""
 
-    def collate(original, prompts, completions, *rest):
-        longest = max(len(c.tokens) for c in completions)
-        changed = [Completion(change(c.tokens, longest), True, []) for c in completions]
-        return original(prompts, [replace(c, logprobs=[0.0] * len(c.tokens)) for c in changed], *rest)
+    def collate(original, prompts, completions, device):
+        longest = max(map(len, completions))
+        return original(prompts, [change(tokens, longest) for tokens in completions], device)
 
-    wrapped(patch, rewards, "collate", collate)
+    wrapped(patch, rewards, "collate_ids", collate)
 
 
 @fault("the reward is read at the end of the padding", "ppo", "last token of the completion")
