@@ -29,6 +29,7 @@ Format = Literal["lines", "array", "csv", "tsv", "parquet", "arrow"]
 NAMED: dict[str, Format] = {
     ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow",
 }  # fmt: skip
+UNITS: dict[str, Literal["element", "row"]] = {"array": "element", "parquet": "row", "arrow": "row"}
 MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARRO": "arrow"}
 
 
@@ -120,9 +121,8 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
     number, raws = 0, list[bytes]()
     for at, row, raw in numbered:
         if isinstance(row, dict) and column not in row:
-            row = RowError(
-                "missing_field", column, fields_of(some(row)), "the column that data.group_by names"
-            )
+            found = fields_of(some(row))
+            row = RowError("missing_field", column, found, "the column that data.group_by names")
         alike = group and isinstance(row, dict) and row[column] == group[0][column]
         if alike and len(group) == GROUP:
             found = f"more than {GROUP:,} rows in succession with {show(row[column])}"
@@ -139,11 +139,6 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
         raws.append(raw)
     if group:
         yield number, group, b"\n".join(raws)
-
-
-def unit(chunk: Chunk) -> Literal["line", "element", "row"]:
-    """Returns what the numbers of the chunk's rows count."""
-    return "element" if chunk.format == "array" else "row" if chunk.format in ("parquet", "arrow") else "line"
 
 
 def lines_before(chunk: Chunk) -> int:
@@ -163,9 +158,9 @@ def lines_before(chunk: Chunk) -> int:
 def locate(errors: list[RowError], chunk: Chunk) -> None:
     """Sets the file, unit and line in the file of errors, whose `line` is a number in the chunk."""
     file = chunk.path if storage.is_remote(chunk.path) else shown(chunk.path)
-    before, what = lines_before(chunk), unit(chunk)
+    before = lines_before(chunk)
     for error in errors:
-        error.file, error.line, error.unit = file, error.line + before, what
+        error.file, error.line, error.unit = file, error.line + before, UNITS.get(chunk.format, "line")
 
 
 def where(chunk: Chunk, number: int) -> str:

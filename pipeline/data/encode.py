@@ -8,20 +8,18 @@ tokens: an empty completion or a pair of equal completions is rejected.
 """
 
 import json
-import operator
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.data.messages import Text, shared_length
+from pipeline.data.messages import Text, as_turns, shared_length
 from pipeline.data.shapes import Kind, Record
 from pipeline.data.template import ChatTemplate, Span, holds, without_tokens
 from pipeline.data.values import Dropped, RowError, show
 from pipeline.models.control_tokens import ControlTokens, Escaping
 
 FEW = 8  # different tokens: a text of more is not white space
-CONTENT = operator.itemgetter("content")
 
 Rendered = tuple[str, Escaping | None]  # a text, and the escaping of the row's special tokens in it
 
@@ -102,9 +100,7 @@ class Encoder:
         if len(self.ended(ids)) <= len(ids):
             return None
         names = self.tokenizer.convert_ids_to_tokens(sorted(self.ends))
-        stops = ", ".join(
-            f"{name} (id {index})" for index, name in zip(sorted(self.ends), names, strict=True)
-        )
+        stops = ", ".join(f"{name} (id {at})" for at, name in zip(sorted(self.ends), names, strict=True))
         return whole[whole.rfind(completion["content"]) + len(completion["content"]) :], stops
 
     # ---- text -> ids -------------------------------------------------------------------------------------------
@@ -150,25 +146,16 @@ class Encoder:
 
     def _completions(self, records: Sequence[Record]) -> list[list[Outcome]]:
         rendered = [self._render(record) for record in records]
-        ids = iter(
-            self.ids(
-                [
-                    text
-                    for item in rendered
-                    if not isinstance(item, RowError)
-                    for pair in item
-                    for text in pair
-                ]
-            )
-        )
-        return [
-            [item]
-            if isinstance(item, RowError)
-            else self._distinct(
-                [self._fit(record, at, [next(ids) for _ in pair]) for at, pair in enumerate(item)]
-            )
-            for record, item in zip(records, rendered, strict=True)
-        ]
+        texts = [text for item in rendered if isinstance(item, list) for pair in item for text in pair]
+        ids = iter(self.ids(texts))
+        outcomes: list[list[Outcome]] = []
+        for record, item in zip(records, rendered, strict=True):
+            if isinstance(item, RowError):
+                outcomes.append([item])
+            else:
+                made = [self._fit(record, at, [next(ids) for _ in pair]) for at, pair in enumerate(item)]
+                outcomes.append(self._distinct(made))
+        return outcomes
 
     def _render(self, record: Record) -> list[list[Rendered]] | RowError:
         """Returns for each pair of completions the text of the prompt, and of the prompt with each completion."""
@@ -225,12 +212,10 @@ class Encoder:
         """Drops two consecutive examples that differ only in their label: a pair that is equal after truncation."""
         kept: list[Outcome] = []
         for one in outcomes:
-            before = kept[-1] if kept else None
-            pair = [item.columns for item in (before, one) if isinstance(item, Example)]
+            pair = [item.columns for item in (*kept[-1:], one) if isinstance(item, Example)]
             if (
-                len(pair) == 2
-                and pair[0] != pair[1]
-                and pair[0] | {"label": None} == pair[1] | {"label": None}
+                len({item.get("label") for item in pair}) == 2
+                and pair[0] | {"label": pair[1]["label"]} == pair[1]
             ):
                 kept[-1] = Dropped("equal_after_truncation")
             else:
@@ -310,12 +295,9 @@ class Encoder:
         if self.blank([token for token, on in zip(ids[1:], trained[1:], strict=True) if on]):
             return self.prompt_too_long() if length > self.max_length else without_tokens("completion")
         labels = [token if on else -100 for token, on in zip(ids, trained, strict=True)]
-        completion_tokens = sum(trained)
+        columns, count = {"input_ids": ids, "labels": labels}, sum(trained)
         ended = not self.ends.isdisjoint(labels)
-        columns = {"input_ids": ids, "labels": labels}
-        return Example(
-            columns, len(ids) - completion_tokens, completion_tokens, length > self.max_length, ended
-        )
+        return Example(columns, len(ids) - count, count, length > self.max_length, ended)
 
     # ---- templates ---------------------------------------------------------------------------------------------
 
@@ -343,11 +325,8 @@ class Encoder:
         escaping = self.control.escaping(contents(prompt, *completions))
         if escaping is None:
             return prompt, completions, None
-        return (
-            escaped(prompt, escaping),
-            tuple(escaped(completion, escaping) for completion in completions),
-            escaping,
-        )
+        prompt, *completions_ = (escaped(part, escaping) for part in (prompt, *completions))
+        return prompt, tuple(completions_), escaping
 
     def faulty(self, completions: Sequence[list[int]]) -> RowError | None:
         """Returns the error of a prompt's completions, as token ids, if one is empty or both are equal, or None."""
@@ -361,9 +340,8 @@ class Encoder:
 
     def over_length(self, found: str) -> RowError | Dropped:
         """Returns the outcome of a row that is too long and must not be truncated."""
-        error = RowError(
-            "too_long", "", found, f"at most {self.max_length} tokens (data.max_length or the context)"
-        )
+        expected = f"at most {self.max_length} tokens (data.max_length or the context)"
+        error = RowError("too_long", "", found, expected)
         return Dropped("too_long", error) if self.too_long == "drop" else error
 
     def prompt_too_long(self) -> Dropped:
@@ -378,7 +356,7 @@ class Encoder:
 
 def contents(*parts: Text) -> list[str]:
     """Returns the texts of a row's prompt and completions."""
-    return [text for part in parts for text in ([part] if isinstance(part, str) else map(CONTENT, part))]
+    return [turn["content"] for part in parts for turn in as_turns(part)]
 
 
 def escaped(part: Text, escaping: Escaping) -> Text:

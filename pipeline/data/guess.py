@@ -16,7 +16,7 @@ import yaml
 from pipeline.config.stages import STAGE
 from pipeline.data import reshape
 from pipeline.data.messages import dialogue, offered
-from pipeline.data.reshape import Preprocess, named, value_at
+from pipeline.data.reshape import Preprocess, listed, value_at
 from pipeline.data.shapes import LABELS as VERDICTS
 from pipeline.data.shapes import as_json, is_good, kind_of, parse, shape_of
 from pipeline.data.values import RowError, setting, some
@@ -65,10 +65,10 @@ def fitting(rows: Sequence[dict[str, Any]]) -> str:
     for stage, facts in STAGE.items():
         if facts.learns and (guess := guessed(rows, stage)) is not None:
             fits.setdefault(f"with {as_setting(guess, rows)}" if guess else "as they are", []).append(stage)
-    listed = {
+    words = {
         how: " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) for how, names in fits.items()
     }
-    return "; ".join(f"{stages} {how}" for how, stages in listed.items())
+    return "; ".join(f"{stages} {how}" for how, stages in words.items())
 
 
 def as_setting(guess: dict[str, Any], rows: Sequence[dict[str, Any]], key: str = "data") -> str:
@@ -163,7 +163,7 @@ def _labels(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
     """Returns the labels of rows, without nulls, lists and objects."""
     found = []
     for row in rows:
-        for name in named(guess.get("label", "label")):
+        for name in listed(guess.get("label", "label")):
             with contextlib.suppress(KeyError):
                 found.append(value_at(row, name))
     return [value for value in found if value is not None and not isinstance(value, list | dict)]
@@ -370,4 +370,4 @@ def _unlike(guess: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _used(guess: Mapping[str, Any]) -> set[str]:
-    return {one for column in guess.values() for one in named(column)}
+    return {one for column in guess.values() for one in listed(column)}

@@ -80,10 +80,7 @@ def dialogue(value: Any) -> Any:
     if not isinstance(value, list) or not value:
         return value
     if all(isinstance(item, str) for item in value):  # LIMA
-        return [
-            {"role": "assistant" if at % 2 else "user", "content": content}
-            for at, content in enumerate(value)
-        ]
+        return [{"role": ("user", "assistant")[at % 2], "content": one} for at, one in enumerate(value)]
     if all(isinstance(item, dict) and {"input", "output"} <= item.keys() for item in value):  # Capybara
         sides = {"input": "user", "output": "assistant"}
         return [{"role": role, "content": item[name]} for item in value for name, role in sides.items()]
@@ -95,15 +92,10 @@ def message(item: Any, key: str) -> Message:
         raise RowError("wrong_type", key, show(item), "a message {role, content} or {from, value}")
     names = ("from", "value") if "from" in item else ("role", "content")
     for name in names:
-        if name not in item and not (
-            name == "content" and (item.get("tool_calls") or item.get("function_call"))
-        ):
-            raise RowError(
-                "missing_field",
-                f"{key}.{name}",
-                fields_of(some(item)) + nearest(name, item),
-                "{role, content}",
-            )
+        called = name == "content" and (item.get("tool_calls") or item.get("function_call"))
+        if name not in item and not called:
+            found = fields_of(some(item)) + nearest(name, item)
+            raise RowError("missing_field", f"{key}.{name}", found, "{role, content}")
     role = text(item[names[0]], f"{key}.{names[0]}")
     if role.lower() not in ROLES:
         raise RowError("wrong_role", f"{key}.{names[0]}", show(role), "one of " + ", ".join(ROLES))
@@ -134,9 +126,8 @@ def part_text(part: Any, key: str) -> str:
     if not isinstance(part, dict):
         return text(part, key)
     if (kind := part.get("type") or "text") not in TEXT_PARTS:
-        raise RowError(
-            "wrong_type", key, f"a part of type {show(kind)}", "parts of text: the model reads nothing else"
-        )
+        expected = "parts of text: the model reads nothing else"
+        raise RowError("wrong_type", key, f"a part of type {show(kind)}", expected)
     name = next((name for name in ("text", "value", "content") if part.get(name) is not None), None)
     if name is None:
         raise RowError("missing_field", f"{key}.text", fields_of(some(part)), "{type: text, text}")
@@ -151,9 +142,8 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
     if isinstance(value, list):
         turns = messages(value, key, system)
         if turns[-1]["role"] == "assistant":
-            raise RowError(
-                "wrong_role", key, "a last turn by `assistant`", "a prompt that ends on a `user` turn"
-            )
+            expected = "a prompt that ends on a `user` turn"
+            raise RowError("wrong_role", key, "a last turn by `assistant`", expected)
         check_prompt(turns, key)
         return turns
     prompt = filled(value, key, "empty_prompt")
@@ -163,9 +153,8 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
     if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip():
         turns.pop()  # the open "\n\nAssistant:" before the completion; the template's generation prompt adds it
     if not turns or turns[-1]["role"] == "assistant":
-        raise RowError(
-            "wrong_role", key, "a transcript whose last turn is Assistant's", "one that ends on a Human turn"
-        )
+        found = "a transcript whose last turn is Assistant's"
+        raise RowError("wrong_role", key, found, "one that ends on a Human turn")
     check_prompt(turns, key)
     return with_system(turns, system)
 
@@ -187,9 +176,8 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
     if isinstance(value, list):
         turns = messages(value, key)
         if turns[0]["role"] != "assistant":
-            raise RowError(
-                "wrong_role", key, f"a completion by `{turns[0]['role']}`", "a completion by `assistant`"
-            )
+            found = f"a completion by `{turns[0]['role']}`"
+            raise RowError("wrong_role", key, found, "a completion by `assistant`")
         check_last(turns, key)
         if isinstance(prompt, str) and any("tool_calls" in turn for turn in turns):
             raise RowError("wrong_type", key, "tool calls with a text prompt", "a prompt of messages")

@@ -80,7 +80,7 @@ def check_columns(columns: reshape.Columns, kind: Kind, key: str = "data.columns
             raise InputError(f"`{kind.stage}` reads no field of this name; {hint}", key=f"{key}.{field}")
         if isinstance(column, list) and field != "label":
             raise InputError(f"found {len(column)} columns, expected one", key=f"{key}.{field}")
-        for one in reshape.named(column):
+        for one in reshape.listed(column):
             if one in taken:
                 raise InputError(
                     f"found {one!r}, which is {key}.{taken[one]} already; a column becomes one field",
@@ -108,7 +108,7 @@ def check_there(
 
     names = [*dict.fromkeys(name for row in rows for name in some(row))]
     for field, column in columns.items():
-        for one in reshape.named(column):
+        for one in reshape.listed(column):
             if rows and not any(has(row, one) for row in rows):
                 shown = visible(", ".join(names[:30]), lines=False)
                 near = difflib.get_close_matches(one, names, 1)

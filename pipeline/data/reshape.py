@@ -23,6 +23,7 @@ one is better. Columns such as response_0, response_1 and better_response_id set
 import dataclasses
 import datetime
 import decimal
+import itertools
 import json
 import math
 import re
@@ -104,17 +105,11 @@ Columns = Mapping[str, str | list[str]]
 UNORDERED = ("first", "second", "label", "first_score", "second_score")
 
 
-def named(column: str | Sequence[str]) -> list[str]:
-    return [column] if isinstance(column, str) else [*column]
-
-
 def shapes_with(columns: Columns, shapes: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """Returns the shapes that have all mapped fields, so that other columns cannot select a shape without them."""
     sides = {"first": "chosen", "second": "rejected"}
     fields = [field for field in columns if field != "label" or "first" not in columns]
-    mapped = {sides.get(field, field) for field in fields} & {
-        name for needs in shapes.values() for name in needs
-    }
+    mapped = {sides.get(field, field) for field in fields} & {*itertools.chain(*shapes.values())}
     return {name: needs for name, needs in shapes.items() if mapped <= {*needs}}
 
 
@@ -125,18 +120,16 @@ def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dic
         RowError: if it lacks the column of a field that is `needed`, or of a field whose name is an unmapped column.
     """
     fields: dict[str, Any] = {}
-    taken = {one for column in columns.values() for one in named(column)}
+    sources = [one for column in columns.values() for one in listed(column)]
     for field, column in columns.items():
         try:
-            values = [value_at(row, one) for one in named(column)]
+            values = [value_at(row, one) for one in listed(column)]
         except KeyError as error:
-            if field in needed or (field in row and field not in taken):
+            if field in needed or (field in row and field not in sources):
                 raise absent(row, field, str(error.args[0])) from None
             continue
         fields[field] = values if isinstance(column, list) else values[0]
-    used = {
-        one if one in row else one.partition(".")[0] for column in columns.values() for one in named(column)
-    }
+    used = {one if one in row else one.partition(".")[0] for one in sources}
     return {**{name: value for name, value in row.items() if name not in used}, **fields}
 
 
@@ -196,9 +189,8 @@ class Rule:
     def __str__(self) -> str:
         names = ("first", "second", "tie", "good", "bad")
         ends = [(name, end) for name in names for end in getattr(self, name)]
-        words = ", ".join(
-            f"{end:g} ({name})" if isinstance(end, float) else f"{end} ({name})" for name, end in ends
-        )
+        shown = ((f"{end:g}" if isinstance(end, float) else end, name) for name, end in ends)
+        words = ", ".join(f"{end} ({name})" for end, name in shown)
         return words or "a or b, or tie"
 
     def is_good(self, value: Any) -> bool | None:
@@ -298,9 +290,8 @@ def vote(label: Any, rule: Rule) -> Side:
             votes[rule.side(value)] += 1
         except (KeyError, TypeError):
             kind = "unclear_label" if rule.derived else "unknown_label"
-            raise RowError(
-                kind, "label", show(value), f"{rule}; data.label says what its values mean"
-            ) from None
+            expected = f"{rule}; data.label says what its values mean"
+            raise RowError(kind, "label", show(value), expected) from None
     (side, most), *others = [*votes.most_common(), (None, 0)]
     return side if all(most > count for _, count in others) else None
 
@@ -422,7 +413,7 @@ class Preprocess:
         label = row.get("label")
         if note_label and isinstance(label, str | int | float) and "first_score" not in row:
             value = str(label).strip()[:40]
-            column = named(self.columns.get("label", "label"))[0]
+            column = listed(self.columns.get("label", "label"))[0]
             note_label(column, meaning if value.lower() == meaning else f"{value} = {meaning}")
         return made or Dropped("tie")
 

@@ -170,9 +170,8 @@ def _one(batch: Any) -> Any:
         except UnicodeDecodeError as error:
             return RowError("not_utf8", name, f"byte 0x{error.object[error.start]:02x}", "UTF-8 text")
         except (ValueError, OverflowError) as error:
-            return RowError(
-                "wrong_type", name, f"{column.type} ({in_brief(error)})", "a value that Python can hold"
-            )
+            found = f"{column.type} ({in_brief(error)})"
+            return RowError("wrong_type", name, found, "a value that Python can hold")
     return batch.to_pylist(maps_as_pydicts="lossy")[0]
 
 

@@ -49,12 +49,8 @@ class ChatTemplate:
     def render(self, turns: Turns, generation_prompt: bool) -> str:
         """Returns the chat template's text. Raises RowError if the template rejects the messages."""
         if self.text is None:
-            raise RowError(
-                "template",
-                "messages",
-                "a tokenizer without a chat template",
-                "model.chat_template: plain, or a file",
-            )
+            found, expected = "a tokenizer without a chat template", "model.chat_template: plain, or a file"
+            raise RowError("template", "messages", found, expected)
         try:
             return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
                 turns,
@@ -66,9 +62,8 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: it raises what it likes, about this row
             roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
             reason = visible(f"{type(error).__name__}: {error}", lines=False)[:300]
-            raise RowError(
-                "template", "messages", f"roles {roles}", f"what the chat template accepts: {reason}"
-            ) from None
+            expected = f"what the chat template accepts: {reason}"
+            raise RowError("template", "messages", f"roles {roles}", expected) from None
 
     def whole(self, prompt: Turns, completion: Turns) -> tuple[str, str]:
         """Returns (text of the prompt, text of prompt and completion). The second begins with the first."""
@@ -154,9 +149,8 @@ class ChatTemplate:
         stop = len(whole) - len(suffix)
         if mark in suffix or stop < len(prefix) or not (whole.startswith(prefix) and whole.endswith(suffix)):
             template = "writes other turns in another way depending on what this one says"
-            raise unusable(
-                i, template, "a template with {% generation %} around the completions, or another one"
-            )
+            expected = "a template with {% generation %} around the completions, or another one"
+            raise unusable(i, template, expected)
         return len(prefix), stop
 
 
@@ -187,12 +181,8 @@ def check_kept(text: str, turns: Turns, i: int) -> None:
 
 def unusable(index: int, template: str, expected: str) -> RowError:
     """Returns the error of message `index` that the chat template cannot render."""
-    return RowError(
-        "template",
-        f"messages[{index}]",
-        f"a chat template that {template}",
-        f"{expected} (model.chat_template)",
-    )
+    found, expected = f"a chat template that {template}", f"{expected} (model.chat_template)"
+    return RowError("template", f"messages[{index}]", found, expected)
 
 
 def not_behind_prompt(index: int, head: str) -> RowError:
@@ -203,9 +193,8 @@ def not_behind_prompt(index: int, head: str) -> RowError:
 
 
 def distorted(index: int, content: str) -> RowError:
-    return unusable(
-        index, f"cuts or changes the words of {show(content)}", "one that writes them as they are"
-    )
+    template = f"cuts or changes the words of {show(content)}"
+    return unusable(index, template, "one that writes them as they are")
 
 
 def without_tokens(part: str, name: str = "") -> RowError:
