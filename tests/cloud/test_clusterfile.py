@@ -31,11 +31,7 @@ SIZES = {
 }
 IMAGE = "ami-12c6146b"  # one that the mock knows
 needs_moto = pytest.mark.skipif(importlib.util.find_spec("moto") is None, reason="needs the extra `mock`")
-
-
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("in_root")
 
 
 @pytest.fixture

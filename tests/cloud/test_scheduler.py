@@ -28,11 +28,7 @@ JOBS = [
     for profile in ("llama3-8b-qlora", "llama3-8b", "llama3-70b-qlora")
     for stage in ON_WORKERS
 ] + [f"llama3-70b/{stage}" for stage, facts in STAGE.items() if facts.runs_in == "train"]
-
-
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("in_root")
 
 
 def request(bundle):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from running import ROOT
-from toy_models import BASE, registered, shared_base, tokenizer
+from toy_models import BASE, shared_base, tokenizer
 
 from pipeline.__main__ import main
 from pipeline.commands.chat import Chat, Writer
@@ -18,11 +18,6 @@ from pipeline.models.tokenizer import eos_ids
 from pipeline.runtime.preparation import load_host
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
-
-
-@pytest.fixture(scope="module")
-def models(storage):
-    return registered(storage)
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from running import ROOT, stage
-from toy_models import BASE, registered, tokenizer
+from toy_models import BASE, tokenizer
 
 from pipeline.__main__ import main
 from pipeline.commands import export as exporting
 from pipeline.config import load_job
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
-
-
-@pytest.fixture(scope="module")
-def models(storage):
-    return registered(storage)
 
 
 @pytest.fixture(scope="module")

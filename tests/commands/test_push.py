@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 from model_hub import READER, TOKEN, connected, of_folder
 from running import stage
-from toy_models import BASE, registered, tokenizer
+from toy_models import BASE, tokenizer
 
 from pipeline import registry
 from pipeline.commands import export
@@ -28,11 +28,6 @@ POLICY = ["policy=models:/toy-policy@champion", "reward=null"]
 REWARD = ["policy=null", "reward=models:/toy-rm@champion"]
 ADAPTER = ["trainer.merge=false", "trainer.hub_model_id=owner/mine"]
 PUSH = "trainer.push_to_hub=true"
-
-
-@pytest.fixture(scope="module")
-def models(storage):
-    return registered(storage)
 
 
 @pytest.fixture

@@ -18,11 +18,7 @@ JOBS = [
     *[f"jobs/{profile}/{stage}.yaml" for profile in PROFILES for stage in KINDS],
     *[f"jobs/{SHARDED}/{stage}.yaml" for stage in STAGES],
 ]
-
-
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)  # the paths in a job mean the folder that the command runs in
+pytestmark = pytest.mark.usefixtures("in_root")
 
 
 def test_each_profile_has_each_stage():

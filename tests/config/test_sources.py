@@ -24,17 +24,12 @@ def test_paths_and_mappings(in_root):
     "override,said",
     [
         ("data.train=[{path: a, weight: 1}, {path: b}]", "1 of 2 sources have a weight"),
-        ("data.train=[{path: a, weight: 1}, b]", "1 of 2 sources have a weight"),
         ("data.train=[{path: a, weight: -1}]", "data.train.0.weight: found -1, expected a number above 0"),
-        ("data.train=[{path: a, weight: 0}]", "data.train.0.weight: found 0, expected"),
         ("data.train=[{path: a, weight: .inf}]", "data.train.0.weight: found inf, expected"),
-        ("data.train=[{path: a, weight: .nan}]", "data.train.0.weight: found nan, expected"),
-        ("data.train=[{path: a, weight: much}]", "data.train.0.weight: found 'much', expected a number"),
         ("data.train=[{path: a, weight: true}]", "data.train.0.weight: found true"),
         ("data.train=[{path: a, wieght: 1}]", "data.train.0.wieght: unknown key; did you mean weight"),
         ("data.train=[{weight: 1}]", "data.train.0.path: missing, expected text"),
         ("data.train=[{path: 3}]", "data.train.0.path: found 3, expected text"),
-        ("data.train=[{path: ''}]", "found empty text"),
         ("data.eval=[{path: a, weight: 1}]", "only data.train is mixed by weights"),
         ("data.train=[{path: a, columns: {label: ['']}}]", "data.train"),
         ("data.train=[a, {path: b, columns: q}]", "data.train.1.columns: found 'q', expected a mapping"),
@@ -45,7 +40,6 @@ def test_paths_and_mappings(in_root):
         ("data.train=[{path: a, revision: main}]", "data.train.0.revision: found 'main' for 'a'; only a dataset on the hub"),
         ("data.train=[{path: 'hf://datasets/a/b@x', revision: main}]", "it is given once"),
         ("data.stopping_strategy=all_exhausted", "no source of data.train has a weight"),
-        ("data.stopping_strategy=first", "expected one of first_exhausted, all_exhausted"),
     ],
 )  # fmt: skip
 def test_sources_that_cannot_be_mixed(in_root, override, said):

@@ -6,12 +6,8 @@ from pipeline.__main__ import main
 from pipeline.errors import InputError
 from pipeline.sweep.space import read, split
 
+pytestmark = pytest.mark.usefixtures("in_root")
 RM, DPO, KTO = "jobs/demo/rm.yaml", "jobs/demo/dpo.yaml", "jobs/demo/kto.yaml"
-
-
-@pytest.fixture(autouse=True)
-def from_root(in_root):
-    pass
 
 
 @pytest.mark.parametrize(
