@@ -123,15 +123,7 @@ def problems(job: Job) -> Problems:
     known = metrics(job) if job.gate else {}
     for metric, rule in job.gate.items():
         key = f"gate.{short(metric)}"
-        try:
-            parse_gate(rule)
-        except ValueError as error:
-            yield key, str(error)
-        if metric not in known and not of_rows(job, metric):
-            near = get_close_matches(metric, known, n=1)
-            examples = ", ".join([name for name in known if name.startswith("eval_")][:6])
-            hint = f"did you mean {near[0]}?" if near else f"expected one of {examples}, ..."
-            yield key, f"`{job.stage}` has no such metric; {hint}"
+        yield from _condition_problems(job, key, metric, rule, known)
         # If the command line removes the held-out rows that the file's gate needs, the run only moves no alias.
         removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}
         if learns and known.get(metric) == HELD_OUT_ROWS and (not removed or key in job.overridden):
@@ -142,6 +134,18 @@ def problems(job: Job) -> Problems:
     judged = job.policy or job.reward
     if job.gate and not learns and not Ref.parse(str(judged)).is_registered:
         yield "gate", f"found one, but {show(judged)} is no registered version that could pass it; remove it"
+
+
+def _condition_problems(job: Job, key: str, metric: str, rule: Any, known: dict[str, str]) -> Problems:
+    try:
+        parse_gate(rule)
+    except ValueError as error:
+        yield key, str(error)
+    if metric not in known and not of_rows(job, metric):
+        near = get_close_matches(metric, known, n=1)
+        examples = ", ".join([name for name in known if name.startswith("eval_")][:6])
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {examples}, ..."
+        yield key, f"`{job.stage}` has no such metric; {hint}"
 
 
 def of_rows(job: Job, metric: str) -> bool:
@@ -182,9 +186,11 @@ def greater_is_better(metric: str, given: bool | None) -> bool:
 def keep_problems(job: Job) -> Problems:
     """Yields why evaluations cannot be compared: the job makes none, or they lack the metric."""
     run = job.run
-    if run.keep == "last" and run.early_stopping_patience is None:
+    settings: dict[str, Any] = {"keep": "last", "early_stopping_patience": None, "stop_if": {}}
+    key = next((name for name, unset in settings.items() if getattr(run, name) != unset), None)
+    if key is None:
         return
-    key, off = ("keep", "last") if run.keep == "best" else ("early_stopping_patience", "null")
+    off = {"keep": "last", "early_stopping_patience": "null", "stop_if": "{}"}[key]
     found, off = f"found {show(getattr(run, key))}", f"run.{key}={off}"
     if not job.held_out:
         advice = f"set data.eval or data.eval_fraction, or {off}"
@@ -196,12 +202,23 @@ def keep_problems(job: Job) -> Problems:
     if not evaluates:
         yield f"run.{key}", f"{found}, but the job evaluates only after training: set {wanted}, or {off}"
     yield from metric_problems(job)
+    known = compared_metrics(job)
+    for metric, rule in run.stop_if.items():
+        key = f"run.stop_if.{short(metric)}"
+        yield from _condition_problems(job, key, metric, rule, known)
+        if job.held_out and known.get(metric):
+            yield key, f"{metric} needs {known[metric]}, and there is none"
+
+
+def compared_metrics(job: Job) -> dict[str, str]:
+    """Returns {metric: what the job lacks for it, or ""} for the metrics of an evaluation that rate the model."""
+    return {k: v for k, v in metrics(job).items() if k.startswith("eval_") and not CLOCKS.search(k)}
 
 
 def metric_problems(job: Job) -> Problems:
     """Yields why run.metric_for_best_model cannot compare the job's evaluations."""
     key, metric = "run.metric_for_best_model", job.run.metric_for_best_model
-    rating = {k: v for k, v in metrics(job).items() if k.startswith("eval_") and not CLOCKS.search(k)}
+    rating = compared_metrics(job)
     known = [name for name, lacking in rating.items() if not lacking]
     if metric is None:
         return

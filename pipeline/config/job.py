@@ -117,6 +117,8 @@ class Run:
     greater_is_better: bool | None = None
     # Training stops after this many evaluations in a row without a better one; by default never.
     early_stopping_patience: Annotated[int | None, "[1, 1000000]"] = None
+    # Training stops at an evaluation whose metric meets a condition: {eval_kl: "> 20"}. The run counts as finished.
+    stop_if: dict[str, str] = field(default_factory=dict)
     fresh: bool = False  # start over although a run of this name exists
     report: bool = True  # draw report.html at the end, for the run's folder and for MLflow
 

@@ -17,7 +17,7 @@ INPUTS = ("policy", "reference", "baseline", "reward", "judge")
 _NOTHING_TRAINED = table(
     {
         "it trains nothing": """lora data.deduplicate run.keep run.metric_for_best_model run.greater_is_better
-            run.early_stopping_patience""",
+            run.early_stopping_patience run.stop_if""",
         "it trains nothing; the rows of one forward are trainer.local_rollout_forward_batch_size": "data.batch_size",
         "it holds nothing out": "data.eval_fraction data.seed",
         "it writes no checkpoints": "run.num_to_keep",

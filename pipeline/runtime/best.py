@@ -1,4 +1,4 @@
-"""Tracks which step's adapter a run keeps, and whether it stops early: `run.keep`, `run.early_stopping_patience`.
+"""Tracks which step's adapter a run keeps, and whether it stops early: `run.keep`, `run.early_stopping_patience`, `run.stop_if`.
 
     best = Best.of(job, parameters)
     best.compare(metrics, step)                # after each evaluation, on every rank with the same metrics
@@ -13,7 +13,8 @@ run.num_to_keep cannot delete the best one.
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class Best:
     Args:
         parameters: the trainable ones, by name. Empty: evaluations are compared, but the last weights are kept.
         patience: evaluations without a better one after which training stops; None disables this.
+        stop_if: {metric: condition} that end training as soon as one holds.
         report: passes the value and the step of an evaluation to a sweep, and returns why to stop, or None.
     """
 
@@ -41,9 +43,10 @@ class Best:
         patience: int | None,
         parameters: dict[str, torch.nn.Parameter],
         report: Callable[[float, int], str | None] | None = None,
+        stop_if: Mapping[str, str] = MappingProxyType({}),
     ):
         self.metric, self.greater_is_better, self.patience = metric, greater_is_better, patience
-        self.parameters, self.report = parameters, report
+        self.parameters, self.report, self.stop_if = parameters, report, stop_if
         self.step: int | None = None  # None before the first evaluation with a finite value
         self.value: float | None = None
         self.stale = 0  # evaluations since then
@@ -58,23 +61,33 @@ class Best:
         report: Callable[[float, int], str | None] | None = None,
     ) -> "Best | None":
         """Returns the tracker of a job, or None if it keeps the last step, never stops early and is in no sweep."""
-        if job.run.keep == "last" and job.run.early_stopping_patience is None and report is None:
+        run = job.run
+        if run.keep == "last" and run.early_stopping_patience is None and not run.stop_if and report is None:
             return None
         metric = job.run.metric_for_best_model or gates.default_metric(job)
         greater = gates.greater_is_better(metric, job.run.greater_is_better)
         kept = parameters if job.run.keep == "best" else {}
-        return cls(metric, greater, job.run.early_stopping_patience, kept, report)
+        return cls(metric, greater, run.early_stopping_patience, kept, report, run.stop_if)
 
     def compare(self, figures: dict[str, float], step: int) -> None:
         """Keeps this step if its value is better than all before; equal values and NaN are not."""
-        if self.metric not in figures:
-            known = ", ".join(sorted(name for name in figures if name.startswith("eval_")))
-            raise Failure(f"run.metric_for_best_model: the evaluation has no {self.metric} here, but {known}")
+        for key, metric in (
+            ("metric_for_best_model", self.metric),
+            *(("stop_if", name) for name in self.stop_if),
+        ):
+            if metric not in figures:
+                known = ", ".join(sorted(name for name in figures if name.startswith("eval_")))
+                raise Failure(f"run.{key}: the evaluation has no {metric} here, but {known}")
         value = float(figures[self.metric])
         if self.report:
             if not math.isfinite(value):
                 raise SelfCheckFailed(f"{self.metric} is {value} at step {step}; the trial ends")
             self.stopped = self.report(value, step)
+        for metric, condition in self.stop_if.items():
+            symbol, threshold = gates.parse_gate(condition)
+            found = float(figures[metric])
+            if gates.OPERATORS[symbol](found, threshold):
+                self.stopped = f"{metric} is {found:.4g} (run.stop_if: {condition})"
         worst = float("-inf") if self.greater_is_better else float("inf")
         so_far = worst if self.value is None else self.value
         if not (value > so_far if self.greater_is_better else value < so_far):
@@ -85,7 +98,7 @@ class Best:
 
     @property
     def exhausted(self) -> bool:
-        """Returns True if training must stop: the patience has run out, or the sweep stopped it."""
+        """Returns True if training must stop: the patience has run out, or run.stop_if or the sweep stopped it."""
         return bool(self.stopped) or (self.patience is not None and self.stale >= self.patience)
 
     def restore(self) -> int | None:

@@ -49,7 +49,7 @@ MAY_CHANGE = (
 )  # fmt: skip
 # Of these, what decides which step is kept and where training stops, in a run that compares its evaluations.
 COMPARISON = (
-    "run.keep", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience",
+    "run.keep", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience", "run.stop_if",
     # eval_steps is logging_steps if it is not set; metrics of batches (KTO's KL, extremes) depend on their size.
     "trainer.eval_steps", "trainer.eval_strategy", "trainer.logging_steps", "trainer.per_device_eval_batch_size", "judge",
 )  # fmt: skip
@@ -288,19 +288,22 @@ def differences(left: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[st
     return {
         key: (then.get(key), now.get(key))
         for key in sorted(then.keys() | now.keys())
-        if then.get(key) != now.get(key) and not any(key == one or key.startswith(f"{one}.") for one in but)
+        if then.get(key) != now.get(key) and not _among(key, but)
     }
 
 
 def _other_comparison(left: dict[str, Any], job: Job) -> dict[str, tuple[Any, Any]]:
     """Returns differences in how evaluations are compared, if one of the jobs keeps the best step or may stop early."""
-    compares = (
-        keys.get("run.keep") == "best" or "run.early_stopping_patience" in keys
-        for keys in (flatten(left), flatten(job.to_dict()))
-    )
-    if not any(compares):
+    runs = left.get("run", {}), job.to_dict()["run"]
+    if not any(
+        run.get("keep") == "best" or run.get("early_stopping_patience") or run.get("stop_if") for run in runs
+    ):
         return {}
-    return {key: pair for key, pair in differences(left, job, ()).items() if key in COMPARISON}
+    return {key: pair for key, pair in differences(left, job, ()).items() if _among(key, COMPARISON)}
+
+
+def _among(key: str, keys: tuple[str, ...]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
 def print_differences(left: dict[str, Any], job: Job, most: int = 5) -> None:

@@ -1,6 +1,7 @@
 """run.keep=best: what is registered is the best step's adapter, to the bit, and a run that overfits ends early."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -189,6 +190,21 @@ def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch):
         stage("ppo", storage, "best-ppo-cut", *PPO, *few, status=1)
     result = stage("ppo", storage, "best-ppo-cut", *PPO, *few)
     assert_equal(storage, expected, result)
+
+
+def test_ppo_stops_at_a_condition_and_registers_what_it_has(storage):
+    """The KL grows from 0, so the run ends at the first evaluation above the limit, as a finished run."""
+    limits = [
+        "run.keep=last",
+        "run.early_stopping_patience=null",
+        "run.stop_if.eval_kl='> 1e-9'",
+        "run.stop_if.eval_eos=< -1",
+    ]
+    few = ["data.train=jobs/demo/data/prompts_eval.jsonl", "mlflow.registered_model=stopped"]
+    result = stage("ppo", storage, "stop-ppo", *PPO, *few, *limits)
+    assert result["ended"]["step"] == result["kept"]["step"] == 1 < result["ended"]["of"]
+    assert re.fullmatch(r"eval_kl is \S+ \(run\.stop_if: > 1e-9\)", result["ended"]["early"])
+    assert result["version"] == "1"
 
 
 def test_a_sweep_hears_of_every_evaluation_and_stops_a_trial(tmp_path):

@@ -118,6 +118,11 @@ def test_how_evaluations_are_compared_decides_what_is_registered(halfway, tmp_pa
             r"run\.early_stopping_patience=not given \(now 3\)",
         ),
         (
+            BATCH,
+            [*BATCH, "run.stop_if.eval_loss=< 1"],
+            r'run\.stop_if\.eval_loss=not given \(now "< 1"\)',
+        ),
+        (
             begun,
             [*begun, "run.metric_for_best_model=eval_mean_token_accuracy"],
             r"run\.metric_for_best_model=not given",
