@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-NAME = r"\w[\w .+()-]*"  # of a registered model: it stands in URIs and in the filters of MLflow
+NAME = r"\w[\w .+()-]*"  # a registered model's name, for URIs and for MLflow's filters
 MODEL = re.compile(rf"models:/(?P<name>{NAME})(?:@(?P<alias>[\w-]+)|/(?P<version>[0-9]{{1,9}}))")
 FUNCTION = re.compile(r"python:(?P<name>[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
 

@@ -41,9 +41,9 @@ class Cluster:
 
     address: str
     nodes: list[dict[str, Any]]  # alive: node_ip, is_head_node, resources_total, labels
-    types: dict[str, NodeType] = field(default_factory=dict)  # what the autoscaler may add; empty: nothing
+    types: dict[str, NodeType] = field(default_factory=dict)  # node types that the autoscaler may add
     max_workers: int = 0
-    mlflow_port: str = ""  # of the server that start-node.sh started on the head
+    mlflow_port: str = ""  # port of the MLflow server on the head
 
     @property
     def several(self) -> bool:

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 
 METADATA = os.environ.get("METADATA_ADDRESS", "http://169.254.169.254")  # both clouds answer there
 EVERY_SECONDS = 5
-GCP_SECONDS = 25.0  # of the thirty
+GCP_SECONDS = 25.0  # time for draining; the notice comes 30 s before the end
 
 
 def ask(path: str, headers: dict[str, str], method: str = "GET") -> str | None:

@@ -73,7 +73,7 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
     with api.first_contact():
         cluster = preflight.look(api.get, api.address)
     if cluster.tracking_uri and not os.environ.get("MLFLOW_TRACKING_URI"):
-        os.environ["MLFLOW_TRACKING_URI"] = cluster.tracking_uri  # what a job that names no server will use
+        os.environ["MLFLOW_TRACKING_URI"] = cluster.tracking_uri  # the default of a job that names no server
     files = preflight.upload_files()
     preflight.check_jobs(jobs, cluster, files)
     submission, attempt = next_attempt(api, name)
@@ -219,7 +219,7 @@ class Api:
             yield
         except InputError:
             raise
-        except Exception as error:  # of any type: another program may answer anything
+        except Exception as error:  # any error: another program may listen there
             status = getattr(getattr(error, "response", None), "status_code", None)
             if status in (401, 403):
                 found = "the token here is another cluster's" if self.headers else "there is no token here"
@@ -340,7 +340,7 @@ def status_of(details: Any) -> int:
     if status == "SUCCEEDED":
         return 0
     if code in (1, 2) and status == "FAILED":
-        return int(code)  # its log has said why
+        return int(code)  # the job's log has the reason
     print(f"{details.submission_id} {status.lower()}: {details.message}", file=sys.stderr)
     return 1
 

@@ -57,7 +57,7 @@ def export(job: Job) -> dict[str, Any]:
             print(announcement(run.job.model.name_or_path, run.job.model.revision), flush=True)
         console.silence_libraries()
         host = Host(run.work)
-        for folder in storage.folders(run.folder):  # of an attempt that was interrupted
+        for folder in storage.folders(run.folder):  # left by an interrupted attempt
             storage.remove(storage.join(run.folder, folder))
         exported = {}
         for name in ("policy", "reward.0"):
@@ -82,7 +82,7 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
         merged.save_pretrained(partial)
         host.tokenizer.save_pretrained(partial)
         del base, merged
-        gc.collect()  # so that memory holds a large model once
+        gc.collect()  # a large model must fit only once into memory
         differences = compare(host, name, partial, expected)
         with open(os.path.join(partial, "README.md"), "w", encoding="utf-8") as file:
             file.write(hub.card(host, name, differences))

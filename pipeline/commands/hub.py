@@ -27,7 +27,7 @@ from pipeline.system.progress import size
 
 MADE_HERE = "rlhf-pipeline"  # the tag by which a push recognizes a repository of an earlier export
 TOKENS = "https://huggingface.co/settings/tokens"
-CARD_LINES = 24  # of the card that a dry run shows
+CARD_LINES = 24  # lines of the model card that a dry run shows
 ASK = """\
 messages = [{"role": "user", "content": "What is the capital of Peru?"}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -286,7 +286,7 @@ def _replaced(job: Job, token: str) -> str | None:
             text = file.read()
         try:
             tags = ModelCard(text, ignore_metadata_errors=True).data.get("tags") or []
-        except Exception:  # its YAML is damaged, so no export wrote it
+        except Exception:  # damaged YAML: no export wrote this card
             tags = []
     if files and MADE_HERE not in tags:
         raise InputError(
@@ -348,7 +348,7 @@ def _send(job: Job, folder: str, run: str, before: str | None) -> str:
             folder_path=folder,
             revision=branch,
             parent_commit=before,  # rejected if another push came in between
-            delete_patterns="*",  # of an earlier push: an adapter next to merged weights would be loaded onto them
+            delete_patterns="*",  # an adapter of an earlier push would be loaded onto merged weights
             commit_message=f"{'Merged model' if job.args.merge else 'Adapter'} from {run}",
         ).oid
     )

@@ -51,7 +51,7 @@ TAKES = {
 # Other job -> the stage whose rows it reads.
 ROWS_OF = {**dict.fromkeys(("evaluate", "collect", "generate", "serve"), "ppo"), "score": "rm"}
 EVAL_NAMES = ("test", "validation", "eval", "dev")  # splits and files that are not for training
-EVAL_PROMPTS = 200  # at most, in the file that `evaluate` gets
+EVAL_PROMPTS = 200  # largest number of prompts in the file for `evaluate`
 # Examples with a transform or with thresholds -> columns that identify their rows.
 EXAMPLES = {
     "rm/oasst": "message_tree_id prompt tree_state",
@@ -378,7 +378,7 @@ def with_lengths(folder: Path, jobs: dict[str, str]) -> dict[str, str]:
     for job, text in jobs.items():
         if (stage := ROWS_OF.get(job, job)) in sizes:
             prompt, completion, room = sizes[stage]
-            if stage == "ppo":  # its completions come on top of data.max_length
+            if stage == "ppo":  # completions are not part of data.max_length
                 answer = -(-completions // 16) * 16 or yaml.safe_load(text)["trainer"]["response_length"]
                 answer = min(answer, room // 2)
                 text = with_key(text, "trainer.response_length", answer, "tokens of a completion")
@@ -467,7 +467,7 @@ def with_prompts(folder: Path, jobs: dict[str, str], have_eval: bool) -> dict[st
         lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in away]
         path.write_text("".join(lines), encoding="utf-8")
         made["evaluate"] = with_key(jobs["evaluate"], "data.eval", str(path))
-        if job.data.columns:  # of the source; this file has `prompt`
+        if job.data.columns:  # these are the source's columns; the new file has `prompt`
             made["evaluate"] = with_key(made["evaluate"], "data.columns", None)
         print(f"  {path}: {len(away)} prompts that ppo holds out, for evaluate")
     return made

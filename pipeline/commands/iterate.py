@@ -45,7 +45,7 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
     if left.get("ended") and (not left["goes_on"] or len(left["rounds"]) >= plan.settings.rounds):
         print(f"iteration {plan.name} has ended ({plan.folder}); run.fresh=true starts it over")
         if plan.report and not storage.exists(storage.join(plan.folder, report.PAGE)):
-            draw(plan, left["rounds"])  # it was cut short there
+            draw(plan, left["rounds"])  # the drawing may have been interrupted
         print(closing(plan, left), flush=True)
         return left
     for step, job in plan.jobs.items():

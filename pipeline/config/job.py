@@ -239,7 +239,7 @@ class Export:
     bf16: bool = False
     hub_model_id: str | None = None  # OWNER/NAME on the hub; by default, nothing is pushed
     push_to_hub: bool = False  # false: only show what would be pushed
-    hub_private_repo: bool = True  # of a repository that is created for it
+    hub_private_repo: bool = True  # whether a repository that the push creates is private
     hub_revision: str | None = None  # the branch, created if missing; by default main
 
 

@@ -27,9 +27,9 @@ from pipeline.errors import InputError, printable, show
 if TYPE_CHECKING:
     from pipeline.config import Job
 
-STEPS = 1_000_000  # of the schedule that is built if the job sets no max_steps
+STEPS = 1_000_000  # length of the test schedule if the job sets no max_steps
 LOADED = ("trl.trainer.base_config", "transformers.trainer", "peft")
-_answers: dict[str, str | None] = {}  # by request: why a section is rejected, or None
+_answers: dict[str, str | None] = {}  # request -> why a section is rejected, or None
 _running: dict[str, subprocess.Popen[str]] = {}
 
 
@@ -96,7 +96,7 @@ def _start(requests: list[str]) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
     )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended already; _check reports why
+    with contextlib.suppress(BrokenPipeError):  # the child process has ended; _check reports why
         process.stdin.write(json.dumps(requests))
         process.stdin.close()
     process.stdin = None
@@ -160,7 +160,7 @@ def _trainer(asked: dict[str, Any], values: dict[str, Any]) -> None:
     from transformers import Trainer, get_scheduler
 
     module, _, name = STAGE[asked["stage"]].trainer.rpartition(".")
-    if asked["use_gpu"]:  # this process may be on a machine without one
+    if asked["use_gpu"]:  # this machine may have no GPU
         values = {k: v for k, v in values.items() if k not in ("fp16", "fp16_full_eval", "tf32")}
         values["use_cpu"] = True
     config = getattr(importlib.import_module(module), name)

@@ -28,7 +28,7 @@ from pipeline.references import Ref
 
 # What run.storage_path contains in addition to the folders of runs.
 RESERVED = ("artifacts", "data", "feedback", "mlflow.db", "report")
-MODEL_ID = r"[A-Za-z0-9][\w.-]{0,63}"  # of `serve`, in requests
+MODEL_ID = r"[A-Za-z0-9][\w.-]{0,63}"  # how a request to `serve` may name a model
 REPOSITORY = r"(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]{0,95}"
 MAX_WORKERS = 10_000
 LARGEST_BATCH = 1 << 20
@@ -447,7 +447,7 @@ def _batches(job: Job) -> Problems:
     step = device * low
     for count in range(low + 1, high + 1):
         step = math.lcm(step, device * count)
-        if step > LARGEST_BATCH:  # it doubles and trebles with more workers
+        if step > LARGEST_BATCH:  # more workers use multiples of this step
             yield (
                 "scaling.num_workers",
                 f"found [{low}, {high}]: no data.batch_size is divisible for each of {low} to {count} workers with "
@@ -546,7 +546,7 @@ def _rollout_warnings(job: Job) -> Iterator[str]:
     """Yields a warning if there are more rollout workers than chunks, or if they have fewer CPUs than threads."""
     args, rollout = job.args, job.rollout_config
     workers, trainers, ahead = rollout.workers[1], job.workers[1], max(1, rollout.staleness)
-    prompts = -(-args.batch_size // args.num_generations // trainers)  # of an update, on one trainer
+    prompts = -(-args.batch_size // args.num_generations // trainers)  # prompts of an update on one trainer
     chunks = trainers * -(-prompts // max(1, args.decoded(trainers) // args.num_generations))
     if workers > chunks * ahead:
         rows = max(args.num_generations, args.batch_size * ahead // workers)

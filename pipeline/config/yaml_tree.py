@@ -24,7 +24,7 @@ NO_SECRETS = (
     "the value looks like a secret, which never belongs in a job file or on a command line; "
     "put it into the environment (HF_TOKEN, AWS_*, MLFLOW_TRACKING_*), and replace it if others have seen it"
 )
-MAX_BYTES = 1 << 17  # of a job file; the largest one shipped has 5 KB
+MAX_BYTES = 1 << 17  # size of a job file; the largest shipped one has 5 KB
 
 
 class _Loader(yaml.SafeLoader):
@@ -173,7 +173,7 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         raise InputError(f"{position}: not valid YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
-    except (ValueError, LookupError, AttributeError):  # of PyYAML's constructors
+    except (ValueError, LookupError, AttributeError):  # PyYAML's constructors raise these
         raise InputError(
             f"{name}: not valid YAML: a value does not fit its tag (!!); remove the tag"
         ) from None

@@ -10,7 +10,7 @@ from pipeline.data.chunks import Chunk, where
 from pipeline.data.values import Reason, RowError
 
 FIRST = 10  # reasons of bad rows that a message names
-MAX_REASONS = 100  # of a chunk; rows that are bad for other reasons are only counted by kind
+MAX_REASONS = 100  # reasons kept per chunk; for other reasons, bad rows are only counted by kind
 # Rows up to which duplicates, overlap and contradictions are counted: 8 or 16 bytes a row come to the driver.
 MAX_COMPARED = 1 << 21
 # What is compared -> 64-bit numbers per row: the hash of its bytes; Record.digests; Record.preferences and the row's number.
@@ -57,7 +57,7 @@ class Counts:
     # why reading of the chunk stopped before its end, or None
     unread: RowError | None = None
     samples: list[str] = field(default_factory=list)
-    digest: RowsDigest = field(default_factory=RowsDigest)  # of the rows of the chunk
+    digest: RowsDigest = field(default_factory=RowsDigest)  # digest of the chunk's rows
     # name in WIDTH -> what is compared, for all rows, or None if there are too many rows
     keys: dict[str, bytearray | None] = field(default_factory=lambda: {name: bytearray() for name in WIDTH})
 

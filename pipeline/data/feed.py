@@ -125,7 +125,7 @@ class ExactBatches(Trainer):
     number of tokens or rows. Only min_reward and max_reward depend on per_device_eval_batch_size: TRL takes them per batch.
     """
 
-    mixture: Mixture | None = None  # of train_dataset; set before training
+    mixture: Mixture | None = None  # sources of train_dataset; set before training
     # for each fetched micro-batch: (weight, rows, uneven over the ranks)
     _shares: deque[tuple[float, int, bool]]
     _share = 1.0
@@ -257,7 +257,7 @@ class ExactBatches(Trainer):
             pairs = [figures[name] for figures in batches if name in figures]
             means[name] = sum(weight * value for weight, value in pairs) / max(1, sum(w for w, _ in pairs))
         output.metrics[f"{metric_key_prefix}_loss"] = means.pop("loss", 0.0)
-        self._metrics["eval"].clear()  # what TRL's `log` adds to them
+        self._metrics["eval"].clear()  # TRL's `log` would add these
         self._metrics["eval"].update({name: [mean] for name, mean in means.items()})
         return output
 

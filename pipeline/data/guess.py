@@ -35,7 +35,7 @@ LOOKED = 50  # rows that are read with a guess
 # In what the names of the two columns of a pair differ.
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
 LABELS = "label preference winner choice choose better preferred annotator vote judge verdict".split()
-SCORES = "score rating reward votes likes points".split()  # of which more is better, unlike ranks and lengths
+SCORES = "score rating reward votes likes points".split()  # more of these is better, unlike ranks and lengths
 PROMPTS = "post history context title article document source human text review".split()
 
 
@@ -171,7 +171,7 @@ def _labels(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
 
 # ---- columns and their values ----------------------------------------------------------------------------------------
 
-Values = list[Any]  # of a column in the first rows, without nulls
+Values = list[Any]  # a column's values in the first rows, without nulls
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Values]:

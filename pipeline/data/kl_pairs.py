@@ -87,7 +87,7 @@ class PairedBatches(ExactBatches):
     _due: Iterator[Any] = iter(())
 
     def _parts(self) -> tuple[Any, Any, Any]:
-        if not self.calculate_KL:  # of the losses without a KL term
+        if not self.calculate_KL:  # a loss without a KL term
             return super()._parts()
         step = self._train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
         return partial(PairedBatchSampler, step=step), PairedEvaluationSampler, PairedCollator
@@ -109,7 +109,7 @@ class PairedBatches(ExactBatches):
         from trl.models.utils import disable_gradient_checkpointing
         from trl.trainer.utils import use_adapter
 
-        self.model.train()  # as `training_step` will: after an evaluation dropout would be off
+        self.model.train()  # `training_step` does this too; after an evaluation, dropout is off
         sums = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
         reference = "ref" if "ref" in self.model.peft_config else None  # None means the bare base
         kwargs = self.args.gradient_checkpointing_kwargs

@@ -16,8 +16,8 @@ from pipeline.data.values import RowError, some
 from pipeline.errors import InputError, visible
 from pipeline.system import functions
 
-FILES = 16  # of a source
-ROWS = 1000  # of a file
+FILES = 16  # files of a source that are looked at
+ROWS = 1000  # rows of a file that are looked at
 
 
 def preprocessing(stage: str, data: Any) -> dict[str, tuple[Preprocess, ...]]:
@@ -139,7 +139,7 @@ def resolve_labels(
         InputError: if a file lacks a column, if labels are ambiguous, or if the rows of a file fit another stage.
     """
     heads = [head for name, some in files.items() for head in _heads(name, some, preprocess[name], stage)]
-    labels: dict[str, list[Any]] = {}  # by preprocessing, which several sources may share
+    labels: dict[str, list[Any]] = {}  # preprocessing -> labels; sources may share a preprocessing
     for head in heads:
         check_there(head.preprocess.columns, head.rows, head.file.path, f"{head.section}.columns")
         found = labels.setdefault(repr(head.preprocess), [])

@@ -30,7 +30,7 @@ from pipeline.data.template import DATE
 from pipeline.errors import InputError
 from pipeline.system import storage
 
-VERSION = 10  # of the parts: raise it if the same rows become other tokens or are reported differently
+VERSION = 10  # format of the parts; raise it if the same rows give other tokens or another report
 SMALL = 64 << 20  # bytes of files that are tokenized without Ray; more take longer than Ray to start
 
 
@@ -43,7 +43,7 @@ class Prepared:
     report: Report
     digests: dict[str, str]  # split -> sha256 of the rows it was made from
     fingerprints: dict[str, str]  # split -> name of the token table, the same on all workers
-    mixture: Mixture | None = None  # of `train`, if the job gives its sources weights
+    mixture: Mixture | None = None  # sources of `train` if they have weights
 
 
 def prepare(
@@ -229,9 +229,8 @@ def set_up_ray_data() -> None:
     context.print_on_execution_start = False
     context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # one line for each execution otherwise
-    logging.getLogger("ray.data._internal.progress").setLevel(
-        logging.ERROR
-    )  # it reports that progress bars are off
+    # It would warn that progress bars are off
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
 
 
 # ---- the cache: parts, and the manifest that, written last, makes their folder usable -------------------------------

@@ -87,16 +87,16 @@ class Split(Counted):
     label_values: dict[str, dict[str, int]] = field(default_factory=dict)
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
     completion_tokens: dict[str, int] = field(default_factory=dict)
-    text_rows: int = 0  # whose prompt is plain text, not messages
-    chat_rows: int = 0  # whose prompt is messages
+    text_rows: int = 0  # rows whose prompt is plain text
+    chat_rows: int = 0  # rows whose prompt is messages
     # Rows whose prompt and completion meet without white space, and that no template separates.
     joined: int = 0
     joined_first: str = ""  # the text around the border in the first of these
     unread: dict[str, int] = field(default_factory=dict)  # column that the model does not see -> rows
-    ended: int = 0  # whose trained tokens include one that generation stops on
+    ended: int = 0  # rows whose trained tokens include an end token
     contradictions: int = 0  # pairs of completions that occur in both orders; completions with both labels
     contradictions_first: str = ""  # file:line of two such rows
-    special_rows: int = 0  # whose text contains special tokens
+    special_rows: int = 0  # rows whose text contains special tokens
     special_tokens: dict[str, int] = field(default_factory=dict)  # token -> rows
     special_first: str = ""  # file:line of the first of these rows
 
@@ -112,7 +112,7 @@ class SourceCounts(Counted):
     columns: dict[str, Any] | None = None
     transform: str | None = None
     dropped: int = 0
-    rows: int = 0  # of the token table: those kept, or packed
+    rows: int = 0  # rows of the token table: the kept rows, or packs of them
     drawn: int | None = None  # rows drawn per epoch, or None if each is drawn once
 
 
@@ -123,7 +123,8 @@ class Report:
     stage: str
     max_length: int
     splits: dict[str, Split] = field(default_factory=dict)
-    sources: dict[str, list[SourceCounts]] = field(default_factory=dict)  # by split, in the job's order
+    # Split -> its sources, in the job's order
+    sources: dict[str, list[SourceCounts]] = field(default_factory=dict)
     # rows equal to an earlier row of the same split, or None if there are too many rows to count
     duplicates: int | None = None
     skipped: list[str] = field(default_factory=list)  # the first rows left out, file:line each

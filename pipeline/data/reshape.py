@@ -179,7 +179,7 @@ class Rule:
     tie: tuple[Any, ...] = ()
     good: tuple[Any, ...] = ()
     bad: tuple[Any, ...] = ()
-    derived: bool = False  # from the first rows; words mean what WORDS says, too
+    derived: bool = False  # derived from the first rows; words then have the meanings of WORDS, too
 
     @classmethod
     def of(cls, label: Mapping[str, Any]) -> "Rule":

@@ -24,7 +24,7 @@ NAME = re.compile(
     r"hf://datasets/(?P<repo>[^/@:]+(/[^/@:]+)?)(@(?P<revision>refs/(convert|pr)/[^/:]+|[^/:]+))?"
     r"(:(?P<config>[^/]+))?(/(?P<split>.*))?"
 )
-FORMATS = ("json", "csv", "parquet", "arrow")  # of datasets.packaged_modules
+FORMATS = ("json", "csv", "parquet", "arrow")  # modules of datasets.packaged_modules
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _declared(
             builder = datasets.load_dataset_builder(
                 path, config or None, revision=revision, cache_dir=scratch
             )
-        except ValueError as error:  # of an unknown config it names those that there are
+        except ValueError as error:  # for an unknown config, the message lists the known ones
             raise InputError(f"{item!r}: {_said(error)}", key=key) from error
         except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise InputError(f"{item!r} is no set that can be read ({_said(error)})", key=key) from error

@@ -112,13 +112,13 @@ class Kind:
     # name of a shape -> the fields that it needs; a row has the first shape whose fields are all there
     shapes: Mapping[str, tuple[str, ...]]
     parse: Callable[[dict[str, Any], str], Record]  # (row, name of the shape) -> Record; raises RowError
-    columns: tuple[str, ...]  # of the token table
+    columns: tuple[str, ...]  # columns of the token table
     # learned: the policy learns to write the completions of the rows. scored: a reward model scores them.
     # written: the rows have only prompts, and the policy writes the completions.
     completions: Literal["learned", "scored", "written"]
     further: frozenset[str] = frozenset()  # fields that no shape needs, and that it reads
-    stage: str = ""  # whose rows they are, for messages
-    preprocess: Preprocess = NOTHING  # what the job makes of a raw row
+    stage: str = ""  # the stage that messages name
+    preprocess: Preprocess = NOTHING  # how the job changes a raw row
 
     @property
     def needed(self) -> frozenset[str]:
@@ -566,8 +566,8 @@ def example(kind: Kind) -> str:
 # ---- values of CSV, Parquet and Arrow that JSON does not have --------------------------------------------------------
 
 
-DECODED = ("margin", "messages", "conversations")  # what a shape reads as a number or as a list
-ALWAYS = {"input", "system", "tools"}  # what a row may have in addition to the fields of the shape
+DECODED = ("margin", "messages", "conversations")  # fields that a shape reads as a number or as a list
+ALWAYS = {"input", "system", "tools"}  # fields that a row of any shape may have
 
 
 def as_json(row: Any, kind: Kind, format: str) -> Any:

@@ -20,7 +20,7 @@ from pipeline.errors import in_brief
 from pipeline.system import storage
 
 ROWS = 256  # read at a time
-BYTES = 4 << 20  # of them, at most: a row may hold an image
+BYTES = 4 << 20  # most bytes of a batch of rows; a row may hold an image
 BUFFER = 1 << 20  # bytes of a column; without a buffer, memory holds the full row group
 
 Piece = tuple[int, int, int]  # rows [start, stop), or -1 to the end; bytes
@@ -33,7 +33,7 @@ def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
     """
     whole = [(0, -1, size)]
     if format == "arrow" and storage.is_remote(path):
-        return whole  # it says nowhere where its batches begin
+        return whole  # the file does not say where its batches begin
     joined: list[Piece] = []
     start = stop = held = 0
     with contextlib.suppress(*_damage()), _opened(path) as file:

@@ -21,10 +21,10 @@ from pipeline.data.values import Dropped, RowError
 from pipeline.system import storage
 
 BATCH = 256  # rows tokenized together
-BATCH_BYTES = 16 << 20  # of them, at most: a row may be a book
+BATCH_BYTES = 16 << 20  # most bytes of a batch of rows; a row may be a book
 ENOUGH = 10_000  # bad rows of a chunk after which the rest is not read
 SAMPLES = 3  # token rows that are shown as text
-Read = Record | RowError | Dropped  # what becomes of a row before it is tokenized
+Read = Record | RowError | Dropped  # a row before it is tokenized
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def held_out(prompt: str, options: Any) -> bool:
 # ---- parquet files of token rows -------------------------------------------------------------------------------------
 
 
-GROUP_TOKENS = 1 << 18  # of a parquet row group
+GROUP_TOKENS = 1 << 18  # tokens of a Parquet row group
 PACK_ROWS = 4096  # rows packed together: bounded, and importing TRL for its packing costs 6 s in every task
 
 
@@ -291,7 +291,7 @@ class PartWriter:
             for name, type in zip(self.schema.names, self.schema.types, strict=True)
         ]
         if "margin" in self.schema.names:
-            columns[-1] = columns[-1].fill_null(0.0)  # what a row without a margin means
+            columns[-1] = columns[-1].fill_null(0.0)  # the default margin
         self.writer.write_table(pa.table(columns, schema=self.schema))
         self.count += len(rows)
         self.rows, self.tokens = [], 0

@@ -32,7 +32,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.text = tokenizer.get_chat_template() if tokenizer.chat_template else None
         self.marks_completions = self.text is not None and GENERATION.search(self.text) is not None
-        self.tools: list[dict[str, Any]] | None = None  # of the row that is rendered
+        self.tools: list[dict[str, Any]] | None = None  # tools of the row that is rendered
 
     def offering(self, tools: list[dict[str, Any]] | None) -> "ChatTemplate":
         """Returns this template for a row with these tools."""
@@ -138,7 +138,7 @@ class ChatTemplate:
             return len(head), len(so_far)
         begin, stop = self._changing(whole, turns, i)
         if i and whole.startswith(head):
-            begin = min(begin, len(head))  # what the template writes in front of the content is learned, too
+            begin = min(begin, len(head))  # text of the template before the content is learned, too
         return begin, len(so_far) if whole.startswith(so_far) else stop
 
     def _changing(self, whole: str, turns: Turns, i: int) -> Span:

@@ -23,8 +23,8 @@ BLOCK = 1 << 20  # bytes that are read at a time
 ROW = 64 << 20  # bytes of the largest row
 BLANKS = " \t\r\n"  # JSON's white space
 BLANK = re.compile(f"[{BLANKS}]*")
-DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)  # of a gzip stream
-DELIMITERS = {"csv": ",;\t", "tsv": "\t"}  # of a file of this format, the likeliest first
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)  # errors of a damaged gzip stream
+DELIMITERS = {"csv": ",;\t", "tsv": "\t"}  # delimiters of each format, the likeliest first
 # The first line that Excel takes the delimiter from; it is no header
 SEPARATOR = re.compile(rb"sep=(.)\r?\n?$")
 
@@ -147,7 +147,7 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
     """Yields (value, its bytes) of each element. Raises RowError, UnicodeDecodeError and DAMAGE."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text, at, block, final = "", 0, BLOCK, False
-    last = ""  # what was read last: the bracket, an element, or a comma
+    last = ""  # the previous token: a bracket, an element, or a comma
     while True:
         at = BLANK.match(text, at).end()  # type: ignore[union-attr]
         char = text[at : at + 1]
@@ -212,7 +212,7 @@ class _Lines:
 
     def __init__(self, lines: Iterator[bytes]):
         self.lines, self.number = lines, 0
-        self.error: RowError | None = None  # of the lines of this row
+        self.error: RowError | None = None  # error in the lines of this row
 
     def __iter__(self) -> "_Lines":
         return self
@@ -245,7 +245,7 @@ def delimited_rows(stream: Any, format: str) -> Iterator[Row]:
 
     A header that cannot be used is a RowError in line 1, and ends the file. Blank lines are skipped, but counted.
     """
-    csv.field_size_limit(ROW)  # of the process; the default is 128 KiB
+    csv.field_size_limit(ROW)  # for the whole process; the default is 128 KiB
     lines = _Lines(stream_lines(stream))
     reader = csv.reader(lines, delimiter=delimiter_of(stream, format), strict=True)
     names: list[str] = []

@@ -56,7 +56,7 @@ class Comparison:
         self.size = worker.job.args.local_rollout_forward_batch_size or PLANNED_ROWS
         self.decoder = decoder or SlotDecoder(shared, self.size, worker.tokenizer.pad_token_id)
         self.before: list[dict[str, Any]] | None = None
-        self.results: list[dict[str, Any]] = []  # of the last `of`, in the order of the prompts
+        self.results: list[dict[str, Any]] = []  # of the last call of `of`, in the order of the prompts
 
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Returns metrics and samples of `policy` (`eval_*`; None is the bare base) and of the baseline (`before_*`).

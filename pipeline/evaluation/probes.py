@@ -18,11 +18,11 @@ from pipeline.evaluation.pairs import SIDES, samples_of
 from pipeline.figures import mean
 from pipeline.runtime.worker import Worker
 
-MAX_PAIRS = 500  # of data.pairs, from the first: an interval of about ± 0.1 standard deviations
+MAX_PAIRS = 500  # first pairs of data.pairs that are used: an interval of about ± 0.1 standard deviations
 SMALL = 0.2  # standard deviations; a smaller effect is not reported as a fault (Cohen's "small")
 WORST = 3  # examples of each probe in evaluation.json
 
-_END = re.compile(r"(?<=[.!?])\s+")  # between two sentences
+_END = re.compile(r"(?<=[.!?])\s+")  # the space between two sentences
 
 
 def _markdown(text: str) -> str:

@@ -108,7 +108,7 @@ class Recorder:
             try:
                 output = step()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # it fails, too, and its message is less clear
+                with contextlib.suppress(RuntimeError):  # this fails too, with a less clear message
                     graph.capture_end()
                 raise
             graph.capture_end()

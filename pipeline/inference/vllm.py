@@ -107,7 +107,7 @@ class VllmDecoder(Decoder):
             prompt = {"prompt_token_ids": list(row.prompt)}
             try:
                 self.llm.llm_engine.add_request(name, prompt, params, lora_request=adapter)
-            except ValueError as error:  # this row alone
+            except ValueError as error:  # only this row is wrong
                 row.error = error
                 continue
             self.requests[name] = row
@@ -171,7 +171,7 @@ def start_llm(model: str, device: torch.device | str, longest: int, rank: int, *
 
     device = torch.device(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading a base has left: vLLM counts it as taken
+        torch.cuda.empty_cache()  # memory left over from loading a base, which vLLM would count as taken
     with own_device(device, options.get("tensor_parallel_size", 1)):
         return LLM(
             model,

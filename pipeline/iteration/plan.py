@@ -68,10 +68,10 @@ class Plan:
     storage_path: str
     fresh: bool
     report: bool
-    policy: str  # of the first round
+    policy: str  # policy of the first round
     settings: Settings
     train: str  # the stage that learns
-    jobs: dict[str, Job]  # by step, in the order of a round
+    jobs: dict[str, Job]  # step -> job, in the order of a round
 
     @property
     def folder(self) -> str:

@@ -32,7 +32,7 @@ def row(
     failed = [gate for gate in gates if str(gate).startswith("failed")]
     return {
         "round": number,
-        "policy": collected["inputs"].get("policy", "base"),  # that the round began with
+        "policy": collected["inputs"].get("policy", "base"),  # the policy that the round began with
         "prompts": collected["rows"],
         "rows": collected["counts"]["rows"],
         "score": collected["metrics"]["score"],

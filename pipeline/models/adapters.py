@@ -63,7 +63,7 @@ class SharedBase(nn.Module):
         self._layers: list[BaseTunerLayer] = []
         self._role: str | None = None
         self._rows: MixedBatch | None = None  # the adapter of each row of a batch, in `use_each`
-        self._mixing: list[Any] = []  # its hooks
+        self._mixing: list[Any] = []  # hooks of the mixed roles
         config = base_model.config.get_text_config()
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
@@ -555,12 +555,7 @@ def _read_config(folder: Path) -> LoraConfig:
     adapter_files.settings(folder)
     try:
         config = PeftConfig.from_pretrained(str(folder))
-    except (
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ) as error:  # of wrong types, or of another peft
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         path = folder / SETTINGS
         raise InputError(f"{path}: peft rejects it ({in_brief(error)}); {adapter_files.FIX}") from error
     assert isinstance(config, LoraConfig)

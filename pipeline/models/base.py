@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeline.config.job import Model
 
 WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger ones, the header and 64 pieces of 64 KiB
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger files: the header and 64 pieces of 64 KiB
 # Keys of config.json that are left out of the digest.
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 # Names of the number of positions in config.json.

@@ -22,7 +22,8 @@ from pipeline.models.weights import INDEX, SINGLE, Stored, stored_by_index, stor
 if TYPE_CHECKING:
     from pipeline.config.job import Model
 
-LAYER = re.compile(r"(?:(?:model|transformer|gpt_neox)\.)?(?:layers|h)\.(\d+)\.")  # of a language model
+# A layer of a language model
+LAYER = re.compile(r"(?:(?:model|transformer|gpt_neox)\.)?(?:layers|h)\.(\d+)\.")
 EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight", "gpt_neox.embed_in.weight")
 
 

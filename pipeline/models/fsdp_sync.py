@@ -101,7 +101,7 @@ class Lockstep:
             self.joining = False
 
 
-_current: Lockstep | None = None  # of this process: a run has one base
+_current: Lockstep | None = None  # one per process, because a run has one base
 
 
 def start(body: nn.Module) -> Lockstep:

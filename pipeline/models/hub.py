@@ -198,7 +198,7 @@ def pin(name: str) -> str:
         )
     try:
         found = base_file(repo, SETTINGS, revision) or base_file(repo, "config.json", revision)
-    except InputError as error:  # its key is the base's
+    except InputError as error:  # the error names the key of the base
         raise InputError(error.message) from error
     if found is None:
         raise InputError(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HIGHEST, MEDIUM = "highest", "medium"  # torch's names
 MAX_ERROR = 1e-5  # fp32 stays below 2e-6, TF32 and bf16 lie above 1e-4
-MIN_HIDDEN_SIZE = 512  # of bases that oneDNN multiplies faster than torch's default
+MIN_HIDDEN_SIZE = 512  # from this size on, oneDNN multiplies faster than torch's default
 
 _plain_attention = F.scaled_dot_product_attention
 

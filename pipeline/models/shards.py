@@ -108,7 +108,7 @@ def _weight_files(model: Model) -> list[Path]:
     """Returns the base's safetensors files in the order in which transformers reads them, fetched from the hub if necessary."""
     name, revision = model.name_or_path, model.revision
     single = base_file(name, SINGLE, revision)
-    if single is not None:  # it comes before an index
+    if single is not None:  # a single file takes precedence over an index
         return [single]
     index = base_json(name, INDEX, revision)
     if index is None:

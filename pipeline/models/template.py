@@ -140,7 +140,7 @@ def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
             )
             for asks in (False, True)
         )
-    except Exception:  # of a template that requires a system message
+    except Exception:  # some templates require a system message
         return "", ""
     before = plain.partition("?")[0].removeprefix(tokenizer.bos_token or "").strip()
     return before, asking[len(plain) :].strip() if asking.startswith(plain) else ""

@@ -18,7 +18,7 @@ FIX = "fetch or save the model again"
 class Stored(NamedTuple):
     """A tensor in a file."""
 
-    dtype: str  # as safetensors writes it: F32, BF16, ...
+    dtype: str  # in the notation of safetensors: F32, BF16, ...
     shape: tuple[int, ...]
 
 

@@ -17,7 +17,7 @@ from pipeline.system import terminal
 GPU_LABEL = "ray.io/accelerator-type"  # node label with the name of the GPUs
 ACCELERATOR_TYPE = "accelerator_type:"  # prefix of the resource that Ray makes of scaling.accelerator_type
 CLUSTER_ONLY = ("accelerator_type", "label_selector", "placement_strategy")  # keys that choose among nodes
-REPORT_INTERVAL_S = 30.0  # between two lines about what is waited for
+REPORT_INTERVAL_S = 30.0  # time between two lines about missing resources
 # States of Ray Train's controller in which it has no workers yet.
 WAITING = ("InitializingState", "SchedulingState", "ReschedulingState", "RestartingState")
 
@@ -107,7 +107,7 @@ def rollout_bundle(job: Job) -> Bundle:
 class Group(NamedTuple):
     """Workers of one kind."""
 
-    section: str  # of the job
+    section: str  # section of the job
     who: str
     fewest: int
     most: int

@@ -95,7 +95,7 @@ def _cluster(job: Job) -> Iterator[None]:
 
     try:
         ray.init(**RAY_LOGGING)
-    except Exception as error:  # of many types: no connection, no token, another version
+    except Exception as error:  # many types: no connection, no token, another version
         raise InputError(
             f"cannot join the cluster at {os.environ['RAY_ADDRESS']} ({in_brief(error)}); check `ray status` there, or unset "
             "RAY_ADDRESS",
@@ -190,7 +190,7 @@ def _environment() -> Iterator[None]:
         _read_by_ray()
 
 
-_folders: list[str] = []  # of the session of this process, if there is one
+_folders: list[str] = []  # folder of this process's session, if there is one
 
 
 def session_folder() -> str | None:
@@ -249,7 +249,7 @@ def _start(root: Path, options: dict[str, Any]) -> str:
     try:
         # address="local": otherwise it would join the cluster that this machine last started, even another user's.
         context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
-    except Exception as error:  # of many types: a process that died, or did not answer in time, a full disk
+    except Exception as error:  # many types: a process died or did not answer in time, the disk is full
         raise Failure(
             f"Ray did not start; gave up after {time.monotonic() - began:.0f} s ({in_brief(error, 400)}). "
             f"Its logs are in {root}/session_latest/logs. Check free memory, CPU load and disk space in {root}, "

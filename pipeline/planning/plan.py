@@ -29,7 +29,7 @@ GIB = 2**30
 class Gpu:
     """A GPU; system/prices.yaml has the instances with it."""
 
-    label: str  # of nodes (ray.io/accelerator-type): Ray's names (ray.util.accelerators)
+    label: str  # label of its nodes (ray.io/accelerator-type), from ray.util.accelerators
     memory: float  # GiB that torch can use
     tflops: float  # dense bf16 matrix products
     bandwidth: float  # GB/s
@@ -85,7 +85,7 @@ class Item:
 class Settings:
     """The settings that determine a job's memory, with the defaults of its stage."""
 
-    rows: int  # of one forward and backward
+    rows: int  # rows of one forward and backward
     width: int  # tokens of a row
     bf16: bool  # matrix products in bf16
     checkpointing: bool
@@ -105,7 +105,7 @@ class Plan:
     device: str  # cpu, cuda
     asked: Settings
     tokens: tuple[int, int]  # longest prompt and completion; of TRL's stages: longest row and 0
-    context: int  # of the base, in tokens
+    context: int  # context of the base in tokens
     moved: float  # bytes that a decoding step reads: the weights, and unpacked nf4
     cache: float  # bytes of keys and values of a token; later decoding steps read them
     gathered: float = 0.0  # bytes that a forward gathers from other workers, if the base is sharded
@@ -460,7 +460,7 @@ class Cost:
     hours: float
     count: int
     node: Node  # the smallest one that holds all workers, or else the largest
-    dollars: float  # of all nodes, including GPUs that no worker uses
+    dollars: float  # price of all nodes, including GPUs that no worker uses
     # Share of the time that rollout workers could take over: sampling, rewards, the reference.
     sampling: float = 0.0
 
@@ -583,7 +583,7 @@ def recomputes(worker: Any) -> bool:
     folders = {name.split(".")[0]: worker.input(name) for name in models}
     loras = {name: lineage.adapter_config(at) for name, at in folders.items() if lineage.is_adapter(at)}
     found = worker.gather(is_needed(worker.job, free_bytes(torch.device(worker.device)), loras))
-    needed, why = max(found)  # of the worker with the least memory
+    needed, why = max(found)  # for the worker with the least memory
     if worker.rank == 0:
         print(why, flush=True)
     return needed

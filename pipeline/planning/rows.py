@@ -16,7 +16,7 @@ from pipeline.errors import InputError
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.system import storage
 
-CHUNKS = 8  # of a large dataset that are tokenized, spread evenly
+CHUNKS = 8  # chunks of a large dataset that are tokenized, spread evenly
 CHUNK = 256 << 10  # bytes
 MAX_UNSPLITTABLE = 32 << 20  # bytes of a file that has to be read as one (zipped, a JSON array, CSV)
 

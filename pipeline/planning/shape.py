@@ -76,7 +76,7 @@ class Shape:
         self.layers, self.vocabulary, self.hidden = text.num_hidden_layers, text.vocab_size, text.hidden_size
         self.dtype_bytes = 4 if job.base_dtype == "float32" else 2
         one, two = (_count(self.model, self.lora, layers) for layers in (1, 2))
-        grown = {key: two[key] - one[key] for key in one}  # of each layer
+        grown = {key: two[key] - one[key] for key in one}  # what each layer adds
         whole = {key: one[key] + (self.layers - 1) * grown[key] for key in one}
         self.parameters = whole["parameters"]
         self.layer = grown["parameters"] * self.dtype_bytes  # bytes of one layer, in the dtype of the base

@@ -31,7 +31,7 @@ class Span:
 class Timeline:
     """One update, from the start of the trainer's first phase to the end of its last."""
 
-    update: int  # from 1
+    update: int  # counted from 1
     spans: Sequence[Span]
 
     @property

@@ -280,7 +280,7 @@ class FunctionReward(Reward):
     ) -> None:
         super().__init__(**{"name": getattr(function, "__name__", type(function).__name__), **settings})
         self.function, self.timeout_s, self.threads = function, timeout_s, threads
-        self.warned = False  # that the function draws from a global generator
+        self.warned = False  # whether the warning about a global generator was printed
 
     def score(self, samples: Samples) -> list[float]:
         try:
@@ -347,7 +347,7 @@ class FunctionReward(Reward):
         drawn, stopped = generator_states(), threading.Event()
 
         def work() -> None:
-            for i in rows:  # of all threads: each takes the next one
+            for i in rows:  # shared by all threads; each takes the next row
                 if stopped.is_set():
                     return
                 begun[i] = time.monotonic()

@@ -114,7 +114,7 @@ class Rollout:
     """One trainer's share of an update."""
 
     chunks: list[Chunk]
-    sampled: list[Sampled]  # of each chunk
+    sampled: list[Sampled]  # one per chunk
     episodes: Episodes
     raw: dict[str, list[float]] = field(
         default_factory=dict

@@ -25,7 +25,7 @@ from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import Episodes, all_reduce, collate, world
 from pipeline.ppo.rewards import Reward, Samples, raw_scores
 
-Key = tuple[int, int, int]  # of a chunk: update, rank, and number among the rank's chunks of that update
+Key = tuple[int, int, int]  # a chunk's update, rank, and number among the rank's chunks of that update
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Chunk:
     """Prompts of one trainer's share of an update, for one sampler."""
 
     update: int
-    rank: int  # of the trainer that learns with it
+    rank: int  # rank of the trainer that learns from it
     number: int
-    version: int  # of the policy that samples it: the number of updates it has had
-    places: list[int]  # of the prompts in the rank's share
+    version: int  # version of the policy that samples it: its number of updates
+    places: list[int]  # places of the prompts in the rank's share
     prompt_ids: list[list[int]]  # token ids of each prompt
     data: list[str]  # JSON text of each prompt's data row
     episodes: list[int]  # numbers of the completions in the run, grouped by prompt; they key the sampling
@@ -56,8 +56,8 @@ class Sampled:
     """A sampled chunk. `raw` and `ref_logprobs` are None until they are computed."""
 
     key: Key
-    version: int  # of the policy that sampled
-    digest: str  # of the parameters that the sampler held
+    version: int  # version of the policy that sampled
+    digest: str  # digest of the sampler's parameters
     completions: list[Completion]
     greedy: Sampled | None = None  # one greedy completion to each prompt, for remax
     raw: dict[str, list[float]] | None = None  # each reward's scores of the completions, by its name

@@ -128,9 +128,9 @@ class PPOTrainer:
             self._predict_paid_score(critic_reward)
         self.skipped_steps = 0
         self.history: list[dict[str, float]] = []
-        self.tokens = 0  # that all workers have sampled for training
+        self.tokens = 0  # tokens that all workers have sampled for training
         self.phases = Phases(self.device)
-        self.timelines: deque[Timeline] = deque(maxlen=100)  # of the last updates
+        self.timelines: deque[Timeline] = deque(maxlen=100)  # timelines of the last updates
         staleness = self.rollout_config.staleness
         self.versions = Versions(shared, "policy", staleness) if staleness or rollout_workers else None
         self.rollouts = Rollouts(
@@ -220,7 +220,7 @@ class PPOTrainer:
         costs["train_tokens_per_second"] = metrics["completions/mean_length"] * count / seconds
         if peak := peak_flops(self.device):
             adapters = sum(isinstance(reward, AdapterReward) for reward in self.rewards)
-            parameters = self.shared.base.num_parameters()  # of nf4, those that are packed
+            parameters = self.shared.base.num_parameters()  # for nf4, the number before packing
             here = not self.rollouts.workers
             ideal = seconds_at_peak(self.args, sum(episodes.lengths()), parameters, adapters, here, peak)
             costs["mfu"] = ideal / seconds

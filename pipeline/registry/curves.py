@@ -119,7 +119,7 @@ class WandB(Tracker):
         self.run: Any = None
         self.local = ""
         self.next = 0  # the first step that W&B still accepts
-        self.row: dict[str, float] = {}  # of that step
+        self.row: dict[str, float] = {}  # metrics of that step
 
     def write(self, points: list[Point]) -> None:
         if self.run is None:
@@ -191,7 +191,8 @@ class MetricLog:
     without bound at exit. Replace this class when MLflow retries (tests/test_upstream.py notices).
     """
 
-    INTERVAL_S, MAX_INTERVAL_S = 1.0, 60.0  # between two calls; between two tries while the server is away
+    # Time between two calls, and between two tries while the server does not answer
+    INTERVAL_S, MAX_INTERVAL_S = 1.0, 60.0
     CLOSE_TIMEOUT_S = 120.0  # time that `close` waits for a server that is away
     MAX_PENDING = 500_000  # values that wait for a server, about 100 MB; the oldest are dropped beyond that
 
@@ -199,7 +200,7 @@ class MetricLog:
 
     def __init__(self, tracker: Tracker):
         self.tracker = tracker
-        self.known: dict[str, dict[int, float]] = {}  # of each metric, what is recorded: {step: value}
+        self.known: dict[str, dict[int, float]] = {}  # metric -> its recorded {step: value}
         self.pending: deque[Point] = deque(maxlen=self.MAX_PENDING)
         self.missing = 0  # values that are not recorded yet
         self.final: dict[str, float] = {}

@@ -24,7 +24,7 @@ from pipeline.registry.store import (
 from pipeline.system import process, storage
 from pipeline.system.credentials import without_credentials
 
-RUN_TAG = "pipeline.run"  # of an MLflow run: the folder that it belongs to
+RUN_TAG = "pipeline.run"  # tag of an MLflow run: the folder of its run
 # Of an experiment. Without it MLflow's page opens on its traces, of which training has none.
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 
@@ -138,7 +138,7 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
     inputs = []
     for context, digest in digests.items():
         if context not in SPLITS:
-            continue  # of code, not of rows; the lineage has it
+            continue  # a digest of code, not of rows; the lineage has it
         paths = [one.location for one in sources_of(getattr(job.data, context, None) or job.data.train)]
         # a local path can be a "local" source in two ways, which are the same
         with warnings.catch_warnings():

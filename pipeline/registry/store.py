@@ -110,7 +110,7 @@ def check(job: Job) -> None:
             import_mlflow()  # slow; kept outside the lock
             with _created(file):
                 experiment = client(uri).get_experiment_by_name(name)
-    except Exception as error:  # of any type: the store's driver raises it
+    except Exception as error:  # the store's driver raises any type
         fix = "start the server, or" if file is None else "move that file away, name another store, or"
         raise InputError(
             f"{uri!r} does not answer ({summary(error)}); {fix} leave the key out to use a SQLite file in run.storage_path",
@@ -172,7 +172,7 @@ def _empty_database() -> str:
         with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as folder:
             new = os.path.join(folder, "mlflow.db")
             engine = utils.create_sqlalchemy_engine(uri_of_file(new))
-            utils._initialize_tables(engine)  # what a store does at its first start (mlflow 3.17, private)
+            utils._initialize_tables(engine)  # as a store does at its first start (mlflow 3.17, private)
             engine.dispose()
             os.replace(new, path)
     return path
@@ -204,7 +204,7 @@ def wait_for_server(job: Job, minutes: float = 10.0) -> None:
         try:
             client(tracking_uri(job)).search_experiments(max_results=1)
             return
-        except Exception as error:  # of any type: the store's driver raises it
+        except Exception as error:  # the store's driver raises any type
             if time.monotonic() > give_up:
                 return
             if pause == 1.0:

@@ -32,7 +32,7 @@ class Run:
     doubtful: list[dict[str, Any]] = field(default_factory=list)
     evaluation: dict[str, Any] = field(default_factory=dict)  # evaluation.json: its tables
     failure: dict[str, Any] = field(default_factory=dict)  # failed.json: error, traceback, seconds
-    run_id: str | None = None  # of MLflow
+    run_id: str | None = None  # MLflow's id of the run
     uri: str | None = None
     note: str | None = None  # what could not be read, and why
 
@@ -145,7 +145,7 @@ def _add_history(run: Run) -> None:
     except Exception as error:  # the store's driver and the network raise any type
         where = without_credentials(run.uri)
         run.note = f"No curves: {where} could not be read ({without_credentials(summary(error))})."
-        run.uri = None  # so it is not queried for the lineage either
+        run.uri = None  # the lineage does not query the server either
     if not run.metrics:
         run.metrics = {metric: points[-1][1] for metric, points in run.history.items()}
 

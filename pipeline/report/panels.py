@@ -14,7 +14,7 @@ History = dict[str, Points]  # metric -> its points
 @dataclass(frozen=True)
 class Panel:
     title: str
-    unit: str  # of the vertical axis
+    unit: str  # unit of the vertical axis
     lines: dict[str, str]  # metric, or a pattern of metrics -> what the line is called
     note: str  # how to read it
     # lines; stack: parts of a sum; band: lowest, mean and highest

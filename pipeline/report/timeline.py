@@ -36,7 +36,7 @@ def draw(axes: Any, timeline: dict[str, Any]) -> None:
         "seconds" if len(rows) == len(names) else f"seconds; and {len(names) - len(rows)} more workers"
     )
     axes.set_xlim(0, seconds)
-    axes.set_ylim(max(len(rows), 3) - 0.5, -0.5)  # from the top, and no bar thicker than a third
+    axes.set_ylim(max(len(rows), 3) - 0.5, -0.5)  # rows from the top; a bar takes at most a third
     axes.set_yticks(list(rows.values()), list(rows))
     axes.grid(False)
 

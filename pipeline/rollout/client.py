@@ -34,8 +34,8 @@ class Client:
         pool.start.remote()
         self.session = worker.gather(uuid.uuid4().hex)[0]
         self.worker = worker
-        self.own: list[Span] = []  # of this trainer, since the last `metrics`
-        self.seen: list[Span] = []  # before it
+        self.own: list[Span] = []  # this trainer's spans since the last `metrics`
+        self.seen: list[Span] = []  # spans before the last `metrics`
 
     def begin(self, trainer: PPOTrainer) -> None:
         """Sends the workers the trainers' numeric settings. Every rank calls it, before the first update."""

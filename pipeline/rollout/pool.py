@@ -64,7 +64,7 @@ class Slot:
 
     number: int
     node: str | None = None  # where its worker is, once it has resources
-    ready: bool = False  # its worker has loaded
+    ready: bool = False  # whether its worker has loaded
     failures: int = 0  # consecutive failures of its workers to load
     # Ready, or loading for the first time; patience runs out only while no slot is present
     present: bool = False
@@ -106,7 +106,7 @@ class Pool:
         self.measured, self.bytes, self.lost = time.monotonic(), 0, 0
         self.assignments: list[Assignment] = []  # those that did not end before `measured`
         self.running: list[asyncio.Future] = []
-        self.keeping: dict[int, asyncio.Future] = {}  # of each slot
+        self.keeping: dict[int, asyncio.Future] = {}  # slot -> the task that keeps it filled
         self.printed: set[str] = set()  # errors whose traceback was printed
 
     async def start(self) -> None:
@@ -259,7 +259,7 @@ class Pool:
                 else:
                     why = slot.leaving or error
                     terminal.say(f"rollout worker {slot.number} {why}; another one takes its place")
-            except FINAL as error:  # as it loaded
+            except FINAL as error:  # raised while it loaded
                 slot.failures += 1
                 if self._nothing_loads():
                     self.broken = error
@@ -341,7 +341,7 @@ class Pool:
             self.bytes += size
         try:
             await self._check_heartbeat(worker)
-        except WorkerLost:  # before it began, so not because of the chunk
+        except WorkerLost:  # lost before it began, so the chunk is not to blame
             await self._requeue(task)
             raise
         task.attempts += 1

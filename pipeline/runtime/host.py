@@ -29,14 +29,14 @@ class Work:
     job: Job
     tokenizer: Any
     base: dict[str, Any]  # models.base.base_identity of the job's base
-    digests: dict[str, str]  # of each set of rows, of data.transform and of Python rewards, by content
-    fingerprints: dict[str, str]  # of each tokenised set
-    run_id: str | None  # of MLflow, or None to log nothing
+    digests: dict[str, str]  # digests of each dataset, of data.transform and of Python rewards
+    fingerprints: dict[str, str]  # fingerprint of each tokenized dataset
+    run_id: str | None  # MLflow's id of the run, or None to log nothing
     inputs: dict[str, str] = field(default_factory=dict)  # e.g. {"policy": "models:/rlhf-sft/3"}: pinned
     # {version: number of training rows that it has written}
     rows_from: dict[str, int] = field(default_factory=dict)
-    row_format: str | None = None  # of the rows: chat, text, both
-    mixture: Mixture | None = None  # of the training rows, if their sources have weights
+    row_format: str | None = None  # format of the rows: chat, text, both
+    mixture: Mixture | None = None  # sources of the training rows if they have weights
     sweep: SweepHandle | None = None  # set if the run is a trial
 
 

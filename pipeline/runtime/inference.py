@@ -44,7 +44,8 @@ class Verb:
     # Figures of a record, whose means are result.json's `metrics`
     measure: Callable[[Record], dict[str, float]]
     lines: Callable[[Record], list[Record]] = lambda record: [record]  # lines of the output
-    count: Callable[[Record], Mapping[str, int]] = lambda _: {}  # whose sums are result.json's `counts`
+    # Summed over all rows into `counts` of result.json
+    count: Callable[[Record], Mapping[str, int]] = lambda _: {}
     # From the number of rows to the rows to do, in their order. None does all rows.
     choose: Callable[[int], Sequence[int]] | None = None
 

@@ -183,7 +183,7 @@ def check_columns(job: Job, rows: dict[str, Any]) -> None:
         columns |= {"messages"} if any(isinstance(row.get("prompt"), list) for row in some) else set()
         for key, source in functions(job).items():
             if key == "judge" and name != "eval":
-                continue  # it sees eval prompts only, and pairs if it can
+                continue  # a judge sees only eval prompts, and pairs if it can
             if wanted := unfilled(source, columns):
                 raise InputError(
                     f"{source} asks for `{wanted}`, which the rows of data.{name} do not have; "

@@ -19,7 +19,7 @@ def explained(job: Job) -> Iterator[None]:
     """Turns memory errors of torch or Python within the block into OutOfMemory, with the settings to change."""
     try:
         yield
-    except OutOfMemory as error:  # of a phase of PPO
+    except OutOfMemory as error:  # raised in a phase of PPO
         raise OutOfMemory(error.phase, error.detail, remedy(job, error.phase)) from error
     except Exception as error:
         if not is_out_of_memory(error):
@@ -38,7 +38,7 @@ def remedy(job: Job, phase: str) -> str:
         lighter += _switched(job, "trainer.gradient_checkpointing", True)
     new_run = _switched(job, "trainer.bf16", True) if phase != "loading the base" else []
     new_run += _switched(job, "model.dtype", "bfloat16")
-    if not job.model.fsdp:  # of shards there are no 4-bit ones
+    if not job.model.fsdp:  # a sharded base cannot be 4-bit
         new_run += _switched(job, "model.load_in_4bit", True)
     advice = [f"set, in this order, {', '.join(lighter)}"] if lighter else []
     advice += [f"if that is not enough, in a new run, {', '.join(new_run)}"] if new_run else []

@@ -44,7 +44,7 @@ class Run:
     rows: dict[str, Any]  # tokenized, by name: train, eval, pairs
     report: Any  # on the rows, or None if the job reads none
     started: float  # time.monotonic() of the command
-    continues: bool = False  # from the last checkpoint or part of an earlier attempt
+    continues: bool = False  # whether it resumes from a checkpoint or part of an earlier attempt
     mlflow_run_id: str | None = None  # once there is one
 
     @property

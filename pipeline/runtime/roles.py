@@ -116,7 +116,7 @@ def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
         return None
     folder = worker.input("policy")
     shared.add("policy", folder=folder, trainable=True)
-    if args.sync_ref_model:  # it moves, so it cannot share the adapter of a frozen role with the same folder
+    if args.sync_ref_model:  # the reference changes, so it cannot share the adapter of a frozen role
         shared.add("reference", copy_of="policy")
     else:
         shared.add("reference", folder=folder)

@@ -106,7 +106,7 @@ def run_or_reuse(job: Job, execute: Callable[[Job], dict[str, Any]]) -> dict[str
     )
     if result.get("job"):
         resume.print_differences(result["job"], job)
-    return result | {"folder": job.folder}  # it may have been moved
+    return result | {"folder": job.folder}  # the folder may have been moved
 
 
 @contextlib.contextmanager
@@ -149,7 +149,7 @@ def open_run(job: Job) -> Iterator[Run]:
 def failure_recorded(run: Run) -> Iterator[None]:
     """Leaves failed.json in the folder of a run that fails, for its report. A run that is interrupted has not failed."""
     path = storage.join(run.folder, "failed.json")
-    storage.remove(path)  # of the attempt that this one continues
+    storage.remove(path)  # left by the attempt that this one continues
     try:
         yield
     except Exception as error:

@@ -222,7 +222,7 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
         for name, parameter in named.items():
             if parameter.requires_grad:
                 parameter.data = named[name.replace(".default.", ".ref.")].data.float().clone()
-    if worker.job.reference:  # of dpo: another adapter, or `base`, which means none
+    if worker.job.reference:  # only dpo: another adapter, or `base` for none
         if REFERENCE in trainer.model.peft_config:
             trainer.model.delete_adapter(REFERENCE)
         if "reference" in worker.work.inputs:

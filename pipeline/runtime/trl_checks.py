@@ -25,7 +25,7 @@ from pipeline.models.tokenizer import eos_ids
 from pipeline.runtime.worker import Worker
 
 CHECKED_ROWS = 64  # rows whose tokens are checked
-FORWARD_ROWS = 4  # of these, the shortest, which go through the model
+FORWARD_ROWS = 4  # the shortest of these rows, which go through the model
 MAX_LOGITS = 1 << 28  # fp32 numbers per row, a GiB; longer rows do not go through the model
 # Standard deviation of the noise on the adapter's B that moves a kto policy away from its reference
 NUDGE = 0.02

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
 LIVE_INTERVAL_S = 0.5  # at most one line of progress in this time
-LIVE_METRICS = 3  # that a line of progress shows
+LIVE_METRICS = 3  # metrics that a line of progress shows
 OUTCOME = "outcome.json"  # in the last checkpoint of a run that reached its end
 
 
@@ -167,7 +167,7 @@ class Worker(Host):
         )
         self.started: tuple[float, int] | None = None  # (time, step) of the first line: for the time left
         self.printed = self.shown = 0.0  # times of the last line and of the last line of progress
-        self.step = self.total = 0  # of the last line of the log; of the run
+        self.step = self.total = 0  # the log's last step; the last step of the run
         self.report = self._report if work.sweep else None
         self.end: dict[str, Any] = {}  # best.outcome of a stage that trains
         self.usage: dict[str, Any] = {}  # what the stage counted: tokens, completions

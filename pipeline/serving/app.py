@@ -48,7 +48,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head
 BODY_S = 30  # a client that is slower with its body would hold a place for nothing
 FLUSH_S = 0.2  # maximum time until an answer reaches the recorder and can get feedback
-MAX_UNSENT_ANSWERS = 10_000  # that wait while the recorder restarts
+MAX_UNSENT_ANSWERS = 10_000  # answers that wait while the recorder restarts
 HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 413: {"Connection": "close"}}
 app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -235,7 +235,7 @@ class Server:
 
     async def _flush(self) -> None:
         """Sends what the recorder is to know."""
-        async with self.flushing:  # who returns from here knows that all answers have arrived
+        async with self.flushing:  # after this block, all answers have arrived
             answers, self.answers = self.answers, []
             try:
                 await self.recorder.take.remote(self.name, self._measured(), answers)

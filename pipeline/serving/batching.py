@@ -146,7 +146,7 @@ class Batcher:
             for function, future in requested:
                 try:
                     future.set_result(function())
-                except BaseException as error:  # its caller's to handle; this thread is needed for the others
+                except BaseException as error:  # the caller handles it; this thread is needed for the others
                     future.set_exception(error)
             with self.condition:
                 self._forget_cancelled()

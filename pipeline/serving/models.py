@@ -43,7 +43,7 @@ class Models:
         self.host, self.shared, self.batcher = host, shared, batcher
         self.files = check_base(host.job.model, gpu=bool(host.job.scaling.get("use_gpu")))
         self.uri = registry.tracking_uri(host.job)
-        self.policies: dict[str, Served] = {}  # by model id
+        self.policies: dict[str, Served] = {}  # model id -> policy
         self.rewards: dict[str, Served] = {}
         self.remove: dict[str, Callable[[str], None]] = {}  # role -> how to remove it
         self.refused: set[tuple[str, str]] = set()  # (input, version) that cannot be served

@@ -142,8 +142,8 @@ class Feedback(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    id: Annotated[str, Field(max_length=128)]  # of the answer, chatcmpl-...
-    choice: int = Field(0, ge=0)  # that `label` or `edit` is about
+    id: Annotated[str, Field(max_length=128)]  # id of the answer, chatcmpl-...
+    choice: int = Field(0, ge=0)  # the choice that `label` or `edit` is about
     label: bool | None = None
     chosen: int | None = Field(None, ge=0)
     rejected: int | None = Field(None, ge=0)

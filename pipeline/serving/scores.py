@@ -20,7 +20,7 @@ from pipeline.serving.models import Served
 if TYPE_CHECKING:
     from pipeline.ppo.rewards import Reward
 
-ROWS = 4096  # of a request
+ROWS = 4096  # most rows of a request
 Sample = tuple[list[int], list[int], dict[str, Any]]  # prompt ids, completion ids, row
 Waiting = deque[tuple[list[Sample], Future[list[float]]]]
 
@@ -101,7 +101,7 @@ class Scores:
                 if one[1].set_running_or_notify_cancel():  # else its client has gone
                     batch.append(one)
             if batch and not self._score(reward, batch):
-                for one in batch:  # which of them it was that cannot be scored
+                for one in batch:  # find the row that cannot be scored
                     self._score(reward, [one])
 
     def _score(self, reward: Reward, batch: list[tuple[list[Sample], Future[list[float]]]]) -> bool:

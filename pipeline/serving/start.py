@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_ADAPTERS = 8  # adapters per vLLM batch; requests for others wait
 FREE_GPU_FRACTION = 0.1  # GPU memory that vLLM leaves unused
-CACHE_FRACTION = {"cuda": 0.5, "cpu": 0.25}  # of the free memory, for the KV cache
+CACHE_FRACTION = {"cuda": 0.5, "cpu": 0.25}  # share of the free memory for the KV cache
 
 
 def start(host: Host) -> tuple[SharedBase | None, Batcher]:

@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.errors import in_brief
 from pipeline.sweep.space import Sweep
 
-INTERVAL_S = 2.0  # between two queries of the rungs
+INTERVAL_S = 2.0  # time between two queries of the rungs
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ class Rungs:
         return report["stop"]
 
     def _decide(self, trial: str, report: dict[str, Any]) -> str | None:
-        if self.asha is None or report["step"] >= report["of"]:  # it ends anyway
+        if self.asha is None or report["step"] >= report["of"]:  # the trial ends anyway
             return None
         percent = 100 * report["step"] / report["of"]
         result = {"percent": percent, "figure": report["figure"]}

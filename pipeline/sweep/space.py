@@ -274,7 +274,7 @@ def _digest(text: str) -> str:
 def _trial(base: Job, job: Job, values: dict[str, str]) -> Trial:
     typed = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", typed)
-    if name != typed or len(name) > 80:  # it has to be a folder's, and no other trial's
+    if name != typed or len(name) > 80:  # it must be the name of a folder, and unique
         name = f"{name[:70].strip('-')}-{_digest(typed)[:6]}"
     return Trial(
         name,

@@ -15,7 +15,7 @@ from pipeline.system import storage
 from pipeline.text import table
 
 FILE = "sweep.json"
-MAX_CURVES = 6  # of the best trials in the plot: more lines look the same
+MAX_CURVES = 6  # curves in the plot; more lines look the same
 
 
 def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
 
     def trial(config: dict[str, Any]) -> None:
         session.belong_to(own)
-        hold_worker_lock(folder)  # it may outlive the sweep's driver by seconds
+        hold_worker_lock(folder)  # this process may outlive the sweep's driver by seconds
         _run_one(jobs[config["trial"]], handle)
 
     return trial

@@ -23,7 +23,7 @@ from pipeline.system import deadline, terminal
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 20.0  # time that a run has to end in order
-received: signal.Signals | None = None  # of ENDING: the code of a SystemExit is lost inside ray.get()
+received: signal.Signals | None = None  # a signal of ENDING; ray.get() loses the code of a SystemExit
 _is_command = False
 _since: float | None = None  # time.monotonic() of the signal that is being handled
 

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from pipeline.system import terminal
 
-INTERVAL_S = 10.0  # between two lines
+INTERVAL_S = 10.0  # time between two lines
 
 
 class Counter:

@@ -24,7 +24,7 @@ from typing import Any
 from pipeline.system import storage
 from pipeline.system.credentials import without_credentials
 
-INTERVAL_S = 30.0  # between two lines of progress if stdout is no terminal
+INTERVAL_S = 30.0  # time between two lines of progress if stdout is no terminal
 SHOWN, RESULT, LIVE = "\x01", "\x02", "\x03"  # the first character of a line
 QUIET, NORMAL, VERBOSE = -1, 0, 1
 FLAGS = {"-q": QUIET, "--quiet": QUIET, "-v": VERBOSE, "--verbose": VERBOSE}
@@ -144,7 +144,7 @@ class Screen(Output):
         begun = getattr(self.begun, "text", "") + text
         self.begun.text = ""
         with self.lock:
-            if self.log is None and not marked(begun):  # also parts of lines, as they come
+            if self.log is None and not marked(begun):  # parts of lines pass, too
                 self.show(begun, end="")
             else:
                 *lines, self.begun.text = begun.split("\n")

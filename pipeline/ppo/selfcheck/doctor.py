@@ -112,7 +112,7 @@ def sampler_follows(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     logprobs = trainer.sampler.logprobs
     old, _ = logprobs("policy", row)
     moved, limit = 0.0, 5 * tolerance(shared)
-    for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # until the change is plain to see
+    for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # until the change is large enough to see
         for parameter, start in zip(parameters, before, strict=True):
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
             parameter.data = start + scale * noise * (start.std() if len(start) > 1 and start.any() else 0.05)

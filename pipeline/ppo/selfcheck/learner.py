@@ -29,7 +29,7 @@ class Learner(Protocol):
     draws: Callable[[int], Any] | None
     prompts_per_epoch: int
     prompts_per_update: int
-    roles: list[str]  # that learn
+    roles: list[str]  # roles that learn
     optimizer: torch.optim.Optimizer
     moments: RunningMoments
     kl_coef: float
