@@ -63,7 +63,7 @@ def import_mlflow() -> None:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # with 3, a refused connection takes 13 s
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    import mlflow  # noqa: F401
+    from mlflow import MlflowClient  # noqa: F401
 
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -103,11 +103,11 @@ def check(job: Job) -> None:
     uri, name = tracking_uri(job), job.mlflow.experiment
     _require_uri(uri)
     file = file_of_uri(uri)
+    import_mlflow()  # slow; kept outside the time limit and the lock
     try:
         if file is None:
             experiment = deadline.answer(lambda: client(uri).get_experiment_by_name(name))
         else:
-            import_mlflow()  # slow; kept outside the lock
             with _created(file):
                 experiment = client(uri).get_experiment_by_name(name)
     except Exception as error:  # the store's driver raises any type
@@ -134,6 +134,7 @@ def check_reachable(uri: str) -> None:
     if file := file_of_uri(uri):
         _require_mlflow(file, "ro", "BEGIN")
     else:
+        import_mlflow()  # slow; kept outside the time limit
         deadline.answer(lambda: client(uri).get_experiment_by_name("Default"))
 
 

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from running import ROOT
 from pipeline import registry
 from pipeline.config import MLflow, load_job
 from pipeline.errors import InputError
+from pipeline.registry import store
 from pipeline.registry.lineage import folder_digests
 from pipeline.system import deadline
 
@@ -71,6 +73,18 @@ def test_a_server_that_does_not_answer_is_found_before_work(job):
     away = replace(job, mlflow=MLflow(tracking_uri="http://127.0.0.1:9"))
     with pytest.raises(InputError, match=r"mlflow.tracking_uri: 'http://127.0.0.1:9' does not answer"):
         registry.check(away)
+
+
+@pytest.mark.parametrize(
+    "check", [registry.check, lambda job: store.check_reachable(job.mlflow.tracking_uri)]
+)
+def test_the_import_of_mlflow_is_no_part_of_a_servers_time_limit(job, check, monkeypatch):
+    """On a busy machine, it takes longer than the limit."""
+    threads = []
+    monkeypatch.setattr(store, "import_mlflow", lambda: threads.append(threading.current_thread()))
+    with contextlib.suppress(Exception):
+        check(replace(job, mlflow=MLflow(tracking_uri="http://127.0.0.1:9")))
+    assert threads[0] is threading.main_thread()
 
 
 def schema(path):
