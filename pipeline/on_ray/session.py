@@ -154,6 +154,7 @@ def check_shared_storage(job: Job) -> None:
 
 def secured() -> dict[str, str]:
     """Returns the environment of a Ray that only this session can use. It overrides what the user has set."""
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         # Named after the systems on which it is the default: there Ray binds to loopback, to spare its users the
         # firewall's questions (https://github.com/ray-project/ray/issues/18730). It does the same on Linux.
@@ -161,17 +162,13 @@ def secured() -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": _token(),
         # torch.distributed would listen on the address that this machine's name resolves to.
-        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _loopback_interface()),
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback),
     }
 
 
 @cache  # two sessions of one process may share it
 def _token() -> str:
     return secrets.token_hex(32)
-
-
-def _loopback_interface() -> str:
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 @contextlib.contextmanager

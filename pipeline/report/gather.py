@@ -109,7 +109,8 @@ def _from_folder(folder: str) -> Run:
     state = "finished" if result else "failed" if failure else "unfinished"
     run = Run(job["run"]["name"], job["stage"], state, job, folder, result, failure=failure)
     run.metrics = dict(result.get("metrics", {}))
-    run.uri = result.get("tracking_uri") or failure.get("tracking_uri") or _uri(job)
+    run.uri = result.get("tracking_uri") or failure.get("tracking_uri")
+    run.uri = run.uri or registry.uri_of(job["mlflow"].get("tracking_uri"), job["run"]["storage_path"])
     run.run_id = result.get("mlflow_run_id") or failure.get("mlflow_run_id")
     if result.get("checkpoint"):
         run.pairs = _json(storage.join(folder, "final", "pairs.json"), [])
@@ -128,10 +129,6 @@ def _json(path: str, default: Any) -> Any:
         raise InputError(
             f"{path}: found no JSON ({type(error).__name__}: {error}); restore the file, or run the job again with run.fresh=true"
         ) from error
-
-
-def _uri(job: dict[str, Any]) -> str:
-    return registry.uri_of(job["mlflow"].get("tracking_uri"), job["run"]["storage_path"])
 
 
 def _add_history(run: Run) -> None:

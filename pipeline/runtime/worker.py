@@ -303,10 +303,13 @@ class Worker(Host):
         Returns:
             What result.json says of the training, and `usage`, of which its cost is made.
         """
+        import torch
+
         # PPO resets the system's peak at each phase and keeps the highest (GiB).
         peak = max(peak_memory(), int(metrics.get("memory/peak", 0.0) * 2**30))
         outcome = {"metrics": metrics, "samples": samples or [], "peak_memory_bytes": peak, **self.end}
-        outcome["usage"] = {"gpu": self._gpu(), "workers": self.world, **self.usage}
+        gpu = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
+        outcome["usage"] = {"gpu": gpu, "workers": self.world, **self.usage}
         final = os.path.join(self.scratch, "final")
         if self.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
@@ -331,12 +334,6 @@ class Worker(Host):
                     json.dump(content, file)
         self._commit(final if self.rank == 0 else None, "final")
         return outcome
-
-    def _gpu(self) -> str | None:
-        """Returns torch's name of this worker's GPU, or None."""
-        import torch
-
-        return torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
 
     def _lineage(self, facts: dict[str, Any]) -> dict[str, Any]:
         from pipeline.models.template import text_as_chat
