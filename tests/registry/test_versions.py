@@ -25,19 +25,11 @@ def register(job, adapter, metrics=None, lineage=LINEAGE):
         return registry.publish(job, run_id, adapter, metrics or {}, lineage)
 
 
-def test_publish_registers_moves_the_alias_and_loads_back(job, adapter):
-    version = register(job, adapter, {"eval_loss": 1.0})
-    assert str(version) == "rlhf-sft v1 @champion"
-    pinned = registry.pin("models:/rlhf-sft@champion", registry.tracking_uri(job))
-    assert pinned == "models:/rlhf-sft/1"
-    folder = registry.fetch(pinned, registry.tracking_uri(job))
-    assert folder_digests(folder) == folder_digests(adapter)
-
-
 def test_a_version_is_described_in_words_and_links(job, adapter):
     parents = {"policy": "models:/rlhf-sft/3", "reward.0": "python:my:reward"}
     lineage = {**LINEAGE, "parents": parents, "versions": {"torch": "2.13.0"}, "data": {"train": "ab" * 32}}
-    register(job, adapter, {"before_loss": 0.54, "eval_loss": 0.5, "eval_runtime": 9.0}, lineage=lineage)
+    figures = {"before_loss": 0.54, "eval_loss": 0.5, "eval_runtime": 9.0}
+    assert str(register(job, adapter, figures, lineage=lineage)) == "rlhf-sft v1 @champion"
     version = mlflow(job).get_model_version("rlhf-sft", "1")
     assert version.description == (
         "- held-out loss: 0.54 → **0.5**\n- gate: none set\n\n"
@@ -45,15 +37,7 @@ def test_a_version_is_described_in_words_and_links(job, adapter):
         "- policy: [rlhf-sft v3](#/models/rlhf-sft/versions/3)\n- reward.0: `python:my:reward`\n\n"
         "Data: train abababababab  \nLibraries: torch 2.13.0"
     )
-    assert set(version.tags) == {
-        "stage",
-        "base_name_or_path",
-        "base_digest",
-        "parents",
-        "data",
-        "eval_loss",
-        "gate",
-    }
+    assert set(version.tags) == set("stage base_name_or_path base_digest parents data eval_loss gate".split())
 
 
 def test_a_version_says_which_versions_wrote_its_rows(job, adapter):
@@ -225,16 +209,12 @@ def test_a_version_that_fails_its_gate_stays_without_alias(job, adapter):
         registry.pin("models:/rlhf-sft@champion", registry.tracking_uri(closed))
 
 
-@pytest.mark.parametrize(
-    ("reference", "message"),
-    [
-        ("models:/rlhf-sft@champion", r"no registered model 'rlhf-sft'.*registered: none yet.*make sft"),
-        ("models:/rlhf-sft/7", r"no registered model 'rlhf-sft'"),
-    ],
-)
-def test_a_reference_to_nothing_says_what_to_do(reference, message, job):
-    with pytest.raises(InputError, match=message):
-        registry.pin(reference, registry.tracking_uri(job))
+def test_a_reference_to_nothing_says_what_to_do(job):
+    for reference in ("models:/rlhf-sft@champion", "models:/rlhf-sft/7"):
+        with pytest.raises(
+            InputError, match=r"no registered model 'rlhf-sft'.*registered: none yet.*make sft"
+        ):
+            registry.pin(reference, registry.tracking_uri(job))
 
 
 @pytest.mark.parametrize(

@@ -46,16 +46,10 @@ def test_a_policy_whose_completions_do_not_end_is_named(verb, tmp_path, capfd, m
     rows = f"data.train={tmp_path}/prompts.jsonl"
     sampled = ["trainer.response_length=1", "policy=base", "reward=python:first_token:f"]
     settings = {
-        "ppo": [
-            rows,
-            "data.eval=null",
-            "trainer.total_episodes=16",
-            "trainer.batch_size=16",
-            "trainer.eval_steps=0",
-        ],
+        "ppo": [rows, "data.eval=null", "trainer.total_episodes=16", "trainer.batch_size=16", "trainer.eval_steps=0"],
         "evaluate": [f"data.eval={tmp_path}/prompts.jsonl", "data.pairs=null", "judge=null", "baseline=base"],
         "generate": [rows],
-    }
+    }  # fmt: skip
     settings["doctor"] = settings["ppo"]
     job = "jobs/demo/ppo.yaml" if verb == "doctor" else None
     stage(verb, tmp_path, f"endless-{verb}", *sampled, *settings[verb], job=job)
