@@ -16,7 +16,9 @@ from pipeline.__main__ import main
 
 def slow(stage: str, seconds: float, rows: str | None) -> Any:
     def slowly(worker: Any) -> Any:
-        train = importlib.import_module(f"pipeline.stages.{stage}").train  # in the worker: its own
+        # In process, this file has replaced it in its module. In a worker, nobody has.
+        train = getattr(sys.modules["__main__"], "train", None)
+        train = train or importlib.import_module(f"pipeline.stages.{stage}").train
         if rows:
             record_rows(worker, rows)
         poll = worker.notice.poll
@@ -59,5 +61,8 @@ def record_rows(worker: Any, folder: str) -> None:
 
 if __name__ == "__main__":
     stage = importlib.import_module(f"pipeline.stages.{sys.argv[1]}")
-    stage.train = slow(sys.argv[1], float(os.environ["CHAOS_STEP_S"]), os.environ.get("CHAOS_ROWS"))
+    train, stage.train = (
+        stage.train,
+        slow(sys.argv[1], float(os.environ["CHAOS_STEP_S"]), os.environ.get("CHAOS_ROWS")),
+    )
     sys.exit(main(sys.argv[1:]))
