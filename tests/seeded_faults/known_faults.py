@@ -376,7 +376,7 @@ fault(
 @fault("the critic reads the bare base", "ppo", "values are read before each action", "trainer.critic=head")
 def _(patch):
     def values(original, self, part, states=None):
-        return original(self, part, self.states(None, part))
+        return original(self, part, forward.states(self.shared, None, part))
 
     wrapped(patch, ppo.PPOTrainer, "values", values)
 
