@@ -84,7 +84,9 @@ def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
         question = f"What do {len(first.pairs):,} held-out pairs say about the scores?"
         groups["pairs"] = (question, preferences.drawings(first.pairs))
     if alone:
-        groups["evaluation"] = ("Can the score be trusted?", evaluations.drawings(first.evaluation))
+        trust = evaluations.drawings(first.evaluation)
+        trust += evaluations.over_optimization(first.history, first.metrics.get("before_judge"))
+        groups["evaluation"] = ("Can the score be trusted?", trust)
     for name, (question, panels) in GROUPS.items():
         draws = [(one, plots.curve(one, histories, axis, first.kept if alone else None)) for one in panels]
         groups[name] = (question, [Drawing(one.title, one.note, draw) for one, draw in draws if draw])

@@ -16,7 +16,7 @@ from running import ROOT, client, stage
 from pipeline import registry, report
 from pipeline.__main__ import main
 from pipeline.config import load_job
-from pipeline.report import gather, page, panels, plots, preferences, timeline
+from pipeline.report import evaluations, gather, page, panels, plots, preferences, timeline
 from pipeline.runtime import run
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -629,6 +629,27 @@ def test_of_a_step_logged_twice_the_later_value_counts(store):
         registry.client(registry.tracking_uri(job)).log_metric(run_id, "loss", 2.5, timestamp=later, step=2)
     history = registry.history(registry.tracking_uri(job), run_id)
     assert history["loss"] == [(1, 3.0), (2, 2.5), (3, 1.0)]
+
+
+def test_the_fit_of_over_optimization_finds_its_own_curve_and_where_it_peaks():
+    kls = [0.1 + 5 * i for i in range(9)]
+    gains = [math.sqrt(kl) * (0.8 - 0.31 * math.log(math.sqrt(kl))) for kl in kls]
+    alpha, beta = evaluations.fit(kls, gains)
+    assert (alpha, beta) == pytest.approx((0.8, 0.31), abs=1e-9)
+    near = [i / 1000 for i in range(1, 60_000)]
+    highest = max(near, key=lambda kl: math.sqrt(kl) * (alpha - beta * math.log(math.sqrt(kl))))
+    assert evaluations.peak_kl(alpha, beta) == pytest.approx(highest, abs=1e-3)
+    assert evaluations.peak_kl(0.5, -0.1) is None
+
+    points = {"kl": kls, "judge": [0.25 + gain for gain in gains], "reward": kls}
+    history = {f"eval_{name}": list(enumerate(values)) for name, values in points.items()}
+    (drawing,) = evaluations.over_optimization(history, 0.25)
+    assert "peaks at a KL of 23.6 nats." in drawing.note and "no early warning" in drawing.note
+    assert "square root of the KL" in plots.svg(drawing.draw, "x", drawing.note)
+    early = {name: values[:4] for name, values in history.items()}
+    assert "nats, beyond these evaluations." in evaluations.over_optimization(early, 0.25)[0].note
+    few = {name: values[:3] for name, values in history.items()}
+    assert evaluations.over_optimization(few, 0.25) == evaluations.over_optimization(history, None) == []
 
 
 def test_every_panel_can_be_drawn():
