@@ -42,15 +42,15 @@ class Case:
 
     name: str
     verb: str
-    says: list[str]  # patterns, all of which the message has to match
+    says: tuple[str, ...]  # patterns, all of which the message has to match
     overrides: list[str] = field(default_factory=list)
     rows: Any = None  # content of data.train: bytes, or rows to be written as JSON Lines
     file: str = "rows.jsonl"
     key: str = "data.train"
 
 
-def case(name: str, verb: str, *says: str, overrides: list[str] | None = None, **more: Any) -> Case:
-    return Case(name, verb, list(says), overrides or [], **more)
+def case(name: str, verb: str, *says: str, **more: Any) -> Case:
+    return Case(name, verb, says, **more)
 
 
 def jsonl(rows: list[Any]) -> bytes:

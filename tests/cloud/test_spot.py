@@ -54,16 +54,11 @@ def test_aws(service):
     assert service.asked[-1].get("X-aws-ec2-metadata-token") == "T0KEN"
 
 
-def test_google(service):
+def test_google_and_a_machine_that_is_no_spot_instance(service):
     path = ("GET", "/computeMetadata/v1/instance/preempted")
-    service.answers[path] = "FALSE"
-    assert spot.seconds_left() is None
-    service.answers[path] = "TRUE"
-    assert spot.seconds_left() == spot.GCP_SECONDS
-
-
-def test_a_machine_that_is_no_spot_instance(service):
-    assert spot.seconds_left() is None
+    for answer, seconds in ((None, None), ("FALSE", None), ("TRUE", spot.GCP_SECONDS)):
+        service.answers[path] = answer
+        assert spot.seconds_left() == seconds
     service.shutdown()
     service.server_close()
     assert spot.seconds_left() is None
