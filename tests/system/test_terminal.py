@@ -48,15 +48,19 @@ WARNING = "warning: two files:\n  a\n  b\n"
 DETAILS = f"before the folder\na detail\n{WARNING}another detail\n"
 
 
-def test_without_a_terminal_the_last_line_of_progress_is_shown(command):
-    shown, log = command(lines)
-    assert shown == f"{WARNING}train 2/2  loss 2\ngate passed\n"
-    assert log == f"{DETAILS}registering\ngate passed\n"
-
-
-def test_without_a_terminal_progress_is_shown_at_intervals(command, monkeypatch):
-    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
-    assert "train 1/2  0:05 left  loss 3\ntrain 2/2  loss 2\ngate" in command(lines)[0]
+@pytest.mark.parametrize(
+    ("level", "interval", "expected"),
+    [
+        (terminal.NORMAL, 30.0, f"{WARNING}train 2/2  loss 2\ngate passed\n"),
+        (terminal.NORMAL, 0.0, f"{WARNING}train 1/2  0:05 left  loss 3\ntrain 2/2  loss 2\ngate passed\n"),
+        (terminal.QUIET, 30.0, "gate passed\n"),
+        (terminal.VERBOSE, 30.0, f"{DETAILS}registering\ngate passed\n"),
+    ],
+)
+def test_what_is_shown_without_a_terminal_and_logged(level, interval, expected, command, monkeypatch):
+    monkeypatch.setattr(terminal, "INTERVAL_S", interval)
+    shown, log = command(lines, level=level)
+    assert shown == expected and log == f"{DETAILS}registering\ngate passed\n"
 
 
 def test_on_a_terminal_one_line_is_rewritten(command):
@@ -72,15 +76,6 @@ def test_the_time_left_counts_the_stages_that_follow(command):
         terminal.live("train 1/2", 5.0)
 
     assert "train 1/2  0:05 left, 1:05 for all stages" in command(first_stage, tty=True)[0]
-
-
-@pytest.mark.parametrize(
-    ("level", "expected"),
-    [(terminal.QUIET, "gate passed\n"), (terminal.VERBOSE, f"{DETAILS}registering\ngate passed\n")],
-)
-def test_levels(level, expected, command):
-    shown, log = command(lines, level=level)
-    assert shown == expected and log == f"{DETAILS}registering\ngate passed\n"
 
 
 def test_the_log_has_errors_and_no_secret(command, monkeypatch, tmp_path):
