@@ -424,6 +424,9 @@ def parse_benchmark(row: dict[str, Any], shape: str) -> Record:
         else:
             name = "reward_bench_2" if "num_correct" in row else "best_of_k"
             subset = row.get("subset", "all")
+            if (number := row.get("num_correct", len(good))) != len(good):
+                found = f"{show(number)} and {len(good)} completions in chosen"
+                raise RowError("wrong_type", "num_correct", found, "the number of correct completions")
         completions, correct = good + bad, len(good)
     pairs: list[tuple[Text, ...]] = [(completion_text(value, key, prompt),) for key, value in completions]
     for (key, value), (text,) in zip(completions[correct:], pairs[correct:], strict=True):

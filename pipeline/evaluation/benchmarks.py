@@ -18,6 +18,7 @@ from pipeline.evaluation.pairs import metric_name, samples_of
 from pipeline.figures import mean, wilson
 from pipeline.runtime.worker import Worker
 
+ENDS = ("_low", "_high")  # of the 95 % interval of a score
 TIES = "ties"  # RewardBench 2's subset with several correct completions; its files spell it `Ties` or `ties`
 
 
@@ -85,7 +86,12 @@ def figures(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]]:
         found, subsets = BENCHMARKS[name](own)
         metrics |= {f"eval_{name}{key}": value for key, value in found.items()}
         metrics |= {f"eval_{name}/{metric_name(key)}": one["score"] for key, one in subsets.items()}
-        levels = {key.strip("_") or "all": {"rows": len(own), "score": value} for key, value in found.items()}
+        levels = {
+            key.strip("_") or "all": {"rows": len(own), "score": value}
+            for key, value in found.items()
+            if key not in ENDS
+        }
+        levels["all"] |= {key.strip("_"): found[key] for key in ENDS if key in found}
         tables[name] = {"rows": len(own), "score": found[""], "levels": levels, "subsets": subsets}
     return metrics, tables
 
@@ -114,6 +120,11 @@ def ties_score(rows: Sequence[Scored]) -> float:
         kind, _, number = str(row.row["id"]).partition(":")
         by_kind.setdefault(kind, {})[number] = row
     ref, tied = by_kind["ref"], by_kind["tied"]
+    if alone := sorted(ref.keys() ^ tied.keys()):
+        print(
+            f"warning: Ties: {len(alone)} rows without their ref: or tied: row, the first is {alone[0]}",
+            flush=True,
+        )
     right = {kind: [_gap(row) > 0 for row in of.values()] for kind, of in by_kind.items()}
     both = sorted(ref.keys() & tied.keys())
     spread = [max(tied[key].good) - min(tied[key].good) for key in both]
@@ -172,7 +183,8 @@ def _rm_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str,
             if str(row.row["subset"]) == name
         ]
         subsets[name] = _share(own)
-    return {"": mean(list(found.values())), **found}, subsets
+    # Each level has as many entries, so the mean of all entries is that of the levels.
+    return {**_overall([mean([mean(line) for line in won]) for won in wins]), **found}, subsets
 
 
 def _judge_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
@@ -181,7 +193,12 @@ def _judge_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[s
     for name in sorted({str(row.row["subset"]) for row in rows}):
         own = [row for row in rows if str(row.row["subset"]) == name]
         subsets[name] = _share([float(_gap(row) > 0) for row in own])
-    return {"": mean([float(_gap(row) > 0) for row in rows])}, subsets
+    return _overall([float(_gap(row) > 0) for row in rows]), subsets
+
+
+def _overall(values: Sequence[float]) -> dict[str, float]:
+    share = _share(values)
+    return {"": share["score"], "_low": share["low"], "_high": share["high"]}
 
 
 def _share(values: Sequence[float]) -> dict[str, float]:

@@ -125,7 +125,7 @@ def benchmarks(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the rows of a table: each benchmark and its subsets with number of rows, score and 95 % interval."""
     rows = []
     for name, table in evaluation.get("benchmarks", {}).items():
-        rows.append({"name": name, "rows": table["rows"], "score": table["score"]})
+        rows.append({"name": name, **table["levels"]["all"]})
         both = {**table["levels"], **table["subsets"]}
         rows += [{"name": f"{name} / {part}", **one} for part, one in both.items() if part != "all"]
     return rows

@@ -80,7 +80,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if peak := result.get("peak_memory_bytes"):
         entries.append(("peak memory", f"{peak / 2**30:.2f} GiB in the largest worker"))
     if seconds := result.get("train_seconds"):
-        entries.append(("training", f"{duration(seconds)} of {duration(result['seconds'])}"))
+        name = "training" if run.stage in STAGE and STAGE[run.stage].learns else "work"
+        entries.append((name, f"{duration(seconds)} of {duration(result['seconds'])}"))
     if cost := result.get("cost"):
         entries.append(("cost", prices.in_words(cost)))
     if run.run_id:

@@ -14,7 +14,7 @@ from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 from pipeline.evaluation import benchmarks, policies, probes
 from pipeline.evaluation.benchmarks import Scored
-from pipeline.figures import temperature
+from pipeline.figures import temperature, wilson
 
 
 def scored(scores, correct=1, **row):
@@ -97,7 +97,14 @@ def test_rm_bench_is_that_of_numpy():
 
 def test_judge_bench_counts_equal_scores_as_wrong():
     rows = [scored(s, benchmark="judge_bench", subset="math") for s in ([2, 1], [1, 1], [1, 2], [3, 0])]
-    assert benchmarks.figures(rows)[0]["eval_judge_bench"] == 0.5
+    metrics, tables = benchmarks.figures(rows)
+    assert metrics["eval_judge_bench"] == 0.5
+    ends = metrics["eval_judge_bench_low"], metrics["eval_judge_bench_high"]
+    assert (
+        ends
+        == wilson([1, 0, 0, 1])
+        == tuple(tables["judge_bench"]["levels"]["all"][end] for end in ("low", "high"))
+    )
 
 
 FORMATS = {
@@ -114,6 +121,16 @@ def test_a_row_becomes_its_completions_the_correct_ones_first(name):
     assert row["benchmark"] == name and row["completions"] == len(record.pairs)
     assert row["subset"] == {"reward_bench_2": "Math", "rm_bench": "chat", "best_of_k": "all"}[name]
     assert "chosen" not in row and row["correct"] == len(FORMATS[name]["chosen"])
+
+
+def test_a_count_of_correct_completions_that_is_wrong_is_refused():
+    with pytest.raises(RowError, match=r"num_correct.*2 and 1 completions in chosen"):
+        parse(FORMATS["reward_bench_2"] | {"num_correct": 2}, kind_of("benchmarks"))
+
+
+def test_ties_without_their_partner_are_said(capsys):
+    benchmarks.ties_score([scored([5, 1], id="ref:0"), scored([4, 5, 1], correct=2, id="tied:7")])
+    assert "Ties: 2 rows without their ref: or tied: row, the first is 0" in capsys.readouterr().out
 
 
 def test_judge_bench_says_which_answer_is_correct():

@@ -163,7 +163,7 @@ def test_an_evaluation_shows_probes_benchmarks_and_the_best_of_n(store, runs):
     sound = {"verdict": "ok", "effect": 0.0, "low": -0.1, "high": 0.1, "worst": [example]}
     written = {
         "probes": {"polite_opening": failed, "order": sound},
-        "benchmarks": {"rm_bench": {"rows": 7, "score": 0.625, "levels": {}, "subsets": {"chat": {"rows": 7, "score": 0.625, "low": 0.5, "high": 0.75}}}},
+        "benchmarks": {"rm_bench": {"rows": 7, "score": 0.625, "levels": {"all": {"rows": 7, "score": 0.625, "low": 0.25, "high": 0.875}}, "subsets": {"chat": {"rows": 7, "score": 0.625, "low": 0.5, "high": 0.75}}}},
         "best_of_n": [{"n": n, "proxy": n, "gold": 2 / n, "kl_bound": 0} for n in (1, 2, 4)],
     }  # fmt: skip
     file = store / "one-evaluate" / "evaluation.json"
@@ -171,7 +171,7 @@ def test_an_evaluation_shows_probes_benchmarks_and_the_best_of_n(store, runs):
     try:
         html = page_of(store, "one-evaluate")
         assert html.count("score 4.25") == 1 and "polite opening" in html and "<b>Oslo" not in html
-        assert "rm_bench / chat" in html and "0.500 to 0.750" in html
+        assert "rm_bench / chat" in html and "0.500 to 0.750" in html and "0.250 to 0.875" in html
         assert html.count("<svg") >= 2 and "Best of n" in html
     finally:
         file.unlink()
