@@ -70,7 +70,7 @@ EXAMPLES = {
 class Source:
     """A file, or several with rows of one format."""
 
-    path: str  # as a job names it
+    path: str  # as it stands in a job
     first: dict[str, Any]  # row
     stages: dict[str, dict[str, Any]]  # stage -> the keys of `data` with which it reads these rows
     for_eval: bool

@@ -140,9 +140,10 @@ class MLflow:
 class Serve:
     """The `serve` section: what answers under which name, who may ask, and how much."""
 
-    # {model id of a request: models:/NAME@ALIAS, which is followed when the alias moves, a version, a folder, a hub id, or base}
+    # {model id in requests: policy}. A policy is a version, a folder, a hub id, base, or models:/NAME@ALIAS (follows the alias).
     policies: dict[str, str] = field(default_factory=dict)
-    rewards: dict[str, str] = field(default_factory=dict)  # the same of /score; also python:MODULE:FUNCTION
+    # {model id in requests to /score: reward}, which may also be python:MODULE:FUNCTION
+    rewards: dict[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"  # any other address needs tokens in RLHF_SERVE_TOKENS
     port: Annotated[int, "[0, 65535]"] = 8000  # 0: any free one
     # Completions that may wait for a place in a replica's batch; a request beyond that gets 429.

@@ -91,7 +91,7 @@ class SlotDecoder(Decoder):
     def generate(
         self, role: str | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        with cast_once(), self.shared.use(role):  # the steps need not switch to it
+        with cast_once(), self.shared.use(role):  # switches to the role once, not at each step
             return super().generate(role, prompts, numbers, sampling)
 
     def fits(self, joining: Sequence[Row], row: Row) -> bool:

@@ -204,7 +204,7 @@ def sampling_params(sampling: Sampling, number: int, logprobs: int | None, **opt
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         max_tokens=sampling.max_new_tokens,
-        # Also masks the model's EOS, which is one of ours.
+        # vLLM masks the model's EOS as well, which is one of our end tokens.
         min_tokens=min(sampling.min_new_tokens, sampling.max_new_tokens),
         stop_token_ids=list(sampling.eos),
         ignore_eos=True,  # stop at the ids above and at no others

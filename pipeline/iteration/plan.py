@@ -276,7 +276,7 @@ def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
     if len(bases) > 1:
         named = ", ".join(sorted(str(name) for name, _ in bases))
         raise InputError(
-            f"the jobs have several bases ({named}), and an adapter works on its own",
+            f"the jobs have several bases ({named}), but an adapter works only on the base that it was trained on",
             key="model.name_or_path",
         )
     if not evaluate.data.eval:

@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-LOGIT_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits computed at a time: 16 and 256 MiB of fp32
+LOGIT_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits computed at once: 16 MiB and 256 MiB of fp32
 
 
 class WithLmHead(Protocol):

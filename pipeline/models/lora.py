@@ -84,7 +84,7 @@ class FusedLinear(Linear):
         base, name = self.get_base_layer(), self.active_adapters[0]
         A, B = self.lora_A[name].weight, self.lora_B[name].weight
         operands = (x, base.weight, A, B, self.scaling[name], autocast or x.dtype)
-        # In decoding, to call through autograd takes as long as a small product.
+        # Without gradients, a call through autograd would take as long as a small product.
         y = _Product.apply(*operands) if torch.is_grad_enabled() else _product(*operands)[0]
         return y if base.bias is None else y + base.bias.to(y.dtype)
 

@@ -32,7 +32,7 @@ def linear_fp32(x: Tensor, layer: nn.Linear, dtype: torch.dtype | None) -> Tenso
         dtype: of the operands. None: the dtype of the layer's weight.
     """
     weight = layer.weight
-    # On a CPU, to make a half-precision copy of the weight costs as much as the product.
+    # On a CPU, a half-precision copy of the weight would cost as much as the product.
     if dtype is None or (weight.device.type == "cpu" and weight.dtype not in HALF):
         dtype = weight.dtype
     with torch.autocast(x.device.type, enabled=False):

@@ -251,7 +251,7 @@ def _add_version(nodes: dict[str, Node], key: str, uri: str | None) -> None:
 
 
 def _add_rows(nodes: dict[str, Node], node: Node, counts: dict[str, int], uri: str | None) -> None:
-    """Adds the versions whose conversations a box learned from: boxes for those with the most rows, lines for the others."""
+    """Adds boxes for the versions whose conversations a node learned from, or lines if they gave few rows."""
     for version, rows in most_frequent(counts, MAX_ROW_ARROWS).items():
         if Ref.parse(version).version:
             node.rows_from[version] = rows

@@ -77,7 +77,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
 
 
 def by_version(job: Job, inputs: Mapping[str, str]) -> Job:
-    """Returns the job with these pinned inputs in place of the names that it gives them."""
+    """Replaces the names of models in a job by the pinned versions."""
     named: dict[str, Any] = {key: inputs[key] for key in INPUTS if key in inputs}
     if "reward.0" in inputs:
         weights = [weight for _, weight in job.rewards]

@@ -1,4 +1,4 @@
-"""Continuous batching: the completions of all requests are written together, a token of each in a step, for all policies.
+"""Continuous batching: each step writes one token of every completion, for all requests and policies together.
 
 A row joins at any step and leaves when it ends. One thread has the decoder. It hands over rows that wait, delivers what was
 written, and between steps runs what other threads request (`run`): scores, and new versions.

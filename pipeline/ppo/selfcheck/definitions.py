@@ -28,7 +28,7 @@ Numbers = np.ndarray  # one for each action of a row
 
 @dataclass
 class Row:
-    """One completion, as the trainer has it."""
+    """One completion in plain numbers, taken from the trainer."""
 
     index: int
     score: float
