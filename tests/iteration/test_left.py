@@ -94,22 +94,15 @@ def test_an_edited_input_is_pinned_again(tmp_path, monkeypatch):
     monkeypatch.setattr(
         command, "pin_inputs", lambda job, known: (job, {"reward.0": "models:/rlhf-rm/3"} | known)
     )
-    pinned = {
-        "evaluate": {
-            "policy": FIRST,
-            "baseline": FIRST,
-            "judge": "models:/old/1",
-            "reward.0": "models:/rlhf-rm/3",
-        }
-    }
-    left = left_by(tmp_path, "evaluate.judge=models:/old@champion", pinned=pinned)
+    evaluate = {"policy": FIRST, "baseline": FIRST, "judge": "models:/old/1", "reward.0": "models:/rlhf-rm/3"}
+    left = left_by(tmp_path, "evaluate.judge=models:/old@champion", pinned={"evaluate": evaluate})
 
     def known(judge: str) -> dict:
         given = [f"run.storage_path={tmp_path}", f"evaluate.judge={judge}"]
         return command.pinned(plans.read(DEMO, given), left)[1]["evaluate"]
 
-    assert known("models:/old@champion") == pinned["evaluate"]
-    assert known("models:/new@champion") == {k: v for k, v in pinned["evaluate"].items() if k != "judge"}
+    assert known("models:/old@champion") == evaluate
+    assert known("models:/new@champion") == {k: v for k, v in evaluate.items() if k != "judge"}
 
 
 def test_prompts_and_rewards_that_changed_do_not_continue_what_used_them(tmp_path):
@@ -119,11 +112,7 @@ def test_prompts_and_rewards_that_changed_do_not_continue_what_used_them(tmp_pat
         "dpo": {"eval": "b"},
         "evaluate": {"eval": "c", "judge": "j"},
     }
-    now = {
-        "collect": {"train": "A", "reward": "R"},
-        "dpo": {"eval": "b"},
-        "evaluate": {"eval": "C", "judge": "j"},
-    }
+    now = then | {"collect": {"train": "A", "reward": "R"}, "evaluate": {"eval": "C", "judge": "j"}}
     left = left_by(tmp_path, digests=then)
     command.check_content(plan, left, now)  # nothing has ended that used them
     for step in ("collect", "dpo"):
