@@ -1,4 +1,7 @@
-"""Each of TRL's DPO losses: it makes steps, resumes to the bit, passes the first-rows checks, and the job file explains it."""
+"""Each of TRL's DPO losses makes steps, resumes to the bit, passes the first-rows checks, and the job file explains it.
+
+With each of its KTO losses, with a KL term or without, rows come in random order.
+"""
 
 import random
 import re
@@ -11,7 +14,9 @@ from running import ROOT
 from pipeline.config import load_job
 from pipeline.config.schema_of import WORDS
 from pipeline.data.feed import ExactBatches
-from pipeline.runtime import trl_checks
+from pipeline.data.kl_pairs import PairedBatches
+from pipeline.runtime import training, trl_checks
+from pipeline.stages.kto import sampling
 
 LOSSES = WORDS["DPOConfig.loss_type"].split()
 # Of the losses, those that CI's quick tests train with: of the logistic ones, with a label smoothing, with a running mean,
@@ -20,24 +25,17 @@ QUICK = "sigmoid robust bco_pair aot discopop".split()
 NEEDS = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 0.001}}
 
 
-def trainer(loss, folder):
-    """TRL's trainer as the stage makes it, on random pairs; a sft adapter that is not zero."""
+def trainer(stage, batches, rows, folder, **settings):
+    """TRL's trainer as the stage makes it, on tokenised rows; a sft adapter that is not zero."""
+    import trl
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
     from toy_data import tokenizer
     from transformers import LlamaForCausalLM
-    from trl import DPOConfig, DPOTrainer
 
-    class Trainer(ExactBatches, DPOTrainer):
-        def _prepare_dataset(self, dataset, *_):
-            return dataset
+    class Trainer(training.TokenizedRows, batches, getattr(trl, f"{stage.upper()}Trainer")):
+        pass
 
-    dice = random.Random(0)
-
-    def ids():
-        return [dice.randrange(3, 250) for _ in range(dice.randrange(3, 8))]
-
-    rows = [{"prompt_ids": ids(), "chosen_ids": ids(), "rejected_ids": ids()} for _ in range(16)]
     torch.manual_seed(0)
     words = tokenizer()
     model = LlamaForCausalLM(toy.config(vocab_size=len(words)))
@@ -45,12 +43,21 @@ def trainer(loss, folder):
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data += 0.05 * torch.randn_like(parameter)
-    args = DPOConfig(
+    args = getattr(trl, f"{stage.upper()}Config")(
         output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, bf16=False, max_length=None, max_steps=2,
-        gradient_checkpointing=False, per_device_train_batch_size=4, logging_steps=1, save_steps=1, learning_rate=1e-2,
-        loss_type=[loss], **NEEDS.get(loss, {}),
+        gradient_checkpointing=False, per_device_train_batch_size=4, logging_steps=1, save_steps=1, learning_rate=1e-2, **settings,
     )  # fmt: skip
     return Trainer(model=model, args=args, train_dataset=Dataset.from_list(rows), processing_class=words)
+
+
+def dpo(loss, folder):
+    dice = random.Random(0)
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    rows = [
+        {name: [dice.randrange(3, 250) for _ in range(dice.randrange(3, 8))] for name in names}
+        for _ in range(16)
+    ]
+    return trainer("dpo", ExactBatches, rows, folder, loss_type=[loss], **NEEDS.get(loss, {}))
 
 
 def weights(made):
@@ -62,7 +69,7 @@ def weights(made):
     [pytest.param(loss, marks=[pytest.mark.slow] * (loss not in QUICK)) for loss in LOSSES],
 )
 def test_a_loss_is_checked_makes_steps_and_resumes(loss, tmp_path):
-    made = trainer(loss, tmp_path)
+    made = dpo(loss, tmp_path)
     made.model.eval()
     with torch.no_grad():
         found = trl_checks.compare("dpo", made, made.model, list(made.train_dataset))
@@ -73,7 +80,7 @@ def test_a_loss_is_checked_makes_steps_and_resumes(loss, tmp_path):
     made.train()
     end = weights(made)
     assert end.isfinite().all() and (end - start).abs().max() > 1e-4
-    again = trainer(loss, tmp_path)
+    again = dpo(loss, tmp_path)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert torch.equal(weights(again), end)
 
@@ -87,3 +94,14 @@ def test_each_loss_is_explained_and_can_be_named_alone(in_root):
             "jobs/demo/dpo.yaml", [f"trainer.loss_type={loss}", "trainer.loss_weights=null", *more], "dpo"
         )
         assert job.trainer["loss_type"] == [loss]
+
+
+@pytest.mark.parametrize("loss", WORDS["KTOConfig.loss_type"].split())
+def test_rows_of_kto_are_shuffled(loss, tmp_path):
+    rows = [{"prompt_ids": [3], "completion_ids": [4 + i, 5], "label": bool(i % 2)} for i in range(32)]
+    settings = {"loss_type": loss, "train_sampling_strategy": sampling(loss)}
+    made = trainer("kto", PairedBatches, rows, tmp_path, **settings)
+    own = 4 if made.calculate_KL else None  # behind its own rows a batch has those that it is paired with
+    batches = made.get_train_dataloader().batch_sampler
+    order = [row for batch in batches for row in list(batch)[:own]]
+    assert sorted(order) == list(range(32)) and order != sorted(order)
