@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import socket
 import tempfile
 from pathlib import Path
 
@@ -66,19 +65,16 @@ def of_stage(stage: str, *settings: str, inputs: dict[str, str]) -> list[str]:
 
 def of_pair(number: int, *settings: str, inputs: dict[str, str]) -> list[str]:
     """PPO on two workers; `number` is that of the fault that is planted in both, -1 for none."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     results = [str(Path(tempfile.mkdtemp(dir=folder())) / "said") for _ in range(2)]
-    mp.spawn(_worker, (port, number, settings, inputs, results), nprocs=2)
+    mp.spawn(_worker, (number, settings, inputs, results), nprocs=2)
     return [line for path in results for line in Path(path).read_text().split("\0") if line]
 
 
-def _worker(rank, port, number, settings, inputs, results):
+def _worker(rank, number, settings, inputs, results):
     import known_faults
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", f"file://{results[0]}-group", rank=rank, world_size=2)
     said = []
     with pytest.MonkeyPatch.context() as patch, _heard(said):
         alone.Alone.rank, alone.Alone.world = rank, 2
