@@ -71,52 +71,58 @@ def test_a_terminal_without_the_characters(monkeypatch):
     assert rb"between \u27e6 and \u27e7" in sink.buffer.getvalue()
 
 
-def test_no_completion_is_trained_to_end(tmp_path):
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    rows = write(tmp_path / "rows.jsonl", [{"messages": turns}])
-    apart = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %} </s>{% endfor %}"
-    text = make(tmp_path, train=rows, template=apart).report.render()
-    assert "no completion is trained with a token that generation stops on" in text
-    assert "the chat template leaves it out (model.chat_template)" in text
-    path = write(tmp_path / "long.jsonl", ROWS)
-    text = make(tmp_path, train=path, max_length=15, too_long="truncate").report.render()
-    assert "all of them are truncated (data.max_length)" in text
-    assert "stops on" not in make(tmp_path, train=path).report.render()
+TALK = {"messages": [USER, BOT]}
+APART = (
+    "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %} </s>{% endfor %}"
+)
+LONG = [{"prompt": "p" * (50 if i else 5), "completion": f" {i}"} for i in range(4)]
+MARGIN = {"prompt": "q", "chosen": " a", "rejected": " b", "margin": 1, "source": "x"}
+JOINS = [
+    {"prompt": "A red", "chosen": "apple", "rejected": " pear"},
+    {"prompt": "A ", "chosen": "b", "rejected": "c"},
+]
+TOOLS = {**TALK, "tools": [WEATHER], "id": 7, "label": True}
+ONCE = [ROWS[0], ROWS[0], {**ROWS[1], "completion": "a</s>"}]
+WINNER = {"columns": {"first": "x", "second": "y", "label": "winner"}}
+STARS = {"columns": {"label": "stars"}, "label": {"good": 4, "bad": 2}}
 
 
-def test_one_of_a_kind_is_not_plural(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [ROWS[0]])
-    assert "read        1 row\n" in make(tmp_path, train=path).report.render()
-    path = write(tmp_path / "rows.jsonl", [ROWS[0], ROWS[0], {**ROWS[1], "completion": "a</s>"}])
-    text = make(tmp_path, train=path).report.render()
-    assert "1 row repeats an earlier row (data.deduplicate=true removes them)" in text
-    assert "1 row contains special tokens in its text (</s> in 1); they are encoded as ordinary text" in text
-
-
-def test_the_report_names_columns_that_nothing_reads(tmp_path):
-    rows = [{"messages": [USER, BOT], "tools": [WEATHER], "id": 7, "label": True}] * 3
-    text = make(tmp_path, train=write(tmp_path / "rows.jsonl", rows)).report.render()
-    assert "not read    columns id, tools\n" in text
-    assert "the model does not see the `tools` of 3 rows" in text
-    rows = [{"prompt": "q", "chosen": " a", "rejected": " b", "margin": 1, "source": "x"}]
-    text = make(tmp_path, "rm", train=write(tmp_path / "pairs.jsonl", rows)).report.render()
-    assert "not read    column source\n" in text and "white space" not in text
-    text = make(
-        tmp_path, "ppo", train=write(tmp_path / "asked.jsonl", [{"prompt": "q", "id": 1}])
-    ).report.render()
-    assert "not read" not in text, "further columns go to Python rewards"
-
-
-def test_prompts_and_completions_that_run_into_each_other_are_warned_of(tmp_path):
-    rows = [
-        {"prompt": "A red", "chosen": "apple", "rejected": " pear"},
-        {"prompt": "A ", "chosen": "b", "rejected": "c"},
+def judged(*winners):
+    return [
+        {"prompt": f"q{i}", "x": f"a{i}", "y": f"b{i}", "winner": value} for i, value in enumerate(winners)
     ]
-    path = write(tmp_path / "rows.jsonl", rows)
-    text = make(tmp_path, "rm", train=path).report.render()
-    assert '1 row of plain text joins prompt and completion without white space ("A redapple")' in text
-    assert "model.chat_template=plain" in text
-    assert "joins" not in make(tmp_path, "rm", train=path, apply_chat_template=True).report.render()
+
+
+SAID = [  # stage, rows, options, what the report says, what it does not say
+    ("sft", [TALK], {"template": APART}, ["no completion is trained with a token that generation stops on",
+        "the chat template leaves it out (model.chat_template)"], []),
+    ("sft", ROWS, {"max_length": 15, "too_long": "truncate"}, ["all of them are truncated (data.max_length)"], []),
+    ("sft", ROWS, {}, [], ["stops on"]),
+    ("sft", ROWS[:1], {}, ["read        1 row\n"], []),
+    ("sft", ONCE, {}, ["1 row repeats an earlier row (data.deduplicate=true removes them)",
+        "1 row contains special tokens in its text (</s> in 1); they are encoded as ordinary text"], []),
+    ("sft", [*LONG, LONG[0]], {"max_length": 20, "too_long": "truncate"}, ["dropped     3 whose prompt alone is too long",
+        "most rows (3 of 5) are left out as longer than 20 tokens", "\n\nduplicates    1 row repeats"], []),
+    ("sft", [TOOLS] * 3, {}, ["not read    columns id, tools\n", "the model does not see the `tools` of 3 rows"], []),
+    ("ppo", [{"prompt": "q", "id": 1}], {}, [], ["not read"]),  # other columns go to Python rewards
+    ("dpo", [MARGIN], {}, ["dpo does not use the column `margin`", "not read    column source\n"], []),
+    ("rm", [MARGIN], {}, ["not read    column source\n"], ["does not use", "white space"]),
+    ("rm", JOINS, {}, ['1 row of plain text joins prompt and completion without white space ("A redapple")', "model.chat_template=plain"], []),
+    ("rm", JOINS, {"apply_chat_template": True}, [], ["joins"]),
+    # what a label, or a rating, means is counted
+    ("dpo", judged("a", "b", "tie", "a", None), WINNER, ["  label       winner: a = first 2, b = second 1, tie 1\n"], []),
+    ("dpo", judged(1, 2, 2), WINNER, ["  label       winner: 1 = first 1, 2 = second 2\n"], []),
+    ("dpo", judged(0, 1, 0.25, 0), {**WINNER, "label": {"first": 0, "second": 1}}, ["  label       winner: 0 = first 2, 0.25 = first 1, 1 = second 1\n"], []),
+    ("dpo", judged(*(1 + i / 20 for i in range(20))), {**WINNER, "label": {"first": 1, "second": 2}}, ["  label       winner: first 10, tie 1, second 9\n"], []),
+    ("kto", [{"prompt": f"q{i}", "completion": "a", "stars": i % 5 + 1} for i in range(10)], STARS,
+     ["label       stars: 1 = bad 2, 2 = bad 2, 3 = neither 2, 4 = good 2, 5 = good 2\n"], []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "rows", "options", "said", "unsaid"), SAID)
+def test_what_the_report_says(tmp_path, stage, rows, options, said, unsaid):
+    text = make(tmp_path, stage, train=write(tmp_path / "rows.jsonl", rows), **options).report.render()
+    assert [one for one in said if one not in text] == [one for one in unsaid if one in text] == []
 
 
 def test_a_file_of_thumbs_and_its_report(tmp_path):
@@ -137,12 +143,6 @@ def test_a_file_of_thumbs_and_its_report(tmp_path):
     assert "labels      6 desirable, 6 undesirable" in prepared.report.render()
 
 
-def test_a_margin_that_dpo_does_not_use(tmp_path):
-    path = write(tmp_path / "pairs.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1}])
-    assert "dpo does not use the column `margin`" in make(tmp_path, "dpo", train=path).report.render()
-    assert "does not use" not in make(tmp_path, "rm", train=path).report.render()
-
-
 @pytest.mark.parametrize("stage", ["sft", "dpo", "ppo", "rm"])
 def test_an_end_that_generation_does_not_know(tmp_path, stage):
     """The template's end of turn is text to a tokenizer without that token, or a token that is no eos."""
@@ -160,44 +160,6 @@ def test_an_end_that_generation_does_not_know(tmp_path, stage):
     tok = tokenizer(CHATML)
     tok.generation_eos = [1]  # of generation_config.json
     assert 1 in eos_ids(tok)
-
-
-def test_the_report_says_so_if_most_rows_are_too_long(tmp_path):
-    rows = [{"prompt": "p" * (50 if i else 5), "completion": f" {i}"} for i in range(4)]
-    path = write(tmp_path / "rows.jsonl", [*rows, rows[0]])
-    text = make(tmp_path, train=path, max_length=20, too_long="truncate").report.render()
-    assert "dropped     3 whose prompt alone is too long" in text
-    assert "most rows (3 of 5) are left out as longer than 20 tokens" in text
-    assert "\n\nduplicates    1 row repeats" in text, "of all sets, not of the last one"
-
-
-@pytest.mark.parametrize(
-    ("values", "label", "expected"),
-    [
-        (["a", "b", "tie", "a", None], None, "winner: a = first 2, b = second 1, tie 1"),
-        ([1, 2, 2], None, "winner: 1 = first 1, 2 = second 2"),
-        ([0, 1, 0.25, 0], {"first": 0, "second": 1}, "winner: 0 = first 2, 0.25 = first 1, 1 = second 1"),
-        ([1 + i / 20 for i in range(20)], {"first": 1, "second": 2}, "winner: first 10, tie 1, second 9"),
-    ],
-)
-def test_what_a_label_means_is_counted(tmp_path, values, label, expected):
-    rows = [
-        {"prompt": f"q{i}", "x": f"a{i}", "y": f"b{i}", "winner": value} for i, value in enumerate(values)
-    ]
-    path = write(tmp_path / "rows.jsonl", rows)
-    columns = {"first": "x", "second": "y", "label": "winner"}
-    assert (
-        f"  label       {expected}\n"
-        in make(tmp_path, "dpo", train=path, columns=columns, label=label).report.render()
-    )
-
-
-def test_what_a_rating_means_is_counted(tmp_path):
-    rows = [{"prompt": f"q{i}", "completion": "a", "stars": i % 5 + 1} for i in range(10)]
-    path = write(tmp_path / "rows.jsonl", rows)
-    options = {"columns": {"label": "stars"}, "label": {"good": 4, "bad": 2}}
-    text = make(tmp_path, "kto", train=path, **options).report.render()
-    assert "label       stars: 1 = bad 2, 2 = bad 2, 3 = neither 2, 4 = good 2, 5 = good 2\n" in text
 
 
 @pytest.mark.parametrize(
