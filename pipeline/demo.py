@@ -23,19 +23,8 @@ WORLD = {
     "South America": "Peru Lima, Chile Santiago, Ecuador Quito, Colombia Bogota, Bolivia Sucre",
     "North America": "Canada Ottawa, Cuba Havana, Jamaica Kingston",
 }
-HELD_OUT = (
-    "Portugal",
-    "Austria",
-    "Norway",
-    "Estonia",
-    "Vietnam",
-    "Nepal",
-    "Jordan",
-    "Kenya",
-    "Ghana",
-    "Peru",
-    "Colombia",
-    "Cuba",
+HELD_OUT = tuple(
+    "Portugal Austria Norway Estonia Vietnam Nepal Jordan Kenya Ghana Peru Colombia Cuba".split()
 )
 
 QUESTIONS = {

@@ -88,9 +88,8 @@ def prepare(
         on_ray = not ray_for_rows or sum(file.size for some in files.values() for file in some) > SMALL
         with ray_for_rows() if on_ray and ray_for_rows else contextlib.nullcontext():
             repeated = repeated_rows(run(hash_rows, chunks, on_ray), chunks) if data.deduplicate else {}
-            work = functools.partial(
-                tokenize, tokenizer=tokenizer, options=options, folder=folder, repeated=repeated
-            )
+            shared = {"tokenizer": tokenizer, "options": options, "folder": folder, "repeated": repeated}
+            work = functools.partial(tokenize, **shared)
             counts = run(work, chunks, on_ray)
         add_empty_files(counts)
         check(counts, options)
@@ -248,14 +247,8 @@ def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) ->
         name: [(storage.absolute(file.path), file.size, file.mtime, file.source) for file in listing]
         for name, listing in files.items()
     }
-    parts = [
-        VERSION,
-        DATE,
-        listed,
-        tokenizer_digest(tokenizer),
-        template_digest(tokenizer),
-        sorted(vars(options).items()),
-    ]
+    digests = tokenizer_digest(tokenizer), template_digest(tokenizer)
+    parts = [VERSION, DATE, listed, *digests, sorted(vars(options).items())]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 

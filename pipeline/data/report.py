@@ -198,11 +198,9 @@ class Report:
         lines = []
         for name, split in self.splits.items():
             lines.append(line(name, f"{split.kept:,} of {count(split.read)}, {count(split.tokens, 'token')}"))
-            lines += [
-                line(*entry) for entry in self._split(split) if entry[0] in ("labels", "dropped", "truncated")
-            ]
-            lines += [line(*entry) for entry in self._sources(name)]
-            lines += [line("warning", text) for text in self._warnings(name, split)]
+            chosen = [entry for entry in self._split(split) if entry[0] in ("labels", "dropped", "truncated")]
+            warnings = [("warning", text) for text in self._warnings(name, split)]
+            lines += [line(*entry) for entry in (*chosen, *self._sources(name), *warnings)]
         if self.duplicates:
             lines.append(line("duplicates", f"{count(self.duplicates)} (not removed)"))
         return "\n".join([*lines, *(line("warning", note) for note in self.notes)])
@@ -226,15 +224,11 @@ class Report:
                 f"no chat template is applied to {rows} of plain text (model.chat_template=plain or "
                 "data.apply_chat_template=true does)"
             )
-        undesirable = split.kept - (split.desirable or 0)
+        good, lengths = split.desirable or 0, (split.prompt_tokens, split.completion_tokens)
         entries = [
             (True, "read", count(split.read)),
             (True, "kept", f"{split.kept:,} ({count(split.tokens, 'token')})"),
-            (
-                split.desirable is not None,
-                "labels",
-                f"{split.desirable or 0:,} desirable, {undesirable:,} undesirable",
-            ),
+            (split.desirable is not None, "labels", f"{good:,} desirable, {split.kept - good:,} undesirable"),
             *((True, "label", labels_in_words(*entry)) for entry in split.label_values.items()),
             (split.versions, "versions", versions_in_words(split.versions, split.kept)),
             (split.text_rows, "template", template),
@@ -242,11 +236,8 @@ class Report:
             *((True, "dropped", f"{rows:,} {name_of(why)}") for why, rows in sorted(split.dropped.items())),
             (split.truncated, "truncated", f"{split.truncated:,}"),
             *(
-                (lengths.get("max"), title, "   ".join(f"{key} {value}" for key, value in lengths.items()))
-                for title, lengths in (
-                    ("prompt tokens", split.prompt_tokens),
-                    ("completion tokens", split.completion_tokens),
-                )
+                (one.get("max"), title, "   ".join(f"{key} {value}" for key, value in one.items()))
+                for title, one in zip(("prompt tokens", "completion tokens"), lengths, strict=True)
             ),
         ]
         return [(title, text) for shown, title, text in entries if shown]
@@ -287,10 +278,8 @@ class Report:
             why, key = "all of them are truncated", "data.max_length"
         contrary = f"{count(split.contradictions, 'completion')} with both labels for the same prompt"
         if split.desirable is None:
-            contrary = (
-                f"{count(split.contradictions, 'pair')} of completions in both orders, A preferred to B and B to A for the "
-                "same prompt"
-            )
+            both = "completions in both orders, A preferred to B and B to A for the same prompt"
+            contrary = f"{count(split.contradictions, 'pair')} of {both}"
         prompts, same = self.overlap if name == "eval" and self.overlap else (0, 0)
         entries = [
             (

@@ -153,10 +153,10 @@ class Kind:
         values: dict[str, Any] = {
             "prompt_ids": prompt,
             "input_ids": prompt,
-            "completion_ids": chosen,
             "row": row,
+            "margin": record.margin,
         }
-        values |= {"chosen_ids": chosen, "rejected_ids": rejected, "margin": record.margin}
+        values |= {"completion_ids": chosen, "chosen_ids": chosen, "rejected_ids": rejected}
         if "margin" in self.columns:  # a reward model reads prompt and completion as one
             values |= {"chosen_ids": prompt + sides[0], "rejected_ids": prompt + sides[1]}
         if record.labels:

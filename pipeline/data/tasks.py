@@ -349,15 +349,12 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
     `prompt_tokens` is the length of the prompt that both sides of a pair begin with.
     """
     if "labels" in columns:
-        return clip(
-            marked(tokenizer, columns["input_ids"], [label != -100 for label in columns["labels"]]), limit
-        )
+        trained = [label != -100 for label in columns["labels"]]
+        return clip(marked(tokenizer, columns["input_ids"], trained), limit)
     if "input_ids" in columns:
         return clip(tokenizer.decode(columns["input_ids"]), limit)
-    sides: tuple[Any, ...] = (
-        columns.get("completion_ids", columns.get("chosen_ids")),
-        columns.get("rejected_ids"),
-    )
+    first = columns.get("completion_ids", columns.get("chosen_ids"))
+    sides: tuple[Any, ...] = first, columns.get("rejected_ids")
     prompt = columns.get("prompt_ids", sides[0][:prompt_tokens])
     if "prompt_ids" not in columns:
         sides = sides[0][prompt_tokens:], sides[1][prompt_tokens:]
