@@ -18,7 +18,9 @@ import sys
 import threading
 import time
 import traceback
+import unicodedata
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 from pipeline.system import storage
@@ -186,7 +188,7 @@ class Screen(Output):
         """Shows a line that the next one replaces. Returns False if stdout is no terminal."""
         if not self.stream.isatty():
             return False
-        self.put(WIPE + text[: shutil.get_terminal_size().columns - 1])
+        self.put(WIPE + fitted(text))
         self.flush()
         self.row = True
         return True
@@ -204,7 +206,7 @@ class Screen(Output):
         if row:
             self.put(WIPE)
         if progress:
-            self.put(progress + "\n")
+            self.put((fitted(progress) if row else progress) + "\n")
 
     def record(self, text: str) -> None:
         """Adds text to the log of the run, if one is open."""
@@ -214,6 +216,14 @@ class Screen(Output):
             except OSError as error:
                 self.log = None
                 print(f"warning: cannot write the log of the run any more: {error.strerror}", file=sys.stderr)
+
+
+def fitted(text: str) -> str:
+    """Returns the beginning of a line that fits the terminal, with room for the ^C that it may echo, and no half figure."""
+    room = shutil.get_terminal_size().columns - len("^C") - 1
+    widths = accumulate(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+    cut = text[: sum(width <= room for width in widths)]
+    return cut if cut == text else cut.rpartition("  ")[0].rstrip() or cut
 
 
 screen = Screen(sys.stdout)
