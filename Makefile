@@ -61,7 +61,7 @@ help: ## this list
 	@echo '  jobs/PROFILE, JOB=file.yaml one job. ARGS="key=value ..." sets its keys.'
 	@echo 'Example: make sft PROFILE=own ARGS="trainer.learning_rate=1e-4"'
 	@echo 'Set RAY_ADDRESS=http://HEAD:8265 to submit the stages to that Ray cluster.'
-	@echo 'Any failure is status 2 of make; python -m pipeline has finer ones (docs/runs.md).'
+	@echo 'Any failure is status 2 of make; rlhf has finer ones (docs/runs.md).'
 
 ##@ Start here
 setup: $(VENV)/.core ## create .venv and install; repeated only if the pins changed

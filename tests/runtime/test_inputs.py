@@ -70,7 +70,6 @@ WRONG = {
     "two scores": (two_scores, "no head of one score"),
     "two labels": (lambda at: change(at, "config.json", id2label={"0": "a", "1": "b"}), "with 2 labels; expected an adapter"),
     "another class": (lambda at: change(at, "config.json", architectures=["GPT2LMHeadModel"]), "is a GPT2LMHeadModel; expected"),
-    "another width": (lambda at: change(at, "config.json", n_embd=64), "has shape .* and config.json promises"),
     "no tokenizer": (lambda at: (at / "tokenizer.json").unlink(), "no tokenizer can be read from"),
     "an end beyond its embedding": (lambda at: change(at, "config.json", eos_token_id=10**6), "eos_token_id in config.json .*found 1000000"),
     "no configuration": (lambda at: (at / "config.json").unlink(), "has no config.json; .*python:MODULE:FUNCTION"),
