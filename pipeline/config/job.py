@@ -125,9 +125,8 @@ class Run:
 
 @dataclass(frozen=True)
 class MLflow:
-    tracking_uri: str | None = (
-        None  # by default $MLFLOW_TRACKING_URI, else sqlite:///<run.storage_path>/mlflow.db
-    )
+    # By default $MLFLOW_TRACKING_URI, else sqlite:///<run.storage_path>/mlflow.db.
+    tracking_uri: str | None = None
     # The MLflow experiment of the run.
     experiment: str = "rlhf"
     registered_model: str | None = None  # by default, nothing is registered
@@ -149,9 +148,8 @@ class Serve:
     # Completions that may wait for a place in a replica's batch; a request beyond that gets 429.
     max_queue: Annotated[int, "[1, 1000000]"] = 256
     max_choices: Annotated[int, "[1, 128]"] = 16  # completions of one request (its `n`)
-    max_body_bytes: Annotated[int, "[1024, 1073741824]"] = (
-        1048576  # largest size of a request; a larger one gets 413
-    )
+    # Largest size of a request; a larger one gets 413.
+    max_body_bytes: Annotated[int, "[1024, 1073741824]"] = 1048576
     # Seconds for a complete answer, including the wait for a place in the batch; then 504.
     timeout_s: Annotated[float, "(0, 86400]"] = 300.0
     # Size of the KV cache. By default as many tokens as fit into half of a GPU's free memory, or a quarter of a CPU's.
@@ -177,7 +175,7 @@ class Forward:
 
     local_rollout_forward_batch_size: Annotated[int, "[1, 1048576]"] = 64  # rows per forward
     bf16: bool = False  # matrix products in bfloat16 (autocast); on a CPU the base, too
-    # Seconds that a Python reward may take for one row, in a call of its own; by default all rows are one call without a limit.
+    # Seconds that a Python reward may take for one row, in a separate call. By default all rows are one call without a limit.
     reward_timeout_s: Annotated[float | None, "(0, 31536000]"] = None
     # Rows that a Python reward scores at the same time, with reward_timeout_s.
     reward_threads: Annotated[int, "[1, 1024]"] = 8

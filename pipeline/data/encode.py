@@ -325,8 +325,7 @@ class Encoder:
         escaping = self.control.escaping(contents(prompt, *completions))
         if escaping is None:
             return prompt, completions, None
-        prompt, *completions_ = (escaped(part, escaping) for part in (prompt, *completions))
-        return prompt, tuple(completions_), escaping
+        return escaped(prompt, escaping), tuple(escaped(one, escaping) for one in completions), escaping
 
     def faulty(self, completions: Sequence[list[int]]) -> RowError | None:
         """Returns the error of a prompt's completions, as token ids, if one is empty or both are equal, or None."""

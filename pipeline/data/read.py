@@ -60,7 +60,7 @@ def prepare(
     Args:
         stage: of the job, or `pairs` for held-out pairs (kinds.kind_of).
         data: the job's section, config.Data.
-        context_length: of the model, in tokens; None: its configuration states none.
+        context_length: tokens that the model can read, or None if its configuration does not say.
         packing: whether rows are to be packed; kinds of rows that do not pack ignore it.
         ray_for_rows: starts Ray, for a job that runs in this process: files above SMALL bytes are tokenized on it, others here,
             and the tables are pyarrow's. None: Ray is there already, and the tables are Ray Data's.

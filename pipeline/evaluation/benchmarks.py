@@ -183,7 +183,7 @@ def _rm_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str,
             if str(row.row["subset"]) == name
         ]
         subsets[name] = _share(own)
-    # Each level has as many entries, so the mean of all entries is that of the levels.
+    # The levels have equally many entries, so the mean over all entries equals the mean of the levels.
     return {**_overall([mean([mean(line) for line in won]) for won in wins]), **found}, subsets
 
 

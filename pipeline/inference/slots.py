@@ -47,7 +47,7 @@ class Slots(DynamicLayer):
                 kept[slots, :, : new.shape[2]] = new[prompts]
             else:
                 kept[cache.order[:count], :, cache.lengths[:count]] = new[:, :, 0]
-        if cache.joining is not None:  # prompts look at themselves alone
+        if cache.joining is not None:  # a prompt attends only to itself
             return key_states, value_states
         return self.keys[:count, :, : cache.seen], self.values[:count, :, : cache.seen]
 

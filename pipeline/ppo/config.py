@@ -92,7 +92,7 @@ class PPOConfig(Settings):
     normalize_rewards: bool = False
     """Normalize each reward's scores with the mean and standard deviation stored with the reward model's version."""
     reward_timeout_s: float | None = None
-    """Seconds that a Python reward may take for one row; a row that takes longer ends the run. Each row is a call of its own,
+    """Seconds that a Python reward may take for one row; a row that takes longer ends the run. Each row is a separate call,
     `reward_threads` of them at a time. By default, all rows are one call without a limit."""
     reward_threads: int = 8
     """Rows that a Python reward scores at the same time, with `reward_timeout_s`. 1 for one that draws random numbers."""

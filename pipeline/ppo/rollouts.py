@@ -116,9 +116,8 @@ class Rollout:
     chunks: list[Chunk]
     sampled: list[Sampled]  # one per chunk
     episodes: Episodes
-    raw: dict[str, list[float]] = field(
-        default_factory=dict
-    )  # each reward's scores of the episodes, by its name
+    # name of a reward -> its scores of the episodes
+    raw: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Rollouts:

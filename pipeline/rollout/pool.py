@@ -362,7 +362,7 @@ class Pool:
             raise
         finally:
             assignment.end = time.monotonic()
-        if made is None:  # a trainer died with its version, so this session will end as well
+        if made is None:  # a trainer died, and the version with it: this session ends, too
             task.attempts -= 1
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             await self._requeue(task)
