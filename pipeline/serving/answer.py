@@ -30,7 +30,7 @@ async def limit(seconds: float) -> AsyncIterator[None]:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as error:
-        raise Refused(504, f"no answer within {seconds:g} s (serve.timeout_s)", code="timeout") from error
+        raise Refused(504, f"no answer within {seconds:g} s (serve.timeout_s)") from error
 
 
 class Mailbox:
@@ -60,9 +60,7 @@ def submit(batcher: Batcher, rows: list[ServedRow]) -> None:
     try:
         batcher.submit(rows)
     except QueueFull as error:
-        raise Refused(
-            429, "as many completions wait as may (serve.max_queue); try again", code="rate_limit_exceeded"
-        ) from error
+        raise Refused(429, "as many completions wait as may (serve.max_queue); try again") from error
 
 
 class Answer:

@@ -44,6 +44,7 @@ from pipeline.serving.scores import ROWS, Scores, results
 from pipeline.system import console
 from pipeline.system.credentials import without_credentials
 
+TOO_LONG = "context_length_exceeded"  # the code of OpenAI
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head
 BODY_S = 30  # a client that is slower with its body would hold a place for nothing
@@ -159,9 +160,7 @@ def answered(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Await
             response = Response(status_code=499)
         except Exception as error:
             print(f"a request failed: {in_brief(error)}", flush=True)
-            why = Refused(
-                500, without_credentials(f"{type(error).__name__}: {error}")[:1000], code="internal_error"
-            )
+            why = Refused(500, without_credentials(f"{type(error).__name__}: {error}")[:1000])
             response = JSONResponse(why.body(), 500)
         self.metrics.requests.labels(
             request.url.path if request.url.path in PATHS else "other", response.status_code
@@ -241,7 +240,7 @@ class Server:
                 await self.recorder.take.remote(self.name, self._measured(), answers)
             except Exception as error:
                 self.answers = (answers + self.answers)[-MAX_UNSENT_ANSWERS:]
-                raise Refused(503, "the recorder restarts; try again", code="unavailable") from error
+                raise Refused(503, "the recorder restarts; try again") from error
 
     def _measured(self) -> Any:
         self.metrics.running.set(len(self.batcher.rows))
@@ -266,11 +265,7 @@ class Server:
             if scheme.lower() != "bearer" or not any(
                 [hmac.compare_digest(digest, known) for known in self.digests]
             ):
-                raise Refused(
-                    401,
-                    "expected `Authorization: Bearer TOKEN` with a token of this server",
-                    code="invalid_api_key",
-                )
+                raise Refused(401, "expected `Authorization: Bearer TOKEN` with a token of this server")
             return
         for header in ("host", "origin"):
             for value in request.headers.getlist(header):
@@ -288,15 +283,15 @@ class Server:
         most, body = self.serve.max_body_bytes, bytearray()
         given = request.headers.get("content-length", "0")
         if not given.isdigit() or int(given) > most:
-            raise Refused(413, f"a body of {given[:20]} bytes; expected at most {most}", code="too_large")
+            raise Refused(413, f"a body of {given[:20]} bytes; expected at most {most}")
         try:
             async with asyncio.timeout(BODY_S):
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > most:
-                        raise Refused(413, f"a body of more than {most} bytes", code="too_large")
+                        raise Refused(413, f"a body of more than {most} bytes")
         except TimeoutError as error:
-            raise Refused(408, f"the body did not arrive within {BODY_S} s", code="timeout") from error
+            raise Refused(408, f"the body did not arrive within {BODY_S} s") from error
         return protocol.decoded(bytes(body))
 
     # -------------------------------------------------------------------------------------------- requests
@@ -347,9 +342,7 @@ class Server:
         asked, served = await self._asked(request, CompletionRequest)
         if len(asked.prompts) * asked.n > self.serve.max_queue:
             most = f"at most {self.serve.max_queue} completions (serve.max_queue)"
-            raise Refused(
-                400, f"prompt: found {len(asked.prompts)} prompts; expected {most}", "prompt", "invalid_value"
-            )
+            raise Refused(400, f"prompt: found {len(asked.prompts)} prompts; expected {most}", "prompt")
         prompts = await asyncio.get_running_loop().run_in_executor(self.reader, self._ids, asked)
         answer = await completions.complete(self, asked, prompts, served)
         return JSONResponse(answer, headers={"x-model-version": served.version})
@@ -360,9 +353,7 @@ class Server:
         if asked.model not in self.models.policies:
             raise protocol.unknown("policy", asked.model, self.models.policies)
         if asked.n > self.serve.max_choices:
-            raise Refused(
-                400, f"n: found {asked.n}; expected at most {self.serve.max_choices}", "n", "invalid_value"
-            )
+            raise Refused(400, f"n: found {asked.n}; expected at most {self.serve.max_choices}", "n")
         return asked, self.models.policies[asked.model]
 
     def _ids(self, asked: CompletionRequest) -> list[list[int]]:
@@ -374,19 +365,11 @@ class Server:
         for prompt in asked.prompts:
             ids = self.encoder.ids([(prompt, None)])[0] if isinstance(prompt, str) else prompt
             if not ids or max(ids) >= vocabulary:
-                raise Refused(
-                    400,
-                    f"prompt: found {str(prompt)[:80]!r}; expected token ids below {vocabulary}",
-                    "prompt",
-                    "invalid_value",
-                )
+                why = f"prompt: found {str(prompt)[:80]!r}; expected token ids below {vocabulary}"
+                raise Refused(400, why, "prompt")
             if len(ids) > room:
-                raise Refused(
-                    400,
-                    f"prompt: {len(ids)} tokens; expected at most {room}",
-                    "prompt",
-                    "context_length_exceeded",
-                )
+                why = f"prompt: {len(ids)} tokens; expected at most {room}"
+                raise Refused(400, why, "prompt", TOO_LONG)
             prompts.append(ids)
         return prompts
 
@@ -402,16 +385,9 @@ class Server:
         if isinstance(outcome, Example):
             return outcome.columns["input_ids"]
         field = outcome.field.replace("prompt", "messages", 1) or "messages"
-        if outcome.kind == "too_long":
-            raise Refused(
-                400,
-                f"messages: {outcome.found}; expected {outcome.expected}",
-                "messages",
-                "context_length_exceeded",
-            )
-        raise Refused(
-            400, f"{field}: found {outcome.found}; expected {outcome.expected}", "messages", "invalid_value"
-        )
+        long = outcome.kind == "too_long"
+        why = f"{'messages:' if long else f'{field}: found'} {outcome.found}; expected {outcome.expected}"
+        raise Refused(400, why, "messages", TOO_LONG if long else None)
 
     @app.post("/score")
     @answered
@@ -422,7 +398,7 @@ class Server:
         if name not in self.models.rewards:
             raise protocol.unknown("reward model", name, self.models.rewards)
         if len(rows) > ROWS:
-            raise Refused(413, f"found {len(rows)} rows; expected at most {ROWS} a request", code="too_large")
+            raise Refused(413, f"found {len(rows)} rows; expected at most {ROWS} a request")
         served = self.models.rewards[name]
         loop = asyncio.get_running_loop()
         future, counts = await loop.run_in_executor(self.reader, self.scores.ask, served, rows)
@@ -440,9 +416,7 @@ class Server:
         try:
             written, refused = await self.recorder.give.remote(given.model_dump(exclude_none=True))
         except RayError as error:
-            raise Refused(
-                503, "the recorder is being started again; try again", code="unavailable"
-            ) from error
+            raise Refused(503, "the recorder restarts; try again") from error
         if refused:
             raise Refused(*refused)
         return JSONResponse(written)

@@ -62,7 +62,7 @@ async def _rate(
     """Rates the prompts in the batcher's thread, a batch between two steps of the rows that are being written."""
     shared, size = server.models.shared, server.args.local_rollout_forward_batch_size
     if server.job.rollout_config.engine == "vllm":
-        raise Refused(400, "echo: no log-probs of prompts with rollout.engine=vllm", "echo", "invalid_value")
+        raise Refused(400, "echo: no log-probs of prompts with rollout.engine=vllm", "echo")
     found: list[list[Rated]] = []
     async with limit(server.serve.timeout_s):
         for start in range(0, len(prompts), size):

@@ -95,7 +95,7 @@ class Reader:
         if isinstance(outcome, RowError):
             field = f"`{outcome.field}` is " if outcome.field else "found "
             why = f"{key}: no row to learn from: {field}{outcome.found}; expected {outcome.expected}"
-            raise Refused(400, why, key, "invalid_value")
+            raise Refused(400, why, key)
 
 
 class FeedbackStore:
@@ -189,15 +189,12 @@ class FeedbackStore:
         said = Feedback.model_validate(feedback)
         found = self.known.execute("SELECT answer FROM answers WHERE id = ?", (said.id,)).fetchone()
         if found is None:
-            raise Refused(404, "no answer with this id is known here", "id", "not_found")
+            raise Refused(404, "no answer with this id is known here", "id")
         answer = json.loads(found[0])
         for key, choice in (("choice", said.choice), ("chosen", said.chosen), ("rejected", said.rejected)):
             if choice is not None and choice >= answer["choices"]:
                 raise Refused(
-                    400,
-                    f"{key}: found {choice}, and the answer has {answer['choices']} choices",
-                    key,
-                    "invalid_value",
+                    400, f"{key}: found {choice}, and the answer has {answer['choices']} choices", key
                 )
         what = {"kind": said.kind, **said.model_dump(exclude_none=True, exclude={"id"})}
         if said.edit is not None:
@@ -207,7 +204,7 @@ class FeedbackStore:
             "SELECT what FROM said WHERE answer = ? AND name = ? AND kind = ?", (said.id, name, said.kind)
         ).fetchone()
         if earlier is not None and json.loads(earlier[0]) != what:
-            raise Refused(409, "other feedback was given before, and the first counts", "id", "already_given")
+            raise Refused(409, "other feedback was given before, and the first counts", "id")
         if earlier is None:
             file, row = self._row(answer, said, name, what)
             if self.reader is not None:
@@ -257,7 +254,7 @@ class FeedbackStore:
         """Appends one line and flushes it to disk before returning. Raises Refused if the folder is full."""
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
         if self.bytes + len(line) > self.max_bytes // 2:
-            raise Refused(507, "the feedback folder is full (serve.feedback_bytes)", code="full")
+            raise Refused(507, "the feedback folder is full (serve.feedback_bytes)")
         file = os.open(self.folder / f"{name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         before = os.fstat(file).st_size
         try:

@@ -19,18 +19,34 @@ Request = TypeVar("Request", bound=BaseModel)
 Asked = TypeVar("Asked", bound="Sampled")
 
 
+# HTTP status of a refused request -> its usual `code`, a word for programs
+CODES = {
+    400: "invalid_value",
+    401: "invalid_api_key",
+    404: "not_found",
+    408: "timeout",
+    409: "already_given",
+    413: "too_large",
+    429: "rate_limit_exceeded",
+    500: "internal_error",
+    503: "unavailable",
+    504: "timeout",
+    507: "full",
+}
+
+
 class Refused(Exception):
     """A request that is not answered.
 
     Args:
         status: of HTTP.
         param: of the request, that is wrong.
-        code: a word for programs.
+        code: a word for programs. None: that of the status.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code = status, message, param, code or CODES.get(status)
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -194,7 +210,7 @@ def read(kind: type[Request], value: Any) -> Request:
         if first["loc"] and first["type"] != "missing":
             message += f"; found {value.get(first['loc'][0])!r:.80}"
         param = path or message.partition(":")[0]
-        raise Refused(400, f"{path}: {message}" if path else message, param, "invalid_value") from error
+        raise Refused(400, f"{path}: {message}" if path else message, param) from error
 
 
 # ------------------------------------------------------------------------------------------------- answers
