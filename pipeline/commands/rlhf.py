@@ -53,7 +53,8 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     # The stages share the session and the checks of their jobs that start here.
     on_ray = [job for job in jobs.values() if not job.in_process]
-    with libraries.asked(*on_ray), session(next(iter(on_ray), jobs["sft"])):
+    with libraries.asked(*on_ray) as check, session(next(iter(on_ray), jobs["sft"])):
+        check()
         for number, (stage, module) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
             terminal.screen.following = following(stage, expected, results)

@@ -29,31 +29,34 @@ if TYPE_CHECKING:
 
 STEPS = 1_000_000  # length of the test schedule if the job sets no max_steps
 LOADED = ("trl.trainer.base_config", "transformers.trainer", "peft")
-_answers: dict[str, str | None] = {}  # request -> why a section is rejected, or None
-_running: dict[str, subprocess.Popen[str]] = {}
+_asked: set[str] = set()  # requests about which this process or its parent has asked already
 
 
 @contextlib.contextmanager
 def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
-    """Yields a function that waits for the answers about these jobs, and raises InputError for the first rejected one.
+    """Yields a function that waits for the answer about these jobs, and raises InputError for the first rejected one.
 
-    One child process answers about all of them, so the first to wait also reports what is wrong with the last.
+    Jobs that a caller further up has asked about are not asked about again: its check covers them.
     """
-    requests = [request for job in jobs if (request := _request(job))]
-    new = [one for one in dict.fromkeys(requests) if one not in _answers and one not in _running]
-    process = None
-    if new and all(module in sys.modules for module in LOADED):
-        _answers.update({one: problem(json.loads(one)) for one in new})
-    elif new:
-        process = _start(new)
+    requests = [one for job in jobs if (one := _request(job)) and one not in _asked]
+    here = not requests or all(module in sys.modules for module in LOADED)
+    process = None if here else _start(requests)
+
+    def check() -> None:
+        reasons = _answers(process) if process else map(problem, map(json.loads, requests))
+        if reason := next(filter(None, reasons), None):
+            raise InputError(reason)
+
+    _asked.update(requests)
     try:
-        yield lambda: _check(requests)
+        yield check
+    except BaseException:
+        _asked.difference_update(requests)
+        raise
     finally:
         if process is not None:
             process.kill()
             process.communicate()
-            for one in new:
-                _running.pop(one, None)
 
 
 def load() -> None:
@@ -69,8 +72,7 @@ def load() -> None:
 
 def accept(job: Job) -> None:
     """Records that the parent of this process has asked about the job already."""
-    if request := _request(job):
-        _answers[request] = None
+    _asked.add(_request(job) or "")
 
 
 def _request(job: Job) -> str | None:
@@ -86,37 +88,21 @@ def _request(job: Job) -> str | None:
 
 
 def _start(requests: list[str]) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        env=environment,
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, *requests],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         text=True,
-        stdin=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # the child process has ended; _check reports why
-        process.stdin.write(json.dumps(requests))
-        process.stdin.close()
-    process.stdin = None
-    _running.update(dict.fromkeys(requests, process))
-    return process
 
 
-def _check(requests: list[str]) -> None:
-    rejected: list[str | None] = []
-    for one in requests:
-        if one not in _answers:
-            printed, errors = _running[one].communicate()
-            if status := _running[one].returncode:
-                raise RuntimeError(f"cannot ask TRL and peft: exit status {status}\n{errors[-3000:]}")
-            answers = json.loads(printed.splitlines()[-1])
-            _answers.update(answers)
-            rejected += answers.values()
-        rejected.append(_answers[one])
-    if reason := next(filter(None, rejected), None):
-        raise InputError(reason)
+def _answers(process: subprocess.Popen[str]) -> list[str | None]:
+    printed, errors = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"cannot ask TRL and peft: exit status {process.returncode}\n{errors[-3000:]}")
+    return json.loads(printed.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------- in the process that has loaded them
@@ -179,5 +165,4 @@ def _trainer(asked: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    requests = json.load(sys.stdin)
-    print(json.dumps({one: problem(json.loads(one)) for one in requests}))
+    print(json.dumps([problem(json.loads(one)) for one in sys.argv[1:]]))
