@@ -432,7 +432,7 @@ def first_records(job: Job) -> Iterator[tuple[Kind, Record]]:
         chunk = chunks.plan(file, "train", kind)[0]
         for _, row, _ in itertools.islice(chunks.rows(chunk), preview.ROWS):
             for made in kind.rows(row):
-                record = checked(made, kind, chunk.format) if isinstance(made, dict) else None
+                record = checked(made, kind) if isinstance(made, dict) else None
                 if isinstance(record, Record):
                     yield kind, record
 

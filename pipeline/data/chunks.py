@@ -161,10 +161,3 @@ def locate(errors: list[RowError], chunk: Chunk) -> None:
     before = lines_before(chunk)
     for error in errors:
         error.file, error.line, error.unit = file, error.line + before, UNITS.get(chunk.format, "line")
-
-
-def where(chunk: Chunk, number: int) -> str:
-    """Returns file:line of a row by its number in the chunk."""
-    row = RowError("", "", "", "", line=number)
-    locate([row], chunk)
-    return row.where()

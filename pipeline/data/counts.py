@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.data.chunks import Chunk, where
+from pipeline.data.chunks import Chunk
 from pipeline.data.values import Reason, RowError
 
 FIRST = 10  # reasons of bad rows that a message names
 MAX_REASONS = 100  # reasons kept per chunk; for other reasons, bad rows are only counted by kind
-# Rows up to which duplicates, overlap and contradictions are counted: 8 or 16 bytes a row come to the driver.
+# Rows up to which duplicates and overlap are counted: 8 or 16 bytes a row come to the driver.
 MAX_COMPARED = 1 << 21
-# What is compared -> 64-bit numbers per row: the hash of its bytes; Record.digests; Record.preferences and the row's number.
-WIDTH = {"rows": 1, "records": 2, "preferences": 2}
+# What is compared -> 64-bit numbers per row: the hash of its bytes; Record.digests.
+WIDTH = {"rows": 1, "records": 2}
 
 
 @dataclass
@@ -48,8 +48,6 @@ class Counts:
     chunk: Chunk
     # (split, label, detail) -> rows or tokens, such as ("train", "dropped", "too_long") -> 3
     tally: Counter[tuple[str, str, Any]] = field(default_factory=Counter)
-    # (split, label) -> the first such row: its file:line, or a piece of text
-    first: dict[tuple[str, str], str] = field(default_factory=dict)
     # split -> (file, rows)
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)
     # the first row that is left out for each reason
@@ -159,27 +157,6 @@ def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
         return None
     prompts, rows = (int(np.isin(evaluated[:, side], train[:, side]).sum()) for side in (0, 1))
     return prompts, rows
-
-
-def contradictions(counts: Sequence[Counts]) -> tuple[int, str]:
-    """Returns (pairs that occur in both orders, or completions with both labels; the places of the first of them)."""
-    import numpy as np
-
-    table = compared("preferences", counts)
-    if table is None or not len(table):
-        return 0, ""
-    pairs, upper = table[:, 0] >> np.uint64(1), (table[:, 0] & np.uint64(1)).astype(bool)
-    both = np.intersect1d(pairs[upper], pairs[~upper])
-    if not len(both):
-        return 0, ""
-    first = int(np.isin(pairs, both).argmax())
-    other = int(((pairs == pairs[first]) & (upper != upper[first])).argmax())
-    ends = np.cumsum([len(one.keys["preferences"] or b"") // 16 for one in counts])
-    places = [
-        where(counts[int(np.searchsorted(ends, at, side="right"))].chunk, int(table[at, 1]))
-        for at in (first, other)
-    ]
-    return len(both), " and ".join(dict.fromkeys(places))
 
 
 # ---- numbers in words ------------------------------------------------------------------------------------------------

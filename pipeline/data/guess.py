@@ -18,7 +18,7 @@ from pipeline.data import reshape
 from pipeline.data.messages import dialogue, offered
 from pipeline.data.reshape import Preprocess, listed, value_at
 from pipeline.data.shapes import LABELS as VERDICTS
-from pipeline.data.shapes import as_json, is_good, kind_of, parse, shape_of
+from pipeline.data.shapes import is_good, kind_of, parse, shape_of
 from pipeline.data.values import RowError, setting, some
 from pipeline.errors import InputError, visible
 
@@ -133,7 +133,7 @@ def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> 
             continue
         shaped += shape_of(made, kind) is not None
         try:
-            parse(as_json(made, kind, "parquet"), kind)
+            parse(made, kind)
             read += 1
         except RowError:
             continue

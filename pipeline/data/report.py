@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,7 +11,6 @@ from pipeline.data import reshape
 from pipeline.data.chunks import locate
 from pipeline.data.counts import (
     Counts,
-    contradictions,
     count,
     duplicates,
     first_errors,
@@ -57,7 +56,6 @@ ERROR_NAMES = {
     "prompt_too_long": "whose prompt alone is too long: nothing of the completion is left",
 }
 MAX_LABELS = 8  # different values of a label that are shown one by one
-WAYS = {"text": "ordinary text", "control": "control tokens"}  # data.special_tokens
 
 
 @dataclass
@@ -89,16 +87,8 @@ class Split(Counted):
     completion_tokens: dict[str, int] = field(default_factory=dict)
     text_rows: int = 0  # rows whose prompt is plain text
     chat_rows: int = 0  # rows whose prompt is messages
-    # Rows whose prompt and completion meet without white space, and that no template separates.
-    joined: int = 0
-    joined_first: str = ""  # the text around the border in the first of these
     unread: dict[str, int] = field(default_factory=dict)  # column that the model does not see -> rows
     ended: int = 0  # rows whose trained tokens include an end token
-    contradictions: int = 0  # pairs of completions that occur in both orders; completions with both labels
-    contradictions_first: str = ""  # file:line of two such rows
-    special_rows: int = 0  # rows whose text contains special tokens
-    special_tokens: dict[str, int] = field(default_factory=dict)  # token -> rows
-    special_first: str = ""  # file:line of the first of these rows
 
 
 @dataclass
@@ -133,7 +123,6 @@ class Report:
     # (eval rows whose prompt is also in train, eval rows also there with completions), or None if not compared
     overlap: tuple[int, int] | None = None
     text_as_chat: bool = True  # whether the chat template is applied to prompts of plain text
-    special_tokens: str = "text"  # how those in the text of a row are encoded: text, or control
     notes: list[str] = field(default_factory=list)  # warnings about the dataset
     reused: bool = False
     seconds: float = 0.0
@@ -169,26 +158,20 @@ class Report:
             f"data for stage {self.stage}: at most {self.max_length} tokens a row, {did} in {self.seconds:.1f} s"
         ]
         for name, split in self.splits.items():
-            warnings = [("warning", line) for line in self._warnings(name, split)]
-            table = [*self._split(split), *self._sources(name), *warnings]
-            lines += ["", name, *(line(*entry) for entry in table)]
+            lines += ["", name, *(line(*entry) for entry in self._split(name, split))]
         if self.packed is not None:
             lines.append(line("packed", f"{count(self.packed)} of up to {self.max_length} tokens"))
         if self.duplicates:
-            verb = "repeats" if self.duplicates == 1 else "repeat"
-            lines += [
-                "",
-                f"duplicates    {count(self.duplicates)} {verb} an earlier row (data.deduplicate=true removes them)",
-            ]
+            repeats = f"{count(self.duplicates)} equal to an earlier row (data.deduplicate=true removes them)"
+            lines += ["", f"duplicates    {repeats}"]
         lines += [line("warning", note) for note in self.notes]
         if self.skipped:
             lines += ["", "first rows left out:", *(f"  {visible(row, lines=False)}" for row in self.skipped)]
         if self.samples and samples:
-            marks = {
-                "learned": ", the trained tokens between ⟦ and ⟧",
-                "scored": ", the completions between ⟦ and ⟧",
-            }
-            lines += ["", f"samples{marks.get(kind_of(self.stage).completions, '')}:"]
+            marked = {"learned": "trained tokens", "scored": "completions"}.get(
+                kind_of(self.stage).completions
+            )
+            lines += ["", f"samples{f', the {marked} between ⟦ and ⟧' if marked else ''}:"]
             for index, sample in enumerate(self.samples, 1):
                 lines += [f"--- {index} " + "-" * 66, visible(sample)]
         return "\n".join(lines)
@@ -198,9 +181,8 @@ class Report:
         lines = []
         for name, split in self.splits.items():
             lines.append(line(name, f"{split.kept:,} of {count(split.read)}, {count(split.tokens, 'token')}"))
-            chosen = [entry for entry in self._split(split) if entry[0] in ("labels", "dropped", "truncated")]
-            warnings = [("warning", text) for text in self._warnings(name, split)]
-            lines += [line(*entry) for entry in (*chosen, *self._sources(name), *warnings)]
+            shown = ("labels", "dropped", "truncated", "source", "warning")
+            lines += [line(*entry) for entry in self._split(name, split) if entry[0] in shown]
         if self.duplicates:
             lines.append(line("duplicates", f"{count(self.duplicates)} (not removed)"))
         return "\n".join([*lines, *(line("warning", note) for note in self.notes)])
@@ -215,15 +197,12 @@ class Report:
         repeated = f"{self.duplicates:,} duplicate{'s' * (self.duplicates > 1)}" if self.duplicates else ""
         return ", ".join(filter(None, [*parts, repeated]))
 
-    def _split(self, split: Split) -> list[tuple[str, str]]:
+    def _split(self, name: str, split: Split) -> list[tuple[str, str]]:
         """Returns the table of a split: (title, text)."""
-        rows = count(split.text_rows)
-        template = f"the chat template is applied to {rows} of plain text"
+        plain = f"{count(split.text_rows)} of plain text"
+        template = f"the chat template is applied to {plain}"
         if not self.text_as_chat:
-            template = (
-                f"no chat template is applied to {rows} of plain text (model.chat_template=plain or "
-                "data.apply_chat_template=true does)"
-            )
+            template = f"no chat template is applied to {plain} (model.chat_template=plain or data.apply_chat_template=true does)"
         good, lengths = split.desirable or 0, (split.prompt_tokens, split.completion_tokens)
         entries = [
             (True, "read", count(split.read)),
@@ -239,87 +218,67 @@ class Report:
                 (one.get("max"), title, "   ".join(f"{key} {value}" for key, value in one.items()))
                 for title, one in zip(("prompt tokens", "completion tokens"), lengths, strict=True)
             ),
+            *((True, "source", text) for text in self._sources(name)),
+            *((shown, "warning", text) for shown, text in self._warnings(name, split)),
         ]
         return [(title, text) for shown, title, text in entries if shown]
 
-    def _sources(self, name: str) -> list[tuple[str, str]]:
-        """Returns a line for each source, if there are several or one is on the Hub: its counts and its share of an epoch."""
+    def _sources(self, name: str) -> Iterator[str]:
+        """Yields for each source, if there are several or one is on the Hub, its counts and its share of an epoch."""
         sources = self.sources.get(name, [])
         if len(sources) < 2 and not any(one.revision for one in sources):
-            return []
+            return
         total = max(1, sum(one.rows if one.drawn is None else one.drawn for one in sources))
-        entries = []
         for one in sources:
             drawn = one.rows if one.drawn is None else one.drawn
-            columns = json.dumps(one.columns, ensure_ascii=False)
-            pieces = [
+            yield "".join((
                 one.path,
                 f" at commit {one.revision[:12]}" if one.revision else "",
                 f" through {one.transform}" if one.transform else "",
-                f" with columns {columns}" if one.columns else "",
+                f" with columns {json.dumps(one.columns, ensure_ascii=False)}" if one.columns else "",
                 f": read {one.read:,}, kept {one.kept:,}, dropped {one.dropped:,} ({count(one.tokens, 'token')})",
                 "" if one.drawn is None else f", {drawn:,} of {one.rows:,} drawn an epoch",
                 f", {drawn / total:.2%} of the rows",
                 f"; {versions_in_words(one.versions, one.kept)}" if one.versions else "",
-            ]
-            entries.append(("source", "".join(pieces)))
-        return entries
+            ))  # fmt: skip
 
-    def _warnings(self, name: str, split: Split) -> list[str]:
-        one = split.special_rows == 1
-        special = ", ".join(f"{token} in {rows:,}" for token, rows in [*split.special_tokens.items()][:5])
-        other = "text" if self.special_tokens == "control" else "control"
-        tools = split.unread.get("tools", 0)
+    def _warnings(self, name: str, split: Split) -> Iterator[tuple[Any, str]]:
+        """Yields (whether it concerns this split, warning)."""
+        yield (
+            split.unread.get("tools"),
+            (
+                f"the model does not see the `tools` of {count(split.unread.get('tools', 0))}, because the chat template does not "
+                "write them; for a template that does, set model.chat_template=FILE"
+            ),
+        )
         long = split.dropped.get("too_long", 0) + split.dropped.get("prompt_too_long", 0)
-        completions = kind_of(self.stage).completions
-        unended = completions == "learned" and name == "train" and split.kept and not split.ended
-        why, key = "the chat template leaves it out", "model.chat_template"
-        if split.truncated == split.kept:
-            why, key = "all of them are truncated", "data.max_length"
-        contrary = f"{count(split.contradictions, 'completion')} with both labels for the same prompt"
-        if split.desirable is None:
-            both = "completions in both orders, A preferred to B and B to A for the same prompt"
-            contrary = f"{count(split.contradictions, 'pair')} of {both}"
-        prompts, same = self.overlap if name == "eval" and self.overlap else (0, 0)
-        entries = [
+        yield (
+            long > split.kept,
             (
-                split.special_rows,
-                f"{count(split.special_rows)} {'contains' if one else 'contain'} special tokens in {'its' if one else 'their'} "
-                f"text ({special}); they are encoded as {WAYS[self.special_tokens]} (data.special_tokens={other} encodes them "
-                f"as {WAYS[other]}); first: {split.special_first}",
-            ),
-            (
-                split.joined,
-                f"{count(split.joined)} of plain text {'joins' if split.joined == 1 else 'join'} prompt and completion without "
-                f"white space ({show(split.joined_first)}): model.chat_template=plain puts them into a dialogue",
-            ),
-            (
-                tools,
-                f"the model does not see the `tools` of {count(tools)}, because the chat template does not write them; for a "
-                "template that does, set model.chat_template=FILE",
-            ),
-            (
-                long > split.kept,
                 f"most rows ({long:,} of {split.read:,}) are left out as longer than {self.max_length} tokens: a larger "
-                "data.max_length keeps them",
+                "data.max_length keeps them"
             ),
+        )
+        completions = kind_of(self.stage).completions
+        why = "the chat template leaves it out (model.chat_template)"
+        if split.truncated == split.kept:
+            why = "all of them are truncated (data.max_length)"
+        yield (
+            completions == "learned" and name == "train" and split.kept and not split.ended,
             (
-                unended,
                 "no completion is trained with a token that generation stops on, so the model does not learn to stop: "
-                f"{why} ({key})",
+                + why
             ),
+        )
+        prompts, same = self.overlap if name == "eval" and self.overlap else (0, 0)
+        same_too = f" ({same:,} with the same completion)" if completions != "written" else ""
+        yield (
+            prompts,
             (
-                split.contradictions,
-                f"{contrary}: these rows contradict each other; first: {split.contradictions_first}",
+                f"{count(prompts)} of data.eval with a prompt that is also in data.train{same_too}: metrics on them measure "
+                "memorization, not generalization"
             ),
-            (
-                prompts,
-                f"{count(prompts)} of data.eval {'has a prompt that is' if prompts == 1 else 'have prompts that are'} also in "
-                f"data.train{f' ({same:,} with the same completion)' if completions != 'written' else ''}: metrics on them "
-                "measure memorization, not generalization",
-            ),
-        ]
-        return [text for shown, text in entries if shown]
+        )
 
 
 # The names of splits on one line
@@ -361,14 +320,11 @@ def report_of(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Rep
         options.stage,
         options.max_length,
         text_as_chat=options.apply_template,
-        special_tokens=options.special_tokens,
     )
     for name in ("train", "eval"):
         with_split = [one for one in counts if any(split == name for split, *_ in one.tally)]
         if with_split:
             report.splits[name] = split_of(name, with_split)
-            both = contradictions(of_split(name, counts))
-            report.splits[name].contradictions, report.splits[name].contradictions_first = both
             report.sources[name] = [
                 source_of(name, with_split, source)
                 for source in sorted({one.chunk.source for one in with_split})
@@ -386,7 +342,7 @@ def report_of(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Rep
 
 
 def split_of(name: str, counts: Sequence[Counts]) -> Split:
-    """Returns the counts of `train` or `eval` over all tasks, without contradictions."""
+    """Returns the counts of `train` or `eval` over all tasks."""
     total, split = totals(counts, name), Split()
     split.fill(total)
     split.prompt_tokens, split.completion_tokens = (
@@ -394,9 +350,6 @@ def split_of(name: str, counts: Sequence[Counts]) -> Split:
     )
     for (column, meaning), rows in sorted(total["labels"].items()):
         split.label_values.setdefault(column, {})[meaning] = rows
-    for label in ("joined", "special"):
-        first = (one.first[name, label] for one in counts if (name, label) in one.first)
-        setattr(split, f"{label}_first", next(first, ""))
     return split
 
 
@@ -426,6 +379,19 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> list[st
     completions, total = options.kind.completions, totals(counts)
     if completions == "learned" and total["margins"]:
         warnings.append(f"{options.stage} does not use the column `margin`: only rm does")
+    if special := total["special_tokens"]:
+        ways = ("ordinary text", "text"), ("control tokens", "control")
+        (way, _), (other, value) = ways if options.special_tokens == "text" else reversed(ways)
+        names = ", ".join(f"{token} in {rows:,}" for token, rows in special.most_common(5))
+        warnings.append(
+            f"{count(total['special_rows'].total())} with special tokens in the text ({names}): they are encoded as {way} "
+            f"(data.special_tokens={value} encodes them as {other})"
+        )
+    if joined := total["joined"].total():
+        warnings.append(
+            f"{count(joined)} of plain text without white space between prompt and completion: model.chat_template=plain puts "
+            "them into a dialogue"
+        )
     messages = total["chat_rows"].total()
     if messages and is_plain(tokenizer) and not text_as_chat(tokenizer, None):
         warnings.append(

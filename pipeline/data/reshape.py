@@ -21,8 +21,6 @@ one is better. Columns such as response_0, response_1 and better_response_id set
 """
 
 import dataclasses
-import datetime
-import decimal
 import itertools
 import json
 import math
@@ -36,7 +34,17 @@ from functools import cache
 from typing import Any
 
 from pipeline.data.messages import decoded
-from pipeline.data.values import Dropped, RowError, fields_of, nearest, setting, show, some, type_name
+from pipeline.data.values import (
+    Dropped,
+    RowError,
+    fields_of,
+    nearest,
+    row_json,
+    setting,
+    show,
+    some,
+    type_name,
+)
 from pipeline.errors import InputError, in_brief
 from pipeline.system.functions import imported
 
@@ -75,20 +83,11 @@ def _as_row(made: Any, source: str) -> dict[str, Any]:
     """Returns a row as JSON has it: with text keys and without tuples."""
     try:
         if isinstance(made, dict):
-            return json.loads(json.dumps(made, default=_cell))  # type: ignore[no-any-return]
+            return json.loads(row_json(made))  # type: ignore[no-any-return]
         found = f"{type_name(made)} {show(made)}"
     except (TypeError, ValueError, RecursionError) as error:
         found = f"a row that is not JSON ({in_brief(error, 100)})"
     raise RowError("transform", "", f"{found} returned by {source}", EXPECTED)
-
-
-def _cell(value: Any) -> str:
-    """Returns as text a value that Parquet has and JSON lacks."""
-    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
-        return str(value)
-    if isinstance(value, bytes):
-        return f"<{len(value):,} bytes>"
-    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _place(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from pipeline.data.messages import (
     words,
 )
 from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, shapes_with
-from pipeline.data.values import RowError, check_values, fields_of, nearest, show, some, too_deep
+from pipeline.data.values import RowError, check_values, fields_of, nearest, row_json, show, some, too_deep
 from pipeline.references import Ref
 
 
@@ -61,12 +61,11 @@ class Record:
     # JSON: the prompt and all other columns, as a Python reward gets them
     row: str = ""
 
-    def joined(self) -> str:
-        """Returns the text around the border of a text prompt and completion that meet without white space, or ""."""
+    def joined(self) -> bool:
+        """Returns True if a text prompt and a completion meet without white space."""
         if not isinstance(self.prompt, str) or self.prompt[-1:].isspace():
-            return ""
-        sides = [str(side) for pair in self.pairs for side in pair]
-        return next((self.prompt[-20:] + side[:20] for side in sides if not side[:1].isspace()), "")
+            return False
+        return any(not str(side)[:1].isspace() for pair in self.pairs for side in pair)
 
     def prompt_content(self) -> str:
         """Returns a key that is equal for a text prompt and a single message with the same content. It splits the hold-out."""
@@ -81,20 +80,6 @@ class Record:
         prompt = self.prompt_content()
         completions = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
         return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{completions}").to_bytes(8)
-
-    def preferences(self) -> list[int]:
-        """Returns 64 bits for each pair: a digest of prompt and both completions. The lowest bit is which one is preferred.
-
-        For each rated completion, it is a digest of prompt and completion, and the lowest bit is the label.
-        """
-        keys = []
-        for at, pair in enumerate(self.pairs):
-            sides = [plain(side) for side in pair]
-            if self.labels or len(sides) == 2:
-                upper = self.labels[at] if self.labels else sides[0] < sides[1]
-                whole = json.dumps([self.prompt_content(), *sorted(sides)], ensure_ascii=False)
-                keys.append(digest(whole) & ~1 | upper)
-        return keys
 
 
 def digest(text: str) -> int:
@@ -180,7 +165,7 @@ _BAD = (
 )
 BAD = (0, -1, *_BAD.split())
 GOOD = (1, *"chosen desirable good like liked positive t thumbs_up true up y yes 👍".split())
-WEIGHTS = {"weight", "train"}  # fields of a message that say whether it is trained
+WEIGHTS = ("weight", "train")  # fields of a message that say whether it is trained
 
 
 def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
@@ -239,19 +224,11 @@ def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[
     """Returns the assistant turns that a row excludes from training: `weight: 0` (OpenAI's format) or `train: false`.
 
     Raises:
-        RowError: for a weight other than 0 and 1, and if no assistant turn is left to train.
+        RowError: if no assistant turn is left to train.
     """
     added = len(turns) - len(items)  # 1 if the system prompt comes from a separate field
-    excluded = set()
-    for index, item in enumerate(items):
-        for name in WEIGHTS & item.keys():
-            if item[name] is None:
-                continue
-            if item[name] not in (0, 1):
-                expected = "1 (train this turn) or 0 (do not)"
-                raise RowError("weight", f"{key}[{index}].{name}", show(item[name]), expected)
-            if not item[name]:
-                excluded.add(index + added)
+    off = (index for index, item in enumerate(items) if any(item.get(name) in (0, False) for name in WEIGHTS))
+    excluded = {index + added for index in off}
     assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
     if excluded and assistant <= excluded:
         raise RowError("weight", key, "no assistant turn that is to be trained", "one without `weight: 0`")
@@ -325,8 +302,8 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
 
 def margin_of(row: dict[str, Any]) -> float | None:
     """Returns by how much the score of `chosen` should exceed the score of `rejected`, or None if the row does not say."""
-    margin = row.get("margin")
-    if margin is None:
+    margin = decoded(row.get("margin"))  # in CSV a number is text, and nothing is empty text
+    if margin in (None, ""):
         return None
     if isinstance(margin, bool) or not isinstance(margin, int | float):
         raise RowError("wrong_type", "margin", show(margin), "a number")
@@ -390,7 +367,7 @@ def parse_scored(row: dict[str, Any], shape: str) -> Record:
     """Parses a demonstration or a preference, and stores the row for a Python reward."""
     read = parse_preference if shape in PREFERENCES else demonstration
     record = read(row, shape)
-    record.row = json.dumps({**row, "prompt": record.prompt}, ensure_ascii=False)
+    record.row = row_json({**row, "prompt": record.prompt})
     return record
 
 
@@ -437,7 +414,7 @@ def parse_benchmark(row: dict[str, Any], shape: str) -> Record:
     facts = {"benchmark": name, "subset": subset, "correct": correct, "completions": len(pairs)}
     read = {field for fields in BENCHMARKS.values() for field in fields}
     others = {key: value for key, value in row.items() if key not in read}
-    return Record(prompt, pairs, row=json.dumps({**others, "prompt": prompt, **facts}, ensure_ascii=False))
+    return Record(prompt, pairs, row=row_json({**others, "prompt": prompt, **facts}))
 
 
 def _as_list(value: Any, key: str) -> list[Any]:
@@ -464,7 +441,7 @@ def parse_prompt(row: dict[str, Any], shape: str) -> Record:
     else:
         prompt = prompt_text(row[shape], shape, row.get("system"))
     further = {key: value for key, value in row.items() if key != shape}
-    return Record(prompt, row=json.dumps({"prompt": prompt, **further}, ensure_ascii=False))
+    return Record(prompt, row=row_json({"prompt": prompt, **further}))
 
 
 def parse_answered(row: dict[str, Any], shape: str) -> Record:
@@ -564,38 +541,3 @@ def wrong_fields(row: dict[str, Any], kind: Kind) -> RowError:
 def example(kind: Kind) -> str:
     shape = min((needs for needs in kind.shapes.values() if "prompt" in needs), key=len)
     return "{" + ", ".join(f'"{name}": ...' for name in shape) + "}"
-
-
-# ---- values of CSV, Parquet and Arrow that JSON does not have --------------------------------------------------------
-
-
-DECODED = ("margin", "messages", "conversations")  # fields that a shape reads as a number or as a list
-ALWAYS = {"input", "system", "tools"}  # fields that a row of any shape may have
-
-
-def as_json(row: Any, kind: Kind, format: str) -> Any:
-    """Returns a row with values of JSON, converted from what its file's format has.
-
-    In CSV all values are text. A field that a shape reads as a number or a list is parsed as JSON, and an empty one is null.
-    In tables, values that JSON lacks become text in columns that no shape reads, for Python rewards. In columns that are
-    read they stay, and are rejected later.
-    """
-    if not isinstance(row, dict):
-        return row
-    if format in ("csv", "tsv"):
-        texts = {key: row[key] for key in DECODED if isinstance(row.get(key), str)}
-        return row | {key: decoded(text) if text.strip() else None for key, text in texts.items()}
-    if format in ("parquet", "arrow"):
-        read = ALWAYS | kind.further | {field for needs in kind.shapes.values() for field in needs}
-        return {key: value if key in read else jsonable(value) for key, value in row.items()}
-    return row
-
-
-def jsonable(value: Any) -> Any:
-    if value is None or isinstance(value, str | int | float):
-        return value
-
-    def as_text(one: Any) -> str:
-        return f"<{len(one):,} bytes>" if isinstance(one, bytes) else str(one)
-
-    return json.loads(json.dumps(value, default=as_text))

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.data.chunks import Chunk, locate, rows, where
+from pipeline.data.chunks import Chunk, locate, rows
 from pipeline.data.counts import Counts, totals
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.reshape import NOTHING, Preprocess
-from pipeline.data.shapes import Kind, Record, as_json, digest, kind_of, parse
+from pipeline.data.shapes import Kind, Record, digest, kind_of, parse
 from pipeline.data.values import Dropped, RowError
 from pipeline.system import storage
 
@@ -104,7 +104,7 @@ def tokenize(
             counts.add_key("rows", row_hash(raw))
         for made in kind.rows(row, task.note_label):
             done = isinstance(made, RowError | Dropped)
-            batch.append((number, made if done else checked(made, kind, chunk.format)))
+            batch.append((number, made if done else checked(made, kind)))
         size += len(raw)
         if len(batch) >= BATCH or size >= BATCH_BYTES:
             task.flush(batch)
@@ -128,10 +128,10 @@ def encoder_of(tokenizer: Any, options: Options, chunk: Chunk | None = None) -> 
     )
 
 
-def checked(row: Any, kind: Kind, format: str) -> Record | RowError:
-    """Returns the row of a file of this format as a Record, or what is wrong with it."""
+def checked(row: Any, kind: Kind) -> Record | RowError:
+    """Returns a row as a Record, or what is wrong with it."""
     try:
-        return parse(as_json(row, kind, format), kind)
+        return parse(row, kind)
     except RowError as error:
         return error
 
@@ -172,17 +172,13 @@ class Task:
             counts.add(name, "margins")
         if special := self.encoder.special_in(record):
             counts.add(name, "special_rows")
-            counts.first.setdefault((name, "special"), str(number))  # `close` finds its place
         for token in special:
             counts.add(name, "special_tokens", token)
         counts.add_key("records", record.digests())
-        for preferred in record.preferences():
-            counts.add_key("preferences", preferred.to_bytes(8, "little") + number.to_bytes(8, "little"))
         for column in self.encoder.unread(record):
             counts.add(name, "unread", column)
-        if not self.options.apply_template and (border := record.joined()):
+        if not self.options.apply_template and record.joined():
             counts.add(name, "joined")
-            counts.first.setdefault((name, "joined"), border)
         for item in outcomes:
             if isinstance(item, Example):
                 self.add_example(name, record, item)
@@ -238,9 +234,6 @@ class Task:
         named = {id(error): error for error in (*counts.errors.values(), counts.unread) if error}
         if named:
             locate([*named.values()], self.chunk)
-        for key, number in counts.first.items():
-            if key[1] == "special":
-                counts.first[key] = where(self.chunk, int(number))
 
 
 def hopeless(counts: Counts, options: Options) -> bool:

@@ -3,11 +3,14 @@
 Numbers are finite and text is Unicode.
 """
 
+import datetime
+import decimal
 import difflib
 import itertools
 import json
 import re
 import sys
+import uuid
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
@@ -62,10 +65,7 @@ class Dropped:
 
 
 def check_values(value: Any, name: str = "") -> None:
-    """Raises RowError for a number that is not finite, text that is not Unicode, or a date; RecursionError for deep nesting.
-
-    Tables hold dates, bytes and decimals, too (shapes.jsonable).
-    """
+    """Raises RowError for a number that is not finite and text that is not Unicode; RecursionError for deep nesting."""
     if isinstance(value, str):
         check_text(value, name)
     elif isinstance(value, float | int):
@@ -78,9 +78,6 @@ def check_values(value: Any, name: str = "") -> None:
         for key, item in value.items():
             check_text(key, name)
             check_values(item, f"{name}.{key[:60]}" if name else key[:60])
-    elif value is not None:
-        expected = "a value that JSON has: text, a number, true, false, null, a list or an object"
-        raise RowError("wrong_type", name, f"{type_name(value)} {show(value)}", expected)
 
 
 def check_text(value: str, name: str) -> None:
@@ -102,6 +99,19 @@ def read_value(text: str, at: int = 0) -> tuple[Any, int]:
         raise
     except ValueError:  # https://docs.python.org/3/library/stdtypes.html#int-max-str-digits
         return WIDE.raw_decode(text, at)
+
+
+def row_json(row: dict[str, Any]) -> str:
+    """Returns a row as JSON, in which dates, decimals and bytes of a table are text. Raises TypeError for other objects."""
+    return json.dumps(row, ensure_ascii=False, default=_as_text)
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal | uuid.UUID):
+        return str(value)
+    if isinstance(value, bytes):
+        return f"<{len(value):,} bytes>"
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def too_deep() -> RowError:

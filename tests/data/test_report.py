@@ -99,16 +99,16 @@ SAID = [  # stage, rows, options, what the report says, what it does not say
     ("sft", ROWS, {"max_length": 15, "too_long": "truncate"}, ["all of them are truncated (data.max_length)"], []),
     ("sft", ROWS, {}, [], ["stops on"]),
     ("sft", ROWS[:1], {}, ["read        1 row\n"], []),
-    ("sft", ONCE, {}, ["1 row repeats an earlier row (data.deduplicate=true removes them)",
-        "1 row contains special tokens in its text (</s> in 1); they are encoded as ordinary text"], []),
+    ("sft", ONCE, {}, ["1 row equal to an earlier row (data.deduplicate=true removes them)",
+        "1 row with special tokens in the text (</s> in 1): they are encoded as ordinary text"], []),
     ("sft", [*LONG, LONG[0]], {"max_length": 20, "too_long": "truncate"}, ["dropped     3 whose prompt alone is too long",
-        "most rows (3 of 5) are left out as longer than 20 tokens", "\n\nduplicates    1 row repeats"], []),
+        "most rows (3 of 5) are left out as longer than 20 tokens", "\n\nduplicates    1 row equal"], []),
     ("sft", [TOOLS] * 3, {}, ["not read    columns id, tools\n", "the model does not see the `tools` of 3 rows"], []),
     ("ppo", [{"prompt": "q", "id": 1}], {}, [], ["not read"]),  # other columns go to Python rewards
     ("dpo", [MARGIN], {}, ["dpo does not use the column `margin`", "not read    column source\n"], []),
     ("rm", [MARGIN], {}, ["not read    column source\n"], ["does not use", "white space"]),
-    ("rm", JOINS, {}, ['1 row of plain text joins prompt and completion without white space ("A redapple")', "model.chat_template=plain"], []),
-    ("rm", JOINS, {"apply_chat_template": True}, [], ["joins"]),
+    ("rm", JOINS, {}, ["1 row of plain text without white space between prompt and completion: model.chat_template=plain"], []),
+    ("rm", JOINS, {"apply_chat_template": True}, [], ["white space"]),
     # what a label, or a rating, means is counted
     ("dpo", judged("a", "b", "tie", "a", None), WINNER, ["  label       winner: a = first 2, b = second 1, tie 1\n"], []),
     ("dpo", judged(1, 2, 2), WINNER, ["  label       winner: 1 = first 1, 2 = second 2\n"], []),
@@ -133,10 +133,6 @@ def test_a_file_of_thumbs_and_its_report(tmp_path):
     splits = prepared.report.splits
     assert splits["train"].desirable + splits["eval"].desirable == 5
     assert f"{splits['train'].desirable} desirable, " in prepared.report.render()
-    assert "both labels" not in prepared.report.render()
-    rows.append({**rows[3], "label": not rows[3]["label"]})
-    report = make(tmp_path, "kto", train=write(tmp_path / "c.jsonl", rows)).report.render()
-    assert "1 completion with both labels for the same prompt" in report and "c.jsonl:4 and" in report
     pairs = [{"prompt": f"q {i}", "chosen": f" a {i}", "rejected": " no"} for i in range(6)]
     prepared = make(tmp_path, "kto", train=write(tmp_path / "b.jsonl", pairs))
     assert [row["label"] for row in rows_of(prepared.train)] == [True, False] * 6

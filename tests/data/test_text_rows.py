@@ -5,10 +5,9 @@ import gzip
 import json
 
 import pytest
-from toy_data import ROWS, make, parsed, read_rows, rows_of
+from toy_data import BOT, ROWS, USER, make, parsed, read_rows, rows_of
 
 from pipeline.data import text_rows
-from pipeline.data.shapes import as_json, kind_of
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 
@@ -181,15 +180,11 @@ def test_numbers_of_rows(tmp_path, content, expected):
     assert value in last[name]
 
 
-def test_lists_in_csv_are_json():
-    row = {
-        "messages": '[{"role": "user", "content": "1"}]',
-        "margin": " ",
-        "prompt": "42",
-        "conversations": "[{'from'",
-    }
-    turns = [{"role": "user", "content": "1"}]
-    assert as_json(row, kind_of("sft"), "csv") == row | {"messages": turns, "margin": None}
+def test_lists_and_numbers_in_csv_are_json():
+    turns = [USER, BOT]
+    assert parsed({"messages": json.dumps(turns)}, "sft") == parsed({"messages": turns}, "sft")
+    pair = {"prompt": "42", "chosen": "1", "rejected": "2"}
+    assert [parsed({**pair, "margin": text}, "rm").margin for text in ("0.5", "")] == [0.5, None]
 
 
 def test_csv_trains_and_its_errors_name_the_line(tmp_path):

@@ -236,8 +236,8 @@ def test_the_report_names_the_rows(tmp_path):
     made = make(tmp_path, train=path)
     text = made.report.render()
     assert (
-        "2 rows contain special tokens in their text (</s> in 2, <s> in 1); they are encoded as ordinary text "
-        f"(data.special_tokens=control encodes them as control tokens); first: {path}:6"
+        "2 rows with special tokens in the text (</s> in 2, <s> in 1): they are encoded as ordinary text "
+        "(data.special_tokens=control encodes them as control tokens)"
     ) in text
     ends = [row["input_ids"].count(tokenizer().eos_token_id) for row in rows_of(made.train)]
     assert ends == [1] * 7
