@@ -31,6 +31,7 @@ MAX_LOGITS = 1 << 28  # fp32 numbers per row, a GiB; longer rows do not go throu
 NUDGE = 0.02
 ANSWERS = ("chosen", "rejected")
 SIDES = ("chosen_ids", "rejected_ids")
+SAME_NUMBERS = "the trainer's numbers are those of the rows alone"
 ADAPTERS = {"policy": "default", "reference": "ref"}  # TRL's names of the adapters
 
 Row = dict[str, Any]
@@ -78,24 +79,25 @@ def compare(stage: str, trainer: Any, model: Any, rows: list[Row]) -> list[Findi
         desirable, undesirable = ([row for row in rows if row["label"] is label] for label in (True, False))
         few = affordable(model, desirable)[-2:] + affordable(model, undesirable)[-1:]
     if not few:
-        return [
-            Finding(
-                "the trainer's numbers are those of the rows alone",
-                "not checked: the rows are too long",
-                None,
-            )
-        ]
-    if stage == "sft":
-        return [loss_of_single_rows(trainer, model, few)]
+        return [Finding(SAME_NUMBERS, "not checked: the rows are too long", None)]
+    findings = []
+    if stage in ("dpo", "kto"):
+        trainer._metrics["eval"].clear()
+        trainer.compute_loss(model, collated(trainer, model, few))  # TRL adds its metrics of the batch
+        findings.append(policy_is_reference(trainer, model, few))
+    numbers, limit = NUMBERS[stage](trainer, model, few)
+    if not numbers:
+        return [*findings, Finding(SAME_NUMBERS, "not checked: the job's loss has other terms", None)]
+    what, ours, alone = max(numbers, key=lambda number: abs(number[1] - number[2]))
+    found = f"{what} {ours:.6g} by the trainer, {alone:.6g} from the rows alone"
+    same = all(abs(ours - alone) <= limit for _, ours, alone in numbers)
+    findings.append(Finding(SAME_NUMBERS, found, same))
     if stage == "rm":
-        return [scores_of_single_rows(trainer, model, few)]
-    metrics = trainer._metrics["eval"]
-    metrics.clear()
-    trainer.compute_loss(model, collated(trainer, model, few))  # TRL adds its metrics of the batch
-    reference = policy_is_reference(trainer, model, few, metrics)
-    if stage == "kto":
-        return [reference, kto_loss(trainer, model, few)]
-    return [reference, logprobs_of_single_rows(trainer, model, few, metrics)]
+        scores = torch.tensor([ours for _, ours, _ in numbers])
+        low = scores.equal(scores.bfloat16().float())
+        found = "the head computes in bfloat16, in which close scores are equal" if low else "float32"
+        findings.append(Finding("scores are computed in fp32", found, not low))
+    return findings
 
 
 # ----------------------------------------------------------------------------------------------------- tokens
@@ -140,9 +142,7 @@ def only_adapters_learn(trainer: Any, model: Any) -> Finding:
     wrong = {
         "of the base learn": [name for name in learning if ".default" not in name],
         "of the adapter are frozen": [
-            name
-            for name, p in model.named_parameters()
-            if not p.requires_grad and ".default." in name and "lora_" in name
+            name for name, p in model.named_parameters() if not p.requires_grad and ".default." in name
         ],
         "are not fp32": [name for name, p in learning.items() if p.dtype != torch.float32],
         "are not in the optimizer": [name for name, p in learning.items() if id(p) not in optimized],
@@ -282,61 +282,9 @@ def pairs_other_rows(trainer: Any) -> Finding:
 # ---------------------------------------------------------------------------- numbers of a batch, and of single rows
 
 
-def loss_of_single_rows(trainer: Any, model: Any, rows: list[Row]) -> Finding:
-    """Checks sft's loss on a padded or packed batch: the mean over its tokens of what each row alone gives."""
-    name, args = "the loss is that of the rows alone", trainer.args
-    if args.loss_type not in (None, "nll") or args.label_smoothing_factor or trainer.aux_loss_enabled:
-        return Finding(name, "not checked: the job has another loss", None)
-    loss = float(trainer.compute_loss(model, collated(trainer, model, rows)))
-    total, count = 0.0, 0
-    for part in (part for row in rows for part in _unpacked(row)):
-        learned = torch.tensor(part["labels"][1:]) != -100
-        total -= float(logprobs_alone(model, part["input_ids"])[learned].sum())
-        count += int(learned.sum())
-    plain = total / max(count, 1)
-    found = f"{loss:.5g} by the trainer, {plain:.5g} from {count} tokens of {len(rows)} rows one by one"
-    return Finding(name, found, abs(loss - plain) <= tolerance(trainer, model) * max(1.0, plain))
-
-
-def scores_of_single_rows(trainer: Any, model: Any, rows: list[Row]) -> Finding:
-    """Checks that scores in a padded batch are the head's output, in fp32, on the last token of each row alone."""
-    name = "scores are read at the last token, in fp32"
-    head = next((p for key, p in model.named_parameters() if p.requires_grad and _of_head(key)), None)
-    if head is None:
-        return Finding(name, "no scalar head learns: it is frozen, and random or the base's own", False)
-    owner = next(m for m in model.modules() if any(p is head for p in m.parameters(recurse=False)))
-    types: list[torch.dtype] = []
-    hook = owner.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
-    batch = collated(trainer, model, rows)
-    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    scores = model(**inputs).logits.squeeze(-1).float().cpu()
-    hook.remove()
-    body = model.get_base_model().base_model
-    plain = []
-    for ids in [row[side] for side in SIDES for row in rows]:
-        with trainer.compute_loss_context_manager():
-            hidden = body(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0, -1]
-        plain.append(float(head.flatten().float() @ hidden.float()))
-    largest = float((scores - torch.tensor(plain)).abs().max())
-    limit = tolerance(trainer, model) * max(1.0, max(map(abs, plain)))
-    found = f"they differ by up to {largest:.2g} from the head's output on the last token of the rows alone"
-    low = [kind for kind in types if kind != torch.float32]
-    if low:
-        found += f"; the head computes in {low[0]}, in which close scores are equal"
-    return Finding(name, found, largest <= limit and not low)
-
-
-def _of_head(name: str) -> bool:
-    return is_head(
-        name.replace(".modules_to_save.default", "").replace("base_model.model.base_model", "base_model")
-    )
-
-
-def policy_is_reference(
-    trainer: Any, model: Any, rows: list[Row], metrics: dict[str, list[float]]
-) -> Finding:
+def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> Finding:
     """Checks by TRL's metrics that policy and reference agree before the first step."""
-    name = "the policy starts as the reference"
+    name, metrics = "the policy starts as the reference", trainer._metrics["eval"]
     # TRL's rewards: beta times the log-ratio of policy and reference
     rewards = {key: metrics[f"rewards/{key}"][-1] for key in ANSWERS if f"rewards/{key}" in metrics}
     if not rewards:  # another implementation of the loss
@@ -350,33 +298,56 @@ def policy_is_reference(
     return Finding(name, found, same)
 
 
-def logprobs_of_single_rows(
-    trainer: Any, model: Any, rows: list[Row], metrics: dict[str, list[float]]
-) -> Finding:
-    """Checks by TRL's metrics that the log-probs of a batch are those of its completions alone."""
-    name = "log-probs are those of the completions alone"
-    if trainer.ld_alpha is not None or "logps/chosen" not in metrics:
-        return Finding(
-            name, "not checked: the loss weighs their tokens, or has no metrics of single rows", None
-        )
-    found, holds = [], True
-    for side in ANSWERS:
-        ours = metrics[f"logps/{side}"][-1]
-        logprobs = [completion_logprob(model, row["prompt_ids"], row[f"{side}_ids"]) for row in rows]
-        plain = sum(logprobs) / len(rows)
-        found.append(f"{side} {ours:.4g} by the trainer, {plain:.4g} alone")
-        holds &= abs(ours - plain) <= tolerance(trainer, model) * max(1.0, abs(plain))
-    return Finding(name, ", ".join(found), holds)
+# What a stage compares: [(name, by the trainer on a padded batch, from the rows alone)], none if the job's loss has other terms,
+# and the difference that rounding explains.
+Numbers = tuple[list[tuple[str, float, float]], float]
 
 
-def kto_loss(trainer: Any, model: Any, rows: list[Row]) -> Finding:
-    """Checks TRL's loss of a padded batch against eq. 7 of the paper (Ethayarajh et al. 2024) on single completions.
+def sft_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
+    """Compares the loss with the mean of -log p over the trained tokens."""
+    args = trainer.args
+    if args.loss_type not in (None, "nll") or args.label_smoothing_factor or trainer.aux_loss_enabled:
+        return [], 0.0
+    loss = float(trainer.compute_loss(model, collated(trainer, model, rows)))
+    parts = [part for row in rows for part in _unpacked(row)]
+    learned = [torch.tensor(part["labels"][1:]) != -100 for part in parts]
+    logprobs = [logprobs_alone(model, part["input_ids"])[at] for part, at in zip(parts, learned, strict=True)]
+    alone = -float(torch.cat(logprobs).mean())
+    return [("loss", loss, alone)], tolerance(trainer, model) * max(1.0, alone)
+
+
+def rm_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
+    """Compares the scores with the head's output, in fp32, on the last token of each row."""
+    batch, bare = collated(trainer, model, rows), model.get_base_model()
+    scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.flatten()
+    head = next(p for name, p in bare.named_parameters() if is_head(name) and "default" in name).float()
+    alone = []
+    for ids in [row[side] for side in SIDES for row in rows]:
+        with trainer.compute_loss_context_manager():
+            hidden = bare.base_model(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state
+        alone.append(float(head.flatten() @ hidden[0, -1].float()))
+    limit = tolerance(trainer, model) * max(1.0, *map(abs, alone))
+    return [("score", *pair) for pair in zip(scores.tolist(), alone, strict=True)], limit
+
+
+def dpo_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
+    """Compares TRL's metrics with the mean log-prob of the completions."""
+    metrics, numbers = trainer._metrics["eval"], []
+    if trainer.ld_alpha is None and "logps/chosen" in metrics:
+        for side in ANSWERS:
+            logprobs = [completion_logprob(model, row["prompt_ids"], row[f"{side}_ids"]) for row in rows]
+            alone = sum(logprobs) / len(rows)
+            numbers.append((f"log-prob of the {side}", metrics[f"logps/{side}"][-1], alone))
+    return numbers, tolerance(trainer, model) * max([1.0, *(abs(alone) for *_, alone in numbers)])
+
+
+def kto_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
+    """Compares the loss with eq. 7 of the paper (Ethayarajh et al. 2024).
 
     If policy and reference were equal, swapped labels would not show: the adapter is moved a little for this check.
     """
-    name = "the loss is the paper's on the completions alone"
     if trainer.aux_loss_enabled:
-        return Finding(name, "not checked: experts are balanced, too", None)
+        return [], 0.0
     others = [*rows[-1:], *rows[:-1]]
     with _nudged(model):
         loss = float(trainer.compute_loss(model, collated(trainer, model, rows)))
@@ -389,12 +360,15 @@ def kto_loss(trainer: Any, model: Any, rows: list[Row]) -> Finding:
         gain = (ratio - z0) if row["label"] else (z0 - ratio)
         terms.append(weights[row["label"]] / (1 + math.exp(trainer.beta * gain)))
     expected = sum(terms) / len(terms)
-    found = f"{loss:.6g} by the trainer, {expected:.6g} from {len(rows)} rows one by one; z0 {z0:.3g}"
     # A swapped label or a wrong z0 changes the loss by about beta times the log-ratios. Rounding errors grow with the log-probs.
     largest, longest = max(abs(ratio) for ratio, _ in ratios), max(size for _, size in ratios)
     doubt = tolerance(trainer, model) * (max(largest, z0) + 0.02 * longest)
-    limit = 1e-5 * max(1.0, expected) + doubt * trainer.beta * max(weights.values())
-    return Finding(name, found, abs(loss - expected) <= limit)
+    return [("loss", loss, expected)], 1e-5 * max(1.0, expected) + doubt * trainer.beta * max(
+        weights.values()
+    )
+
+
+NUMBERS = {"sft": sft_numbers, "rm": rm_numbers, "dpo": dpo_numbers, "kto": kto_numbers}
 
 
 def _log_ratio(model: Any, row: Row, other: Row) -> tuple[float, float]:

@@ -625,7 +625,7 @@ def _(batch):
 
 
 @fault(
-    "packed rows attend to each other", "sft", "loss is that of the rows alone", "trainer.packing=true",
+    "packed rows attend to each other", "sft", "loss .* from the rows alone", "trainer.packing=true",
     at=RUN,
 )  # fmt: skip
 @of_batches
@@ -674,7 +674,7 @@ def _(original, folder, config, tensors):
 
 
 @fault(
-    "the head is frozen and random", "rm", "it is frozen, and random|of the adapter are frozen", at=RUN,
+    "the head is frozen and random", "rm", "of the adapter are frozen", at=RUN,
 )  # fmt: skip
 @before_training
 def _(trainer):
@@ -688,7 +688,7 @@ def _(original, model):
     return None
 
 
-@fault("pooling stops before the end token", "rm", "scores are read at the last token", at=RUN)
+@fault("pooling stops before the end token", "rm", "score .* from the rows alone", at=RUN)
 @at_the_start
 def _(trainer):
     trainer.model.config.pad_token_id = trainer.processing_class.convert_tokens_to_ids("<|eot_id|>")
@@ -712,7 +712,7 @@ def _(columns):
 # ------------------------------------------------------------------------------------------------------- dpo, kto
 
 
-STARTS, PAPER = "policy starts as the reference", "the loss is the paper's"
+STARTS, PAPER = "policy starts as the reference", "loss .* from the rows alone"
 
 
 @fault("dpo's reference is the bare base", "dpo", STARTS, at=RUN)
@@ -725,7 +725,7 @@ def _(trainer):
 
 
 @fault(
-    "dpo's log-probs include the prompt", "dpo", "log-probs are those of the completions alone", at=RUN,
+    "dpo's log-probs include the prompt", "dpo", "log-prob .* from the rows alone", at=RUN,
 )  # fmt: skip
 @fault("kto's loss is over the prompts, too", "kto", PAPER, at=RUN)
 @of_batches
