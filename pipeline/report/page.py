@@ -13,8 +13,11 @@ from pipeline.report.panels import GROUPS
 from pipeline.report.plots import Drawing
 
 MAX_PANELS_WITHOUT_HEADINGS = 8
-# Pixels of the lineage graph: width of a box, gap between columns, height of a row, distance of an arrow to a box it passes.
-BOX, GAP, ROW, LANE = 178, 74, 104, 8
+BOX, GAP, ROW = (
+    178,
+    74,
+    104,
+)  # pixels of the lineage graph: width of a box, gap between columns, height of a row
 
 
 def render(runs: list[Run], table: list[list[str]] | None = None) -> str:
@@ -214,78 +217,35 @@ def as_yaml(job: dict[str, Any]) -> str:
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=100)
 
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom
-
-
 def graph(nodes: list[Node]) -> dict[str, Any]:
     """Returns the lineage as boxes and arrows with coordinates, for the template's <svg>."""
-    for_key = {node.key: node for node in nodes}
-
-    def left(node: Node) -> float:
-        return 8 + node.depth * (BOX + GAP)
-
-    def top(node: Node) -> float:
-        return 8 + node.row * ROW
-
-    def middle(node: Node) -> float:
-        return top(node) + height(node) / 2
-
-    def height(node: Node) -> float:
-        return 28 + 16 * len(node.lines)
-
-    def between(parent: Node, child: Node) -> list[Box]:
-        return [
-            (left(n), top(n), left(n) + BOX, top(n) + height(n))
-            for n in nodes
-            if parent.depth < n.depth < child.depth
-        ]
-
+    boxes = {
+        node.key: {
+            "x": 8 + node.depth * (BOX + GAP), "y": 8 + node.row * ROW, "height": 28 + 16 * len(node.lines),
+            "title": _short(node.title), "kind": node.kind, "full": node.key,
+            "lines": [_short(line, 22) for line in node.lines],
+        }
+        for node in nodes
+    }  # fmt: skip
     arrows = []
     for node in nodes:
-        learned = {key: count(rows) for key, rows in node.rows_from.items()}
-        both = {key: ", ".join(filter(None, (node.parents.get(key), rows))) for key, rows in learned.items()}
-        for key, role in (node.parents | both).items():
-            x1, y1 = left(for_key[key]) + BOX, middle(for_key[key])
-            x2, y2 = left(node) - 7, middle(node)
+        for key in node.parents | node.rows_from:
+            rows = [count(node.rows_from[key])] if key in node.rows_from else []
             arrows.append(
                 {
-                    "path": arrow(x1, y1, x2, y2, between(for_key[key], node)),
-                    "role": role,
-                    "kind": "rows" if key in learned else "parent",
-                    # Next to its parent: in the middle, the names of crossing arrows would overlap.
-                    "x": round(x1 + 0.3 * GAP), "y": round(y1 - 6),
+                    "parent": boxes[key],
+                    "child": boxes[node.key],
+                    "role": ", ".join(filter(None, [node.parents.get(key), *rows])),
+                    "kind": "rows" if rows else "parent",
                 }
-            )  # fmt: skip
-    boxes = [
-        {
-            "x": left(n), "y": top(n), "height": height(n), "title": _short(n.title), "kind": n.kind,
-            "lines": [_short(line, 22) for line in n.lines], "full": n.key,
-        }
-        for n in nodes
-    ]  # fmt: skip
+            )
     return {
-        "boxes": boxes,
+        "boxes": list(boxes.values()),
         "arrows": arrows,
         "box": BOX,
-        "width": max((left(n) + BOX + 8 for n in nodes), default=0),
-        "height": max((top(n) + height(n) + 8 + LANE for n in nodes), default=0),
+        "width": max((box["x"] + BOX + 8 for box in boxes.values()), default=0),
+        "height": max((box["y"] + box["height"] + 8 for box in boxes.values()), default=0),
     }
-
-
-def arrow(x1: float, y1: float, x2: float, y2: float, between: list[Box]) -> str:
-    """Returns an SVG path between two points, level at both ends, that passes between the boxes of the columns on its way."""
-
-    def curve(xa: float, ya: float, xb: float, yb: float) -> str:
-        bend = (xb - xa) / 2
-        return f"C{xa + bend:.0f} {ya:.0f} {xb - bend:.0f} {yb:.0f} {xb:.0f} {yb:.0f}"
-
-    if not between:
-        return f"M{x1:.0f} {y1:.0f}" + curve(x1, y1, x2, y2)
-    lanes = [y for _, top, _, bottom in between for y in (top - LANE, bottom + LANE)] + [y1, y2]
-    free = [y for y in lanes if not any(top - LANE < y < bottom + LANE for _, top, _, bottom in between)]
-    lane = min((y for y in free if y >= 0), key=lambda y: abs(y - y1) + abs(y - y2))
-    first, last = min(box[0] for box in between), max(box[2] for box in between)
-    return f"M{x1:.0f} {y1:.0f}" + curve(x1, y1, first, lane) + f"H{last:.0f}" + curve(last, lane, x2, y2)
 
 
 def _short(text: str, width: int = 25) -> str:

@@ -315,49 +315,6 @@ def test_the_lineage_draws_the_loop(migrated, tmp_path):
     assert page.data_tables(run)[0]["versions"].startswith("200 rows from models:/rlhf-dpo/1, 100 rows from")
 
 
-@pytest.mark.parametrize("rows", [(0, 0, 0), (0, 1, 0), (1, 0, 1), (0.5, 0.5, 1.5)])
-def test_no_arrow_of_the_lineage_hides_behind_a_box(rows):
-    """From the first column to the third it passes those of the second."""
-    nodes = [
-        gather.Node("base", "base", ["a", "b"], depth=0, row=rows[0]),
-        gather.Node("sft", "sft", ["a", "b"], {"base": ""}, depth=1, row=rows[1]),
-        gather.Node("rm", "rm", ["a"], {"base": ""}, depth=1, row=rows[1] + 1),
-        gather.Node(
-            "ppo", "ppo", ["a"], {"sft": "policy", "rm": "reward", "base": "judge"}, depth=2, row=rows[2]
-        ),
-    ]
-    drawn = page.graph(nodes)
-    assert len(drawn["arrows"]) == 5
-    for one in drawn["arrows"]:
-        for x, y in along(one["path"]):
-            assert 0 <= y <= drawn["height"]
-            assert not any(
-                b["x"] < x < b["x"] + drawn["box"] and b["y"] < y < b["y"] + b["height"]
-                for b in drawn["boxes"]
-            ), one
-
-
-def along(path):
-    """Points of an arrow's path: M, C and H of SVG."""
-    at, points = (0.0, 0.0), []
-    for command, text in re.findall(r"([MCH])([-\d. ]+)", path):
-        n = [float(value) for value in text.split()]
-        if command == "M":
-            at = (n[0], n[1])
-        elif command == "H":
-            points += [(at[0] + (n[0] - at[0]) * i / 50, at[1]) for i in range(51)]
-            at = (n[0], at[1])
-        else:
-            ends = [at, *zip(n[::2], n[1::2], strict=True)]
-            for t in (i / 50 for i in range(51)):
-                w = ((1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3)
-                points.append(
-                    tuple(sum(a * p[axis] for a, p in zip(w, ends, strict=True)) for axis in (0, 1))
-                )
-            at = ends[-1]
-    return points
-
-
 def test_the_samples_come_first_also_on_a_page_of_several_runs(runs, store):
     """Of the last run that has some; once."""
     for names in (("one-ppo",), ("one-sft", "one-rm", "one-ppo")):
