@@ -39,8 +39,10 @@ def run(job: Job) -> dict[str, Any]:
     planned = plan.make(job, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
     print("\n".join(table(planned)))
-    if planned.unread:
-        notes.append(f"the base's shape is built in, since its config.json cannot be read: {planned.unread}")
+    if planned.shape.unread:
+        notes.append(
+            f"the base's shape is built in, since its config.json cannot be read: {planned.shape.unread}"
+        )
     for note in notes:
         print(f"   note: {note}")
     print()
@@ -122,7 +124,7 @@ def check(job: Job, folders: dict[str, str]) -> None:
 def table(planned: Plan) -> list[str]:
     """Returns a line for each item: its size, and its phase if it is temporary."""
     lines = [
-        f"   {planned.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn. "
+        f"   {planned.shape.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn. "
         "Memory of one worker, rows at their longest:"
     ]
     for item in planned.items:
@@ -215,7 +217,7 @@ def on_gpus(planned: Plan, names: list[str]) -> bool:
 def rows_of(planned: Plan) -> tuple[Rows, str]:
     """Returns the rows of an epoch, read or assumed, and which of both in words."""
     with console.waiting("reading some of the rows"):
-        rows, how = look(planned.job, room_for_prompts(planned.job, planned.context))
+        rows, how = look(planned.job, room_for_prompts(planned.job, planned.shape.context))
     if rows is not None:
         return rows, how
     longest = planned.tokens[0]

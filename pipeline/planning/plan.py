@@ -99,17 +99,15 @@ class Settings:
 @dataclass(frozen=True)
 class Plan:
     job: Job
-    parameters: int
+    shape: Shape
     trainable: int
     items: list[Item]
     device: str  # cpu, cuda
     asked: Settings
     tokens: tuple[int, int]  # longest prompt and completion; of TRL's stages: longest row and 0
-    context: int  # context of the base in tokens
     moved: float  # bytes that a decoding step reads: the weights, and unpacked nf4
     cache: float  # bytes of keys and values of a token; later decoding steps read them
     gathered: float = 0.0  # bytes that a forward gathers from other workers, if the base is sharded
-    unread: str | None = None  # why the base's config.json cannot be read; shape.SHAPES has its shape then
 
     @property
     def peak(self) -> float:
@@ -142,28 +140,17 @@ def settings(job: Job, context: int) -> Settings:
         args = job.args
         prompt = job.data.max_length or context - args.response_length
         width = prompt + args.response_length
-        rows = args.per_device_train_batch_size
+        rows, decoded = args.per_device_train_batch_size, args.planned_rows(job.workers[0])
         if args.micro_batch_tokens:
             rows = max(1, args.micro_batch_tokens // width)
+        if job.rollout_config.engine == "vllm":
+            decoded = min(args.decoded(job.workers[0]), MOST_ROWS)
+        scored = args.micro_batch_tokens or FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"]
+        checkpointing = args.gradient_checkpointing is not False  # None means if it must
+        scored = max(width, min(scored, args.batch_size * width))
+        rows = min(rows, args.batch_size)
         return Settings(
-            min(rows, args.batch_size),
-            width,
-            job.bf16,
-            args.gradient_checkpointing is not False,  # None means if it must
-            1,
-            min(args.decoded(job.workers[0]), MOST_ROWS)
-            if job.rollout_config.engine == "vllm"
-            else args.planned_rows(job.workers[0]),
-            prompt,
-            args.response_length,
-            max(
-                width,
-                min(
-                    args.micro_batch_tokens
-                    or FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"],
-                    args.batch_size * width,
-                ),
-            ),
+            rows, width, job.bf16, checkpointing, 1, decoded, prompt, args.response_length, scored
         )
     given = job.trainer
     return Settings(
@@ -209,11 +196,11 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
     room_for_prompts(job, shape.context)
     asked = settings(job, shape.context)
     trainable = sum(size[role] for role in learning)
+    head = learns and job.stage == "ppo" and job.args.uses_critic and not job.args.has_critic_adapter
+    adapters = ", ".join(roles) + "; the critic is a head on the policy" * head
     items = [
         *_base_items(job, shape, learns),
-        Item(
-            f"adapters: {', '.join(roles)}{_critic(job) if learns else ''}", sum(size[role] for role in roles)
-        ),
+        Item(f"adapters: {adapters}", sum(size.values())),
         Item("Python, torch, Ray" if device == "cpu" else "CUDA context and workspaces", RUNTIME[device]),
     ]
     if learning:
@@ -223,29 +210,17 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         items += _update_items(job, shape, asked, device)
     if job.stage == "ppo" and asked.bf16:
         items.append(Item("the learning adapters in bfloat16", trainable / 2, "update"))
-    if asked.rollout_rows and not (learning and _samples_elsewhere(job)):
-        vllm = job.stage == "ppo" and job.rollout_config.engine == "vllm"
+    vllm = job.stage == "ppo" and job.rollout_config.engine == "vllm"
+    if asked.rollout_rows and not (learning and vllm and job.rollout_config.workers[1]):
         gpus = job.rollout_config.tensor_parallel_size if vllm and not learning else 1
         items += _rollout_items(shape, asked, device, vllm, gpus)
     if asked.scored:
         what = f"activations of a forward without gradients: {asked.scored:,} tokens"
         items.append(Item(what, asked.scored * shape.forward(asked.bf16), "score"))
     lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
-    moved = shape.weights + shape.unpacked
-    return Plan(
-        job,
-        shape.parameters,
-        int(trainable / 4),
-        items,
-        device,
-        asked,
-        lengths,
-        shape.context,
-        moved,
-        shape.cache(asked.bf16),
-        shape.body if _in_shards(job) and learns else 0.0,
-        shape.unread,
-    )
+    moved, cache = shape.weights + shape.unpacked, shape.cache(asked.bf16)
+    gathered = shape.body if _in_shards(job) and learns else 0.0
+    return Plan(job, shape, int(trainable / 4), items, device, asked, lengths, moved, cache, gathered)
 
 
 def _base_items(job: Job, shape: Shape, trains: bool) -> list[Item]:
@@ -276,12 +251,6 @@ def _update_items(job: Job, shape: Shape, asked: Settings, device: str) -> list[
         ),
         Item("logits and their gradients", _logits(job.stage, shape, tokens, device), "update"),
     ]
-
-
-def _samples_elsewhere(job: Job) -> bool:
-    """Returns whether vLLM samples in rollout workers, so that it takes no memory of the trainers."""
-    rollout = job.rollout_config
-    return job.stage == "ppo" and rollout.engine == "vllm" and bool(rollout.workers[1])
 
 
 def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool, gpus: int) -> list[Item]:
@@ -337,12 +306,6 @@ def _roles(job: Job) -> tuple[list[str], list[str]]:
     roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
     critic = ["critic"] * job.args.has_critic_adapter  # of a PPOConfig; a head weighs nothing
     return roles + critic, learning + critic
-
-
-def _critic(job: Job) -> str:
-    """Returns a note on a critic that takes no memory, or ""."""
-    head = job.stage == "ppo" and job.args.uses_critic and not job.args.has_critic_adapter
-    return "; the critic is a head on the policy" if head else ""
 
 
 def _moments(job: Job) -> float:
@@ -487,16 +450,12 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         args = plan.job.args
         episodes = args.total_updates(rows.count) * args.batch_size
         passes = 2 + args.has_critic_adapter  # old, reference, values; the reward is one more
-        learn = (
-            args.num_ppo_epochs
-            * (1 + args.has_critic_adapter)
-            * (2 if args.gradient_checkpointing is False else 3)
-        )
+        learning_passes = args.num_ppo_epochs * (1 + args.has_critic_adapter)
         tokens = episodes * (prompt + completion)
         mean = min(prompt + completion, asked.width)
         scored = _seconds(plan, gpu, tokens, asked.scored)  # a forward without gradients of all episodes
-        gathers = 2 * args.num_ppo_epochs * (1 + args.has_critic_adapter)
-        learning = _seconds(plan, gpu, tokens, asked.rows * mean, learn, gathers)
+        learn = learning_passes * (2 if args.gradient_checkpointing is False else 3)
+        learning = _seconds(plan, gpu, tokens, asked.rows * mean, learn, 2 * learning_passes)
         batches = math.ceil(episodes / args.decoded(workers))
         gathered = 0.0 if plan.job.rollout_config.workers[1] else gather_seconds(plan, gpu)
         # Both engines replay CUDA graphs, so a step takes as long as it reads the weights and the cache, half full on average.
@@ -536,7 +495,7 @@ def _seconds(
         passes: in units of a forward's products.
         gathers: how often that gathers the base; a forward and its backward do it twice.
     """
-    products = passes * tokens * 2.0 * plan.parameters / (gpu.tflops * 1e12 * UTILIZATION)
+    products = passes * tokens * 2.0 * plan.shape.parameters / (gpu.tflops * 1e12 * UTILIZATION)
     return max(products, gathers * tokens / max(1, at_once) * gather_seconds(plan, gpu))
 
 

@@ -219,7 +219,7 @@ def as_yaml(job: dict[str, Any]) -> str:
 
 def graph(nodes: list[Node]) -> dict[str, Any]:
     """Returns the lineage as boxes and arrows with coordinates, for the template's <svg>."""
-    boxes = {
+    boxes: dict[str, dict[str, Any]] = {
         node.key: {
             "x": 8 + node.depth * (BOX + GAP), "y": 8 + node.row * ROW, "height": 28 + 16 * len(node.lines),
             "title": _short(node.title), "kind": node.kind, "full": node.key,

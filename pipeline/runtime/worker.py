@@ -25,17 +25,20 @@ from pipeline.models import hub
 from pipeline.registry import lineage
 from pipeline.runtime import checkpoints, memory
 from pipeline.runtime.host import Host, Work
-from pipeline.runtime.preemption import PreemptionNotice
 from pipeline.runtime.resume import hold_worker_lock
 from pipeline.system import console, storage, terminal
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
 LIVE_INTERVAL_S = 0.5  # at most one line of progress in this time
 LIVE_METRICS = 3  # metrics that a line of progress shows
 OUTCOME = "outcome.json"  # in the last checkpoint of a run that reached its end
+NOTICE_INTERVAL_S = float(
+    os.environ.get("PIPELINE_NOTICE_EVERY_S", "5")
+)  # spot nodes give 30 to 120 s of notice
 
 
 def main(config: dict[str, Any]) -> dict[str, Any]:
@@ -147,6 +150,35 @@ def name_output(stage: str) -> None:
     print(f":actor_name:{stage}", file=sys.stderr, flush=True)
     terminal.mark_lines()
     console.silence_libraries()
+
+
+class PreemptionNotice:
+    """What the workers know of nodes that are about to go: Ray's drain notice, as a spot reclaim or `ray drain-node` gives it.
+
+    Every rank calls `poll` after every step. Asking Ray is a barrier of a few milliseconds, and all ranks have to ask at the
+    same step. They agree on the next one whenever they ask, so that it comes about every NOTICE_INTERVAL_S.
+    """
+
+    def __init__(self) -> None:
+        self.active = False  # a notice was given; the run commits one checkpoint for it
+        self._next, self._step, self._asked = 0, 0, time.monotonic()
+
+    def poll(self, step: int) -> bool:
+        """Returns True once: at the first step that knows of a notice."""
+        if self.active or step < self._next:
+            return False
+        import ray.train.collective
+
+        from pipeline.models.fsdp_sync import catch_up
+
+        now = time.monotonic()
+        step_s = (now - self._asked) / max(1, step - self._step)
+        gap = max(1, int(NOTICE_INTERVAL_S / max(step_s, 1e-3))) if self._step else 1
+        catch_up()
+        gap = ray.train.collective.broadcast_from_rank_zero(gap)
+        self._next, self._step, self._asked = step + gap, step, now
+        self.active = ray.train.get_preemption_info() is not None
+        return self.active
 
 
 class Worker(Host):
@@ -285,7 +317,7 @@ class Worker(Host):
         self,
         metrics: dict[str, float],
         save: Callable[[str], None] | None = None,
-        verify: Callable[[str], None] | None = None,
+        outputs: Callable[[str | None], list[torch.Tensor]] | None = None,
         facts: dict[str, Any] | None = None,
         samples: list[dict[str, Any]] | None = None,
         tables: dict[str, list[dict[str, Any]]] | None = None,
@@ -295,7 +327,7 @@ class Worker(Host):
         Args:
             metrics: the final ones; they decide the gate.
             save: writes adapter and head into a folder (on rank 0), or None if nothing was trained.
-            verify: raises if the adapter in that folder does not behave like the one in memory (on rank 0).
+            outputs: of a few rows, by the adapter in memory, or by the one in a folder (on rank 0).
             facts: more entries of lineage.json, e.g. the reward's mean and standard deviation.
             samples: prompts with completions before and after, for result.json.
             tables: rows for the report, saved as NAME.json next to the adapter.
@@ -315,14 +347,14 @@ class Worker(Host):
             shutil.rmtree(final, ignore_errors=True)
             os.makedirs(final)
             if save:
-                assert verify, "an adapter counts once it is checked to reload"
+                assert outputs, "an adapter counts once it is checked to reload"
                 adapter = os.path.join(final, "adapter")
                 os.makedirs(adapter)
                 save(adapter)
                 self.tokenizer.save_pretrained(adapter)
                 lineage.write(adapter, self._lineage(facts or {}))
                 print("checking that the adapter reloads as it was saved", flush=True)
-                verify(adapter)
+                require_reload(outputs(None), outputs(adapter), adapter)
             if self.metrics:
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "before_"))}
                 step = self.end["kept"]["step"] if self.end else self.step
@@ -357,6 +389,19 @@ class Worker(Host):
             self.metrics.close(patience)
         if self.local_rank == 0:
             shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def require_reload(trained: list[torch.Tensor], reloaded: list[torch.Tensor], folder: str) -> None:
+    """Raises RuntimeError if an adapter, loaded back onto the same base, gives other bits than the one that was trained.
+
+    Lost heads and renamed keys are the most reported faults of LoRA checkpoints, and peft only warns about them.
+    """
+    for row, (a, b) in enumerate(zip(trained, reloaded, strict=True)):
+        if not a.equal(b):
+            raise RuntimeError(
+                f"the saved adapter does not reload as it was: row {row} differs by {(a - b).abs().max().item():.3g}; "
+                f"nothing was registered. Compare {folder} with the parameters listed in adapter_config.json"
+            )
 
 
 # The few numbers that a line of progress shows, the most important first, and their labels; MLflow has the rest.

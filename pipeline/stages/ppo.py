@@ -119,6 +119,6 @@ def train(worker: Worker) -> dict[str, Any]:
     return worker.finish(
         metrics,
         save=lambda folder: roles.save_policy(worker, shared, folder),
-        verify=lambda folder: roles.verify_reload(shared, folder, probe),
+        outputs=lambda folder: roles.outputs(shared, probe, folder),
         samples=samples,
     )

@@ -147,7 +147,7 @@ def test_8b_and_70b_are_planned_as_by_hand(size, config, parameters, cache, tmp_
     )
     asked = job(tmp_path, name, *settings)
     planned = plan.make(asked)
-    assert planned.parameters == parameters and planned.cache == cache
+    assert planned.shape.parameters == parameters and planned.cache == cache
     assert not any("vLLM" in item.what or "KV cache" in item.what for item in planned.items)
     sampler = {
         item.what.split(":")[1].strip(): item
@@ -249,7 +249,7 @@ def test_a_job_pays_for_the_smallest_node_that_holds_it(llama_8b):
 def test_decoding_from_nf4_moves_the_weights_unpacked(llama_8b):
     """8 B weights of half a byte are read, written with two bytes, and read again: 4.5 bytes where bf16 has 2."""
     bf16, nf4 = (plan.make(job(llama_8b, f"{name}/ppo")) for name in ("llama3-8b", "llama3-8b-qlora"))
-    assert bf16.moved == 2 * bf16.parameters
+    assert bf16.moved == 2 * bf16.shape.parameters
     assert nf4.moved == pytest.approx(
         4.5 * 6.98e9 + 2 * 1.05e9, rel=0.01
     )  # linear layers; embedding and lm head

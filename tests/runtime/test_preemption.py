@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.runtime import preemption
+from pipeline.runtime import worker
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def asked(monkeypatch):
     found = Asked()
     monkeypatch.setattr(ray.train, "get_preemption_info", found)
     monkeypatch.setattr(ray.train.collective, "broadcast_from_rank_zero", lambda data: data)
-    monkeypatch.setattr(preemption.time, "monotonic", lambda: found.clock)
-    monkeypatch.setattr(preemption, "EVERY_S", 5.0)
+    monkeypatch.setattr(worker.time, "monotonic", lambda: found.clock)
+    monkeypatch.setattr(worker, "NOTICE_INTERVAL_S", 5.0)
     return found
 
 
@@ -36,17 +36,17 @@ def walk(notice, asked, steps, seconds):
 
 
 def test_short_steps_are_not_burdened_with_a_barrier_each(asked):
-    assert walk(preemption.PreemptionNotice(), asked, 500, 0.1) == [False] * 500
+    assert walk(worker.PreemptionNotice(), asked, 500, 0.1) == [False] * 500
     assert asked[:4] == [1, 2, 52, 102] and len(asked) < 13
 
 
 def test_long_steps_ask_every_time(asked):
-    walk(preemption.PreemptionNotice(), asked, 6, 60.0)
+    walk(worker.PreemptionNotice(), asked, 6, 60.0)
     assert list(asked) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_notice_is_known_within_the_interval_and_asks_for_one_checkpoint(asked):
-    notice = preemption.PreemptionNotice()
+    notice = worker.PreemptionNotice()
     walk(notice, asked, 60, 0.1)
     asked.answer = "this node will be gone"
     answers = walk(notice, asked, 60, 0.1)

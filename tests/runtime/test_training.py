@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from pipeline.models.adapters import SharedBase
-from pipeline.runtime import training
+from pipeline.runtime import training, worker
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_an_adapter_on_the_lm_head_takes_no_weight_of_the_base_along(base, tmp_p
     training.save(trainer, str(tmp_path))
     assert all("lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
     rows = [[5, 6, 7, 8], [9, 10]]
-    training.verify_reload(trainer, str(tmp_path), rows)
+    worker.require_reload(training.outputs(trainer, rows), training.outputs(trainer, rows, str(tmp_path)), "")
     shared = SharedBase(transformers.AutoModelForCausalLM.from_pretrained(base))
     shared.add("policy", folder=tmp_path)
     for row in rows:
@@ -73,8 +73,8 @@ def test_speed_counts_the_tokens_of_steps_and_no_second_between_them(base, monke
     monkeypatch.setattr(training.time, "monotonic", lambda: next(clock))
     trainer = trained(base)
     trainer._total_train_tokens = 1000  # before a resume
-    worker = SimpleNamespace(job=SimpleNamespace(stage="dpo"), device="cpu", world=2)
-    measured = training.Speed(worker, trainer)
+    two = SimpleNamespace(job=SimpleNamespace(stage="dpo"), device="cpu", world=2)
+    measured = training.Speed(two, trainer)
     measured.on_train_begin(None, None, None)
     assert measured.take() == {}
     for _ in range(2):

@@ -20,6 +20,7 @@ from pipeline.models.template import text_as_chat
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 from pipeline.registry import lineage
 from pipeline.runtime.host import Host, Work
+from pipeline.runtime.worker import require_reload
 
 NO_EVAL = ["trainer.eval_strategy=no", "trainer.eval_on_start=false", "trainer.save_strategy=no"]
 QUICK = {
@@ -61,7 +62,7 @@ class Alone(Host):
     def checkpoint(self, source, step):
         shutil.rmtree(source, ignore_errors=True)
 
-    def finish(self, metrics, save=None, verify=None, facts=None, samples=None, **_):
+    def finish(self, metrics, save=None, outputs=None, facts=None, samples=None, **_):
         adapter = os.path.join(self.scratch, "adapter")
         shutil.rmtree(adapter, ignore_errors=True)
         os.makedirs(adapter)
@@ -72,7 +73,7 @@ class Alone(Host):
                 self.job.stage, self.work.base, self.tokenizer, parents, {}, **(facts or {})
             )
             lineage.write(adapter, described)
-            verify(adapter)
+            require_reload(outputs(None), outputs(adapter), adapter)
         return {"metrics": metrics, "adapter": adapter, "samples": samples}
 
 
