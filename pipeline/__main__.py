@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plain(arguments: list[str]) -> list[str]:
-    """Returns the arguments with `--section.key value` written as `section.key=value`, after all others. -v and -q act here.
+    """Returns the arguments, with `--section.key value` as `section.key=value` at the end. Applies -v and -q.
 
     Raises:
         InputError: if the subcommand is unknown, or a value is missing.

@@ -1,4 +1,4 @@
-"""The embedded demo: a small world, questions about it, and the gold rule that scores completions.
+"""The demo: a small world, questions about it, and the oracle that scores completions.
 
 The world is a table of countries with their capitals and continents. `gold` defines a good completion: right, a whole sentence,
 with a courtesy. It labels the preference pairs and judges held-out completions; no stage is trained on its scores.

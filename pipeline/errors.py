@@ -49,11 +49,11 @@ class Failure(Exception):
 
 
 class SelfCheckFailed(Failure):
-    """Numbers are not what they must be. The run ends: a restart would come to the same place."""
+    """A self-check found a wrong number. The run ends, because a restart would find it again."""
 
 
 class OutOfMemory(Failure):
-    """Memory ran out. The run ends: a restart would come to the same place.
+    """Memory ran out. The run ends, because it would run out again after a restart.
 
     Args:
         phase: of the run: `rollout`, `update`, ...; "" if it is not known.

@@ -1,4 +1,4 @@
-"""cluster.yaml, read on the submitter's machine: what `make up` will start, and which nodes a job may get.
+"""Reads cluster.yaml on the submitter's machine: what `make up` will start, and which nodes a job may get.
 
     python -m pipeline.cloud.clusterfile up cluster.yaml     # make up: checks it, prints what will run, and calls `ray up`
     python -m pipeline.cloud.clusterfile status|dashboard|down cluster.yaml
@@ -22,9 +22,9 @@ import yaml
 from pipeline.errors import InputError, in_brief
 from pipeline.on_ray.placement import ACCELERATOR_TYPE, GPU_LABEL, Bundle
 
-EDIT = "EDIT"  # in the value of every line that its user has to fill in
+EDIT = "EDIT"  # marks the values that the user has to fill in
 RAY = str(Path(sys.executable).parent / "ray")
-# How to sign in, and the package that does, by type of provider.
+# {type of provider: (how to sign in, the packages that this needs)}
 SIGN_IN = {
     "aws": (
         "run `aws configure` or `aws sso login`, or export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
@@ -36,7 +36,7 @@ SIGN_IN = {
         "google-api-python-client google-auth cryptography",
     ),
 }
-TOOLS = {"ssh": "openssh-client", "rsync": "rsync"}  # {command that `ray up` needs on the way: its package}
+TOOLS = {"ssh": "openssh-client", "rsync": "rsync"}  # {command that `ray up` runs: its package}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def worker_types(config: dict[str, Any]) -> dict[str, NodeType]:
-    """Returns the node types of a cluster file, without its head's."""
+    """Returns the node types of a cluster file, except its head's."""
     head = config.get("head_node_type")
     return {
         name: NodeType(
@@ -100,7 +100,7 @@ def types_of(name: str) -> tuple[dict[str, NodeType], int]:
 
 
 def room(need: Bundle, nodes: Iterable[NodeType], types: Iterable[NodeType], max_workers: int) -> int:
-    """Returns how many workers with `need` fit onto the live nodes, or onto all nodes that may be started if those are more.
+    """Returns how many workers with `need` fit onto the live nodes or onto all nodes that may start, whichever is more.
 
     The two are not added, because live nodes count towards the types' `max_workers`.
     """
@@ -179,7 +179,7 @@ def gpu_quotas(types: dict[str, NodeType]) -> dict[str, int]:
         name = (
             f"All {family} Spot Instance Requests" if kind.spot else f"Running On-Demand {family} instances"
         )
-        quotas[name] = max(quotas.get(name, 0), 4 * int(size[2]))  # EC2's sizes: an xlarge has four
+        quotas[name] = max(quotas.get(name, 0), 4 * int(size[2]))  # an xlarge of EC2 has four
     return quotas
 
 
@@ -269,7 +269,7 @@ def down(file: Path, options: list[str]) -> int:
 
 def _become_ray(arguments: list[str], **environment: str) -> int:
     os.execve(RAY, [RAY, *arguments], {**os.environ, **environment})
-    return 1  # not reached
+    return 1  # for mypy: os.execve does not return
 
 
 VERBS = {"up": up, "status": status, "dashboard": dashboard, "down": down}

@@ -31,7 +31,7 @@ def restore(database: str, uri: str) -> bool:
 
 
 def keep(database: str, uri: str) -> None:
-    """Copies the current `database` to `uri`, which has the complete new copy or the old one."""
+    """Copies `database` to `uri`, which never holds a partial copy."""
     fs, inner = pafs.FileSystem.from_uri(uri)
     with tempfile.TemporaryDirectory() as folder:
         copy = os.path.join(folder, "copy.db")

@@ -3,8 +3,8 @@
     cluster = look(client)                    # two seconds of HTTP: versions, nodes, what the autoscaler may add
     check_jobs(jobs, cluster, files)          # InputError: one message, nothing submitted
 
-They find the mistakes that are reported most: different versions, a local folder as storage of several nodes, a missing
-HF_TOKEN, more GPUs than the cluster can have or smaller ones than the job needs, data that stays on the laptop.
+The checks find frequent mistakes: different versions, a local folder as storage of several nodes, a missing HF_TOKEN, too
+many or too small GPUs, data that stays on the laptop.
 """
 
 import glob
@@ -29,7 +29,7 @@ from pipeline.planning import plan
 from pipeline.planning.shape import config_of
 from pipeline.system import console, storage
 
-# Bytes of an upload: Ray keeps it in the memory of the head, 100 MiB at most.
+# Bytes of the largest upload, which Ray keeps in the head's memory
 LIMIT = 100 * 2**20
 # Models on the hub whose license must be accepted: every node needs a token for their files.
 GATED = ("meta-llama/", "google/gemma", "mistralai/")
@@ -69,7 +69,7 @@ class Cluster:
 
     @property
     def is_here(self) -> bool:
-        """Returns True if its only node is this machine, so that it has this machine's paths."""
+        """Returns True if the cluster's only node is this machine, so that this machine's paths are valid there."""
         return not self.several and all(_is_this_machine(node["node_ip"]) for node in self.nodes)
 
 
@@ -150,7 +150,7 @@ def check_storage(job: Job, cluster: Cluster) -> None:
 
 
 def _on_local_disk(path: str) -> bool:
-    """Returns True if a path exists here, on the disk of the working directory, which nodes do not share."""
+    """Returns True if a path exists on the working directory's disk, which nodes do not share."""
     return os.path.exists(path) and os.stat(path).st_dev == os.stat(".").st_dev
 
 
@@ -186,7 +186,7 @@ def check_token(job: Job) -> None:
 
 
 def check_resources(job: Job, cluster: Cluster) -> None:
-    """Raises InputError if no node of the cluster, present or future, has room for a worker: Ray would wait forever."""
+    """Raises InputError if no node of the cluster, present or future, can hold a worker: Ray would wait forever."""
     for section, who, fewest, _, need in placement.groups(job):
         # With rollout.num_workers=[0, max] the run may start without any, but a selector that no node can satisfy is a mistake.
         _check_room(section, who, max(1, fewest), need, cluster)
@@ -244,7 +244,7 @@ def _check_gpus(section: str, who: str, job: Job, need: Bundle, cluster: Cluster
         try:
             config_of(job.model)
         except InputError:
-            return  # a folder or a version of the cluster, which checks it
+            return  # the cluster has this folder or version, and checks it
         planned = plan.make(job, learns=section == "scaling")
     small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
     if not small:

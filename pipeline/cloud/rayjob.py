@@ -1,4 +1,4 @@
-"""A job file as a RayJob of KubeRay: the manifest that starts a cluster for one run and then ends it.
+"""Converts a job file to a RayJob of KubeRay, a manifest that starts a cluster for one run and then ends it.
 
     python -m pipeline.cloud.rayjob jobs/demo/sft.yaml run.storage_path=/mnt/runs mlflow.tracking_uri=http://mlflow:5000 \
         > sft.yaml
@@ -35,15 +35,13 @@ from pipeline.planning.plan import GPUS
 from pipeline.system import storage
 
 HOME = "/home/ray/rlhf"  # folder of the project in the image
-IMAGE = (
-    f"ghcr.io/OWNER/rlhf:{version('rlhf-pipeline')}"  # of release.yml; OWNER is the account that published it
-)
+IMAGE = f"ghcr.io/OWNER/rlhf:{version('rlhf-pipeline')}"  # published by release.yml from the account OWNER
 SECRET = "rlhf"
 CLAIM = "rlhf-runs"
 MODELS = "rlhf-models"  # a claim, mounted at /models: the hub's cache
 # The operator lets the head's account start and end the cluster's pods. The workers' account may not.
 ACCOUNTS = {"ray-head": "rlhf-head", "ray-worker": "rlhf-worker"}
-# Variables with the Kubernetes nodes of a group's pods, by the section of the job that the group belongs to.
+# {section of the job: environment variable that selects the Kubernetes nodes of its pods}
 NODE_SELECTORS = {"scaling": "NODE_SELECTOR", "rollout": "ROLLOUT_NODE_SELECTOR"}
 NAME = 47  # characters of a RayJob's name that the operator accepts
 # Most clusters keep pods without a GPU away from GPU nodes by this taint.
@@ -55,7 +53,7 @@ class Lines(str):
 
 
 class Dumper(yaml.SafeDumper):
-    """yaml.safe_dump's, for Lines too."""
+    """Dumps YAML as yaml.safe_dump does, and Lines as blocks."""
 
 
 Dumper.add_representer(
@@ -126,7 +124,7 @@ def serve_config(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def group(job: Job, workers: Group) -> dict[str, Any]:
-    """Returns a group of pods, each for one worker, which satisfy the label_selector of its section of the job."""
+    """Returns a group of pods, one for each worker, with labels that satisfy the label_selector of `section`."""
     each, section = workers.each, workers.section
     labels = labels_of(each, section)
     if gpus := math.ceil(each.resources.get("GPU", 0)):
@@ -146,7 +144,7 @@ def group(job: Job, workers: Group) -> dict[str, Any]:
 
 
 def labels_of(each: Bundle, section: str) -> dict[str, str]:
-    """Returns labels of worker pods that satisfy the selector of a worker: without them the autoscaler starts none."""
+    """Returns the labels that worker pods need for a worker's selector; without them, the autoscaler starts no pod."""
     labels = {}
     for key, value in each.selector.items():
         if placement.matches({key: value}, {}):  # it excludes values, so no label is needed

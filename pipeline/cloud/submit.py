@@ -100,7 +100,7 @@ def uploaded() -> dict[str, Any]:
 
 
 def check_registry(verb: str, job: Job) -> None:
-    """Raises InputError if a command that runs here uses registered models, and no server but this machine's is named."""
+    """Raises InputError if a command that runs here needs registered models, but no MLflow server is named."""
     references = (job.model.name_or_path, *job.inputs.values())
     named = job.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if named or not any(Ref.parse(reference).is_registered for reference in references):
@@ -172,7 +172,7 @@ def is_dashboard(address: str) -> bool:
     try:
         parts = urlsplit(address)
         return bool(re.fullmatch(r"https?://\S+", address) and parts.hostname and parts.port != 0)
-    except ValueError:  # a port that is no number, half of an IPv6 address
+    except ValueError:  # the port is not a number, or an IPv6 address is incomplete
         return False
 
 

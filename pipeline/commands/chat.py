@@ -43,7 +43,7 @@ def run(job: Job) -> None:
             flush=True,
         )
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # bytes of another encoding end no conversation
+        sys.stdin.reconfigure(errors="replace")  # bytes of another encoding do not end the conversation
     Chat(host).talk(sys.stdin)
 
 

@@ -1,4 +1,4 @@
-"""Rows to train on from a policy's own completions: several per prompt, scored by the job's rewards, the best ones selected.
+"""Makes training rows from a policy's completions: samples several per prompt, scores them, and selects the best.
 
     make collect    or    python -m pipeline collect jobs/demo/collect.yaml [section.key=value ...]
 
@@ -20,7 +20,7 @@ from pipeline.errors import InputError
 from pipeline.runtime.host import Host
 from pipeline.runtime.inference import Answer, Record, Verb, launch
 
-# Columns of a prompt's row that training would read in addition to the collected completions, or in their place.
+# Columns that are dropped from a prompt's row, because training would read them with or instead of the completions.
 REPLACED = """messages conversations system completion chosen rejected pos_answers neg_answers label kto_tag margin score
     score_chosen score_rejected version reward_version seed""".split()
 Sample = dict[str, Any]  # completion, score, completion_tokens, ended
@@ -53,7 +53,7 @@ def load(host: Host) -> Answer:
 
 
 def origin(inputs: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the policy that samples and the rewards that score, as a run has pinned them."""
+    """Returns {"version": the pinned policy that samples, "reward_version": the pinned rewards that score}."""
     rewards = [source for name, source in sorted(inputs.items()) if name.startswith("reward.")]
     scored_by = rewards[0] if len(rewards) == 1 else rewards
     return {"version": inputs.get("policy", "base"), "reward_version": scored_by}
@@ -69,7 +69,7 @@ def cleaned(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def choose(args: Collect, seed: int, count: int) -> list[int] | range:
-    """Returns the numbers of the prompts to use, of `count`.
+    """Returns which of `count` prompts to use, by their numbers.
 
     Runs with one seed, each of which skips the prompts of the runs before it, share no prompt until all are used.
 
@@ -98,7 +98,7 @@ def drawn(seed: int, count: int) -> Iterator[int]:
 
 
 def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
-    """Returns the rows that training reads, of a prompt and its samples."""
+    """Returns the training rows of a prompt and its samples."""
     row, chosen = record["row"], selected(args, record["samples"])
     if args.select == "best":
         return [{**row, "completion": best["completion"], "score": best["score"]} for (best,) in chosen]

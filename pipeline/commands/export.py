@@ -34,7 +34,7 @@ PROBES = (
     "Explain to a child why the sky is blue.",
     "Translate to French: Good morning.",
 )
-# {dtype: (largest difference of a score, of the mean log-prob of a token)}, from rounding the merged weights once
+# {dtype: (limit of a score's difference, limit of a mean log-prob's difference)}: what rounding the merged weights explains
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 0.1), "float16": (0.02, 0.02)}
 
 
@@ -162,7 +162,7 @@ def probes(host: Host) -> list[list[int]]:
 
 
 def completion_length(host: Host, rows: list[list[int]]) -> int:
-    """Returns the most tokens of a completion: the job's, or what the context leaves after the probes."""
+    """Returns the maximum number of new tokens: the job's, or what the context leaves after the probes."""
     context = host.work.base["context_length"]
     most = host.job.args.response_length
     return min(most, context - max(map(len, rows))) if context else most

@@ -1,4 +1,4 @@
-"""An exported folder for the Hugging Face hub: its model card, and the push, or what a push would do.
+"""Writes the model card of an exported folder, and pushes the folder to the Hub or shows what a push would do.
 
     make export ARGS="reward=null trainer.hub_model_id=OWNER/NAME"                              sends nothing
     make export ARGS="reward=null trainer.hub_model_id=OWNER/NAME trainer.push_to_hub=true"     pushes
@@ -185,7 +185,7 @@ def _license(base: str, revision: str | None) -> dict[str, Any]:
         path = hub.base_file(base, "README.md", revision)
         if path:
             data = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
-    except (InputError, ValueError, OSError):  # out of reach, or no card
+    except (InputError, ValueError, OSError):  # the Hub is unreachable, or has no card
         pass
     if not data.get("license"):
         return {"license": "other", "license_name": "that-of-the-base-model"}
@@ -203,7 +203,7 @@ class Ancestor(NamedTuple):
 
 
 def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Iterator[Ancestor]:
-    """Yields a version and those that it was made from, each before its own parents."""
+    """Yields a version and its ancestors, each before its parents."""
     facts: dict[str, Any] = {}
     if not Ref.parse(reference).is_function:
         folder = registry.fetch(reference, uri)
@@ -257,7 +257,7 @@ def check(job: Job) -> str | None:
         return deadline.answer(_replaced, job, token)  # type: ignore[no-any-return]
     except InputError:
         raise
-    except Exception as error:  # the HTTP client has its own types
+    except Exception as error:  # the HTTP client raises its own types
         raise InputError(_explained(job, error), "trainer.push_to_hub") from error
 
 
@@ -318,7 +318,7 @@ def push(job: Job, result: dict[str, Any], before: str | None) -> dict[str, Any]
     print(f"pushing {folder} to {_address(job)}", flush=True)
     try:
         commit = _send(job, folder, result["name"], before)
-    except Exception as error:  # the HTTP client and the uploader have their own types
+    except Exception as error:  # the HTTP client and the uploader raise their own types
         again = f"the same command with run.name={result['name']} continues without merging again"
         raise Failure(f"{_explained(job, error)}; {again}") from error
     print(f"   {_address(job)}  commit {commit[:12]}", flush=True)

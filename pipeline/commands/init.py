@@ -38,9 +38,9 @@ from pipeline.models.hub import base_config
 from pipeline.models.template import text_as_chat
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
-# What the rows of a file are -> a stage that reads such rows. The first stage that can read them decides.
+# {kind of rows: a stage that reads them}. A file has the kind of the first stage that can read it.
 READER = {"pairs": "rm", "labels": "kto", "demonstrations": "sft", "prompts": "ppo"}
-# Stage -> the kinds of rows that it can train on. It gets only the first kind that a file has.
+# {stage: the kinds of rows that it can train on}. It gets the files of the first kind that any file has.
 TAKES = {
     "sft": ("demonstrations", "labels", "pairs"),
     "rm": ("pairs",),
@@ -218,7 +218,7 @@ def source_of(path: str, for_eval: bool) -> Source:
 
 
 def name_of(path: str) -> str:
-    """Returns the name of the profile for a path or URI: one that no shipped profile has."""
+    """Derives the profile's name from a path or URI; no shipped profile has this name."""
     on_hub = sets.NAME.fullmatch(path)
     last = (on_hub["repo"] if on_hub else path.rstrip("/")).rpartition("/")[2]
     name = re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_") or "data"
@@ -403,7 +403,7 @@ def tokenizer_of(job: Job) -> Any:
 
 
 def longest(job: Job) -> tuple[int, int, int]:
-    """Returns the tokens that 99 % of the prompts and 99 % of the completions have at most, and the model's context."""
+    """Returns how many tokens cover 99 % of the prompts, how many cover 99 % of the completions, and the model's context."""
     tokenizer = tokenizer_of(job)
     context = context_length(base_config(job.model.name_or_path, job.model.revision)) or 1 << 20
     as_chat = text_as_chat(tokenizer, job.data.apply_chat_template)
@@ -447,7 +447,7 @@ def unlabeled(one: Preprocess) -> Preprocess:
 
 
 def with_prompts(folder: Path, jobs: dict[str, str], have_eval: bool) -> dict[str, str]:
-    """Returns the evaluate job on prompts that the ppo job holds out, and an iteration of no more prompts than there are.
+    """Returns the evaluate job on ppo's held-out prompts, and the iterate job with at most as many prompts as there are.
 
     Args:
         have_eval: whether the rows come with prompts for evaluation, which the evaluate job names already.

@@ -90,7 +90,7 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
     try:
         if registered:
             registry.check_reachable(uri)
-    except Exception as error:  # the store's driver and the network raise any type
+    except Exception as error:  # the store's driver and the network raise errors of any type
         return {}, [f"{guess} ({uri} does not answer: {summary(error)})"]
     try:
         _, inputs = pin_inputs(job)
@@ -215,7 +215,7 @@ def on_gpus(planned: Plan, names: list[str]) -> bool:
 
 
 def rows_of(planned: Plan) -> tuple[Rows, str]:
-    """Returns the rows of an epoch, read or assumed, and which of both in words."""
+    """Returns the rows of an epoch, and in words whether they were read or assumed."""
     with console.waiting("reading some of the rows"):
         rows, how = look(planned.job, room_for_prompts(planned.job, planned.shape.context))
     if rows is not None:

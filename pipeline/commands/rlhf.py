@@ -25,7 +25,7 @@ from pipeline.stages import evaluate, ppo, rm, sft
 from pipeline.system import storage, terminal
 
 SHOWN_SAMPLES = 2
-# Of jobs/demo on two cores: for the time left until its stages have run in this storage path
+# Seconds of jobs/demo's stages on two cores, for the time left until the stages have run in this storage path
 DEMO_SECONDS = {"sft": 8.0, "rm": 16.0, "ppo": 19.0, "evaluate": 1.0}
 ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
 
@@ -44,7 +44,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
             f"found {twice[1]!r} for several stages, and each is a separate run; use {apart}",
             key="run.name",
         )
-    for job in jobs.values():  # not after an hour of the stages before
+    for job in jobs.values():  # before the first stage starts, not an hour later
         check_paths(job)
     for job in jobs.values():
         placement.check_scaling(job)
@@ -75,7 +75,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
 
 
 def expected_seconds(job: Job, folder: str) -> float | None:
-    """Returns what the newest finished run of this job file took, else what the demo takes, or None if nothing is known."""
+    """Returns the seconds of this job file's newest finished run, else the demo's seconds, or None if unknown."""
     path = job.run.storage_path
     for name in sorted(storage.folders(path), reverse=True) if storage.exists(path) else ():
         file = storage.join(path, name, "result.json")

@@ -1,4 +1,4 @@
-"""Scores of a file by a reward model: of single completions, or of pairs, with how often it prefers the chosen one.
+"""Scores a file of completions or pairs with a reward model, and reports how often it prefers the chosen completion.
 
     make score    or    python -m pipeline score jobs/demo/score.yaml data.train=rows.jsonl [section.key=value ...]
 

@@ -31,6 +31,6 @@ def bring(profile: str) -> Path:
 
 
 def write_schema(folder: Path) -> None:
-    """Writes the schema that the first line of job files names into the folder above them, for editors."""
+    """Writes schema.json into the folder above the job files, where their first line tells editors to find it."""
     if not (file := folder / "schema.json").exists():
         shutil.copyfile(JOBS / "schema.json", file)

@@ -1,4 +1,4 @@
-"""A sweep: a job with several values of some keys, on Ray Tune; the best trial is registered.
+"""Runs a job with several values of some keys on Ray Tune, and registers the best trial.
 
     make sweep JOB=jobs/demo/rm.yaml SWEEP="trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16"
     python -m pipeline sweep jobs/demo/rm.yaml trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16 [section.key=value ...]
@@ -86,7 +86,7 @@ def recorded(sweep: Sweep) -> dict[str, Any]:
 
 
 def _pinned(sweep: Sweep, inputs: dict[str, str]) -> Sweep:
-    """Returns the sweep with trials that start from the versions that the aliases meant when it began."""
+    """Returns the sweep with every alias replaced by the version that it named when the sweep began."""
     shared = {name: version for name, version in inputs.items() if name.partition(".")[0] not in sweep.keys}
     return _each(sweep, lambda job: by_version(job, shared))
 
@@ -96,7 +96,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     settings = sweep.settings
-    # It outlives spot nodes
+    # On the head, which outlives spot nodes
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     rungs = ray.remote(num_cpus=0, scheduling_strategy=here)(Rungs).remote(
         sweep.metric,
@@ -142,7 +142,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         try:
             with console.waiting("drawing the plot"):
                 table.attach(sweep, summary)
-        except Exception as error:  # the sweep is finished without a plot
+        except Exception as error:  # the sweep counts as finished without its plot
             print(f"   no plot: {in_brief(error)}", flush=True)
     return summary
 

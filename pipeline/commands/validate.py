@@ -53,7 +53,7 @@ def without_absent_models(job: Job) -> Job:
             pin_inputs(replace(job, **{**none, name: getattr(job, name)}))
         except InputError as error:
             if name in functions(job):
-                raise  # a Python function is found here or nowhere
+                raise  # a Python function that is not here is nowhere
             print(
                 f"note: {error}; the rows are read without it, with the template of the base",
                 flush=True,

@@ -20,7 +20,7 @@ from pipeline.errors import show
 __all__ = ["JOBS", "OPERATORS", "STAGES", "Collect", "Data", "Job", "MLflow", "Model", "Run", "job_of", "load_job", "make", "parse_gate"]  # fmt: skip
 JOBS = tuple(STAGE)  # the stages that a job file may have
 STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
-# What holds the keys of each section, in the order in which they are checked.
+# {section: the type of its values}, in the order in which sections are checked
 SECTIONS: dict[str, Any] = {
     "model": Model, "lora": dict, "data": Data, "trainer": dict, "scaling": dict, "rollout": dict, "serve": Serve, "run": Run, "mlflow": MLflow,
 }  # fmt: skip
@@ -31,7 +31,7 @@ def make(stage: str, job_file: str) -> str:
     """Returns the make target of a stage in the profile that a job file is from."""
     folder = Path(job_file).parent
     profile = folder.name if folder.parent.name == "jobs" and folder.name != "demo" else ""
-    profile = "own" if profile == "examples" else profile  # its jobs extend these
+    profile = "own" if profile == "examples" else profile  # the examples extend jobs/own
     return f"make {stage}" + (f" PROFILE={profile}" if profile else "")
 
 

@@ -55,7 +55,7 @@ HELD_OUT = {
     "kto": f"""{_TRL} entropy aux_loss kl logits/chosen logits/rejected logps/chosen logps/rejected rewards/chosen
         rewards/rejected rewards/margins""",
 }
-# Parts of the names of metrics for which smaller is better, for which larger is better, and that do not rate the model.
+# Parts of metric names: smaller is better, larger is better, and the metric does not rate the model
 SMALLER = re.compile(r"loss|perplexity|kl|repetition")
 LARGER = re.compile(r"accurac|margin|judge|reward$|win_rate|chosen|agreement")
 CLOCKS = re.compile(r"runtime|per_second|num_tokens")
@@ -119,13 +119,13 @@ def metrics(job: Job) -> dict[str, str]:
 
 
 def problems(job: Job) -> Problems:
-    """Yields what is no condition, and conditions on metrics that the stage never measures."""
+    """Yields invalid conditions, and conditions on metrics that the stage never measures."""
     learns = STAGE[job.stage].learns
     known = metrics(job) if job.gate else {}
     for metric, rule in job.gate.items():
         key = f"gate.{short(metric)}"
         yield from _condition_problems(job, key, metric, rule, known)
-        # If the command line removes the held-out rows that the file's gate needs, the run only moves no alias.
+        # If the command line removes the held-out rows that the file's gate needs, the run starts, but moves no alias.
         removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}
         if learns and known.get(metric) == HELD_OUT_ROWS and (not removed or key in job.overridden):
             yield (

@@ -25,7 +25,7 @@ PREPROCESSING = ("columns", "label", "transform", "group_by")
 class Model:
     name_or_path: str  # a folder, a hub id, or hub id@revision
     revision: str | None = None  # hub only: a commit, tag or branch
-    # Of the frozen base; adapters and heads are float32. On a CPU, trainer.bf16 makes it bfloat16.
+    # Dtype of the frozen base; adapters and heads are float32. On a CPU, trainer.bf16 makes the base bfloat16.
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     load_in_4bit: bool = False  # nf4 with double quantization; computes in `dtype`
     fsdp: bool = False  # shards the base over the workers (FSDP2); each worker holds the full adapters
@@ -43,9 +43,9 @@ class Source:
     """An entry of a list under a key of SPLITS: a path alone, or a mapping with these keys."""
 
     path: str  # a path, a glob, a folder, s3:// gs:// hf://
-    # Of data.train: the share of an epoch drawn from this source, in proportion to the weights of the others.
+    # Share of an epoch drawn from this source of data.train, relative to the other weights.
     weight: float | None = None
-    # Of a dataset on the hub: a commit, tag or branch; the same as @REVISION in its path.
+    # Commit, tag or branch of a Hub dataset; the same as @REVISION in its path.
     revision: str | None = None
     # Replace data.columns, data.label, data.transform and data.group_by for the rows of this source.
     columns: dict[str, str | list[str]] | None = None
@@ -70,9 +70,9 @@ class Data:
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     # Held-out rows, as `train`.
     eval: str | list[str | dict[str, Any]] | None = None
-    # Of `evaluate`: held-out preferences that the reward model is evaluated on.
+    # Held-out preference pairs on which `evaluate` measures the reward model.
     pairs: str | list[str | dict[str, Any]] | None = None
-    # Of `evaluate`: RewardBench 2, RM-Bench, JudgeBench, or rows with lists of `chosen` and `rejected` completions.
+    # Benchmarks for `evaluate`: RewardBench 2, RM-Bench, JudgeBench, or rows with lists of `chosen` and `rejected`.
     benchmarks: str | list[str | dict[str, Any]] | None = None
     # A Python function of a row, python:module:function. It returns a row, several, or None, and runs before `columns`.
     transform: str | None = None
@@ -82,20 +82,20 @@ class Data:
     columns: dict[str, str | list[str]] | None = None
     # {first: 1, second: 2, tie: 0}: which values of the column `label` prefer the completion `first`, and which `second`.
     label: dict[str, Any] | None = None
-    eval_fraction: Annotated[float, "[0, 1)"] = 0.0  # held out of `train` by prompt, instead of `eval`
+    eval_fraction: Annotated[float, "[0, 1)"] = 0.0  # share of `train` to hold out, by prompt
     max_length: Annotated[int | None, "[2, 1048576]"] = None  # tokens; by default the model's context
     on_error: Literal["raise", "skip"] = "raise"  # a bad row stops the run, or is counted and left out
     deduplicate: bool = False  # leave out rows that are equal to an earlier row of their set, byte by byte
     # What happens to rows with more tokens than `max_length`.
     too_long: Literal["error", "drop", "truncate"] = "error"
-    # Makes chats of rows of plain text. By default true, unless the template is the fallback "plain".
+    # Applies the chat template to rows of plain text. By default true, unless the template is the fallback "plain".
     apply_chat_template: bool | None = None
     # What "<|eot_id|>" in the text of a row means: its characters, or the token.
     special_tokens: Literal["text", "control"] = "text"
     # Rows per optimizer step over all workers; gradient accumulation follows.
     batch_size: Annotated[int | None, "[1, 1048576]"] = None
     cache_dir: str | None = None  # by default <run.storage_path>/data
-    # Of eval_fraction; of `collect`, of the order in which prompts are drawn.
+    # Seed of `eval_fraction`, and of the order in which `collect` draws prompts.
     seed: Annotated[int, "[0, 4294967295]"] = 0
     subset: str | None = None  # a column of `pairs`: accuracy is also reported for each of its values
 
@@ -137,7 +137,7 @@ class MLflow:
 
 @dataclass(frozen=True)
 class Serve:
-    """The `serve` section: what answers under which name, who may ask, and how much."""
+    """The `serve` section: the models and their ids, access, and limits."""
 
     # {model id in requests: policy}. A policy is a version, a folder, a hub id, base, or models:/NAME@ALIAS (follows the alias).
     policies: dict[str, str] = field(default_factory=dict)
@@ -175,7 +175,8 @@ class Forward:
 
     local_rollout_forward_batch_size: Annotated[int, "[1, 1048576]"] = 64  # rows per forward
     bf16: bool = False  # matrix products in bfloat16 (autocast); on a CPU the base, too
-    # Seconds that a Python reward may take for one row, in a separate call. By default all rows are one call without a limit.
+    # Seconds that a Python reward may take for one row, in a separate call. By default, one call gets all rows, without
+    # limit.
     reward_timeout_s: Annotated[float | None, "(0, 31536000]"] = None
     # Rows that a Python reward scores at the same time, with reward_timeout_s.
     reward_threads: Annotated[int, "[1, 1024]"] = 8
@@ -194,7 +195,7 @@ class Inference(Forward):
     response_length: Annotated[int, "[1, 1048576]"] = 256
     min_new_tokens: Annotated[int, "[0, inf)"] = 0  # minimum new tokens of a completion
     temperature: Annotated[float, "0 or [0.000001, inf)"] = 1.0  # divides the logits; 0: greedy
-    seed: Annotated[int, "[0, 4294967295]"] = 42  # of sampling, together with a row's number
+    seed: Annotated[int, "[0, 4294967295]"] = 42  # seed of sampling, combined with a row's number
 
 
 @dataclass(frozen=True)
@@ -212,9 +213,9 @@ class Collect(Inference):
     """The `trainer` section of `collect`."""
 
     num_generations: Annotated[int, "[1, 1024]"] = 4  # completions of each prompt
-    # Rows that come out: the best completion (for sft), the best against the worst, or every pair (for dpo, rm and kto).
+    # Rows to write: the best completion (for sft), the best against the worst, or every pair (for dpo, rm and kto).
     select: Literal["best", "best_worst", "pairs"] = "best_worst"
-    # Least difference between the scores of a pair; equal scores never make one.
+    # Smallest difference between the scores of a pair. Equal scores never make a pair.
     min_margin: Annotated[float, "[0, inf)"] = 0.0
     # Number of prompts to draw from data.train, without replacement, in an order that data.seed determines. By default all
     # prompts, in the order of the file.
@@ -234,7 +235,7 @@ class Export:
     merge: bool = True  # false: the adapter as it is, with its tokenizer and card
     # Maximum new tokens of the greedy completions that are compared.
     response_length: Annotated[int, "[1, 1048576]"] = 256
-    # Matrix products of the adapter, which the merged model is compared with, in bfloat16 (autocast).
+    # Whether the adapter, with which the merged model is compared, computes in bfloat16 (autocast).
     bf16: bool = False
     hub_model_id: str | None = None  # OWNER/NAME on the hub; by default, nothing is pushed
     push_to_hub: bool = False  # false: only show what would be pushed

@@ -321,7 +321,7 @@ def _patterns(job: Job) -> Problems:
 
 
 def _sources(job: Job) -> Problems:
-    """Yields unknown keys of a source, what its rows cannot become, and weights that do not fit together."""
+    """Yields unknown keys of a source, invalid conversions of its rows, and weights that do not fit together."""
     data, known = job.data, schema.keys(schema.class_of("source", ""))
     for name in SPLITS:
         spec = getattr(data, name)
@@ -360,7 +360,7 @@ def _sources(job: Job) -> Problems:
 
 
 def _preprocessing(key: str, given: Data | Source) -> Problems:
-    """Yields what transform, columns and label of the section or of a source cannot mean.
+    """Yields invalid values of transform, columns and label, of the section or of a source.
 
     data/reshape.py checks the fields of each stage later.
     """
@@ -393,7 +393,7 @@ def _compared(value: Any) -> str:
 
 
 def _scaling(job: Job) -> Problems:
-    """Yields resources and labels that Ray cannot count, or would wait for without an end."""
+    """Yields resources and labels that Ray cannot count, or would wait for forever."""
     for section in ("scaling", "rollout"):
         given = getattr(job, section)
         use_gpu = given.get("use_gpu", job.scaling.get("use_gpu"))
@@ -412,7 +412,7 @@ def _scaling(job: Job) -> Problems:
             yield f"{section}.label_selector", f"found {len(selectors)}, {expected}"
         for selector in selectors if isinstance(selectors, list) else [selectors]:
             for name, value in selector.items():
-                # Ray (2.60) takes the blank as part of the name, and then waits without an end
+                # Ray (2.60) takes the blank as part of the name, and then waits forever
                 if " " in str(value):
                     fixed = str(value).replace(" ", "")
                     yield f"{section}.label_selector.{name}", f"found {show(value)}, expected {fixed}"
@@ -465,7 +465,7 @@ def _batches(job: Job) -> Problems:
 
 
 def _inputs(job: Job) -> Problems:
-    """Yields names of models and functions that cannot be one."""
+    """Yields names that cannot be the name of a model or function."""
     named = [(key, getattr(job, key)) for key in ("policy", "baseline", "judge") if getattr(job, key)]
     named += [(f"serve.{key}", name) for key, name in job.serve.inputs.items()]
     for index, item in enumerate(
@@ -499,7 +499,7 @@ def _inputs(job: Job) -> Problems:
 
 # ---------------------------------------------------------------- settings that follow from others
 def drop_eval_schedule(job: Job) -> Job:
-    """Returns a job without held-out rows with its evaluations off, unless the command line sets them."""
+    """Returns the job, without evaluations if it has no held-out rows and the command line does not set them."""
     if job.held_out or not STAGE[job.stage].learns:
         return job
     off = {"eval_strategy": "no", "eval_on_start": False} if STAGE[job.stage].trl else {"eval_steps": 0}
@@ -508,7 +508,7 @@ def drop_eval_schedule(job: Job) -> Job:
 
 
 def split_revision(tree: Tree, job: Job) -> Job:
-    """Returns a job whose `model.name_or_path: org/name@v1` has become `model.revision: v1` of org/name."""
+    """Returns the job with the `@v1` of `model.name_or_path: org/name@v1` as `model.revision: v1`."""
     with about("model.name_or_path"):
         name, revision = hub.split(job.model.name_or_path)
     if revision and job.model.revision not in (None, revision):

@@ -151,7 +151,7 @@ LIMITS: dict[str, dict[str, str]] = {
     ),
 }
 LEVELS = "debug info warning error critical passive"
-# Text keys with a few allowed words, which the libraries check late: those of one class, or of a section.
+# Allowed words of text keys, of a class or of a section. The libraries check them late.
 WORDS = {
     "SFTConfig.loss_type": "nll dft chunked_nll",
     "DPOConfig.loss_type": """sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down

@@ -74,9 +74,9 @@ class Stage:
     learns: str | None = None
     # Whether the frozen adapter that training starts from is the reference, unless the job names one.
     keeps_reference: bool = False
-    # Forwards without gradients over as many tokens as it learns from, in addition to the reference's.
+    # Number of forwards without gradients over the tokens that it learns from, not counting the reference's.
     further_forwards: int = 0
-    # Of a micro-batch.
+    # Least rows of a micro-batch.
     fewest_rows: int = 1
     # Sequences in one training row: a pair has two.
     sequences: int = 1
@@ -154,8 +154,8 @@ STAGE: dict[str, Stage] = {
         rows="thumbs",
         learns="policy",
         keeps_reference=True,
-        fewest_rows=2,  # prompts get the completions of other rows
-        further_forwards=2,  # of policy and reference, for the KL term
+        fewest_rows=2,  # each prompt also gets another row's completion
+        further_forwards=2,  # one of the policy and one of the reference, for the KL term
         unused={**_LEARNS, **_NO_ROLLOUT},
         title="Kahneman-Tversky optimization",
         headline=(

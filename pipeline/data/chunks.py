@@ -53,7 +53,7 @@ def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[C
     path, head = storage.absolute(file.path), read_head(file)
     zipped = head[:2] == b"\x1f\x8b" or file.path.endswith(".gz")
     format, group_by = format_of(file.path, unzipped(head) if zipped else head), kind.preprocess.group_by
-    parts = [(0, -1, file.size)]  # start, stop, bytes; no border of two chunks may part a group
+    parts = [(0, -1, file.size)]  # start, stop, bytes; a group must not be split between two chunks
     if format in ("parquet", "arrow") and not group_by:
         parts = pieces(path, format, file.size, chunk_bytes)
     elif format == "lines" and not zipped:
@@ -86,7 +86,7 @@ def read_head(file: File) -> bytes:
     try:
         with open_bytes(file.path) as stream:
             head = stream.read(BLOCK // 4)
-    except OSError as error:  # a folder opens, but does not read
+    except OSError as error:  # a folder can be opened, but not read
         raise unreadable(file.path, error) from error
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise InputError(
@@ -149,7 +149,7 @@ def lines_before(chunk: Chunk) -> int:
     with open_bytes(chunk.path) as raw:
         while left and (data := raw.read(min(left, BLOCK))):
             count, left = count + data.count(b"\n"), left - len(data)
-        while data := raw.read(BLOCK // 16):  # the line that runs into the chunk ends with this one
+        while data := raw.read(BLOCK // 16):  # the end of the line that runs into the chunk
             if b"\n" in data:
                 return count + 1
     return count

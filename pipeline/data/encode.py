@@ -19,7 +19,7 @@ from pipeline.data.template import ChatTemplate, Span, holds, without_tokens
 from pipeline.data.values import Dropped, RowError, show
 from pipeline.models.control_tokens import ControlTokens, Escaping
 
-FEW = 8  # different tokens: a text of more is not white space
+FEW = 8  # a text with more different tokens than this is not white space
 
 Rendered = tuple[str, Escaping | None]  # a text, and the escaping of the row's special tokens in it
 
@@ -89,7 +89,7 @@ class Encoder:
         return (*record.unread, "tools") if hidden else record.unread
 
     def unlearned_end(self) -> tuple[str, str] | None:
-        """Returns (how the chat template ends a completion, what generation stops on), or None if generation stops there."""
+        """Returns (how the chat template ends a completion, what generation stops on) if these differ, else None."""
         prompt = {"role": "user", "content": "Who is there?"}
         completion = {"role": "assistant", "content": "Hello."}
         try:
@@ -188,10 +188,10 @@ class Encoder:
             if self.too_long != "truncate":
                 return self.over_length(f"{length} tokens")
             if not sides:
-                # A prompt keeps its end: the question stands there
+                # Cut at the start, because the question is at the end
                 begin = prompt[:1] if prompt[0] == self.bos else []
                 prompt = begin + prompt[length - self.max_length + len(begin) :]
-            elif self.kind.keeps_columns and len(prompt) >= self.max_length:  # scores every row
+            elif self.kind.keeps_columns and len(prompt) >= self.max_length:  # scores all rows
                 kept = self.max_length - 1
                 prompt, sides = prompt[:kept], [prompt[kept:] + side for side in sides]
             if sides and len(prompt) >= self.max_length:
@@ -328,7 +328,7 @@ class Encoder:
         return escaped(prompt, escaping), tuple(escaped(one, escaping) for one in completions), escaping
 
     def faulty(self, completions: Sequence[list[int]]) -> RowError | None:
-        """Returns the error of a prompt's completions, as token ids, if one is empty or both are equal, or None."""
+        """Returns the error of completions (token ids) of which one is empty or both are equal, or None."""
         for name, completion in zip(("chosen", "rejected"), completions, strict=False):
             if self.blank(completion):
                 return without_tokens("completion", name if len(completions) > 1 else "")

@@ -146,7 +146,7 @@ class ExactBatches(Trainer):
         return self._loader(dataset, "Evaluation", self._parts()[1], self.args.eval_batch_size)
 
     def _parts(self) -> tuple[Any, Any, Any]:
-        """Returns what makes the sampler of training rows, of held-out rows, and the collator."""
+        """Returns the classes of the training sampler, the evaluation sampler and the collator."""
         return ExactBatchSampler, EvaluationSampler, CountedCollator
 
     def first_rows(self) -> list[int]:
@@ -270,7 +270,7 @@ def each_rank_alone(trainer: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del accelerator.gather, accelerator.gather_for_metrics  # the instance's: the methods show again
+        del accelerator.gather, accelerator.gather_for_metrics  # the class's methods apply again
         trainer.gather_function = accelerator.gather_for_metrics
 
 
@@ -299,4 +299,4 @@ def uneven_gather(accelerator: Any, count: int) -> Iterator[None]:
     try:
         yield
     finally:
-        del accelerator.gather  # the instance's: the method shows again
+        del accelerator.gather  # the class's method applies again

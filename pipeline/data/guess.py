@@ -32,7 +32,7 @@ ALIASES = {
     "messages": "conversation dialogue dialog chat turns".split(),
 }  # fmt: skip
 LOOKED = 50  # rows that are read with a guess
-# In what the names of the two columns of a pair differ.
+# Words in which the names of a pair's two columns differ.
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
 LABELS = "label preference winner choice choose better preferred annotator vote judge verdict".split()
 SCORES = "score rating reward votes likes points".split()  # more of these is better, unlike ranks and lengths
@@ -104,7 +104,7 @@ def _yaml(column: str | list[str]) -> str:
 
 
 def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None:
-    """Returns {field: column} with which most of the rows can be read, {} if they can be as they are, or None."""
+    """Returns {field: column} with which most rows can be read, {} if they need no mapping, or None if no guess fits."""
     rows = rows[:LOOKED]
     columns = _columns(rows)
     guess = next((guess for guess in _candidates(columns, stage) if reads(rows, guess, stage)), None)

@@ -83,7 +83,7 @@ class PairedBatches(ExactBatches):
 
     # What TRL's `_compute_kl_logps` has to return in this step, for the policy and for the reference.
     _of_step: tuple[Any, Any]
-    # The values that are left in the current micro-batch; none outside of training.
+    # The values of the current micro-batch that TRL has not read yet; empty outside of training.
     _due: Iterator[Any] = iter(())
 
     def _parts(self) -> tuple[Any, Any, Any]:

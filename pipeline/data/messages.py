@@ -203,7 +203,7 @@ def assistant_turn(completion: str) -> Turns:
 
 
 def check_last(turns: Turns, key: str) -> None:
-    """Raises RowError unless a conversation ends on a turn by the assistant, and this has words or calls."""
+    """Raises RowError unless a conversation ends with a turn of the assistant that has words or tool calls."""
     last = turns[-1]
     if last["role"] != "assistant":
         expected = "a conversation that ends on `assistant`"

@@ -23,7 +23,7 @@ from pipeline.errors import InputError
 
 @dataclass(frozen=True)
 class Mixture:
-    """The sources of a token table, in which their rows follow one another."""
+    """The sources of a token table, which has the rows of one source after another."""
 
     sizes: tuple[int, ...]  # rows of each source
     draws: tuple[int, ...]  # rows that an epoch draws from each

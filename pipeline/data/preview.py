@@ -16,8 +16,8 @@ from pipeline.data.values import RowError, some
 from pipeline.errors import InputError, visible
 from pipeline.system import functions
 
-FILES = 16  # files of a source that are looked at
-ROWS = 1000  # rows of a file that are looked at
+FILES = 16  # files of a source whose first rows are read
+ROWS = 1000  # first rows of a file that are read
 
 
 def preprocessing(stage: str, data: Any) -> dict[str, tuple[Preprocess, ...]]:

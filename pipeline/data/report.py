@@ -1,4 +1,4 @@
-"""What became of the rows: counts, reasons, token lengths and a few samples; and which sets of rows are rejected, and why."""
+"""Reports what became of the rows: counts, reasons, token lengths, samples. Rejects sets of rows that cannot be used."""
 
 import itertools
 import json
@@ -69,7 +69,7 @@ class Counted:
     versions: dict[str, int] = field(default_factory=dict)  # models:/NAME/NUMBER that generated rows -> rows
 
     def fill(self, total: Mapping[str, Counter[Any]]) -> None:
-        """Takes over the totals of the tasks that have the name of a field: {detail: number}, or their sum."""
+        """Copies the tasks' totals that have the name of a field, as {detail: number} or as a sum."""
         for name in vars(self).keys() & total.keys():
             by_detail = isinstance(getattr(self, name), dict)
             setattr(self, name, dict(total[name].most_common()) if by_detail else total[name].total())
@@ -98,7 +98,7 @@ class SourceCounts(Counted):
     source: int = 0
     path: str = ""
     revision: str = ""  # the commit of a dataset on the Hub
-    # What the job sets for this source: the columns of its fields, and the function that transforms its rows.
+    # The job's columns and transform for this source.
     columns: dict[str, Any] | None = None
     transform: str | None = None
     dropped: int = 0
@@ -454,7 +454,7 @@ def check(counts: Sequence[Counts], options: Options) -> None:
 
 
 def unclear_labels(total: Mapping[str, Counter[str]]) -> bool:
-    """Returns True if more labels than rare errors have no known meaning, so that the rule is probably wrong."""
+    """Returns True if too many labels have no known meaning, so that the rule is probably wrong."""
     return total["bad"]["unclear_label"] > reshape.RARE * total["read"].total()
 
 
@@ -499,7 +499,7 @@ def in_words(kinds: Counter[str]) -> str:
 
 
 def name_of(kind: str) -> str:
-    """Returns what is wrong with a row in a few words, from the kind of its error."""
+    """Returns in a few words what is wrong with a row, by the kind of its error."""
     return ERROR_NAMES.get(kind, kind.replace("_", " "))
 
 

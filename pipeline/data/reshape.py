@@ -100,7 +100,7 @@ def _place(error: BaseException) -> str:
 
 
 Columns = Mapping[str, str | list[str]]
-# Of two completions that are not in order of preference (`ordered`).
+# Fields of two completions that are not in order of preference (`ordered`)
 UNORDERED = ("first", "second", "label", "first_score", "second_score")
 
 
@@ -163,8 +163,8 @@ WORDS = {
     "second": re.compile(rf"{_WORD}(?:b|2|second|right)(?:better|isbetter|wins?)?"),
     "tie": re.compile(r"(?:tie|tied|draw|equal|same|both|neither|none).*"),
 }
-SEVERAL = 12  # different values, more of which are no label
-RARE = 0.05  # share of the labels up to which an unknown text counts as an error of its row
+SEVERAL = 12  # a column with more different values is no label
+RARE = 0.05  # up to this share of the labels, an unknown text counts as an error of its row
 # Names of labels that hold the number of a completion, such as better_response_id; not `label`, which may mean anything.
 NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
 
@@ -296,7 +296,7 @@ def vote(label: Any, rule: Rule) -> Side:
 
 
 def _score(value: Any, name: str) -> float | None:
-    if value is None or (isinstance(value, str) and not value.strip()):  # in CSV nothing is empty text
+    if value is None or (isinstance(value, str) and not value.strip()):  # of a CSV file
         return None
     number = comparable(value)
     if not isinstance(number, float):

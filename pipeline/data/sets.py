@@ -1,4 +1,4 @@
-"""Sets of the datasets library, by name: which files make the rows of a split.
+"""Finds the files of a split of a dataset (of the datasets library) by its name.
 
     path/to/folder, path/to/folder/test               written by save_to_disk, with or without splits
     path/to/folder/test, path/to/folder:config/test   a clone or snapshot of a set on the hub, whose README says what its

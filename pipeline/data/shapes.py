@@ -1,4 +1,4 @@
-"""The shapes of rows: by kind, the fields of each shape, its parser, the columns of token ids. Rows -> Records; no tokenizer.
+"""The formats of rows: for each kind its shapes (sets of fields), parser and token columns. Rows -> Records; no tokenizer.
 
 KIND is the table; config.stages.STAGE says which kind a stage reads. A row has the first shape whose fields are all there.
 """
@@ -264,7 +264,7 @@ def parse_preference(row: dict[str, Any], shape: str) -> Record:
         prompt, completions = split_transcripts(row)
         pairs = [completions]
         given = row[key]
-        if not isinstance(given, str) or given.strip():  # an empty one says nothing else
+        if not isinstance(given, str) or given.strip():  # an empty prompt contradicts nothing
             prompt = agreed(prompt, given_prompt(), key)
     else:
         prompt = given_prompt()
@@ -331,7 +331,7 @@ def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
     return prompt, list(zip(*sides, strict=True))
 
 
-# ---- rated completions: desirable or not; a pair is one of either ----------------------------------------------------
+# ---- rated completions: desirable or not; a pair gives one of each ---------------------------------------------------
 
 RATED = (
     _shapes(*(f"{shape}+{label}" for label in ("label", "kto_tag") for shape in DEMONSTRATIONS)) | PREFERENCES
@@ -428,7 +428,7 @@ def _as_list(value: Any, key: str) -> list[Any]:
 
 # ---- prompts, for which completions are to be written ----------------------------------------------------------------
 
-# Of chosen+rejected, the prompt that both share
+# From chosen+rejected, rows get the prompt that both share
 PROMPTS = _shapes("prompt", "conversations", "messages", "instruction", "chosen+rejected")
 
 

@@ -92,7 +92,7 @@ def _batches(file: Any, format: str, start: int, stop: int) -> Iterator[Any]:
     at = 0
     for rows, _, read in _groups(file, format):
         if start <= at and (stop < 0 or at < stop):
-            # One group at a time: what is damaged is then known by its row
+            # One group at a time, so that damage is reported by its row
             yield from read()
         at += rows
 
@@ -114,7 +114,7 @@ def _groups(file: Any, format: str) -> Iterator[tuple[int, int, Callable[[], Ite
 
 def _slices(batch: Any) -> Iterator[Any]:
     try:
-        batch.validate(full=True)  # or a damaged file would end the process
+        batch.validate(full=True)  # otherwise, a damaged file would end the process
     except ValueError as error:
         if "UTF8" not in str(error):
             raise

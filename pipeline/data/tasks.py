@@ -311,8 +311,8 @@ def schema(options: Options) -> Any:
 
 
 def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Best-fit decreasing: whole rows joined into bins of at most `size` tokens; `seq_lengths` keeps the borders."""
-    free = defaultdict[int, list[list[dict[str, Any]]]](list)  # room left -> bins
+    """Joins complete rows into bins of at most `size` tokens (best-fit decreasing); `seq_lengths` keeps the borders."""
+    free = defaultdict[int, list[list[dict[str, Any]]]](list)  # free tokens -> bins
     bins: list[list[dict[str, Any]]] = []
     for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
         need = len(row["input_ids"])

@@ -17,7 +17,7 @@ from pipeline.data.values import RowError, show
 from pipeline.errors import visible
 from pipeline.models.template import DATE, GENERATION
 
-BEGUN = 200  # characters: the most of a completion that the generation prompt may already contain
+BEGUN = 200  # most characters of a completion that the generation prompt may already contain
 
 # Templates keep only the text after this marker when the conversation continues.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
@@ -59,7 +59,7 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 date_string=DATE,
             )
-        except Exception as error:  # a template is a program: it raises what it likes, about this row
+        except Exception as error:  # a template is a program, and may raise any error
             roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
             reason = visible(f"{type(error).__name__}: {error}", lines=False)[:300]
             expected = f"what the chat template accepts: {reason}"
@@ -98,7 +98,7 @@ class ChatTemplate:
 
     def spans(self, turns: Turns, first: int, untrained: Collection[int] = ()) -> tuple[str, list[Span]]:
         """Returns the rendered conversation, and its spans of the trained assistant turns from message `first` on."""
-        whole = self.render(turns, False)  # refuses what the template refuses
+        whole = self.render(turns, False)  # raises RowError if the template fails
         completions = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= first]
         trained = [i for i in completions if i not in untrained]
         spans = self._marked(turns) if self.marks_completions and first == 0 else []

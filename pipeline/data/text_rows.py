@@ -245,7 +245,7 @@ def delimited_rows(stream: Any, format: str) -> Iterator[Row]:
 
     A header that cannot be used is a RowError in line 1, and ends the file. Blank lines are skipped, but counted.
     """
-    csv.field_size_limit(ROW)  # for the whole process; the default is 128 KiB
+    csv.field_size_limit(ROW)  # applies to the process; the default is 128 KiB
     lines = _Lines(stream_lines(stream))
     reader = csv.reader(lines, delimiter=delimiter_of(stream, format), strict=True)
     names: list[str] = []
@@ -287,10 +287,10 @@ def _next(reader: Any) -> tuple[list[str] | None, RowError | None]:
 
 
 def delimiter_of(stream: Any, format: str) -> str:
-    """Returns the delimiter that a line `sep=;` names, else the one that makes most columns of the first line."""
+    """Returns the delimiter that a line `sep=;` names, else the one that splits the first line into most columns."""
     try:
         head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8)
-    except DAMAGE:  # the rows will say so
+    except DAMAGE:  # reading the rows reports it
         head = b""
     if named := SEPARATOR.match(head.partition(b"\n")[0]):
         return named[1].decode("latin-1")
@@ -299,7 +299,7 @@ def delimiter_of(stream: Any, format: str) -> str:
     def columns(delimiter: str) -> int:
         try:
             return max((len(fields) for fields in csv.reader([first], delimiter=delimiter)), default=0)
-        except csv.Error:  # the rows will say what is wrong
+        except csv.Error:  # reading the rows reports what is wrong
             return 0
 
     return max(DELIMITERS[format], key=columns)
