@@ -66,17 +66,17 @@ def load() -> None:
         for module in LOADED:
             importlib.import_module(module)
     finally:
-        gc.freeze()  # modules are never garbage
+        gc.freeze()  # the collector then skips all modules
         gc.enable()
 
 
 def accept(job: Job) -> None:
-    """Records that the parent of this process has asked about the job already."""
+    """Records that the parent process has checked the job already."""
     _asked.add(_request(job) or "")
 
 
 def _request(job: Job) -> str | None:
-    """Returns what to ask about a job as JSON, or None if it has no section for TRL or peft."""
+    """Returns the request about a job as JSON, or None if the job has no section for TRL or peft."""
     facts = STAGE[job.stage]
     if not facts.learns:
         return None
@@ -118,7 +118,7 @@ def problem(asked: dict[str, Any]) -> str | None:
             continue
         owner = "peft.LoraConfig" if section == "lora" else STAGE[asked["stage"]].trainer.rpartition(".")[2]
         reason = f"{owner} says: {printable(' '.join(str(error).split())[:500])}"
-        # The key without which they accept the rest.
+        # To blame is the key without which they accept the rest.
         for key in values:
             if _rejected(make, asked, {k: v for k, v in values.items() if k != key}) is None:
                 return f"{prefix}{section}.{key}: found {show(values[key])}; {reason}"
@@ -129,7 +129,7 @@ def problem(asked: dict[str, Any]) -> str | None:
 def _rejected(make: Callable[..., object], asked: dict[str, Any], values: dict[str, Any]) -> Exception | None:
     try:
         make(asked, values)
-    except Exception as error:  # libraries raise anything for values that they cannot take
+    except Exception as error:  # libraries raise errors of any type
         return error
     return None
 
@@ -141,7 +141,7 @@ def _lora(asked: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _trainer(asked: dict[str, Any], values: dict[str, Any]) -> None:
-    """Builds the stage's arguments as a worker does, its optimizer and its schedule, on one parameter."""
+    """Builds the stage's arguments, optimizer and schedule as a worker does, for one parameter."""
     import torch
     from transformers import Trainer, get_scheduler
 

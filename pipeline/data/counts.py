@@ -76,7 +76,7 @@ class Counts:
             self.add(split, "reasons", reason)
 
     def add_key(self, name: str, key: bytes) -> None:
-        """Stores what is compared of a row."""
+        """Stores the numbers by which a row is compared with others."""
         if (keys := self.keys[name]) is not None:
             keys += key
             if len(keys) > 8 * WIDTH[name] * MAX_COMPARED:
@@ -145,7 +145,7 @@ def duplicates(counts: Sequence[Counts]) -> int | None:
 
 
 def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
-    """Returns (rows of `eval` whose prompt is in `train`, rows of `eval` that are in it with their completions).
+    """Counts the eval rows whose prompt is in `train`, and those whose prompt and completions are.
 
     Returns None if there is no `eval`, or if there are too many rows to compare.
     """

@@ -31,7 +31,7 @@ from pipeline.errors import InputError
 from pipeline.system import storage
 
 VERSION = 11  # format of the parts; raise it if the same rows give other tokens or another report
-SMALL = 64 << 20  # bytes of files that are tokenized without Ray; more take longer than Ray to start
+SMALL = 64 << 20  # most bytes of files that are tokenized without Ray; for more, starting Ray pays off
 
 
 @dataclass
