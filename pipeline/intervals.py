@@ -1,4 +1,4 @@
-"""Which numbers a setting may take, written as in mathematics, and the words for it.
+"""Allowed numbers of settings, as intervals and in words.
 
 outside(1.5, "[0, 1)")                       -> "0 or more and below 1"
 outside(7, "-1 or whole [1, 100]")           -> None, because 7 is allowed
@@ -10,7 +10,7 @@ import re
 
 
 def outside(value: float, allowed: str) -> str | None:
-    """Returns in words what was expected if `value` is not in `allowed`, numbers and intervals joined by ` or `, or None.
+    """Returns what `allowed` (numbers and intervals joined by ` or `) expects, in words, or None if `value` is in it.
 
     `whole [1, 9]` holds the whole numbers of the interval, 3.0 among them.
     """

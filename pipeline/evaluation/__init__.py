@@ -52,11 +52,11 @@ class Comparison:
         self.baseline, self.sampling = baseline, replace(sampling, seed=sampling.seed + SEED_OFFSET)
         mine = range(worker.rank, len(prompts), worker.world)
         self.rows = [{"index": i, **_prompt(prompts[i])} for i in mine]
-        # Null in a PPO job becomes a constant: free memory may differ after a resume, and would change the numbers.
+        # In a PPO job, null becomes a constant, because free memory may differ after a resume and would change the numbers.
         self.size = worker.job.args.local_rollout_forward_batch_size or PLANNED_ROWS
         self.decoder = decoder or SlotDecoder(shared, self.size, worker.tokenizer.pad_token_id)
         self.before: list[dict[str, Any]] | None = None
-        self.results: list[dict[str, Any]] = []  # of the last call of `of`, in the order of the prompts
+        self.results: list[dict[str, Any]] = []  # from the last call of `of`, in the order of the prompts
 
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Returns metrics and samples of `policy` (`eval_*`; None is the bare base) and of the baseline (`before_*`).
@@ -264,7 +264,7 @@ def _metrics(results: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _win(ours: float, theirs: float) -> float:
-    # Equal completions differ by fp32's rounding where their batches do.
+    # Scores of equal completions differ by fp32 rounding if their batches differ.
     return 0.5 if math.isclose(ours, theirs, rel_tol=1e-5, abs_tol=1e-5) else float(ours > theirs)
 
 

@@ -18,13 +18,13 @@ from pipeline.evaluation.pairs import metric_name, samples_of
 from pipeline.figures import mean, wilson
 from pipeline.runtime.worker import Worker
 
-ENDS = ("_low", "_high")  # of the 95 % interval of a score
+ENDS = ("_low", "_high")  # suffixes of the ends of a score's 95 % interval
 TIES = "ties"  # RewardBench 2's subset with several correct completions; its files spell it `Ties` or `ties`
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A row of a benchmark and the scores of its completions, the first `correct` of which are the correct ones."""
+    """A row of a benchmark, with the scores of its completions. The first `correct` completions are correct."""
 
     row: dict[str, Any]
     scores: list[float]
@@ -65,7 +65,7 @@ def measure(
 
 
 def _grouped(scored: Sequence[tuple[dict[str, Any], float]]) -> list[Scored]:
-    """Returns the complete rows of a benchmark from their consecutive completions, of which `pair` is the number."""
+    """Returns the complete rows of a benchmark from its completions in order; `pair` numbers the completions of a row."""
     groups: list[Scored] = []
     for row, score in scored:
         if row["pair"] == 0:
@@ -149,7 +149,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _best_of_k(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """RewardBench 2, and your own best-of-k rows: the plain mean of the subsets."""
+    """Scores RewardBench 2, and your own best-of-k rows, by the plain mean of the subsets."""
     subsets = {}
     for name in sorted({str(row.row["subset"]) for row in rows}):
         own = [row for row in rows if str(row.row["subset"]) == name]
@@ -188,7 +188,7 @@ def _rm_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str,
 
 
 def _judge_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """JudgeBench (https://arxiv.org/abs/2410.12784). A reward sees no order of the two answers; equal scores are wrong."""
+    """Scores JudgeBench (https://arxiv.org/abs/2410.12784). Rewards see no order of the answers; equal scores are wrong."""
     subsets = {}
     for name in sorted({str(row.row["subset"]) for row in rows}):
         own = [row for row in rows if str(row.row["subset"]) == name]

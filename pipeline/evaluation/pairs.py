@@ -137,7 +137,7 @@ def samples_of(
     ends: Collection[int],
     seeds: Sequence[int] = (),
 ) -> Samples:
-    """Returns the samples of completions that rows have. A truncated one has no end token and has not ended."""
+    """Returns the completions of some rows as samples. A truncated one has no end token and has not ended."""
     from pipeline.ppo.rewards import Samples
 
     ended = [completion[-1] in ends for completion in completions]

@@ -71,7 +71,7 @@ def best_of_n(proxy: Sequence[float], gold: Sequence[float], n: int) -> float:
 def best_of_curve(
     proxy: Sequence[Sequence[float]], gold: Sequence[Sequence[float]]
 ) -> list[dict[str, float]]:
-    """Returns for n = 1, 2, 4, ... the mean proxy and gold score of the best of n, and the bound of its KL.
+    """Returns for n = 1, 2, 4, ... the mean proxy and gold score of the best of n, and a bound of its KL.
 
     KL <= ln n - (n - 1) / n nats per completion (https://arxiv.org/abs/2401.01879).
     """

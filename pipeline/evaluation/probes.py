@@ -41,7 +41,7 @@ def _unedited(text: str, _: str) -> str:
 
 @dataclass(frozen=True)
 class Probe:
-    # From a completion and the chosen completion of another pair to the edited one. The same text: it does not apply.
+    # f(completion, chosen completion of another pair) -> edited completion. An edit that changes nothing does not apply.
     edit: Callable[[str, str], str]
     worse: bool = False  # the edit makes the completion worse
 

@@ -1,4 +1,4 @@
-"""Decoding: rows of any role on one base, whose completions are written together.
+"""Decoding: the completions of rows of any role, written together on one base.
 
 `rows.py` has what a decoder takes and returns. `SlotDecoder` (decoder.py) decodes on the shared base itself, `VllmDecoder`
 (vllm.py) in vLLM. `slots.py` is the KV cache, `graphs.py` replays steps as CUDA graphs, `memory.py` counts bytes.

@@ -20,11 +20,11 @@ from pipeline.models.packing import micro_batches
 
 # Padded tokens in one forward of prompts: many keep the device busy, few keep activations small compared with the KV cache.
 PREFILL_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 14}
-# Decoding steps between two looks at which rows have ended. On a CPU looking is free, and a step is shorter with each row
-# that leaves. A GPU waits for the host at each look, and its steps are bound by launches more than by rows.
+# Decoding steps between two checks for rows that have ended. On a CPU a check is free, and a step is shorter with each row
+# that leaves. A GPU waits for the host at each check, and its steps are bound by launches more than by rows.
 STEPS_PER_LOOK = {"cpu": 1, "cuda": 8}
 STEPS_PER_GRAPH = 32  # the same if steps are replayed as a CUDA graph
-BUCKET = 64  # a graph looks at a multiple of this many positions
+BUCKET = 64  # a graph attends to a multiple of this many positions
 
 Drawn = tuple[Tensor, Tensor, Any]  # token ids (B,), their log-probs (B,), the alternatives' topk or None
 
@@ -42,7 +42,7 @@ class SlotDecoder(Decoder):
         graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None: if the base allows it.
     """
 
-    share = True  # off to measure what reading a prompt once saves
+    share = True  # False measures what one forward per prompt saves
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class SlotDecoder(Decoder):
         lengths = [len(row.prompt) for row in distinct]
         limit = PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cuda"])
         parts = micro_batches(lengths, None, limit, device.type)
-        if cache.other_layers:  # their state is filled once
+        if cache.other_layers:  # filled once, so all prompts go through one forward
             parts = [list(range(len(distinct)))]
         states: list[Tensor] = [torch.empty(0)] * len(distinct)
         for part in parts:
@@ -205,7 +205,7 @@ class SlotDecoder(Decoder):
         self.cache.lengths[:count] -= 1
 
     def _body(self, ids: Tensor, mask: Any, positions: Tensor) -> Tensor:
-        """Returns the (B, T, H) hidden states of tokens (B, T), which the cache takes."""
+        """Returns the (B, T, H) hidden states of tokens (B, T), and adds the tokens to the cache."""
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         return self.shared.body(**inputs, past_key_values=self.cache, use_cache=True).last_hidden_state
 
@@ -309,7 +309,7 @@ class SlotDecoder(Decoder):
     # --------------------------------------------------------------------------------------------- check
 
     def check(self) -> None:
-        """Decodes three short prompts that come and go, and compares the log-probs with a forward without a cache.
+        """Decodes three short prompts that join and leave, and compares the log-probs with a forward without a cache.
 
         Raises:
             InputError: if they differ, so that the base's rows cannot be batched in this way.

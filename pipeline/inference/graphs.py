@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FEWEST_REPLAYS = 4  # with fewer steps ahead, recording one takes longer than it saves
+FEWEST_REPLAYS = 4  # with fewer steps left, recording takes longer than it saves
 TOLERANCE = 1e-2  # relative difference between the first replay and the step that it repeats
 
 
@@ -35,7 +35,7 @@ class Steps:
         self.proved = False  # whether a replay has been compared with the step that it repeats
         self.key: Hashable = None
         self.replay: Callable[[], None] | None = None
-        self.output: Tensor = torch.empty(0)  # what a replay writes
+        self.output: Tensor = torch.empty(0)  # the tensor that a replay writes
 
     @property
     def works(self) -> bool:

@@ -16,11 +16,11 @@ GIB = 2**30
 SHARE = 0.5  # share of the free memory for decoding; the rest is for the prompts' forward and other phases
 # Bytes of a row for each token of the vocabulary: logits, probabilities, and their sums in float64.
 SAMPLING_BYTES = 20
-# vLLM: activations of its largest forward, CUDA graphs, and a CUDA context in another process. An assumption.
+# Assumed memory of vLLM's largest activations, its CUDA graphs, and the CUDA context of its process.
 WORKSPACE = 3 * GIB
 LARGEST = 0.95  # share of a GPU that vLLM can be given
 MOST_ROWS = 256  # rows that vLLM decodes at once
-BATCHED_TOKENS = 8192  # in one of vLLM's forwards; it reads longer prompts in pieces
+BATCHED_TOKENS = 8192  # of one forward of vLLM, which splits longer prompts
 CGROUP = Path("/sys/fs/cgroup")
 
 

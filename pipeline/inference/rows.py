@@ -93,7 +93,7 @@ class Row:
 
 
 class Decoder(ABC):
-    """Writes rows. They join and leave at any step, whatever their role."""
+    """Writes the completions of rows. They join and leave at any step, whatever their role."""
 
     rows: list[Row]  # being written
     max_rows: int | None  # most rows written at the same time, if there is a limit
@@ -108,7 +108,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def changed(self, role: str | None) -> None:
-        """Takes note that a role's parameters have changed: later rows have the new ones."""
+        """Uses the changed parameters of a role for later rows."""
 
     @abstractmethod
     def fits(self, joining: Sequence[Row], row: Row) -> bool:

@@ -1,4 +1,4 @@
-"""A KV cache in which rows come and go: row i lies in slot i, from position 0 on.
+"""A KV cache that rows join and leave: row i has slot i, from position 0 on.
 
 Prompts are padded on the right, so causal attention never sees the padding. A row does not move when another one joins or
 grows. When rows leave, the last rows move into their slots.

@@ -30,7 +30,7 @@ QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class VllmDecoder(Decoder):
-    """Rows become vLLM's requests.
+    """Decodes rows as requests to vLLM.
 
     Args:
         llm: a vllm.LLM, as `start_llm` returns it.

@@ -144,7 +144,7 @@ def _unknown(tree: Tree, key: str, steps: tuple[str, ...]) -> InputError:
 
 @contextlib.contextmanager
 def of_step(step: str) -> Iterator[None]:
-    """Prefixes the keys of a step's job, in an InputError raised within the block and in its message, with the step."""
+    """Puts the step before the job's keys in an InputError of the block, and in its message."""
     try:
         yield
     except InputError as error:
@@ -154,7 +154,7 @@ def of_step(step: str) -> Iterator[None]:
         ) from error
 
 
-# A key of a job in a message, but no part of a path, nor one that has its step already.
+# Matches keys of a job, except in paths and after a step's name.
 _WORD = re.compile(r"(?<![\w./@:-])(?:[a-z_]+\.[a-z_]\w*|(?:reward|judge)(?==))(?![\w/])")
 
 
@@ -187,13 +187,13 @@ def _settings(tree: Tree, train: str) -> Settings:
     if values.get("reference") == "first" and "reference" not in STAGE[train].inputs:
         raise tree.error(
             "iterate.reference",
-            f"found first, but `{train}` is held to the policy that it starts from; set start",
+            f"found first, but `{train}` stays close to the policy that it starts from; set start",
         )
     return Settings(**values)
 
 
 def _section(tree: Tree, section: str, kind: type) -> dict[str, Any]:
-    """Returns the keys of `run` or `mlflow` that an iteration itself has: a name, and what all its runs share."""
+    """Returns the keys of `run` or `mlflow` that apply to the iteration: its name, and what all its runs share."""
     own = {"run": ("name", "fresh", "report"), "mlflow": ()}[section] + SHARED[section]
     known = {key: schema.keys(f"pipeline.config.job.{kind.__name__}")[key] for key in own}
     rest = f"expected one of {', '.join(own)}; each job has the others"

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from pipeline.models.compatibility import Base
 
-PREFIX = "base_model.model."  # peft's, before every name in an adapter file
+PREFIX = "base_model.model."  # peft's prefix of every name in an adapter file
 HEAD = f"{PREFIX}score.weight"  # name of the scalar head in files written here
-FIX = "save the adapter again, or name another one"
+FIX = "save the adapter again, or name another adapter"
 CHANGES_BASE = ("layer_replication", "trainable_token_indices", "alora_invocation_tokens")
 
 

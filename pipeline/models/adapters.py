@@ -274,7 +274,7 @@ class SharedBase(nn.Module):
             self._switch(previous)
 
     def _mix(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Passes the adapter of each row to a layer: indices of rows to a fused one, the names that peft expects to others."""
+        """Passes the adapter of each row to a layer: as indices of rows to a fused layer, as peft's names to others."""
         if self._rows is None:
             return None
         mixed = isinstance(layer, FusedLinear) and layer.mixes(self._rows)
@@ -412,7 +412,7 @@ class SharedBase(nn.Module):
             inputs["attention_mask"] = self._mask(batch.allowed)
         with self.use(role):
             hidden = self.body(**inputs).last_hidden_state
-        # Not by an index: its backward would add up the gradients of a shared prompt in the order of the threads.
+        # Not by an index: its backward would add the gradients of a shared prompt in an order that depends on threads.
         return nn.functional.embedding(batch.at, hidden.reshape(-1, hidden.shape[-1]))
 
     def _mask(self, allowed: Tensor) -> Tensor:
@@ -492,7 +492,7 @@ class SharedBase(nn.Module):
 
     @torch.no_grad()
     def mean_logprob(self, role: str | None, ids: Sequence[int]) -> float:
-        """Returns the mean log-prob of the tokens of a sequence after its first, in nats."""
+        """Returns the mean log-prob of a sequence's tokens after the first, in nats."""
         row = torch.tensor([list(ids)], device=self.device)
         actions = torch.ones(1, len(ids) - 1, dtype=torch.bool, device=self.device)
         return float(
@@ -536,12 +536,12 @@ class SharedBase(nn.Module):
 
     @torch.no_grad()
     def _check_logits(self) -> None:
-        """Raises InputError unless `logits` computes the model's own: some families scale or cap them."""
+        """Raises InputError unless `logits` equals the model's own logits, which some families scale or cap."""
         ids = torch.arange(4, device=self.device).unsqueeze(0)
         with self._precision():
             expected = self.base(input_ids=ids).logits.float()
         ours = self.logits(self.body(input_ids=ids, use_cache=False).last_hidden_state)
-        # In half precision a small logit is as inexact as the largest: they are sums of terms of one size.
+        # In half precision, all logits have errors of one size, because they are sums of terms of one size.
         if not (expected - ours).abs().max() <= 1e-2 * max(1.0, float(expected.abs().max())):
             raise InputError(
                 f"{type(self.base).__name__} changes its logits after the lm head in an unknown way "

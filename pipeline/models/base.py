@@ -137,7 +137,7 @@ def load_base(
         "use_safetensors": None if model.allow_pickle else True,
         "trust_remote_code": model.trust_remote_code,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # report them, for check_loaded to reject
+        "ignore_mismatched_sizes": True,  # reported instead, and rejected by check_loaded
         "tqdm_class": Bar,
     }
     if model.attn_implementation is not None:
@@ -176,7 +176,7 @@ def check_base(model: Model, scorer: bool = False, gpu: bool = False, weights: b
     tensors = check_weights(model) if weights else {}
     heads = [tensor for name, tensor in tensors.items() if name.startswith(HEAD_NAMES)]
     if scorer and tensors and not any(head.shape[:1] == (1,) for head in heads):
-        raise InputError(  # transformers would make one of random numbers
+        raise InputError(  # transformers would make a random head
             f"the weight files of {model.name_or_path!r} have no head of one score, such as score.weight of shape (1, hidden size); "
             "use the folder of a trained reward model",
             KEY,
@@ -222,7 +222,7 @@ def configured(model: Model, scorer_tokenizer: PreTrainedTokenizerBase | None = 
 
 
 def architecture(model: Model, scorer: bool) -> tuple[Any, Any]:
-    """Returns the base's transformers configuration, of one label for a scorer, and the Auto class to load it with.
+    """Returns the base's transformers configuration, with one label for a scorer, and the Auto class to load it with.
 
     Raises:
         InputError: if transformers does not know the architecture, or rejects config.json.
@@ -327,7 +327,7 @@ def check_loaded(where: str, info: dict[str, Any], scorer: bool) -> None:
 
 
 def check_ends(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> None:
-    """Raises InputError if the lm head, which stays frozen, gives an end token the row of other tokens.
+    """Raises InputError if the lm head, which stays frozen, has the same row for an end token as for other tokens.
 
     Their logits are then always equal, because pre-training moved all tokens that it never saw in the same way.
 

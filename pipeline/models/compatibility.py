@@ -128,7 +128,7 @@ def _matching(name: str, given: Any, modules: list[str]) -> set[str]:
 
 
 def check_lora(base: Base, lora: dict[str, Any]) -> None:
-    """Checks that the names and patterns of a new adapter match modules of the base, and that the adapter gets some.
+    """Checks that the names and patterns of a new adapter match modules of the base, at least one in total.
 
     peft ignores some names that match none.
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-NOTHING, WITHOUT_GRADIENTS = 0, 1 << 20  # between them: 1 + the number of the role whose forward it is
+NOTHING, WITHOUT_GRADIENTS = 0, 1 << 20  # between them: 1 + number of the forward's role
 
 
 class Roles(Protocol):

@@ -111,7 +111,7 @@ def packs_that_pay(
         return tokens * (6 * width + tokens)
 
     packs: dict[int, list[list[int]]] = {}
-    held: dict[int, int] = {}  # tokens of the newest pack to each prompt
+    held: dict[int, int] = {}  # prompt -> tokens of its newest pack
     for i, prompt in enumerate(prompts):
         by_itself, longer = starts[i] + counts[i], held.get(prompt, 0) + counts[i]
         if (
@@ -152,7 +152,7 @@ def micro_batches(
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         batch = batches[-1] if batches else []
         used = sum(lengths[j] for j in batch)
-        padded = (len(batch) + 1) * lengths[i]  # with this row, the longest so far
+        padded = (len(batch) + 1) * lengths[i]  # with this row, which is the longest
         full = rows is not None and sum(held[j] for j in batch) + held[i] > rows
         full |= tokens is not None and padded > tokens
         sparse = used >= busy and padded - used - lengths[i] > padded / 8

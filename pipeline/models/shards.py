@@ -134,7 +134,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
     source = {name: name for name in parameters if name in place}
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     if head is not None and base.config.get_text_config().tie_word_embeddings:
-        # One tensor in the files. Here they are two, because both are frozen.
+        # The files have one tensor for both. Here they are two, because both are frozen.
         names = {id(parameter): name for name, parameter in parameters.items()}
         pair = names[id(embedding.weight)], names[id(head.weight)]
         for name, twin in (pair, pair[::-1]):

@@ -54,7 +54,7 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
         tokenizer.chat_template = plain if chat_template == "plain" else _read(chat_template)
     if tokenizer.chat_template != plain and (problem := try_out(tokenizer)):
         raise InputError(
-            f"{named}{problem}; fix it, or set model.chat_template to another one (plain is built in)", key
+            f"{named}{problem}; fix it, or set another model.chat_template (plain is built in)", key
         )
 
 

@@ -86,7 +86,7 @@ def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], tru
 
     options: dict[str, Any] = {"revision": revision}
     if settings.get("pad_token") in NEVER_PRODUCED:
-        # Saved by this pipeline. As a special token it would also match its literal character.
+        # This pipeline saved it. As a special token, it would also match this character in a text.
         options["pad_token"] = None
     plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     try:
@@ -97,7 +97,7 @@ def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], tru
 
             options["trust_remote_code"] = trust_remote_code
             tokenizer = AutoTokenizer.from_pretrained(source(name_or_path), **options)
-        tokenizer(SOME_TEXT)  # reads the settings of its parts
+        tokenizer(SOME_TEXT)  # fails if a part's settings are wrong
     except (InputError, KeyboardInterrupt, SystemExit, MemoryError):  # SystemExit: a signal
         raise
     except BaseException as error:  # tokenizers panics (PanicException, not an Exception) on a damaged file

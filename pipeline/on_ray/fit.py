@@ -52,10 +52,10 @@ def fit(
     try:
         return trainer.fit().return_value
     except (KeyboardInterrupt, SystemExit):
-        # Until the workers have ended: none writes into the run's folder later
+        # Waits until the workers have ended, so that none writes into the run's folder later
         with process.signals_ignored():
             for controller in controllers:
-                # Its process ends with the call, which is an error to Ray.
+                # The call ends its process, which Ray reports as an error.
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.get(controller.abort.remote(), timeout=5)
         raise
@@ -69,7 +69,7 @@ def _trainer(job: Job, loop: Any, config: dict[str, Any], rows: dict[str, Any], 
 
     class Trainer(TorchTrainer):
         def _create_default_callbacks(self) -> list[Any]:
-            """Leaves out the cleaner of placement groups in an embedded Ray, whose processes all end with the driver.
+            """Disables Ray Train's cleaner of placement groups in an embedded Ray, whose processes all end with the driver.
 
             The cleaner polls a dashboard once a second, of any Ray that this machine was the last to start, and the end of the
             run waits 12 s for an answer (ray 2.60, private). Remove when it asks the GCS of its own session.

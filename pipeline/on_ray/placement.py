@@ -81,7 +81,7 @@ class Bundle:
 
 
 def bundles(job: Job) -> list[Bundle]:
-    """Returns the requests of the fewest workers with which the job starts, of Ray Train or of Ray Data."""
+    """Returns one request for each worker, for the fewest workers with which the job starts."""
     scaling, count = job.scaling, job.workers[0]
     each = _amounts_of(scaling, 1)
     if kind := scaling.get("accelerator_type"):
@@ -202,7 +202,7 @@ def side_by_side(job: Job) -> int:
 
     most = _autoscaler_limits()
     needs = [(one.each, one.most if one.section == "rollout" else one.fewest) for one in groups(job)]
-    if most:  # in all, without the labels of nodes
+    if most:  # a total, which says nothing about the labels of nodes
         nodes: list[tuple[dict[str, float], dict[str, str]]] = [(dict(most), {})]
         needs = [(Bundle(bundle.resources, {}), count) for bundle, count in needs]
     else:

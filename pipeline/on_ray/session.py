@@ -46,7 +46,7 @@ ENVIRONMENT = {
 }
 # Environment variables of Ray if it runs inside this process.
 EMBEDDED = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # 2 s by default, by which every end of a run would be late
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the default, 2 s, would delay the end of every run
     "RAY_prestart_worker_first_driver": "0",  # a process per CPU would slow the start, and few are used
     "RAY_worker_niceness": "0",  # Ray's default is 15: its own idle processes would push the training aside
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less: no cloud reclaims this machine
@@ -81,7 +81,7 @@ def session(job: Job) -> Iterator[None]:
         console.attach(JOBS)
         # It warns of a hang if no CPU is free, for the moment or because the workers have them all.
         logging.getLogger("ray.data.dataset").setLevel(logging.ERROR)
-        placement.check_scaling(job)  # again: now Ray knows what it has
+        placement.check_scaling(job)  # again, because Ray now knows its resources
         yield
 
 
@@ -232,7 +232,7 @@ def embedded(**options: Any) -> Iterator[None]:
             yield
             ray.shutdown()
             shutil.rmtree(_folders[-1], ignore_errors=True)
-        finally:  # Ray's logs of a session that failed stay until the next but one starts
+        finally:  # the logs of a failed session stay until the session after the next one starts
             with process.signals_ignored():
                 ray.shutdown()
             _folders.clear()
@@ -270,7 +270,7 @@ def _session_root() -> Path:
             raise OSError(None, "it belongs to another user")
     except OSError as error:
         raise InputError(
-            f"cannot use {private} ({error.strerror}); export RAY_TMPDIR=FOLDER, one of your own with a short path",
+            f"cannot use {private} ({error.strerror}); export RAY_TMPDIR=FOLDER, a folder that you own, with a short path",
             key="RAY_TMPDIR",
         ) from error
     private.chmod(0o700)

@@ -1,1 +1,1 @@
-"""What a job needs, counted on shapes."""
+"""Computes from shapes what a job needs."""

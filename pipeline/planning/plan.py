@@ -119,7 +119,7 @@ class Plan:
 
     @property
     def checkpoint(self) -> float:
-        """Bytes on disk: what learns, Adam's two moments of it, and with run.keep=best its best version; not the base."""
+        """Bytes on disk: trained parameters, Adam's two moments, and with run.keep=best the best parameters; not the base."""
         # TRL's trainer also saves the reference's adapter.
         reference = STAGE[self.job.stage].trl and _has_reference(self.job)
         kept = 4.0 * reference + 4.0 * (self.job.run.keep == "best")
@@ -146,7 +146,7 @@ def settings(job: Job, context: int) -> Settings:
         if job.rollout_config.engine == "vllm":
             decoded = min(args.decoded(job.workers[0]), MOST_ROWS)
         scored = args.micro_batch_tokens or FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"]
-        checkpointing = args.gradient_checkpointing is not False  # None means if it must
+        checkpointing = args.gradient_checkpointing is not False  # None: only if it must
         scored = max(width, min(scored, args.batch_size * width))
         rows = min(rows, args.batch_size)
         return Settings(
@@ -377,7 +377,7 @@ def _changes(job: Job, loras: Loras | None = None) -> list[tuple[str, Any]]:
         now = job.args.planned_rows(job.workers[0])
         changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
         if job.args.micro_batch_tokens is None:
-            # As many tokens as a micro-batch in training, if that is less.
+            # The tokens of a micro-batch in training, if that is less.
             asked = settings(job, 1 << 20)
             if (tokens := rows * asked.width) < asked.scored:
                 changes.append(("trainer.micro_batch_tokens", tokens))
@@ -449,7 +449,7 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
     if plan.job.stage == "ppo":  # a PPOConfig
         args = plan.job.args
         episodes = args.total_updates(rows.count) * args.batch_size
-        passes = 2 + args.has_critic_adapter  # old, reference, values; the reward is one more
+        passes = 2 + args.has_critic_adapter  # old and reference log-probs, values; the reward follows
         learning_passes = args.num_ppo_epochs * (1 + args.has_critic_adapter)
         tokens = episodes * (prompt + completion)
         mean = min(prompt + completion, asked.width)
@@ -458,7 +458,7 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         learning = _seconds(plan, gpu, tokens, asked.rows * mean, learn, 2 * learning_passes)
         batches = math.ceil(episodes / args.decoded(workers))
         gathered = 0.0 if plan.job.rollout_config.workers[1] else gather_seconds(plan, gpu)
-        # Both engines replay CUDA graphs, so a step takes as long as it reads the weights and the cache, half full on average.
+        # Both engines replay CUDA graphs, so a step takes the time to read the weights and the cache, half full on average.
         filled = args.decoded(workers) * (prompt + completion / 2) * plan.cache
         step = max((plan.moved + filled) / (gpu.bandwidth * 1e9), gathered)
         sampling = batches * completion * step + 2 * scored  # the reward's and the reference's forwards
@@ -467,14 +467,14 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
     else:
         given, facts = plan.job.trainer, STAGE[plan.job.stage]
         learn = 3 if asked.checkpointing else 2
-        # the reference costs a forward, one of `learn` passes
+        # the reference and further forwards cost one pass each; learning costs `learn` passes
         models = 1 + (facts.keeps_reference + facts.further_forwards) / learn
         steps, batch = given.get("max_steps", 0), plan.job.data.batch_size or 8 * workers
         if steps and steps > 0:
             tokens = steps * batch * (plan.tokens[0] if given.get("packing") else prompt)
         else:
             tokens = rows.count * prompt * given.get("num_train_epochs", 3.0)
-        row = plan.tokens[0] if given.get("packing") else prompt  # a forward of short rows is short
+        row = plan.tokens[0] if given.get("packing") else prompt  # without packing, rows may be short
         at_once = asked.rows * asked.sequences * row
         gathers = 2 + facts.keeps_reference + facts.further_forwards
         seconds = _seconds(plan, gpu, tokens * facts.sequences, at_once, learn * models, gathers)

@@ -65,7 +65,7 @@ class Shape:
 
         from pipeline.models.base import context_length
 
-        raw, self.unread = config_of(job.model)  # `unread`: why it is of SHAPES
+        raw, self.unread = config_of(job.model)  # `unread`: why the shape comes from SHAPES
         self.job, self.context = job, context_length(raw) or 2048
         self.config = AutoConfig.for_model(**raw)
         # The head of a reward, or of the critic, which starts as the reward.
@@ -137,7 +137,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Model:
-    """What the counts below depend on. They are cached for each model, not for each job."""
+    """What the following counts depend on. They are cached for each model, not for each job."""
 
     config: str  # config.json
     dtype: str

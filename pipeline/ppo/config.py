@@ -43,7 +43,7 @@ RANGES = table(
     }
 )
 
-# Completions decoded at once where memory decides on it: those that a plan counts, and the most of an evaluation.
+# If memory decides how many completions are decoded at once: the number in a plan, and the maximum in an evaluation.
 PLANNED_ROWS = 64
 CHUNK_COMPLETIONS = 256  # size of a chunk if the job sets none
 
@@ -343,8 +343,8 @@ class PPOConfig(Settings):
 
     @property
     def learns_in_one_forward(self) -> bool:
-        """Whether the training forward's log-probs are the old ones, too: there is one optimizer step an update, it has all
-        completions, and no advantage depends on them."""
+        """Whether the training forward's log-probs also serve as old log-probs: an update is one optimizer step with all
+        completions, and no advantage depends on old log-probs."""
         return (
             self.num_ppo_epochs == self.num_mini_batches == 1
             and not self.uses_critic
@@ -363,7 +363,7 @@ class PPOConfig(Settings):
         return min(self.local_rollout_forward_batch_size or CHUNK_COMPLETIONS, own)
 
     def planned_rows(self, workers: int) -> int:
-        """`decoded` of a worker with little memory: what a plan counts, since the others take only what is free."""
+        """Returns `decoded` for a plan: of a worker with little memory, because others decode more only in free memory."""
         rows = self.decoded(workers)
         return min(rows, PLANNED_ROWS) if self.local_rollout_forward_batch_size is None else rows
 

@@ -36,7 +36,7 @@ def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Te
 
 
 def gather(mine: Any) -> list[Any]:
-    """[what each worker has], on every worker; for small Python objects."""
+    """Returns [each worker's value] on every worker; for small Python objects."""
     parts = [mine] * world()[1]
     if len(parts) > 1:
         catch_up()

@@ -76,7 +76,7 @@ class Estimator:
 
 
 def call(function: Callable[..., Any], args: Any, known: Mapping[str, Any]) -> Any:
-    """Returns what a formula or definition makes of the parameters that it names.
+    """Calls a formula or definition with the parameters that it names.
 
     Args:
         args: a PPOConfig, for the parameters that are keys of the trainer section.

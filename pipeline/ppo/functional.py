@@ -86,7 +86,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
 
 
 def last_action(mask: Tensor) -> Tensor:
-    """(batch, time) bool: on at the last action of each row only; nowhere in a row without actions."""
+    """Returns a mask (batch, time) that is on at the last action of each row; a row without actions has none."""
     mask = mask.bool()
     remaining = mask.flip(-1).cumsum(-1).flip(-1)  # number of actions from here on
     return mask & (remaining == 1)
@@ -219,7 +219,7 @@ def off_policy_weights(
     level: Literal["token", "sequence"] = "token",
     cap: float = 3.0,
 ) -> Tensor:
-    """(batch, time) probability ratio trainer / sampler of each action, at most `cap`; 0 off the mask.
+    """Returns the probability ratio trainer / sampler (batch, time) of each action, at most `cap`; 0 off the mask.
 
     Corrects for a sampler of other weights, kernels or precision: for the old policy of an update that it was not sampled from
     (decoupled PPO, Hilton et al. 2021, arXiv 2110.00641; truncated importance sampling, Ionides 2008). As a weight w >= 0 of

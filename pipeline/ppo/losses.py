@@ -42,7 +42,7 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
         kl_coef: KL coefficient of this update.
     """
     estimator, mask = args.estimator, episodes.mask
-    # Groups compare scores with each other: in fp32 the mean of equal scores may be another number than they are.
+    # Groups compare scores in float64, because the fp32 mean of equal scores may differ from the scores.
     scores = episodes.scores if estimator.compares_groups else episodes.scores.float()
     bootstrap = torch.zeros_like(episodes.bootstrap)
     if args.bootstrap_truncated:

@@ -394,7 +394,7 @@ class FunctionReward(Reward):
         return listed[0]
 
     def _culprit(self, samples: Samples) -> str:
-        """Returns in words the first sample on which alone the function raises."""
+        """Describes the first sample for which the function raises if it gets this sample alone."""
         for i in range(len(samples)):
             try:
                 self._call(samples, [i])

@@ -1,4 +1,4 @@
-"""`RolloutConfig`: who samples the completions of a PPO run, with which engine, how far behind. Plain data, no torch import."""
+"""`RolloutConfig`: who samples a PPO run's completions, with which engine, how many updates behind. No torch import."""
 
 from __future__ import annotations
 

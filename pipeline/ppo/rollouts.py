@@ -1,4 +1,4 @@
-"""The rollouts of one trainer, in the order of its updates, sampled here or by rollout workers, `staleness` updates ahead.
+"""The rollouts of one trainer, sampled here or by rollout workers, up to `staleness` updates ahead.
 
 Version max(0, u - staleness) of the policy samples the episodes of update u, exactly, in any process and at any time. So a
 run is a function of its seed, asynchronous or not, for any number, speed and deaths of rollout workers.
@@ -91,7 +91,7 @@ def digest(tensors: Tensors) -> str:
 
 
 class RolloutWorkers(Protocol):
-    """Processes elsewhere that sample and score chunks, as the trainer needs them."""
+    """What the trainer needs of rollout workers, which sample and score chunks."""
 
     def publish(self, version: int, tensors: Tensors) -> None:
         """Publishes a version of the policy. Called on rank 0 alone, once per version."""
@@ -210,6 +210,6 @@ def assembled(
 
 
 def rows_of(chunk: Chunk) -> list[int]:
-    """Returns the rows of the chunk's completions among the episodes of its share."""
+    """Returns the indices of a chunk's completions in the episodes of the share."""
     each = chunk.generations
     return [place * each + g for place in chunk.places for g in range(each)]

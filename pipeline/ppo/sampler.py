@@ -1,4 +1,4 @@
-"""Chunks of an update, and what a rollout makes of each: completions, their scores, and the reference's log-probs.
+"""Samples the chunks of an update: completions, their scores, and the reference's log-probs.
 
 A chunk is the unit of sampling and scoring. How an update is split depends on the job alone, not on the memory of a worker,
 and no sum over several completions crosses a chunk. So a chunk has the same bits from every sampler: the trainer's process
@@ -36,7 +36,7 @@ class Chunk:
     rank: int  # rank of the trainer that learns from it
     number: int
     version: int  # version of the policy that samples it: its number of updates
-    places: list[int]  # places of the prompts in the rank's share
+    places: list[int]  # indices of the prompts in the rank's share
     prompt_ids: list[list[int]]  # token ids of each prompt
     data: list[str]  # JSON text of each prompt's data row
     episodes: list[int]  # numbers of the completions in the run, grouped by prompt; they key the sampling

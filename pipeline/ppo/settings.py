@@ -11,7 +11,7 @@ from pipeline.intervals import outside
 
 
 class SettingError(ValueError):
-    """A setting has a value that it cannot have; the text is `key: message`."""
+    """The error of a setting's value; the text is `key: message`."""
 
     def __init__(self, key: str, message: str):
         super().__init__(f"{key}: {message}")

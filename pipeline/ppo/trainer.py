@@ -190,7 +190,7 @@ class PPOTrainer:
         metrics |= self.off_policy_metrics(episodes)
 
         self.scheduler.step()
-        # While the critic alone learns, the KL stays 0, and the coefficient would fall for nothing.
+        # While the critic alone learns, the KL stays 0, and the controller would lower the coefficient.
         if args.kl_controller == "adaptive" and self.update >= args.critic_warmup_steps:
             kl = metrics["objective/kl"]
             self.kl_coef = adapted_kl_coef(kl_coef, kl, args.batch_size, args.kl_target, args.kl_horizon)
@@ -366,7 +366,7 @@ class PPOTrainer:
     # ----------------------------------------------------------------------------------------- learning
 
     def learn(self, episodes: Episodes, policy: bool = True) -> dict[str, float]:
-        """Epochs x minibatches, one optimizer step each. Returns the means of their statistics over the steps, and
+        """Runs epochs x minibatches, one optimizer step each. Returns the means of their statistics over the steps, and
         `policy/first_ratio_rms`: the root mean square of the log-ratio before the first step, in nats; above rounding, old
         and new log-probs are not of the same policy.
 
@@ -562,7 +562,7 @@ class PPOTrainer:
         for key in ("update", "kl_coef", "skipped_steps", "tokens", "history"):
             setattr(self, key, state[key])
         vars(self.moments).update(state["returns"])
-        # How many rows are decoded at once decides the rounding. The free memory of today must not change it, unless it is less.
+        # The number of rows decoded at once decides the rounding, so it stays as it was, unless less memory is free now.
         rows, now = state["decoding"]["rows"], self.sampler.rows
         same = state["decoding"]["workers"] == self.workers and not self.args.local_rollout_forward_batch_size
         if rows and now and same:

@@ -35,7 +35,7 @@ MAX_TOKENS = 1024  # checked actions in total
 CHECKED_COMPLETIONS = 4  # per update, of those that rollout workers sampled
 TAILS = (0.8, 0.9, 0.95, 0.99)  # probability mass of the tokens before a tail
 Z_LIMIT = 5.0  # standard deviations below the mean: chance exceeds it once in two million runs
-MAX_SURPRISAL = 20.0  # nats: a less likely token counts as this likely
+MAX_SURPRISAL = 20.0  # nats; a larger surprisal counts as this one
 
 
 def check(trainer: Learner, episodes: Episodes) -> list[Finding]:
@@ -124,7 +124,7 @@ def chunks_match_requests(versions: Versions, chunks: Sequence[Chunk], sampled: 
 def sampled_by_its_version(
     trainer: Learner, versions: Versions, update: int, chunks: Sequence[Chunk], sampled: Sequence[Sampled]
 ) -> Finding:
-    """Checks some completions of a random chunk: their log-probs equal the chunk's version's, by our own forward.
+    """Recomputes log-probs of some completions of a random chunk with the chunk's version; they must be equal.
 
     An engine may hold the right parameters, and still sample from cached states of other parameters.
     """
@@ -360,7 +360,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> Finding:
         sums[0, 1] += (p * (surprisal - entropy.unsqueeze(-1)).square()).sum()
         above = (p * (p > p.gather(-1, drawn))).sum(-1)  # mass of the tokens more likely than the drawn one
         ordered = p.sort(descending=True).values
-        # The first of equally likely tokens, which count as one
+        # Equally likely tokens count as one; on at the first of them
         first = torch.ones_like(ordered, dtype=torch.bool)
         first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
         before = (ordered.cumsum(-1) - ordered).where(first, 0.0).cummax(-1).values
