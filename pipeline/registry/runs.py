@@ -43,16 +43,13 @@ def nested_under(run_id: str) -> Iterator[None]:
 
 
 @contextmanager
-def mlflow_run(
-    job: Job, digests: dict[str, str], new_run: bool = False, parent: str | None = None
-) -> Iterator[str]:
+def mlflow_run(job: Job, digests: dict[str, str], new_run: bool = False) -> Iterator[str]:
     """Opens the MLflow run of a job, yields its id, and ends it as FINISHED, FAILED, or, on Ctrl-C or SIGTERM, KILLED.
 
     The same `run.name` opens an interrupted run again, so that one job stays one run.
 
     Args:
         new_run: starts a new run instead. A run that a killed driver left RUNNING is then ended as KILLED.
-        parent: the run that MLflow shows it under; None: the run of `nested_under`.
     """
     from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
@@ -67,8 +64,7 @@ def mlflow_run(
     else:
         if unfinished and unfinished.status == "RUNNING":
             mlflow.set_terminated(unfinished.run_id, "KILLED")
-        parent = parent or _parent.get()
-        tags = _tags(job) | ({MLFLOW_PARENT_RUN_ID: parent} if parent else {})
+        tags = _tags(job) | ({MLFLOW_PARENT_RUN_ID: parent} if (parent := _parent.get()) else {})
         run_id = mlflow.create_run(experiment, run_name=job.run.name, tags=tags).info.run_id
         _log_inputs(mlflow, run_id, job, digests)
     try:

@@ -70,28 +70,23 @@ def import_mlflow() -> None:
 
 
 def client(uri: str) -> Any:
-    """Returns an MlflowClient that gives up within seconds instead of minutes, and does not log migrations."""
+    """Returns an MlflowClient that gives up within seconds instead of minutes, and does not log migrations.
+
+    If MLFLOW_TRACKING_URI names the same server with credentials, they count. Those of an HTTP server go into the variables
+    that MLflow reads, because its errors quote the URI.
+    """
     import_mlflow()
     from mlflow import MlflowClient
 
-    uri = _with_credentials(uri)
+    given = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if has_credentials(given) and without_credentials(given) == uri:
+        if given.startswith(("http://", "https://")):
+            user, password = user_and_password(given)
+            os.environ.update(MLFLOW_TRACKING_USERNAME=user, MLFLOW_TRACKING_PASSWORD=password)
+        else:
+            uri = given
     # Not mlflow.set_tracking_uri: it sets MLFLOW_TRACKING_URI for this process and all jobs after this one.
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
-
-
-def _with_credentials(uri: str) -> str:
-    """Returns the URI to connect with. The URI of the environment has the credentials, if both name the same server.
-
-    Credentials of an HTTP server go into the variables that MLflow reads, because its errors quote the URI.
-    """
-    given = os.environ.get("MLFLOW_TRACKING_URI", "")
-    if not has_credentials(given) or without_credentials(given) != uri:
-        return uri
-    if not given.startswith(("http://", "https://")):
-        return given
-    user, password = user_and_password(given)
-    os.environ.update(MLFLOW_TRACKING_USERNAME=user, MLFLOW_TRACKING_PASSWORD=password)
-    return uri
 
 
 def check(job: Job) -> None:

@@ -83,6 +83,8 @@ def publish(
     Raises:
         RuntimeError: if the files that come back from the store differ from those that were saved.
     """
+    from mlflow.exceptions import MlflowException
+
     wait_for_server(job)
     mlflow = client(tracking_uri(job))
     name = str(job.mlflow.registered_model)
@@ -96,7 +98,11 @@ def publish(
         mlflow.update_model_version(name, version, description)
     else:
         model_id, source = _store(mlflow, job, run.experiment_id, run_id, folder, lineage)
-        _create_registered_model(mlflow, name)
+        try:
+            mlflow.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
         figures = {k: f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")}
         tags = _tags(lineage) | {k: v for k, v in figures.items() if not k.endswith(CLOCKS)}
         version = mlflow.create_model_version(
@@ -173,16 +179,6 @@ def _store(
         raise
     mlflow.finalize_logged_model(model.model_id, "READY")
     return model.model_id, model.artifact_location
-
-
-def _create_registered_model(mlflow: Any, name: str) -> None:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        mlflow.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
 
 
 def _tags(lineage: dict[str, Any]) -> dict[str, str]:

@@ -274,24 +274,23 @@ def _tail(path: str) -> str:
 def _place(nodes: dict[str, Node]) -> None:
     """Sets columns by the longest path from a root, and rows by order of appearance. Removes arrows that others imply."""
 
-    def ancestors(key: str) -> set[str]:
-        return {up for parent in nodes[key].parents for up in (parent, *ancestors(parent))}
-
-    def earlier(key: str, seen: set[str]) -> set[str]:
-        """Returns all that a box was made from, rows included."""
-        for up in (*nodes[key].parents, *nodes[key].rows_from):
-            if up not in seen:
-                seen.add(up)
-                earlier(up, seen)
-        return seen
+    def above(key: str, *links: str) -> set[str]:
+        """Returns all that a box was made from, along these links."""
+        found: set[str] = set()
+        queue = [key]
+        while queue:
+            node = nodes[queue.pop()]
+            new = {up for link in links for up in getattr(node, link)} - found
+            found |= new
+            queue += new
+        return found
 
     for node in nodes.values():  # rows may name any version, also one that was made later
-        node.rows_from = {
-            key: n for key, n in node.rows_from.items() if node.key not in {key, *earlier(key, set())}
-        }
+        later = {key for key in node.rows_from if node.key in {key, *above(key, "parents", "rows_from")}}
+        node.rows_from = {key: n for key, n in node.rows_from.items() if key not in later}
     for node in nodes.values():
-        beyond = {up for parent in node.parents for up in ancestors(parent)}
-        node.parents = {key: role for key, role in node.parents.items() if key not in beyond}
+        implied = {up for parent in node.parents for up in above(parent, "parents")}
+        node.parents = {key: role for key, role in node.parents.items() if key not in implied}
 
     def depth(key: str) -> int:
         above = (*nodes[key].parents, *nodes[key].rows_from)

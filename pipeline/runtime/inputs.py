@@ -4,7 +4,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -62,11 +61,6 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 )
         revision = base.get("revision")
         job = replace(job, model=replace(job.model, name_or_path=base["name_or_path"], revision=revision))
-    for index, (_, weight) in enumerate(job.rewards):
-        if not math.isfinite(weight):
-            raise InputError(
-                f"weight: found {weight}, expected a finite number", key=key_of(job, f"reward.{index}")
-            )
     inputs = {}
     for name, source in named.items():
         with about(key_of(job, name)):
@@ -151,14 +145,10 @@ def check_transform(source: str) -> None:
 
 def unfilled(source: str, columns: set[str]) -> str | None:
     """Returns the parameter of a Python reward that no column of the rows fills, or None if all are filled."""
-    for parameter in inspect.signature(check_function(source)).parameters.values():
-        required = parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-        )
-        if required and parameter.name not in {*columns, *GIVEN}:
-            return parameter.name
-    return None
+    optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+    parameters = inspect.signature(check_function(source)).parameters.values()
+    required = [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
+    return next((name for name in required if name not in {*columns, *GIVEN}), None)
 
 
 def check_columns(job: Job, rows: dict[str, Any]) -> None:
@@ -332,10 +322,8 @@ def check_reward_model(job: Job, where: str) -> None:
     classifies = kind.endswith("ForSequenceClassification") or job.model.trust_remote_code
     if not classifies or labels != 1:
         raise InputError(
-            f"{where!r} is a {kind}"
-            + (f" with {labels} labels" if classifies else "")
-            + "; expected an adapter that "
-            "`rm` trained (models:/rlhf-rm@champion, or its folder), a sequence-classification model with one label, or "
+            f"{where!r} is a {kind}{f' with {labels} labels' if classifies else ''}; expected an adapter that `rm` trained "
+            "(models:/rlhf-rm@champion, or its folder), a sequence-classification model with one label, or "
             "python:MODULE:FUNCTION"
         )
     model = replace(job.model, name_or_path=name, revision=revision, load_in_4bit=False)
@@ -352,18 +340,11 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
     Raises:
         InputError: if data.max_length or trainer.response_length is more than the context has.
     """
-    longest = job.data.max_length
     if context is None:
-        return context
-    if not (STAGE[job.stage].writes and (job.policy or job.serve.policies)):
-        if longest is not None and longest > context:
-            raise InputError(
-                f"{longest} is more than the model's context of {context} tokens; use data.max_length={context} or less",
-                key="data.max_length",
-            )
-        return context
-    completion = job.args.response_length
-    if completion > context - 2:
+        return None
+    writes = STAGE[job.stage].writes and (job.policy or job.serve.policies)
+    completion, longest = job.args.response_length if writes else 0, job.data.max_length
+    if writes and completion > context - 2:
         raise InputError(
             f"{completion} tokens leave no room for a prompt in the model's context of {context}; "
             f"set trainer.response_length={context // 2}",
@@ -371,9 +352,9 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
         )
     room = context - completion
     if longest is not None and longest > room:
+        less = f" less trainer.response_length={completion}" if writes else ""
         raise InputError(
-            f"{longest} tokens of a prompt and the trainer.response_length={completion} of its completion exceed "
-            f"the model's context of {context}; set data.max_length={room}, or a smaller trainer.response_length",
+            f"{longest} is more than the model's context of {context} tokens{less}; use data.max_length={room} or less",
             key="data.max_length",
         )
     return room

@@ -60,12 +60,9 @@ def launch(
         return result
 
     def carry_out(job: Job, log_into: Callable[[str], None]) -> dict[str, Any]:
-        parent = sweep.run_id if sweep else None
         with (
             open_run(job) as run,
-            registry.mlflow_run(
-                run.job, run.work.digests, new_run=not run.continues, parent=parent
-            ) as run_id,
+            registry.mlflow_run(run.job, run.work.digests, new_run=not run.continues) as run_id,
         ):
             log_into(run.folder)
             terminal.say(text.row("data", run.report.headline()))

@@ -12,6 +12,7 @@ import logging
 import os
 from typing import Any
 
+from pipeline import registry
 from pipeline.config import Job, libraries
 from pipeline.errors import Failure, InputError, causes, in_brief, summary
 from pipeline.on_ray import placement, session
@@ -98,12 +99,9 @@ def _run_one(job: Job, handle: SweepHandle) -> None:
     name_output(f"{job.stage} {name}")
     ray.get(handle.rungs.begin.remote(name))
     try:
-        launch(
-            job,
-            importlib.import_module(f"pipeline.stages.{job.stage}").train,
-            sweep=handle,
-            companion=rollout_pool,
-        )
+        train = importlib.import_module(f"pipeline.stages.{job.stage}").train
+        with registry.nested_under(handle.run_id):
+            launch(job, train, sweep=handle, companion=rollout_pool)
     except Exception as error:
         failure = without_credentials(reason(error))
         print(f"failed: {failure}", flush=True)

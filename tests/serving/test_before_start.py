@@ -43,7 +43,10 @@ def test_completions_that_leave_no_room_for_prompts_are_said_before_anything_sta
     given = ["serve.policies={p: base}", "serve.rewards={}", "serve.port=0", f"run.storage_path={tmp_path}"]
     assert main(["serve", "jobs/demo/serve.yaml", *given, "trainer.response_length=250"]) == 2
     said = capsys.readouterr()
-    assert "trainer.response_length=250 of its completion exceed the model's context of 256" in said.err
+    assert (
+        "is more than the model's context of 256 tokens less trainer.response_length=250; use data.max_length=6"
+        in said.err
+    )
     assert "starting Ray" not in said.out
 
 
