@@ -6,7 +6,6 @@ A guess is only shown, as the data.columns to set, and only if rows can be read 
 import contextlib
 import difflib
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,28 +14,32 @@ import yaml
 
 from pipeline.config.stages import STAGE
 from pipeline.data import reshape
-from pipeline.data.messages import dialogue, offered
+from pipeline.data.messages import offered
 from pipeline.data.reshape import Preprocess, listed, value_at
 from pipeline.data.shapes import LABELS as VERDICTS
-from pipeline.data.shapes import is_good, kind_of, parse, shape_of
+from pipeline.data.shapes import is_good, kind_of, parse
 from pipeline.data.values import RowError, setting, some
 from pipeline.errors import InputError, visible
 
-# What other datasets call a field.
-ALIASES = {
-    "prompt": "question query instruction input problem user".split(),
-    "completion": "response output answer solution target reply assistant".split(),
-    "chosen": "preferred accepted winner better good positive chosen_response response_j preferred_output".split(),
-    "rejected": "dispreferred refused loser worse bad negative rejected_response response_k non_preferred_output".split(),
-    "label": "thumb thumbs feedback rating liked desirable".split(),
-    "messages": "conversation dialogue dialog chat turns".split(),
-}  # fmt: skip
+# What datasets call a field, the likeliest name first.
+NAMES = {
+    field: [field, *names.split()]
+    for field, names in {
+        "prompt": "question query instruction input problem user post history context title article document source text review",
+        "completion": "response output answer solution target reply assistant",
+        "chosen": "preferred accepted winner better good positive chosen_response response_j preferred_output",
+        "rejected": "dispreferred refused loser worse bad negative rejected_response response_k non_preferred_output",
+        "label": "kto_tag thumb thumbs feedback rating liked desirable",
+        "messages": "conversations conversation dialogue dialog chat turns data",
+    }.items()
+}
 LOOKED = 50  # rows that are read with a guess
 # Words in which the names of a pair's two columns differ.
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
-LABELS = "label preference winner choice choose better preferred annotator vote judge verdict".split()
-SCORES = "score rating reward votes likes points".split()  # more of these is better, unlike ranks and lengths
-PROMPTS = "post history context title article document source human text review".split()
+PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
+SCORES = (
+    "score rating reward votes likes points winner".split()
+)  # more of these is better, unlike ranks and lengths
 
 
 def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "data") -> str:
@@ -82,7 +85,8 @@ def as_setting(guess: dict[str, Any], rows: Sequence[dict[str, Any]], key: str =
 
 def mapping(guess: dict[str, Any]) -> str:
     """Returns the guess as data.columns, in YAML on one line."""
-    return "{" + ", ".join(f"{field}: {_yaml(column)}" for field, column in guess.items()) + "}"
+    flow = yaml.safe_dump(guess, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False)
+    return str(flow).strip()
 
 
 def is_clear(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
@@ -95,14 +99,6 @@ def meaning(guess: dict[str, Any]) -> str:
     return "{first: VALUE, second: VALUE}" if "first" in guess else "{good: VALUE, bad: VALUE}"
 
 
-def _yaml(column: str | list[str]) -> str:
-    if isinstance(column, list):
-        return f"[{', '.join(map(_yaml, column))}]"
-    # Not null, yes, on
-    plain = re.fullmatch(r"[A-Za-z_][\w.-]*", column) and yaml.safe_load(column) == column
-    return column if plain else json.dumps(column, ensure_ascii=False)
-
-
 def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None:
     """Returns {field: column} with which most rows can be read, {} if they need no mapping, or None if no guess fits."""
     rows = rows[:LOOKED]
@@ -111,33 +107,26 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
     if guess is None:
         return None
     free = {name: values for name, values in columns.items() if name not in _used(guess)}
-    if stage == "sft":
-        names = {*VERDICTS, *ALIASES["label"]}
-        labels = [name for name, values in free.items() if _words(name) & names and _is_verdict(values)]
-        if labels and labels[0] not in VERDICTS:
-            guess |= {"label": labels[0]}
+    if stage == "sft":  # a label leaves out bad completions
+        labels = [name for name in _called("label", free) if None not in map(is_good, free[name])]
+        guess |= _unlike({"label": labels[0]}) if labels and labels[0] not in VERDICTS else {}
     if stage in ("sft", "ppo") and "tools" not in rows[0]:
-        tools = [name for name, values in free.items() if _is_tools(values)]
+        tools = [name for name, values in free.items() if any(map(_is_tools, values))]
         guess |= {"tools": tools[0]} if tools else {}
     return guess
 
 
 def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> bool:
-    """Returns True if with these data.columns at least half of the rows have a shape, and one can be read."""
+    """Returns True if at least half of the rows can be read with these data.columns."""
     rows = rows[:LOOKED]
     kind = kind_of(stage, Preprocess(guess, _rule(guess, rows) or _any_rule(guess, rows)))
-    shaped = read = 0
+    read = 0
     for made in itertools.chain.from_iterable(map(kind.rows, rows)):
-        if not isinstance(made, dict):
-            shaped += not isinstance(made, RowError)  # a tie
-            continue
-        shaped += shape_of(made, kind) is not None
-        try:
-            parse(made, kind)
-            read += 1
-        except RowError:
-            continue
-    return 2 * shaped >= len(rows) and read > 0
+        with contextlib.suppress(RowError):
+            if isinstance(made, dict):
+                parse(made, kind)
+            read += not isinstance(made, RowError)  # a tie is no error
+    return 2 * read >= len(rows)
 
 
 def _rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> reshape.Rule | None:
@@ -189,35 +178,13 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Values]:
     return {name: values for name, values in columns.items() if values}
 
 
-def _words(name: str) -> set[str]:
-    return {name, *re.split(r"[^a-z]+", name.lower())}
-
-
 def _is_text(values: Values) -> bool:
-    texts = [value for value in values if isinstance(value, str)]
-    return 2 * len(texts) > len(values) and any(len(text.split()) > 1 for text in texts)
+    """Returns True if a value is a list, or a text of several words."""
+    return any(isinstance(value, list) or (isinstance(value, str) and " " in value) for value in values)
 
 
-def _is_chat(values: Values) -> bool:
-    first = next((value[0] for value in values if isinstance(value, list) and value), None)
-    keys = first.keys() if isinstance(first, dict) else set()
-    return bool({"role", "from"} & keys) or {"input", "output"} <= keys
-
-
-def _is_dialogue(name: str, values: Values) -> bool:
-    """Returns True if most values are complete conversations, in any form."""
-    listed = any(isinstance(value, list) and value and isinstance(value[0], str) for value in values)
-    if listed and name not in ("messages", "conversations", "data", *ALIASES["messages"]):
-        return False  # several texts, but of what?
-    turns = [one for one in map(dialogue, values) if isinstance(one, list)]
-    long = sum(len(one) > 1 for one in turns)
-    roles = all(isinstance(item, dict) and "role" in item for one in turns for item in one)
-    return _is_chat(values) or (2 * long > len(values) and roles)
-
-
-def _is_tools(values: Values) -> bool:
-    found = [tools for value in values if (tools := offered(value))]
-    return bool(found) and all("function" in tool for tools in found for tool in tools)
+def _is_tools(value: Any) -> bool:
+    return all("function" in tool for tool in offered(value) or [{}])
 
 
 def _numbers(values: Values) -> list[float]:
@@ -236,132 +203,82 @@ def _is_label(values: Values) -> bool:
     return least <= len(different) <= reshape.SEVERAL and all(len(value.split()) < 3 for value in different)
 
 
-def _is_verdict(values: Values) -> bool:
-    return None not in map(is_good, values)
-
-
 # ---- candidates ------------------------------------------------------------------------------------------------------
 
 
 def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, Any]]:
     """Yields mappings to try, the likeliest first."""
     yield {}
-    pairs, prompts = [*_pairs(columns)], _prompts(columns)
+    texts = [name for name, values in columns.items() if _is_text(values) and not any(map(_is_tools, values))]
+    pairs = [] if stage == "ppo" else [*_pairs(columns, texts)]
+    misspelled = difflib.get_close_matches("prompt", columns, 1)
+    prompts = [{"prompt": name} for name in (*_called("prompt", texts), *misspelled)]
     if stage == "ppo":
-        yield from ({"prompt": name} for name in prompts if not _is_label(columns[name]))
+        yield from prompts
     elif stage != "sft":
         for pair in pairs:
-            if {"prompt", "instruction"} & columns.keys():
-                yield _unlike(pair)
-            free = [name for name in prompts if name not in _used(pair)]
-            yield from (_unlike({"prompt": name, **pair}) for name in free)
-            yield _unlike(pair)
-    if pairs:
-        return  # the other candidates would misread one completion of a pair
-    if stage == "sft":
-        yield from _demonstrations(columns)
-    if stage == "kto":
-        yield from _rated(columns)
-    for needs in kind_of(stage).shapes.values():  # by the names alone
-        called = {need: _called(need, columns) for need in needs}
-        if None not in called.values() and len({*called.values()}) == len(needs):
-            yield _unlike(called)
+            as_they_are = [dict[str, str]()] * bool({"prompt", "instruction"} & columns.keys())
+            for prompt in (*as_they_are, *prompts, {}):
+                if not {*prompt.values()} & _used(pair):
+                    yield _unlike({**prompt, **pair})
+    if stage in ("sft", "kto", "score") and not pairs:  # else these would misread one completion of a pair
+        rated = [name for name in _called("label", columns) if _is_label(columns[name])]
+        for label in [{"label": name} for name in rated] if stage == "kto" else [{}]:
+            for guess in ({}, *_demonstrations(columns, prompts)):
+                if not {*label.values()} & _used(guess):
+                    yield _unlike({**guess, **label})
 
 
-def _demonstrations(columns: dict[str, Values]) -> Iterator[dict[str, Any]]:
-    yield from (_unlike({"messages": name}) for name in columns if _is_dialogue(name, columns[name]))
-    if "instruction" in columns and (output := _called("completion", columns)):
-        context = {"input": "context"} if "context" in columns and "input" not in columns else {}
-        yield _unlike({"instruction": "instruction", **context, "output": output})
-    texts = [name for name, values in columns.items() if _is_text(values) and not _is_tools(values)]
-    for prompt in _prompts(columns):
-        if name := _called("completion", [name for name in texts if name != prompt]):
-            yield _unlike({"prompt": prompt, "completion": name})
+def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
+    for name, (value, *_) in columns.items():  # several texts are a conversation only by their name
+        if name in NAMES["messages"] or not (isinstance(value, list) and value and isinstance(value[0], str)):
+            yield {"messages": name}
+    for name in _called("completion", columns):
+        if "instruction" in columns:
+            context = {"input": "context"} if "context" in columns and "input" not in columns else {}
+            yield {"instruction": "instruction", **context, "output": name}
+        yield from ({**prompt, "completion": name} for prompt in prompts if name != prompt["prompt"])
 
 
-def _rated(columns: dict[str, Values]) -> Iterator[dict[str, Any]]:
-    names = ("label", *ALIASES["label"])
-    verdicts = [
-        name
-        for name, values in columns.items()
-        if (_is_verdict(values) and len({*map(is_good, values)}) == 2)
-        or (_numbers(values) and not _is_verdict(values) and _words(name) & {*names})
-    ]
-    for label in sorted(verdicts, key=lambda name: name not in names):
-        others = {name: values for name, values in columns.items() if name != label}
-        for guess in ({}, *_demonstrations(others)):
-            yield _unlike({**guess, "label": label})
-
-
-def _prompts(columns: dict[str, Values]) -> list[str]:
-    """Returns columns that may be the prompt, sorted by name, then by position."""
-    known = ("prompt", *ALIASES["prompt"], *PROMPTS)
-
-    def rank(name: str) -> tuple[bool, int]:
-        words = _words(name)
-        place = next((at for at, word in enumerate(known) if word in words), len(known))
-        return _is_label(columns[name]), place
-
-    texts = [
-        name
-        for name, values in columns.items()
-        if (_is_text(values) or _is_chat(values)) and not _is_tools(values)
-    ]
-    # excludes a field of one of two objects in a list (`summaries.0.text`)
-    free = [name for name in texts if not re.search(r"\.[01]\.", name) and not name.startswith("system")]
-    return sorted(free, key=rank)
-
-
-def _pairs(columns: dict[str, Values]) -> Iterator[dict[str, Any]]:
+def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, Any]]:
     """Yields mappings of both completions: by names that say which is better, or with labels or scores."""
-    texts = [name for name, values in columns.items() if not _numbers(values)]
-    chosen = _called("chosen", texts)
-    rejected = _called("rejected", [name for name in texts if name != chosen])
-    if chosen and rejected:
-        yield {"chosen": chosen, "rejected": rejected}
-    labels = [name for name, values in columns.items() if _is_label(values)]
-    named_labels = [name for name in labels if any(word in name.lower() for word in LABELS)]
-    flags = [name for name in named_labels if {*_numbers(columns[name])} in ({0.0, 1.0}, {0.0}, {1.0})]
-    numbers = [
-        name
-        for name, values in columns.items()
-        if _numbers(values) and any(word in name.lower() for word in SCORES)
-    ]
-    for first, second, ends in _siblings([n for n in texts if _is_text(columns[n]) or _is_chat(columns[n])]):
-        both = {"first": first, "second": second}
-        scores = [(one, two) for one, two, _ in (*_siblings(flags, ends), *_siblings(numbers, ends))]
-        if scores:
-            yield {**both, "first_score": scores[0][0], "second_score": scores[0][1]}
-        voters = [name for name in named_labels if re.search(r"\d$", name)]
-        if len(voters) > 1:
-            yield {**both, "label": voters}
-        yield from ({**both, "label": name} for name in named_labels)
+    for chosen, rejected in itertools.product(_called("chosen", texts), _called("rejected", texts)):
+        if chosen != rejected:
+            yield {"chosen": chosen, "rejected": rejected}
+    labels = [name for name, values in columns.items() if _named(name, PREFERENCES) and _is_label(values)]
+    votes = [name for name in labels if re.search(r"\d$", name)]
+    scores = [name for name, values in columns.items() if _named(name, SCORES) and _numbers(values)]
+    for low, high in PAIRED:
+        for first, second in _siblings(texts, low, high):
+            for one, two in _siblings(scores, low, high):
+                yield {"first": first, "second": second, "first_score": one, "second_score": two}
+            for label in ([votes] if len(votes) > 1 else []) + labels:
+                yield {"first": first, "second": second, "label": label}
 
 
-def _siblings(
-    names: list[str], ends: tuple[str, str] | None = None
-) -> Iterator[tuple[str, str, tuple[str, str]]]:
-    """Yields names of two columns that differ only in one pair of PAIRED, and this pair."""
-    for low, high in [ends] if ends else PAIRED:
-        before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # response1, but not data
-        for name in names:
-            for match in re.finditer(rf"(?i){before}{low}(?![a-z0-9])", name):
-                end = high.upper() if match[0].isupper() else high
-                other = name[: match.start()] + end + name[match.end() :]
-                if other in names and other != name:
-                    yield name, other, (low, high)
+def _siblings(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]]:
+    """Yields the names of two columns that differ in `low` and `high` alone, such as response_1 and response_2."""
+    before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # response1, but not data
+    for name in names:
+        pattern = rf"(?i){before}{low}(?![a-z0-9])"
+        other = re.sub(pattern, lambda match: high.upper() if match[0].isupper() else high, name)
+        if other in names and other != name:
+            yield name, other
 
 
-def _called(field: str, names: Iterable[str]) -> str | None:
-    """Returns the column that probably is a field, by its spelling or by its name in other datasets, or None."""
-    names = [*names]
-    aliases = (field, *ALIASES.get(field, ()))
-    exact = [alias for alias in aliases if alias in names]
+def _named(name: str, words: Iterable[str]) -> bool:
+    return any(word in name.lower() for word in words)
+
+
+def _called(field: str, columns: Iterable[str]) -> list[str]:
+    """Returns the columns that may be a field: by its name in other datasets, a word of it, or the spelling."""
+    names = [name for name in columns if not name.startswith("system")]
     words = {name: re.split(r"[^a-z0-9]+", name.lower()) for name in names}
-    within = (
-        name for alias in aliases for name in names if alias in words[name] and "non" not in words[name]
-    )
-    return next(iter([*exact, *within, *difflib.get_close_matches(field, names, 1)]), None)
+    exact = [alias for alias in NAMES[field] if alias in names]
+    within = [
+        name for alias in NAMES[field] for name in names if alias in words[name] and "non" not in words[name]
+    ]
+    return [*dict.fromkeys([*exact, *within, *difflib.get_close_matches(field, names, 1)])]
 
 
 def _unlike(guess: Mapping[str, Any]) -> dict[str, Any]:

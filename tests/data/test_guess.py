@@ -71,7 +71,7 @@ FITS = {
     "feedback": "sft and kto with data.columns='{prompt: question, completion: answer, label: thumb}'; ppo with data.columns='{prompt: question}'",
     "capybara": "sft with data.columns='{messages: conversation}'",
     "red_team": "sft with data.columns='{messages: transcript}'; kto with data.columns='{messages: transcript, label: rating}' "
-    "and data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo with data.columns='{prompt: task_description}'",
+    "and data.label='{good: VALUE, bad: VALUE}' for what its values mean",
     "numbers": "",
     "lmsys": "rm, dpo and kto with data.columns='{first: response_a, second: response_b, first_score: winner_model_a, "
     "second_score: winner_model_b}'; ppo as they are",
@@ -80,8 +80,8 @@ FITS = {
     "ppo with data.columns='{prompt: input.messages}'",
     "summarize": "rm, dpo and kto with data.columns='{prompt: info.post, first: summaries.0.text, second: summaries.1.text, "
     "label: choice}'; ppo with data.columns='{prompt: info.post}'",
-    "shop": 'rm, dpo and kto with data.columns=\'{prompt: "customer question", chosen: "good reply", rejected: "bad reply"}\'; '
-    "ppo with data.columns='{prompt: \"customer question\"}'",
+    "shop": "rm, dpo and kto with data.columns='{prompt: customer question, chosen: good reply, rejected: bad reply}'; "
+    "ppo with data.columns='{prompt: customer question}'",
     "ratings": "sft with data.columns='{completion: response}'; kto with data.columns='{completion: response, label: rating}' and "
     "data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
 }
@@ -109,9 +109,10 @@ def test_the_error_is_one_line_and_ends_in_what_to_type():
 def test_a_name_that_yaml_would_misread_is_quoted():
     made = rows(**{"the question: long": "Why is {} so?", "response": "It just is."})
     assert guess.guessed(made, "sft") == {"prompt": "the question: long", "completion": "response"}
+    guessed = {"prompt": "the question: long", "completion": "yes"}
     assert (
-        guess.as_setting({"prompt": "the question: long"}, made)
-        == """data.columns='{prompt: "the question: long"}'"""
+        guess.as_setting(guessed, made)
+        == """data.columns="{prompt: 'the question: long', completion: 'yes'}\""""
     )
 
 
@@ -124,13 +125,6 @@ def test_ranks_and_lengths_are_no_scores(names):
     assert guess.guessed(rows, "rm") is None
 
 
-def test_a_column_with_the_name_of_a_yaml_value_is_quoted():
-    assert (
-        guess.mapping({"prompt": "yes", "completion": "null", "label": "up"})
-        == '{prompt: "yes", completion: "null", label: up}'
-    )
-
-
 def test_a_scale_that_nobody_has_explained_is_still_a_label():
     made = rows(
         context=CHAT[:1], response1="Like this.", response2="Like that.", overall_preference=(-3, 3, -1)
@@ -140,9 +134,7 @@ def test_a_scale_that_nobody_has_explained_is_still_a_label():
 
 
 def test_one_value_alone_is_no_label():
-    made = rows(prompt="Say {} now.", response="As you wish.", is_safe=(True, False), complexity=1)
-    assert guess.guessed(made, "kto") == {"completion": "response", "label": "is_safe"}
-    assert guess.guessed(rows(prompt="Say {} now.", response="As you wish.", complexity=1), "kto") is None
+    assert guess.guessed(rows(prompt="Say {} now.", response="As you wish.", rating=1), "kto") is None
 
 
 SCHEMA = {"name": "f", "description": "Does this.", "parameters": {"type": "object"}}
@@ -155,8 +147,8 @@ def test_the_column_of_tools_is_no_prompt_and_is_named():
         answers="Done it, sir.",
     )
     assert guess.guessed(texts, "ppo") == {"prompt": "query"}
-    unnamed = rows(tools=json.dumps([SCHEMA]).replace("{", "{{").replace("}", "}}"), notes="Do it now.")
-    assert guess.guessed(unnamed, "ppo") == {"prompt": "notes"}
+    unnamed = rows(tools=json.dumps([SCHEMA]).replace("{", "{{").replace("}", "}}"), text="Do it now.")
+    assert guess.guessed(unnamed, "ppo") == {"prompt": "text"}
     calls = rows(messages=CHAT, functions=[SCHEMA])
     assert guess.guessed(calls, "sft") == {"tools": "functions"}
     assert guess.guessed(rows(messages=CHAT, tools=[SCHEMA]), "sft") == {}
