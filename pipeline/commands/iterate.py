@@ -28,7 +28,6 @@ from pipeline.runtime.inputs import (
     by_version,
     check_columns,
     check_paths,
-    digests_of_functions,
     pin_inputs,
     room_for_prompts,
 )
@@ -65,11 +64,10 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
             works = check_steps(plan, inputs)
         with session(first):
             print("reading the rows of all steps", flush=True)
-            digests = check_rows(plan, works)
+            check_rows(plan, works)
             check_libraries()
-            check_content(plan, left, digests)
             with resume.locked(plan.folder, seen, plan.fresh):
-                summary = through(plan, left, {"plan": essence, "pinned": inputs, "digests": digests})
+                summary = through(plan, left, {"plan": essence, "pinned": inputs})
     print(closing(plan, summary), flush=True)
     return summary
 
@@ -109,19 +107,6 @@ def recorded(plan: Plan) -> dict[str, Any]:
             key="run.name",
         )
     return left
-
-
-def check_content(plan: Plan, left: dict[str, Any], digests: dict[str, dict[str, str]]) -> None:
-    """Raises InputError if prompts, eval rows or Python rewards differ from what earlier rounds have used."""
-    steps = plans.used(plan) if left else set()
-    then = left.get("digests", {})
-    changed = [
-        f"{step}.{key}"
-        for step in sorted(steps)
-        for key in resume.changed_content(then.get(step, {}), digests[step])
-    ]
-    if changed:
-        raise resume.content_error(plan.name, changed)
 
 
 def pinned(plan: Plan, left: dict[str, Any]) -> tuple[Plan, dict[str, dict[str, str]]]:
@@ -165,20 +150,17 @@ def check_steps(plan: Plan, inputs: dict[str, dict[str, str]]) -> dict[str, Work
     return works
 
 
-def check_rows(plan: Plan, works: dict[str, Work]) -> dict[str, dict[str, str]]:
-    """Returns {step: digests of existing rows, transforms and Python rewards}. Raises InputError with STEP.section.key."""
-    digests, job = {}, plan.jobs["collect"]
+def check_rows(plan: Plan, works: dict[str, Work]) -> None:
+    """Reads the rows of all steps that exist before the first round. Raises InputError with STEP.section.key."""
+    job = plan.jobs["collect"]
     with plans.of_step("collect"):
-        work, _, report = tokenize(works["collect"])
-        digests["collect"] = work.digests
-        prompts = report.splits["train"]
+        prompts = tokenize(works["collect"])[2].splits["train"]
         collect.choose(job.args, job.data.seed, prompts.kept)  # InputError if there are too few
     _check_room(plan, works[plan.train], prompts.prompt_tokens.get("max", 0))
     with plans.of_step(plan.train):
-        digests[plan.train] = _held_out(plan, works[plan.train])
+        _check_held_out(plan, works[plan.train])
     with plans.of_step("evaluate"):
-        digests["evaluate"] = tokenize(works["evaluate"])[0].digests
-    return digests
+        tokenize(works["evaluate"])
 
 
 def _there(plan: Plan, job: Job) -> Job:
@@ -186,20 +168,17 @@ def _there(plan: Plan, job: Job) -> Job:
     return replace(job, data=replace(job.data, train=None)) if job.stage == plan.train else job
 
 
-def _held_out(plan: Plan, work: Work) -> dict[str, str]:
-    """Returns digests of the training step's eval rows and Python rewards."""
+def _check_held_out(plan: Plan, work: Work) -> None:
+    """Reads the training step's eval rows."""
     from pipeline.data.read import prepare
 
     job = _there(plan, work.job)
-    digests = digests_of_functions(job)
     if job.data.eval:
         room = room_for_prompts(job, work.base["context_length"])
         packing = bool(job.trainer.get("packing"))
         data = prepare(job.stage, job.data, work.tokenizer, room, str(job.data.cache_dir), packing)
         if STAGE[job.stage].scores:
             check_columns(job, {"eval": data.eval})
-        digests |= data.digests
-    return digests
 
 
 def _check_room(plan: Plan, work: Work, longest: int) -> None:

@@ -133,13 +133,11 @@ def _unknown(tree: Tree, key: str, steps: tuple[str, ...]) -> InputError:
         f"{step}.{typed}"
         for step in steps
         if typed in {*schema.keys_of(step), *STAGE[step].inputs} - STAGE[step].unused.keys()
-        and typed not in ("policy", "reference", "baseline")
-        and (typed != "data.train" or step == "collect")
     ]
-    hint = (
+    known = (
         f"did you mean {' or '.join(takers)}?" if takers else f"expected one of {', '.join((*OWN, *steps))}"
     )
-    return InputError(f"unknown section; {hint}", key, tree.error(typed, "").where)
+    return InputError(f"unknown section; {known}", key, tree.error(typed, "").where)
 
 
 @contextlib.contextmanager
@@ -257,14 +255,10 @@ def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
             f"{train}.mlflow.registered_model",
             "missing; a round continues the version that the round before registered",
         )
-    pairs = collect.args.select != "best"
-    if train == "sft" and pairs:
+    select, wanted = collect.args.select, "best" if train == "sft" else "best_worst or pairs"
+    if train != "ppo" and (select == "best") != (train == "sft"):
         raise tree.error(
-            "collect.trainer.select", "found pairs, and `sft` learns from the best completions: set best"
-        )
-    if train in ("dpo", "kto") and not pairs:
-        raise tree.error(
-            "collect.trainer.select", f"found best, and `{train}` learns from pairs: set best_worst or pairs"
+            "collect.trainer.select", f"found {select}; set {wanted}, which `{train}` learns from"
         )
     for key in AS_THEY_ARE:
         if getattr(trained.data, key) is not None:

@@ -250,26 +250,17 @@ def same_content(left: dict[str, Any], job: Job, base: str, rows: dict[str, str]
     was = left.get("begun_with", {})
     begun_on = was.get("base", base)
     changed = [f"model.name_or_path ({job.model.name_or_path})"] if begun_on != base else []
-    changed += changed_content(was.get("rows", {}), rows)
+    names = [name for name, digest in was.get("rows", {}).items() if rows.get(name, digest) != digest]
+    changed += [name if name in INPUTS else f"data.{name}" for name in names]
     if changed and _has_progress(job):
         commit = begun_on.partition("commit:")[2]
         restore = f"Set model.revision={commit}" if commit and begun_on != base else "Restore the files"
-        raise content_error(job.run.name, changed, restore)
+        raise InputError(
+            f"the content of {', '.join(changed)} has changed since {job.run.name!r} began, so it cannot resume. {restore}, "
+            "choose another run.name, or set run.fresh=true",
+            key="run.name",
+        )
     return not changed
-
-
-def content_error(name: str | None, changed: list[str], restore: str = "Restore the files") -> InputError:
-    return InputError(
-        f"the content of {', '.join(changed)} has changed since {name!r} began, so it cannot resume. {restore}, choose "
-        "another run.name, or set run.fresh=true",
-        key="run.name",
-    )
-
-
-def changed_content(then: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Returns the keys of the job whose rows or functions have other digests now."""
-    names = [name for name, digest in then.items() if now.get(name, digest) != digest]
-    return [name if name in INPUTS else f"data.{name}" for name in names]
 
 
 # --------------------------------------------------------------------------------------------- differences
