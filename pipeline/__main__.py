@@ -13,6 +13,7 @@ import difflib
 import importlib
 import os
 import re
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -24,14 +25,24 @@ from pipeline.errors import Failure, InputError, causes
 from pipeline.system import process, terminal
 from pipeline.system.credentials import without_credentials
 
-# What follows a subcommand, by Command.takes: (its name in --help, its description).
+# What follows a subcommand, by Command.takes: name and description of the first word, and of the others.
+KEY_VALUE = (
+    "section.key=value",
+    "replaces that value of the job, also written --section.key value; a sweep varies key=a,b,c",
+)
 WORDS = {
-    "job": ("JOB.yaml", "a job file, for example jobs/demo/sft.yaml"),
-    "file": ("JOB.yaml", "a job file, for example jobs/demo/rm.yaml"),
-    "folder": ("FOLDER", "a folder with sft.yaml, rm.yaml, ppo.yaml and evaluate.yaml"),
-    "rows": ("FILE", "rows: a path, a glob, a folder, s3://, gs://, hf://"),
-    "key": ("KEY", "section.key, or a section"),
-    "runs": ("RUN", "a run's folder, its name under runs/, or its MLflow id"),
+    "job": ("JOB.yaml", "a job file, for example jobs/demo/sft.yaml", *KEY_VALUE),
+    "file": ("JOB.yaml", "a job file, for example jobs/demo/rm.yaml", *KEY_VALUE),
+    "folder": ("FOLDER", "a folder with sft.yaml, rm.yaml, ppo.yaml and evaluate.yaml", *KEY_VALUE),
+    "nothing": ("", "", *KEY_VALUE),
+    "rows": (
+        "FILE",
+        "rows: a path, a glob, a folder, s3://, gs://, hf://",
+        "--name NAME --model MODEL --profile PROFILE",
+        "of the jobs; the profile is `own` by default",
+    ),
+    "key": ("KEY", "section.key, or a section", "KEY", "more of them"),
+    "runs": ("RUN", "a run's folder, its name under runs/, or its MLflow id", "RUN", "more of them"),
 }
 
 # Subcommands that run on this machine, with models that a cluster may have trained.
@@ -52,44 +63,25 @@ The same run.name again continues that run; run.fresh=true starts it over.
 
 
 def parser() -> argparse.ArgumentParser:
+    how: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
     top = argparse.ArgumentParser(
         prog="rlhf" if Path(sys.argv[0]).name == "rlhf" else "python -m pipeline",
         description="RLHF on Ray: train, compare and register LoRA adapters. One job file is one run.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **how,
     )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, summary in SUMMARIES.items():
-        sub = verbs.add_parser(
-            verb,
-            help=summary,
-            description=summary,
-            epilog=EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        sub.add_argument(
-            "-v", "--verbose", action="store_true", help="also show what goes to runs/NAME/log.txt"
-        )
+        sub = verbs.add_parser(verb, help=summary, description=summary, **how)
+        log = "also show what goes to runs/NAME/log.txt"
+        sub.add_argument("-v", "--verbose", action="store_true", help=log)
         sub.add_argument("-q", "--quiet", action="store_true", help="only show errors and the result")
         takes = COMMANDS[verb].takes if verb in COMMANDS else "job"
+        name, about, more, about_more = WORDS[takes]
         sub.set_defaults(job="", overrides=[])
-        if takes in WORDS:
-            name, about = WORDS[takes]
+        if name:
             sub.add_argument("job", metavar=name, help=about, nargs="?" if takes == "runs" else None)
-        if takes == "rows":
-            options = "--name NAME --model MODEL --profile PROFILE"
-            sub.add_argument(
-                "overrides", nargs="*", metavar=options, help="of the jobs; the profile is `own` by default"
-            )
-        elif takes in ("runs", "key"):
-            sub.add_argument("overrides", nargs="*", metavar=name, help="more of them")
-        elif verb != "completion":
-            sub.add_argument(
-                "overrides",
-                nargs="*",
-                metavar="section.key=value",
-                help="replaces that value of the job, also written --section.key value; a sweep varies key=a,b,c",
-            )
+        if verb != "completion":
+            sub.add_argument("overrides", nargs="*", metavar=more, help=about_more)
     return top
 
 
@@ -160,8 +152,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         return stopped("interrupted", options.verb, 130, stop)
     except SystemExit as error:
-        if signal := process.received or process.of_ray():
-            return stopped(f"terminated by {signal.name}", options.verb, 128 + signal, error)
+        # While Ray starts, its own handler of SIGTERM calls sys.exit(15)
+        if number := process.received or (signal.SIGTERM if error.code == signal.SIGTERM else None):
+            return stopped(f"terminated by {number.name}", options.verb, 128 + number, error)
         at = traceback.extract_tb(error.__traceback__)[-1]
         why = f"{at.filename}:{at.lineno} called sys.exit({error.code!r}), which no run may do"
         return ended("failed", why, 1)

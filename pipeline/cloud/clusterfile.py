@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import yaml
 
 from pipeline.errors import InputError, in_brief
-from pipeline.on_ray.placement import ACCELERATOR_TYPE, GPU_LABEL, Bundle
+from pipeline.on_ray.placement import ACCELERATOR_TYPE, GPU_LABEL
 
 EDIT = "EDIT"  # marks the values that the user has to fill in
 RAY = str(Path(sys.executable).parent / "ray")
@@ -97,21 +96,6 @@ def types_of(name: str) -> tuple[dict[str, NodeType], int]:
     if config.get("cluster_name") != name:
         return {}, 0
     return worker_types(config), int(config.get("max_workers", 2))
-
-
-def room(need: Bundle, nodes: Iterable[NodeType], types: Iterable[NodeType], max_workers: int) -> int:
-    """Returns how many workers with `need` fit onto the live nodes or onto all nodes that may start, whichever is more.
-
-    The two are not added, because live nodes count towards the types' `max_workers`.
-    """
-    live = sum(need.fits(node.resources, node.labels) for node in nodes)
-    future, left = 0, max_workers
-    for fitting, most in sorted(
-        ((need.fits(t.resources, t.labels), t.max_workers) for t in types), reverse=True
-    ):
-        count = min(most, left)
-        future, left = future + count * fitting, left - count
-    return max(live, future)
 
 
 # ------------------------------------------------------------------------------------------------- make up
@@ -233,46 +217,30 @@ def check_security_group(config: dict[str, Any]) -> None:
 
 # ----------------------------------------------------------------------------------------------------- verbs
 
+# What follows `ray` and the cluster file, by verb.
+VERBS = {
+    "up": ("up", "--disable-usage-stats"),
+    "status": ("exec", "RAY_AUTH_MODE=token ray status"),
+    "dashboard": ("dashboard",),
+    "down": ("down",),
+}
 
-def up(file: Path, options: list[str]) -> int:
-    """Checks the file, prints a summary and becomes `ray up`.
 
-    Autoscaler 2, Ray's default, falls back from a spot type after a failed launch. On your own machines it counts the head
-    as a worker and starts one too few (ray 2.60, LocalNodeProvider), so those get autoscaler 1.
-    """
-    config = check(file)
+def run(verb: str, file: Path, options: list[str]) -> None:
+    """Checks the file and the account, and becomes `ray`. `down` first lets the head finish writing, if it answers."""
+    config = check(file) if verb == "up" else read(file)
     check_account(config)
-    check_security_group(config)
-    print(summary(file, config), flush=True)
-    version = "0" if config["provider"]["type"] == "local" else "1"
-    return _become_ray(
-        ["up", str(file), "--disable-usage-stats", *options], RAY_UP_enable_autoscaler_v2=version
-    )
-
-
-def status(file: Path, options: list[str]) -> int:
-    check_account(read(file))
-    return _become_ray(["exec", str(file), "RAY_AUTH_MODE=token ray status", *options])
-
-
-def dashboard(file: Path, options: list[str]) -> int:
-    check_account(read(file))
-    return _become_ray(["dashboard", str(file), *options])
-
-
-def down(file: Path, options: list[str]) -> int:
-    """Lets the head finish writing, then ends all nodes, even if the head does not answer."""
-    check_account(read(file))
-    subprocess.run([RAY, "exec", str(file), "bash ~/rlhf/start-node.sh stop"])
-    return _become_ray(["down", str(file), *options])
-
-
-def _become_ray(arguments: list[str], **environment: str) -> int:
-    os.execve(RAY, [RAY, *arguments], {**os.environ, **environment})
-    return 1  # for mypy: os.execve does not return
-
-
-VERBS = {"up": up, "status": status, "dashboard": dashboard, "down": down}
+    environment = dict(os.environ)
+    if verb == "up":
+        check_security_group(config)
+        print(summary(file, config), flush=True)
+        # Autoscaler 2, Ray's default, falls back from a spot type after a failed launch. On your own machines it counts the
+        # head as a worker and starts one too few (ray 2.60, LocalNodeProvider).
+        environment["RAY_UP_enable_autoscaler_v2"] = "0" if config["provider"]["type"] == "local" else "1"
+    if verb == "down":
+        subprocess.run([RAY, "exec", str(file), "bash ~/rlhf/start-node.sh stop"])
+    command, *more = VERBS[verb]
+    os.execve(RAY, [RAY, command, str(file), *more, *options], environment)
 
 
 def main(arguments: list[str]) -> int:
@@ -280,10 +248,10 @@ def main(arguments: list[str]) -> int:
         if not arguments or arguments[0] not in VERBS:
             raise InputError(f"expected {', '.join(VERBS)}, a cluster file, and options of `ray`")
         verb, *rest = arguments
-        return VERBS[verb](Path(rest[0]) if rest else path(), rest[1:])
+        run(verb, Path(rest[0]) if rest else path(), rest[1:])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+    return 2
 
 
 if __name__ == "__main__":

@@ -93,22 +93,20 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
     """
     import ray
 
+    def same(what: str, theirs: str, ours: str, how: str) -> None:
+        if theirs != ours:
+            raise InputError(
+                f"the cluster at {address} runs {what} {theirs}, this environment has {ours}; jobs, checkpoints and objects that "
+                f"travel between them need the same one: {how}",
+                key="RAY_ADDRESS",
+            )
+
     version = get("/api/version")["ray_version"]
-    if version != ray.__version__:
-        raise InputError(
-            f"the cluster at {address} runs Ray {version}, this environment has {ray.__version__}; jobs and "
-            f"checkpoints need the same one. Start the cluster with the pinned image (make up), or install "
-            f"ray=={version} here",
-            key="RAY_ADDRESS",
-        )
-    python = get("/api/v0/cluster_metadata")["data"]["pythonVersion"]
-    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    if python.split(".")[:2] != here.split("."):
-        raise InputError(
-            f"the cluster at {address} runs Python {python}, this environment {here}; objects that travel "
-            f"between them need the same one: make setup PYTHON=python{'.'.join(python.split('.')[:2])}",
-            key="RAY_ADDRESS",
-        )
+    same(
+        "Ray", version, ray.__version__, f"run make up with the pinned image, or install ray=={version} here"
+    )
+    python = get("/api/v0/cluster_metadata")["data"]["pythonVersion"].rpartition(".")[0]
+    same("Python", python, "{}.{}".format(*sys.version_info), f"make setup PYTHON=python{python}")
     listed = get("/api/v0/nodes?detail=1&limit=10000")["data"]["result"]["result"]
     alive = [node for node in listed if node["state"] == "ALIVE"]
     # HTTP does not tell what an autoscaler may add. The head's label names the file that it was started from.
@@ -136,17 +134,15 @@ def check_storage(job: Job, cluster: Cluster) -> None:
     if storage.is_remote(path):
         return
     if not os.path.isabs(path):
-        raise InputError(
-            f"{path!r} would lie in the job's copy of this folder on the head, which is deleted with "
-            "the job; use a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs",
-            key="run.storage_path",
-        )
-    if cluster.several and _on_local_disk(path):
-        raise InputError(
-            f"{path!r} is on this machine's own disk, but the cluster has or may get several nodes; use "
-            "a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs",
-            key="run.storage_path",
-        )
+        why = "would lie in the job's copy of this folder on the head, which is deleted with the job"
+    elif cluster.several and _on_local_disk(path):
+        why = "is on this machine's own disk, but the cluster has or may get several nodes"
+    else:
+        return
+    raise InputError(
+        f"{path!r} {why}; use a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs",
+        key="run.storage_path",
+    )
 
 
 def _on_local_disk(path: str) -> bool:
@@ -156,20 +152,18 @@ def _on_local_disk(path: str) -> bool:
 
 def check_tracking(job: Job, cluster: Cluster) -> None:
     uri = registry.tracking_uri(job)
-    server = f"mlflow.tracking_uri={cluster.tracking_uri or f'http://{cluster.head_ip}:5000'}"
-    if uri.lower().startswith("sqlite:"):
-        if cluster.several:
-            raise InputError(
-                f"a SQLite file ({uri}) belongs to one machine, but the cluster has or may get "
-                f"several nodes; name a server, e.g. the one that cluster.yaml starts on the head: {server}",
-                key="mlflow.tracking_uri",
-            )
-        return
     host = urlsplit(uri).hostname or ""
-    if cluster.several and (host in ("localhost", "0.0.0.0", "::", "::1") or host.startswith("127.")):
+    if uri.lower().startswith("sqlite:"):
+        why = f"a SQLite file ({uri}) belongs to one machine, but the cluster has or may get several nodes"
+    elif host in ("localhost", "0.0.0.0", "::", "::1") or host.startswith("127."):
+        why = f"{uri!r} means another machine on each node"
+    else:
+        return
+    if cluster.several:
+        server = cluster.tracking_uri or f"http://{cluster.head_ip}:5000"
         raise InputError(
-            f"{uri!r} means another machine on each node; name the server as the nodes see it, e.g. {server}",
-            key="mlflow.tracking_uri",
+            f"{why}; name a server as the nodes see it, e.g. mlflow.tracking_uri={server}",
+            "mlflow.tracking_uri",
         )
 
 
@@ -194,7 +188,7 @@ def check_resources(job: Job, cluster: Cluster) -> None:
 
 def _check_room(section: str, who: str, count: int, need: Bundle, cluster: Cluster) -> None:
     live, types = cluster.live, cluster.types
-    room = clusterfile.room(need, live, types.values(), cluster.max_workers)
+    room = _room(need, cluster)
     if room >= count:
         return
     wanted = ", ".join(f"{amount:g} {name}" for name, amount in sorted(need.resources.items()))
@@ -215,6 +209,18 @@ def _check_room(section: str, who: str, count: int, need: Bundle, cluster: Clust
         f"{section}.resources_per_worker, set {section}.use_gpu=false or {section}.label_selector=null, or give the cluster "
         "such nodes"
     )
+
+
+def _room(need: Bundle, cluster: Cluster) -> int:
+    """Returns how many workers with `need` fit onto the live nodes, or onto all nodes that may be started if those are more.
+
+    The two are not added, because live nodes count towards the types' `max_workers`.
+    """
+    future, left = 0, cluster.max_workers
+    fitting = ((need.fits(kind.resources, kind.labels), kind.max_workers) for kind in cluster.types.values())
+    for each, most in sorted(fitting, reverse=True):
+        future, left = future + min(most, left) * each, left - min(most, left)
+    return max(future, sum(need.fits(node.resources, node.labels) for node in cluster.live))
 
 
 def _shown(node: NodeType) -> str:

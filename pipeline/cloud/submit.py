@@ -213,8 +213,6 @@ class Api:
 
         It must end before anything is submitted: any other error in it counts as a wrong address, too.
         """
-        import requests
-
         try:
             yield
         except InputError:
@@ -227,15 +225,10 @@ class Api:
                     f"the cluster at {self.address} wants a token, and {found}; copy the cluster's ~/.ray/auth_token to the "
                     "same place here, or export RAY_AUTH_TOKEN"
                 )
-            elif isinstance(error, (requests.ConnectionError, requests.Timeout)):
-                message = (
-                    f"nothing answers at {self.address} ({type(error).__name__}); is the cluster up (make status), and the "
-                    "tunnel to its dashboard open (make dashboard)?"
-                )
             else:
                 message = (
-                    f"what answers at {self.address} is not the dashboard of a Ray cluster with this environment's Ray "
-                    f"({in_brief(error)}); expected http://HEAD:8265"
+                    f"no dashboard of a Ray cluster answers at {self.address} ({in_brief(error)}); expected http://HEAD:8265 of a "
+                    "cluster that is up (make status), with the tunnel to it open (make dashboard)"
                 )
             raise InputError(message, key="RAY_ADDRESS") from error
 

@@ -12,6 +12,8 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 from pipeline import registry
 from pipeline.config import Job
 from pipeline.data.counts import count, most_frequent
@@ -23,7 +25,6 @@ from pipeline.registry import lineage
 from pipeline.runtime.host import Host
 from pipeline.system import deadline, storage
 from pipeline.system.credentials import without_credentials
-from pipeline.system.progress import size
 
 MADE_HERE = "rlhf-pipeline"  # the tag by which a push recognizes a repository of an earlier export
 TOKENS = "https://huggingface.co/settings/tokens"
@@ -387,8 +388,8 @@ def _print_dry_run(job: Job, folder: str) -> None:
         "dry run: nothing was sent. With trainer.push_to_hub=true this goes",
         f"   to     {_address(job)}, {visibility} if it has to be made",
         f"   as     a user who may write to {owner!r}: HF_TOKEN, which is {token}",
-        f"   in     {len(sizes)} files, {size(sum(sizes.values()))}",
-        *(f"          {name:{width}}  {size(count):>8}" for name, count in sizes.items()),
+        f"   in     {len(sizes)} files, {tqdm.format_sizeof(sum(sizes.values()), 'B')}",
+        *(f"          {name:{width}}  {tqdm.format_sizeof(count, 'B'):>8}" for name, count in sizes.items()),
         "   under  the card",
         *(f"          {line}" for line in text.splitlines()[:CARD_LINES]),
     ]

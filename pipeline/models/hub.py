@@ -143,15 +143,18 @@ def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any
 def announcement(name_or_path: str, revision: str | None = None) -> str:
     """Returns the line that announces the loading of a base, with its size, or that it is downloaded first."""
     from huggingface_hub import try_to_load_from_cache
-
-    from pipeline.system.progress import size
+    from tqdm import tqdm
 
     folder = local(name_or_path)
     if not os.path.isdir(folder):
         cached = try_to_load_from_cache(name_or_path, "config.json", revision=revision)
         folder = Path(cached).parent if isinstance(cached, str) else folder
     total = sum(file.stat().st_size for file in weight_files(folder))
-    return f"loading {name_or_path} ({size(total)})" if total else f"downloading and loading {name_or_path}"
+    return (
+        f"loading {name_or_path} ({tqdm.format_sizeof(total, 'B')})"
+        if total
+        else f"downloading and loading {name_or_path}"
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from pipeline.models.gpus import peak_flops
 from pipeline.runtime import best, trl_checks
 from pipeline.runtime.best import Best
 from pipeline.runtime.worker import Worker, peak_memory
-from pipeline.system.progress import Counter
+from pipeline.system.progress import Bar
 
 REFERENCE = "ref"  # TRL's name of the frozen adapter that a DPOTrainer compares with
 
@@ -96,7 +96,7 @@ class Reporter(TrainerCallback):
 
     def __init__(self, worker: Worker, trainer: Any, best: Best | None, speed: Speed):
         self.worker, self.trainer, self.best, self.speed = worker, trainer, best, speed
-        self.evaluating: tuple[Counter, int] | None = None  # batches done in the evaluation that is under way
+        self.evaluating: Bar | None = None  # batches done in the evaluation that is under way
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.worker.resume:
@@ -111,10 +111,8 @@ class Reporter(TrainerCallback):
         if self.worker.rank:
             return
         if self.evaluating is None:
-            self.evaluating = (Counter("evaluating the held-out rows: batch", len(eval_dataloader)), 0)
-        counter, done = self.evaluating
-        counter(done + 1)
-        self.evaluating = (counter, done + 1)
+            self.evaluating = Bar(total=len(eval_dataloader), desc="evaluating the held-out rows: batch")
+        self.evaluating.update()
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **_: Any

@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.runtime.run import launch
 from pipeline.runtime.worker import Worker
-from pipeline.system.progress import Counter
+from pipeline.system.progress import Bar
 
 TABLE = 4096  # maximum number of pairs in the report
 
@@ -83,7 +83,7 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
     scored: list[dict[str, float]] = []
     if worker.rank == 0:
         print(f"scoring {len(rows)} pairs", flush=True)
-    progress = Counter("scoring pairs: batch", -(-len(mine) // size))
+    progress = Bar(total=-(-len(mine) // size), desc="scoring pairs: batch")
     for start in range(0, len(mine), size):
         part = [dict(row) for row in mine.select(range(start, min(start + size, len(mine))))]
         batch = trainer.data_collator(part)
@@ -94,7 +94,7 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
             lengths = {f"{side}_tokens": len(row[f"{side}_ids"]) for side in ("chosen", "rejected")}
             scored.append({"chosen": chosen, "rejected": rejected, **lengths})
         if worker.rank == 0:
-            progress(start // size + 1)
+            progress.update()
     by_rank = worker.gather(scored)  # rank r has the pairs r, r + world, ...
     return [part[i] for i in range(len(by_rank[0])) for part in by_rank if i < len(part)]
 

@@ -35,14 +35,12 @@ def run(main: Callable[[], int]) -> int:
     terminal.wrap_streams()
     # At import, it warns that an optional package is missing
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _interrupt)
+    _handle((signal.SIGINT,), _on_signal)
     sys.unraisablehook = _deliver_again
     listen()
     status = main()
-    for number in (signal.SIGINT, *ENDING):  # a signal while the libraries shut down changes no status
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: os._exit(status))
+    # A signal while the libraries shut down changes no status
+    _handle((signal.SIGINT, *ENDING), lambda *_: os._exit(status))
     if deadline.abandoned:  # else the exit would wait for it: pyarrow does, for minutes
         sys.stdout.flush()
         sys.stderr.flush()
@@ -51,10 +49,15 @@ def run(main: Callable[[], int]) -> int:
 
 
 def listen() -> None:
-    """Handles the signals that end a process, except those that nohup or a shell told it to ignore."""
-    for number in ENDING:
+    """Handles the signals that end a process."""
+    _handle(ENDING, _on_signal)
+
+
+def _handle(numbers: tuple[signal.Signals, ...], handler: Callable[..., Any]) -> None:
+    """Sets the handler of signals, except those that nohup or a shell told this process to ignore."""
+    for number in numbers:
         if _is_main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _leave)
+            signal.signal(number, handler)
 
 
 def resume() -> None:
@@ -63,36 +66,19 @@ def resume() -> None:
     _since = None
 
 
-def _repeated(number: int) -> bool:
-    """Returns True if another signal is already being handled. Ends the process if that takes too long."""
-    global _since
-    if not _is_command:
-        return False
+def _on_signal(number: int, _: Any) -> None:
+    """Ends the work of this process, unless another signal is already being handled; the process, if that takes too long."""
+    global received, _since
     now = time.monotonic()
-    if _since is None:
-        _since = now
-        return False
-    if now - _since > PATIENCE_S:
-        os._exit(128 + number)
-    return True
-
-
-def _interrupt(number: int, _: Any) -> None:
-    if not _repeated(number):
+    if _is_command and _since is not None:
+        if now - _since > PATIENCE_S:
+            os._exit(128 + number)
+        return
+    _since = now
+    if number == signal.SIGINT:
         raise KeyboardInterrupt
-
-
-def _leave(number: int, _: Any) -> None:
-    global received
-    if not _repeated(number):
-        received = signal.Signals(number)
-        raise SystemExit(128 + number)
-
-
-def of_ray() -> signal.Signals | None:
-    """Returns SIGTERM if Ray's own handler is active, which it is while Ray starts: it ends the process by sys.exit(15)."""
-    module = getattr(signal.getsignal(signal.SIGTERM), "__module__", None) or ""
-    return signal.SIGTERM if module.startswith("ray.") else None
+    received = signal.Signals(number)
+    raise SystemExit(128 + number)
 
 
 def _deliver_again(swallowed: Any) -> None:

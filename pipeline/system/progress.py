@@ -1,13 +1,12 @@
 """Progress of long work: a line that is rewritten if stdout is a terminal, else a line every 10 s.
 
-report = Counter("evaluating", batches)      # report(done) after each batch
-with loading_shown():                        # of transformers' loop over a model's weights
-    model = auto.from_pretrained(name, tqdm_class=Bar)     # and of the downloads
+report = Bar(total=batches, desc="evaluating")      # report.update() after each batch
+with loading_shown():                               # of transformers' loop over a model's weights
+    model = auto.from_pretrained(name, tqdm_class=Bar)      # and of the downloads
 """
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,19 +15,6 @@ from tqdm.auto import tqdm
 from pipeline.system import terminal
 
 INTERVAL_S = 10.0  # time between two lines
-
-
-class Counter:
-    """Prints how much of something has been done, at most once in INTERVAL_S."""
-
-    def __init__(self, what: str, total: int):
-        self.what, self.total, self.said = what, total, time.monotonic()
-
-    def __call__(self, done: int) -> None:
-        now = time.monotonic()
-        if now - self.said >= INTERVAL_S and done < self.total:
-            self.said = now
-            _report(f"{self.what} {done} of {self.total}")
 
 
 class Bar(tqdm):  # type: ignore[type-arg]
@@ -48,12 +34,8 @@ class Bar(tqdm):  # type: ignore[type-arg]
 
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
         if msg is None:  # else it is wiped off
-            _report(str(self))
-
-
-def _report(text: str) -> None:
-    print(text, flush=True)
-    terminal.live(text)
+            print(self, flush=True)
+            terminal.live(str(self))
 
 
 @contextlib.contextmanager
@@ -66,9 +48,3 @@ def loading_shown() -> Iterator[None]:
         yield
     finally:
         logging.set_tqdm_hook(None)
-
-
-def size(count: int) -> str:
-    """Returns bytes in powers of 1000, as on the hub's pages: 16.1 GB."""
-    power = min(3, (len(str(count)) - 1) // 3)
-    return f"{count / 1000**power:.{1 if power else 0}f} {('B', 'kB', 'MB', 'GB')[power]}"

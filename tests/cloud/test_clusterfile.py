@@ -106,7 +106,7 @@ def signed_out(monkeypatch, folder):
 @pytest.mark.parametrize("verb", ["up", "status", "dashboard", "down"])
 def test_without_an_account_each_verb_says_how_to_get_in(verb, home, monkeypatch, capsys):
     signed_out(monkeypatch, home)
-    monkeypatch.setattr(clusterfile, "_become_ray", lambda *_: pytest.fail("called ray"))
+    monkeypatch.setattr(clusterfile.os, "execve", lambda *_: pytest.fail("called ray"))
     assert clusterfile.main([verb, str(filled(AWS, home))]) == 2
     error = capsys.readouterr().err
     if importlib.util.find_spec("boto3"):
@@ -124,9 +124,11 @@ def test_without_an_account_each_verb_says_how_to_get_in(verb, home, monkeypatch
 
 def test_on_machines_of_ones_own_nobody_signs_in(home, monkeypatch):
     signed_out(monkeypatch, home)
-    monkeypatch.setattr(clusterfile, "_become_ray", lambda arguments, **_: arguments)
+    called = []
+    monkeypatch.setattr(clusterfile.os, "execve", lambda *given: called.append(given[1][1:]))
     file = filled(FILES[2], home)
-    assert clusterfile.VERBS["status"](file, [])[:2] == ["exec", str(file)]
+    clusterfile.main(["status", str(file), "--x"])
+    assert called == [["exec", str(file), "RAY_AUTH_MODE=token ray status", "--x"]]
 
 
 @needs_moto
