@@ -119,8 +119,7 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
     if verb == "rlhf":
         from pipeline.commands import rlhf
 
-        stages = {stage: rlhf.overrides_of(stage, overrides) for stage in rlhf.ORDER}
-        jobs = [load_job(Path(path) / f"{stage}.yaml", mine, stage) for stage, mine in stages.items()]
+        jobs = [*rlhf.load(path, overrides).values()]
     elif verb == "sweep":
         from pipeline.sweep import space
 

@@ -38,37 +38,22 @@ SCORE = """\
 messages = [{"role": "user", "content": "What is the capital of Peru?"}, {"role": "assistant", "content": "Lima."}]
 inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
 print(model(**inputs).logits.item())"""
-# How to load a folder: {(kind, merged): Python}.
-USE = {
-    ("policy", True): f"""\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer, model = AutoTokenizer.from_pretrained(FOLDER), AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")
-{ASK}""",
-    ("reward", True): f"""\
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-model = AutoModelForSequenceClassification.from_pretrained(FOLDER, dtype="auto")  # one label: the score
-{SCORE}""",
-    ("policy", False): f"""\
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE, dtype="auto"), FOLDER)
-{ASK}""",
-    ("reward", False): f"""\
-from peft import PeftModel
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+# How to use a folder, by kind: the class of transformers, and Python that asks the model.
+USE = {"policy": ("AutoModelForCausalLM", ASK), "reward": ("AutoModelForSequenceClassification", SCORE)}
+# How to load it: {(kind, merged): Python}.
+LOAD = {
+    ("policy", True): 'model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")',
+    ("reward", True): """\
+# It has one label: the score
+model = AutoModelForSequenceClassification.from_pretrained(FOLDER, dtype="auto")""",
+    ("policy", False): """\
+base = AutoModelForCausalLM.from_pretrained(BASE, dtype="auto")
+model = PeftModel.from_pretrained(base, FOLDER)""",
+    ("reward", False): """\
 base = AutoModelForSequenceClassification.from_pretrained(BASE, num_labels=1, dtype="float32")  # bfloat16 rounds scores
 base.config.pad_token_id = tokenizer.pad_token_id
-model = PeftModel.from_pretrained(base, FOLDER)  # with the adapter comes its scalar head
-{SCORE}""",
+model = PeftModel.from_pretrained(base, FOLDER)  # with the adapter comes its scalar head""",
 }
-
 
 # ---------------------------------------------------------------------------------------------------- the card
 
@@ -94,7 +79,15 @@ def card(host: Host, name: str, compared: dict[str, float] | None = None) -> str
         )
     if registry.parameters(reference, uri).get("model.load_in_4bit") == "True":
         what += " Its base was in 4 bits (nf4) in training."
-    code = USE[kind, compared is not None].replace("FOLDER", f'"{repo or "."}"')
+    auto, ask = USE[kind]
+    code = "\n".join(
+        [
+            *(["from peft import PeftModel"] if compared is None else []),
+            f"from transformers import {auto}, AutoTokenizer\n\ntokenizer = AutoTokenizer.from_pretrained(FOLDER)",
+            LOAD[kind, compared is not None],
+            ask,
+        ]
+    ).replace("FOLDER", f'"{repo or "."}"')
     revision = f", revision `{base['revision']}`" if base["revision"] else ""
     lines = [
         f"# {title}",
@@ -244,10 +237,6 @@ def check(job: Job) -> str | None:
     """
     if not job.args.push_to_hub:
         return None
-    from huggingface_hub import constants
-
-    if constants.is_offline_mode():
-        raise InputError("HF_HUB_OFFLINE is set, so nothing can be pushed; unset it", "trainer.push_to_hub")
     token = os.environ.get("HF_TOKEN", "").strip()
     if not token:
         raise InputError(

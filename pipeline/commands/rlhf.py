@@ -33,10 +33,7 @@ ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
 def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     """Runs the stages of `folder` in order; each registers what the next one takes as input."""
     started = time.monotonic()
-    jobs = {
-        stage: load_job(Path(folder) / f"{stage}.yaml", overrides_of(stage, overrides), stage)
-        for stage in ORDER
-    }
+    jobs = load(folder, overrides)
     named = [(job.run.storage_path, job.run.name) for job in jobs.values() if job.run.name]
     if twice := next((name for name in named if named.count(name) > 1), None):
         apart = " ".join(f"{stage}.run.name={twice[1]}-{stage}" for stage in ORDER)
@@ -72,6 +69,12 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     page = report.of_several(folders, home) if jobs["evaluate"].run.report else None
     terminal.say(closing(results, folder, time.monotonic() - started, page), result=True)
     return results
+
+
+def load(folder: str, overrides: list[str]) -> dict[str, Job]:
+    """Returns the job of each stage."""
+    given = {stage: overrides_of(stage, overrides) for stage in ORDER}
+    return {stage: load_job(Path(folder) / f"{stage}.yaml", mine, stage) for stage, mine in given.items()}
 
 
 def expected_seconds(job: Job, folder: str) -> float | None:

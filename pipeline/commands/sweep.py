@@ -23,7 +23,6 @@ from pipeline.runtime.host import SweepHandle, Work
 from pipeline.runtime.inputs import by_version, check_paths
 from pipeline.runtime.preparation import prepared
 from pipeline.sweep import space, table, trials
-from pipeline.sweep.progress import watching
 from pipeline.sweep.rungs import Rungs
 from pipeline.sweep.space import Sweep
 from pipeline.system import console, process, storage
@@ -128,7 +127,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
     with registry.mlflow_run(sweep.job, work.digests, new_run=not left) as run_id:
         begun["mlflow_run_id"] = run_id
         keep(ray.get(rungs.state.remote()))
-        with _trials_closed(sweep), watching(sweep, rungs, keep):
+        with _trials_closed(sweep), trials.watching(sweep, rungs, keep):
             died = trials.run(sweep, SweepHandle(rungs, run_id))
         state = ray.get(rungs.state.remote())
         rows = keep(state, died)["trials"]

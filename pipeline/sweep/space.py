@@ -117,9 +117,6 @@ def read(path: str, arguments: list[str]) -> Sweep:
         else:
             shared.append(argument)
     if not varied:
-        for key, equals, text in (argument.partition("=") for argument in arguments):
-            if equals and not text:
-                raise InputError(f"a value is missing, {EXAMPLE}", key=key)
         raise InputError(f"nothing varies: a sweep needs a key with several values, {EXAMPLE}")
     numbers = {key: int(text) if re.fullmatch(r"\d{1,9}", text) else text for key, text in settings.items()}
     tree = Tree("command line", {"sweep": numbers})
@@ -172,21 +169,17 @@ def split(text: str) -> list[str]:
 def _checked(key: str, values: list[str]) -> list[str]:
     if not all(values):
         raise InputError(f"found {show(','.join(values))}: a value is missing at a comma, {EXAMPLE}", key=key)
-    if repeated := [value for value in values if values.count(value) > 1]:
-        raise InputError(f"found {repeated[0]} twice; list each value once", key=key)
-    for value in values:
-        if match := RANGE.fullmatch(value):
-            kind, low, high = match.groups()
-            if len(values) > 1:
-                raise InputError(f"found {show(','.join(values))}: a range stands alone", key=key)
-            try:
-                bounds = [float(low), float(high)]
-            except ValueError:
-                raise InputError(f"found {value}, expected two numbers in it", key=key) from None
-            if not bounds[0] < bounds[1] or (kind == "loguniform" and bounds[0] <= 0):
-                raise InputError(
-                    f"found {value}, expected the smaller bound first, of loguniform above 0", key=key
-                )
+    if match := next(filter(None, map(RANGE.fullmatch, values)), None):
+        try:
+            low, high = (float(bound) for bound in match.groups()[1:])
+        except ValueError:
+            low = high = math.nan
+        if len(values) > 1 or not low < high or (match[1] == "loguniform" and low <= 0):
+            raise InputError(
+                f"found {show(','.join(values))}; a range stands alone and has two numbers, the smaller one first, of "
+                "loguniform above 0",
+                key=key,
+            )
     return values
 
 
@@ -209,7 +202,9 @@ def _combinations(varied: dict[str, list[str]], settings: Settings, seed: int) -
     grid = list(itertools.product(*listed.values())) * settings.num_samples
     columns = dict(zip(listed, zip(*grid, strict=True), strict=True)) | drawn
     combinations = [{key: str(columns[key][index]) for key in varied} for index in range(count)]
-    return [one for i, one in enumerate(combinations) if one not in combinations[:i]]  # draws may repeat
+    return [
+        one for i, one in enumerate(combinations) if one not in combinations[:i]
+    ]  # values and draws may repeat
 
 
 def _draw(given: re.Match[str], count: int, seed: int) -> list[str]:

@@ -25,19 +25,12 @@ def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict
         state: of the rungs (Rungs.state).
         died: {trial: why its process died more often than run.max_failures allows}.
     """
-    return [
-        _row(
-            sweep,
-            trial,
-            state["reports"].get(trial.name, []),
-            state["failures"].get(trial.name) or died.get(trial.name),
-        )
-        for trial in sweep.trials
-    ]
+    return [_row(sweep, trial, state, died) for trial in sweep.trials]
 
 
-def _row(sweep: Sweep, trial: Trial, reports: list[dict[str, Any]], failure: str | None) -> dict[str, Any]:
-    newest = reports[-1] if reports else {"step": None, "of": None, "figure": None}
+def _row(sweep: Sweep, trial: Trial, state: dict[str, Any], died: dict[str, str]) -> dict[str, Any]:
+    [newest] = state["reports"].get(trial.name, [])[-1:] or [dict.fromkeys(("step", "of", "figure"))]
+    failure = state["failures"].get(trial.name) or died.get(trial.name)
     row = {
         "trial": trial.name,
         "values": trial.values,

@@ -1,15 +1,20 @@
 """Runs the trials of a sweep on Ray Tune, as many at a time as fit.
 
-    run(sweep, handle)          # returns when every trial has ended
+    with watching(sweep, rungs, keep):      # prints what they report; keep(state) is called after each change
+        run(sweep, handle)                  # returns when every trial has ended
 
 Tune starts the trials' drivers, and restarts a driver whose process died. A trial resumes from its own folder. So after the
 sweep's driver was killed, a new Tuner gets the trials that have not ended. (Tuner.restore would load pickles from the folder,
 of the same version of Ray only.)
 """
 
+import contextlib
 import importlib
 import logging
 import os
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipeline import registry
@@ -25,6 +30,7 @@ from pipeline.sweep.space import Sweep
 from pipeline.system import storage
 from pipeline.system.credentials import without_credentials
 
+INTERVAL_S = 2.0  # time between two queries of the rungs
 TUNE = "tune"  # the folder of Ray Tune's files, which are not used
 ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",  # it prints a banner even with RunConfig.verbose=0
@@ -112,3 +118,56 @@ def reason(error: BaseException) -> str:
     """Returns why a run failed, on one line: the pipeline's message, else the innermost cause."""
     ours = next((one for one in causes(error) if isinstance(one, InputError | Failure)), None)
     return " ".join(str(ours).split())[:500] if ours else summary(error)[:500]
+
+
+@contextlib.contextmanager
+def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
+    """Prints what the trials report, for the block, and keeps sweep.json up to date for a driver that is killed."""
+    import ray
+
+    ended, count, printed = threading.Event(), len(sweep.trials), 0
+    started, before = time.monotonic(), done(ray.get(rungs.state.remote()))
+
+    def look() -> None:
+        nonlocal printed
+        with contextlib.suppress(ray.exceptions.RayError):  # Ray ends before this thread
+            state = ray.get(rungs.state.remote())
+            if not (new := state["lines"][printed:]):
+                return
+            printed += len(new)
+            new[-1] += f"   [{overall(state, count, time.monotonic() - started, before)}]"
+            try:
+                keep(state)
+            except OSError as error:  # the next report writes it again, and so does the end
+                new.append(f"warning: sweep.json was not written ({in_brief(error)})")
+            print("\n".join(new), flush=True)
+
+    def looks() -> None:
+        while not ended.wait(INTERVAL_S):
+            look()
+
+    thread = threading.Thread(target=looks, name="sweep", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        look()
+
+
+def overall(state: dict[str, Any], count: int, seconds: float, before: float) -> str:
+    """Returns how many of `count` trials ended and run, and the time left at the speed since `before` were done."""
+    text = f"{len(state['ended'])} of {count} ended, {len(state['running'])} running"
+    new, left = done(state) - before, count - done(state)
+    if new > 0 and left > 0:
+        minutes, rest = divmod(int(seconds / new * left), 60)
+        text += f", left {minutes}:{rest:02d}"
+    return text
+
+
+def done(state: dict[str, Any]) -> float:
+    """Returns the finished trials, counting the running ones by their share of steps."""
+    reports = {trial: reports[-1] for trial, reports in state["reports"].items() if reports}
+    shares = {trial: last["step"] / last["of"] for trial, last in reports.items()}
+    return sum((shares | dict.fromkeys(state["ended"], 1.0)).values())

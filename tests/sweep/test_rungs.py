@@ -2,7 +2,7 @@
 
 import json
 
-from pipeline.sweep import progress
+from pipeline.sweep import trials
 from pipeline.sweep.rungs import Rungs
 
 STOPS = "ASHA: at 25 % of the steps not among the best 1/2"
@@ -59,8 +59,8 @@ def test_what_runs_and_what_failed_and_a_line_for_each():
     judge.begin("b")
     judge.report("a", 25, 100, 0.3)
     judge.report("b", 25, 100, 0.6)
-    assert judge.state()["running"] == ["a", "b"] and progress.done(judge.state()) == 0.5
-    assert progress.overall(judge.state(), 4, 7.0, 0.0) == "0 of 4 ended, 2 running, left 0:49"
+    assert judge.state()["running"] == ["a", "b"] and trials.done(judge.state()) == 0.5
+    assert trials.overall(judge.state(), 4, 7.0, 0.0) == "0 of 4 ended, 2 running, left 0:49"
     judge.end("a", "out of memory")
     judge.end("b", None)
     state = judge.state()
@@ -69,4 +69,4 @@ def test_what_runs_and_what_failed_and_a_line_for_each():
         "a  begins", "b  begins", "a  step 25/100  loss 0.3", "b  step 25/100  loss 0.6", f"b  stops: {STOPS}",
         "a  failed: out of memory", "b  ended",
     ]  # fmt: skip
-    assert progress.overall(state, 2, 9.0, 0.0) == "2 of 2 ended, 0 running"
+    assert trials.overall(state, 2, 9.0, 0.0) == "2 of 2 ended, 0 running"
