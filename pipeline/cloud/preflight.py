@@ -212,7 +212,7 @@ def _check_room(section: str, who: str, count: int, need: Bundle, cluster: Clust
 
 
 def _room(need: Bundle, cluster: Cluster) -> int:
-    """Returns how many workers with `need` fit onto the live nodes, or onto all nodes that may be started if those are more.
+    """Returns how many workers with `need` fit onto the live nodes or onto all nodes that may start, whichever is more.
 
     The two are not added, because live nodes count towards the types' `max_workers`.
     """
