@@ -7,7 +7,6 @@ Rows are streamed, so memory never holds more than one range.
 
 import codecs
 import os
-import shlex
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from pipeline.data.shapes import Kind
 from pipeline.data.table_rows import pieces, table_rows
 from pipeline.data.text_rows import BLOCK, Row, text_rows
 from pipeline.data.values import RowError, fields_of, show, some
-from pipeline.errors import InputError
 from pipeline.system import storage
 
 GROUP = 10_000  # rows that data.group_by joins
@@ -85,15 +83,9 @@ def format_of(path: str, head: bytes) -> Format:
 def read_head(file: File) -> bytes:
     try:
         with open_bytes(file.path) as stream:
-            head = stream.read(BLOCK // 4)
+            return stream.read(BLOCK // 4)  # type: ignore[no-any-return]
     except OSError as error:  # a folder can be opened, but not read
         raise unreadable(file.path, error) from error
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise InputError(
-            f"{file.path}: found UTF-16 text; expected UTF-8: run iconv -f UTF-16 -t UTF-8 {shlex.quote(file.path)} > utf8"
-            f"{os.path.splitext(file.path)[1]} (Excel saves it as CSV UTF-8)"
-        )
-    return head
 
 
 # ---- rows of a chunk -------------------------------------------------------------------------------------------

@@ -1,10 +1,7 @@
 """Which files of rows a job names: paths, globs, folders and URIs."""
 
 import difflib
-import fnmatch
-import glob
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,7 +43,7 @@ def find(spec: Any, key: str) -> list[File]:
     for file in files:
         if unpack := PACKED.get(os.path.splitext(file.path)[1]):
             raise InputError(
-                f"{file.path} is packed in a way that is not read; expected one of {', '.join(SUFFIXES)}; type "
+                f"{file.path} is packed in a way that is not read; expected one of {', '.join(SUFFIXES)}; run "
                 f"{unpack.format(path=file.path)}",
                 key=key,
             )
@@ -83,36 +80,28 @@ def matching(item: str, key: str) -> list[File]:
     if found := sets.files_of(item, key):
         return [replace(one_file(path, key), revision=found.revision) for path in found.paths]
     fs, inner = storage.filesystem(item)
-    here = not storage.is_remote(item)
-    if any(char in inner for char in "*?[") and not (here and os.path.exists(inner)):
-        if infos := below(item, fs, inner):
-            return [as_file(item, info) for info in infos]
-        raise InputError(
-            f"the pattern {item!r} matches no file (looked in {os.getcwd()}); expected one that finds files "
-            "of rows, such as jobs/demo/data/pref*.jsonl",
-            key=key,
-        )
     info = fs.get_file_info(inner)
     if info.is_file:
         return [as_file(item, info)]
+    infos = []
     if info.type.name == "Directory":
-        if infos := [info for info in below(item, fs, inner) if info.path.endswith(SUFFIXES)]:
-            return [as_file(item, info) for info in infos]
-        expected = f"expected files named *{', *'.join(SUFFIXES)}"
-        raise InputError(f"the folder {item!r} holds no data file; {expected}", key=key)
-    if info.type.name == "Unknown":
-        raise InputError(
-            f"{item!r} is neither a file nor a folder; rows are read more than once, so write what comes out of a "
-            "pipe or a device into a file first",
-            key=key,
+        infos = [one for one in below(fs, inner) if one.path.endswith(SUFFIXES)]
+        problem = f"the folder {item!r} holds no data file; expected files named *{', *'.join(SUFFIXES)}"
+    elif any(char in inner for char in "*?["):
+        infos = below(fs, inner, pattern=True)
+        problem = (
+            f"the pattern {item!r} matches no file (looked in {os.getcwd()}); expected one that finds files of rows, such as "
+            "jobs/demo/data/pref*.jsonl"
         )
-    parent = os.path.dirname(inner)
-    names = os.listdir(parent) if here and os.path.isdir(parent) else []
-    close = difflib.get_close_matches(os.path.basename(inner), names, 1)
-    hint = f"; did you mean {os.path.join(os.path.dirname(item), close[0])!r}?" if close else ""
-    raise InputError(
-        f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://", key=key
-    )
+    else:
+        parent = os.path.dirname(inner)
+        names = os.listdir(parent) if not storage.is_remote(item) and os.path.isdir(parent) else []
+        close = difflib.get_close_matches(os.path.basename(inner), names, 1)
+        hint = f"; did you mean {os.path.join(os.path.dirname(item), close[0])!r}?" if close else ""
+        problem = f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://"
+    if not infos:
+        raise InputError(problem, key=key)
+    return [as_file(item, one) for one in infos]
 
 
 def one_file(path: str, key: str) -> File:
@@ -123,27 +112,17 @@ def one_file(path: str, key: str) -> File:
     return as_file(path, info)
 
 
-def below(item: str, fs: Any, inner: str) -> list[Any]:
+def below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:
     """Returns the files that match a pattern, or all files below a folder, except hidden ones, in the order of their paths."""
-    import pyarrow.fs as pafs
+    from fsspec.implementations.arrow import ArrowFSWrapper
 
-    pattern = re.search(r"[^/]*[*?[]", inner)
-    if not storage.is_remote(item):
-        pattern = pattern if not os.path.isdir(inner) else None
-        wanted = inner if pattern else os.path.join(glob.escape(inner), "**")
-        paths = sorted(glob.glob(wanted, recursive=True), reverse=True)
-        # A link to a parent folder shows each file again, until the operating system stops it
-        once = {(os.path.realpath(os.path.dirname(path)), os.path.basename(path)): path for path in paths}
-        infos = fs.get_file_info([*once.values()])
-    else:
-        base = inner[: pattern.start()].rstrip("/") if pattern else inner
-        infos = fs.get_file_info(pafs.FileSelector(base, recursive=True, allow_not_found=True))
-        wanted = inner if pattern else f"{glob.escape(base)}/*"
-        infos = [
-            info
-            for info in infos
-            if fnmatch.fnmatch(info.path, wanted) and "/." not in info.path[len(base) :]
-        ]
+    wrapped = ArrowFSWrapper(fs)
+    paths = sorted(wrapped.glob(inner) if pattern else wrapped.find(inner), reverse=True)
+    start = min(map(inner.find, [char for char in "*?[" if char in inner])) - 1 if pattern else len(inner)
+    paths = [path for path in paths if "/." not in path[start:]]
+    # A link to a parent folder shows each file again, until the operating system stops it
+    once = {(os.path.realpath(os.path.dirname(path)), os.path.basename(path)): path for path in paths}
+    infos = fs.get_file_info([*once.values()])
     return sorted((info for info in infos if info.is_file), key=lambda info: info.path)
 
 

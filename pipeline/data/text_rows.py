@@ -25,8 +25,6 @@ BLANKS = " \t\r\n"  # JSON's white space
 BLANK = re.compile(f"[{BLANKS}]*")
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)  # errors of a damaged gzip stream
 DELIMITERS = {"csv": ",;\t", "tsv": "\t"}  # delimiters of each format, the likeliest first
-# The first line that Excel takes the delimiter from; it is no header
-SEPARATOR = re.compile(rb"sep=(.)\r?\n?$")
 
 Row = tuple[int, Any, bytes]  # (number from 1, the decoded row or a RowError, its bytes)
 
@@ -229,14 +227,13 @@ class _Lines:
             return ""
         if self.number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
-            if SEPARATOR.match(line):
-                return next(self)
         try:
             return line.decode()
         except UnicodeDecodeError as error:
             found = f"byte 0x{line[error.start]:02x} at position {error.start + 1} of line {self.number}"
-            expected = "UTF-8 text (a file of Windows: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW; Excel: save as CSV UTF-8)"
-            self.error = RowError("not_utf8", "", found, expected)
+            self.error = RowError(
+                "not_utf8", "", found, "UTF-8 text: run iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
+            )
             return line.decode(errors="replace")
 
 
@@ -287,13 +284,11 @@ def _next(reader: Any) -> tuple[list[str] | None, RowError | None]:
 
 
 def delimiter_of(stream: Any, format: str) -> str:
-    """Returns the delimiter that a line `sep=;` names, else the one that splits the first line into most columns."""
+    """Returns the delimiter that makes most columns of the first line."""
     try:
         head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8)
     except DAMAGE:  # reading the rows reports it
         head = b""
-    if named := SEPARATOR.match(head.partition(b"\n")[0]):
-        return named[1].decode("latin-1")
     first = head.decode(errors="replace").lstrip("\r\n").partition("\n")[0]
 
     def columns(delimiter: str) -> int:

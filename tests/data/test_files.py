@@ -8,14 +8,7 @@ from pipeline.data.values import RowError
 from pipeline.errors import InputError
 
 
-def test_pipes_devices_and_folders_that_lead_back(tmp_path):
-    import os
-
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    (tmp_path / "endless.jsonl").symlink_to("/dev/zero")
-    for path in (tmp_path / "pipe.jsonl", tmp_path / "endless.jsonl", "/dev/zero"):
-        with pytest.raises(InputError, match="neither a file nor a folder"):
-            files.find(str(path), "data.train")
+def test_links_to_a_folder_above(tmp_path):
     deep = tmp_path / "tree" / "a" / "b"
     deep.mkdir(parents=True)
     (deep / "rows.jsonl").write_text("{}\n")
@@ -45,7 +38,7 @@ def test_files_that_are_not_there(tmp_path):
         ("row.jsonl", "rows.jsonl"),
         ("*.txt", "matches no file"),
         ("empty", "holds no data file"),
-        ("rows.jsonl.zst", "type zstd -d"),
+        ("rows.jsonl.zst", "run zstd -d"),
     ]:
         with pytest.raises(InputError, match=expected) as caught:
             files.find(str(tmp_path / spec), "data.train")

@@ -168,8 +168,6 @@ def test_quotes_line_ends_marks_and_delimiters(tmp_path, name, mark):
     [
         (b'a,b\n1\n2,\xff\n"x"y,3\n4,5\n', [2, 3, 4, 5]),  # rows follow a bad one
         (",prompt\n0," + "x" * 200_000, [2]),  # large values, and an index without a name
-        ("sep=|\r\na|b\r\n1,5|2;3\r\n", [3]),  # the line that tells Excel the delimiter is no header
-        ("\ufeffsep=;\r\na;b\r\n1,5;2\r\n", [3]),
     ],
 )
 def test_numbers_of_rows(tmp_path, content, expected):
@@ -209,13 +207,3 @@ def test_csv_trains_and_its_errors_name_the_line(tmp_path):
         path.write_text(content)
         with pytest.raises(InputError, match=r"rows.csv:1: found no rows; expected at least one row"):
             make(tmp_path, train=str(path))
-
-
-@pytest.mark.parametrize(("name", "text"), [("a.csv", "a,b\n1,2\n"), ("a.jsonl", '{"a": 1}\n')])
-@pytest.mark.parametrize("coding", ["utf-16-le", "utf-16-be"])
-def test_utf16_is_named_with_what_makes_utf8_of_it(tmp_path, name, text, coding):
-    path = write(tmp_path / name, ("\ufeff" + text).encode(coding))
-    with pytest.raises(
-        InputError, match=r"found UTF-16 text; expected UTF-8: run iconv -f UTF-16 -t UTF-8 .*> utf8\."
-    ):
-        read_rows(path)
