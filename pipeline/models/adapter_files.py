@@ -47,6 +47,9 @@ def write(folder: str | Path, config: LoraConfig, tensors: dict[str, Tensor]) ->
     save_file(contiguous, folder / TENSORS, metadata={"format": "pt"})
     config = copy(config)
     config.inference_mode = True
+    for key, value in vars(config).items():
+        if isinstance(value, set):  # its order would be another one in each process
+            setattr(config, key, sorted(value))
     config.save_pretrained(str(folder))
 
 

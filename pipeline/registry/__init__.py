@@ -7,6 +7,7 @@ with tags that name its origin. Before registration the files are downloaded aga
 
 from pipeline.registry.curves import Curves, MetricLog, MLflowRun, check_trackers
 from pipeline.registry.runs import (
+    end_finished,
     end_interrupted,
     find_run,
     history,
@@ -34,7 +35,7 @@ from pipeline.registry.versions import (
 
 __all__ = [
     "Curves", "MLflowRun", "MetricLog", "Version", "aliases", "check", "check_reachable", "check_trackers", "client", "conditions",
-    "end_interrupted", "evaluate_gate", "fetch", "file_of_uri", "find_run", "history", "log_figures", "log_files", "mlflow_run",
-    "nested_under", "other_base", "parameters", "pin", "promote", "publish", "recorded", "tag_run", "tracking_uri",
+    "end_finished", "end_interrupted", "evaluate_gate", "fetch", "file_of_uri", "find_run", "history", "log_figures", "log_files",
+    "mlflow_run", "nested_under", "other_base", "parameters", "pin", "promote", "publish", "recorded", "tag_run", "tracking_uri",
     "uri_of", "version",
 ]  # fmt: skip

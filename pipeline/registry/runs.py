@@ -84,6 +84,13 @@ def mlflow_run(job: Job, digests: dict[str, str], new_run: bool = False) -> Iter
     mlflow.set_terminated(run_id, "FINISHED")
 
 
+def end_finished(uri: str, run_id: str) -> None:
+    """Ends a finished run as FINISHED if MLflow has it as RUNNING, because its driver was killed after result.json."""
+    mlflow = client(uri)
+    if mlflow.get_run(run_id).info.status == "RUNNING":
+        mlflow.set_terminated(run_id, "FINISHED")
+
+
 def end_interrupted(job: Job) -> None:
     """Ends the run of a job as KILLED if MLflow has it as RUNNING, because its driver was killed."""
     mlflow = client(tracking_uri(job))

@@ -47,6 +47,7 @@ def write(
             html.write(page.render(runs, table))
         storage.store_folder(local, folder)
         if result:
+            registry.end_finished(result["tracking_uri"], result["mlflow_run_id"])
             storage.write_json(os.path.join(local, "result.json"), result)
             files = [os.path.join(local, name) for name in (PAGE, "result.json")]
             registry.log_files(

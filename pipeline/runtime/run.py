@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline import registry, text
+from pipeline import registry, report, text
 from pipeline.config import Job, rules
 from pipeline.config.stages import STAGE
 from pipeline.errors import summary
@@ -80,11 +80,22 @@ def launch(
                 **outcome, **described(version), cost=cost, versions=lineage.versions(), data=run.data()
             )
 
-    return run_or_reuse(job, execute)
+    def reuse(result: dict[str, Any]) -> None:
+        if job.run.report and not storage.exists(storage.join(result["folder"], report.PAGE)):
+            _draw_report(result)  # its process was killed before it did
+
+    return run_or_reuse(job, execute, reuse)
 
 
-def run_or_reuse(job: Job, execute: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
+def run_or_reuse(
+    job: Job,
+    execute: Callable[[Job], dict[str, Any]],
+    reuse: Callable[[dict[str, Any]], object] = lambda result: None,
+) -> dict[str, Any]:
     """Returns the result of the finished run of a job's name, or else runs `execute(job)`.
+
+    Args:
+        reuse: called with the result of a finished run.
 
     Raises:
         InputError: if the name belongs to a run of another stage, an iteration or a sweep, or the storage path cannot be
@@ -103,7 +114,9 @@ def run_or_reuse(job: Job, execute: Callable[[Job], dict[str, Any]]) -> dict[str
     )
     if result.get("job"):
         resume.print_differences(result["job"], job)
-    return result | {"folder": job.folder}  # the folder may have been moved
+    result |= {"folder": job.folder}  # it may have been moved
+    reuse(result)
+    return result
 
 
 @contextlib.contextmanager
@@ -258,8 +271,6 @@ def described(version: registry.Version | None) -> dict[str, Any]:
 
 def _draw_report(result: dict[str, Any]) -> str | None:
     """Draws the report and returns its path, or None if it could not be drawn."""
-    from pipeline import report
-
     try:
         with console.waiting("drawing the report"):
             return report.attach(result)

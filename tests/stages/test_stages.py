@@ -45,6 +45,10 @@ def test_a_training_stage_leaves_a_result_a_version_and_small_checkpoints(name, 
     assert (result["registered_model"], result["alias"]) == (f"rlhf-{name}", "champion")
     assert result["seconds"] > 0 and result["peak_memory_bytes"] > 1e6
     assert result["job"]["model"]["name_or_path"] == "jobs/demo/model"
+    modules = json.loads((storage / f"toy-{name}/final/adapter/adapter_config.json").read_text())[
+        "target_modules"
+    ]
+    assert modules == sorted(modules), "or the same run would have other bytes each time"
     alias = client(storage).get_model_version_by_alias(f"rlhf-{name}", "champion")
     assert str(alias.version) == result["version"]
     assert client(storage).get_run(result["mlflow_run_id"]).info.status == "FINISHED"
@@ -142,9 +146,14 @@ def test_evaluate_compares_and_registers_nothing(runs, storage):
 
 
 def test_a_finished_run_is_not_run_again(runs, storage, capsys):
-    again = stage("sft", storage, "toy-sft", *TRL_QUICK)
+    """If its process was killed after result.json, its MLflow run is ended, and its report drawn."""
+    run_id = runs["sft"]["mlflow_run_id"]
+    client(storage).update_run(run_id, status="RUNNING")
+    again = stage("sft", storage, "toy-sft", *TRL_QUICK, "run.report=true")
     assert again == runs["sft"]
     assert "run toy-sft is finished" in capsys.readouterr().out
+    assert client(storage).get_run(run_id).info.status == "FINISHED"
+    assert (storage / "toy-sft/report.html").exists()
 
 
 def test_a_finished_run_that_was_moved_is_read_where_it_lies(runs, storage):
