@@ -38,8 +38,8 @@ def run(job: Job) -> None:
     print(f"{job.model.name_or_path}: {named}\n{HELP}", flush=True)
     if not text_as_chat(host.tokenizer, job.data.apply_chat_template):
         print(
-            "(What you type goes through the chat template. Prompts of plain text did not in training, nor do they in "
-            "`generate`: a policy trained on such prompts may answer there in another way than here.)",
+            "(Your messages go through the chat template. In training and in `generate`, prompts of plain text do not: "
+            "a policy that was trained on such prompts may answer differently here.)",
             flush=True,
         )
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -147,7 +147,7 @@ class Chat:
             if len(kept) < 2:
                 print(
                     f"   (too long: {outcome.found}, but {self.room} fit next to a completion of "
-                    f"trainer.response_length={self.sampling.max_new_tokens}; shorten it, or lower that)",
+                    f"trainer.response_length={self.sampling.max_new_tokens}; shorten it, or lower this key)",
                     flush=True,
                 )
                 return None

@@ -182,7 +182,7 @@ def _check_held_out(plan: Plan, work: Work) -> None:
 
 
 def _check_room(plan: Plan, work: Work, longest: int) -> None:
-    """Raises InputError if rows that may be collected are too long for training; `longest` are tokens of a prompt."""
+    """Raises InputError if rows that may be collected are too long for training; the longest prompt has `longest` tokens."""
     job, args = work.job, plan.jobs["collect"].args
     written = 0 if STAGE[job.stage].writes else args.response_length
     limit: Any = job.data.max_length or work.base["context_length"]
@@ -192,7 +192,7 @@ def _check_room(plan: Plan, work: Work, longest: int) -> None:
     if written:
         rows += f" and completions of up to {written} (collect.trainer.response_length)"
     raise InputError(
-        f"rows of more than {limit} tokens may be collected, of {rows}; set {plan.train}.data.max_length={longest + written}, "
+        f"collected rows may have more than {limit} tokens: {rows}; set {plan.train}.data.max_length={longest + written}, "
         f"or {plan.train}.data.too_long=drop",
         key=f"{plan.train}.data.max_length",
     )

@@ -43,7 +43,7 @@ def find(spec: Any, key: str) -> list[File]:
     for file in files:
         if unpack := PACKED.get(os.path.splitext(file.path)[1]):
             raise InputError(
-                f"{file.path} is packed in a way that is not read; expected one of {', '.join(SUFFIXES)}; run "
+                f"{file.path} is compressed in an unsupported format; expected one of {', '.join(SUFFIXES)}; run "
                 f"{unpack.format(path=file.path)}",
                 key=key,
             )
@@ -108,7 +108,7 @@ def one_file(path: str, key: str) -> File:
     fs, inner = storage.filesystem(path)
     info = fs.get_file_info(inner)
     if not info.is_file:
-        raise InputError(f"there is no file {path!r}, which belongs to the set", key=key)
+        raise InputError(f"there is no file {path!r}, a part of the dataset", key=key)
     return as_file(path, info)
 
 

@@ -69,7 +69,7 @@ def mix(
     shares = [share / sum(shares) for share in shares]
     for name, size in zip(names, sizes, strict=True):
         if not size:
-            raise InputError(f"no row of {name} is left to draw from; remove it", key="data.train")
+            raise InputError(f"{name} has no rows left; remove this source", key="data.train")
     lengths = [size / share for size, share in zip(sizes, shares, strict=True)]
     total = math.floor(min(lengths)) if strategy == "first_exhausted" else math.ceil(max(lengths))
     draws = _apportioned(total, shares)

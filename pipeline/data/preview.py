@@ -83,7 +83,7 @@ def check_columns(columns: reshape.Columns, kind: Kind, key: str = "data.columns
         for one in reshape.listed(column):
             if one in taken:
                 raise InputError(
-                    f"found {one!r}, which is {key}.{taken[one]} already; a column becomes one field",
+                    f"found {one!r}, which is {key}.{taken[one]} already; a column can be only one field",
                     key=f"{key}.{field}",
                 )
             taken[one] = field

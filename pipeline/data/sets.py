@@ -129,7 +129,7 @@ def _declared(
         except ValueError as error:  # for an unknown config, the message lists the known ones
             raise InputError(f"{item!r}: {_said(error)}", key=key) from error
         except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise InputError(f"{item!r} is no set that can be read ({_said(error)})", key=key) from error
+            raise InputError(f"{item!r} cannot be read as a dataset ({_said(error)})", key=key) from error
     format = type(builder).__module__.split(".")[-1]
     if format not in FORMATS:
         raise InputError(
@@ -179,14 +179,14 @@ def _commit(item: str, key: str, repo: str, revision: str) -> str:
         commit = deadline.answer(lambda: HfApi().dataset_info(repo, revision=revision or None).sha)
     except (HfHubHTTPError, HFValidationError) as error:
         raise InputError(
-            f"{item!r}: the hub has no such set, or not for you ({_said(error)}); expected hf://datasets/NAME:config/split "
+            f"{item!r}: the Hub has no such dataset, or you may not read it ({_said(error)}); expected hf://datasets/NAME:config/split "
             "with the NAME and revision as the hub writes them, and HF_TOKEN in the environment for a private or gated one",
             key=key,
         ) from error
     except Exception as error:  # the HTTP client has its own types
         raise InputError(
             f"{item!r}: the hub cannot be reached ({in_brief(error)}); with network access, run `hf download --repo-type "
-            f"dataset {repo}`, then here HF_HUB_OFFLINE=1 in front of the command, or the folder instead of the name",
+            f"dataset {repo}`, then set HF_HUB_OFFLINE=1 here, or name the downloaded folder",
             key=key,
         ) from error
     return str(commit)

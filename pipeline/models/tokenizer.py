@@ -213,7 +213,7 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
         if index is not None and index not in ends and (rows is None or index < rows):
             return token
     raise InputError(
-        f"the tokenizer of {where!r} has no token to pad with that does not also end a completion; name a "
+        f"the tokenizer of {where!r} has no pad token, because each candidate also ends a completion; name a "
         "token that no text produces as pad_token in its tokenizer_config.json (its id must be below "
         f"{rows}, the rows of the embedding)",
         KEY,

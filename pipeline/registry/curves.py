@@ -172,8 +172,7 @@ class WandB(Tracker):
             shutil.rmtree(self.local)
 
 
-# What `mlflow.also` may name: a package, which is also the extra of pyproject.toml that installs it, and its tracker, from the
-# job and the id of its MLflow run.
+# {name in `mlflow.also`, also of the package and its extra: f(job, id of the MLflow run) -> tracker}
 TRACKERS: dict[str, Callable[[Job, str], Tracker]] = {
     "tensorboard": lambda job, _: TensorBoard(storage.join(job.folder, "tensorboard")),
     "wandb": lambda job, run_id: WandB(run_id, job),
@@ -193,7 +192,7 @@ class MetricLog:
 
     # Time between two calls, and between two tries while the server does not answer
     INTERVAL_S, MAX_INTERVAL_S = 1.0, 60.0
-    CLOSE_TIMEOUT_S = 120.0  # time that `close` waits for a server that is away
+    CLOSE_TIMEOUT_S = 120.0  # time that `close` waits for a server that does not answer
     MAX_PENDING = 500_000  # values that wait for a server, about 100 MB; the oldest are dropped beyond that
 
     FIRST_CALL = threading.Lock()  # first calls import libraries, which two threads must not do at once

@@ -1,4 +1,4 @@
-"""Runs in MLflow: opened before training and ended after it, with the job, its data and its tables; and read back."""
+"""Runs in MLflow: opens and ends them, logs the job, its data and its tables, and reads them back."""
 
 import json
 import time
@@ -25,7 +25,7 @@ from pipeline.system import process, storage
 from pipeline.system.credentials import without_credentials
 
 RUN_TAG = "pipeline.run"  # tag of an MLflow run: the folder of its run
-# Of an experiment. Without it MLflow's page opens on its traces, of which training has none.
+# Tag of an experiment. With it, MLflow's page opens on the runs, not on traces, which training does not have.
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 
 
@@ -73,7 +73,7 @@ def mlflow_run(job: Job, digests: dict[str, str], new_run: bool = False) -> Iter
         with process.signals_ignored():
             try:
                 mlflow.set_terminated(run_id, "FAILED" if isinstance(failure, Exception) else "KILLED")
-            except Exception as error:  # the failure itself is what its user has to see
+            except Exception as error:  # the user has to see the failure itself
                 why = type(error).__name__
                 print(
                     f"warning: cannot mark MLflow run {run_id} as ended: server unreachable ({why})",
@@ -143,7 +143,7 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
         if context not in SPLITS:
             continue  # a digest of code, not of rows; the lineage has it
         paths = [one.location for one in sources_of(getattr(job.data, context, None) or job.data.train)]
-        # a local path can be a "local" source in two ways, which are the same
+        # MLflow warns that a local path has two equal "local" sources
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             source = mlflow_api.data.dataset_source_registry.resolve_dataset_source(", ".join(paths))

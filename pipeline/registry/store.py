@@ -19,7 +19,7 @@ from pipeline.system.credentials import has_credentials, user_and_password, with
 
 
 def tracking_uri(job: Job) -> str:
-    """Returns the URI of a job's tracking server: its own, else the environment's, else of a SQLite file in run.storage_path."""
+    """Returns a job's tracking URI: the job's own, else the environment's, else a SQLite file in run.storage_path."""
     return uri_of(job.mlflow.tracking_uri, job.run.storage_path)
 
 
@@ -113,7 +113,7 @@ def check(job: Job) -> None:
         ) from error
     if experiment and experiment.lifecycle_stage == "deleted":
         raise InputError(
-            f"{name!r} was deleted in {uri}; name another one, e.g. mlflow.experiment={name}-2, or run "
+            f"{name!r} was deleted in {uri}; name another experiment, e.g. mlflow.experiment={name}-2, or run "
             f"mlflow experiments restore --experiment-id {experiment.experiment_id}",
             key="mlflow.experiment",
         )

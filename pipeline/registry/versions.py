@@ -22,7 +22,7 @@ from pipeline.system import deadline, storage
 from pipeline.system.credentials import without_credentials
 
 DIGEST = 19  # characters that are shown of `sha256:...` or `commit:...`, and that tell digests apart
-# Ends of the names of metrics that say nothing about the model.
+# Suffixes of metrics that say nothing about the model.
 CLOCKS = ("_runtime", "_per_second", "_num_tokens", "_time")
 
 
@@ -182,7 +182,7 @@ def _store(
 
 
 def _tags(lineage: dict[str, Any]) -> dict[str, str]:
-    """Returns what one searches for in MLflow, short enough for its pages. The adapter's lineage.json has all of it in full."""
+    """Returns tags for searches in MLflow, short enough for its pages. The adapter's lineage.json has the full values."""
     base, reward = lineage.get("base", {}), lineage.get("reward", {})
     tags = {
         key: str(lineage[key]) for key in ("stage", "step", "tokenizer", "chat_template") if lineage.get(key)

@@ -113,7 +113,7 @@ def peak_kl(alpha: float, beta: float) -> float | None:
 
 
 def examples(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the example of each failed probe that its edit moved most: prompt, completion before and after, both scores."""
+    """Returns for each failed probe the example whose score moved most: prompt, completion before and after, both scores."""
     return [
         {"probe": name.replace("_", " "), "verdict": one["verdict"], **one["worst"][0]}
         for name, one in evaluation.get("probes", {}).items()

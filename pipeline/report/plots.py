@@ -22,7 +22,7 @@ VARIABLES = {
 }
 SIZE = (3.9, 2.15)  # inches of one panel
 SMOOTH_FROM = 60  # points; longer lines get a running mean over the pale raw line
-Draw = Callable[[Any], None]  # fills one axes
+Draw = Callable[[Any], None]  # draws into matplotlib axes
 
 
 class Drawing(NamedTuple):

@@ -70,7 +70,7 @@ def draw_margins(axes: Any, pairs: list[Pair]) -> None:
     values = margins(pairs)
     low, high = min(values), max(values)
     width = max((high - low) / 30, 1e-6)
-    # Bins meet at 0, so that no bar is half right.
+    # Bins meet at 0, so that no bar has right and wrong pairs.
     edges = [i * width for i in range(math.floor(low / width), math.floor(high / width) + 2)]
     _, _, bars = axes.hist(values, bins=edges)
     for bar in bars:

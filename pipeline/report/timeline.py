@@ -13,7 +13,7 @@ NOTE = (
     "the trainer waits. Gaps are time without work."
 )
 MOST_WORKERS = 8
-PHASES = {"rollout": 0, "score": 4, "values": 2, "update": 1, "evaluate": 3, "publish": 5}  # -> colour
+PHASES = {"rollout": 0, "score": 4, "values": 2, "update": 1, "evaluate": 3, "publish": 5}  # phase -> color
 NARROW = 0.15  # share of the width; narrower bars have no name
 
 
@@ -61,6 +61,6 @@ def _colour(what: str, update: float | None) -> str:
         return GRID
     if what == "lost":
         return INK
-    if what.startswith("update "):  # a chunk: of this update as its rollout is, of a later one lighter
+    if what.startswith("update "):  # a chunk is lighter if it belongs to a later update
         return COLOURS[0] if what == f"update {update}" else COLOURS[5]
     return COLOURS[PHASES.get(what, 3)]

@@ -48,7 +48,7 @@ class Client:
     def publish(self, version: int, tensors: Tensors) -> None:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         with self._span("publish"):
-            # In a list, because the pool would fetch a bare reference, and only passes it on.
+            # In a list, because Ray would fetch a bare reference for the pool, which only passes it on.
             ray.get(self.pool.publish.remote(self.session, version, [ray.put(dict(tensors))], size))
 
     def request(self, chunks: Sequence[Chunk]) -> None:

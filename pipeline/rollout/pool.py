@@ -1,4 +1,4 @@
-"""Who samples which chunk: an actor that starts rollout workers, hands out chunks, and replaces lost workers.
+"""The pool: an actor that starts rollout workers, hands out chunks, and replaces lost workers.
 
 The next free worker takes the chunk of the earliest update. If a worker dies, misses its heartbeat or takes too long, its chunk
 goes back to the queue, and a new worker starts in its place on any node with room. A chunk has the same bits from every worker,
@@ -104,7 +104,7 @@ class Pool:
         self.reported, self.report_interval = time.monotonic(), placement.REPORT_INTERVAL_S
         self.broken: BaseException | None = None
         self.measured, self.bytes, self.lost = time.monotonic(), 0, 0
-        self.assignments: list[Assignment] = []  # those that did not end before `measured`
+        self.assignments: list[Assignment] = []  # that have not ended before `measured`
         self.running: list[asyncio.Future] = []
         self.keeping: dict[int, asyncio.Future] = {}  # slot -> the task that keeps it filled
         self.printed: set[str] = set()  # errors whose traceback was printed
@@ -258,7 +258,7 @@ class Pool:
                     self.broken = Failure(f"rollout workers cannot load their models: one {error}")
                 else:
                     why = slot.leaving or error
-                    terminal.say(f"rollout worker {slot.number} {why}; another one takes its place")
+                    terminal.say(f"rollout worker {slot.number} {why}; another worker takes its place")
             except FINAL as error:  # raised while it loaded
                 slot.failures += 1
                 if self._nothing_loads():
@@ -267,7 +267,7 @@ class Pool:
                     terminal.say(
                         f"rollout worker {slot.number} cannot load its models, and tries again: {error}"
                     )
-            except Exception as error:  # a bug here, which would come again
+            except Exception as error:  # a bug of this file, which would show again
                 self.broken = error
             finally:
                 if slot.worker:
@@ -313,7 +313,7 @@ class Pool:
         placed = asyncio.wrap_future(worker.node.remote().future())
         with _abandoned(placed):
             while not placed.done():
-                if self.displaced_since is not None:  # else it takes resources that a trainer has just left
+                if self.displaced_since is not None:  # else the worker takes resources that the trainers need
                     slot.leaving = YIELDS_TO_TRAINER
                     raise WorkerLost(slot.leaving)
                 await asyncio.wait({placed}, timeout=0.2)

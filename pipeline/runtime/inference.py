@@ -46,7 +46,7 @@ class Verb:
     lines: Callable[[Record], list[Record]] = lambda record: [record]  # lines of the output
     # Summed over all rows into `counts` of result.json
     count: Callable[[Record], Mapping[str, int]] = lambda _: {}
-    # From the number of rows to the rows to do, in their order. None does all rows.
+    # f(number of rows) -> the rows to process, in this order; None: all rows
     choose: Callable[[int], Sequence[int]] | None = None
 
 
@@ -109,7 +109,7 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
         else _actors(work, rows, chosen, load, missing)
     )
     started, now = time.monotonic(), 0
-    # After an error too, the actors end before the run's folder is let go.
+    # After an error too, the actors end before the lock of the run's folder.
     with console.native_lines_filtered(), contextlib.closing(batches):
         for batch in batches:
             if problem := next(filter(None, batch["problem"]), None):
@@ -161,7 +161,7 @@ class Parts:
     def __init__(self, load: Load, work: Work, rows: Any, chosen: Sequence[int]):
         if not work.job.in_process:
             name_output(work.job.stage)
-            resume.hold_worker_lock(work.job.folder)  # one that outlives its driver still writes there
+            resume.hold_worker_lock(work.job.folder)  # an actor that outlives its driver still writes there
         self.load, self.work = load, work
         self.rows, self.chosen = to_hf(rows, work.fingerprints["train"]), chosen
         self.answer: Answer | None = None

@@ -173,7 +173,7 @@ def check_columns(job: Job, rows: dict[str, Any]) -> None:
         columns |= {"messages"} if any(isinstance(row.get("prompt"), list) for row in some) else set()
         for key, source in functions(job).items():
             if key == "judge" and name != "eval":
-                continue  # a judge sees only eval prompts, and pairs if it can
+                continue  # a judge needs eval prompts; it skips pairs that lack columns
             if wanted := unfilled(source, columns):
                 raise InputError(
                     f"{source} asks for `{wanted}`, which the rows of data.{name} do not have; "
@@ -374,7 +374,7 @@ def check_row_format(job: Job, policy: str | None, rows: str | None) -> None:
 
 
 def check_labels(job: Job, desirable: int, undesirable: int) -> None:
-    """Prints how the labels of a kto run are balanced, and warns if the paper weighs them otherwise."""
+    """Prints the balance of a kto run's labels, and warns if it is outside the paper's range."""
     weights = job.trainer.get("desirable_weight", 1.0), job.trainer.get("undesirable_weight", 1.0)
     print(f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows", flush=True)
     if not (desirable and undesirable and all(weights)):

@@ -9,7 +9,7 @@ from pipeline.config import Job, schema
 from pipeline.config.stages import STAGE
 from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
 
-# Functions on the stack (transformers.Trainer's, and ours) and the part of a run that they are; PPO names its own phases.
+# {function on the stack, of transformers.Trainer or ours: part of the run}; PPO names its own phases
 PARTS = {"load_base": "loading the base", "training_step": "update", "evaluation_loop": "evaluate"}
 ROLLOUT = ("rollout", "score", "values", "evaluate")  # phases without gradients
 
@@ -33,7 +33,7 @@ def remedy(job: Job, phase: str) -> str:
     """Returns the settings to change, mildest first, each with its current value."""
     lighter = [change for key in _sizes(job, phase) if (change := _halved(job, key))]
     if phase not in (*ROLLOUT, "loading the base") and STAGE[job.stage].learns:
-        if job.trainer.get("gradient_checkpointing", False) is None:  # the plan chose
+        if job.trainer.get("gradient_checkpointing", False) is None:  # chosen by the plan
             lighter += ["trainer.gradient_checkpointing=true (now null)"]
         lighter += _switched(job, "trainer.gradient_checkpointing", True)
     new_run = _switched(job, "trainer.bf16", True) if phase != "loading the base" else []
@@ -61,13 +61,13 @@ def _sizes(job: Job, phase: str) -> tuple[str, ...]:
 
 def _halved(job: Job, key: str) -> str | None:
     now = _value(job, key)
-    if now is None and key == "local_rollout_forward_batch_size":  # memory decided
+    if now is None and key == "local_rollout_forward_batch_size":  # set by the free memory
         now = job.args.planned_rows(job.workers[0])
     if key == "micro_batch_tokens" and now is None:
         from pipeline.ppo.forward import FORWARD_TOKENS
 
         limit = FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"]
-        # It limits training as well: no more than that has now.
+        # It would limit training as well, so it is at most what a step of training has now.
         training = job.args.per_device_train_batch_size * (job.data.max_length or 0) or limit
         return f"trainer.{key}={min(limit // 2, training)} (now null: {limit} without gradients)"
     return f"trainer.{key}={now // 2} (now {now})" if isinstance(now, int) and now > 1 else None

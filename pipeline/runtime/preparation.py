@@ -108,12 +108,12 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, data_only: bool = F
             placement.check_scaling(job)
             yield Run(work, {}, None, started)
             return
-        # To read rows, a cluster need not have what the run needs.
+        # Reading rows needs none of the run's resources.
         with session.session(replace(job, scaling={}) if data_only and not job.in_process else job):
             print("reading and tokenizing the rows", flush=True)
             work, rows, report = tokenize(work)
             check_libraries()
-            # In process the libraries are imported here in any case, so nothing has validated the job before.
+            # In process, the libraries are imported here in any case, so they check the job only now.
             if job.in_process and not (data_only and on_gpus):
                 console.silence_libraries()
                 libraries.load()

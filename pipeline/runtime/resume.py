@@ -47,7 +47,7 @@ MAY_CHANGE = (
     "rollout.num_workers", "rollout.use_gpu", "rollout.resources_per_worker", "rollout.label_selector", "rollout.patience_s",
     "rollout.heartbeat_timeout_s", "rollout.chunk_timeout_s", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
 )  # fmt: skip
-# Of these, what decides which step is kept and where training stops, in a run that compares its evaluations.
+# Keys that decide which step is kept and where training stops, in a run that compares its evaluations.
 COMPARISON = (
     "run.keep", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience", "run.stop_if",
     # eval_steps is logging_steps if it is not set; metrics of batches (KTO's KL, extremes) depend on their size.
@@ -144,7 +144,7 @@ def hold_worker_lock(folder: str) -> None:
 
 
 def wait_for_old_workers(folder: str, seconds: float = 60.0) -> None:
-    """Waits until the workers of a killed driver are gone. Raises InputError if they are still there after `seconds`."""
+    """Waits until the workers of a killed driver have ended. Raises InputError if they are still there after `seconds`."""
     path = os.path.join(folder, WORKERS)
     if storage.is_remote(folder) or not os.path.exists(path):
         return

@@ -160,7 +160,7 @@ def _reward_role(index: int) -> str:
 
 @contextmanager
 def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Iterator[Decoder | None]:
-    """Yields vLLM for a training worker, or None, which means the base, if the job does not use it or rollout workers do."""
+    """Yields vLLM for a training worker, or None if the base samples here, or only rollout workers sample."""
     rollout = worker.job.rollout_config
     if rollout.engine != "vllm" or rollout.workers[1]:
         yield None

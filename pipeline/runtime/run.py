@@ -29,7 +29,7 @@ from pipeline.runtime.worker import Worker, main
 from pipeline.system import console, prices, storage, terminal
 from pipeline.system.credentials import without_credentials
 
-# What a stage registers or promotes: from the job and what will be its result.json to a version, or None.
+# f(job, its future result.json) -> the version that a stage registers or promotes, or None
 Register = Callable[[Job, dict[str, Any]], registry.Version | None]
 # What a stage runs next to its workers while they train: its value is passed to each of them.
 Companion = Callable[[Work], contextlib.AbstractContextManager[Any]]
@@ -127,7 +127,7 @@ def open_run(job: Job) -> Iterator[Run]:
         InputError: if the job, the data or an input is wrong, another process runs under that name, or this job cannot
             resume what is there.
     """
-    prices.read()  # a wrong file is an error before the work
+    prices.read()  # a wrong file must be an error before the work
     seen = resume.state(job.folder)
     announce(job)
     registry.check_trackers(job)

@@ -313,7 +313,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
 
 
 def finish(worker: Worker, trainer: Any, metrics: dict[str, float], **more: Any) -> dict[str, Any]:
-    """Ends a stage with the trained adapter, which a few training rows check after it is reloaded."""
+    """Ends a stage with the trained adapter; a few training rows check that it reloads unchanged."""
     rows = trainer.train_dataset
     few = [dict(row) for row in rows.select(range(min(4, len(rows))))]
     # A row has one sequence, a prompt with its completion, or a pair, whose chosen side may include the prompt.

@@ -203,7 +203,7 @@ def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[tuple[list[int],
     if GENERATION.search(tokenizer.chat_template or ""):
         return Finding(name, "the template marks its completions itself ({% generation %})", None)
     _, asks = user_header_and_generation_prompt(tokenizer)
-    # A completion may hold further turns: its beginning shows whether the prompt's end is in it.
+    # Only the completion's beginning, because it may have more turns, each after such a prompt.
     texts = [(tokenizer.decode(p), tokenizer.decode(p + completion[:8])) for p, completion in rows]
     if not asks or not any(asks in text for _, text in texts):
         return Finding(name, f"{with_prompt} of {len(rows)} rows have a prompt that is not trained", True)
@@ -232,7 +232,7 @@ def starts_as_its_file(model: Any, worker: Worker, role: str) -> Finding:
 
 
 def labels_are_tokens(trainer: Any, rows: list[Row]) -> Finding:
-    """Checks that the collated batch trains the same number of tokens as the rows, each as itself."""
+    """Checks that the collated batch trains as many tokens as the rows, and that each label is the token at its position."""
     batch = trainer.data_collator([dict(row) for row in rows])
     expected = sum(label != -100 for row in rows for part in _unpacked(row) for label in part["labels"][1:])
     labels = batch["labels"]

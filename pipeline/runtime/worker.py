@@ -153,7 +153,8 @@ def name_output(stage: str) -> None:
 
 
 class PreemptionNotice:
-    """What the workers know of nodes that are about to go: Ray's drain notice, as a spot reclaim or `ray drain-node` gives it.
+    """What the workers know of nodes that will be taken away: Ray's drain notice, as a spot reclaim or `ray drain-node` gives
+    it.
 
     Every rank calls `poll` after every step. Asking Ray is a barrier of a few milliseconds, and all ranks have to ask at the
     same step. They agree on the next one whenever they ask, so that it comes about every NOTICE_INTERVAL_S.

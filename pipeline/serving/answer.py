@@ -25,7 +25,7 @@ from pipeline.serving.text import Text
 
 @contextlib.asynccontextmanager
 async def limit(seconds: float) -> AsyncIterator[None]:
-    """Raises Refused, 504, in a block that takes longer."""
+    """Raises Refused (504) if the block takes longer."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -60,7 +60,7 @@ def submit(batcher: Batcher, rows: list[ServedRow]) -> None:
     try:
         batcher.submit(rows)
     except QueueFull as error:
-        raise Refused(429, "as many completions wait as may (serve.max_queue); try again") from error
+        raise Refused(429, "the queue is full (serve.max_queue); try again") from error
 
 
 class Answer:

@@ -47,7 +47,7 @@ from pipeline.system.credentials import without_credentials
 TOO_LONG = "context_length_exceeded"  # the code of OpenAI
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head
-BODY_S = 30  # a client that is slower with its body would hold a place for nothing
+BODY_S = 30  # time for a client to send its body
 FLUSH_S = 0.2  # maximum time until an answer reaches the recorder and can get feedback
 MAX_UNSENT_ANSWERS = 10_000  # answers that wait while the recorder restarts
 HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 413: {"Connection": "close"}}
@@ -104,7 +104,7 @@ def longest_prompt(work: Work) -> int:
 
 
 def bind_to_node_address() -> None:
-    """Ray Serve's own server in this replica binds to the address by which Ray knows this node: 127.0.0.1 of an embedded Ray.
+    """Makes Ray Serve's own server in this replica listen on the node's address in Ray: 127.0.0.1 in an embedded Ray.
 
     It unpickles what anybody sends to it, and Ray Serve (2.60, private) binds it to all interfaces. Remove when the replica takes
     an address; tests/serving/test_server.py lists the sockets.
@@ -143,7 +143,7 @@ class Recorder:
 
 
 def answered(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
-    """Returns a handler whose refusals become answers, once the sender has shown that it may ask."""
+    """Returns a handler that checks the sender first, and turns errors into answers."""
 
     @functools.wraps(handler)  # FastAPI reads its signature
     async def wrapped(self: Any, request: Request, **given: Any) -> Response:
@@ -187,7 +187,7 @@ class Server:
         self.context = work.base["context_length"] or 1 << 20
         self.scores = Scores(host, self.batcher, self.context)
         self.encoder = self._encoder()
-        # One thread reads what is sent: a long prompt takes the tokenizer a while, and the others are to be answered meanwhile.
+        # Requests are parsed in a separate thread, so that tokenizing a long prompt does not delay other answers.
         self.reader = ThreadPoolExecutor(1, "reader")
         self.metrics = Metrics()
         self.mailbox = Mailbox()
@@ -210,7 +210,7 @@ class Server:
     # -------------------------------------------------------------------------------------- in the background
 
     async def _follow(self) -> None:
-        """Looks at the registry every serve.poll_s seconds."""
+        """Checks the registry every serve.poll_s seconds."""
         said: set[str] = set()
         while True:
             await asyncio.sleep(self.serve.poll_s)
@@ -228,13 +228,13 @@ class Server:
     async def _flush_often(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
-            # What is to be sent stays while the recorder is being started again
+            # The answers stay queued while the recorder restarts
             with contextlib.suppress(Exception):
                 await self._flush()
 
     async def _flush(self) -> None:
-        """Sends what the recorder is to know."""
-        async with self.flushing:  # after this block, all answers have arrived
+        """Sends metrics and finished answers to the recorder."""
+        async with self.flushing:  # when a caller gets the lock, earlier answers have arrived
             answers, self.answers = self.answers, []
             try:
                 await self.recorder.take.remote(self.name, self._measured(), answers)
@@ -258,7 +258,7 @@ class Server:
     # ----------------------------------------------------------------------------------------- who may ask
 
     def check_sender(self, request: Request) -> None:
-        """Raises Refused, 401 without one of the tokens, 403 for what a web page elsewhere has a browser send."""
+        """Raises Refused: 401 without a valid token, 403 for requests that a web page elsewhere makes a browser send."""
         if self.digests:
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             digest = hashlib.sha256(token.strip().encode()).hexdigest()

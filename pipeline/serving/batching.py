@@ -17,7 +17,7 @@ from pipeline.inference.rows import Decoder, Row
 
 
 class QueueFull(Exception):
-    """As many rows wait as may."""
+    """The queue has no space for these rows."""
 
 
 class Ended(RuntimeError):

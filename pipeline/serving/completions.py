@@ -59,7 +59,7 @@ async def complete(
 async def _rate(
     server: Any, asked: CompletionRequest, prompts: list[list[int]], served: Served
 ) -> list[list[Rated]]:
-    """Rates the prompts in the batcher's thread, a batch between two steps of the rows that are being written."""
+    """Computes log-probs of the prompts in the batcher's thread, one batch between two decoding steps."""
     shared, size = server.models.shared, server.args.local_rollout_forward_batch_size
     if server.job.rollout_config.engine == "vllm":
         raise Refused(400, "echo: no log-probs of prompts with rollout.engine=vllm", "echo")

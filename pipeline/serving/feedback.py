@@ -204,7 +204,7 @@ class FeedbackStore:
             "SELECT what FROM said WHERE answer = ? AND name = ? AND kind = ?", (said.id, name, said.kind)
         ).fetchone()
         if earlier is not None and json.loads(earlier[0]) != what:
-            raise Refused(409, "other feedback was given before, and the first counts", "id")
+            raise Refused(409, "different feedback was given before; the first one counts", "id")
         if earlier is None:
             file, row = self._row(answer, said, name, what)
             if self.reader is not None:
@@ -237,7 +237,7 @@ class FeedbackStore:
             key = READ_BY[said.kind][1]
             raise Refused(
                 400,
-                f"{key}: choice {preferred} was cut off by its length, and as a good one it would teach to stop there; send an "
+                f"{key}: choice {preferred} was cut off by its length and would teach the policy to stop there; send an "
                 "edit with its end",
                 key,
                 "cut_off",

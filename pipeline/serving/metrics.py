@@ -1,4 +1,4 @@
-"""What a replica counts, and one page of it for Prometheus."""
+"""The counters of a replica, and a page with those of all replicas for Prometheus."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Models:
         self.rewards: dict[str, Served] = {}
         self.remove: dict[str, Callable[[str], None]] = {}  # role -> how to remove it
         self.refused: set[tuple[str, str]] = set()  # (input, version) that cannot be served
-        self.unused: set[str] = set()  # roles that no model id led to at the last look
+        self.unused: set[str] = set()  # roles that no model id used at the last poll
         self.loaded = 0
         for key in host.job.serve.inputs:
             version = host.work.inputs.get(key, BASE)
@@ -111,7 +111,8 @@ class Models:
     # ------------------------------------------------------------------------------------------- following
 
     def follow(self) -> list[str]:
-        """Looks at the registry once, loads what aliases have moved to, and frees what nothing uses. Returns what to report.
+        """Checks the registry once, loads the versions that aliases have moved to, and frees versions that nothing uses.
+        Returns what to report.
 
         Blocks; called from a thread of its own.
         """

@@ -47,7 +47,7 @@ def train(worker: Worker) -> dict[str, Any]:
         processing_class=worker.tokenizer,
     )
     metrics = training.run(worker, trainer)
-    # All that is held out; of training rows, which may be of several sources, as many as a mean and a deviation need.
+    # All held-out rows, or enough random training rows for a mean and a deviation.
     some = sorted(np.random.default_rng(args.seed).permutation(len(rows))[:4096].tolist())
     pairs = score_pairs(worker, trainer, held_out if held_out is not None else rows.select(some))
     scores = [pair[side] for side in ("chosen", "rejected") for pair in pairs]

@@ -40,7 +40,7 @@ FIXED = {
     "trainer.eval_on_start": "it changes nothing that is learned",
     "trainer.per_device_eval_batch_size": "it changes nothing that is learned",
 }
-# What the held-out loss is made of: losses with different ones do not compare. Implicit rewards are multiples of beta.
+# Keys that change what the held-out loss measures, so that losses do not compare. Implicit rewards are multiples of beta.
 LOSS = """trainer.beta trainer.loss_type trainer.loss_weights trainer.label_smoothing trainer.label_smoothing_factor
     trainer.center_rewards_coefficient trainer.desirable_weight trainer.undesirable_weight trainer.f_divergence_type
     trainer.f_alpha_divergence_coef trainer.discopop_tau trainer.ld_alpha trainer.use_weighting trainer.rpo_alpha
@@ -64,7 +64,7 @@ class Settings:
     max_trials: Annotated[int, "[1, 10000]"] = 64
     # null: as many as the machine or the cluster holds.
     max_concurrent_trials: Annotated[int | None, "[1, 10000]"] = None
-    # Percent of a trial's steps before which it is not stopped; ASHA compares there, and at each multiple below.
+    # Percent of its steps after which a trial may first be stopped; ASHA compares there and at each multiple below.
     grace_period: Annotated[int, "[1, 100]"] = 25
     # At each comparison the best 1 / reduction_factor continue; 1 stops no trial.
     reduction_factor: Annotated[int, "[1, 100]"] = 2
@@ -83,7 +83,7 @@ class Trial:
 class Sweep:
     """A sweep whose jobs are checked."""
 
-    job: Job  # what all trials share: named, and with the registered model of the best one
+    job: Job  # what all trials share, with the sweep's name and the best trial's registered model
     settings: Settings
     trials: list[Trial]
     metric: str  # the held-out figure
@@ -188,14 +188,14 @@ def _combinations(varied: dict[str, list[str]], settings: Settings, seed: int) -
     ranges = {key: match for key, values in varied.items() if (match := RANGE.fullmatch(values[0]))}
     if settings.num_samples > 1 and not ranges:
         raise InputError(
-            "found more than 1, but no key has a range to draw from: type 'trainer.learning_rate=loguniform(1e-5,1e-3)'",
+            "found more than 1, but no key has a range to draw from; set one, e.g. 'trainer.learning_rate=loguniform(1e-5,1e-3)'",
             key="sweep.num_samples",
         )
     listed = {key: values for key, values in varied.items() if key not in ranges}
     count = settings.num_samples * math.prod(map(len, listed.values()))
     if count > settings.max_trials:
         raise InputError(
-            f"{count} trials, but at most {settings.max_trials} are allowed; list fewer values, or type sweep.max_trials={count}",
+            f"{count} trials, but at most {settings.max_trials} are allowed; list fewer values, or set sweep.max_trials={count}",
             key="sweep.max_trials",
         )
     drawn = {key: _draw(match, count, seed + i) for i, (key, match) in enumerate(ranges.items())}
@@ -253,7 +253,7 @@ def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
     scale = LOSS if metric == "eval_loss" else ["trainer.beta"] if IMPLICIT.fullmatch(metric) else []
     if apart := [key for key in varied if key in scale]:
         raise InputError(
-            f"the trials would be compared by {metric}, of which {', '.join(apart)} changes the scale: type "
+            f"the trials would be compared by {metric}, of which {', '.join(apart)} changes the scale; set "
             f"{COMPARABLE[job.stage]}",
             key="run.metric_for_best_model",
         )

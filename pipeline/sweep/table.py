@@ -141,7 +141,7 @@ def _against(sweep: Sweep, key: str, rows: list[dict[str, Any]]) -> plots.Draw:
             if all(place > 0 for place in places.values()):
                 axes.set_xscale("log")
             given = sorted(given, key=float)
-        except ValueError:  # words
+        except ValueError:  # not numbers
             places = {value: float(i) for i, value in enumerate(given)}
         axes.set_xticks([places[value] for value in given], given)
         axes.minorticks_off()

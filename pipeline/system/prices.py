@@ -1,4 +1,4 @@
-"""What machines cost: prices.yaml, and over it the user's own file. Everything that prints dollars reads them here."""
+"""What machines cost: prices.yaml, overridden by the user's own file. Everything that prints dollars reads them here."""
 
 import functools
 import math

@@ -219,7 +219,7 @@ class Screen(Output):
 
 
 def fitted(text: str) -> str:
-    """Returns the beginning of a line that fits the terminal, with room for the ^C that it may echo, and no half figure."""
+    """Returns as much of a line as fits the terminal next to a ^C that it may echo, without cutting a figure."""
     room = shutil.get_terminal_size().columns - len("^C") - 1
     widths = accumulate(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
     cut = text[: sum(width <= room for width in widths)]

@@ -106,7 +106,7 @@ def test_rollout_workers_on_other_hosts_come_and_go(cluster):
     ]
     assert figures[0] == figures[1] and len(figures[0]) > 20
     said = "".join(run.lines)
-    assert said.count("another one takes its place") >= 2
+    assert said.count("another worker takes its place") >= 2
 
     updates = UPDATES - 5
     adapter, counted = weights[0].stat().st_size, expected["metrics"]["rollout/bytes"]

@@ -167,7 +167,7 @@ LATE = [
     (["evaluate.data.eval={rows}"], True, r"evaluate\.data\.eval: .*question"),
     (["dpo.data.eval={rows}"], True, r"dpo\.data\.eval: .*question"),
     (["dpo.data.max_length=4096"], True, r"dpo\.data\.max_length: 4096 is more than .* use dpo\.data\.max_length="),
-    (["dpo.data.max_length=24"], False, r"dpo\.data\.max_length: rows of more than 24 tokens may be collected, .* set dpo\.data\.max_length=\d+, or dpo"),
+    (["dpo.data.max_length=24"], False, r"dpo\.data\.max_length: collected rows may have more than 24 tokens: .* set dpo\.data\.max_length=\d+, or dpo"),
     (["collect.trainer.num_prompts=500", "collect.data.train={prompts}"], False,
      r"collect\.trainer\.num_prompts: found 500, but collect\.data\.train has 3 prompts"),
     (["evaluate.data.eval={long}", "evaluate.data.max_length=20"], False, r"evaluate\.data\.eval: .*long\.jsonl:1"),

@@ -118,7 +118,7 @@ def test_prompts_of_ppo_are_drawn_epoch_by_epoch(batch):
 @pytest.mark.parametrize(
     "sizes,weights,strategy,said",
     [
-        ([5, 0], [1, 1], "first_exhausted", "no row of b is left"),
+        ([5, 0], [1, 1], "first_exhausted", "b has no rows left"),
         ([5, 500], [1, 1000], "first_exhausted", "weight of a, 0.001 of all, is less than a row"),
     ],
 )

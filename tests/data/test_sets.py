@@ -165,8 +165,8 @@ def test_a_set_on_the_hub_is_pinned_and_read_where_it_is(folder, tmp_path):
         and f"{name}/test_prefs" in split
     )
     assert (
-        "the hub has no such set" in revision
-        and "the hub has no such set" in none
+        "the Hub has no such dataset" in revision
+        and "the Hub has no such dataset" in none
         and "there is no file" in file
     )
     assert all(error.startswith("InputError") for error in (large, split, revision, none, file))

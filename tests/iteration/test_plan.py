@@ -134,7 +134,7 @@ def test_a_round_that_fails_its_gate_ends_the_iteration_or_is_left_out():
         (["evaluate.gate.eval_x=>=1"], r"evaluate\.gate\.eval_x: `evaluate` has no such metric"),
         (["iterate.round=3"], r"iterate\.round: unknown key; did you mean rounds\?"),
         (["iterate.rounds=0"], r"iterate\.rounds: found 0, expected between 1 and 1000"),
-        (["dpo=null", "kto={extends: kto.yaml}", "iterate.reference=first"], r"iterate\.reference: found first, but `kto` is held to"),
+        (["dpo=null", "kto={extends: kto.yaml}", "iterate.reference=first"], r"iterate\.reference: found first, but `kto` stays close to"),
         (["dpo.reference=models:/a/1"], r"dpo\.reference: found 'models:/a/1'; iterate\.reference says"),
         (["dpo=null"], r"stage: found none; expected one section of sft, dpo, kto, ppo"),
         (["collect=null"], r"collect: missing, expected a job, for example collect: {extends: collect\.yaml}"),

@@ -100,7 +100,7 @@ def test_one_update_ahead_two_workers_of_which_one_dies_and_one_hangs_change_no_
     sampled = ("worker 0", f"update {update + 1}") in spans  # while the trainer learned from another
     assert sampled == (update < last)
     said = capfd.readouterr().out
-    assert "missed its heartbeat for 3 s" in said and "another one takes its place" in said
+    assert "missed its heartbeat for 3 s" in said and "another worker takes its place" in said
     assert result["metrics"]["rollout/sampler_kl"] != 0
     one, other = (Path(r["adapter"], "adapter_model.safetensors").read_bytes() for r in (ahead, alone))
     assert one != other
