@@ -1,7 +1,7 @@
 """The demo: a small world, questions about it, and the oracle that scores completions.
 
-The world is a table of countries with their capitals and continents. `gold` defines a good completion: right, a whole sentence,
-with a courtesy. It labels the preference pairs and judges held-out completions; no stage is trained on its scores.
+The world is a table of countries with their capitals and continents. `gold` defines a good completion: right, a full
+sentence, with a courtesy. It labels the preference pairs and judges held-out completions; no stage is trained on its scores.
 jobs/demo/make.py makes the data files and the base model.
 
 Importing this module imports no torch, so that `python:pipeline.demo:gold` is cheap as a reward.

@@ -18,7 +18,7 @@ def visible(text: str, lines: bool = True) -> str:
     """Returns text from outside (rows, files, models) with the characters escaped that a terminal would interpret.
 
     Args:
-        lines: whether line ends and tabs stay; names of files and fields should not break lines.
+        lines: whether line ends and tabs stay. Not for names of files and fields, which should not break lines.
     """
     shown = UNSEEN.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
     return shown if lines else shown.replace("\n", "\\n").replace("\t", "\\t")
@@ -31,8 +31,8 @@ class InputError(Exception):
     terminal, even if it quotes unsafe text.
 
     Args:
-        message: all but the key and its location.
-        key: of the job, `section.key`.
+        message: the text, without the key and its location.
+        key: the job's key, `section.key`.
         where: `file:line` of that key.
     """
 
@@ -56,7 +56,7 @@ class OutOfMemory(Failure):
     """Memory ran out. The run ends, because it would run out again after a restart.
 
     Args:
-        phase: of the run: `rollout`, `update`, ...; "" if it is not known.
+        phase: the run's phase: `rollout`, `update`, ...; "" if unknown.
         detail: the library's error, in brief.
         remedy: the settings to change.
     """

@@ -7,7 +7,7 @@
     kubectl apply -f sft.yaml
 
 jobs/rayjob.yaml is an example with rollout workers; a job of `serve` becomes a RayService, as in jobs/rayservice.yaml. Their
-first lines have the commands that made them. The image is built from Dockerfile; IMAGE names another than ours. Storage is a
+first lines have the commands that made them. The image is built from Dockerfile; IMAGE names another image. Storage is a
 bucket, or a claim `rlhf-runs` mounted at the storage path. A base from the hub stays in a claim `rlhf-models`, which outlives
 the job (both ReadWriteMany). If a job selects GPUs, GPU names the one of its pods (default: the first that the job allows) and
 NODE_SELECTOR the Kubernetes nodes with it, e.g. cloud.google.com/gke-accelerator=nvidia-h100-80gb. Rollout workers of a ppo

@@ -71,7 +71,7 @@ def cleaned(row: dict[str, Any]) -> dict[str, Any]:
 def choose(args: Collect, seed: int, count: int) -> list[int] | range:
     """Returns which of `count` prompts to use, by their numbers.
 
-    Runs with one seed, each of which skips the prompts of the runs before it, share no prompt until all are used.
+    Runs with the same seed share no prompt until all are used, if each skips the prompts of the previous runs.
 
     Raises:
         InputError: if the job asks for more than `count`.

@@ -227,7 +227,7 @@ def _shown(one: Ancestor) -> list[str]:
 
 
 def check(job: Job) -> str | None:
-    """Checks the token and the repository before anything is merged. A job that does not push contacts no hub.
+    """Checks the token and the repository before anything is merged. Contacts the Hub only if the job pushes.
 
     Returns:
         the commit that a push will replace, or None if repository or branch have to be made.

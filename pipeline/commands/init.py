@@ -85,7 +85,7 @@ def run(path: str, options: list[str]) -> list[Path]:
     """Writes jobs/NAME, and prints what to run next. Returns the paths of the jobs.
 
     Args:
-        path: of a file, a folder, or a dataset.
+        path: path of a file, a folder, or a dataset.
         options: `name=NAME`, `model=MODEL`, `profile=PROFILE`.
 
     Raises:
@@ -348,7 +348,7 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
 def with_template(folder: Path, jobs: dict[str, str]) -> dict[str, str]:
     """Returns the jobs with the built-in chat template if a stage reads messages and the base has no template.
 
-    Then plain text becomes messages in every job, so policy and reward model see one format.
+    Plain text then becomes messages in every job, so that policy and reward model see one format.
     """
     with contextlib.suppress(InputError):  # with_lengths prints it
         for stage in (stage for stage in TAKES if stage in jobs):

@@ -123,7 +123,7 @@ def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: st
     """Returns samples, the first metric of the last two stages before and after, and where to look next.
 
     Args:
-        folder: of the job files.
+        folder: folder of the job files.
         page: the report on all of them, if it could be drawn.
     """
     verdict = []

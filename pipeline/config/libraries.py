@@ -36,7 +36,7 @@ _asked: set[str] = set()  # requests about which this process or its parent has 
 def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
     """Yields a function that waits for the answer about these jobs, and raises InputError for the first rejected one.
 
-    Jobs that a caller further up has asked about are not asked about again: its check covers them.
+    Jobs that an outer block has asked about are not asked about again.
     """
     requests = [one for job in jobs if (one := _request(job)) and one not in _asked]
     here = not requests or all(module in sys.modules for module in LOADED)

@@ -94,7 +94,9 @@ def _bad_pattern(name: str) -> Callable[[Job], Any]:
 
 
 def _evaluates_nothing(job: Job) -> bool:
-    """Returns whether `trainer` asks for evaluations and there are no rows. PPOConfig has no strategy: its steps count."""
+    """Returns whether `trainer` asks for evaluations and there are no rows. PPOConfig has no eval_strategy; its eval_steps
+    decides.
+    """
     strategy = job.trainer.get("eval_strategy", "no") != "no"
     return not job.held_out and bool(strategy or (job.stage == "ppo" and job.trainer.get("eval_steps")))
 

@@ -145,7 +145,7 @@ def duplicates(counts: Sequence[Counts]) -> int | None:
 
 
 def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
-    """Counts the eval rows whose prompt is in `train`, and those whose prompt and completions are.
+    """Counts the eval rows whose prompt is in `train`, and the eval rows whose prompt and completions are in `train`.
 
     Returns None if there is no `eval`, or if there are too many rows to compare.
     """

@@ -1,10 +1,10 @@
 """Records -> token ids: chat template, begin and end tokens, special tokens, lengths. No torch import.
 
-Each text is tokenized once, with its prompt, as the model sees it. The completion begins after the last token that the
-prompt alone has in common with both. A token that spans this border belongs to the completion, as in TRL. Demonstrations
-have several completions: their trained tokens are found in the rendered *text* (template.py) and mapped to tokens by
-character offsets. Special tokens in the text of a row stay text (models/control_tokens.py). Completions are compared as
-tokens: an empty completion or a pair of equal completions is rejected.
+Each text is tokenized once, with its prompt, as the model sees it. The completion begins after the longest common prefix of
+the prompt's tokens alone and with each completion. A token that spans this border belongs to the completion, as in TRL.
+Demonstrations have several completions: their trained tokens are found in the rendered *text* (template.py) and mapped to
+tokens by character offsets. Special tokens in the text of a row stay text (models/control_tokens.py). Completions are
+compared as tokens: an empty completion or a pair of equal completions is rejected.
 """
 
 import json
@@ -42,7 +42,7 @@ class Encoder:
     """Turns records of one kind into token rows, a batch at a time.
 
     Args:
-        max_length: of a row, in tokens.
+        max_length: maximum tokens of a row.
         too_long: error | drop | truncate.
         apply_template: whether a text prompt becomes a user message.
         ends: all ids that end a completion; `tokenizer.eos_token_id` is added to a completion that has none of them.

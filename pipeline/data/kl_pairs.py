@@ -1,10 +1,10 @@
 """KTO's KL term: each prompt with the completion of another row of the same optimizer step.
 
 KTO compares the log-ratio of a completion with z0. This is the KL from the reference, estimated on completions of other
-prompts (https://arxiv.org/abs/2402.01306, section 4.1). TRL's KTOTrainer pairs them once, in the order of the file, which
-rules out shuffling, and computes z0 for each micro-batch. Here they are paired in the order of the epoch. z0 is the mean
-over the optimizer step, and so is the same for any number of workers and micro-batches. With one worker and one micro-batch
-per step, both definitions agree.
+prompts (https://arxiv.org/abs/2402.01306, section 4.1). TRL's KTOTrainer pairs them once, in the order of the file, so rows
+cannot be shuffled, and computes z0 for each micro-batch. Here they are paired in the order of the epoch. z0 is the mean over
+the optimizer step, and so is the same for any number of workers and micro-batches. With one worker and one micro-batch per
+step, both definitions agree.
 """
 
 from collections.abc import Iterator

@@ -58,10 +58,10 @@ def prepare(
     """Returns the job's train and eval rows as token tables.
 
     Args:
-        stage: of the job, or `pairs` for held-out pairs (kinds.kind_of).
-        data: the job's section, config.Data.
+        stage: the job's stage, or `pairs` for held-out pairs (shapes.kind_of).
+        data: the job's `data` section.
         context_length: tokens that the model can read, or None if its configuration does not say.
-        packing: whether rows are to be packed; kinds of rows that do not pack ignore it.
+        packing: whether to pack rows; kinds of rows that cannot be packed ignore it.
         ray_for_rows: starts Ray, for a job that runs in this process: files above SMALL bytes are tokenized on it, others here,
             and the tables are pyarrow's. None: Ray is there already, and the tables are Ray Data's.
 
@@ -238,8 +238,8 @@ def set_up_ray_data() -> None:
 def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) -> str:
     """Returns a digest of all that the parts depend on.
 
-    It has the path, size and time of change of a file, not its content: to know that, all files would have to be read before
-    the cache could save it. A copy of a file is tokenized again.
+    It has a file's path, size and time of change, not its content, because reading all files is what the cache avoids. A copy
+    of a file is tokenized again.
     """
     from pipeline.models.tokenizer import template_digest, tokenizer_digest
 

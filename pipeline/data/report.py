@@ -60,7 +60,7 @@ MAX_LABELS = 8  # different values of a label that are shown one by one
 
 @dataclass
 class Counted:
-    """Counts of rows: JSON rows `read`, and token rows `kept` of them (several for pos/neg answers)."""
+    """Counts of rows: `read` counts JSON rows, `kept` the token rows made of them (several for pos/neg answers)."""
 
     read: int = 0
     kept: int = 0

@@ -4,11 +4,11 @@
     columns: {prompt: question.text, first: output_1, second: output_2}   field: the column that it is made of
     label: {first: 1, second: 2, tie: 0}                                  what the values of the column `label` mean
 
-A transform is called once for each row, in any process and order, so its result depends on the row alone. With
-data.group_by it gets the list of all rows in succession that have the same value in this column.
+A transform is called once for each row, in any process and order, so its result depends on the row alone. With data.group_by,
+it gets the list of all consecutive rows with the same value in this column.
 
-A column is a name, or the path to a nested value: names of fields and, from 0, numbers of list elements. Where a file has a
-column with the name of a mapped field, the mapping counts. The column of `label` may be a list of columns, one a vote.
+A column is a name, or the path to a nested value: names of fields and, from 0, numbers of list elements. If a file has a
+column with the name of a mapped field, the mapping counts. The column of `label` may be a list of columns, each with a vote.
 
     first + second + label                        the label picks the side: chosen and rejected
     first + second + first_score + second_score   the higher score does

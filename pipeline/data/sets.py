@@ -5,8 +5,8 @@
     hf://datasets/NAME[@revision][:config][/split]      files are; and the set itself
 
 Without a split, data.train means `train`. The datasets library reads the README and finds the files; it runs no code of a
-set, and nothing is downloaded here: the files are read where they are, as any others. A set on the hub is pinned to the
-commit that its revision means now. With HF_HUB_OFFLINE=1 it is taken from this machine's cache (`hf download`).
+dataset, and downloads nothing: the files are read where they are. A dataset on the Hub is pinned to the commit that its
+revision means now. With HF_HUB_OFFLINE=1 it is taken from this machine's cache (`hf download`).
 """
 
 import os

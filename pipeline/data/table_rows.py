@@ -1,8 +1,8 @@
 """The rows of Parquet and Arrow files, read a few at a time, as JSON would have them.
 
-What a struct lacks in a row is null in such a file: it is left out, as in JSON, and so is NaN, which pandas writes for
-what is missing, null. Dates, bytes and decimals stay what they are in Python (values.check_values refuses those that are
-read). Nothing of a file is run: columns of types that only Python knows come as what they are stored as.
+A struct's missing field is null in such a file, and is left out, as in JSON. NaN, which pandas writes for a missing value,
+becomes null. Dates, bytes and decimals stay what they are in Python (values.check_values refuses those that are read).
+No code of a file is run: columns with types of Python come as they are stored.
 """
 
 import contextlib

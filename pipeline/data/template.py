@@ -2,9 +2,8 @@
 
 A completion spans from the end of `messages[:i]` with generation prompt to the end of `messages[:i+1]`; or it is the
 template's own `{% generation %}` block. Some templates render an earlier completion differently from the last one (Qwen3
-removes its thoughts): its span is then what changes in the text when another content is put in its place. A row is
-refused where the template leaves out a completion, changes its words, or does not render the last one behind its
-generation prompt.
+removes its thoughts): its span is then the part of the text that changes with its content. A row is rejected if the template
+leaves out a completion, changes its words, or does not render the last one after its generation prompt.
 """
 
 import copy

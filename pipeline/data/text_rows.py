@@ -1,6 +1,6 @@
-"""The rows of JSON Lines, of a JSON array, and of CSV or TSV, gzipped or not. Memory holds one row and not the file.
+"""The rows of JSON Lines, of a JSON array, and of CSV or TSV, gzipped or not. Memory holds one row, not the file.
 
-What cannot be read comes as a RowError in place of the row.
+A RowError replaces a row that cannot be read.
 
 Not ijson (3.6.0 tried, no faster): a NaN or an integer over 64 bits ends the file without naming its row, half surrogate
 pairs are replaced, and the bytes of a row, by which duplicates are counted, are gone. Not pyarrow's CSV reader: it guesses

@@ -1,7 +1,7 @@
 """A reward model on held-out preference pairs: accuracy, margin, calibration, accuracy by subset, length bias, agreement.
 
-It reads a pair exactly as `rm` trained on it, so that the accuracy is TRL's; every pair counts once, whatever the batches
-and workers. A second opinion (the job's `judge`) is asked about the same pairs where they have the columns it needs.
+It reads a pair exactly as `rm` trained on it, so that the accuracy is TRL's; every pair counts once, with any batches and
+workers. The job's `judge` rates the same pairs if they have the columns that it needs.
 """
 
 from __future__ import annotations

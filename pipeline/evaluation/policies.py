@@ -15,12 +15,12 @@ STRENGTH = 100.0  # inverse of the l1 penalty, as in AlpacaEval's fit without cr
 def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[float, float, float]:
     """Returns the win rate if both policies wrote completions of the same length, with the ends of its 95 % interval.
 
-    AlpacaEval 2 (https://arxiv.org/abs/2404.04475) without its difficulty of each prompt, which only its own prompts have: a
-    logistic regression of the wins on tanh(length difference / its standard deviation) and a constant; the win rate is the
-    sigmoid of the constant. All its predictions are equal, so the interval is a bootstrap's over the prompts.
+    AlpacaEval 2 (https://arxiv.org/abs/2404.04475) without the difficulty of prompts, which is known only for AlpacaEval's
+    own: a logistic regression of the wins on tanh(length difference / its standard deviation) and a constant; the win rate is
+    the sigmoid of the constant. All its predictions are equal, so the interval is a bootstrap's over the prompts.
 
     Args:
-        wins: of each prompt, 0 to 1; 0.5 is a tie.
+        wins: each prompt's win, from 0 to 1; 0.5 is a tie.
         longer: length of the policy's completion minus the baseline's.
     """
     import numpy as np

@@ -32,13 +32,13 @@ Drawn = tuple[Tensor, Tensor, Any]  # token ids (B,), their log-probs (B,), the 
 class SlotDecoder(Decoder):
     """Decodes with one forward for all rows (adapters.SharedBase.use_each). The KV cache is freed when the last row leaves.
 
-    A prompt that several joining rows have goes through the model once.
+    If several joining rows have the same prompt, it goes through the model once.
 
     Args:
         max_rows: rows written at the same time. None: as many as join.
-        max_positions: of the KV cache over all slots; rows join while the cache stays within it. None: no limit.
+        max_positions: limit of the KV cache's positions over all slots; rows wait if they would exceed it. None: no limit.
         pad: token id that pads prompts.
-        look: decoding steps between two looks at which rows have ended. None: by the device.
+        look: decoding steps between two checks for rows that have ended. None: by the device.
         graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None: if the base allows it.
     """
 
@@ -191,7 +191,7 @@ class SlotDecoder(Decoder):
         """Returns the (B, H) hidden states after each of `count` rows has read its newest token.
 
         Args:
-            seen: positions that attention looks at.
+            seen: number of positions that are attended to.
         """
         cache = self.cache
         cache.seen, lengths = seen, cache.lengths[:count]

@@ -6,7 +6,7 @@ adapters are sent to it.
 vLLM uses other kernels than the trainer, so its log-probs differ slightly. Old log-probs are still the trainer's (the first
 ratio stays 1), and functional.off_policy_weights corrects for the difference. A completion is a function of seed, number,
 prompt and role here too, up to rounding: vLLM's sums depend on the batch that a row is in. Its random numbers are not those
-of SlotDecoder; greedy completions are the same except for close calls.
+of SlotDecoder; greedy completions are the same except in near-ties.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class VllmDecoder(Decoder):
 
     Args:
         llm: a vllm.LLM, as `start_llm` returns it.
-        max_rank: of the adapters that it was started for.
+        max_rank: largest rank of an adapter that it was started for.
         max_rows: rows in vLLM at the same time.
         shared: has the roles whose parameters `changed` hands over. None: roles come from folders alone (`add`).
-        folder: for handing adapters over; removed by `close`.
+        folder: a folder for handing adapters over; `close` removes it.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class VllmDecoder(Decoder):
     def close(self) -> None:
         """Ends vLLM's process, which frees its memory.
 
-        By a private attribute: vLLM 0.30 has no public way. Remove when it has one:
+        Uses a private attribute, because vLLM 0.30 has no public way. Remove when it has one:
         https://github.com/vllm-project/vllm/pull/36283.
         """
         self.llm.llm_engine.engine_core.shutdown()
@@ -248,10 +248,10 @@ def accepted_rank(rank: int) -> int:
 
 @contextmanager
 def own_device(device: torch.device, count: int = 1) -> Iterator[None]:
-    """Processes started within the block see only this worker's GPUs: Ray Train shows each worker all those of its node.
+    """Processes started within the block see only this worker's GPUs: Ray Train shows each worker all GPUs of its node.
 
     Args:
-        count: of its GPUs, from `device` on.
+        count: number of its GPUs, from `device` on.
     """
     if device.type != "cuda":
         yield

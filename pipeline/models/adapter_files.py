@@ -36,8 +36,8 @@ def write(folder: str | Path, config: LoraConfig, tensors: dict[str, Tensor]) ->
     """Writes adapter_config.json and adapter_model.safetensors.
 
     Args:
-        config: of the adapter, with its task type and base; not changed.
-        tensors: of the adapter and its head, by their names in peft's files.
+        config: the adapter's settings, with task type and base; not changed.
+        tensors: the tensors of the adapter and its head, by their names in peft's files.
     """
     from safetensors.torch import save_file
 

@@ -108,8 +108,8 @@ class SharedBase(nn.Module):
         adapter in memory.
 
         Args:
-            lora: of a new adapter, the fields of peft.LoraConfig.
-            folder: of a saved adapter. Its head, if any, is always loaded.
+            lora: the fields of peft.LoraConfig, of a new adapter.
+            folder: the folder of a saved adapter. Its head, if any, is always loaded.
             copy_of: the role to copy.
             head_on: a role whose adapter this one uses without owning it. Only its head, of zeros, is new.
             head: whether the role has a scalar head: from the folder, from the copied role, or a new one of zeros, so that a
@@ -156,7 +156,7 @@ class SharedBase(nn.Module):
         """Adds the adapter's layers, newly initialized, to the base.
 
         Args:
-            where: the settings come from, for messages.
+            where: where the settings come from, for messages.
         """
         if config.bias != "none" or (set(config.modules_to_save or []) - set(HEAD_NAMES)):
             raise InputError(

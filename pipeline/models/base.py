@@ -118,7 +118,7 @@ def load_base(
         model: the job's `model` section. `load_in_4bit` gives nf4 with double quantization, on a CPU too.
         scorer_tokenizer: if given, the model is an AutoModelForSequenceClassification of one label, with this tokenizer's
             `pad_token_id` and an (untrained) head that computes in fp32. None: an AutoModelForCausalLM.
-        device: to load it to, and to quantize it on: on a CPU that takes half an hour for 70B. None: the CPU.
+        device: where to load and quantize it. On a CPU, quantizing 70B takes half an hour. None: the CPU.
 
     Raises:
         InputError: if the base is missing or damaged, or has no such model class.
@@ -291,7 +291,7 @@ def _one_nf4_path(model: torch.nn.Module) -> None:
 
     The packed form needs widths that are multiples of 64, rounds differently from the form used in training, and is not
     unpacked again; without it, sampling and training see the same weights. The flag is private; the kernel came with
-    https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804. Remove when both forms round alike.
+    https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804. Remove when both forms round in the same way.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

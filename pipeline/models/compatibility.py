@@ -99,7 +99,7 @@ def _check_layers(base: Base, names: list[str]) -> None:
     """Compares the number of layers with config.json: transformers drops the layers that it does not build.
 
     Args:
-        names: of all tensors.
+        names: the names of all tensors.
     """
     config = base.config
     if not base.plain_names:

@@ -1,16 +1,14 @@
 """Equal numbers of forwards on all ranks that share one base in shards (models/shards.py).
 
 A forward of a sharded base gathers each layer from all ranks, and so does its backward. Ranks that run different numbers of
-forwards would wait for each other forever: completions end earlier on one, another has fewer micro-batches, rank 0 alone checks
-the saved adapter. Therefore, before each forward the ranks all-reduce (MAX) a code of what each is about to run:
-
-    nothing, a forward with gradients (of which role), or one without.
-
-A rank that has no forward to run, or another one, joins with a forward of one token until all codes are equal. `catch_up` is
-called before any other collective: it returns when no rank has a forward left to run.
+forwards would wait for each other forever: one rank's completions may end earlier, another may have fewer micro-batches, and
+only rank 0 checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of what each is about
+to run: nothing, a forward with gradients (of which role), or a forward without gradients. A rank with another code joins with
+a forward of one token, until all codes are equal. `catch_up` is called before any other collective. It returns when no rank
+has a forward left to run.
 
 A rank that joins another rank's forward with gradients runs the matching backward immediately. So if ranks have unequal work, as
-in ppo, each runs the backward of a forward before its next forward. TRL's trainers need not: their ranks have equal batches.
+in ppo, each runs the backward of a forward before its next forward. TRL's ranks have equal batches.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 With x (..., K), the frozen W (N, K), A (r, K), B (N, r) and the scaling s, a LoRA layer is y = x W' + s (x A') B'. peft
 computes base product, A, B, scaling and sum one after the other; the last three each write a tensor of the layer's full
-width that the next one reads again, and likewise in backward. Here the adapter's part is added to the base's product in
-place (BLAS: C += s A B), forward and backward. Results differ from peft's by the order of additions and rounding only; x
-and x A' are kept for backward, as in peft.
+width, which the next one reads again; so does backward. Here the adapter's part is added to the base's product in place
+(BLAS: C += s A B), forward and backward. Results differ from peft's by the order of additions and rounding only; x and x A'
+are kept for backward, as in peft.
 
 Under autocast the operands are cast to its dtype: peft casts x twice, to the adapter's fp32 and back. The adapter's parameters
-stay fp32, and their gradients are not rounded; in `cast_once` they are cast no more than once.
+stay fp32, and their gradients are not rounded; in `cast_once` they are cast only once.
 """
 
 from __future__ import annotations

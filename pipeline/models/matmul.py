@@ -1,10 +1,10 @@
 """Chooses how a process on a CPU multiplies fp32 matrices, by the base's hidden size and the processor's exactness.
 
-torch.set_float32_matmul_precision("medium") lets oneDNN multiply. It rounds to bf16 if the processor has units for that.
-If not, its products are exact in fp32 and take half the time of torch's default on AMD, about the same on Intel. Each
-oneDNN product costs about 15 microseconds to set up, so small bases are multiplied by torch's default, "highest". So is
-attention always: torch's flash attention multiplies block by block, and at "medium" each block is a oneDNN product (9 times
-as slow for rows of 26 tokens, equal from 512 tokens on).
+torch.set_float32_matmul_precision("medium") lets oneDNN multiply. It rounds to bf16 if the processor has units for that. If
+not, its products are exact in fp32 and take half the time of torch's default on AMD, about the same on Intel. Each oneDNN
+product costs about 15 microseconds to set up, so small bases are multiplied by torch's default, "highest". Attention always
+is, because torch's flash attention multiplies block by block, and at "medium" each block is a oneDNN product (9 times as slow
+for rows of 26 tokens, equal from 512 tokens on).
 """
 
 from __future__ import annotations

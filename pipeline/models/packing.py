@@ -1,8 +1,8 @@
 """What shares a forward: rows of similar length in one batch, and completions to one prompt in one row.
 
-A row of several completions computes their prompt once. It is [prompt, completion, completion, ...]: in each completion
-positions go on from the prompt, and a token attends to the prompt and to its own completion alone. Its hidden states are
-those of [prompt, completion], up to rounding.
+A row of several completions computes their prompt once. It is [prompt, completion, completion, ...]: in each completion,
+positions continue from the prompt, and a token attends only to the prompt and its own completion. Its hidden states equal
+those in [prompt, completion], up to rounding.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def linear_fp32(x: Tensor, layer: nn.Linear, dtype: torch.dtype | None) -> Tenso
     """Returns the (..., M) output of a frozen layer for x (..., K), in fp32 or better.
 
     Args:
-        dtype: of the operands. None: the dtype of the layer's weight.
+        dtype: the dtype of the operands. None: the dtype of the layer's weight.
     """
     weight = layer.weight
     # On a CPU, a half-precision copy of the weight would cost as much as the product.

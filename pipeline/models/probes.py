@@ -1,8 +1,8 @@
 """Probes: an adapter's outputs on a few random sequences, stored with it, to check that it still gives the same.
 
-An adapter with a lost head, another scaling, a renamed key or another base can load without an error and behave
-differently. Each stage therefore stores the trained model's outputs: a reward's scores, a policy's log-probs. The sequences
-are random token ids: they reveal nothing of the data.
+An adapter with a lost head, another scaling, a renamed key or another base can load without an error and behave differently.
+Each stage therefore stores the trained model's outputs: a reward's scores, a policy's log-probs. The sequences are random
+token ids, which reveal nothing of the data.
 """
 
 import json
@@ -25,7 +25,7 @@ def write(folder: str, rows: list[list[int]], output: Callable[[list[int]], floa
     """Writes `rows` of token ids with their outputs into the adapter's folder.
 
     Args:
-        output: of one row; the score of a reward, the mean log-prob of the tokens after the first of a policy, in nats.
+        output: returns the output on a row: a reward's score, or a policy's mean log-prob after the first token, in nats.
     """
     with open(os.path.join(folder, FILE), "w", encoding="utf-8") as file:
         json.dump([{"input_ids": row, "output": output(row)} for row in rows], file)

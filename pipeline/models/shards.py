@@ -5,7 +5,7 @@ layer, and fills them from safetensors. The lm head is complete on every rank: e
 1.5 % of the weights of a 70B Llama. Adapters are added afterwards. FSDP does not know them: they are complete on every rank, and
 their gradients are averaged as without shards.
 
-Every forward and backward gathers one layer at a time from all ranks. fsdp_sync.py makes all ranks run equally many.
+Every forward and backward gathers one layer at a time from all ranks. fsdp_sync.py keeps their forwards equal.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def load_shards(
 
     Args:
         model: the job's `model` section.
-        scorer_tokenizer: of a sequence-classification model; see load_base.
-        device: of this rank, to compute on.
+        scorer_tokenizer: the tokenizer of a sequence-classification model; see load_base.
+        device: this rank's device, to compute on.
 
     Raises:
         InputError: if the base has no layers to shard, or its files lack or misshape a weight.

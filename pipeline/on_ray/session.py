@@ -153,7 +153,7 @@ def check_shared_storage(job: Job) -> None:
 
 
 def secured() -> dict[str, str]:
-    """Returns the environment of a Ray that only this session can use. It overrides what the user has set."""
+    """Returns the environment of a Ray that only this session can use. Overrides the user's settings."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         # Named after the systems on which it is the default: there Ray binds to loopback, to spare its users the

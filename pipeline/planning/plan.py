@@ -492,7 +492,7 @@ def _seconds(
 
     Args:
         at_once: tokens of a forward.
-        passes: in units of a forward's products.
+        passes: number of passes; a forward is 1.
         gathers: how often that gathers the base; a forward and its backward do it twice.
     """
     products = passes * tokens * 2.0 * plan.shape.parameters / (gpu.tflops * 1e12 * UTILIZATION)

@@ -94,8 +94,8 @@ class Phases:
     """`with phases("rollout"): ...` adds up seconds and keeps the peak memory of each phase, by name.
 
     Memory is what torch allocated on a GPU, or the resident set of the process on a CPU (Linux; 0 elsewhere). Each phase
-    resets the operating system's peak, so the peak of the whole run is `memory/peak`, not getrusage's. An error of memory
-    leaves a phase as OutOfMemory, with its name.
+    resets the operating system's peak, so the peak of the whole run is `memory/peak`, not getrusage's. An out-of-memory error
+    leaves a phase as OutOfMemory, with the phase's name.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -50,7 +50,7 @@ def prompt_order(
     """Returns the indices of the next `count` prompts after the first `position` of the run; each epoch has its own permutation.
 
     Args:
-        n_prompts: of an epoch.
+        n_prompts: prompts of an epoch.
         draws: the indices of an epoch's prompts, by its number from 0. None: each epoch has every prompt once.
     """
     order: list[int] = []
@@ -186,7 +186,7 @@ def collate(
     """Returns episodes from prompts (token ids) and completions; all tensors that are computed later are 0.
 
     Args:
-        indices: of the rows in the global batch of the update.
+        indices: each row's index in the global batch of the update.
         pad: token id that fills rows up.
     """
     token_ids = [[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)]

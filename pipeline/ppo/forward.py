@@ -1,7 +1,7 @@
 """Forward passes of episodes: which rows share one, and the hidden states.
 
 Rows of similar length share a micro-batch, and completions to one prompt share a row (models/packing.py). Neither changes a
-result but for rounding.
+result, except for rounding.
 """
 
 from __future__ import annotations

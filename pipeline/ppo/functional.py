@@ -274,7 +274,7 @@ def adapted_kl_coef(coef: float, kl: float, completions: int, target: float, hor
     Args:
         kl: mean over the update's completions, in nats per *completion* (summed over its tokens), as `target` is. A mean per
             token would be tens of times too small and drive the coefficient to 0.
-        completions: of the update, over all workers.
+        completions: completions of the update, over all workers.
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return coef * (1.0 + error * completions / horizon)

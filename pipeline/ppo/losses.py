@@ -98,7 +98,7 @@ def policy_objective(
     `loss_aggregation` weighs the actions in all three; the statistics are means over actions.
 
     Args:
-        totals: of the whole optimizer step over all workers.
+        totals: counts over the complete optimizer step, of all workers.
         logprobs: (B, R) of the policy, in nats.
         entropy: (B, R), with gradient if there is a bonus. None: estimated from the sampled tokens.
     """

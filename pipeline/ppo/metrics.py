@@ -19,7 +19,7 @@ def episode_metrics(
     """Metrics of rollout, scores and values.
 
     `objective/kl` and `objective/entropy` are nats per *completion*, sums over its tokens (`policy/entropy_avg`, of the
-    optimizer steps, is nats per *token*). The KL is k1, the unbiased estimator, whatever `kl_estimator` trains with.
+    optimizer steps, is nats per *token*). The KL is k1, the unbiased estimator, even if `kl_estimator` trains with another.
     `val/sampler_drift` is the mean |sampler's log-prob - trainer's| per token, in nats.
 
     Args:
@@ -96,12 +96,12 @@ def seconds_at_peak(
     """Seconds that an update would take at a GPU's peak: its model FLOPs, over FLOP/s.
 
     A forward takes 2 FLOPs per token and parameter; a backward through frozen weights as many, since only activations have
-    gradients. What is recomputed does not count. Over the seconds that it did take, this is the model FLOPs utilisation (MFU,
+    gradients. Recomputation does not count. Over the seconds that it did take, this is the model FLOPs utilisation (MFU,
     Chowdhery et al. 2022, section 4.1).
 
     Args:
-        tokens: of this worker's prompts and completions.
-        parameters: of the base.
+        tokens: number of tokens of this worker's prompts and completions.
+        parameters: number of parameters of the base.
         adapter_rewards: rewards that are adapters on the base.
         sampled_here: whether this worker samples and scores, and no rollout worker.
         peak: FLOP/s.

@@ -101,7 +101,7 @@ class Reward(ABC):
 
     Args:
         name: names it in metrics and messages.
-        weight: of its scores in the weighted sum.
+        weight: weight of its scores in the weighted sum.
         mean, std: normalised scores are (score - mean) / std.
     """
 
@@ -306,7 +306,7 @@ class FunctionReward(Reward):
         return f"{self.name!r} ({':'.join(name for name in names if name)})"
 
     def _batch(self, samples: Samples) -> Any:
-        """Returns what the function returns for all samples. Warns once if a global generator decided on it."""
+        """Returns what the function returns for all samples. Warns once if the function used a global generator."""
         seed_generators(samples.seeds[0])
         seeded = generator_states()
         scores = self._call(samples, range(len(samples)))

@@ -1,7 +1,7 @@
 """The rollouts of one trainer, sampled here or by rollout workers, up to `staleness` updates ahead.
 
-Version max(0, u - staleness) of the policy samples the episodes of update u, exactly, in any process and at any time. So a
-run is a function of its seed, asynchronous or not, for any number, speed and deaths of rollout workers.
+Version max(0, u - staleness) of the policy samples the episodes of update u, exactly, in any process and at any time. So the
+seed decides a run's result, with any number and speed of rollout workers, even if some die.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class Rollouts:
     """Returns one update's chunks after another, while rollout workers sample the next ones.
 
     Args:
-        sampler: samples in this process what no rollout worker samples.
-        versions: of the policy. None without staleness and workers: only the current policy is needed.
+        sampler: samples in this process the chunks that no rollout worker samples.
+        versions: older versions of the policy. None without staleness and workers, which need only the current policy.
         workers: rollout workers, if there are any.
         chunks_of: the chunks of this trainer's share of an update, by its number.
         total: updates of the run.
@@ -196,7 +196,7 @@ def assembled(
     """Returns the chunks of a share as episodes, in the order of the share.
 
     Args:
-        indices: of the share's completions in the global batch.
+        indices: indices of the share's completions in the global batch.
         pad: token id that fills rows up.
     """
     each = chunks[0].generations

@@ -1,8 +1,8 @@
 """Samples the chunks of an update: completions, their scores, and the reference's log-probs.
 
 A chunk is the unit of sampling and scoring. How an update is split depends on the job alone, not on the memory of a worker,
-and no sum over several completions crosses a chunk. So a chunk has the same bits from every sampler: the trainer's process
-and rollout workers run the same code, each on its own base and frozen roles.
+and no sum over several completions crosses a chunk. So every sampler computes bit-identical chunks: the trainer's process and
+rollout workers run the same code, each on its own base and frozen roles.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Sampler:
         """Returns a chunk sampled and scored, with the reference's log-probs unless the reference moves with the policy.
 
         Args:
-            digest: of the parameters of the policy that samples.
+            digest: digest of the parameters of the policy that samples.
         """
         sampled = self.sample(chunk, digest)
         self.score(chunk, sampled)
@@ -195,7 +195,7 @@ class Sampler:
 
         Args:
             role: None means the bare base.
-            states: of the role, as `forward.states` returns them. None: computed here.
+            states: the role's hidden states, as `forward.states` returns them. None: computed here.
         """
         sampling = self.sampling
         states = forward.states(self.shared, role, part) if states is None else states

@@ -344,7 +344,7 @@ class PPOTrainer:
         """Returns the critic's values (B, R) before each action, at the position of its log-prob, and (B,) after the last.
 
         Args:
-            states: of the critic, as `forward.states` returns them. None: computed here.
+            states: the critic's hidden states, as `forward.states` returns them. None: computed here.
         """
         states = forward.states(self.shared, "critic", part) if states is None else states
         values = self.shared.head("critic", states)
@@ -368,7 +368,7 @@ class PPOTrainer:
     def learn(self, episodes: Episodes, policy: bool = True) -> dict[str, float]:
         """Runs epochs x minibatches, one optimizer step each. Returns the means of their statistics over the steps, and
         `policy/first_ratio_rms`: the root mean square of the log-ratio before the first step, in nats; above rounding, old
-        and new log-probs are not of the same policy.
+        and new log-probs belong to different policies.
 
         `policy=False` trains the critic alone.
         """
@@ -424,7 +424,7 @@ class PPOTrainer:
 
         Args:
             rows: this worker's, of `episodes`.
-            totals: of the whole minibatch over all workers.
+            totals: counts over the complete minibatch, of all workers.
             policy: whether the policy learns, too, or the critic alone.
         """
         args = self.args

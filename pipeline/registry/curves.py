@@ -182,7 +182,7 @@ TRACKERS: dict[str, Callable[[Job, str], Tracker]] = {
 class MetricLog:
     """Sends the metrics of one run to a tracker from a thread, so that training neither waits for a server nor fails with it.
 
-    Values are sent in order, about once a second, up to 1000 per call. The first failure prints a warning; retries back off.
+    Values are sent in order, about once a second, up to 1000 per call. The first failure prints a warning; retries slow down.
     A restarted worker repeats the steps after its checkpoint: values that the run already has are not recorded twice.
 
     Not MLflow's own asynchronous logging (MlflowClient.log_batch(synchronous=False), mlflow 3.17, AsyncLoggingQueue): it drops

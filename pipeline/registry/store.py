@@ -123,7 +123,7 @@ def check_reachable(uri: str) -> None:
     """Checks that a store can be read, without creating or changing it.
 
     Raises:
-        Exception: of any type, saying why nothing can be read there.
+        Exception: any type, saying why nothing can be read there.
     """
     _require_uri(uri)
     if file := file_of_uri(uri):
@@ -180,8 +180,8 @@ def _require_mlflow(path: str, mode: str, begin: str) -> None:
     MLflow would retry for more than a minute, or create its tables in the other application's database.
 
     Args:
-        mode: of SQLite's URIs: ro, rw or rwc.
-        begin: the transaction to try: BEGIN IMMEDIATE needs the right to write.
+        mode: mode of a SQLite URI: ro, rw or rwc.
+        begin: the transaction to try; BEGIN IMMEDIATE needs the right to write.
     """
     uri = f"file:{quote(os.path.abspath(path))}?mode={mode}"
     with contextlib.closing(

@@ -136,7 +136,7 @@ def promote(job: Job, reference: str, metrics: dict[str, float]) -> Version:
 def other_base(job: Job, base: dict[str, Any]) -> str | None:
     """Returns a warning if the newest version of the job's registered model was trained on another base, or None.
 
-    One name should stand for one base: who loads it by its alias expects an adapter of their base.
+    A registered name should stand for one base, because users of its alias expect an adapter on their base.
 
     Args:
         base: identity of the job's base.

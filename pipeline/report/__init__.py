@@ -31,7 +31,7 @@ def write(
     Args:
         table: rows of a table at the top; the first one is its head.
         pictures: whether to write plots/*.png.
-        result: of the run that just ended; its page in MLflow gets the report.
+        result: the result of the run that just ended; its page in MLflow gets the report.
     """
     from pipeline.report import page
 

@@ -84,7 +84,9 @@ def read(reference: str, runs: str = "runs") -> Run:
 
 
 def _has_job(folder: str) -> bool:
-    """Returns whether the folder holds a run. Raises InputError if it cannot be read, as a bucket that does not answer."""
+    """Returns whether the folder holds a run. Raises InputError if the folder cannot be read, for example because a bucket
+    does not answer.
+    """
     path = storage.join(folder, "job.json")
     try:
         storage.reach(path)

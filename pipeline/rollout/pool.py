@@ -1,8 +1,8 @@
 """The pool: an actor that starts rollout workers, hands out chunks, and replaces lost workers.
 
-The next free worker takes the chunk of the earliest update. If a worker dies, misses its heartbeat or takes too long, its chunk
-goes back to the queue, and a new worker starts in its place on any node with room. A chunk has the same bits from every worker,
-so training does not depend on any of this.
+The next free worker takes the chunk of the earliest update. If a worker dies, misses its heartbeat or takes too long, its
+chunk goes back to the queue, and a new worker starts in its place on any node with resources. Every worker computes
+bit-identical chunks, so training does not depend on any of this.
 
 Trainers take precedence. While they wait for resources, no rollout worker starts, and those that block a trainer leave.
 """
@@ -86,10 +86,10 @@ class Assignment:
 
 
 class Pool:
-    """The actor. A trainer's call names its session: one attempt of the group of trainers.
+    """The actor. Each call of a trainer names its session, one attempt of the group of trainers.
 
     Args:
-        work: of the run.
+        work: the run's work (runtime/host.py).
     """
 
     def __init__(self, work: Work) -> None:
@@ -281,7 +281,7 @@ class Pool:
                 pause = min(2 * pause, MAX_PAUSE_S)
 
     async def _load(self, slot: Slot) -> Any:
-        """Starts a worker for the slot. Returns it once it has its models and the trainers' settings."""
+        """Starts a worker for the slot. Returns the worker once it has its models and the trainers' settings."""
         limit = max(LOAD_TIMEOUT_S, self.config.chunk_timeout_s)
         slot.worker = worker = self._start()
         slot.node = await self._placed(slot, worker)
@@ -299,7 +299,7 @@ class Pool:
         return worker
 
     def _nothing_loads(self) -> bool:
-        """Returns whether every slot's last worker failed to load. A worker without a place may still load."""
+        """Returns whether every slot's last worker failed to load. A worker without resources may still load."""
         return all(slot.failures for slot in self.slots)
 
     def _start(self) -> Any:

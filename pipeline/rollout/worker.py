@@ -31,7 +31,7 @@ class RolloutWorker:
     """Holds the frozen base, the frozen roles and one version of the policy.
 
     Args:
-        work: of the run. `rollout.use_gpu` chooses this worker's device.
+        work: the run's work. `rollout.use_gpu` chooses this worker's device.
     """
 
     def __init__(self, work: Work) -> None:
@@ -92,7 +92,7 @@ class RolloutWorker:
                 self.sampler.decoder = self.stack.enter_context(vllm)
 
     def sample(self, session: str, chunk: bytes, tensors: list[Any]) -> bytes | None:
-        """Samples and scores a chunk. Returns it pickled, or None if the trainer that published its policy version is gone.
+        """Samples and scores a chunk. Returns it pickled, or None if the trainer that published its policy version has ended.
 
         Args:
             session: within it, a version's number stands for one adapter.

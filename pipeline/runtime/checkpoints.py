@@ -74,7 +74,7 @@ def newest(run_folder: str) -> str | None:
     Newer ones are reported: it deletes an unfinished checkpoint, and moves a damaged one to `damaged/`.
 
     Raises:
-        InputError: if all checkpoints are damaged. The run must not start over without being asked to.
+        InputError: if all checkpoints are damaged. The run must not start over unless the user says so.
     """
     found, damaged = None, []
     for name in reversed(_names(run_folder)):

@@ -2,9 +2,9 @@
 
     launch(job, Verb("completions.jsonl", load, measure)) -> the content of result.json
 
-Rows are done in parts of consecutive rows. A part's file is written atomically, and an existing part is not done again: no
-row is lost, none comes twice, and the output has the order of the input. The output of a row depends on the job, the row and
-its number alone, not on the number of actors or on interruptions.
+Rows are done in parts of consecutive rows. A part's file is written atomically, and an existing part is not repeated, so each
+row of the input has one output, in the same order. The output of a row depends on the job, the row and its number alone, not
+on the number of actors or on interruptions.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Prepares a run: checks everything that the job names, and tokenizes its rows. `validate` and `doctor` begin the same way.
 
-with prepared(job) as run:      # the cache of tokenized rows is all that has been written
+with prepared(job) as run:      # so far, only the cache of tokenized rows is written
 """
 
 import contextlib

@@ -3,8 +3,8 @@
     launch(job, train) -> the content of result.json        for a stage that runs in Ray Train's workers
     with open_run(job) as run: ...                          what every run has in common
 
-Mistakes are found before the first worker starts. Nothing is registered until an adapter exists, reloads as it was saved, and
-has been compared with what the artifact store gives back.
+Mistakes are found before the first worker starts. An adapter is registered only after it has been reloaded, and compared with
+its copy in the artifact store.
 """
 
 import contextlib

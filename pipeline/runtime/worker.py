@@ -157,7 +157,7 @@ class PreemptionNotice:
     it.
 
     Every rank calls `poll` after every step. Asking Ray is a barrier of a few milliseconds, and all ranks have to ask at the
-    same step. They agree on the next one whenever they ask, so that it comes about every NOTICE_INTERVAL_S.
+    same step. They agree on the next one whenever they ask, so that they ask about every NOTICE_INTERVAL_S.
     """
 
     def __init__(self) -> None:
@@ -328,7 +328,7 @@ class Worker(Host):
         Args:
             metrics: the final ones; they decide the gate.
             save: writes adapter and head into a folder (on rank 0), or None if nothing was trained.
-            outputs: of a few rows, by the adapter in memory, or by the one in a folder (on rank 0).
+            outputs: returns outputs on a few rows, of the adapter in memory, or of the adapter in a folder (on rank 0).
             facts: more entries of lineage.json, e.g. the reward's mean and standard deviation.
             samples: prompts with completions before and after, for result.json.
             tables: rows for the report, saved as NAME.json next to the adapter.

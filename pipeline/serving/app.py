@@ -1,9 +1,9 @@
-"""The Ray Serve application: `Server`, replicas with the models behind OpenAI's endpoint, and one `Recorder` beside them.
+"""The Ray Serve application: `Server`, replicas with the models behind OpenAI's endpoint, and one `Recorder`.
 
     handle = serve.run(application(work, digests), name="serve")
 
-A request goes through one process besides the proxy: the replica that it reaches reads it, batches it with the others, and
-answers. Recorder keeps feedback and the metrics of all replicas.
+After the proxy, a request goes through one process: its replica parses it, batches it with others, and answers. Recorder
+keeps feedback and the metrics of all replicas.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def longest_prompt(work: Work) -> int:
 def bind_to_node_address() -> None:
     """Makes Ray Serve's own server in this replica listen on the node's address in Ray: 127.0.0.1 in an embedded Ray.
 
-    It unpickles what anybody sends to it, and Ray Serve (2.60, private) binds it to all interfaces. Remove when the replica takes
+    The server unpickles whatever it gets, and Ray Serve (2.60, private) binds it to all interfaces. Remove when the replica takes
     an address; tests/serving/test_server.py lists the sockets.
     """
     import ray

@@ -4,8 +4,8 @@
     comparisons.jsonl    {prompt, chosen, rejected}      rm, dpo
     edits.jsonl          {prompt, completion}            sft
 
-Each row names the version that answered, the seed and the time. Without serve.log_prompts no text is kept: `votes.jsonl` then
-has the labels alone. One process at a time has the folder. A line is on the disk before its sender gets an answer.
+Each row names the version that answered, the seed and the time. Without serve.log_prompts, no text is kept, and `votes.jsonl`
+has only the labels. One process at a time uses the folder. A line is on disk before its sender gets an answer.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ class FeedbackStore:
         """Writes one label, comparison or edit. The same feedback again changes nothing.
 
         Raises:
-            Refused: 404 for an unknown answer, 400 for a choice that it does not have and for what would be no row to learn
-                from, 409 if other feedback of this kind was given before, 507 if the folder is full.
+            Refused: 404 for an unknown answer, 400 for an unknown choice and for a row that no stage can learn from, 409 if
+                other feedback of this kind was given before, 507 if the folder is full.
         """
         said = Feedback.model_validate(feedback)
         found = self.known.execute("SELECT answer FROM answers WHERE id = ?", (said.id,)).fetchone()

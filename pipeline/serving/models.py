@@ -1,4 +1,4 @@
-"""The models of a replica: one base, and the versions behind the model ids. They follow aliases that move."""
+"""The models of a replica: one base, and the versions behind the model ids. The versions follow aliases that move."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Models:
     def _remove_unused(self) -> None:
         """Removes roles that no model id has used for two polls and whose completions are all finished.
 
-        A request that was given one of them a moment ago has joined the batch by now.
+        By then, every request that got such a role has joined the batch.
         """
         wanted = self.batcher.roles() | {
             one.role for one in (*self.policies.values(), *self.rewards.values())

@@ -39,9 +39,9 @@ class Refused(Exception):
     """A request that is not answered.
 
     Args:
-        status: of HTTP.
-        param: of the request, that is wrong.
-        code: a word for programs. None: that of the status.
+        status: the HTTP status.
+        param: the wrong key of the request.
+        code: a word for programs. None: the status's word.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -73,7 +73,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampled(BaseModel):
-    """The keys that both kinds of completions have. Keys that are not known here, or have no effect, are refused by name."""
+    """The keys that both kinds of completions have. Keys that are unknown or have no effect are rejected by name."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

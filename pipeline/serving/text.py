@@ -10,10 +10,10 @@ from tokenizers.decoders import DecodeStream
 class Text:
     """Text of a growing list of tokens.
 
-    A character whose bytes are not all there waits for the rest, and what may be the beginning of a stop text for its end.
+    Holds back incomplete characters, and text that may be the beginning of a stop text.
 
     Args:
-        stops: texts that end the completion; they and what follows are no part of it.
+        stops: texts that end the completion, which then lacks them and all that follows.
     """
 
     def __init__(self, tokenizer: Any, stops: list[str]) -> None:

@@ -3,11 +3,11 @@
     make evaluate    or    python -m pipeline evaluate jobs/demo/evaluate.yaml [section.key=value ...]
     make evaluate ARGS="policy=null baseline=null judge=null data.eval=null"      the reward model alone, on data.pairs
 
-Nothing is trained and nothing is registered; the figures go to result.json, evaluation.json (with tables) and MLflow. A
-`gate` says what they must show: if it holds, the alias moves to the registered policy (or, alone, reward) that was evaluated.
+Nothing is trained and nothing is registered; the figures go to result.json, evaluation.json (with tables) and MLflow. If the
+job's `gate` holds, the alias moves to the evaluated policy, or to the evaluated reward if there is no policy.
 
-Inference runs in Ray Train's workers and not in Ray Data's actors: they have the rank, the gathering of results, the MLflow
-run and the restart after a lost node already, and scale over rows just as well.
+Inference runs in Ray Train's workers, not in Ray Data's actors, because the workers already gather results, log to MLflow and
+restart after a lost node.
 """
 
 from collections.abc import Iterator

@@ -2,10 +2,10 @@
 
     make ppo    or    python -m pipeline ppo jobs/demo/ppo.yaml [section.key=value ...]
 
-Our own trainer (pipeline/ppo) on one frozen base: policy, reference, reward and critic are adapters on it. The policy
-starts as the sft adapter and that adapter, frozen, is the reference; the critic starts as the reward adapter with its
-head, or is a head on the policy (trainer.critic). Held-out prompts are answered before and after, and those figures decide
-the gate; every trainer.eval_steps updates, too, for a curve and for run.keep=best.
+Our own trainer (pipeline/ppo) on one frozen base: policy, reference, reward and critic are adapters on it. The policy starts
+as the sft adapter and that adapter, frozen, is the reference; the critic starts as the reward adapter with its head, or is a
+head on the policy (trainer.critic). The policy answers held-out prompts before and after training, which decides the gate,
+and every trainer.eval_steps updates.
 """
 
 import os

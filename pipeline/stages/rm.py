@@ -2,8 +2,8 @@
 
     make rm    or    python -m pipeline rm jobs/demo/rm.yaml [section.key=value ...]
 
-TRL's RewardTrainer (Bradley-Terry loss, optional margin and centering). The version carries the mean and standard
-deviation of its scores on the held-out completions: PPO normalizes its reward with them.
+TRL's RewardTrainer (Bradley-Terry loss, optional margin and centering). The version records mean and standard deviation of
+its scores on held-out completions, with which PPO normalizes them.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Decides which trials of a sweep stop early: an actor that every evaluation is reported to.
 
-ASHA is Ray Tune's. Tune itself would stop a trial by ending its process (ray 2.60), so its workers' placement group would stay
-reserved, and nothing would be left of the run. Here the trial itself stops early, with an adapter and a result.json.
+ASHA is Ray Tune's. Tune would stop a trial by ending its process (ray 2.60): its workers' resources would stay reserved, and
+the run would leave no result. Here the trial itself stops early, with an adapter and a result.json.
 """
 
 import time

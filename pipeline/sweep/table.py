@@ -22,7 +22,7 @@ def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict
     """Returns a dict for each trial: trial, values, state, figure, step, of, seconds, why, folder, mlflow_run_id.
 
     Args:
-        state: of the rungs (Rungs.state).
+        state: what Rungs.state returns.
         died: {trial: why its process died more often than run.max_failures allows}.
     """
     return [_row(sweep, trial, state, died) for trial in sweep.trials]

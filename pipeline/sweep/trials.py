@@ -95,7 +95,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
 
 
 def _run_one(job: Job, handle: SweepHandle) -> None:
-    """Runs a trial in its process, as an ordinary run. Its errors end this trial alone."""
+    """Runs a trial in its process, as an ordinary run. An error ends only this trial."""
     import ray
 
     from pipeline.rollout.pool import rollout_pool

@@ -67,7 +67,7 @@ def resume() -> None:
 
 
 def _on_signal(number: int, _: Any) -> None:
-    """Ends the work of this process, unless another signal is already being handled; the process, if that takes too long."""
+    """Ends the work of this process, unless another signal is being handled. If that takes too long, ends the process."""
     global received, _since
     now = time.monotonic()
     if _is_command and _since is not None:

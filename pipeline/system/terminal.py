@@ -5,8 +5,8 @@ live("train  16/48 steps", left=6.0)   a line that is rewritten; if stdout is no
 print("loading the model")             a detail: while a run's log is open, it goes there and is only shown with -v
 print("warning: ...")                  always shown, like everything on stderr; -q hides it
 
-Lines travel through stdout with a mark in front, so that those of Ray's workers arrive with theirs. Processes that are no
-command and no worker (a notebook, a test) show all lines as they are, and no live ones.
+Lines have a mark on their way through stdout, so that lines of Ray's workers keep theirs. Other processes (a notebook, a
+test) show all lines as they are, except live lines.
 """
 
 import contextlib

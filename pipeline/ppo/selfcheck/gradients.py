@@ -1,4 +1,4 @@
-"""Do the losses pull the right way? Checked on their gradients with respect to log-probs, entropies and values."""
+"""Checks the signs of the losses' gradients with respect to log-probs, entropies and values."""
 
 from __future__ import annotations
 

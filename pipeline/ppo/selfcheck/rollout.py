@@ -202,7 +202,7 @@ def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, flo
 
     Args:
         before: `sums_of` before the update.
-        metrics: of `PPOTrainer.learn`.
+        metrics: what `PPOTrainer.learn` returned.
     """
     after = sums_of(trainer)
     rates = dict(zip(trainer.roles, (group["lr"] for group in trainer.optimizer.param_groups), strict=True))
