@@ -11,10 +11,13 @@ completion) and a model card. It appears only after plain transformers has loade
 in float32 with the same greedy text and scores within 1e-5, in a shorter dtype within its rounding.
 """
 
+import contextlib
 import gc
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from pipeline.commands import hub
@@ -72,46 +75,44 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
     """Merges one adapter into `folder` and returns the differences. Raises Failure, and leaves no folder, if too large."""
     from pipeline.models.base import load_base
 
-    model, adapter = replace(host.job.model, load_in_4bit=False), host.input(name)
+    model = replace(host.job.model, load_in_4bit=False)
     expected = expectations(host, name)
-    partial = f"{folder}.partial"
-    try:
+    with complete_or_none(folder) as partial:
         base = load_base(model, host.tokenizer if name != "policy" else None, host.device)
-        merged = merge(base, adapter, model.dtype)
+        merged = merge(base, host.input(name), model.dtype)
         describe(merged, host.tokenizer)
         merged.save_pretrained(partial)
         host.tokenizer.save_pretrained(partial)
         del base, merged
         gc.collect()  # a large model must fit only once into memory
         differences = compare(host, name, partial, expected)
-        with open(os.path.join(partial, "README.md"), "w", encoding="utf-8") as file:
-            file.write(hub.card(host, name, differences))
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    print(
-        f"   {name.removesuffix('.0')}  {folder}  "
-        + "  ".join(f"{k} {v:.3g}" for k, v in differences.items()),
-        flush=True,
-    )
+        Path(partial, "README.md").write_text(hub.card(host, name, differences), encoding="utf-8")
+    shown = "  ".join(f"{k} {v:.3g}" for k, v in differences.items())
+    print(f"   {name.removesuffix('.0')}  {folder}  {shown}", flush=True)
     return differences
 
 
 def copy(host: Host, name: str, folder: str) -> dict[str, float]:
     """Copies the adapter with its tokenizer and a card to `folder`."""
-    adapter, partial = host.input(name), f"{folder}.partial"
-    try:
+    with complete_or_none(folder) as partial:
         host.tokenizer.save_pretrained(partial)
         for file in ADAPTER:
-            if os.path.isfile(source := os.path.join(adapter, file)):
+            if os.path.isfile(source := os.path.join(host.input(name), file)):
                 shutil.copyfile(source, os.path.join(partial, file))
-        with open(os.path.join(partial, "README.md"), "w", encoding="utf-8") as readme:
-            readme.write(hub.card(host, name))
+        Path(partial, "README.md").write_text(hub.card(host, name), encoding="utf-8")
+    print(f"   {name.removesuffix('.0')}  {folder}  the adapter", flush=True)
+    return {}
+
+
+@contextlib.contextmanager
+def complete_or_none(folder: str) -> Iterator[str]:
+    """Yields the path of a folder to fill, which becomes `folder` at the block's end, and is deleted after an error."""
+    partial = f"{folder}.partial"
+    try:
+        yield partial
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    print(f"   {name.removesuffix('.0')}  {folder}  the adapter", flush=True)
-    return {}
 
 
 def merge(base: Any, adapter: str, dtype: str) -> Any:
@@ -150,15 +151,9 @@ def describe(model: Any, tokenizer: Any) -> None:
 
 def probes(host: Host) -> list[list[int]]:
     """Returns token ids of the PROBES, as the chat template writes them."""
-    turns = [[{"role": "user", "content": text}] for text in PROBES]
-    return [
-        list(
-            host.tokenizer.apply_chat_template(
-                one, tokenize=True, add_generation_prompt=True, return_dict=False
-            )
-        )
-        for one in turns
-    ]
+    encode = host.tokenizer.apply_chat_template
+    turns = ([{"role": "user", "content": text}] for text in PROBES)
+    return [[*encode(one, add_generation_prompt=True, return_dict=False)] for one in turns]
 
 
 def completion_length(host: Host, rows: list[list[int]]) -> int:

@@ -9,7 +9,7 @@ that make it fit.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from pipeline.registry import lineage
 from pipeline.runtime.inputs import room_for_prompts
 from pipeline.system import console, prices
 
+FOR_RAY = 1.5 * GIB  # bytes of Ray's own processes on this machine
 EPOCH = 10_000  # rows, if neither the job nor its data has a length
 
 
@@ -66,8 +67,7 @@ def named(job: Job) -> list[str]:
     if wanted := job.scaling.get("accelerator_type"):
         names = plan.called(wanted)
     for bundle in placement.bundles(job):
-        only = {key: value for key, value in bundle.selector.items() if key == placement.GPU_LABEL}
-        names = [name for name in names if placement.matches(only, {placement.GPU_LABEL: name})]
+        names = allowed(bundle.selector, names)
     if not names:
         key, found = next(
             (f"scaling.{key}", job.scaling[key])
@@ -76,6 +76,12 @@ def named(job: Job) -> list[str]:
         )
         raise InputError(f"found {found!r}; plan knows {', '.join(GPUS)}", key=key)
     return names
+
+
+def allowed(selector: Mapping[str, str], names: Iterable[str]) -> list[str]:
+    """Returns the GPUs of `names` that a label selector of nodes allows."""
+    only = {key: value for key, value in selector.items() if key == placement.GPU_LABEL}
+    return [name for name in names if placement.matches(only, {placement.GPU_LABEL: name})]
 
 
 def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
@@ -90,14 +96,11 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
     try:
         if registered:
             registry.check_reachable(uri)
-    except Exception as error:  # the store's driver and the network raise errors of any type
-        return {}, [f"{guess} ({uri} does not answer: {summary(error)})"]
-    try:
         _, inputs = pin_inputs(job)
         models = {name: at for name, at in inputs.items() if not Ref.parse(at).is_function}
         folders = {name: registry.fetch(at, uri) for name, at in models.items()}
-    except InputError as error:
-        return {}, [f"{guess} ({error})"]
+    except Exception as error:  # the store's driver and the network raise any type
+        return {}, [f"{guess} ({error if isinstance(error, InputError) else f'{uri}: {summary(error)}'})"]
     return {name: at for name, at in folders.items() if lineage.is_adapter(at)}, []
 
 
@@ -139,9 +142,8 @@ def table(planned: Plan) -> list[str]:
 
 def on_this_machine(planned: Plan) -> bool:
     """Prints and returns whether all workers and Ray fit into this machine's memory."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    workers = planned.job.workers[1]
-    needed = workers * planned.peak + 1.5 * GIB
+    workers, memory = planned.job.workers[1], memory_here()
+    needed = workers * planned.peak + FOR_RAY
     fits = needed <= memory
     print(
         f"   {workers} worker{'s' * (workers > 1)} on the CPU and Ray: {needed / GIB:.1f} GiB; this machine has "
@@ -149,6 +151,10 @@ def on_this_machine(planned: Plan) -> bool:
     )
     print(f"   {price_of_this_machine()}")
     return fits
+
+
+def memory_here() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def price_of_this_machine(hours: float | None = None) -> str:
@@ -253,16 +259,11 @@ def of_rollout_workers(job: Job, planned: Plan) -> str:
     count, need = job.rollout_config.workers[1], f"A rollout worker needs {planned.peak / GIB:.1f} GiB"
     if planned.device == "cpu":
         return f"   {need} of the memory of its node."
-    only = {
-        key: value
-        for key, value in placement.rollout_bundle(job).selector.items()
-        if key == placement.GPU_LABEL
-    }
-    allowed = [name for name in GPUS if placement.matches(only, {placement.GPU_LABEL: name})]
-    fits = [name for name in allowed if name in plan.fitting(planned)]
+    allows = allowed(placement.rollout_bundle(job).selector, GPUS)
+    fits = [name for name in allows if name in plan.fitting(planned)]
     if not fits:
         raise Failure(
-            f"rollout.label_selector: a{need[1:]}, more than {', '.join(allowed) or 'any GPU that plan knows'} has; "
+            f"rollout.label_selector: a{need[1:]}, more than {', '.join(allows) or 'any GPU that plan knows'} has; "
             f"lower trainer.local_rollout_forward_batch_size, or allow larger ones: {', '.join(plan.fitting(planned))}"
         )
     gpus = count * job.rollout_config.tensor_parallel_size
@@ -292,8 +293,7 @@ def advice(job: Job, loras: dict[str, dict[str, Any]], planned: Plan, memory: fl
     if memory is None:
         on_gpu = job.scaling.get("use_gpu")
         largest = max(gpu.memory for gpu in GPUS.values()) * GIB
-        here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - 1.5 * GIB
-        memory = largest if on_gpu else here / job.workers[1]
+        memory = largest if on_gpu else (memory_here() - FOR_RAY) / job.workers[1]
     fitted = plan.fit_into(job, memory, loras)
     needs = f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}"
     if fitted is None:
