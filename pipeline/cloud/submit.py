@@ -37,21 +37,9 @@ from pipeline.system.credentials import without_credentials
 RUNS = tuple(name for name, facts in STAGE.items() if facts.runs_in != "here")
 VERBS = (*RUNS, "sweep", "iterate", "validate", "doctor", "rlhf")
 # Forwarded to the job if they are set here. Not AWS_*: nodes have their own role, with fewer rights than a person.
-FORWARDED = (
-    "HF_TOKEN",
-    "HF_ENDPOINT",
-    "HF_HUB_OFFLINE",
-    "MLFLOW_TRACKING_URI",
-    "MLFLOW_TRACKING_USERNAME",
-    "MLFLOW_TRACKING_PASSWORD",
-    "MLFLOW_TRACKING_TOKEN",
-    "MLFLOW_TRACKING_INSECURE_TLS",
-    "WANDB_API_KEY",
-    "WANDB_BASE_URL",
-    "WANDB_ENTITY",
-    "WANDB_MODE",
-    "RLHF_SERVE_TOKENS",
-)
+FORWARDED = """HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE MLFLOW_TRACKING_URI MLFLOW_TRACKING_USERNAME MLFLOW_TRACKING_PASSWORD
+    MLFLOW_TRACKING_TOKEN MLFLOW_TRACKING_INSECURE_TLS WANDB_API_KEY WANDB_BASE_URL WANDB_ENTITY WANDB_MODE
+    RLHF_SERVE_TOKENS""".split()
 # Ray's loggers, which report every ignore file three times.
 CHATTY = (
     "ray._private.runtime_env.packaging",
@@ -85,10 +73,10 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
     if attempt > 1:
         print(f"run {name} was submitted before: it continues from its last checkpoint", flush=True)
     api.submit(
-        submission,
-        shlex.join(["python", "-m", "pipeline", verb, path, *overrides, *terminal.flags()]),
-        {**uploaded(), "env_vars": {**session.ENVIRONMENT, **environment}},
-        {"run": name, "verb": verb, "job": path},
+        submission_id=submission,
+        entrypoint=shlex.join(["python", "-m", "pipeline", verb, path, *overrides, *terminal.flags()]),
+        runtime_env={**uploaded(), "env_vars": {**session.ENVIRONMENT, **environment}},
+        metadata={"run": name, "verb": verb, "job": path},
     )
     return follow(api, submission)
 
@@ -254,19 +242,16 @@ class Api:
             listed = [job for job in self.client().list_jobs() if job.submission_id]
             return sorted(listed, key=lambda job: job.start_time or 0)
 
-    def submit(
-        self, submission: str, entrypoint: str, environment: dict[str, Any], metadata: dict[str, str]
-    ) -> None:
-        """Uploads and submits. Retries for a minute, because a head that has just started has no agent to run jobs."""
+    def submit(self, **job: Any) -> None:
+        """Uploads and submits. Retries for a minute, because a head that has just started has no agent to run jobs.
+
+        Args:
+            job: entrypoint, submission_id, runtime_env and metadata, as submit_job takes them.
+        """
         deadline = time.monotonic() + 60
         while True:
             try:
-                self.client().submit_job(
-                    entrypoint=entrypoint,
-                    submission_id=submission,
-                    runtime_env=environment,
-                    metadata=metadata,
-                )
+                self.client().submit_job(**job)
                 return
             except RuntimeError as error:
                 if "No available agent" not in str(error) or time.monotonic() > deadline:
@@ -277,33 +262,30 @@ class Api:
 # ---------------------------------------------------------------------------------------------------- following
 
 
-class Log:
-    """A job's log on this terminal. After a lost connection it does not repeat what it has shown."""
+def follow(api: Api, submission: str) -> int:
+    """Shows the log of a submission until it ends. Returns its exit status. Ctrl-C leaves the job running.
 
-    def __init__(self) -> None:
-        self.shown = 0  # characters
+    After a lost connection it does not repeat what it has shown.
+    """
+    import aiohttp
 
-    async def tail(self, client: Any, submission: str) -> None:
-        """Prints until the log ends. Raises any error of a broken connection."""
+    shown, silent_since = 0, None  # characters; time
+
+    async def tail(client: Any) -> None:
+        nonlocal shown
         seen = 0
         async for text in client.tail_job_logs(submission):
             seen += len(text)
-            if new := text[max(0, len(text) - (seen - self.shown)) :] if seen > self.shown else "":
-                print(new, end="", flush=True)
-                self.shown = seen
+            if seen > shown:
+                print(text[max(0, len(text) - (seen - shown)) :], end="", flush=True)
+                shown = seen
 
-
-def follow(api: Api, submission: str) -> int:
-    """Shows the log of a submission until it ends. Returns its exit status. Ctrl-C leaves the job running."""
-    import aiohttp
-
-    log, silent_since = Log(), None
     try:
         while True:
             try:
                 client = api.client()
                 silent_since = None
-                asyncio.run(log.tail(client, submission))
+                asyncio.run(tail(client))
                 details = client.get_job_info(submission)
                 if details.status.is_terminal():
                     return status_of(details)
@@ -318,11 +300,8 @@ def follow(api: Api, submission: str) -> int:
                     raise
             time.sleep(1)
     except KeyboardInterrupt:
-        print(
-            f"\n{submission} continues without this terminal. Follow it: make logs NAME={submission}   "
-            f"end it: make stop NAME={submission}",
-            file=sys.stderr,
-        )
+        how = f"Follow it: make logs NAME={submission}   end it: make stop NAME={submission}"
+        print(f"\n{submission} continues without this terminal. {how}", file=sys.stderr)
         return 130
 
 

@@ -10,6 +10,7 @@ After an interruption the same command continues: files that have arrived are no
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -270,10 +271,8 @@ def _replaced(job: Job, token: str) -> str | None:
     files = {file.rfilename for file in found.siblings or []} - {".gitattributes"}
     tags: list[str] = []
     if "README.md" in files:
-        with open(
-            api.hf_hub_download(repo, "README.md", revision=found.sha), encoding="utf-8", errors="replace"
-        ) as file:
-            text = file.read()
+        card = Path(api.hf_hub_download(repo, "README.md", revision=found.sha))
+        text = card.read_text(encoding="utf-8", errors="replace")
         try:
             tags = ModelCard(text, ignore_metadata_errors=True).data.get("tags") or []
         except Exception:  # damaged YAML: no export wrote this card
@@ -322,11 +321,8 @@ def _send(job: Job, folder: str, run: str, before: str | None) -> str:
     """Creates repository and branch if necessary, and replaces their files with the folder's. Returns the commit."""
     from huggingface_hub import HfApi
 
-    api, repo, branch = (
-        HfApi(token=os.environ["HF_TOKEN"].strip()),
-        job.args.hub_model_id,
-        job.args.hub_revision,
-    )
+    api = HfApi(token=os.environ["HF_TOKEN"].strip())
+    repo, branch = job.args.hub_model_id, job.args.hub_revision
     if before is None:
         api.create_repo(repo, private=job.args.hub_private_repo, exist_ok=True)
         if branch:
@@ -366,8 +362,7 @@ def _explained(job: Job, error: Exception) -> str:
 
 def _print_dry_run(job: Job, folder: str) -> None:
     """Prints what a push would do, without contacting the hub."""
-    with open(os.path.join(folder, "README.md"), encoding="utf-8") as file:
-        text = file.read()
+    text = Path(folder, "README.md").read_text(encoding="utf-8")
     sizes = {one.name: one.stat().st_size for one in sorted(os.scandir(folder), key=lambda one: one.name)}
     width = max(map(len, sizes))
     visibility = "private" if job.args.hub_private_repo else "public"

@@ -298,22 +298,21 @@ def with_rows(text: str, job: str, sources: list[Source], stage: str) -> str:
     """Returns the text of a job that reads these sources as `stage` does."""
     keys = [source.stages[stage] for source in sources]
     same = keys[0] if all(one == keys[0] for one in keys) else None
-    paths: dict[bool, Any] = {}
-    for for_eval in (False, True):
+
+    def paths(for_eval: bool) -> Any:
         mine = [source for source in sources if source.for_eval == for_eval]
-        paths[for_eval] = [
-            one.path if same is not None else {"path": one.path, **one.stages[stage]} for one in mine
-        ]
-        if len(mine) <= 1 and same is not None:
-            paths[for_eval] = mine[0].path if mine else None
+        if same is None:
+            return [{"path": one.path, **one.stages[stage]} for one in mine]
+        return [one.path for one in mine] if len(mine) > 1 else next((one.path for one in mine), None)
+
+    held_out = paths(True) or None
     if job != "evaluate":
-        text = with_key(text, "data.train", paths[False])
+        text = with_key(text, "data.train", paths(False))
     if job in TAKES or job == "evaluate":
-        text = with_key(text, "data.eval", paths[True] or None)
+        text = with_key(text, "data.eval", held_out)
     if job in TAKES:
-        text = with_key(
-            text, "data.eval_fraction", 0 if paths[True] else 0.1, "of the training rows, by prompt"
-        )
+        share = 0 if held_out else 0.1
+        text = with_key(text, "data.eval_fraction", share, "of the training rows, by prompt")
     for key, value in (same or {}).items():
         meaning = f"set what its values mean: {guess.meaning(keys[0]['columns'])}" if value is None else ""
         text = with_key(text, f"data.{key}", value, meaning)

@@ -21,7 +21,6 @@ from pipeline.cloud import preflight, submit
 from pipeline.cloud.clusterfile import NodeType
 from pipeline.config import load_job
 from pipeline.errors import InputError
-from pipeline.sweep import space
 
 GPU = NodeType({"CPU": 8.0, "GPU": 1.0}, max_workers=4)
 
@@ -79,22 +78,23 @@ def test_the_whole_pipeline_is_uploaded():
     assert not modules - set(preflight.upload_files(str(ROOT)))
 
 
-def test_a_sweep_is_submitted_under_the_name_that_it_will_have_there(in_root):
-    given = ["lora.r=8,16"]
-    name, jobs = submit.load("sweep", "jobs/demo/rm.yaml", given)
-    assert name == space.read("jobs/demo/rm.yaml", given).job.run.name and name.startswith("sweep-rm-")
-    assert [job.run.storage_path for job in jobs] == ["runs"]  # as it is checked: no path of this machine
-    with pytest.raises(InputError, match="a value is missing"):
-        submit.load("sweep", "jobs/demo/rm.yaml", ["lora.r=8,"])
-
-
-def test_an_iteration_is_checked_job_by_job_under_its_name(in_root):
-    name, jobs = submit.load("iterate", "jobs/demo/iterate.yaml", ["dpo.trainer.beta=0.3"])
-    assert name.startswith("iterate-dpo-") and [job.stage for job in jobs] == ["collect", "dpo", "evaluate"]
+@pytest.mark.parametrize(
+    ("verb", "job", "given", "wrong", "stages"),
+    [
+        ("sweep", "rm", "lora.r=8,16", "lora.r=8,", ["rm"]),
+        ("iterate", "iterate", "dpo.trainer.beta=0.3", "dpo.trainer.beta=-1", ["collect", "dpo", "evaluate"]),
+    ],
+)
+def test_several_runs_are_submitted_under_the_name_that_they_will_have_there(
+    verb, job, given, wrong, stages, in_root
+):
+    path = f"jobs/demo/{job}.yaml"
+    name, jobs = submit.load(verb, path, [given])
+    assert name == submit.load(verb, path, [given])[0] and name.startswith(f"{verb}-{stages[-2:][0]}-")
+    assert [job.stage for job in jobs] == stages
     assert {job.run.storage_path for job in jobs} == {"runs"}  # as it is checked: no path of this machine
-    assert name == submit.load("iterate", "jobs/demo/iterate.yaml", ["dpo.trainer.beta=0.3"])[0]
-    with pytest.raises(InputError, match=r"dpo\.trainer\.beta"):
-        submit.load("iterate", "jobs/demo/iterate.yaml", ["dpo.trainer.beta=-1"])
+    with pytest.raises(InputError, match=wrong.partition("=")[0]):
+        submit.load(verb, path, [wrong])
 
 
 # ------------------------------------------------------------------------------------------- refused, with a head
@@ -102,24 +102,27 @@ def test_an_iteration_is_checked_job_by_job_under_its_name(in_root):
 
 def test_nothing_is_submitted_that_cannot_run(cluster, capsys, tmp_path, monkeypatch):
     """Each mistake: one message, exit status 2; and the head has seen no job at the end."""
-    sft = ("sft", "jobs/demo/sft.yaml")
+    sft, llama = ("sft", "jobs/demo/sft.yaml"), ("sft", "jobs/llama3-8b/sft.yaml")
     runs = f"run.storage_path={tmp_path}/runs"
-    assert "s3://BUCKET/runs" in refused(capsys, *sft)  # a relative storage_path
-    assert "trainer.learning_rat" in refused(capsys, *sft, runs, "trainer.learning_rat=1")
-    assert "32 workers with 1 CPU each, but the cluster has room for 4" in refused(
-        capsys, *sft, runs, "scaling.num_workers=32", "data.batch_size=512"
-    )
-    wants_gpu = refused(capsys, *sft, runs, "scaling.use_gpu=true", "trainer.use_cpu=false")
-    assert "a worker wants 1 CPU, 1 GPU, which no node of the cluster has" in wants_gpu
-    gated = refused(capsys, "sft", "jobs/llama3-8b/sft.yaml", runs)
-    assert "HF_TOKEN is not set" in gated or "HF_HUB_OFFLINE" in os.environ
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    assert "HF_TOKEN is not set" in refused(capsys, "sft", "jobs/llama3-8b/sft.yaml", runs)
+    for given, says in (
+        (sft, "s3://BUCKET/runs"),  # a relative storage_path
+        ((*sft, runs, "trainer.learning_rat=1"), "trainer.learning_rat"),
+        (
+            (*sft, runs, "scaling.num_workers=32", "data.batch_size=512"),
+            "32 workers with 1 CPU each, but the cluster has room for 4",
+        ),
+        (
+            (*sft, runs, "scaling.use_gpu=true", "trainer.use_cpu=false"),
+            "a worker wants 1 CPU, 1 GPU, which no node of the cluster has",
+        ),
+        ((*llama, runs), "HF_TOKEN is not set"),
+    ):
+        assert says in refused(capsys, *given)
     monkeypatch.setenv("FORWARD", "NOT_SET_HERE")
     assert "NOT_SET_HERE is not set here" in refused(capsys, *sft, runs)
     monkeypatch.delenv("FORWARD")
-
     monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 32)
     assert "the token here is another cluster's" in refused(capsys, *sft, runs)
     monkeypatch.delenv("RAY_AUTH_TOKEN")
@@ -280,7 +283,7 @@ sys.exit({status})
 def say(api, name, lines=3, pause=0.0, status=0):
     """Submits a small script in place of a stage."""
     code = SAY.format(lines=lines, pause=pause, status=status)
-    api.submit(name, shlex.join(["python", "-c", code]), {}, {"run": name})
+    api.submit(submission_id=name, entrypoint=shlex.join(["python", "-c", code]), metadata={"run": name})
 
 
 def test_the_status_of_a_job_is_ours(cluster, capsys):
@@ -344,7 +347,8 @@ def test_a_package_that_is_installed_elsewhere_is_uploaded(cluster, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     api = submit.Api(cluster.address)
     where = "import pipeline, os; print('found', pipeline.__file__, os.path.isdir(pipeline.__path__[0] + '/jobs/demo'))"
-    api.submit("elsewhere", shlex.join(["python", "-c", where]), submit.uploaded(), {"run": "elsewhere"})
+    command = shlex.join(["python", "-c", where])
+    api.submit(submission_id="elsewhere", entrypoint=command, runtime_env=submit.uploaded())
     assert submit.follow(api, "elsewhere") == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("found")]
     assert "py_modules" in line and line.endswith("True")
