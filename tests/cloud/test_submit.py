@@ -1,6 +1,5 @@
 """Jobs submitted from outside a cluster: a real head with a token, real jobs, and every refusal before the upload."""
 
-import os
 import shlex
 import shutil
 import signal
