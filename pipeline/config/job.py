@@ -44,7 +44,7 @@ class Source:
 
     path: str  # a path, a glob, a folder, s3:// gs:// hf://
     # Share of an epoch drawn from this source of data.train, relative to the other weights.
-    weight: float | None = None
+    weight: Annotated[float | None, "(0, 1000000000]"] = None
     # Commit, tag or branch of a Hub dataset; the same as @REVISION in its path.
     revision: str | None = None
     # Replace data.columns, data.label, data.transform and data.group_by for the rows of this source.

@@ -188,8 +188,6 @@ RULES = [Rule(*row) for row in (
     ("trl", "trainer.eval_on_start", lambda job: job.trainer.get("eval_on_start") and not job.held_out,
      NOTHING_HELD_OUT + "eval_on_start=false"),
     # trainer
-    ("", "trainer.fp16", _given("trainer.fp16", "trainer.bf16"),
-     "given together with trainer.bf16; keep one (bf16 if the GPU has it)"),
     ("", "trainer.use_cpu", _given("trainer.use_cpu", "scaling.use_gpu"),
      "given together with scaling.use_gpu=true; keep one"),
     *(("trl", f"trainer.{what}_steps",
@@ -355,10 +353,6 @@ def _sources(job: Job) -> Problems:
     if 0 < len(given) < len(weights):
         found = f"{len(given)} of {len(weights)} sources have a weight"
         yield "data.train", f"{found}; expected one for each, or for none"
-    for index, weight in enumerate(given):
-        if not 0 < weight <= 1e9:
-            expected = "expected a number above 0, for example 0.3"
-            yield f"data.train.{index}.weight", f"found {show(weight)}, {expected}"
 
 
 def _preprocessing(key: str, given: Data | Source) -> Problems:
@@ -398,14 +392,9 @@ def _scaling(job: Job) -> Problems:
     """Yields resources and labels that Ray cannot count, or would wait for forever."""
     for section in ("scaling", "rollout"):
         given = getattr(job, section)
-        use_gpu = given.get("use_gpu", job.scaling.get("use_gpu"))
         for name, amount in (given.get("resources_per_worker") or {}).items():
-            key = f"{section}.resources_per_worker.{name}"
-            if expected := _not_in(amount, "[0, 1] or whole [1, 1000]" if name == "GPU" else "[0, inf)"):
-                yield key, f"found {show(amount)}, expected {expected}"
-            elif name == "GPU" and bool(amount) != bool(use_gpu):
-                found = f"found {show(amount)} {'with' if use_gpu else 'without'} {section}.use_gpu=true"
-                yield key, f"{found}; {'remove this key' if use_gpu else 'set it, or remove this key'}"
+            if expected := _not_in(amount, "[0, inf)"):
+                yield f"{section}.resources_per_worker.{name}", f"found {show(amount)}, expected {expected}"
         selectors = given.get("label_selector") or {}
         if isinstance(selectors, list) and STAGE[job.stage].runs_in == "data":
             yield f"{section}.label_selector", "found a list, expected one mapping, for all actors"
@@ -482,8 +471,6 @@ def _inputs(job: Job) -> Problems:
         if not isinstance(item, str) or not item:
             yield key, f"found {show(item)}, expected a name such as models:/rlhf-rm@champion, or {form}"
         named.append((key, item))
-    if job.reward and not any(weight for _, weight in job.rewards):
-        yield "reward", "found only weights of 0, which reward nothing"
     for key, name in named:
         adapter = key in ("policy", "baseline") or key.startswith("serve.policies.")
         if name.startswith("models:") and not Ref.parse(name).is_registered:

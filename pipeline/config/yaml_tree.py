@@ -173,12 +173,10 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         raise InputError(f"{position}: not valid YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
-    except (ValueError, LookupError, AttributeError):  # PyYAML's constructors raise these
+    except (ValueError, LookupError, AttributeError, RecursionError):  # PyYAML's constructors raise these
         raise InputError(
-            f"{name}: not valid YAML: a value does not fit its tag (!!); remove the tag"
+            f"{name}: not valid YAML: a tag (!!) or an alias that cannot be read; remove it"
         ) from None
-    except RecursionError:
-        raise InputError(f"{name}: not valid YAML: nested too deeply, or an alias contains itself") from None
 
 
 def _walk(node: yaml.Node, key: str, name: str, where: dict[str, str]) -> None:
@@ -251,7 +249,7 @@ def _is_secret(text: str) -> bool:
 
 
 def _check_values(tree: Tree, value: Any, key: str) -> None:
-    """Raises InputError for secrets, numbers that are not finite, blank texts, and control characters."""
+    """Raises InputError for secrets, numbers that are not finite, and blank texts."""
     if isinstance(value, dict):
         for name, item in value.items():
             _check_values(tree, item, _join(key, name))
@@ -262,7 +260,5 @@ def _check_values(tree: Tree, value: Any, key: str) -> None:
         raise tree.error(key, NO_SECRETS)
     elif isinstance(value, str) and not value.strip():
         raise tree.error(key, "found empty text, expected a value; remove the key, or use null")
-    elif isinstance(value, str) and re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
-        raise tree.error(key, f"found {show(value)}, expected text on one line, without control characters")
     elif isinstance(value, float) and not math.isfinite(value):
         raise tree.error(key, f"found {value}, expected a finite number")

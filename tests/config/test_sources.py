@@ -24,7 +24,7 @@ def test_paths_and_mappings(in_root):
     "override,said",
     [
         ("data.train=[{path: a, weight: 1}, {path: b}]", "1 of 2 sources have a weight"),
-        ("data.train=[{path: a, weight: -1}]", "data.train.0.weight: found -1, expected a number above 0"),
+        ("data.train=[{path: a, weight: -1}]", "data.train.0.weight: found -1, expected above 0 and at most 1000000000"),
         ("data.train=[{path: a, weight: .inf}]", "data.train.0.weight: found inf, expected"),
         ("data.train=[{path: a, weight: true}]", "data.train.0.weight: found true"),
         ("data.train=[{path: a, wieght: 1}]", "data.train.0.wieght: unknown key; did you mean weight"),
