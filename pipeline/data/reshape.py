@@ -52,48 +52,31 @@ from pipeline.system.functions import imported
 
 
 EXPECTED = "a row (dict), a list of rows, or None to leave it out"
-
-
-@cache
-def function(source: str) -> Callable[[Any], Any]:
-    """Returns the function of `python:module:function`."""
-    return imported(source)
+function = cache(imported)  # of `python:module:function`
 
 
 def transformed(row: Any, source: str) -> Iterator[Any]:
-    """Yields what the function makes of a row, or of the list of rows of a group: rows or Dropped.
-
-    Raises:
-        RowError: if the function raises, or returns something other than rows.
-    """
+    """Yields what the function makes of a row, or of the list of rows of a group: rows, Dropped or RowError."""
     try:
         made = function(source)(row)
         made = list(made) if isinstance(made, list | tuple | types.GeneratorType) else [made]
     except Exception as error:
-        found = f"{in_brief(error)}{_place(error)}"
-        raise RowError("transform", "", found, f"{EXPECTED}, from {source}") from None
-    if not made or (len(made) == 1 and made[0] is None):
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        yield RowError("transform", "", in_brief(error) + place, f"{EXPECTED}, from {source}")
+        return
+    if made in ([], [None]):
         yield Dropped("left_out")
         return
     for one in made:
-        yield _as_row(one, source)
-
-
-def _as_row(made: Any, source: str) -> dict[str, Any]:
-    """Returns a row as JSON has it: with text keys and without tuples."""
-    try:
-        if isinstance(made, dict):
-            return json.loads(row_json(made))  # type: ignore[no-any-return]
-        found = f"{type_name(made)} {show(made)}"
-    except (TypeError, ValueError, RecursionError) as error:
-        found = f"a row that is not JSON ({in_brief(error, 100)})"
-    raise RowError("transform", "", f"{found} returned by {source}", EXPECTED)
-
-
-def _place(error: BaseException) -> str:
-    """Returns the place of an error: the last frame outside of this file."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        try:
+            found = f"{type_name(one)} {show(one)}"
+            if isinstance(one, dict):
+                yield json.loads(row_json(one))  # as JSON has it: with text keys and without tuples
+                continue
+        except (TypeError, ValueError, RecursionError) as error:
+            found = f"a row that is not JSON ({in_brief(error, 100)})"
+        yield RowError("transform", "", f"{found} returned by {source}", EXPECTED)
 
 
 # ---- data.columns ----------------------------------------------------------------------------------------------------
@@ -156,13 +139,13 @@ def absent(row: dict[str, Any], field: str, column: str) -> RowError:
 # ---- data.label, and scores ------------------------------------------------------------------------------------------
 
 
-Side = str | None  # first, second, or None for a tie
 _WORD = r"(?:model|response|output|answer|completion|text|option|summary|assistant|conversation|candidate|system)?"
 WORDS = {
     "first": re.compile(rf"{_WORD}(?:a|1|first|left)(?:better|isbetter|wins?)?"),
     "second": re.compile(rf"{_WORD}(?:b|2|second|right)(?:better|isbetter|wins?)?"),
     "tie": re.compile(r"(?:tie|tied|draw|equal|same|both|neither|none).*"),
 }
+NAMES = ("first", "second", "tie", "good", "bad")  # what a value of a label may mean
 SEVERAL = 12  # a column with more different values is no label
 RARE = 0.05  # up to this share of the labels, an unknown text counts as an error of its row
 # Names of labels that hold the number of a completion, such as better_response_id; not `label`, which may mean anything.
@@ -186,35 +169,27 @@ class Rule:
         return cls(**values)
 
     def __str__(self) -> str:
-        names = ("first", "second", "tie", "good", "bad")
-        ends = [(name, end) for name in names for end in getattr(self, name)]
+        ends = [(name, end) for name in NAMES for end in getattr(self, name)]
         shown = ((f"{end:g}" if isinstance(end, float) else end, name) for name, end in ends)
         words = ", ".join(f"{end} ({name})" for end, name in shown)
         return words or "a or b, or tie"
 
-    def is_good(self, value: Any) -> bool | None:
-        """Returns whether a rating is good, or None if it lies between bad and good; raises KeyError for unknown values."""
+    def meaning(self, value: Any) -> str:
+        """Returns which of NAMES a value means; of a rating between good and bad, `tie`. Raises KeyError for other values."""
         value = comparable(value)
-        if value in self.good or value in self.bad:
-            return value in self.good
-        ends = [*self.good, *self.bad]
-        if len(ends) > 2 or not all(isinstance(one, float) for one in (value, *ends)):
-            raise KeyError(value)
-        good, bad = ends
-        return None if min(ends) < value < max(ends) else (value > bad) == (good > bad)
-
-    def side(self, value: Any) -> Side:
-        """Returns the side that a value names, or None for a tie. Raises KeyError for other values."""
-        value = comparable(value)
-        for name in ("first", "second", "tie"):
+        for name in NAMES:
             if value in getattr(self, name) or (self.derived and _word(value) == name):
-                return name if name != "tie" else None
-        ends = [number for number in (*self.first, *self.second) if isinstance(number, float)]
-        on_a_scale = len(self.first) == len(self.second) == 1 and len(ends) == 2
-        if isinstance(value, float) and on_a_scale and min(ends) < value < max(ends):
-            middle = sum(ends) / 2
-            low, high = ("first", "second") if self.first == (min(ends),) else ("second", "first")
-            return None if value == middle else low if value < middle else high
+                return name
+        ends = [(end, name) for name in NAMES if name != "tie" for end in getattr(self, name)]
+        numbers = [value, *(end for end, _ in ends)]
+        if len(ends) != 2 or not all(isinstance(one, float) and math.isfinite(one) for one in numbers):
+            raise KeyError(value)
+        (low, below), (high, above) = sorted(ends)
+        if low < value < high:
+            middle = (low + high) / 2
+            return "tie" if self.good or value == middle else below if value < middle else above
+        if self.good:
+            return below if value < low else above
         raise KeyError(value)
 
 
@@ -238,71 +213,48 @@ def _word(value: Any) -> str | None:
     return next((name for name, pattern in WORDS.items() if pattern.fullmatch(word)), None)
 
 
-def ordered(row: dict[str, Any], rule: Rule | None) -> dict[str, Any] | None:
-    """Returns a row with `first` and `second` as `chosen` and `rejected`, or None for a tie or a missing label.
+def side(row: dict[str, Any], rule: Rule) -> str:
+    """Returns which completion is better by its scores or label: first, second, or tie, also if these are missing.
 
     Raises:
         RowError: if a label names neither completion, or if the row has neither label nor scores.
     """
-    rest = {name: value for name, value in row.items() if name not in ("first", "second")}
     if "first_score" in row and "second_score" in row:
-        scores = [_score(rest.pop(name), name) for name in ("first_score", "second_score")]
-        if None in scores or scores[0] == scores[1]:
-            return None
-        side: Side = "first" if scores[0] > scores[1] else "second"  # type: ignore[operator]
-    elif "label" in row:
-        side = vote(rest.pop("label"), rule or Rule())
-    else:
+        one, two = (_score(row[name], name) for name in ("first_score", "second_score"))
+        return "tie" if None in (one, two) or one == two else "first" if one > two else "second"  # type: ignore[operator]
+    if "label" not in row:
         expected = (
             "`label`, or `first_score` and `second_score`, which say whether `first` or `second` is better"
         )
         raise RowError("missing_field", "label", "no such field", expected)
-    if side is None:
-        return None
-    other = "second" if side == "first" else "first"
-    return {**rest, "chosen": row[side], "rejected": row[other]}
+    return vote(row["label"], rule)
 
 
-def graded(row: dict[str, Any], rule: Rule) -> dict[str, Any] | None:
-    """Returns the row with true or false as its label, or None if its rating is neither good nor bad.
-
-    Raises:
-        RowError: for a rating that data.label does not cover.
-    """
-    value = row["label"]
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return None
-    try:
-        good = rule.is_good(value)
-    except (KeyError, TypeError):
-        raise RowError("unknown_label", "label", show(value), f"{rule}, as in data.label") from None
-    return None if good is None else {**row, "label": good}
-
-
-def vote(label: Any, rule: Rule) -> Side:
-    """Returns the side with more votes than the other and than ties, or None. A label that is no list is the only vote."""
-    votes: Counter[Side] = Counter()
+def vote(label: Any, rule: Rule) -> str:
+    """Returns what most votes mean, or tie. A label that is no list is the only vote."""
+    votes: Counter[str] = Counter()
     for value in listed(label):
-        if value is None or (isinstance(value, str) and not value.strip()):
-            continue
         try:
-            votes[rule.side(value)] += 1
-        except (KeyError, TypeError):
+            votes.update([] if is_blank(value) else [rule.meaning(value)])
+        except KeyError:
             kind = "unclear_label" if rule.derived else "unknown_label"
             expected = f"{rule}; data.label says what its values mean"
             raise RowError(kind, "label", show(value), expected) from None
-    (side, most), *others = [*votes.most_common(), (None, 0)]
-    return side if all(most > count for _, count in others) else None
+    (most, number), *others = [*votes.most_common(), ("tie", 0)]
+    return most if all(number > other for _, other in others) else "tie"
+
+
+def is_blank(value: Any) -> bool:
+    """Returns True for null and blank text: in CSV nothing is empty text."""
+    return value is None or (isinstance(value, str) and not value.strip())
 
 
 def _score(value: Any, name: str) -> float | None:
-    if value is None or (isinstance(value, str) and not value.strip()):  # of a CSV file
+    if is_blank(value):
         return None
     number = comparable(value)
-    if not isinstance(number, float):
-        raise RowError("wrong_type", name, show(value), "a number")
-    if not math.isfinite(number):
-        raise RowError("not_finite", name, show(value), "a finite number")
+    if not isinstance(number, float) or not math.isfinite(number):
+        raise RowError("wrong_type", name, show(value), "a finite number")
     return number
 
 
@@ -393,28 +345,32 @@ class Preprocess:
     def transformed(self, row: Any) -> Iterator[Any]:
         """Yields what data.transform makes of a decoded row: rows, RowError or Dropped."""
         if self.transform is None or isinstance(row, RowError):
-            yield row
-            return
-        try:
-            yield from transformed(row, self.transform)
-        except RowError as error:
-            yield error
+            return iter([row])
+        return transformed(row, self.transform)
 
     def _labelled(self, row: dict[str, Any], has_pairs: bool, note_label: NoteLabel | None) -> Any:
-        if self.rule and self.rule.good and "label" in row:
-            made = graded(row, self.rule)
-            meaning = "neither" if made is None else "good" if made["label"] else "bad"
+        rule = self.rule or Rule()
+        if rule.good and "label" in row:
+            meaning = vote(row["label"], rule)
+            made = {**row, "label": meaning == "good"}
         elif has_pairs and "first" in row and "second" in row:
-            made = ordered(row, self.rule)
-            meaning = "tie" if made is None else "first" if made["chosen"] is row["first"] else "second"
+            meaning = side(row, rule)
+            better, worse = ("second", "first") if meaning == "second" else ("first", "second")
+            read = (
+                ("first_score", "second_score")
+                if "first_score" in row and "second_score" in row
+                else ("label",)
+            )
+            rest = {name: value for name, value in row.items() if name not in ("first", "second", *read)}
+            made = {**rest, "chosen": row[better], "rejected": row[worse]}
         else:
             return row
         label = row.get("label")
         if note_label and isinstance(label, str | int | float) and "first_score" not in row:
-            value = str(label).strip()[:40]
-            column = listed(self.columns.get("label", "label"))[0]
-            note_label(column, meaning if value.lower() == meaning else f"{value} = {meaning}")
-        return made or Dropped("tie")
+            value, column = str(label).strip()[:40], listed(self.columns.get("label", "label"))[0]
+            word = "neither" if rule.good and meaning == "tie" else meaning
+            note_label(column, word if value.lower() == word else f"{value} = {word}")
+        return Dropped("tie") if meaning == "tie" else made
 
 
 NOTHING = Preprocess()

@@ -142,7 +142,7 @@ def test_the_sets_of_evaluate_take_their_own_fields():
 )
 def test_what_values_mean_follows_from_them_where_they_can_mean_one_thing(values, first, second, tie):
     rule = derived(values, {})
-    assert (vote(first, rule), vote(second, rule), vote(tie, rule)) == ("first", "second", None)
+    assert (vote(first, rule), vote(second, rule), vote(tie, rule)) == ("first", "second", "tie")
     for other in ("C?", 0):
         with pytest.raises(RowError, match=r"; data\.label says what its values mean") as caught:
             vote(other, rule)
@@ -187,7 +187,7 @@ def test_the_names_of_columns_say_what_0_and_1_mean(first, second, label, known)
     columns = {"first": first, "second": second, "label": label}
     if known:
         rule = derived([0, 1], columns)
-        assert (rule.side(0), rule.side("1")) == ("first", "second")
+        assert (rule.meaning(0), rule.meaning("1")) == ("first", "second")
     else:
         with pytest.raises(InputError, match="whose meaning is ambiguous"):
             derived([0, 1], columns)
@@ -213,7 +213,7 @@ SIDES = [  # data.label, the row's label or scores, what becomes of it
     # the higher score
     *((None, {"first_score": one, "second_score": two}, end) for one, two, end in
       [(3, "12", "second"), (0.5, -1, "first"), (3, 3.0, "tie"), (3, None, "tie"), ("", 1, "tie"), (" ", 1, "tie"),
-       ("high", 3, "wrong_type"), (float("nan"), 1, "not_finite"), ("nan", 1, "not_finite"), (float("inf"), 1, "not_finite")]),
+       ("high", 3, "wrong_type"), (float("nan"), 1, "wrong_type"), ("nan", 1, "wrong_type"), (float("inf"), 1, "wrong_type")]),
     (None, {}, "missing_field"),
 ]  # fmt: skip
 
