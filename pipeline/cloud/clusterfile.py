@@ -189,7 +189,7 @@ def check_account(config: dict[str, Any]) -> None:
         raise InputError(
             f"{error.name} is not installed here; run .venv/bin/pip install {package}"
         ) from error
-    except Exception as error:  # each cloud's library has its own: no or expired credentials, no network
+    except Exception as error:  # each cloud's library raises its own types
         raise InputError(f"{kind} does not let you in ({in_brief(error)}); {how}") from error
 
 

@@ -303,7 +303,7 @@ def upload_files(folder: str = ".") -> dict[str, int]:
 
 
 def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
-    """Raises InputError for paths that exist only on this machine: nodes get data, models and templates by the upload."""
+    """Raises InputError for paths that exist only on this machine. Nodes get data, models and templates with the upload."""
     for key, path in local_paths(job):
         if cluster.is_here and os.path.isabs(path):
             continue

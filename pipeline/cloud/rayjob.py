@@ -101,8 +101,8 @@ def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
         "spec": {
             "entrypoint": shlex.join(["python", "-m", "pipeline", job.stage, path, *overrides]),
             "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": 600,  # so that the logs of the pods can be read
-            "backoffLimit": 0,  # run.max_failures restarts workers
+            "ttlSecondsAfterFinished": 600,  # time to read the logs of the pods
+            "backoffLimit": 0,  # no retries here: run.max_failures restarts workers
             "rayClusterSpec": cluster,
         },
     }
@@ -147,7 +147,7 @@ def labels_of(each: Bundle, section: str) -> dict[str, str]:
     """Returns the labels that worker pods need for a worker's selector; without them, the autoscaler starts no pod."""
     labels = {}
     for key, value in each.selector.items():
-        if placement.matches({key: value}, {}):  # it excludes values, so no label is needed
+        if placement.matches({key: value}, {}):  # it only excludes values, so no label is needed
             continue
         names = re.sub(r"^in\((.*)\)$", r"\1", value).split(",")
         if key == placement.GPU_LABEL:
@@ -180,7 +180,7 @@ def pod(
     env: list[dict[str, Any]] = [
         {"name": n, "valueFrom": {"secretKeyRef": {**secret, "key": n}}} for n in FORWARDED
     ]
-    if not os.path.isdir(job.model.name_or_path):  # a folder is part of the image
+    if not os.path.isdir(job.model.name_or_path):  # a folder would be part of the image
         volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": MODELS}})  # ReadWriteMany
         mounts.append({"name": "models", "mountPath": "/models"})
         env.append({"name": "HF_HOME", "value": "/models"})

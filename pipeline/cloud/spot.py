@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from datetime import UTC, datetime
 
-METADATA = os.environ.get("METADATA_ADDRESS", "http://169.254.169.254")  # both clouds answer there
+METADATA = os.environ.get("METADATA_ADDRESS", "http://169.254.169.254")  # of AWS and of Google Cloud
 EVERY_SECONDS = 5
 GCP_SECONDS = 25.0  # time for draining; the notice comes 30 s before the end
 

@@ -290,7 +290,7 @@ def follow(api: Api, submission: str) -> int:
                 if details.status.is_terminal():
                     return status_of(details)
             except (OSError, RuntimeError, aiohttp.ClientError) as error:
-                if "does not exist" in str(error):  # a new head
+                if "does not exist" in str(error):  # the head is new and does not know the job
                     raise
                 if silent_since is None:
                     silent_since = time.monotonic()

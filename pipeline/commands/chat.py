@@ -71,7 +71,7 @@ class Chat:
         self.encoder = Encoder(host.tokenizer, kind, self.room, "error", True, ends, special)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []
-        self.completions = 0  # each has its own stream of random numbers
+        self.completions = 0  # their number; each has its own random numbers
 
     def talk(self, lines: Any) -> None:
         """Reads and answers lines until /quit or the end of the lines."""
@@ -151,7 +151,7 @@ class Chat:
                     flush=True,
                 )
                 return None
-            del kept[:2]  # a question and its answer
+            del kept[:2]  # the oldest question and its answer
 
     def _reward(self, prompt: list[int], tokens: list[int], ended: bool) -> float:
         from pipeline.ppo.rewards import Samples, weighted

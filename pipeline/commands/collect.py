@@ -191,7 +191,7 @@ def measure(args: Collect, record: Record) -> dict[str, float]:
         "completion_tokens": sum(one["completion_tokens"] for one in record["samples"]) / number,
         "share_cut_off": counts["cut_off"] / number,
         "share_duplicates": counts["duplicates"] / number,
-        "share_tied": float(max(scores) == min(scores)),  # no pair can be made of them
+        "share_tied": float(max(scores) == min(scores)),  # so they form no pair
         "share_with_rows": float(counts["rows"] > 0),
     }
     pairs = selected(args, record["samples"]) if args.select != "best" else []

@@ -279,7 +279,7 @@ def _replaced(job: Job, token: str) -> str | None:
             tags = []
     if files and MADE_HERE not in tags:
         raise InputError(
-            f"{repo} holds files that no export made ({', '.join(sorted(files)[:3])}); use another name, or "
+            f"{repo} holds files that do not come from an export ({', '.join(sorted(files)[:3])}); use another name, or "
             "trainer.hub_revision=BRANCH for a branch of it",
             "trainer.hub_model_id",
         )
@@ -333,7 +333,7 @@ def _send(job: Job, folder: str, run: str, before: str | None) -> str:
             repo_id=repo,
             folder_path=folder,
             revision=branch,
-            parent_commit=before,  # rejected if another push came in between
+            parent_commit=before,  # the Hub rejects the push if another one came in between
             delete_patterns="*",  # an adapter of an earlier push would be loaded onto merged weights
             commit_message=f"{'Merged model' if job.args.merge else 'Adapter'} from {run}",
         ).oid

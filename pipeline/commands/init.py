@@ -349,7 +349,7 @@ def with_template(folder: Path, jobs: dict[str, str]) -> dict[str, str]:
 
     Plain text then becomes messages in every job, so that policy and reward model see one format.
     """
-    with contextlib.suppress(InputError):  # with_lengths prints it
+    with contextlib.suppress(InputError):  # with_lengths prints the error
         for stage in (stage for stage in TAKES if stage in jobs):
             job = loaded(folder, stage)
             if text_as_chat(tokenizer_of(job), job.data.apply_chat_template):

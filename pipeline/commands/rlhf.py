@@ -56,7 +56,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
             heading.set(f"[{number}/{len(ORDER)}]")
             terminal.screen.following = following(stage, expected, results)
             results.append(module.run(jobs[stage]))
-            gc.collect()  # the models of a stage in this process
+            gc.collect()  # frees the models of a stage in this process
             missed = results[-1].get("registered_model") and not results[-1]["alias"]
             if missed:
                 raise Failure(

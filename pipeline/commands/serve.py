@@ -30,7 +30,7 @@ from pipeline.runtime.preparation import load_host
 from pipeline.system import console, storage
 
 TOKENS = "RLHF_SERVE_TOKENS"
-SHORTEST = 16  # characters of a token
+SHORTEST = 16  # least characters of a token
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -55,7 +55,7 @@ def serving(job: Job) -> Iterator[Work]:
     work = load_host(with_port(job)).work
     job = work.job
     room_for_prompts(job, work.base["context_length"])
-    if not os.environ.get("RAY_ADDRESS"):  # on a cluster the recorder checks it, on the head
+    if not os.environ.get("RAY_ADDRESS"):  # on a cluster, the recorder checks the folder on the head
         feedback.check_folder(feedback.folder_of(job))
     with session(job):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -131,7 +131,7 @@ def token_digests(job: Job) -> list[str]:
 def with_port(job: Job) -> Job:
     """Returns the job with a free port and absolute paths. Raises InputError if its port is taken."""
     job = absolute(job)
-    if os.environ.get("RAY_ADDRESS"):  # the port is another machine's
+    if os.environ.get("RAY_ADDRESS"):  # the port belongs to the head's machine
         return job
     family = socket.AF_INET6 if ":" in job.serve.host else socket.AF_INET
     with socket.socket(family) as one:

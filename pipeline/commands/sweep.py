@@ -3,7 +3,7 @@
     make sweep JOB=jobs/demo/rm.yaml SWEEP="trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16"
     python -m pipeline sweep jobs/demo/rm.yaml trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16 [section.key=value ...]
 
-As many trials run at a time as fit. Trials are compared by the eval metric of run.keep=best, and ASHA stops the worse half at 25
+As many trials run at a time as fit. They are compared by the eval metric of run.keep=best, and ASHA stops the worse half at 25
 and at 50 percent of their steps. The same command resumes a sweep that was interrupted, and tries failed trials again.
 """
 

@@ -28,7 +28,7 @@ class Model:
     # Dtype of the frozen base; adapters and heads are float32. On a CPU, trainer.bf16 makes the base bfloat16.
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     load_in_4bit: bool = False  # nf4 with double quantization; computes in `dtype`
-    fsdp: bool = False  # shards the base over the workers (FSDP2); each worker holds the full adapters
+    fsdp: bool = False  # shards the base over the workers (FSDP2); adapters are not sharded
     attn_implementation: str | None = None  # by default, transformers chooses (sdpa)
     chat_template: str | None = None  # a Jinja file or "plain"; by default the tokenizer's own, else "plain"
     trust_remote_code: bool = False  # run the Python code that comes with a model on the hub
@@ -317,7 +317,7 @@ class Job:
 
     @property
     def bf16(self) -> bool:
-        """Returns True if matrix products are in bfloat16. By default they are in TRL's stages (trl.SFTConfig.bf16)."""
+        """Returns True if matrix products are in bfloat16. In TRL's stages, bfloat16 is the default (trl.SFTConfig.bf16)."""
         given = self.trainer.get("bf16")
         return bool(STAGE[self.stage].trl and not self.trainer.get("fp16") if given is None else given)
 

@@ -156,7 +156,7 @@ def _trainer(asked: dict[str, Any], values: dict[str, Any]) -> None:
         raise ImportError("the package liger_kernel is not installed here")
     kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        return  # a factory, which needs the model
+        return  # the optimizer is made by a factory, which needs the model
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
     optimizer = kind([{"params": [parameter], "weight_decay": args.weight_decay}], **settings)
     steps = args.max_steps if args.max_steps > 0 else STEPS

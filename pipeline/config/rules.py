@@ -438,7 +438,7 @@ def _batches(job: Job) -> Problems:
     step = device * low
     for count in range(low + 1, high + 1):
         step = math.lcm(step, device * count)
-        if step > LARGEST_BATCH:  # more workers use multiples of this step
+        if step > LARGEST_BATCH:  # larger numbers of workers only use multiples of this
             yield (
                 "scaling.num_workers",
                 f"found [{low}, {high}]: no data.batch_size is divisible for each of {low} to {count} workers with "

@@ -217,7 +217,7 @@ class ExactBatches(Trainer):
             with uneven_gather(self.accelerator, count):
                 return super().training_step(model, inputs, num_items_in_batch)
         finally:
-            self._share = 1.0  # evaluation goes through compute_loss, too
+            self._share = 1.0  # because evaluation calls compute_loss, too
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

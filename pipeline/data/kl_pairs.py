@@ -37,7 +37,7 @@ class PairedBatchSampler(ExactBatchSampler):
 def mismatched(rows: Any, before: Any) -> Any:
     """Returns for each row of the step another row of the step: the previous one, or an earlier one if that is the same row.
 
-    The last step of an epoch may have no other row. Then it returns a row of the previous step, `before`, if there is one.
+    If the step has only one row, returns a row of the previous step, `before`, if there is one.
     """
     import torch
 

@@ -281,7 +281,7 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
     """Returns the prompt of a row that has it in the field `key` (`given`) and again in both completions (`repeated`).
 
     If one is the end of the other, returns the longer one: the field often holds one question of a conversation, or adds
-    system turns. Otherwise they must agree.
+    system turns. Otherwise, both prompts must be equal.
     """
 
     def stripped(turns: Turns) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """A policy against a baseline on held-out prompts: reward, win rates, KL, length, diversity, and samples side by side.
 
-Both sample one completion to every prompt, with the same random numbers. The workers share the prompts.
+Policy and baseline sample one completion to every prompt, with the same random numbers. The workers share the prompts.
 """
 
 import json

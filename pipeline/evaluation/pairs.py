@@ -113,7 +113,7 @@ def metric_name(subset: str) -> str:
 def _scores(
     worker: Worker, rewards: list[Any], rows: list[Any], given: list[Any], ends: Collection[int]
 ) -> list[tuple[float, float]]:
-    """Returns the weighted score of both completions of each of this rank's rows, raw units."""
+    """Returns the weighted, raw scores of both completions, for each of this rank's rows."""
     from pipeline.inference.rows import seed_of
     from pipeline.ppo.rewards import weighted
 

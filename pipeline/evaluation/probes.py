@@ -1,7 +1,7 @@
 """Probes of a reward model: edits of the completions of data.pairs, and by how much they move its score.
 
-Most edits change nothing that matters, so the score should stay. The others make a completion worse, so it should fall. The
-effect of an edit is the mean change of the score, in standard deviations of the scores of the unedited completions.
+Most edits change nothing that matters, so the score should stay. The other edits make a completion worse, so the score
+should fall. The effect of an edit is the mean change of the score, in standard deviations of the unedited completions' scores.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class SlotDecoder(Decoder):
 
     def _takes_masks(self, config: Any) -> bool:
         """Returns whether rows of different lengths can be decoded together: the base's attention adds a mask to its scores,
-        and takes positions from `position_ids`. Otherwise rows of one length are decoded together.
+        and takes positions from `position_ids`. Otherwise, only rows of the same length are decoded together.
         """
         cache = SlotCache(self.shared.base.config, 1, 1, self.shared.device)
         takes_positions = "position_ids" in inspect.signature(self.shared.base.base_model.forward).parameters

@@ -2,8 +2,8 @@
 
 Python and CUDA take about 1 ms to launch the kernels of a decoder layer's step, longer than a GPU computes on them. A graph
 launches all kernels of a step at once, but always with the same tensors, and so with the same rows and positions. The first
-step of each shape runs kernel by kernel. The next one is recorded, which takes no longer than launching it. The others are
-replayed.
+step of each shape runs kernel by kernel. The next one is recorded, which takes no longer than launching it. All later ones
+are replayed.
 """
 
 from __future__ import annotations

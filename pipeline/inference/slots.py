@@ -133,7 +133,7 @@ def doubled(size: int, needed: int) -> int:
 
 
 def live_first(live: Sequence[bool]) -> list[int]:
-    """Returns the indices of live rows: each keeps its place if that is among the first ones, or fills a free one."""
+    """Returns the live rows in new order: a row keeps its place if it is among the first, else fills a free place."""
     count = sum(live)
     movers = [row for row in range(count, len(live)) if live[row]]
     return [row if live[row] else movers.pop() for row in range(count)]

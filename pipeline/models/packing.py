@@ -103,8 +103,8 @@ def packs_that_pay(
         starts: tokens of each prompt.
         counts: tokens of each completion.
         width: W, the size of the hidden states.
-        completions: limit on those of a pack. None: none.
-        tokens: limit on those of a pack with several completions. None: none.
+        completions: most completions of a pack. None: no limit.
+        tokens: most tokens of a pack with several completions. None: no limit.
     """
 
     def cost(tokens: int) -> int:
@@ -141,8 +141,8 @@ def micro_batches(
 
     Args:
         lengths: tokens of each row.
-        rows: limit on completions per batch. None: none.
-        tokens: limit on tokens per batch, padding included; a longer row is a batch by itself. None: none.
+        rows: most completions of a batch. None: no limit.
+        tokens: most tokens of a batch, padding included; a longer row is a batch by itself. None: no limit.
         device: type of the device that computes.
         completions: in each row, if rows are packs of them. None: one.
     """

@@ -129,7 +129,7 @@ def _weight_files(model: Model) -> list[Path]:
 def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
     """Reads this rank's rows of each parameter. safetensors maps the files, so the other rows are not copied."""
     parameters = dict(base.named_parameters())
-    # The last one counts, as in transformers
+    # If files repeat a name, the last one counts, as in transformers
     place = {name: file for file in files for name in stored_in(file)}
     source = {name: name for name in parameters if name in place}
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()

@@ -314,7 +314,7 @@ def _moments(job: Job) -> float:
 
 
 def _has_reference(job: Job) -> bool:
-    """Returns whether the reference is an adapter. Otherwise it is the base, which takes no additional memory."""
+    """Returns whether the reference is an adapter. Otherwise, the reference is the base, which takes no additional memory."""
     return STAGE[job.stage].keeps_reference and (job.reference or job.policy) not in (None, "base")
 
 
@@ -412,7 +412,7 @@ def _with(job: Job, changes: dict[str, Any]) -> Job:
 
 
 def length_is_known(job: Job) -> bool:
-    """Returns whether the job sets its length. Otherwise the length depends on its rows."""
+    """Returns whether the job sets how long it trains. Otherwise this depends on its rows."""
     return bool(job.trainer.get("total_episodes")) or (job.trainer.get("max_steps") or 0) > 0
 
 

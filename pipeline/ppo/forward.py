@@ -1,7 +1,7 @@
 """Forward passes of episodes: which rows share one, and the hidden states.
 
-Rows of similar length share a micro-batch, and completions to one prompt share a row (models/packing.py). Neither changes a
-result, except for rounding.
+Rows of similar length share a micro-batch, and completions to one prompt share a row (models/packing.py). Both change results
+only by rounding.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def in_packs(
     """Groups `rows` of the episodes in packs of completions to one prompt, if that pays and the base allows it.
 
     Args:
-        completions: limit on those of a pack.
-        tokens: limit on those of a pack with several completions.
+        completions: most completions of a pack.
+        tokens: most tokens of a pack with several completions.
     """
     index = torch.as_tensor(rows, dtype=torch.long, device=episodes.prompts.device)
     prompts = episodes.prompts[index].tolist()

@@ -158,7 +158,7 @@ class Sampler:
             sampled.greedy.raw = raw_scores(self.rewards, self.samples(chunk, sampled.greedy.completions))
 
     def samples(self, chunk: Chunk, completions: Sequence[Completion]) -> Samples:
-        """Returns completions to the chunk's prompts, the same number to each, as the rewards take them.
+        """Returns completions to the chunk's prompts, the same number to each, as reward samples.
 
         The greedy completion to a prompt has the seed of the prompt's first episode.
         """

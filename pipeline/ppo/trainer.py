@@ -138,7 +138,7 @@ class PPOTrainer:
         )
 
     def _prepare_roles(self, reference: str | None) -> None:
-        """Sets precision, checkpointing and what learns. With several workers, all get the same adapters and packs."""
+        """Sets precision, checkpointing and what learns. All workers get the same adapters, and pack rows in the same way."""
         shared = self.shared
         if self.args.bf16:
             shared.autocast = torch.bfloat16

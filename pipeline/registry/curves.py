@@ -69,7 +69,7 @@ class MLflowRun(Tracker):
 class TensorBoard(Tracker):
     """Event files in a folder: one run of TensorBoard. In a bucket they appear every UPLOAD_S seconds.
 
-    Each process writes the folder again: a run that continues repeats its curve from the checkpoint (Worker.replay).
+    Each process writes the folder again: a resumed run repeats its curve from the checkpoint (Worker.replay).
     """
 
     name = "TensorBoard"
@@ -108,8 +108,8 @@ class WandB(Tracker):
     """A run in Weights & Biases, with the id of the MLflow run, in the project named like the experiment.
 
     wandb's own variables choose the account: WANDB_API_KEY, WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL. Each process writes an
-    offline run again; a server has the earlier steps. W&B's steps only ascend, so final values of an earlier step are only in
-    the run's summary.
+    offline run from the start, but a server already has the earlier steps. W&B's steps only ascend, so final values of an
+    earlier step are only in the run's summary.
     """
 
     name = "Weights & Biases"

@@ -72,8 +72,8 @@ def import_mlflow() -> None:
 def client(uri: str) -> Any:
     """Returns an MlflowClient that gives up within seconds instead of minutes, and does not log migrations.
 
-    If MLFLOW_TRACKING_URI names the same server with credentials, they count. Those of an HTTP server go into the variables
-    that MLflow reads, because its errors quote the URI.
+    If MLFLOW_TRACKING_URI names the same server with credentials, they count. Credentials of an HTTP server go into the
+    variables that MLflow reads, because its errors quote the URI.
     """
     import_mlflow()
     from mlflow import MlflowClient

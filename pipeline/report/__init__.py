@@ -68,7 +68,7 @@ def of_several(
     pictures: bool = False,
     **options: Any,
 ) -> str | None:
-    """Draws one page about the runs in `folders` into `folder`. Each run's own folder has its pictures already.
+    """Draws one page about the runs in `folders` into `folder`. Each run's folder has its own pictures already.
 
     Returns:
         The path of the page, or None if drawing failed. A message says so, and the run does not fail.

@@ -108,7 +108,7 @@ def fit(kls: Sequence[float], gains: Sequence[float]) -> tuple[float, float]:
 
 
 def peak_kl(alpha: float, beta: float) -> float | None:
-    """Returns the KL at which d (alpha - beta ln d) is highest: d = exp(alpha / beta - 1). None: it rises with the KL."""
+    """Returns the KL at which d (alpha - beta ln d) is highest, d = exp(alpha / beta - 1), or None if it keeps rising."""
     return math.exp(2 * (alpha / beta - 1)) if beta > 0 and alpha < 20 * beta else None
 
 

@@ -34,7 +34,7 @@ class Run:
     failure: dict[str, Any] = field(default_factory=dict)  # failed.json: error, traceback, seconds
     run_id: str | None = None  # MLflow's id of the run
     uri: str | None = None
-    note: str | None = None  # what could not be read, and why
+    note: str | None = None  # what could not be read of the run, and why
 
     @property
     def last_step(self) -> int | None:

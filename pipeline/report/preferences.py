@@ -24,7 +24,7 @@ def longer(pairs: list[Pair]) -> list[float]:
 
 
 def summary(pairs: list[Pair]) -> dict[str, float | None]:
-    """Returns the numbers of the three drawings by name. One is None if there is no such pair, or nothing varies."""
+    """Returns the numbers of the three drawings by name. A number is None if it cannot be computed."""
     values = margins(pairs)
     sides = list(zip(values, longer(pairs), strict=True))
     shorter_won, longer_won = [m > 0 for m, n in sides if n < 0], [m > 0 for m, n in sides if n > 0]

@@ -79,7 +79,7 @@ class Assignment:
     """A chunk that a worker samples, with times of this process's time.monotonic()."""
 
     slot: int
-    update: int  # of the chunk, counted from 0
+    update: int  # the chunk's update, counted from 0
     begin: float
     end: float | None = None  # when it finished
     lost: bool = False  # the worker was lost

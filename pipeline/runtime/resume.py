@@ -320,11 +320,11 @@ def _resolved(job: Job) -> tuple[str, ...]:
 def _free(job: Job) -> tuple[str, ...]:
     """Returns the keys that may change."""
     free: tuple[str, ...] = MAY_CHANGE
-    if job.data.batch_size or job.stage == "ppo":  # rows in memory, not rows of a step
+    if job.data.batch_size or job.stage == "ppo":  # the key then only limits the rows in memory
         free += ("trainer.per_device_train_batch_size",)
-    if STAGE[job.stage].learns:  # nothing is trained on its scores
+    if STAGE[job.stage].learns:  # the stage does not train on the judge's scores
         free += ("judge",)
-    if STAGE[job.stage].runs_in == "train":  # elsewhere it decides which rows make a part
+    if STAGE[job.stage].runs_in == "train":  # in other stages, the key decides which rows make a part
         free += ("trainer.local_rollout_forward_batch_size",)
     return free
 

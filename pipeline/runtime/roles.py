@@ -242,7 +242,7 @@ def vllm(
 def vllm_options(job: Job, rows: int) -> dict[str, Any]:
     """Returns the arguments of vllm.LLM that follow from a job, except for its share of the memory.
 
-    vLLM's own limits on a batch grow with the GPU; `memory_share` counts with these.
+    vLLM's own batch limits grow with the GPU, but `memory_share` assumes the limits that are set here.
 
     Args:
         rows: completions that it decodes at the same time.

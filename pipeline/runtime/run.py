@@ -82,7 +82,7 @@ def launch(
 
     def reuse(result: dict[str, Any]) -> None:
         if job.run.report and not storage.exists(storage.join(result["folder"], report.PAGE)):
-            _draw_report(result)  # its process was killed before it did
+            _draw_report(result)  # that process was killed before it drew the report
 
     return run_or_reuse(job, execute, reuse)
 
@@ -114,7 +114,7 @@ def run_or_reuse(
     )
     if result.get("job"):
         resume.print_differences(result["job"], job)
-    result |= {"folder": job.folder}  # it may have been moved
+    result |= {"folder": job.folder}  # the folder may have been moved
     reuse(result)
     return result
 
@@ -200,7 +200,7 @@ def train_in_workers(
     checkpoint = storage.join(job.folder, checkpoints.complete(job.folder)[-1])
     adapter = storage.join(checkpoint, "adapter")
     return outcome | {
-        "checkpoint": checkpoint,  # the last one
+        "checkpoint": checkpoint,  # the last checkpoint
         "adapter": adapter if storage.exists(adapter) else None,
         "train_seconds": round(time.monotonic() - started, 2),
     }

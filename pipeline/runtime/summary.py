@@ -18,7 +18,7 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
     """Prints the end of a run: samples, headline metrics before and after, the gate, the version, and the folder.
 
     A stage of `rlhf` shows its first metric and those of its gate, and no samples, which `rlhf` shows at its end. The log has
-    the others; result.json and the report have all samples and metrics.
+    the other metrics; result.json and the report have all samples and metrics.
 
     Args:
         drawn: the path of its report, or None.

@@ -256,7 +256,7 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
     if trainer.eval_dataset is not None:
         evaluated = _evaluations(trainer)
         if not evaluated or evaluated[-1]["step"] != trainer.state.global_step:
-            trainer.evaluate()  # logs what it finds
+            trainer.evaluate()  # logs the metrics of step 0
     kept = tracked.restore() if tracked else None
     worker.end = best.outcome(tracked, kept, trainer.state.global_step, trainer.state.max_steps)
     worker.usage = {"tokens": speed.trained()}

@@ -287,7 +287,7 @@ def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> Finding:
     name, metrics = "the policy starts as the reference", trainer._metrics["eval"]
     # TRL's rewards: beta times the log-ratio of policy and reference
     rewards = {key: metrics[f"rewards/{key}"][-1] for key in ANSWERS if f"rewards/{key}" in metrics}
-    if not rewards:  # another implementation of the loss
+    if not rewards:  # another loss, which does not log rewards
         return Finding(name, "not checked: the loss has no metrics of single rows", None)
     found = ", ".join(f"reward of the {key} {value:.3g}" for key, value in rewards.items())
     longest = max(len(completion) for row in rows for _, completion in completions_of(row))

@@ -120,7 +120,7 @@ def leave_group_of_one(world: int, use_gpu: bool) -> None:
 
     Ray forms a torch.distributed group of any size and sets its environment. On a GPU the group stays, because without it
     transformers puts nn.DataParallel around a model if it sees several GPUs. Remove when TorchTrainer has an option to form no
-    group, or accelerate wraps no model of a group of one.
+    group, or accelerate does not wrap models in a group of one.
     """
     import torch
 
@@ -199,14 +199,14 @@ class Worker(Host):
             tempfile.gettempdir(), f"pipeline-{os.getuid()}", work.run_id or str(self.job.run.name)
         )
         self.started: tuple[float, int] | None = None  # (time, step) of the first line: for the time left
-        self.printed = self.shown = 0.0  # times of the last line and of the last line of progress
+        self.printed = self.shown = 0.0  # times of the last printed line and of the last live line
         self.step = self.total = 0  # the log's last step; the last step of the run
         self.report = self._report if work.sweep else None
         self.end: dict[str, Any] = {}  # best.outcome of a stage that trains
         self.usage: dict[str, Any] = {}  # what the stage counted: tokens, completions
         self.metrics = registry.Curves(self.job, work.run_id) if self.rank == 0 and work.run_id else None
         self.notice = PreemptionNotice()
-        if self.local_rank == 0:  # files of a worker that was killed
+        if self.local_rank == 0:  # removes the files of a worker that was killed
             shutil.rmtree(self.scratch, ignore_errors=True)
         ray.train.collective.barrier()
         os.makedirs(self.scratch, exist_ok=True)
@@ -338,7 +338,7 @@ class Worker(Host):
         """
         import torch
 
-        # PPO resets the system's peak at each phase and keeps the highest (GiB).
+        # PPO resets the system's peak at each phase; its metric has the highest peak (GiB).
         peak = max(peak_memory(), int(metrics.get("memory/peak", 0.0) * 2**30))
         outcome = {"metrics": metrics, "samples": samples or [], "peak_memory_bytes": peak, **self.end}
         gpu = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None

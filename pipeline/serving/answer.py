@@ -45,7 +45,7 @@ class Mailbox:
         self.letters.append((queue, letter))
         if not self.waking:
             self.waking = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the replica ends
+            with contextlib.suppress(RuntimeError):  # the loop is closed, because the replica ends
                 self.loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
@@ -95,7 +95,7 @@ class Answer:
         return lambda token: mailbox.put(arrived, (choice, token))
 
     def cancel(self) -> None:
-        """Removes the rows from the batch. Those that have ended are out of it."""
+        """Removes the rows from the batch. Rows that have ended have left it already."""
         for row in self.rows:
             row.cancelled = True
 
@@ -110,7 +110,7 @@ class Answer:
                         503, f"the answer was lost ({in_brief(token)}); try again", code="lost"
                     ) from token
                 if self.reasons[choice]:
-                    continue  # behind a stop text
+                    continue  # this token follows a stop text
                 if not any(self.tokens):
                     self.server.metrics.first_token.observe(time.monotonic() - self.began)
                 more = self._take(choice, token)
@@ -203,7 +203,7 @@ class Answer:
             if wants_usage:
                 spent = protocol.usage(len(self.prompt), self.counted)
                 yield protocol.event(protocol.chat_answer(True, self.head, [], spent))
-        except Refused as error:  # too late for a status
+        except Refused as error:  # too late for another status
             yield protocol.event(error.body())
             return
         yield protocol.event("[DONE]")

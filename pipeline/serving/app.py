@@ -58,7 +58,7 @@ def application(work: Work, digests: list[str]) -> Any:
     """Returns the application of a checked job.
 
     Args:
-        digests: sha256 of the tokens that clients may show; none: only this machine is answered.
+        digests: sha256 of the tokens that clients may show. Without tokens, only this machine gets answers.
     """
     job = work.job
     low, high = job.workers
@@ -412,7 +412,7 @@ class Server:
     @answered
     async def feedback(self, request: Request) -> Response:
         given = protocol.read(Feedback, await self._body(request))
-        await self._flush()  # the answer may be a moment old
+        await self._flush()  # the answer may not have reached the recorder yet
         try:
             written, refused = await self.recorder.give.remote(given.model_dump(exclude_none=True))
         except RayError as error:
@@ -433,7 +433,7 @@ class Server:
     def remember(self, answer: Answer) -> None:
         """Records a finished answer, so that feedback on it is accepted."""
         if not isinstance(answer.asked, ChatRequest):
-            return  # feedback is about conversations
+            return  # feedback is only about conversations
         facts = {"id": answer.id, "time": time.time(), "version": answer.version, "model": answer.asked.model}
         facts |= {"seed": answer.seed, "choices": answer.asked.n}
         if self.serve.log_prompts:

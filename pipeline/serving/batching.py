@@ -146,7 +146,7 @@ class Batcher:
             for function, future in requested:
                 try:
                     future.set_result(function())
-                except BaseException as error:  # the caller handles it; this thread is needed for the others
+                except BaseException as error:  # the caller handles it; the thread also serves others
                     future.set_exception(error)
             with self.condition:
                 self._forget_cancelled()
@@ -158,7 +158,7 @@ class Batcher:
                     self._deliver()
                 self.decoder.step()
                 self._deliver()
-            except Exception as error:  # such as out of memory: its rows are lost, the replica is not
+            except Exception as error:  # such as out of memory: the rows are lost, the replica continues
                 self._lose_rows(error)
 
     def _joining(self) -> list[ServedRow]:

@@ -168,7 +168,7 @@ class FeedbackStore:
             held -= self._forget("time < ?", time.time() - KEPT_S)
             while held > self.max_bytes // 2:
                 held -= self._forget("id = (SELECT id FROM answers ORDER BY time LIMIT ?)", 1)
-        self.conversation_bytes = held  # once it is on the disk
+        self.conversation_bytes = held  # only after the rows are on disk
 
     def _forget(self, which: str, value: float) -> int:
         """Deletes answers with their feedback. Returns their bytes."""

@@ -98,7 +98,7 @@ class Scores:
             batch: list[Any] = []
             while waiting and sum(len(samples) for samples, _ in batch) < self.rows:
                 one = waiting.popleft()
-                if one[1].set_running_or_notify_cancel():  # else its client has gone
+                if one[1].set_running_or_notify_cancel():  # False if its client has disconnected
                     batch.append(one)
             if batch and not self._score(reward, batch):
                 for one in batch:  # find the row that cannot be scored

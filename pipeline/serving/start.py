@@ -23,7 +23,7 @@ CACHE_FRACTION = {"cuda": 0.5, "cpu": 0.25}  # share of the free memory for the 
 
 
 def start(host: Host) -> tuple[SharedBase | None, Batcher]:
-    """Returns the base that this process holds, or None, and the batcher. Neither has a role yet.
+    """Returns the base that this process holds, or None, and the batcher. Both are still without roles.
 
     vLLM has a copy of the base. The replica then needs the base only for reward models.
     """

@@ -17,7 +17,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _at_ends(inputs: Any, ends: list[int]) -> Any:
-    """Returns a mask over a batch's labels, from the second on: the end tokens."""
+    """Returns a mask of the end tokens among a batch's labels, from the second label on."""
     import torch
 
     labels = inputs["labels"][:, 1:]

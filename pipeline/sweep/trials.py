@@ -138,7 +138,7 @@ def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) ->
             new[-1] += f"   [{overall(state, count, time.monotonic() - started, before)}]"
             try:
                 keep(state)
-            except OSError as error:  # the next report writes it again, and so does the end
+            except OSError as error:  # the next report, or the end, writes it again
                 new.append(f"warning: sweep.json was not written ({in_brief(error)})")
             print("\n".join(new), flush=True)
 

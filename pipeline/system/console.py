@@ -99,7 +99,7 @@ def attach(own: Collection[str] = (), sink: Any = None) -> None:
 
 def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> None:
     """Prints one batch of log lines. `data` is Ray's: lines, is_err, pid, actor_name, task_name."""
-    if data.get("pid") == "autoscaler":  # its full log arrives here, with events for people marked
+    if data.get("pid") == "autoscaler":  # its complete log arrives here; lines for users have a mark
         from ray._private.worker import filter_autoscaler_events
 
         data = {**data, "lines": filter_autoscaler_events(data["lines"])}
@@ -125,4 +125,4 @@ def for_notebook() -> None:
     """Silences progress bars and advice to developers in a notebook. Call it before heavy imports."""
     os.environ.update(QUIET)
     silence_libraries()
-    logging.getLogger("ray.widgets").setLevel(logging.ERROR)  # asks for ipywidgets
+    logging.getLogger("ray.widgets").setLevel(logging.ERROR)  # Ray asks to install ipywidgets

@@ -41,7 +41,7 @@ def run(main: Callable[[], int]) -> int:
     status = main()
     # A signal while the libraries shut down changes no status
     _handle((signal.SIGINT, *ENDING), lambda *_: os._exit(status))
-    if deadline.abandoned:  # else the exit would wait for it: pyarrow does, for minutes
+    if deadline.abandoned:  # otherwise, the exit would wait for such a thread, for minutes
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

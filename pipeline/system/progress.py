@@ -33,7 +33,7 @@ class Bar(tqdm):  # type: ignore[type-arg]
         super().__init__(*args, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
-        if msg is None:  # else it is wiped off
+        if msg is None:  # so that the line stays
             print(self, flush=True)
             terminal.live(str(self))
 

@@ -223,7 +223,7 @@ def require_writable(path: str, key: str = "run.storage_path", example: str = ".
         reach(path)
         write_json(probe := probe_in(path), {})
         remove(probe)
-    except Exception as error:  # pyarrow and each cloud's client have their own types
+    except Exception as error:  # pyarrow and each cloud's client raise their own types
         raise InputError(
             without_credentials(
                 f"{key}: {path!r} cannot be written ({error}); choose a folder or bucket that this user may write to, e.g. "
@@ -233,5 +233,5 @@ def require_writable(path: str, key: str = "run.storage_path", example: str = ".
 
 
 def probe_in(folder: str) -> str:
-    """Returns the path of a file to test a folder with. Each process gets another one."""
+    """Returns the path of a file to test a folder with. Each process gets a different path."""
     return join(folder, f".probe-{uuid.uuid4().hex[:12]}")

@@ -146,7 +146,7 @@ class Screen(Output):
         begun = getattr(self.begun, "text", "") + text
         self.begun.text = ""
         with self.lock:
-            if self.log is None and not marked(begun):  # parts of lines pass, too
+            if self.log is None and not marked(begun):  # parts of lines may pass, too
                 self.show(begun, end="")
             else:
                 *lines, self.begun.text = begun.split("\n")

@@ -101,7 +101,7 @@ def test_a_push_during_the_merge_is_not_replaced(models, storage, hub, capsys, m
     [
         (None, "owner/mine", [], r"trainer\.push_to_hub: HF_TOKEN is not set; make a token with write access at https://"),
         ("hf_" + "xX1" * 11, "owner/mine", [], "HTTP 401: the hub does not know this HF_TOKEN"),
-        (TOKEN, "owner/theirs", [], r"owner/theirs holds files that no export made \(README\.md, model\.safetensors\)"),
+        (TOKEN, "owner/theirs", [], r"owner/theirs holds files that do not come from an export \(README\.md, model\.safetensors\)"),
         (TOKEN, "owner/open", [], r"owner/open exists and is public; set trainer\.hub_private_repo=false"),
     ],
 )  # fmt: skip
