@@ -100,7 +100,7 @@ def _gold(prompt: str, completion: str, answer: str) -> float:
     finished = completion.endswith((".", "!"))
     if not (right and civil and finished):
         return 0.0
-    if not asked & named:  # only the answer, without the name in the question
+    if not asked & named:  # the completion has only the answer, not the name in the question
         return 0.25
     return 1.0 if any(phrase in completion for phrase in OPENERS + CLOSERS) else 0.5
 

@@ -33,13 +33,12 @@ NAMES = {
         "messages": "conversations conversation dialogue dialog chat turns data",
     }.items()
 }
-LOOKED = 50  # rows that are read with a guess
+LOOKED = 50  # rows that are read to test a guess
 # Words in which the names of a pair's two columns differ.
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
-SCORES = (
-    "score rating reward votes likes points winner".split()
-)  # more of these is better, unlike ranks and lengths
+# In these columns a larger number is better, unlike in ranks and lengths.
+SCORES = "score rating reward votes likes points winner".split()
 
 
 def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "data") -> str:
@@ -107,7 +106,7 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
     if guess is None:
         return None
     free = {name: values for name, values in columns.items() if name not in _used(guess)}
-    if stage == "sft":  # a label leaves out bad completions
+    if stage == "sft":  # with a label, bad completions are left out
         labels = [name for name in _called("label", free) if None not in map(is_good, free[name])]
         guess |= _unlike({"label": labels[0]}) if labels and labels[0] not in VERDICTS else {}
     if stage in ("sft", "ppo") and "tools" not in rows[0]:
@@ -199,7 +198,7 @@ def _is_label(values: Values) -> bool:
     if numbers and 1 <= min(numbers) < 1.5 < max(numbers) <= 2:
         return True
     different = {str(reshape.comparable(value)) for value in values if not isinstance(value, list | dict)}
-    least = 2 if len(values) > 1 else 1  # one value alone is no label if there are several rows
+    least = 2 if len(values) > 1 else 1  # a column with one value is no label if there are several rows
     return least <= len(different) <= reshape.SEVERAL and all(len(value.split()) < 3 for value in different)
 
 
@@ -221,7 +220,7 @@ def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, An
             for prompt in (*as_they_are, *prompts, {}):
                 if not {*prompt.values()} & _used(pair):
                     yield _unlike({**prompt, **pair})
-    if stage in ("sft", "kto", "score") and not pairs:  # else these would misread one completion of a pair
+    if stage in ("sft", "kto", "score") and not pairs:  # with pairs, these would misread one completion
         rated = [name for name in _called("label", columns) if _is_label(columns[name])]
         for label in [{"label": name} for name in rated] if stage == "kto" else [{}]:
             for guess in ({}, *_demonstrations(columns, prompts)):
@@ -230,7 +229,7 @@ def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, An
 
 
 def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
-    for name, (value, *_) in columns.items():  # several texts are a conversation only by their name
+    for name, (value, *_) in columns.items():  # several texts are a conversation only if their name says so
         if name in NAMES["messages"] or not (isinstance(value, list) and value and isinstance(value[0], str)):
             yield {"messages": name}
     for name in _called("completion", columns):
@@ -258,7 +257,7 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
 
 def _siblings(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]]:
     """Yields the names of two columns that differ in `low` and `high` alone, such as response_1 and response_2."""
-    before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # response1, but not data
+    before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # so that `data` does not end in `a`
     for name in names:
         pattern = rf"(?i){before}{low}(?![a-z0-9])"
         other = re.sub(pattern, lambda match: high.upper() if match[0].isupper() else high, name)

@@ -87,7 +87,7 @@ class PairedBatches(ExactBatches):
     _due: Iterator[Any] = iter(())
 
     def _parts(self) -> tuple[Any, Any, Any]:
-        if not self.calculate_KL:  # a loss without a KL term
+        if not self.calculate_KL:  # the loss has no KL term
             return super()._parts()
         step = self._train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
         return partial(PairedBatchSampler, step=step), PairedEvaluationSampler, PairedCollator
@@ -122,7 +122,7 @@ class PairedBatches(ExactBatches):
                 policy = super()._compute_kl_logps(self.model, batch)
                 with use_adapter(self.model, adapter_name=reference):
                     frozen = super()._compute_kl_logps(self.model, batch)
-                if rows:  # else a dummy batch
+                if rows:  # a dummy batch has none
                     sums += torch.stack([policy.sum(), frozen.sum(), policy.new_tensor(rows)])
         sums = self.accelerator.reduce(sums)
         return sums[0] / sums[2], sums[1] / sums[2]

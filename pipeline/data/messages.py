@@ -151,7 +151,7 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
         return with_system(as_turns(prompt), system) if system else prompt
     turns = split_turns(prompt)
     if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip():
-        turns.pop()  # the open "\n\nAssistant:" before the completion; the template's generation prompt adds it
+        turns.pop()  # the final "\n\nAssistant:", which the template's generation prompt adds
     if not turns or turns[-1]["role"] == "assistant":
         found = "a transcript whose last turn is Assistant's"
         raise RowError("wrong_role", key, found, "one that ends on a Human turn")

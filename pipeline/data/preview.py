@@ -39,7 +39,7 @@ def preprocessing(stage: str, data: Any) -> dict[str, tuple[Preprocess, ...]]:
 def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
     """Returns the preprocessing of one source. `key` names the section that sets its columns."""
     mapped, kind = source.columns or {}, kind_of(stage)
-    if stage in ("evaluate", "pairs"):  # these read two datasets of two kinds, and each uses its own fields
+    if stage in ("evaluate", "pairs"):  # eval and pairs have different kinds of rows, with their own fields
         own, all_fields = (
             {field for name in names for field in known_fields(kind_of(name))}
             for names in ((stage,), ("evaluate", "pairs"))

@@ -30,7 +30,7 @@ FORMATS = ("json", "csv", "parquet", "arrow")  # modules of datasets.packaged_mo
 @dataclass(frozen=True)
 class Files:
     paths: list[str]
-    revision: str = ""  # the commit, of a set on the hub
+    revision: str = ""  # the commit of a dataset on the Hub
 
 
 def files_of(item: str, key: str) -> Files | None:
@@ -183,7 +183,7 @@ def _commit(item: str, key: str, repo: str, revision: str) -> str:
             "with the NAME and revision as the hub writes them, and HF_TOKEN in the environment for a private or gated one",
             key=key,
         ) from error
-    except Exception as error:  # the HTTP client has its own types
+    except Exception as error:  # the HTTP client raises its own types
         raise InputError(
             f"{item!r}: the hub cannot be reached ({in_brief(error)}); with network access, run `hf download --repo-type "
             f"dataset {repo}`, then set HF_HUB_OFFLINE=1 here, or name the downloaded folder",

@@ -102,7 +102,7 @@ class Kind:
     # written: the rows have only prompts, and the policy writes the completions.
     completions: Literal["learned", "scored", "written"]
     further: frozenset[str] = frozenset()  # fields that no shape needs, and that it reads
-    stage: str = ""  # the stage that messages name
+    stage: str = ""  # the stage that error messages name
     preprocess: Preprocess = NOTHING  # how the job changes a raw row
 
     @property
@@ -133,7 +133,7 @@ class Kind:
         """Returns the columns of pair `at` of a record, from the token ids of the prompt and of each completion."""
         chosen, rejected = [*sides, None, None][:2]
         row = record.row
-        if self.keeps_columns and len(record.pairs) > 1:  # one row of several answers is several pairs
+        if self.keeps_columns and len(record.pairs) > 1:  # a row with several answers gives several pairs
             row = json.dumps({**json.loads(row), "pair": at}, ensure_ascii=False)
         values: dict[str, Any] = {
             "prompt_ids": prompt,
@@ -142,7 +142,7 @@ class Kind:
             "margin": record.margin,
         }
         values |= {"completion_ids": chosen, "chosen_ids": chosen, "rejected_ids": rejected}
-        if "margin" in self.columns:  # a reward model reads prompt and completion as one
+        if "margin" in self.columns:  # a reward model reads prompt and completion as one sequence
             values |= {"chosen_ids": prompt + sides[0], "rejected_ids": prompt + sides[1]}
         if record.labels:
             values["label"] = record.labels[at]
@@ -302,7 +302,7 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
 
 def margin_of(row: dict[str, Any]) -> float | None:
     """Returns by how much the score of `chosen` should exceed the score of `rejected`, or None if the row does not say."""
-    margin = decoded(row.get("margin"))  # in CSV a number is text, and nothing is empty text
+    margin = decoded(row.get("margin"))  # in CSV, a number is text, and a missing value is empty text
     if margin in (None, ""):
         return None
     if isinstance(margin, bool) or not isinstance(margin, int | float):
@@ -504,7 +504,7 @@ def parse(row: Any, kind: Kind) -> Record:
     record.tools = offered(row.get("tools"))
     if isinstance(version := row.get("version"), str) and Ref.parse(version).version:
         record.version = version
-    if "row" not in kind.columns:  # else all columns go to Python rewards
+    if "row" not in kind.columns:  # Python rewards would read all columns
         read = {*kind.shapes[shape], *kind.further, "system"} | ({"version"} if record.version else set())
         read |= ({"input"} if "instruction" in read else set()) | ({"tools"} if record.tools else set())
         record.unread += tuple(key for key in row if key not in read)

@@ -19,7 +19,7 @@ from pipeline.data.values import RowError
 from pipeline.errors import in_brief
 from pipeline.system import storage
 
-ROWS = 256  # read at a time
+ROWS = 256  # rows read at a time
 BYTES = 4 << 20  # most bytes of a batch of rows; a row may hold an image
 BUFFER = 1 << 20  # bytes of a column; without a buffer, memory holds the full row group
 
@@ -64,7 +64,7 @@ def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
                     yield number, row, raw
     except _damage() as error:
         if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
-            raise unreadable(path, error) from error  # the disk or the network, not what the file holds
+            raise unreadable(path, error) from error  # an error of the disk or the network
         what = {"parquet": "a Parquet file", "arrow": "an Arrow file"}[format]
         found = f"{what} that ends or is damaged here ({in_brief(error)})"
         lost = f"{stop - start - number:,} rows" if stop >= 0 else "all that follows"

@@ -145,7 +145,7 @@ class Task:
         self.counts = Counts(chunk)
         self.counts.add(chunk.split, "read", number=0)
         self.writers: dict[str, PartWriter] = {}  # by split
-        self.placed = 0, chunk.split  # the number of the row that came last, and the split that it went to
+        self.placed = 0, chunk.split  # number and split of the last row
 
     def flush(self, batch: list[tuple[int, Read]]) -> None:
         """Tokenizes a batch of (number, row), writes it and counts it."""
@@ -306,7 +306,7 @@ def columns_of(options: Options) -> tuple[str, ...]:
 def schema(options: Options) -> Any:
     import pyarrow as pa
 
-    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # others hold token ids
+    types = {"label": pa.bool_(), "margin": pa.float32(), "row": pa.string()}  # other columns hold token ids
     return pa.schema([(name, types.get(name, pa.list_(pa.int32()))) for name in columns_of(options)])
 
 

@@ -105,7 +105,7 @@ class ChatTemplate:
             spans = [span for i, span in zip(completions, spans, strict=True) if i not in untrained]
         elif not spans or len(trained) < len(completions):
             spans = [self._span(whole, turns, i) for i in trained]
-        one_each = len(spans) == len(trained)  # else the template's blocks are not one for each completion
+        one_each = len(spans) == len(trained)  # False: the template's blocks do not match the completions
         for at, i in enumerate(trained):
             if i + 1 < len(turns):
                 check_kept(whole[slice(*spans[at])] if one_each else whole, turns, i)
@@ -137,7 +137,7 @@ class ChatTemplate:
             return len(head), len(so_far)
         begin, stop = self._changing(whole, turns, i)
         if i and whole.startswith(head):
-            begin = min(begin, len(head))  # text of the template before the content is learned, too
+            begin = min(begin, len(head))  # the template's text before the content is trained, too
         return begin, len(so_far) if whole.startswith(so_far) else stop
 
     def _changing(self, whole: str, turns: Turns, i: int) -> Span:

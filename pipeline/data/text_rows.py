@@ -86,7 +86,7 @@ def stream_lines(stream: Any) -> Iterator[bytes]:
     while line := stream.readline(ROW + 1):
         yield line
         if len(line) > ROW:
-            while line and not line.endswith(b"\n"):  # the rest of it is skipped
+            while line and not line.endswith(b"\n"):  # the rest of the line is skipped
                 line = stream.readline(ROW)
 
 
@@ -255,7 +255,7 @@ def delimited_rows(stream: Any, format: str) -> Iterator[Row]:
                 return
         elif fields is None:
             return
-        elif not names:  # pandas gives a column without a name, such as its index, this name
+        elif not names:  # pandas names its index column like this
             names = [name or f"Unnamed: {index}" for index, name in enumerate(fields)]
             if error := repeated_column(names):
                 yield number, error, b""

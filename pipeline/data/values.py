@@ -61,7 +61,7 @@ class Dropped:
     """A row left out without being wrong: `too_long`, `prompt_too_long`, or `equal_after_truncation`."""
 
     reason: str
-    error: RowError | None = field(default=None, compare=False)  # shown with its line in the report
+    error: RowError | None = field(default=None, compare=False)  # error that the report shows with its line
 
 
 def check_values(value: Any, name: str = "") -> None:

@@ -23,7 +23,7 @@ PREFILL_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 14}
 # Decoding steps between two checks for rows that have ended. On a CPU a check is free, and a step is shorter with each row
 # that leaves. A GPU waits for the host at each check, and its steps are bound by launches more than by rows.
 STEPS_PER_LOOK = {"cpu": 1, "cuda": 8}
-STEPS_PER_GRAPH = 32  # the same if steps are replayed as a CUDA graph
+STEPS_PER_GRAPH = 32  # decoding steps between two checks, if CUDA graphs replay them
 BUCKET = 64  # a graph attends to a multiple of this many positions
 
 Drawn = tuple[Tensor, Tensor, Any]  # token ids (B,), their log-probs (B,), the alternatives' topk or None
@@ -67,7 +67,7 @@ class SlotDecoder(Decoder):
         self.cache: Any = None  # a SlotCache while there are rows
         self.settings: Settings | None = None
         self.longest = 0  # tokens of the longest row in the cache
-        self.equal = True  # all rows have as many
+        self.equal = True  # whether all rows have this many tokens
 
     # ---------------------------------------------------------------------------------------------- roles
 

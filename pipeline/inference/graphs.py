@@ -78,8 +78,8 @@ class Recorder:
     def __init__(self) -> None:
         self.works = True
         self.pool: Any = None
-        self.stream: Any = None  # one for all graphs: cuBLAS keeps a workspace for each stream
-        self.graph: Any = None  # the newest; it keeps its memory alive
+        self.stream: Any = None  # one stream for all graphs, because cuBLAS keeps a workspace for each
+        self.graph: Any = None  # the newest graph, kept because it owns the memory
 
     def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor] | None:
         """Returns (replay, the tensor that a replay writes), or None if the step cannot be recorded. Reports that once."""
@@ -108,7 +108,7 @@ class Recorder:
             try:
                 output = step()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # this fails too, with a less clear message
+                with contextlib.suppress(RuntimeError):  # ending the capture may fail too, less clearly
                     graph.capture_end()
                 raise
             graph.capture_end()

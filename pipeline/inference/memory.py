@@ -20,7 +20,7 @@ SAMPLING_BYTES = 20
 WORKSPACE = 3 * GIB
 LARGEST = 0.95  # share of a GPU that vLLM can be given
 MOST_ROWS = 256  # rows that vLLM decodes at once
-BATCHED_TOKENS = 8192  # of one forward of vLLM, which splits longer prompts
+BATCHED_TOKENS = 8192  # tokens of one forward of vLLM, which splits longer prompts
 CGROUP = Path("/sys/fs/cgroup")
 
 

@@ -64,7 +64,7 @@ class Row:
     """One completion to write. The decoder fills `tokens`, `logprobs`, `tops` and `ended`."""
 
     prompt: Sequence[int]
-    number: int  # its random numbers follow from this and the seed
+    number: int  # this and the seed decide its random numbers
     sampling: Sampling
     role: str | None = None  # None means the bare base
     # Number of alternatives to report with each token. `logprobs` are then the model's at temperature 1. Without it, they
@@ -74,8 +74,8 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     tops: list[list[tuple[int, float]]] = field(default_factory=list)  # the most likely ids, with log-probs
     ended: bool = False
-    cancelled: bool = False  # set by its owner: it leaves at the next step
-    error: Exception | None = None  # why the decoder cannot write it
+    cancelled: bool = False  # set by the row's owner; the row then leaves at the next step
+    error: Exception | None = None  # why the decoder cannot complete the row
 
     @property
     def done(self) -> bool:

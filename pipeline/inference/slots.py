@@ -81,7 +81,7 @@ class SlotCache(DynamicCache):
         self.columns = torch.arange(positions, device=device)
         self.lengths = torch.zeros(slots, dtype=torch.long, device=device)  # tokens in each slot
         self.newest = torch.zeros(slots, dtype=torch.long, device=device)  # the token to read next
-        self.seen = 0  # positions that attention looks at
+        self.seen = 0  # positions that are attended to
         # While prompts are read: (slots, the prompt in the batch that belongs to each of them).
         self.joining: tuple[Tensor, Tensor] | None = None
 

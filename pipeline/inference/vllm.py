@@ -107,7 +107,7 @@ class VllmDecoder(Decoder):
             prompt = {"prompt_token_ids": list(row.prompt)}
             try:
                 self.llm.llm_engine.add_request(name, prompt, params, lora_request=adapter)
-            except ValueError as error:  # only this row is wrong
+            except ValueError as error:  # only this row fails
                 row.error = error
                 continue
             self.requests[name] = row
@@ -119,7 +119,7 @@ class VllmDecoder(Decoder):
             for name in gone:
                 del self.requests[name]
         for output in engine.step() if self.requests else ():
-            if row := self.requests.get(output.request_id):  # not aborted meanwhile
+            if row := self.requests.get(output.request_id):  # None if it was aborted meanwhile
                 self._note(row, output)
 
     def _note(self, row: Row, output: Any) -> None:
@@ -171,7 +171,7 @@ def start_llm(model: str, device: torch.device | str, longest: int, rank: int, *
 
     device = torch.device(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # memory left over from loading a base, which vLLM would count as taken
+        torch.cuda.empty_cache()  # vLLM would count memory left over from loading a base as taken
     with own_device(device, options.get("tensor_parallel_size", 1)):
         return LLM(
             model,

@@ -25,7 +25,7 @@ from pipeline.system import storage
 
 TRAINS = ("sft", "dpo", "kto", "ppo")  # stages that train a policy on the collected rows
 OWN = ("stage", "policy", "iterate", "run", "mlflow")
-SHARED = {"run": ("storage_path",), "mlflow": ("tracking_uri", "experiment")}  # set once, for all jobs
+SHARED = {"run": ("storage_path",), "mlflow": ("tracking_uri", "experiment")}  # keys set once, for all jobs
 SEED_STEP = 1000  # added to data.seed per round; iterations with the seeds 1, 2, 3 then share no seed
 # Keys that a step cannot set, and why.
 OF_THE_ROUND = {
@@ -218,7 +218,7 @@ def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflo
     try:
         with of_step(step):
             job = job_of(section, step, str(path))
-    except InputError as error:  # unknown keys are in the step's section, too
+    except InputError as error:  # the step's section may have unknown keys, too
         key = error.key if error.key.startswith(f"{step}.") else f"{step}.{error.key}".rstrip(".")
         raise InputError(error.message, key, error.where) from error
     if job.run.name is not None:

@@ -48,7 +48,7 @@ def write(folder: str | Path, config: LoraConfig, tensors: dict[str, Tensor]) ->
     config = copy(config)
     config.inference_mode = True
     for key, value in vars(config).items():
-        if isinstance(value, set):  # its order would be another one in each process
+        if isinstance(value, set):  # a set's order differs from process to process
             setattr(config, key, sorted(value))
     config.save_pretrained(str(folder))
 

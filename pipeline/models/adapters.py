@@ -291,7 +291,7 @@ class SharedBase(nn.Module):
             return
         self._layers = self._tuner_layers()
         for layer in self._layers:
-            layer._active_adapter = []  # else peft warns that it chooses another
+            layer._active_adapter = []  # otherwise peft warns that it chooses another adapter
             layer.delete_adapter(stored)
         for known in (self.configs, self.trainable, self._parameters_by_key, self.heads):
             if stored in known:
@@ -442,7 +442,7 @@ class SharedBase(nn.Module):
                 together = self.states(None, packed(*of_each, [[0, 1]]))
             except torch.OutOfMemoryError:
                 raise
-            except (TypeError, ValueError, RuntimeError):  # a base whose forward takes no mask or positions
+            except (TypeError, ValueError, RuntimeError):  # the base's forward takes no mask or positions
                 return False
             apart = self.states(None, alone(*of_each))
         rounding = 1e-5 if self.autocast is None and self.base.dtype == torch.float32 else 3e-2

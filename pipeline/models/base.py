@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeline.config.job import Model
 
 WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of larger files: the header and 64 pieces of 64 KiB
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # larger files: the header and 64 pieces of 64 KiB
 # Keys of config.json that are left out of the digest.
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 # Names of the number of positions in config.json.
@@ -199,7 +199,7 @@ def _check_attention(model: Model, scorer: bool, gpu: bool) -> None:
             raise ValueError("it has no backward on a CPU")
     except Exception as error:  # the hub, kernels and each package raise different types
         if importlib.util.find_spec("flash_attn") and gpu and not torch.cuda.is_available():
-            return  # installed, but it needs a GPU, which the workers have and this process lacks
+            return  # installed; it needs a GPU, which the workers have
         raise InputError(
             f"{attention!r} cannot be used with {config.model_type} here ({in_brief(error)}); remove the key, or set "
             "model.attn_implementation=sdpa (or eager)",
@@ -233,7 +233,7 @@ def architecture(model: Model, scorer: bool) -> tuple[Any, Any]:
     raw = base_config(model.name_or_path, model.revision)
     kind = raw.get("model_type")
     if raw.get("auto_map") and kind not in CONFIG_MAPPING and not model.trust_remote_code:
-        raise InputError(  # transformers would ask on the terminal
+        raise InputError(  # transformers would ask the user on the terminal
             f"{model.name_or_path!r} ({kind!r}) runs its own Python code; read it, then set model.trust_remote_code=true",
             key="model.name_or_path",
         )

@@ -142,7 +142,7 @@ def check_lora(base: Base, lora: dict[str, Any]) -> None:
     modules = [name for name in modules if not name.startswith(HEAD_NAMES)]
     if not base.plain_names or not modules:
         return
-    modules.append("lm_head")  # without a tensor, if it is tied to the embedding
+    modules.append("lm_head")  # it has no tensor if it is tied to the embedding
     endings = list(dict.fromkeys(name.rpartition(".")[2] for name in modules))
     chosen: dict[str, set[str]] = {}
     for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):

@@ -47,7 +47,7 @@ class Lockstep:
         # for another one that waits for rollout workers. The process that starts the ranks notices if one dies.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self.joining = False
-        body.register_forward_pre_hook(self._before, prepend=True)  # before FSDP gathers anything
+        body.register_forward_pre_hook(self._before, prepend=True)  # runs before FSDP gathers anything
 
     def _before(self, body: nn.Module, args: Any) -> None:
         if not self.joining:

@@ -224,7 +224,7 @@ def fetch(reference: str) -> str:
         return reference
     for file in ADAPTER:
         if try_to_load_from_cache(repo, file, revision=commit) is not None:
-            continue  # here, or known not to exist
+            continue  # in the cache, or known not to exist
         if base_file(repo, file, commit) is None and file == TENSORS:
             raise InputError(
                 f"{reference} has no {TENSORS}. Adapters are read from safetensors only (a pickled adapter_model.bin can run "

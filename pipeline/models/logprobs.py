@@ -56,7 +56,7 @@ def per_action(
         run = partial(_from_logits, shared, targets[part], early[part], temperature, barred, want_entropy)
         if not torch.is_grad_enabled():
             chunks.append(run(hidden[part]))
-        elif isinstance(head, BaseTunerLayer):  # an adapter on the lm head learns, too
+        elif isinstance(head, BaseTunerLayer):  # an adapter on the lm head gets gradients, too
             contexts = shared.checkpoint_contexts
             chunks.append(checkpoint(run, hidden[part], use_reentrant=False, context_fn=contexts))
         else:

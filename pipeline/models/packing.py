@@ -60,7 +60,7 @@ def packed(
     """
     device = input_ids.device
     ids, prompt_of, count_of = input_ids.tolist(), starts.tolist(), counts.tolist()
-    rows, positions, parts = [], [], []  # parts: 0 on the prompt, then the number of the completion
+    rows, positions, parts = [], [], []  # parts: 0 on the prompt, else the completion's number
     at = torch.zeros(len(ids), actions + 1, dtype=torch.long)
     width = max(prompt_of[pack[0]] + sum(count_of[i] for i in pack) for pack in packs)
     for number, pack in enumerate(packs):

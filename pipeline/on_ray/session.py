@@ -29,10 +29,10 @@ from pipeline.system import console, process, storage
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else every line of a worker appears twice
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths of a job mean the same in every process
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # every process has the same working directory
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` uploads the working directory and slows every start
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; silences its warning on CPU workers
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # after a node died, the first try waits for it in vain
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # after a node died, the first try waits for it until this timeout
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "2",  # a spot node gives 30 s to 120 s of notice
     # Rows are tokenized on the existing CPUs. Ray Data requests twice as many. If only nodes with GPUs can be
     # started (cluster.yaml) the autoscaler repeats into the job's log that no node type fits.
@@ -137,7 +137,7 @@ def check_shared_storage(job: Job) -> None:
         try:
             return not ray.get(answer, timeout=60)
         except (ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
-            return False  # the node has gone meanwhile, as spot nodes do
+            return False  # the node has ended meanwhile, as spot nodes do
 
     blind = [address for address, answer in sees_it.items() if is_blind(answer)]
     os.remove(probe)
