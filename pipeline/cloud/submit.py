@@ -345,31 +345,21 @@ def main(arguments: list[str]) -> int:
                 "expected the dashboard of a cluster, e.g. RAY_ADDRESS=http://127.0.0.1:8265",
                 key="RAY_ADDRESS",
             )
-        return {"logs": logs, "stop": stop, "jobs": show_jobs}[verb](Api(address), name)
+        api = Api(address)
+        for job in api.jobs() if verb == "jobs" else ():
+            started = time.strftime("%Y-%m-%d %H:%M", time.localtime((job.start_time or 0) / 1000))
+            print(f"{started}  {job.status.value:<9}  {job.submission_id}  {job.entrypoint}")
+        submission = "" if verb == "jobs" else find(api, name).submission_id
+        if verb == "stop":
+            was_running = api.client().stop_job(submission)
+            print(f"{submission} {'is being stopped' if was_running else 'had ended already'}")
+        return follow(api, submission) if verb == "logs" else 0
     except InputError as error:
         print(f"error: {without_credentials(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-
-
-def logs(api: Api, name: str) -> int:
-    return follow(api, find(api, name).submission_id)
-
-
-def stop(api: Api, name: str) -> int:
-    submission = find(api, name).submission_id
-    was_running = api.client().stop_job(submission)
-    print(f"{submission} {'is being stopped' if was_running else 'had ended already'}")
-    return 0
-
-
-def show_jobs(api: Api, _: str) -> int:
-    for job in api.jobs():
-        started = time.strftime("%Y-%m-%d %H:%M", time.localtime((job.start_time or 0) / 1000))
-        print(f"{started}  {job.status.value:<9}  {job.submission_id}  {job.entrypoint}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -152,13 +152,22 @@ def check_steps(plan: Plan, inputs: dict[str, dict[str, str]]) -> dict[str, Work
 
 def check_rows(plan: Plan, works: dict[str, Work]) -> None:
     """Reads the rows of all steps that exist before the first round. Raises InputError with STEP.section.key."""
+    from pipeline.data.read import prepare
+
     job = plan.jobs["collect"]
     with plans.of_step("collect"):
         prompts = tokenize(works["collect"])[2].splits["train"]
         collect.choose(job.args, job.data.seed, prompts.kept)  # InputError if there are too few
     _check_room(plan, works[plan.train], prompts.prompt_tokens.get("max", 0))
     with plans.of_step(plan.train):
-        _check_held_out(plan, works[plan.train])
+        work = works[plan.train]
+        job = _there(plan, work.job)
+        if job.data.eval:
+            room = room_for_prompts(job, work.base["context_length"])
+            packing = bool(job.trainer.get("packing"))
+            data = prepare(job.stage, job.data, work.tokenizer, room, str(job.data.cache_dir), packing)
+            if STAGE[job.stage].scores:
+                check_columns(job, {"eval": data.eval})
     with plans.of_step("evaluate"):
         tokenize(works["evaluate"])
 
@@ -166,19 +175,6 @@ def check_rows(plan: Plan, works: dict[str, Work]) -> None:
 def _there(plan: Plan, job: Job) -> Job:
     """Returns the job without the rows that a round will collect."""
     return replace(job, data=replace(job.data, train=None)) if job.stage == plan.train else job
-
-
-def _check_held_out(plan: Plan, work: Work) -> None:
-    """Reads the training step's eval rows."""
-    from pipeline.data.read import prepare
-
-    job = _there(plan, work.job)
-    if job.data.eval:
-        room = room_for_prompts(job, work.base["context_length"])
-        packing = bool(job.trainer.get("packing"))
-        data = prepare(job.stage, job.data, work.tokenizer, room, str(job.data.cache_dir), packing)
-        if STAGE[job.stage].scores:
-            check_columns(job, {"eval": data.eval})
 
 
 def _check_room(plan: Plan, work: Work, longest: int) -> None:

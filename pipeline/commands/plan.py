@@ -189,6 +189,8 @@ def dollars(amount: float) -> str:
 
 def on_gpus(planned: Plan, names: list[str]) -> bool:
     """Prints for each kind of GPU whether a worker fits, and the time and cost of the run. Returns whether any fits."""
+    import torch
+
     fitting, workers = plan.fitting(planned), planned.job.workers[1]
     rows, how = rows_of(planned)
     completions = f"; completions of {planned.tokens[1]:,} tokens, the longest" if planned.tokens[1] else ""
@@ -205,8 +207,8 @@ def on_gpus(planned: Plan, names: list[str]) -> bool:
             f"({cost.billed(workers)})"
         )
         print("".join(over_network(planned, name)), end="")
-    for label in gpus_here() if workers == 1 else ():
-        if label in fitting:
+    if workers == 1 and torch.cuda.is_available():
+        for label in {*prices.read().labels(torch.cuda.get_device_name())} & {*fitting}:
             print(f"   {price_of_this_machine(plan.cost(planned, label, rows).hours)}")
     if planned.job.stage == "ppo" and (fits := [name for name in names if name in fitting]):
         print(rollout_workers(plan.cost(planned, fits[0], rows)))
@@ -229,13 +231,6 @@ def rows_of(planned: Plan) -> tuple[Rows, str]:
     longest = planned.tokens[0]
     epoch = "" if plan.length_is_known(planned.job) else f"{EPOCH:,} rows an epoch and "
     return Rows(EPOCH, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
-
-
-def gpus_here() -> list[str]:
-    """Returns the labels that this machine's GPU may have, [] if it has none or plan does not know it."""
-    import torch
-
-    return prices.read().labels(torch.cuda.get_device_name()) if torch.cuda.is_available() else []
 
 
 def over_network(planned: Plan, name: str) -> Iterator[str]:

@@ -46,7 +46,10 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     for job in jobs.values():
         placement.check_scaling(job)
     expected = {stage: expected_seconds(job, folder) for stage, job in jobs.items()}
-    terminal.say(introduction(jobs, folder, expected))
+    known = [seconds for seconds in expected.values() if seconds is not None]
+    time_needed = f", about {terminal.clock(sum(known))}" if len(known) == len(jobs) else ""
+    logs = f"the full log of each is {jobs['sft'].run.storage_path}/NAME/log.txt"
+    terminal.say(f"{folder}: {', '.join(jobs)}{time_needed}; {logs}")
     results: list[dict[str, Any]] = []
     # The stages share the session and the checks of their jobs that start here.
     on_ray = [job for job in jobs.values() if not job.in_process]
@@ -87,12 +90,6 @@ def expected_seconds(job: Job, folder: str) -> float | None:
             if result["job"]["source"] == job.source:
                 return float(result["seconds"])
     return DEMO_SECONDS[job.stage] if Path(folder).name == "demo" else None
-
-
-def introduction(jobs: dict[str, Job], folder: str, expected: dict[str, float | None]) -> str:
-    known = [seconds for seconds in expected.values() if seconds is not None]
-    time_needed = f", about {terminal.clock(sum(known))}" if len(known) == len(jobs) else ""
-    return f"{folder}: {', '.join(jobs)}{time_needed}; the full log of each is {jobs['sft'].run.storage_path}/NAME/log.txt"
 
 
 def following(stage: str, expected: dict[str, float | None], results: list[dict[str, Any]]) -> float:

@@ -80,7 +80,11 @@ class Plan:
 
     def essence(self) -> dict[str, Any]:
         """Returns what decides the numbers, as plain data: iterations that differ in it are different ones."""
-        jobs = {step: _essence(job) for step, job in self.jobs.items()}
+        kept = ("keep", "metric_for_best_model")
+        jobs = {
+            step: resume.essence(job) | {"run": {key: getattr(job.run, key) for key in kept}}
+            for step, job in self.jobs.items()
+        }
         # More rounds are the same iteration, continued.
         settings = {
             key: getattr(self.settings, key) for key in ("start", "reference", "baseline", "on_failed_gate")
@@ -92,11 +96,6 @@ def changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Returns the keys in which two essences differ."""
     was, is_ = (flatten({**tree, **tree["jobs"], "jobs": None}) for tree in (then, now))
     return sorted(key for key in was.keys() | is_.keys() if was.get(key) != is_.get(key))
-
-
-def _essence(job: Job) -> dict[str, Any]:
-    keeps = {k: v for k, v in job.to_dict()["run"].items() if k in ("keep", "metric_for_best_model")}
-    return resume.essence(job) | {"run": keeps}
 
 
 def read(path: str, overrides: list[str]) -> Plan:
@@ -305,7 +304,8 @@ def job_of_round(plan: Plan, number: int, step: str, newest: str, version: str |
     job = replace(job, run=replace(job.run, name=run_name(number, step), storage_path=plan.folder))
     if step == "evaluate":  # the same prompts and the same random numbers for all rounds
         return replace(job, policy=version, baseline=newest if settings.baseline == "newest" else plan.policy)
-    trainer = {**job.trainer, "seed": _seed(job) + SEED_STEP * (number - 1)}
+    seed = job.trainer.get("seed", schema.keys(STAGE[job.stage].trainer)["seed"]["default"])
+    trainer = {**job.trainer, "seed": int(seed) + SEED_STEP * (number - 1)}
     if step == "collect":
         if prompts := job.args.num_prompts:
             trainer["skip_prompts"] = job.args.skip_prompts + (number - 1) * prompts
@@ -317,8 +317,3 @@ def job_of_round(plan: Plan, number: int, step: str, newest: str, version: str |
     if settings.reference == "first":
         job = replace(job, reference=plan.policy)
     return job
-
-
-def _seed(job: Job) -> int:
-    """Returns the seed of the first round."""
-    return int(job.trainer.get("seed", schema.keys(STAGE[job.stage].trainer)["seed"]["default"]))

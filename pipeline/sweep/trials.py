@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipeline import registry
-from pipeline.config import Job, libraries
+from pipeline.config import libraries
 from pipeline.errors import Failure, InputError, causes, in_brief, summary
 from pipeline.on_ray import placement, session
 from pipeline.runtime.host import SweepHandle
@@ -83,35 +83,32 @@ def _silent() -> Any:
 
 
 def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
+    """Returns what Tune starts for each trial: an ordinary run in its process. An error ends only this trial."""
     jobs = {trial.name: trial.job for trial in sweep.trials}
     own, folder = session.session_folder(), sweep.folder
 
     def trial(config: dict[str, Any]) -> None:
+        import ray
+
+        from pipeline.rollout.pool import rollout_pool
+
         session.belong_to(own)
         hold_worker_lock(folder)  # this process may outlive the sweep's driver by seconds
-        _run_one(jobs[config["trial"]], handle)
+        name, failure = config["trial"], None
+        job = jobs[name]
+        libraries.accept(job)
+        name_output(f"{job.stage} {name}")
+        ray.get(handle.rungs.begin.remote(name))
+        try:
+            train = importlib.import_module(f"pipeline.stages.{job.stage}").train
+            with registry.nested_under(handle.run_id):
+                launch(job, train, sweep=handle, companion=rollout_pool)
+        except Exception as error:
+            failure = without_credentials(reason(error))
+            print(f"failed: {failure}", flush=True)
+        ray.get(handle.rungs.end.remote(name, failure))
 
     return trial
-
-
-def _run_one(job: Job, handle: SweepHandle) -> None:
-    """Runs a trial in its process, as an ordinary run. An error ends only this trial."""
-    import ray
-
-    from pipeline.rollout.pool import rollout_pool
-
-    name, failure = str(job.run.name), None
-    libraries.accept(job)
-    name_output(f"{job.stage} {name}")
-    ray.get(handle.rungs.begin.remote(name))
-    try:
-        train = importlib.import_module(f"pipeline.stages.{job.stage}").train
-        with registry.nested_under(handle.run_id):
-            launch(job, train, sweep=handle, companion=rollout_pool)
-    except Exception as error:
-        failure = without_credentials(reason(error))
-        print(f"failed: {failure}", flush=True)
-    ray.get(handle.rungs.end.remote(name, failure))
 
 
 def reason(error: BaseException) -> str:

@@ -64,21 +64,21 @@ def native_lines_filtered() -> Iterator[None]:
     read, write = os.pipe()
     os.dup2(write, 2)
     os.close(write)
-    forward = threading.Thread(target=_forward, args=(read, terminal), daemon=True)
-    forward.start()
+
+    def forward() -> None:
+        with open(read, "rb") as lines, open(terminal, "wb", buffering=0) as shown:
+            for line in lines:
+                if not any(text.encode() in line for text in NOISE):
+                    shown.write(line)
+
+    thread = threading.Thread(target=forward, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         sys.stderr.flush()
         os.dup2(terminal, 2)  # closes the pipe, which ends the thread
-        forward.join(5.0)  # unless a child process of the block still has the pipe
-
-
-def _forward(read: int, terminal: int) -> None:
-    with open(read, "rb") as lines, open(terminal, "wb", buffering=0) as shown:
-        for line in lines:
-            if not any(text.encode() in line for text in NOISE):
-                shown.write(line)
+        thread.join(5.0)  # unless a child process of the block still has the pipe
 
 
 def attach(own: Collection[str] = (), sink: Any = None) -> None:
