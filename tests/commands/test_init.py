@@ -14,6 +14,7 @@ from pipeline.config import load_job
 from pipeline.data import preview
 from pipeline.data.files import find
 
+MODEL = str(ROOT / "jobs/demo/model")
 PAIRS = [
     {"question": f"What is {n} and {n}?", "output_1": f"It is {2 * n}.", "output_2": f"It is {n}, I think.", "preference": 1 + n % 2}
     for n in range(20)
@@ -27,8 +28,19 @@ def here(tmp_path, monkeypatch):
 
 
 def rows(path, made):
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in made))
     return path.name
+
+
+def plain_pairs(count):
+    return [{"prompt": f"Say {n}.", "chosen": f"{n}.", "rejected": "No."} for n in range(count)]
+
+
+def init(*given):
+    """Writes jobs with the demo's model. Returns a function that loads one: (name of its folder, stage)."""
+    assert main(["init", *given, "--model", MODEL]) == 0
+    return lambda name, stage: load_job(f"jobs/{name}/{stage}.yaml", [], stage)
 
 
 def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
@@ -36,23 +48,15 @@ def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
     shown = capsys.readouterr().out
     assert "python -m pipeline rm jobs/my/rm.yaml" in shown
     job = load_job("jobs/my/rm.yaml", [], "rm")
-    assert job.data.columns == {
-        "prompt": "question",
-        "first": "output_1",
-        "second": "output_2",
-        "label": "preference",
-    }
-    assert (
-        job.data.train == "my.pairs.jsonl"
-        and job.model.name_or_path == load_job(ROOT / "jobs/own/rm.yaml").model.name_or_path
-    )
+    columns = {"prompt": "question", "first": "output_1", "second": "output_2", "label": "preference"}
+    own = load_job(ROOT / "jobs/own/rm.yaml")
+    assert (job.data.train, job.data.columns) == ("my.pairs.jsonl", columns)
+    assert job.model.name_or_path == own.model.name_or_path
     # the rows can be read with it, as they could not without
-    preview.resolve_labels(
-        preview.preprocessing("rm", job.data), {"train": find(job.data.train, "data.train")}, "rm"
-    )
+    files = {"train": find(job.data.train, "data.train")}
+    preview.resolve_labels(preview.preprocessing("rm", job.data), files, "rm")
     with pytest.raises(Exception, match="no format of `rm`"):
-        bare = preview.preprocessing("rm", load_job(ROOT / "jobs/own/rm.yaml").data)
-        preview.resolve_labels(bare, {"train": find(job.data.train, "data.train")}, "rm")
+        preview.resolve_labels(preview.preprocessing("rm", own.data), files, "rm")
     # Jobs that are there are not overwritten.
     (here / "jobs/my/rm.yaml").write_text("mine\n")
     assert main(["init", "my.pairs.jsonl"]) == 2
@@ -78,8 +82,7 @@ def test_demonstrations_alone_make_a_policy_of_another_profile(here, capsys):
 def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
     """The demo's files: those for evaluation are not trained on, and lengths come from rows and tokenizer."""
     shutil.copytree(ROOT / "jobs/demo/data", here / "my")
-    model = str(ROOT / "jobs/demo/model")
-    assert main(["init", "my", "--name", "velo", "--model", model]) == 0
+    init("my", "--name", "velo")
     jobs = {
         path.stem: load_job(path) for path in (here / "jobs/velo").glob("*.yaml") if path.stem != "iterate"
     }
@@ -99,7 +102,7 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
         "serve": (None, None, 64),
         "export": (None, None, None),
     }
-    assert {job.model.name_or_path for job in jobs.values()} == {model}
+    assert {job.model.name_or_path for job in jobs.values()} == {MODEL}
     assert jobs["ppo"].trainer["response_length"] == jobs["serve"].trainer["response_length"] == 32
     assert (
         jobs["ppo"].policy == jobs["dpo"].policy == jobs["evaluate"].baseline == "models:/velo-sft@champion"
@@ -116,18 +119,14 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
 @pytest.mark.parametrize(("gpu", "episodes"), [(None, 1280), ("/usr/bin/nvidia-smi", 2560)])
 def test_the_jobs_are_for_the_gpu_of_this_machine(gpu, episodes, here, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda program: gpu)
-    made = [{"prompt": f"Say {n}.", "chosen": f"{n}.", "rejected": "No."} for n in range(20)]
-    assert main(["init", rows(here / "pairs.jsonl", made), "--model", str(ROOT / "jobs/demo/model")]) == 0
-    ppo, rm = (load_job(f"jobs/pairs/{stage}.yaml") for stage in ("ppo", "rm"))
+    written = init(rows(here / "pairs.jsonl", plain_pairs(20)))
+    ppo, rm = written("pairs", "ppo"), written("pairs", "rm")
     assert ppo.trainer["total_episodes"] == episodes and rm.trainer["use_cpu"] is not bool(gpu)
     assert ppo.scaling["use_gpu"] is ppo.trainer["bf16"] is rm.scaling["use_gpu"] is bool(gpu)
 
 
 def test_evaluate_gets_the_prompts_that_ppo_holds_out(here):
-    pairs = [{"prompt": f"Say {n}.", "chosen": f"{n}.", "rejected": "No."} for n in range(80)]
-    model = str(ROOT / "jobs/demo/model")
-    assert main(["init", rows(here / "pairs.jsonl", pairs), "--model", model]) == 0
-    job = load_job("jobs/pairs/evaluate.yaml")
+    job = init(rows(here / "pairs.jsonl", plain_pairs(80)))("pairs", "evaluate")
     prompts = [json.loads(line)["prompt"] for line in (here / job.data.eval).read_text().splitlines()]
     assert 0 < len(prompts) < 20 and load_job("jobs/pairs/ppo.yaml").policy == job.baseline == "base"
     assert validate.run(load_job("jobs/pairs/ppo.yaml"))["splits"]["eval"]["kept"] == len(prompts)
@@ -136,9 +135,8 @@ def test_evaluate_gets_the_prompts_that_ppo_holds_out(here):
 def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
     """The lengths are known without it."""
     unclear = [row | {"preference": n % 2} for n, row in enumerate(PAIRS)]
-    assert main(["init", rows(here / "u.jsonl", unclear), "--model", str(ROOT / "jobs/demo/model")]) == 0
+    assert init(rows(here / "u.jsonl", unclear))("u", "rm").data.max_length == 64
     assert "label: null" in (here / "jobs/u/rm.yaml").read_text()
-    assert load_job("jobs/u/rm.yaml").data.max_length == 64
     shown = capsys.readouterr().out
     assert "set `label` in jobs/u/rm.yaml, dpo.yaml, kto.yaml, score.yaml; a comment" in shown
 
@@ -151,7 +149,7 @@ def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
         (PAIRS, ["--color", "red"], "unknown option 'color'"),
         (PAIRS, ["--name", "own"], "choose another name"),
         ("nothing.jsonl", [], "there is no file"),
-        (str(ROOT / "jobs/demo/model"), [], "is the folder of a model"),
+        (MODEL, [], "is the folder of a model"),
     ],
 )
 def test_what_cannot_become_a_job_is_refused(made, more, message, here, capsys):
@@ -171,7 +169,6 @@ def test_the_folder_of_the_jobs_is_no_profiles(path, name):
 
 def test_held_out_files_are_not_trained_on(here):
     """Of a folder with files of both, and of a set with a split for it."""
-    (here / "both").mkdir()
     for name in ("train-0", "train-1", "test"):
         rows(here / f"both/{name}.jsonl", PAIRS)
     assert main(["init", "both"]) == 0
@@ -187,19 +184,13 @@ def test_held_out_files_are_not_trained_on(here):
 
 def test_each_file_goes_to_the_stages_that_can_read_it(here, capsys):
     """Files of one kind may have different columns. A file that no stage reads is skipped."""
-    (here / "two").mkdir()
     rows(here / "two/a.jsonl", PAIRS)
-    rows(
-        here / "two/b.jsonl",
-        [{"prompt": f"Say {n}.", "chosen": f"{n}.", "rejected": "No."} for n in range(9)],
-    )
+    rows(here / "two/b.jsonl", plain_pairs(9))
     rows(here / "two/c.jsonl", [{"numbers": n} for n in range(5)])
-    assert main(["init", "two", "--model", str(ROOT / "jobs/demo/model")]) == 0
+    written = init("two")
     assert "two/c.jsonl: skipped, read by no stage; its columns are numbers" in capsys.readouterr().out
-    a, b = load_job("jobs/two/dpo.yaml", [], "dpo").data.train
-    assert (
-        a["path"] == "two/a.jsonl" and a["columns"]["label"] == "preference" and b == {"path": "two/b.jsonl"}
-    )
+    a, b = written("two", "dpo").data.train
+    assert (a["path"], a["columns"]["label"], b) == ("two/a.jsonl", "preference", {"path": "two/b.jsonl"})
     assert main(["validate", "jobs/two/dpo.yaml"]) == 0
 
 
@@ -235,7 +226,7 @@ def test_rows_that_cannot_be_read_are_reported(here, capsys):
     """A CSV file of Windows: the first line with a curly quote names the problem, before any run drops the rows."""
     text = "".join(f"question {n},it\x93s {n},no\n" for n in range(9))
     (here / "windows.csv").write_bytes(("prompt,chosen,rejected\n1 or 2?,1,2\n" + text).encode("latin-1"))
-    assert main(["init", "windows.csv", "--model", str(ROOT / "jobs/demo/model")]) == 0
+    init("windows.csv")
     shown = capsys.readouterr().out
     assert "warning: 9 of the first 10 rows cannot be read; windows.csv:3: found byte 0x93" in shown
     assert "iconv -f WINDOWS-1252 -t UTF-8" in shown
@@ -243,9 +234,8 @@ def test_rows_that_cannot_be_read_are_reported(here, capsys):
 
 def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_every_job(here, tmp_path):
     """The reward model reads plain text, and would otherwise see another format than the policy."""
-    shutil.copytree(ROOT / "jobs/demo/model", here / "base")
+    shutil.copytree(MODEL, here / "base")
     (here / "base/chat_template.jinja").unlink()
-    (here / "both").mkdir()
     turns = [{"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]} for n in range(9)]  # fmt: skip
     rows(here / "both/talks.jsonl", turns)
     rows(here / "both/pairs.jsonl", PAIRS)
@@ -258,9 +248,8 @@ def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_eve
 
 def test_evaluate_reads_the_held_out_prompts_of_a_file_with_other_column_names(here):
     made = [{"user_query": f"What is {n} and {n}?", "locale": "en"} for n in range(60)]
-    (here / "both").mkdir()
     rows(here / "both/prompts.jsonl", made)
     rows(here / "both/pairs.jsonl", PAIRS)
-    assert main(["init", "both", "--model", str(ROOT / "jobs/demo/model")]) == 0
-    assert load_job("jobs/both/ppo.yaml").data.columns == {"prompt": "user_query"}
-    assert load_job("jobs/both/evaluate.yaml").data.columns is None
+    written = init("both")
+    assert written("both", "ppo").data.columns == {"prompt": "user_query"}
+    assert written("both", "evaluate").data.columns is None

@@ -162,7 +162,7 @@ def test_versions_are_those_that_the_aliases_meant_when_it_began(storage, in_roo
 NO_PROMPT = '{"question": "What is the capital of Peru?"}\n'
 # (overrides, whether it is said without Ray, what is said)
 LATE = [
-    (["evaluate.data.max_length=250"], True, r"evaluate\.data\.max_length: 250 tokens .* set evaluate\.data\.max_length=244, or a smaller evaluate\.trainer"),
+    (["evaluate.data.max_length=250"], True, r"evaluate\.data\.max_length: 250 is more than .*evaluate\.trainer\.response_length=12; use evaluate\.data\.max_length=244"),
     (["evaluate.judge=models:/toy-policy@champion"], True, r"evaluate\.judge: "),
     (["evaluate.data.eval={rows}"], True, r"evaluate\.data\.eval: .*question"),
     (["dpo.data.eval={rows}"], True, r"dpo\.data\.eval: .*question"),
