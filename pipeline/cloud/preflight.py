@@ -233,7 +233,7 @@ def _shown(node: NodeType) -> str:
 def check_memory(job: Job, cluster: Cluster) -> None:
     """Raises InputError if Ray may place a job on GPUs with less memory than `plan` counts for one worker.
 
-    GPUs that plan does not know pass, and so does a base whose config.json cannot be read from here.
+    There is no check for GPUs that `plan` does not know, or for a base whose config.json cannot be read from here.
     """
     for section, who, _, _, need in placement.groups(job):
         if need.resources.get("GPU"):

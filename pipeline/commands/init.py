@@ -229,7 +229,7 @@ def name_of(path: str) -> str:
 
 
 def profile_of(sources: list[Source], name: str, profile: str, model: str | None) -> dict[str, str]:
-    """Returns the text of each job that the rows allow. Lengths are those of the profile."""
+    """Returns the text of each job that the rows allow. The lengths come from the profile."""
     rows = {stage: chosen(sources, stage) for stage in TAKES}
     reward = f"models:/{name}-rm@champion" if rows["rm"] else None
     policies = [stage for stage in ("ppo", "dpo", "kto", "sft") if rows[stage] and (stage != "ppo" or reward)]

@@ -176,7 +176,7 @@ class ExactBatches(Trainer):
                 seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
             ),
         )
-        # Prepared as if for one process: placement on the device and look-ahead, but no second sharding of batches. From pinned
+        # As if for one process, so that accelerate moves batches to the device, but does not shard them again. From pinned
         # memory, the copy runs while the previous step computes.
         prepared = prepare_data_loader(
             loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True,

@@ -169,7 +169,7 @@ def squeezed(text: str) -> str:
 
 
 def check_kept(text: str, turns: Turns, i: int) -> None:
-    """Raises RowError if `text` lacks words of a completion before the last. Its thoughts may be left out."""
+    """Raises RowError if `text` lacks words of a completion before the last. The template may leave out thoughts."""
     content = turns[i]["content"].strip()
     if not holds(text, content) and not holds(text, END_OF_THOUGHTS.split(content)[-1]):
         raise distorted(i, content)

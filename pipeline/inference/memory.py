@@ -1,4 +1,6 @@
-"""Memory of decoding: rows that fit into the free memory, and the share of a GPU that vLLM needs. Imports no torch at first."""
+"""Memory of decoding: rows that fit into the free memory, and the share of a GPU that vLLM needs. Imports torch only if
+needed.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def free_of_node() -> float:
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such file, or no limit: "max"
             continue
-        # The usage contains cached files, which the kernel drops.
+        # Cached files count as used, but the kernel drops them if memory runs short.
         found.append(free + float(stat.get("total_inactive_file", stat.get("inactive_file", 0))))
     return max(0.0, min(found))
 

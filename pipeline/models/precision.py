@@ -41,7 +41,7 @@ def linear_fp32(x: Tensor, layer: nn.Linear, dtype: torch.dtype | None) -> Tenso
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """y = x W' by `mm_fp32`, which autograd cannot differentiate, with W frozen."""
+    """y = x W' by `mm_fp32`, with W frozen, and the gradient that autograd cannot derive."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, dtype: torch.dtype) -> Tensor:

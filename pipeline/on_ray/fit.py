@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.train import DataConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
-# Private: what TorchConfig's own backend runs in the workers. Remove when Ray's `init_method` takes a URL.
+# Private functions that TorchConfig's own backend runs in the workers. Remove when Ray's `init_method` takes a URL.
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch_process_group, _TorchBackend
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -20,8 +20,8 @@ from pipeline.on_ray import placement
 from pipeline.on_ray.session import session_folder
 from pipeline.system import process
 
-# Seconds that a collective of torch.distributed may take, by default half an hour. A rank may wait longer for others that load
-# models, score or wait for rollout workers. If a rank dies, Ray Train notices it.
+# Time limit of a collective of torch.distributed; torch's default is half an hour. A rank may wait longer for others that
+# load models, score or wait for rollout workers. If a rank dies, Ray Train notices it.
 COLLECTIVE_TIMEOUT_S = 365 * 24 * 3600
 
 

@@ -43,7 +43,7 @@ RANGES = table(
     }
 )
 
-# If memory decides how many completions are decoded at once: the number in a plan, and the maximum in an evaluation.
+# How many completions a plan decodes at once, and an evaluation at most, if free memory decides the number.
 PLANNED_ROWS = 64
 CHUNK_COMPLETIONS = 256  # size of a chunk if the job sets none
 

@@ -100,7 +100,7 @@ class Totals(NamedTuple):
     """Counts over the full optimizer step and all workers. Losses are sums divided by them, so micro-batches add up."""
 
     actions: float
-    completions: float  # completions with at least one such action
+    completions: float  # completions with at least one counted action
 
     @classmethod
     def of(cls, learn: Tensor) -> Totals:

@@ -106,7 +106,7 @@ def like_a_worker(job: Job) -> Iterator[None]:
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, int((job.scaling.get("resources_per_worker") or {}).get("CPU", 1))))
-    # The peak of earlier stages in this process
+    # The peak must not include earlier stages of this process
     clock.reset_peak(torch.device("cuda" if job.scaling.get("use_gpu") else "cpu"))
     try:
         yield

@@ -65,7 +65,7 @@ class Batcher:
 
     Args:
         queue: rows that may wait.
-        prompt_tokens: limit of padded tokens of the prompts that join in one turn, because other rows wait meanwhile.
+        prompt_tokens: most padded tokens of the prompts that join at once, because other rows wait meanwhile.
     """
 
     def __init__(self, decoder: Decoder, queue: int, prompt_tokens: int = 1 << 30) -> None:

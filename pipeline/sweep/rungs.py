@@ -55,7 +55,7 @@ class Rungs:
     def report(self, trial: str, step: int, total: int, figure: float) -> str | None:
         """Records an evaluation. Returns why the trial must stop, or None.
 
-        Every worker of a trial reports it, and a resumed one reports it again: all get the first decision.
+        Every worker of a trial reports the evaluation, and a resumed trial reports it again. All get the first decision.
         """
         for known in self.reports.get(trial, []):
             if known["step"] == step:

@@ -33,13 +33,13 @@ def run(main: Callable[[], int]) -> int:
     global _is_command
     _is_command = True
     terminal.wrap_streams()
-    # At import, it warns that an optional package is missing
+    # At import, bitsandbytes warns that an optional package is missing
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     _handle((signal.SIGINT,), _on_signal)
     sys.unraisablehook = _deliver_again
     listen()
     status = main()
-    # A signal while the libraries shut down changes no status
+    # A signal while the libraries shut down must not change the status
     _handle((signal.SIGINT, *ENDING), lambda *_: os._exit(status))
     if deadline.abandoned:  # otherwise, the exit would wait for such a thread, for minutes
         sys.stdout.flush()
