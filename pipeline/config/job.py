@@ -150,7 +150,7 @@ class Serve:
     max_choices: Annotated[int, "[1, 128]"] = 16  # completions of one request (its `n`)
     # Largest size of a request; a larger one gets 413.
     max_body_bytes: Annotated[int, "[1024, 1073741824]"] = 1048576
-    # Seconds for a complete answer, including the wait for a place in the batch; then 504.
+    # Seconds for a complete answer, including the wait for a place in the batch. A request that takes longer gets 504.
     timeout_s: Annotated[float, "(0, 86400]"] = 300.0
     # Size of the KV cache. By default as many tokens as fit into half of a GPU's free memory, or a quarter of a CPU's.
     cache_tokens: Annotated[int | None, "[16, 1000000000000]"] = None

@@ -66,8 +66,8 @@ def prepare(
             and the tables are pyarrow's. None: Ray is there already, and the tables are Ray Data's.
 
     Raises:
-        InputError: files that are missing, rows that cannot be used (all counted, the first named by file:line),
-            nothing left to train on.
+        InputError: if files are missing, rows cannot be used (all counted, the first named by file:line), or no rows are
+            left.
     """
     begin = time.monotonic()
     files, options = plan_reading(stage, data, tokenizer, context_length, packing)

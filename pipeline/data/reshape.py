@@ -175,7 +175,7 @@ class Rule:
         return words or "a or b, or tie"
 
     def meaning(self, value: Any) -> str:
-        """Returns which of NAMES a value means; of a rating between good and bad, `tie`. Raises KeyError for other values."""
+        """Returns which of NAMES a value means; a rating between good and bad is a `tie`. Raises KeyError for other values."""
         value = comparable(value)
         for name in NAMES:
             if value in getattr(self, name) or (self.derived and _word(value) == name):
@@ -214,7 +214,7 @@ def _word(value: Any) -> str | None:
 
 
 def side(row: dict[str, Any], rule: Rule) -> str:
-    """Returns which completion is better by its scores or label: first, second, or tie, also if these are missing.
+    """Returns which completion is better by scores or label: first, second, or tie. A missing score or label is a tie.
 
     Raises:
         RowError: if a label names neither completion, or if the row has neither label nor scores.

@@ -242,8 +242,8 @@ PREFERENCES = _shapes(
     *(f"{prompt}+chosen+rejected" for prompt in ("prompt", "conversations", "messages", "instruction")),
     "chosen+rejected",
 )
-# Of a pair. TRL's RewardTrainer minimises -logsigmoid(score_chosen - score_rejected - margin): beyond some tens the
-# gradient no longer depends on the pair, and the scores are driven apart without end. Llama 2's margins are 1/3 to 3.
+# Largest margin of a pair. TRL's RewardTrainer minimizes -logsigmoid(score_chosen - score_rejected - margin): beyond some tens
+# the gradient no longer depends on the pair, and the scores are driven apart without end. Llama 2's margins are 1/3 to 3.
 LARGEST_MARGIN = 100.0
 
 
@@ -291,7 +291,7 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
     for longer, shorter in ((repeated_turns, given_turns), (given_turns, repeated_turns)):
         if stripped(longer[-len(shorter) :]) == stripped(shorter):
             return longer
-    # the first question of several
+    # `given` is the first question of several
     if isinstance(given, str) and stripped(given_turns)[0] in stripped(repeated_turns):
         return repeated
     ends = [show(turns[-1]["content"]) for turns in (given_turns, repeated_turns)]

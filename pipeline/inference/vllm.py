@@ -1,6 +1,6 @@
 """Decoding by vLLM, in a separate process on the same device: `rollout.engine: vllm`. Needs the extra `vllm`.
 
-vLLM holds a second copy of the base. vLLM pays if decoding takes most of the time: with large models and long completions. Only
+vLLM holds a second copy of the base. This pays if decoding takes most of the time: with large models and long completions. Only
 adapters are sent to it.
 
 vLLM uses other kernels than the trainer, so its log-probs differ slightly. Old log-probs are still the trainer's (the first

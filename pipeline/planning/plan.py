@@ -528,7 +528,7 @@ def is_needed(job: Job, memory: float, loras: Loras | None = None) -> tuple[bool
 def recomputes(worker: Any) -> bool:
     """Returns whether the workers of a job recompute: as the job sets it, or for null by the plan.
 
-    The same on all ranks; rank 0 prints why. Call it before the base is loaded.
+    Returns the same on all ranks; rank 0 prints why. Call it before the base is loaded.
     """
     import torch
 

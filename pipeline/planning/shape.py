@@ -187,7 +187,7 @@ def _saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: b
         parameters = {p.untyped_storage()._cdata for p in shared.parameters()}
         ids = torch.zeros(rows, width, dtype=torch.long)
         # transformers (5.23) reads the values of position_ids to detect packed rows. Fake tensors have no values, so it would
-        # add a mask. Remove this if it detects fake tensors, or if a forward has an argument for it.
+        # add a mask. Remove this when transformers detects fake tensors, or has an argument to turn this off.
         unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None)
         with unpacked, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden = shared.hidden("policy", ids)

@@ -92,7 +92,7 @@ def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, referenc
         commit = trained_on["digest"].partition("commit:")[2]
         if commit and trained_on["name_or_path"] == base["name_or_path"]:
             raise InputError(
-                f"{reference} was trained on {base['name_or_path']} at commit {commit}, but the job's base is at another commit "
+                f"{reference} was trained on {base['name_or_path']} at commit {commit}; the job's base is at another commit "
                 f"({base['digest'].partition(':')[2]}); use model.revision={commit}",
                 key=key,
             )

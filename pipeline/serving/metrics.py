@@ -1,4 +1,4 @@
-"""The counters of a replica, and a page with those of all replicas for Prometheus."""
+"""The counters of a replica, and a page with all replicas' metrics for Prometheus."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Text:
         self.stream = DecodeStream(skip_special_tokens=True)
         self.ids: list[int] = []
         self.written = ""  # the decoded text
-        self.shown = 0  # characters of it
+        self.shown = 0  # number of returned characters
         self.stopped = False
 
     def add(self, token: int) -> str:

@@ -64,7 +64,7 @@ class Settings:
     max_trials: Annotated[int, "[1, 10000]"] = 64
     # null: as many as the machine or the cluster holds.
     max_concurrent_trials: Annotated[int | None, "[1, 10000]"] = None
-    # Percent of its steps after which a trial may first be stopped; ASHA compares there and at each multiple below.
+    # Percent of the steps after which a trial may first be stopped; ASHA compares there and at each multiple below.
     grace_period: Annotated[int, "[1, 100]"] = 25
     # At each comparison the best 1 / reduction_factor continue; 1 stops no trial.
     reduction_factor: Annotated[int, "[1, 100]"] = 2

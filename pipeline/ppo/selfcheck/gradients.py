@@ -55,7 +55,7 @@ def _policy_gradients(trainer: Learner, part: Episodes) -> tuple[Tensor, Tensor 
 
 
 def _value_gradients(trainer: Learner, part: Episodes) -> Tensor:
-    """Returns the gradient (B, R) of the critic's loss by values above the returns, outside the clip range."""
+    """Returns the gradient (B, R) of the critic's loss, at values that are above the returns and outside the clip range."""
     moments = trainer.moments
     above = 1.0 + 2 * (part.values - part.returns).abs().max() / moments.std
     values = ((part.returns - moments.mean) / moments.std + above).requires_grad_()
