@@ -24,8 +24,9 @@ from pipeline.commands import hub
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
 from pipeline.models.hub import ADAPTER, announcement
+from pipeline.runtime import resume
 from pipeline.runtime.host import Host
-from pipeline.runtime.run import open_run, run_or_reuse
+from pipeline.runtime.run import finished, open_run
 from pipeline.system import console, storage
 
 # Prompts of the comparison, written with the chat template of the adapter.
@@ -49,7 +50,8 @@ def run(job: Job) -> dict[str, Any]:
             key="run.storage_path",
         )
     before = hub.check(job)
-    result = run_or_reuse(job, export)
+    job = resume.named(job)
+    result = finished(job) or export(job)
     return hub.push(job, result, before) if job.args.hub_model_id else result
 
 

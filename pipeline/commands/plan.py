@@ -17,6 +17,7 @@ from pipeline import registry
 from pipeline.config import Job
 from pipeline.config.stages import TRAINED
 from pipeline.errors import Failure, InputError, about, summary
+from pipeline.models import adapter_files
 from pipeline.on_ray import placement
 from pipeline.planning import plan
 from pipeline.planning.plan import GIB, GPUS, Plan
@@ -36,7 +37,7 @@ def run(job: Job) -> dict[str, Any]:
         raise InputError(f"found {job.stage}; plan is for {', '.join(TRAINED)} jobs", key="stage")
     folders, notes = started_from(job)
     check(job, folders)
-    loras = {name.split(".")[0]: lineage.adapter_config(at) for name, at in folders.items()}
+    loras = {name.split(".")[0]: adapter_files.settings(at) for name, at in folders.items()}
     planned = plan.make(job, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
     print("\n".join(table(planned)))
@@ -106,7 +107,6 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
 
 def check(job: Job, folders: dict[str, str]) -> None:
     """Checks a base, adapters and `lora` as a run does; it needs no weights."""
-    from pipeline.models import adapter_files
     from pipeline.models.base import check_base
     from pipeline.models.compatibility import check_lora
     from pipeline.models.hub import local, weight_files

@@ -14,6 +14,7 @@ from pipeline.config import Job, schema
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.inference.memory import SAMPLING_BYTES
+from pipeline.models import adapter_files
 from pipeline.models.gpus import PEAK_TFLOPS
 from pipeline.planning.rows import Rows
 from pipeline.planning.shape import Shape
@@ -540,7 +541,7 @@ def recomputes(worker: Any) -> bool:
         return bool(given)
     models = [name for name, at in worker.work.inputs.items() if not Ref.parse(at).is_function]
     folders = {name.split(".")[0]: worker.input(name) for name in models}
-    loras = {name: lineage.adapter_config(at) for name, at in folders.items() if lineage.is_adapter(at)}
+    loras = {name: adapter_files.settings(at) for name, at in folders.items() if lineage.is_adapter(at)}
     found = worker.gather(is_needed(worker.job, free_bytes(torch.device(worker.device)), loras))
     needed, why = max(found)  # for the worker with the least memory
     if worker.rank == 0:

@@ -7,6 +7,8 @@ backward pass. The increase with the second layer is multiplied by the number of
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -149,7 +151,7 @@ def _count(model: _Model, lora: str, layers: int) -> dict[str, int]:
     """Returns the parameters of a model with `layers` layers: all, and all in linear layers except the lm head."""
     import torch
 
-    with _Fake(model, lora, layers) as shared:
+    with _fake(model, lora, layers) as shared:
         every = {name: p for name, p in shared.base.named_parameters() if "lora_" not in name}
         linear = {
             id(p)
@@ -166,7 +168,7 @@ def _count(model: _Model, lora: str, layers: int) -> dict[str, int]:
 @cache
 def _adapter(model: _Model, lora: str, layers: int) -> int:
     """Returns the parameters of an adapter on a model of `layers` layers."""
-    with _Fake(model, lora, layers) as shared:
+    with _fake(model, lora, layers) as shared:
         return sum(p.numel() for p in shared.parameters_of("policy"))
 
 
@@ -183,7 +185,7 @@ def _saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: b
         kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    with _Fake(model, lora, layers, bf16) as shared:
+    with _fake(model, lora, layers, bf16) as shared:
         parameters = {p.untyped_storage()._cdata for p in shared.parameters()}
         ids = torch.zeros(rows, width, dtype=torch.long)
         # transformers (5.23) reads the values of position_ids to detect packed rows. Fake tensors have no values, so it would
@@ -195,47 +197,36 @@ def _saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: b
         return float(sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in parameters))
 
 
-class _Fake:
-    """`with _Fake(model, lora, layers) as shared`: a SharedBase of fake tensors with one trainable role."""
+@contextmanager
+def _fake(model: _Model, lora: str, layers: int, bf16: bool = False) -> Iterator[Any]:
+    """Yields a SharedBase of fake tensors with one trainable role."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    def __init__(self, model: _Model, lora: str, layers: int, bf16: bool = False) -> None:
-        self.model, self.lora, self.layers, self.bf16 = model, json.loads(lora), layers, bf16
+    from pipeline.models.adapters import SharedBase
 
-    def __enter__(self) -> Any:
-        import torch
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        from transformers import AutoConfig, AutoModelForCausalLM
+    def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
-        from pipeline.models.adapters import SharedBase
-
-        config = AutoConfig.for_model(**json.loads(self.model.config))
-        text = config.get_text_config()
-        text.num_hidden_layers = self.layers
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[: self.layers]
-        with torch.device("meta"):
-            base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.model.dtype))
-            shared = SharedBase(base, autocast=torch.bfloat16 if self.bf16 else None)
-            shared.add("policy", lora=self.lora, head=self.model.head, trainable=True)
-        self.mode = FakeTensorMode()
-        self.mode.__enter__()
+    config = AutoConfig.for_model(**json.loads(model.config))
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype))
+        shared = SharedBase(base, autocast=torch.bfloat16 if bf16 else None)
+        shared.add("policy", lora=json.loads(lora), head=model.head, trainable=True)
+    with FakeTensorMode():
         # From meta to the CPU, where autocast works, still without numbers. Tied weights stay tied.
         moved: dict[int, Any] = {}
         for module in shared.modules():
             for name, p in module._parameters.items():
                 if p is not None:
-                    new = torch.nn.Parameter(_on_cpu(p), requires_grad=p.requires_grad)
+                    new = torch.nn.Parameter(on_cpu(p), requires_grad=p.requires_grad)
                     module._parameters[name] = moved.setdefault(id(p), new)
             for name, b in module._buffers.items():
-                module._buffers[name] = None if b is None else _on_cpu(b)
+                module._buffers[name] = None if b is None else on_cpu(b)
         shared._parameters_by_key.clear()
-        return shared
-
-    def __exit__(self, *error: object) -> None:
-        self.mode.__exit__(*error)
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        yield shared

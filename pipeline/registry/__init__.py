@@ -16,7 +16,6 @@ from pipeline.registry.runs import (
     mlflow_run,
     nested_under,
     recorded,
-    tag_run,
 )
 from pipeline.registry.store import check, check_reachable, client, file_of_uri, tracking_uri, uri_of
 from pipeline.registry.versions import (
@@ -36,6 +35,6 @@ from pipeline.registry.versions import (
 __all__ = [
     "Curves", "MLflowRun", "MetricLog", "Version", "aliases", "check", "check_reachable", "check_trackers", "client", "conditions",
     "end_finished", "end_interrupted", "evaluate_gate", "fetch", "file_of_uri", "find_run", "history", "log_figures", "log_files",
-    "mlflow_run", "nested_under", "other_base", "parameters", "pin", "promote", "publish", "recorded", "tag_run", "tracking_uri",
+    "mlflow_run", "nested_under", "other_base", "parameters", "pin", "promote", "publish", "recorded", "tracking_uri",
     "uri_of", "version",
 ]  # fmt: skip

@@ -80,11 +80,6 @@ def is_adapter(folder: str) -> bool:
     return os.path.lexists(os.path.join(folder, "adapter_config.json"))
 
 
-def adapter_config(folder: str) -> dict[str, Any]:
-    """Returns peft's settings of an adapter folder, from its adapter_config.json."""
-    return adapter_files.settings(folder)
-
-
 def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, reference: str) -> None:
     """Raises InputError, with both names and digests, if an adapter was trained on another base than the job's."""
     trained_on = lineage.get("base")
@@ -109,7 +104,7 @@ def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
 
     If either base is a folder, nothing is checked: its name differs from machine to machine.
     """
-    trained_on = str(adapter_config(folder).get("base_model_name_or_path") or "")
+    trained_on = str(adapter_files.settings(folder).get("base_model_name_or_path") or "")
     name = base["name_or_path"]
     if not hub.is_reference(trained_on) or not base["digest"].startswith("commit:"):
         return
@@ -122,7 +117,7 @@ def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
 
 def check_head(folder: str, scores: bool, reference: str) -> None:
     """Raises InputError for a policy with a scalar head, and for a reward without one, whose scores would be random."""
-    head = adapter_config(folder).get("task_type") == "SEQ_CLS"
+    head = adapter_files.settings(folder).get("task_type") == "SEQ_CLS"
     if scores and not head:
         raise InputError(
             f"{reference} is an adapter without a scalar head, so it cannot score a completion; expected one that `rm` "

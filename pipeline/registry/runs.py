@@ -191,11 +191,6 @@ def log_figures(uri: str, run_id: str, figures: Mapping[str, Any], step: int) ->
     )
 
 
-def tag_run(uri: str, run_id: str, key: str, value: str) -> None:
-    """Sets a tag of a run."""
-    client(uri).set_tag(run_id, key, value)
-
-
 def recorded(uri: str, run_id: str) -> dict[str, Any]:
     """Returns what MLflow has of a run: name, stage, status, folder, and local copies of job and result (or None)."""
     from mlflow.exceptions import MlflowException

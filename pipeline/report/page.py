@@ -26,6 +26,8 @@ def render(runs: list[Run], table: list[list[str]] | None = None) -> str:
     from markupsafe import Markup
 
     sections = [section(run, f"r{i}", Markup) for i, run in enumerate(runs)]
+    stages = dict.fromkeys(run.stage for run in runs)
+    by_stage = [[run for run in runs if run.stage == stage] for stage in stages]
     shown = next((one for one in reversed(sections) if one["samples"]), None)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("pipeline.report", "."),
@@ -39,7 +41,7 @@ def render(runs: list[Run], table: list[list[str]] | None = None) -> str:
         rounds=table or [],
         first=shown,  # its samples come before everything else
         cards=headline.overview(runs) if len(runs) > 1 else headline.cards(runs[0]),
-        compared=[comparison(same, Markup) for same in _same_stage(runs)],
+        compared=[comparison(same, Markup) for same in by_stage if len(same) > 1],
         graph=graph(lineage(runs)),
     )
 
@@ -141,12 +143,6 @@ def comparison(runs: list[Run], safe: Any) -> dict[str, Any]:
         "rows": rows,
         "columns": list(dict.fromkeys(label for row in rows for label in row["cards"])),
     }
-
-
-def _same_stage(runs: list[Run]) -> list[list[Run]]:
-    stages = dict.fromkeys(run.stage for run in runs)
-    by_stage = [[run for run in runs if run.stage == stage] for stage in stages]
-    return [same for same in by_stage if len(same) > 1]
 
 
 def _panels(drawings: Iterable[Drawing], prefix: str, safe: Any) -> list[dict[str, Any]]:

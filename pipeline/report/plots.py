@@ -86,18 +86,15 @@ def png(draws: list[Draw]) -> bytes:
 
 def svg(draw: Draw, prefix: str, label: str) -> str:
     """Returns one panel as an <svg> element. `prefix` makes its ids unique on the page; screen readers use `label`."""
+    from html import escape
+
     import matplotlib
 
     out = io.StringIO()
     with matplotlib.rc_context(STYLE):
         figure([draw]).savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _inline(out.getvalue(), prefix, label)
-
-
-def _inline(text: str, prefix: str, label: str) -> str:
-    """Returns matplotlib's SVG without prologue, metadata and unused ids, with its colors as CSS variables."""
-    from html import escape
-
+    # Without prologue, metadata and unused ids, with colors as CSS variables
+    text = out.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     used = set(re.findall(r'(?:href="|url\()#([\w-]+)', text))

@@ -18,12 +18,11 @@ from typing import Any
 
 from pipeline.config import Job
 from pipeline.data.feed import to_hf
-from pipeline.errors import Failure, InputError, in_brief
+from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
 from pipeline.runtime import memory, resume
 from pipeline.runtime.host import Host, Work
-from pipeline.runtime.preparation import Run
-from pipeline.runtime.run import open_run, run_or_reuse
+from pipeline.runtime.run import finished, open_run
 from pipeline.runtime.worker import like_a_worker, name_output
 from pipeline.system import console, storage
 
@@ -57,22 +56,19 @@ def launch(job: Job, verb: Verb) -> dict[str, Any]:
         InputError: if the job, the rows or an input is wrong, or a run of that name began with other settings.
     """
 
-    def execute(job: Job) -> dict[str, Any]:
-        with open_run(job) as run:
-            return _answer_rows(run, verb)
-
-    return run_or_reuse(job, execute)
-
-
-def _answer_rows(run: Run, verb: Verb) -> dict[str, Any]:
-    """Answers the rows of an open run, and writes its output and its result.json."""
-    job, count = run.job, run.report.splits["train"].kept
-    chosen = verb.choose(count) if verb.choose else range(count)
-    fresh = complete(run.work, run.rows["train"], chosen, verb.load)
-    path = storage.join(run.folder, verb.output)
-    outcome = join(run.work, len(chosen), verb, path)
-    result = run.finish(output=path, rows=len(chosen), rows_done_now=fresh, **outcome, data=run.data())
-    storage.remove(parts_folder(job))  # not before: without result.json the run is not finished
+    job = resume.named(job)
+    if result := finished(job):
+        return result
+    with open_run(job) as run:
+        job, count = run.job, run.report.splits["train"].kept
+        chosen = verb.choose(count) if verb.choose else range(count)
+        fresh = complete(run.work, run.rows["train"], chosen, verb.load)
+        path = storage.join(run.folder, verb.output)
+        outcome = join(run.work, len(chosen), verb, path)
+        result = run.finish(output=path, rows=len(chosen), rows_done_now=fresh, **outcome, data=run.data())
+        storage.remove(
+            storage.join(run.folder, resume.PARTS)
+        )  # not before: without result.json the run is not finished
     figures = {**outcome["metrics"], **outcome["counts"]}
     print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in figures.items()))
     print(f"   {len(chosen)} rows in {result['seconds']:.0f} s  {path}", flush=True)
@@ -82,12 +78,8 @@ def _answer_rows(run: Run, verb: Verb) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ parts
 
 
-def parts_folder(job: Job) -> str:
-    return storage.join(job.folder, resume.PARTS)
-
-
 def part_file(job: Job, part: int) -> str:
-    return storage.join(parts_folder(job), f"{part:06d}.jsonl")
+    return storage.join(job.folder, resume.PARTS, f"{part:06d}.jsonl")
 
 
 def part_size(job: Job) -> int:
@@ -103,11 +95,8 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
         print(f"{there} of {count} rows are already done", flush=True)
     if not missing:
         return 0
-    batches = (
-        _here(work, rows, chosen, load, missing)
-        if job.in_process
-        else _actors(work, rows, chosen, load, missing)
-    )
+    source = _here if job.in_process else _actors
+    batches = source(work, rows, chosen, load, missing)
     started, now = time.monotonic(), 0
     # After an error too, the actors end before the lock of the run's folder.
     with console.native_lines_filtered(), contextlib.closing(batches):
@@ -194,17 +183,15 @@ def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
     """Writes all parts to one file, in the order of the rows. Returns the means of their metrics and the sums of their counts.
 
     Raises:
-        InputError: if the parts cannot be read, or do not hold `count` rows.
+        InputError: if the parts do not hold `count` rows, as those of another version of the pipeline.
     """
-    sums: dict[str, float] = defaultdict(float)
-    measured: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
+    sums, measured, counts = defaultdict[str, float](float), Counter[str](), Counter[str]()
     seen = 0
 
     def lines() -> Iterator[str]:
         nonlocal seen
         for part in range(-(-count // part_size(work.job))):
-            for record in _records(part_file(work.job, part)):
+            for record in map(json.loads, storage.read_lines(part_file(work.job, part))):
                 for name, value in verb.measure(record).items():
                     sums[name] += value
                     measured[name] += 1
@@ -213,19 +200,9 @@ def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
                 yield from (json.dumps(line, ensure_ascii=False) for line in verb.lines(record))
         if seen != count:
             raise InputError(
-                f"{parts_folder(work.job)} holds {seen} rows of {count}; set run.fresh=true to start over",
+                f"{work.job.folder}/{resume.PARTS} holds {seen} rows of {count}; set run.fresh=true to start over",
                 key="run.name",
             )
 
     storage.write_lines(path, lines())
     return {"metrics": {name: sums[name] / measured[name] for name in sums}, "counts": dict(counts)}
-
-
-def _records(part: str) -> Iterator[Record]:
-    try:
-        yield from (json.loads(line) for line in storage.read_lines(part))
-    except (ValueError, RecursionError, OSError) as error:
-        raise InputError(
-            f"{part} cannot be read ({in_brief(error)}); delete it, and the same command writes it again",
-            key="run.name",
-        ) from error

@@ -52,14 +52,12 @@ def launch(
     Raises:
         InputError: if the job, the data or an input is wrong; nothing has been registered then.
     """
-
-    def execute(job: Job) -> dict[str, Any]:
-        with terminal.logged() as log_into:
-            result = carry_out(job, log_into)
-            print_summary(result, _draw_report(result) if job.run.report else None)
+    job = resume.named(job)
+    if result := finished(job):
+        if job.run.report and not storage.exists(storage.join(result["folder"], report.PAGE)):
+            _draw_report(result)  # that process was killed before it drew the report
         return result
-
-    def carry_out(job: Job, log_into: Callable[[str], None]) -> dict[str, Any]:
+    with terminal.logged() as log_into:
         with (
             open_run(job) as run,
             registry.mlflow_run(run.job, run.work.digests, new_run=not run.continues) as run_id,
@@ -74,49 +72,37 @@ def launch(
             outcome |= {"mlflow_run_id": run_id, "tracking_uri": uri, "inputs": run.work.inputs}
             version = (register or publish)(run.job, outcome)
             if ended := how_it_ended(outcome):
-                registry.tag_run(uri, run_id, "ended", ended)
+                registry.client(uri).set_tag(run_id, "ended", ended)
             cost = cost_of(run.job, outcome.pop("usage"), outcome["train_seconds"])
-            return run.finish(
+            result = run.finish(
                 **outcome, **described(version), cost=cost, versions=lineage.versions(), data=run.data()
             )
-
-    def reuse(result: dict[str, Any]) -> None:
-        if job.run.report and not storage.exists(storage.join(result["folder"], report.PAGE)):
-            _draw_report(result)  # that process was killed before it drew the report
-
-    return run_or_reuse(job, execute, reuse)
+        print_summary(result, _draw_report(result) if job.run.report else None)
+    return result
 
 
-def run_or_reuse(
-    job: Job,
-    execute: Callable[[Job], dict[str, Any]],
-    reuse: Callable[[dict[str, Any]], object] = lambda result: None,
-) -> dict[str, Any]:
-    """Returns the result of the finished run of a job's name, or else runs `execute(job)`.
-
-    Args:
-        reuse: called with the result of a finished run.
+def finished(job: Job) -> dict[str, Any] | None:
+    """Returns the result of the finished run of a job's name, or None if the job has to run.
 
     Raises:
         InputError: if the name belongs to a run of another stage, an iteration or a sweep, or the storage path cannot be
             written to.
     """
-    job = resume.named(job)
     resume.check_folder(job.folder, "a run", job.stage)
     path, unfinished = (storage.join(job.folder, name) for name in ("result.json", resume.FILE))
-    if job.run.fresh or not storage.exists(path):
-        if not job.run.fresh and storage.exists(unfinished):
+    if job.run.fresh:
+        return None
+    if not storage.exists(path):
+        if storage.exists(unfinished):
             resume.read(job, unfinished)
-        return execute(job)
+        return None
     result = resume.read(job, path)
     print(
         f"run {job.run.name} is finished ({path}); run.fresh=true starts it over, another run.name starts a new one"
     )
     if result.get("job"):
         resume.print_differences(result["job"], job)
-    result |= {"folder": job.folder}  # the folder may have been moved
-    reuse(result)
-    return result
+    return result | {"folder": job.folder}  # the folder may have been moved
 
 
 @contextlib.contextmanager
@@ -195,7 +181,13 @@ def train_in_workers(
     try:
         outcome = fit(job, main, config, rows, companion)
     except Exception:
-        _print_what_is_left(job)
+        with contextlib.suppress(OSError):  # the disk itself may have failed
+            newest = next(reversed(checkpoints.complete(job.folder)), None)
+            left = (
+                f"continues from {newest}" if newest else "starts it over: it has no complete checkpoint yet"
+            )
+            again = f"the same command with run.name={job.run.name} {left}"
+            terminal.say(f"run {job.run.name} failed; {again}", result=True)
         raise
     checkpoint = storage.join(job.folder, checkpoints.complete(job.folder)[-1])
     adapter = storage.join(checkpoint, "adapter")
@@ -204,21 +196,6 @@ def train_in_workers(
         "adapter": adapter if storage.exists(adapter) else None,
         "train_seconds": round(time.monotonic() - started, 2),
     }
-
-
-def _print_what_is_left(job: Job) -> None:
-    """Prints from which checkpoint the same command will resume after a failure."""
-    try:
-        complete = checkpoints.complete(job.folder)
-    except Exception as error:  # the disk itself may have failed
-        terminal.say(f"run {job.run.name} failed, and {job.folder} cannot be read ({error})", result=True)
-        return
-    left = (
-        f"continues from {complete[-1]}" if complete else "starts it over: it has no complete checkpoint yet"
-    )
-    terminal.say(
-        f"run {job.run.name} failed; the same command with run.name={job.run.name} {left}", result=True
-    )
 
 
 def publish(job: Job, result: dict[str, Any]) -> registry.Version | None:

@@ -9,7 +9,7 @@ from running import ROOT, client, curve, stage
 
 from pipeline.config import gates, load_job
 from pipeline.planning import plan
-from pipeline.runtime import run
+from pipeline.runtime import resume, run
 
 TRL_QUICK = [
     "trainer.max_steps=4",
@@ -161,5 +161,5 @@ def test_a_finished_run_that_was_moved_is_read_where_it_lies(runs, storage):
     shutil.copytree(storage / "toy-evaluate", moved)
     settings = [f"run.storage_path={storage / 'moved'}", "run.name=toy-evaluate"]
     job = load_job(ROOT / "jobs/demo/evaluate.yaml", settings, "evaluate")
-    found = run.run_or_reuse(job, pytest.fail)
+    found = run.finished(resume.named(job))
     assert found == runs["evaluate"] | {"folder": str(moved)} != runs["evaluate"]
