@@ -58,22 +58,12 @@ def drop_head(folder: Path) -> None:
     save_file(tensors, folder / SINGLE)
 
 
-def two_scores(folder: Path) -> None:
-    tensors = load_file(folder / SINGLE)
-    tensors["score.weight"] = tensors["score.weight"].repeat(2, 1)
-    save_file(tensors, folder / SINGLE)
-
-
 WRONG = {
-    "truncated": (lambda at: (at / SINGLE).write_bytes((at / SINGLE).read_bytes()[:-9]), "not a complete safetensors file"),
     "without a head": (drop_head, "no head of one score"),
-    "two scores": (two_scores, "no head of one score"),
+    "an end beyond its embedding": (lambda at: change(at, "config.json", eos_token_id=10**6), "eos_token_id in config.json .*found 1000000"),
     "two labels": (lambda at: change(at, "config.json", id2label={"0": "a", "1": "b"}), "with 2 labels; expected an adapter"),
     "another class": (lambda at: change(at, "config.json", architectures=["GPT2LMHeadModel"]), "is a GPT2LMHeadModel; expected"),
-    "no tokenizer": (lambda at: (at / "tokenizer.json").unlink(), "no tokenizer can be read from"),
-    "an end beyond its embedding": (lambda at: change(at, "config.json", eos_token_id=10**6), "eos_token_id in config.json .*found 1000000"),
     "no configuration": (lambda at: (at / "config.json").unlink(), "has no config.json; .*python:MODULE:FUNCTION"),
-    "a broken configuration": (lambda at: (at / "config.json").write_text("{"), "/config.json: not valid JSON"),
 }  # fmt: skip
 
 

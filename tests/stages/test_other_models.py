@@ -1,4 +1,4 @@
-"""Nothing assumes Llama: tiny random models of other families, and an nf4 base, go through all four stages.
+"""Nothing assumes Llama: tiny random models of other families, and an nf4 base, go through all stages.
 
 The stages' own `train` functions run in this process, without Ray and MLflow.
 """
@@ -27,11 +27,14 @@ def config_of(family, vocabulary, eos):
         # its head is called embed_out
         "gpt_neox": lambda: t.GPTNeoXConfig(intermediate_size=128, **SIZE, **common),
         "llama-nf4": lambda: t.LlamaConfig(**WIDE, **common),
+        "llama-bf16": lambda: t.LlamaConfig(**WIDE, **common),
     }
     return made[family]()
 
 
-@pytest.fixture(scope="module", params=["gpt2", "qwen3", "mistral", "gemma", "gpt_neox", "llama-nf4"])
+@pytest.fixture(
+    scope="module", params=["gpt2", "qwen3", "mistral", "gemma", "gpt_neox", "llama-nf4", "llama-bf16"]
+)
 def family(request, tmp_path_factory):
     """(name, folder of a tiny random model of that family with the demo's tokenizer)."""
     import torch
@@ -55,6 +58,8 @@ def train(family, tmp_path_factory):
     model = [f"model.name_or_path={folder}", "data.max_length=100", "lora.r=4"]
     if name.endswith("nf4"):
         model += ["model.load_in_4bit=true", "model.dtype=float32"]
+    if name.endswith("bf16"):  # a base in bfloat16 under adapters in float32
+        model += ["trainer.bf16=true", "model.dtype=float32"]
 
     def run(stage, *settings, **inputs):
         size = (
@@ -81,11 +86,15 @@ def rm(train):
 
 
 def moved(folder):
-    """Whether training changed the adapter: peft starts every B at 0."""
+    """Whether training changed the adapter, in fp32, not rounded to bf16: peft starts every B at 0."""
+    import torch
     from safetensors.torch import load_file
 
     tensors = load_file(folder / "adapter_model.safetensors")
-    return all(bool(tensor.any()) for key, tensor in tensors.items() if "lora_B" in key)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    grown = [tensor for key, tensor in tensors.items() if "lora_B" in key]
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in grown)
+    return all(bool(tensor.any()) for tensor in grown)
 
 
 def test_sft_trains_and_reloads(sft):
@@ -110,6 +119,7 @@ def test_dpo_continues_the_sft_adapter(train, sft):
     # the first loss is log 2: policy and reference are the same adapter
     assert outcome["metrics"]["train_loss"] == pytest.approx(0.693, abs=0.05)
     assert moved(folder)
+    assert moved(train("kto", policy=sft[1])[1])
 
 
 def test_ppo_runs_on_the_shared_base(train, sft, rm):
