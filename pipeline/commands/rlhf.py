@@ -48,7 +48,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     expected = {stage: expected_seconds(job, folder) for stage, job in jobs.items()}
     known = [seconds for seconds in expected.values() if seconds is not None]
     time_needed = f", about {terminal.clock(sum(known))}" if len(known) == len(jobs) else ""
-    logs = f"the full log of each is {jobs['sft'].run.storage_path}/NAME/log.txt"
+    logs = f"logs and reports: {jobs['sft'].run.storage_path}/NAME/"
     terminal.say(f"{folder}: {', '.join(jobs)}{time_needed}; {logs}")
     results: list[dict[str, Any]] = []
     # The stages share the session and the checks of their jobs that start here.
@@ -138,12 +138,10 @@ def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: st
     if jobs.parent != Path("jobs"):
         again = f"python -m pipeline ppo {jobs / 'ppo.yaml'} trainer.kl_coef=0.1"
     look = [
-        (page and storage.relative(page), "curves, samples, lineage of all four"),
-        (
-            "make ui" if local else store,
-            "curves and lineage in MLflow" + (", at http://127.0.0.1:5000" if local else ""),
-        ),
-        (str(jobs / "ppo.yaml"), f"what to change, and what it does; then: {again}"),
+        (page and storage.relative(page), "report on all stages"),
+        ("make ui" if local else store, "curves in MLflow" + (": http://127.0.0.1:5000" if local else "")),
+        (str(jobs / "ppo.yaml"), "settings of ppo, explained"),
+        (again, "ppo with another KL penalty"),
     ]
     samples = last.get("samples", [])[:SHOWN_SAMPLES]
     return "\n".join(
@@ -151,6 +149,6 @@ def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: st
             *(["", sample_table(samples)] if samples else []),
             "",
             f"Done in {terminal.clock(seconds)}. {'; '.join(verdict)}",
-            *(f"  {where:<30}  {what}" for where, what in look if where),
+            *(f"  {where:<36}  {what}" for where, what in look if where),
         ]
     )

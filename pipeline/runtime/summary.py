@@ -17,8 +17,8 @@ SHOWN_SAMPLES = 4
 def print_summary(result: dict[str, Any], drawn: str | None) -> None:
     """Prints the end of a run: samples, headline metrics before and after, the gate, the version, and the folder.
 
-    A stage of `rlhf` shows its first metric and those of its gate, and no samples, which `rlhf` shows at its end. The log has
-    the other metrics; result.json and the report have all samples and metrics.
+    A stage of `rlhf` shows its first metric and those of its gate. `rlhf` shows samples and the report at its end. The log
+    has the other metrics; result.json and the report have all samples and metrics.
 
     Args:
         drawn: the path of its report, or None.
@@ -51,9 +51,11 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
         )
         if result["adapter"] and not version.alias:
             terminal.say(f"  {without_alias(result, version)}", result=True)
+    name = "report" if drawn else "result"
+    page = text.row(name, storage.relative(drawn or f"{result['folder']}/result.json"))
+    print(page) if one_of_several else terminal.say(page, result=True)
     cost = prices.in_words(result["cost"])
-    page = storage.relative(f"{result['folder']}/{'report.html' if drawn else 'result.json'}")
-    terminal.say(text.row("time", f"{terminal.clock(result['seconds'])}, {cost}  {page}"), result=True)
+    terminal.say(text.row("time", f"{terminal.clock(result['seconds'])}, {cost}"), result=True)
 
 
 def change(metrics: dict[str, float], figure: Figure) -> str:
@@ -84,7 +86,7 @@ def without_alias(result: dict[str, Any], version: registry.Version) -> str:
     )
 
 
-def sample_table(samples: list[dict[str, Any]], width: int = 44) -> str:
+def sample_table(samples: list[dict[str, Any]], width: int = 40) -> str:
     """Returns prompts with the completions before and after, and their scores, as aligned text."""
     lines = []
     for sample in samples:

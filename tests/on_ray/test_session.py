@@ -199,7 +199,7 @@ PHASES = [  # of a run, in their order, in its log
     r'fp32 products at precision "\w+".*',
     "evaluating 60 held-out rows, then training", r"step 0/2  held-out loss .*", r"step 2/2  .*held-out loss .*",
     "checking that the adapter reloads as it was saved", "registering rlhf-sft", r"  registered +rlhf-sft v1 @champion .*",
-    r"  time +\S+, 0 GPU hours, [\d,]+ tokens  /.*/one/result\.json",
+    r"  result +/.*/one/result\.json", r"  time +\S+, 0 GPU hours, [\d,]+ tokens",
 ]  # fmt: skip
 # Where they take more than a moment; held-out figures
 WAITS = [
@@ -209,7 +209,7 @@ WAITS = [
 ]
 SHOWN = [  # all of it, if stdout is no terminal
     r"== sft  run one  jobs/demo/sft.yaml", r"  data +500 training rows, 60 eval rows, 52 duplicates",
-    r"  train +2/2  held-out loss .*", *[WAITS[-1]] * 3, *PHASES[-2:],
+    r"  train +2/2  held-out loss .*", *[WAITS[-1]] * 3, *PHASES[-3:],
 ]  # fmt: skip
 
 
