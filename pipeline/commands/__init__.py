@@ -9,7 +9,7 @@ class Command(NamedTuple):
     """A subcommand. Its file has `run(job)`, or `run(path, overrides)` if it reads the job files itself."""
 
     summary: str  # one line for --help
-    # What follows it: the job file of some stage, a file that it reads itself, or other words (__main__.parser).
+    # The arguments: a stage's job file, a file that the subcommand reads itself, or other words (__main__.parser).
     takes: Literal["job", "file", "folder", "rows", "runs", "key", "nothing"] = "file"
     stage: str | None = None  # the only stage whose jobs it takes, or None for any stage
 

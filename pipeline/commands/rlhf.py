@@ -51,7 +51,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     logs = f"logs and reports: {jobs['sft'].run.storage_path}/NAME/"
     terminal.say(f"{folder}: {', '.join(jobs)}{time_needed}; {logs}")
     results: list[dict[str, Any]] = []
-    # The stages share the session and the checks of their jobs that start here.
+    # The stages share this session, and the checks of TRL and peft that start here.
     on_ray = [job for job in jobs.values() if not job.in_process]
     with libraries.asked(*on_ray) as check, session(next(iter(on_ray), jobs["sft"])):
         check()

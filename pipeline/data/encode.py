@@ -246,7 +246,7 @@ class Encoder:
             chat = self.chat.offering(record.tools)
             whole, spans = chat.spans(turns, first, record.untrained)  # type: ignore[arg-type]
             if not holds(whole, prompt[-1]["content"].strip()):
-                # raises if the template leaves out or changes the last turn of the prompt
+                # Raises RowError if the template leaves out or changes the last turn of the prompt
                 chat.asking(prompt)
             return (whole, escaping), spans, len(turns) - 1 not in record.untrained
         except RowError as error:
@@ -275,7 +275,7 @@ class Encoder:
             at = trained.index(True, at)
             stop = trained.index(False, at) if False in trained[at:] else len(ids)
             if ids[stop - 1] not in self.ends and stop < len(ids) and ids[stop] in self.ends:
-                # the span (a generation block, or the completion's words) ends before the end token
+                # The span (a generation block, or the completion's words) ends before the end token
                 trained[stop] = True
                 stop += 1
             last = stop - 1

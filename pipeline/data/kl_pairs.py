@@ -52,7 +52,7 @@ def mismatched(rows: Any, before: Any) -> Any:
 
 
 class PairedEvaluationSampler(EvaluationSampler):
-    """The batches of EvaluationSampler, each followed by the rows half the dataset away, usually with another prompt."""
+    """The batches of EvaluationSampler, each followed by rows half the dataset away, usually with other prompts."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in super().__iter__():

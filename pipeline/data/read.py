@@ -228,7 +228,7 @@ def set_up_ray_data() -> None:
     context.print_on_execution_start = False
     context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)  # without one line for each execution
-    # It would warn that progress bars are off
+    # This logger would warn that progress bars are off
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
 
 

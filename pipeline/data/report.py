@@ -281,7 +281,7 @@ class Report:
         )
 
 
-# The names of splits on one line
+# What one line calls the rows of a split
 ROWS_OF = {
     "train": "training rows",
     "eval": "eval rows",

@@ -276,7 +276,7 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
     ]
     numbers = sorted(value for value in values if isinstance(value, float))
     words = {_word(value) for value in values if not isinstance(value, float)}
-    # A 1 may count from 0 or from 1, and "right" may mean the correct one.
+    # A 1 may mean the first or the second, and "right" may mean correct.
     doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
     if numbers and 1 <= numbers[0] < 1.5 < numbers[-1] <= 2 and words <= {"tie"}:
         return Rule((1.0,), (2.0,), derived=True)

@@ -162,7 +162,7 @@ def _best_of_k(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str
 
 def _rm_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """RM-Bench (https://arxiv.org/abs/2410.16184): entry (i, j) compares the correct completion in style i with the wrong
-    one in style j. Hard is the upper triangle, where the wrong one is longer and has more markdown; normal is the diagonal.
+    completion in style j. Hard is the upper triangle (longer wrong completions with more markdown), normal is the diagonal.
     """
     wins = [[[float(good > bad) for bad in row.bad] for good in row.good] for row in rows]
     levels: dict[str, Callable[[int, int], bool]] = {
@@ -183,7 +183,7 @@ def _rm_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str,
             if str(row.row["subset"]) == name
         ]
         subsets[name] = _share(own)
-    # The levels have equally many entries, so the mean over all entries equals the mean of the levels.
+    # All levels have the same number of entries, so the mean over all entries is the mean of the levels.
     return {**_overall([mean([mean(line) for line in won]) for won in wins]), **found}, subsets
 
 

@@ -54,7 +54,7 @@ def measure(
         for pair, row in zip(pairs, given, strict=True):
             pair["subset"] = visible(str(row.get(column)), lines=False)[:60]
     parts = worker.gather(pairs)
-    # In the order of the rows, for any number of workers
+    # Puts the results in the order of the rows, for any number of workers
     return figures([parts[i % worker.world][i // worker.world] for i in range(len(rows))])
 
 

@@ -58,7 +58,7 @@ PROBES = {
     "other_prompt": Probe(lambda _, other: other, worse=True),
     "empty": Probe(lambda *_: "", worse=True),
 }
-# The same completions in reverse order. The score changes if the reward depends on the place in a batch.
+# Scores the same completions in reverse order, which changes scores if the reward depends on the place in a batch.
 ORDER = "order"
 
 

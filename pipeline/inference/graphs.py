@@ -97,7 +97,7 @@ class Recorder:
         print(f"note: decoding without CUDA graphs: {why}", flush=True)
 
     def _capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        # Not `with torch.cuda.graph`, which collects garbage and returns free memory to the device: each time a second.
+        # Not `with torch.cuda.graph`, which takes a second each time to collect garbage and return free memory to the device.
         graph = torch.cuda.CUDAGraph()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         self.stream = stream = self.stream or torch.cuda.Stream()

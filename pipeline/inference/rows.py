@@ -54,8 +54,8 @@ class Completion:
 
     tokens: list[int]  # token ids, including the end-of-sequence token
     ended: bool  # False: truncated at the length limit
-    # The sampler's, in nats. Compared with the trainer's, but never used as old log-probs: they differ from the training
-    # forward's by rounding, and the first ratio must be 1.
+    # The sampler's log-probs, in nats. They are compared with the trainer's, but are never old log-probs, because they differ
+    # by rounding and the first ratio must be 1.
     logprobs: list[float]
 
 

@@ -37,7 +37,7 @@ class Slots(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Writes the states of new tokens. Returns what their attention looks at."""
+        """Writes the states of new tokens. Returns the states that the tokens attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache, count = self.cache, len(key_states)
@@ -82,7 +82,7 @@ class SlotCache(DynamicCache):
         self.lengths = torch.zeros(slots, dtype=torch.long, device=device)  # tokens in each slot
         self.newest = torch.zeros(slots, dtype=torch.long, device=device)  # the token to read next
         self.seen = 0  # positions that are attended to
-        # While prompts are read: (slots, the prompt in the batch that belongs to each of them).
+        # While prompts are read: (slots, index of each slot's prompt in the batch).
         self.joining: tuple[Tensor, Tensor] | None = None
 
     def size_with(self, slots: int, positions: int) -> tuple[int, int]:

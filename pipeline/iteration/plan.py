@@ -47,16 +47,15 @@ class Settings:
 
     # Rounds of collect, training and evaluate.
     rounds: Annotated[int, "[1, 1000]"] = 3
-    # The policy that training starts from in each round: the newest one, as in online DPO, or again the first one, on the
-    # newest one's completions.
+    # The policy that training starts from in each round, on completions of the newest policy: the newest one, as in online
+    # DPO, or the first one.
     start: Literal["newest", "first"] = "newest"
     # The frozen policy that training stays close to: the one that the round starts from (`start`), or the first policy of
     # all. With the first one, rounds cannot drift further and further.
     reference: Literal["start", "first"] = "start"
     # What `evaluate` compares a round's policy with: the one that the round began with, or the first of all.
     baseline: Literal["newest", "first"] = "newest"
-    # A round whose gate fails: `stop` ends the loop with the policy before it, `discard` continues with that policy and other
-    # samples.
+    # If a round's gate fails: `stop` ends the loop with the previous policy, `discard` continues from it with other samples.
     on_failed_gate: Literal["stop", "discard"] = "stop"
 
 

@@ -173,7 +173,7 @@ class SharedBase(nn.Module):
             raise InputError(f"{where}: peft rejects these settings ({in_brief(error)}); fix them") from error
         fuse(self.base)
         self._layers = self._tuner_layers()
-        # `use_each` puts them on all layers again
+        # `use_each` hooks all layers again, the new ones included
         self._mixing = [handle.remove() for handle in self._mixing][:0]
         for parameter in self._adapter(role).values():
             parameter.data = parameter.data.float()
@@ -376,8 +376,8 @@ class SharedBase(nn.Module):
 
     def body(self, **inputs: Any) -> Any:
         """Runs the transformer below the lm head, in the role in use. It takes the inputs of transformers' base model."""
-        # transformers checkpoints in train mode, and then drops the KV cache: use train mode only with gradients. It
-        # changes nothing else: every dropout is 0.
+        # Train mode only with gradients, because transformers then checkpoints and drops the KV cache. It changes nothing
+        # else, because every dropout is 0.
         training = self.gradient_checkpointing and torch.is_grad_enabled()
         if self.base.training != training:
             self.base.train(training)

@@ -147,7 +147,7 @@ def load_base(
     if device is not None:
         options["device_map"] = {"": device}
     where = source(model.name_or_path)
-    # The report also names a scorer's new head; check_loaded rejects what is really missing.
+    # The report also names a scorer's new head, but check_loaded rejects only what is really missing.
     with without_load_report(), loading_shown(), unreadable(model):
         loaded, info = auto.from_pretrained(where, **options)
     check_loaded(where, info, scorer)
@@ -365,7 +365,7 @@ def fp32_head(model: torch.nn.Module) -> None:
     """Makes the scalar head of a sequence-classification model compute in fp32, for any dtype of its body."""
     head = score_head(model).float()
     kind = type(head)
-    # Not a forward of this one module: peft trains a copy of it.
+    # Changes the class, not the forward of this module, because peft trains a copy of the module.
     head.__class__ = type(kind.__name__, (_InFp32, kind), {})
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# A forward of this many tokens keeps the hardware busy: beyond, padding costs more than another forward. On a CPU measured; on
-# a GPU, a layer's launches take about 1 ms, in which one of 8B multiplies some 1,000 tokens, and smaller ones more.
+# A forward of this many tokens keeps the hardware busy. Above it, padding costs more than another forward. Measured on a CPU.
+# On a GPU, a layer's launches take about 1 ms, in which a layer of 8B multiplies some 1,000 tokens.
 BUSY_TOKENS = {"cpu": 256, "cuda": 2048}
 
 

@@ -20,7 +20,8 @@ def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
-    # torch has `out_dtype` on CUDA only. The second product is what the first one lost by rounding: small, so hardly rounded.
+    # torch has `out_dtype` on CUDA only. The second product is what rounding took from the first. It is so small that
+    # rounding hardly changes it.
     rounded = a @ b
     return rounded.float().add_(rounded.addmm_(a, b, beta=-1))
 

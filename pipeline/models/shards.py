@@ -81,7 +81,7 @@ def _shard(base: PreTrainedModel, mesh: DeviceMesh) -> None:
         )
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-    # The body and not the ForCausalLM: SharedBase.body calls the body, and only hooks of a called module run. It is resharded
+    # Not the ForCausalLM, because SharedBase.body calls the body, and only a called module's hooks run. It is resharded
     # after each forward, because the backward may come much later; by default FSDP2 keeps the outermost module gathered.
     fully_shard(body, mesh=mesh, reshard_after_forward=True)
 

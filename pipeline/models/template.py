@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.errors import InputError, in_brief
 
 PLAIN = Path(__file__).with_name("plain.jinja")
-# Llama 3.1+ templates write today's date into the prompt: a digest would change every day.
+# Templates of Llama 3.1 and later write today's date into the prompt, so digests would change every day.
 DATE = "26 Jul 2024"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the completions in a template
 BOS_LINE = "{{- bos_token }}\n"
@@ -117,7 +117,7 @@ def try_out(tokenizer: Any) -> str | None:
         except TemplateSyntaxError as error:
             problems.append(f":{error.lineno}: {error.message}")
         except Exception as error:
-            # `raise_exception` of the template itself: it may accept other conversations.
+            # Raised by the template's own `raise_exception`; it may accept other conversations.
             refused = type(error) is TemplateError
             problems.append(None if refused else f": cannot be rendered ({in_brief(error)})")
         else:

@@ -24,8 +24,9 @@ MIN_ENDED = 0.1  # share of completions that end by themselves, below which a po
 LLAMA_PAD = "<|finetune_right_pad_id|>"
 RESERVED = re.compile(r"reserved|unused|placeholder|dummy|control_\d|extra_id|extra_\d", re.IGNORECASE)
 
-# Bytes that no UTF-8 text contains, as byte-level BPE and as SentencePiece byte fallback spell them. No text is encoded to
-# these tokens. A reader of a saved tokenizer may mistake the literal character for the pad token: the rarest, ÿ, comes first.
+# Bytes that no UTF-8 text contains, in the spelling of byte-level BPE and of SentencePiece's byte fallback. No text is
+# encoded to these tokens. The rarest, ÿ, comes first, because other readers of a saved tokenizer may take this character for
+# the pad token.
 NEVER_PRODUCED = tuple(
     spelling
     for byte in (0xFF, 0xFE, 0xFD, 0xFC, 0xFB, 0xFA, 0xF9, 0xF8, 0xF7, 0xF6, 0xF5, 0xC1, 0xC0)

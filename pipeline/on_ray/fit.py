@@ -87,7 +87,7 @@ def _trainer(job: Job, loop: Any, config: dict[str, Any], rows: dict[str, Any], 
         train_loop_config=config,
         torch_config=torch_config,
         datasets=rows,
-        # Every worker sees all rows: accelerate would split a shard a second time.
+        # Every worker sees all rows, because accelerate would split a shard again.
         dataset_config=DataConfig(datasets_to_split=[]),
         scaling_config=ScalingConfig(
             num_workers=tuple(workers) if isinstance(workers, list) else workers, **scaling

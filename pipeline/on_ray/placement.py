@@ -157,7 +157,7 @@ def check_scaling(job: Job) -> None:
     taken: dict[str, float] = {}
     for section, who, count, _, bundle in groups(job) if there else ():
         for name, amount in bundle.resources.items():
-            # Even if the job may start without any, no worker that fits nowhere will ever come.
+            # Also for workers without which the job may start, because a worker that fits nowhere would never start.
             if taken.get(name, 0) + count * amount > there.get(name, 0) or not there.get(name):
                 trainer = f", next to a trainer with {taken[name]:g}" if name in taken else ""
                 key = "num_workers" if amount <= there.get(name, 0) else "resources_per_worker"

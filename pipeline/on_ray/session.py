@@ -25,7 +25,7 @@ from pipeline.errors import Failure, InputError, in_brief
 from pipeline.on_ray import placement
 from pipeline.system import console, process, storage
 
-# Set before Ray starts, so that every process of it inherits them.
+# Set before Ray starts, so that all its processes inherit them.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # else every line of a worker appears twice
@@ -37,9 +37,9 @@ ENVIRONMENT = {
     # Rows are tokenized on the existing CPUs. Ray Data requests twice as many. If only nodes with GPUs can be
     # started (cluster.yaml) the autoscaler repeats into the job's log that no node type fits.
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MAX_CPU_RESOURCE_DELTA": "0",
-    # A GPU's memory grows in place: sequences of ever new lengths leave holes between blocks of fixed sizes.
+    # Lets a GPU's memory blocks grow, because sequences of new lengths leave holes between blocks of fixed sizes.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    # oneDNN keeps 1024 compiled products, one for each shape: in PPO, where lengths vary, 0.4 GiB of them.
+    # By default, oneDNN keeps 1024 compiled products, one for each shape. In PPO, where lengths vary, they take 0.4 GiB.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "GIT_PYTHON_REFRESH": "quiet",  # MLflow asks for the commit; without git it would print a page of advice
     **console.QUIET,
@@ -79,7 +79,7 @@ def session(job: Job) -> Iterator[None]:
     with _cluster(job) if cluster else embedded(num_cpus=placement.embedded_cpus(), **RAY_LOGGING):
         process.listen()  # ray.init() has installed its own handlers
         console.attach(JOBS)
-        # It warns of a hang if no CPU is free, for the moment or because the workers have them all.
+        # This logger would warn of a hang whenever no CPU is free.
         logging.getLogger("ray.data.dataset").setLevel(logging.ERROR)
         placement.check_scaling(job)  # again, because Ray now knows its resources
         yield

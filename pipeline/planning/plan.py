@@ -55,13 +55,13 @@ GPUS = {
     )
 }
 NETWORK = 12.5  # GB/s between nodes: 100 Gbit/s, an assumption
-# Share of the memory that a plan may fill: it is within 15 % of measured peaks on a CPU; no GPU has been measured.
+# Share of the memory that a plan may fill. On a CPU, plans are within 15 % of measured peaks; no GPU has been measured.
 MAX_FILL = 0.9
-# Share of the peak, in training and scoring of a LoRA on one GPU: an assumption, which the plan prints.
+# Assumed share of a GPU's peak in training and scoring with LoRA; the plan prints it.
 UTILIZATION = 0.35
 RUNTIME = {"cpu": 0.75 * GIB, "cuda": 0.9 * GIB}  # Python, torch, Ray; or CUDA's context and workspaces
-# Memory held, divided by memory in use. glibc's allocator cannot place an aligned block into a hole of exactly its size, and
-# ends up with twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 returns each block and takes a quarter more time.
+# Allocated memory divided by memory in use. glibc's allocator cannot place an aligned block into a hole of exactly its size,
+# and ends up with twice the memory in use. MALLOC_MMAP_THRESHOLD_=65536 returns each block and takes a quarter more time.
 SLACK = {"cpu": 2.0, "cuda": 1.1}
 # Layers of a sharded base in memory at once: the current one, the next one, and the pieces that the next one is joined from.
 # Not measured on a GPU.

@@ -62,7 +62,8 @@ class Shape:
     def __init__(self, job: Job) -> None:
         import logging
 
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # recommends a package when peft imports it
+        # At import, bitsandbytes recommends a package
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         from transformers import AutoConfig
 
         from pipeline.models.base import context_length
@@ -70,7 +71,7 @@ class Shape:
         raw, self.unread = config_of(job.model)  # `unread`: why the shape comes from SHAPES
         self.job, self.context = job, context_length(raw) or 2048
         self.config = AutoConfig.for_model(**raw)
-        # The head of a reward, or of the critic, which starts as the reward.
+        # Whether a reward has a head, or the critic, which starts as the reward.
         head = "reward" in (STAGE[job.stage].learns, *STAGE[job.stage].inputs)
         self.model = _Model(json.dumps(raw, sort_keys=True), job.base_dtype, head)
         self.lora = json.dumps(job.lora, sort_keys=True)
@@ -219,7 +220,7 @@ def _fake(model: _Model, lora: str, layers: int, bf16: bool = False) -> Iterator
         shared = SharedBase(base, autocast=torch.bfloat16 if bf16 else None)
         shared.add("policy", lora=json.loads(lora), head=model.head, trainable=True)
     with FakeTensorMode():
-        # From meta to the CPU, where autocast works, still without numbers. Tied weights stay tied.
+        # Fake tensors on the CPU, where autocast works, replace meta tensors. Tied weights stay tied.
         moved: dict[int, Any] = {}
         for module in shared.modules():
             for name, p in module._parameters.items():

@@ -154,5 +154,5 @@ def reset_peak(device: torch.device) -> None:
         try:
             clear.write_text("5")  # "reset the peak resident set size" (proc(5))
         except PermissionError:
-            # A locked-down container. The peak since the start of the process is an upper bound.
+            # Some containers forbid it. The peak since the start of the process is then an upper bound.
             return

@@ -168,7 +168,7 @@ class Episodes:
         for field in fields(self):
             mine = getattr(self, field.name)
             columns = [] if mine.dim() == 1 else [width if field.name == "input_ids" else actions]
-            # Each row is one worker's, and 0 on the others: the sum is exact.
+            # Each row is on one worker, and 0 on the others, so the sum is exact.
             dtype = torch.uint8 if mine.dtype == torch.bool else mine.dtype
             rows = torch.zeros(batch_size, *columns, dtype=dtype, device=mine.device)
             rows[(self.indices, *(slice(n) for n in mine.shape[1:]))] = mine.to(dtype)

@@ -334,7 +334,7 @@ class FunctionReward(Reward):
             columns = {name: values for name, values in columns.items() if name in parameters}
         result = self.function(**{name: [values[i] for i in rows] for name, values in columns.items()})
         if inspect.isawaitable(result):
-            # In another thread: this one may have a running event loop (a notebook's).
+            # In another thread, because this one may run an event loop, as in a notebook.
             with ThreadPoolExecutor(1) as pool:
                 return pool.submit(asyncio.run, _wait(result)).result()
         return result
@@ -359,7 +359,7 @@ class FunctionReward(Reward):
                     setattr(error, ROW, i)
                     scores[i].set_exception(error)
 
-        # Not a thread pool, which the process waits for when it ends: a row that hangs is abandoned.
+        # Not a thread pool, because the process would wait for a row that hangs.
         for _ in range(min(self.threads, len(samples))):
             threading.Thread(target=work, daemon=True, name=f"reward {self.name}").start()
         waiting = set(scores)

@@ -47,7 +47,7 @@ class Versions:
             del self.held[old], self.digests[old]
 
     def _keep(self, version: int, tensors: dict[str, Tensor]) -> None:
-        # Rank 0's adapter is published; the adapter of another kind of processor may differ in a last bit.
+        # Rank 0's digest, because an adapter on another kind of processor may differ in a last bit.
         self.held[version], self.digests[version] = tensors, gather(digest(tensors))[0]
 
     @contextmanager
@@ -177,7 +177,7 @@ class Rollouts:
             self.versions.use(chunk.version) if self.versions and chunk.version != update else nullcontext()
         )
         with older:
-            # vLLM, which has a copy, gets each adapter once.
+            # vLLM keeps a copy of the adapter, so it gets each version once.
             if self.synced != (update, chunk.version):
                 self.sampler.decoder.changed("policy")
                 self.synced = (update, chunk.version)

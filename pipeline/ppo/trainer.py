@@ -116,7 +116,7 @@ class PPOTrainer:
         self.total = args.total_updates(self.prompts_per_epoch)
         critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
         rates = {"policy": args.learning_rate, "critic": critic_rate}
-        # The policy's schedule begins when it begins to learn, the critic's with the run.
+        # The policy's schedule begins with its first update, the critic's with the run.
         begins = {"policy": args.critic_warmup_steps, "critic": 0}
         self.optimizer = adamw(args, [(shared.parameters_of(role), rates[role]) for role in self.roles])
         factors = [learning_rate_factors(args, rates[role], begins[role], self.total) for role in self.roles]
@@ -149,7 +149,7 @@ class PPOTrainer:
             shared.enable_gradient_checkpointing()
         for role in self.roles:
             shared.set_trainable(role, True)
-        # New adapters are random: every rank starts from rank 0's, the reference too, which may be a copy of such a policy.
+        # New adapters are random, so every rank gets rank 0's, also for a reference that is a copy of such a policy.
         for role in [*self.roles, *([reference] if reference else [])] if self.workers > 1 else []:
             for parameter in shared.parameters_of(role):
                 dist.broadcast(parameter.data, src=0)
@@ -326,13 +326,13 @@ class PPOTrainer:
         for rows, part in forward.parts_of(self.shared, episodes, tokens=self.args.micro_batch_tokens):
             width = part.mask.shape[1]
             states = forward.states(self.shared, "policy", part)
-            # Not the sampler's, which differ from the training forward by rounding: the first ratio must be 1.
+            # Not the sampler's log-probs, which differ by rounding, because the first ratio must be 1.
             episodes.old_logprobs[rows, :width] = self.sampler.logprobs("policy", part, states=states)[0]
             if self.args.uses_critic:
                 values, last_value = self.values(part, None if self.args.has_critic_adapter else states)
                 values, last_value = (v * self.moments.std + self.moments.mean for v in (values, last_value))
                 episodes.values[rows, :width] = values.where(part.mask, 0.0)
-                # The value after an end is 0; a truncated completion would have gone on.
+                # The value after an end is 0, but a truncated completion would have continued.
                 episodes.bootstrap[rows] = last_value.where(~part.ended, 0.0)
 
     @property
@@ -396,7 +396,7 @@ class PPOTrainer:
             with cast_once():
                 summed = self.accumulate(episodes, rows, totals, policy)
             stats = self.sync(summed, policy)
-            # Summed over the workers: all of them take the same branch below.
+            # Summed over the workers, so that all take the same branch below.
             approxkl = stats.get("policy/approxkl_avg", 0.0)
             if policy and not first_ratio:
                 rms = first_ratio["policy/first_ratio_rms"] = (2 * approxkl) ** 0.5
@@ -408,7 +408,7 @@ class PPOTrainer:
             sums = {key: sums.get(key, 0.0) + value for key, value in stats.items()}
             steps += 1
         if self.old_from_training and self.workers > 1:
-            old = all_reduce(episodes.old_logprobs)  # each row's are one worker's, and 0 on the others
+            old = all_reduce(episodes.old_logprobs)  # each row is on one worker, and 0 on the others
             mine.old_logprobs = old[mine.indices, : mine.mask.shape[1]]
         counts = {"policy/steps": float(steps), "skipped_steps": float(self.skipped_steps)}
         return {key: value / max(steps, 1) for key, value in sums.items()} | first_ratio | counts

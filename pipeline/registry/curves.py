@@ -147,7 +147,7 @@ class WandB(Tracker):
             job_type=self.job.stage,
             config=self.job.to_dict(),
             dir=self.local,
-            # Command line, environment and code of this process stay private.
+            # W&B must not record the command line, environment and code of this process.
             settings=wandb.Settings(
                 silent=True,
                 console="off",

@@ -227,7 +227,7 @@ def log_files(
     if plots:
         mlflow.log_artifacts(run_id, plots, "plots")
     if samples:
-        # MLflow's page takes a dot in a column's name for a path, and shows the column empty.
+        # MLflow's page would show a column with a dot in its name as empty.
         rows = [
             {key.replace(".", "_"): value for key, value in flatten(sample).items()} for sample in samples
         ]

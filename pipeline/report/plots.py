@@ -199,7 +199,7 @@ def _stack(axes: Any, panel: Panel, lines: History, axis: str) -> None:
     values = [[dict(points).get(step, 0.0) for step in steps] for points in lines.values()]
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(values))]
     axes.stackplot(steps, values, colors=colours, alpha=0.75, linewidth=0)
-    # By the usual step, so that one slow update, often the first, does not flatten all others.
+    # The axis ends above the usual update, so that one slow update, often the first, does not flatten all others.
     totals = sorted(map(sum, zip(*values, strict=True)))
     axes.set_ylim(0, min(totals[-1], 2.5 * totals[len(totals) // 2]) * 1.05 or 1)
     floor, ends = 0.0, []

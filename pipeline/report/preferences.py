@@ -95,7 +95,7 @@ def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
 
 def draw_lengths(axes: Any, pairs: list[Pair]) -> None:
     axes.axhline(0, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
-    # Many dots become a bitmap inside the SVG: each one would be an element of the page.
+    # Many dots become a bitmap inside the SVG, because each dot would be an element of the page.
     many = len(pairs) > 500
     axes.scatter(
         longer(pairs), margins(pairs), s=9, alpha=0.5, color=COLOURS[0], linewidths=0, rasterized=many

@@ -50,7 +50,7 @@ def _place(who: str) -> tuple[bool, int, str]:
 def _bar(axes: Any, span: dict[str, Any], row: int, seconds: float, update: float | None) -> None:
     what, width = span["what"], span["end"] - span["begin"]
     colour = _colour(what, update)
-    # Pale because names are written on it; the edge separates it from the next bar.
+    # Bars are pale, because names are written on them; the edge separates them.
     axes.barh(row, width, 0.7, span["begin"], color=(colour, 0.4), edgecolor=colour, linewidth=0.6)
     if width >= NARROW * seconds:
         axes.annotate(what, (span["begin"] + width / 2, row), color=INK, ha="center", va="center", fontsize=7)

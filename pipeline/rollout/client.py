@@ -30,7 +30,7 @@ class Client:
 
     def __init__(self, worker: Worker, pool: Any) -> None:
         self.pool, self.rank = pool, worker.rank
-        # Only now, because the trainers' resources come first. The rollout workers load while the trainers do.
+        # Only now, because the trainers get their resources first. Rollout workers load at the same time as trainers.
         pool.start.remote()
         self.session = worker.gather(uuid.uuid4().hex)[0]
         self.worker = worker

@@ -38,7 +38,7 @@ OTHER_SETTINGS = "was set up for earlier trainers, on other machines"
 # Their messages are complete, and every worker would raise them again.
 FINAL = (InputError, Failure, OutOfMemory, SelfCheckFailed)
 
-# Of a chunk: update, rank, number (ppo/sampler.py, which imports torch; this process needs none).
+# A chunk's update, rank and number, as in ppo/sampler.py, which this process does not import because of torch.
 Key = tuple[int, int, int]
 
 
@@ -202,7 +202,7 @@ class Pool:
                 del self.tasks[key]
                 return None
             await asyncio.wait({task.result}, timeout=0.2)
-        made = task.result.result()  # cancelled if a new session has begun, whose task now has this key
+        made = task.result.result()  # cancelled if a new session has requested this key
         del self.tasks[key]
         self.bytes += len(task.chunk) + len(made)
         return made
@@ -250,7 +250,7 @@ class Pool:
                 self.lost += there
                 slot.failures += not there and not slot.leaving
                 raised = isinstance(error.__cause__, RayTaskError)
-                # The traceback alone differs each time: it names the process
+                # Compared without the traceback, which names the process
                 if raised and str(error) not in self.printed:
                     self.printed.add(str(error))
                     print(error.__cause__, flush=True)
@@ -362,7 +362,7 @@ class Pool:
             raise
         finally:
             assignment.end = time.monotonic()
-        if made is None:  # a trainer died, and the version with it: this session ends, too
+        if made is None:  # a trainer died with the version, so this session ends, too
             task.attempts -= 1
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             await self._requeue(task)

@@ -102,7 +102,7 @@ class Best:
         return bool(self.stopped) or (self.patience is not None and self.stale >= self.patience)
 
     def restore(self) -> int | None:
-        """Puts the best weights back into the parameters. Returns their step, or None if the last ones stay."""
+        """Puts the best weights back. Returns their step, or None if the last weights stay."""
         if not self.weights:
             return None
         for name, parameter in self.parameters.items():

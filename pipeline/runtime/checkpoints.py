@@ -97,7 +97,7 @@ def newest(run_folder: str) -> str | None:
             f"warning: {run_folder}: moved damaged checkpoints to {DAMAGED}/ ({left}):\n  {listed}",
             flush=True,
         )
-    # Also if an earlier attempt has moved them.
+    # Damaged checkpoints, which an earlier attempt may have moved.
     if not found and storage.folders(storage.join(run_folder, DAMAGED)):
         raise InputError(
             f"all checkpoints of {run_folder} are damaged ({'; '.join(damaged) or f'see {DAMAGED}/'}); restore their files, or "

@@ -226,7 +226,7 @@ def vllm(
         share = memory_share(total, weights, cache, rows, longest)
         options["gpu_memory_utilization"] = host.job.rollout_config.gpu_memory_utilization or share
         print(f"vLLM takes {options['gpu_memory_utilization']} of the GPU's memory", flush=True)
-    # Log-probs after the temperature, as the trainer's.
+    # Like the trainer's, log-probs include the temperature.
     options |= {"max_loras": 1, "max_logprobs": 1, "logprobs_mode": "processed_logprobs"}
     rank = largest_rank(shared, wanted)
     llm = start_llm(host.job.model.name_or_path, shared.device, longest, rank, **options)
@@ -253,7 +253,7 @@ def vllm_options(job: Job, rows: int) -> dict[str, Any]:
     options: dict[str, Any] = {"quantization": "bitsandbytes"} if model.load_in_4bit else {}
     if rollout.tensor_parallel_size > 1:
         options["tensor_parallel_size"] = rollout.tensor_parallel_size
-        # It shares buffers by IPC, which cannot share the expandable segments that our workers use (on_ray/session.py):
+        # The custom all-reduce shares buffers by IPC, which fails with our expandable segments (on_ray/session.py):
         # https://github.com/vllm-project/vllm/issues/42609
         options["disable_custom_all_reduce"] = True
     options |= {

@@ -288,7 +288,7 @@ def _evaluations(trainer: Any) -> list[dict[str, Any]]:
 def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
     """Returns the summary of trainer.train(); `train_loss` is over all steps, also those before a resume."""
     if worker.resume:
-        # It was evaluated at step 0; here it would be evaluated in mid-run.
+        # The run was evaluated at step 0; another evaluation here would be in mid-run.
         trainer.args.eval_on_start = False
         state = TrainerState.load_from_json(os.path.join(worker.resume, "trainer_state.json"))
         if best:
@@ -316,7 +316,7 @@ def finish(worker: Worker, trainer: Any, metrics: dict[str, float], **more: Any)
     """Ends a stage with the trained adapter; a few training rows check that it reloads unchanged."""
     rows = trainer.train_dataset
     few = [dict(row) for row in rows.select(range(min(4, len(rows))))]
-    # A row has one sequence, a prompt with its completion, or a pair, whose chosen side may include the prompt.
+    # A row has one sequence, or a prompt with a completion, or a pair, whose chosen side may include the prompt.
     keys = ("input_ids", "prompt_ids", "completion_ids", "chosen_ids")
     probe = [[token for key in keys for token in row.get(key, ())] for row in few]
     return worker.finish(

@@ -298,8 +298,8 @@ def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> Finding:
     return Finding(name, found, same)
 
 
-# What a stage compares: [(name, by the trainer on a padded batch, from the rows alone)], none if the job's loss has other terms,
-# and the difference that rounding explains.
+# What a stage compares: [(name, number of the trainer on a padded batch, number from single rows)], empty if the job's loss
+# has other terms, and the difference that rounding explains.
 Numbers = tuple[list[tuple[str, float, float]], float]
 
 

@@ -70,7 +70,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
                 outcome = config["train"](worker)
         except BaseException as error:
             if isinstance(error, (InputError, Failure)):
-                # Ray Train 2.60 logs the traceback of an exception that ends a worker; these have a message instead.
+                # Ray Train 2.60 would log a traceback, but the messages of these errors say enough.
                 logging.getLogger("ray.train.v2._internal.util").disabled = True
             worker.close(patience=5.0)
             raise
@@ -198,7 +198,7 @@ class Worker(Host):
         self.scratch = os.path.join(
             tempfile.gettempdir(), f"pipeline-{os.getuid()}", work.run_id or str(self.job.run.name)
         )
-        self.started: tuple[float, int] | None = None  # (time, step) of the first line: for the time left
+        self.started: tuple[float, int] | None = None  # (time, step) of the first line, for the time left
         self.printed = self.shown = 0.0  # times of the last printed line and of the last live line
         self.step = self.total = 0  # the log's last step; the last step of the run
         self.report = self._report if work.sweep else None
@@ -405,7 +405,7 @@ def require_reload(trained: list[torch.Tensor], reloaded: list[torch.Tensor], fo
             )
 
 
-# The few numbers that a line of progress shows, the most important first, and their labels; MLflow has the rest.
+# {metric: label} of the numbers that a line of progress shows, the most important first; MLflow has the rest
 SHOWN = {
     "loss": "loss",
     "eval_loss": "held-out loss",

@@ -67,12 +67,12 @@ def application(work: Work, digests: list[str]) -> Any:
         if low == high
         else {"num_replicas": "auto", "autoscaling_config": {"min_replicas": low, "max_replicas": high}}
     )
-    # The replica itself says when it has enough (429): Serve would hold requests back, and answer 503.
+    # The replica itself answers 429 if its queue is full. Serve would hold requests back, and answer 503.
     most = 4 * (job.serve.max_queue + job.args.local_rollout_forward_batch_size) + 64
     logging = {"enable_access_log": False, "log_level": "WARNING"}
     recorder = serve.deployment(Recorder).options(
         name="recorder",
-        # On the head node: people look for its folder there, and no autoscaler removes it.
+        # On the head node, where people look for its folder, and which no autoscaler removes.
         ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
         max_ongoing_requests=1000,
         logging_config=logging,

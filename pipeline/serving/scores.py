@@ -86,7 +86,7 @@ class Scores:
             outcome = RowError("wrong_type", "pos_answers", "several pairs in one row", "one pair a row")
         if isinstance(outcome, RowError):
             outcome.file, outcome.line, outcome.unit = "request", number, "element"
-            # A key of jobs, not of requests
+            # Names a key of jobs, which requests do not have
             outcome.expected = outcome.expected.partition("; data.columns=")[0]
             raise outcome
         return outcome.columns

@@ -72,7 +72,7 @@ def _vllm(host: Host) -> Batcher:
     from pipeline.inference.vllm import VllmDecoder, accepted_rank, start_llm
 
     job, rows = host.job, host.job.args.local_rollout_forward_batch_size
-    # One adapter more than policies: after an alias has moved, the old version finishes its open completions.
+    # One adapter more than policies, because the old version still finishes its completions after an alias has moved.
     options: dict[str, Any] = {
         "max_loras": min(len(job.serve.policies) + 1, MAX_ADAPTERS),
         "max_logprobs": TOP_LOGPROBS,

@@ -54,7 +54,7 @@ def train(worker: Worker) -> dict[str, Any]:
     mean = sum(scores) / len(scores)
     std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5
     if held_out is not None:
-        # Counted pair by pair: TRL's metric is a mean over batches, in which a short last batch weighs too much.
+        # Counted by pairs, because a short last batch weighs too much in TRL's mean over batches.
         margins = [pair["chosen"] - pair["rejected"] for pair in pairs]
         metrics["eval_accuracy"] = sum(margin > 0 for margin in margins) / len(margins)
         metrics["eval_margin"] = sum(margins) / len(margins)

@@ -61,7 +61,7 @@ def train(worker: Worker) -> dict[str, Any]:
     ends = eos_ids(worker.tokenizer, base.generation_config)
     learned = {token for row in rows.select(range(min(64, len(rows))))["labels"] for token in row}
     check_ends(base, worker.tokenizer, learned.intersection(ends))
-    # Rows come tokenized, labeled, truncated and packed: TRL has nothing left to prepare.
+    # The rows are already tokenized, labeled, truncated and packed.
     prepared = {"skip_prepare_dataset": True}
     args = training.arguments(
         worker, SFTConfig, plan.recomputes(worker), dataset_kwargs=prepared, max_length=None

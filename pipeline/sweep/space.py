@@ -277,7 +277,7 @@ def _trial(base: Job, job: Job, values: dict[str, str]) -> Trial:
         replace(
             job,
             run=replace(job.run, name=name, storage_path=base.folder, fresh=False),
-            # Trials share no process
+            # A trial never runs in the sweep's process
             scaling={**job.scaling, "num_workers": job.scaling.get("num_workers", 1) or 1},
             mlflow=replace(job.mlflow, registered_model=None),
             data=replace(

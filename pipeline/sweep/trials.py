@@ -51,7 +51,7 @@ def run(sweep: Sweep, handle: SweepHandle) -> dict[str, str]:
     room = sweep.settings.max_concurrent_trials or placement.side_by_side(sweep.trials[0].job)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     tuner = tune.Tuner(
-        # Their drivers take nothing of what workers need, and are on the head, which outlives spot nodes.
+        # The trials' drivers take no resources of workers, and run on the head, which outlives spot nodes.
         tune.with_resources(_trainable(sweep, handle), {"node:__internal_head__": 0.001}),
         param_space={"trial": tune.grid_search(waiting)},
         tune_config=tune.TuneConfig(max_concurrent_trials=room),

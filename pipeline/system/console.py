@@ -93,7 +93,7 @@ def attach(own: Collection[str] = (), sink: Any = None) -> None:
 
     dispatcher.remove_handler("ray_print_logs")
     dispatcher.add_handler("ray_print_logs", functools.partial(show, own=own, sink=sink))
-    # Errors that Ray's control store reports to the driver go past the dispatcher.
+    # The dispatcher does not see errors that Ray's control store reports to the driver.
     worker.print_to_stdstream = lambda data, ignore_prefix: show(data, own, sink)
 
 

@@ -32,7 +32,7 @@ QUIET, NORMAL, VERBOSE = -1, 0, 1
 FLAGS = {"-q": QUIET, "--quiet": QUIET, "-v": VERBOSE, "--verbose": VERBOSE}
 # Details that are shown without -v
 IMPORTANT = re.compile(r"\s*(warning|error|note)\b")
-# Control characters except tab, line feed and return: a row's text must not steer the terminal.
+# Control characters except tab, line feed and return, so that a row's text cannot steer the terminal.
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), 11, 12, *range(14, 32), *range(127, 160))}
 WIPE = "\r\x1b[K"
 

@@ -46,8 +46,8 @@ class Row:
 
 def advantages_by_definition(trainer: Learner, episodes: Episodes) -> Finding:
     """Checks that token rewards and advantages equal what the definitions compute. Every rank calls it."""
-    # Policy and reference are still equal, so a wrong sign or coefficient of the KL would not show: repeat with shifted
-    # reference log-probs.
+    # Policy and reference are still equal, so a wrong sign or coefficient of the KL would not show. The check is repeated
+    # with shifted reference log-probs.
     steps = torch.arange(episodes.mask.shape[1], device=episodes.mask.device)
     shift = 0.3 * torch.sin(1.0 + steps + episodes.indices.unsqueeze(-1))
     shifted = replace(episodes, ref_logprobs=(episodes.ref_logprobs + shift).where(episodes.mask, 0.0))
