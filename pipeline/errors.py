@@ -132,9 +132,4 @@ def show(value: Any) -> str:
 
 def short(text: str) -> str:
     """Returns a text as a message quotes it: cut if it is long."""
-    return printable(text if len(text) <= 80 else text[:77] + "...")
-
-
-def printable(text: str) -> str:
-    """Escapes characters that a terminal would interpret or could not show."""
-    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+    return visible(text if len(text) <= 80 else text[:77] + "...", lines=False)

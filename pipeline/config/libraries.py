@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.stages import STAGE
-from pipeline.errors import InputError, printable, show
+from pipeline.errors import InputError, show, visible
 
 if TYPE_CHECKING:
     from pipeline.config import Job
@@ -117,8 +117,8 @@ def problem(asked: dict[str, Any]) -> str | None:
         if error is None:
             continue
         owner = "peft.LoraConfig" if section == "lora" else STAGE[asked["stage"]].trainer.rpartition(".")[2]
-        reason = f"{owner} says: {printable(' '.join(str(error).split())[:500])}"
-        # The error names the key without which the libraries accept the rest.
+        reason = f"{owner} says: {visible(' '.join(str(error).split())[:500])}"
+        # To blame is the key without which they accept the rest.
         for key in values:
             if _rejected(make, asked, {k: v for k, v in values.items() if k != key}) is None:
                 return f"{prefix}{section}.{key}: found {show(values[key])}; {reason}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import InputError, printable, short, show
+from pipeline.errors import InputError, short, show, visible
 from pipeline.system.credentials import has_credentials
 
 # Tokens and keys of the services that the pipeline uses, and private keys.
@@ -101,7 +101,7 @@ def section_tree(tree: Tree, section: str, folder: Path) -> Tree:
 
 
 def _tree(path: Path) -> Tree:
-    tree = Tree(printable(str(path)))
+    tree = Tree(visible(str(path), lines=False))
     tree.data = _parse(_read(path), tree.source, tree.where)
     if not isinstance(tree.data, dict):
         found = f"found {show(tree.data)}, expected sections such as `stage: sft` and `model: ...`"
@@ -136,7 +136,7 @@ def _extended(tree: Tree, folder: Path) -> Tree:
 
 
 def _read(file: Path) -> str:
-    name = printable(str(file))
+    name = visible(str(file), lines=False)
     if file.is_dir():
         jobs = ", ".join(str(job) for job in sorted(file.glob("*.yaml"))[:16])
         raise InputError(f"{name} is a folder, expected a job file: {jobs or 'none in it'}")

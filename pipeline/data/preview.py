@@ -26,40 +26,34 @@ def preprocessing(stage: str, data: Any) -> dict[str, tuple[Preprocess, ...]]:
     Raises:
         InputError: if the stage does not read a field, or if a column would become two fields.
     """
-    made = {}
-    for name in ("train", "eval"):
-        own = sources_of(getattr(data, name))
-        made[name] = tuple(
-            _preprocess(stage, source, f"data.{name}.{index}" if own[index].columns else "data", data.pairs)
-            for index, source in enumerate(completed(data, name))
+    return {
+        name: tuple(
+            _preprocess(stage, full, f"data.{name}.{index}" if own.columns else "data", data.pairs)
+            for index, (own, full) in enumerate(
+                zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
+            )
         )
-    return made
+        for name in ("train", "eval")
+    }
 
 
 def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
     """Returns the preprocessing of one source. `key` names the section that sets its columns."""
-    mapped, kind = source.columns or {}, kind_of(stage)
+    columns, kind = source.columns or {}, kind_of(stage)
     if stage in ("evaluate", "pairs"):  # eval and pairs have different kinds of rows, with their own fields
-        own, all_fields = (
-            {field for name in names for field in known_fields(kind_of(name))}
-            for names in ((stage,), ("evaluate", "pairs"))
-        )
-        others = all_fields - own
-        if stage == "evaluate" and pairs:
-            others |= {"chosen", "rejected"}
-        mapped = {field: column for field, column in mapped.items() if field not in others}
-    check_columns(mapped, kind, f"{key}.columns")
+        others = {*known_fields(kind_of("pairs" if stage == "evaluate" else "evaluate"))} - {
+            *known_fields(kind)
+        }
+        others |= {"chosen", "rejected"} if stage == "evaluate" and pairs else set()
+        columns = {field: column for field, column in columns.items() if field not in others}
+    check_columns(columns, kind, f"{key}.columns")
     if source.label and "good" in source.label and "label" not in kind.further.union(*kind.shapes.values()):
         raise InputError(
             f"`{stage}` reads no ratings; expected {{first: VALUE, second: VALUE}}", key=f"{key}.label"
         )
-    return Preprocess(
-        mapped,
-        reshape.Rule.of(source.label) if source.label else None,
-        source.transform,
-        functions.digest([source.transform]) if source.transform else "",
-        source.group_by,
-    )
+    rule = reshape.Rule.of(source.label) if source.label else None
+    digest = functions.digest([source.transform]) if source.transform else ""
+    return Preprocess(columns, rule, source.transform, digest, source.group_by)
 
 
 def known_fields(kind: Kind) -> list[str]:

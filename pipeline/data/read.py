@@ -254,13 +254,16 @@ def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) ->
 
 def read_manifest(folder: str) -> dict[str, Any] | None:
     """Returns the manifest of a complete cache folder, or None if it is unfinished, damaged or incomplete."""
-    path = storage.join(folder, "manifest.json")
-    if not storage.exists(path):
-        return None
     try:
-        manifest = storage.read_json(path)
+        manifest = storage.read_json(storage.join(folder, "manifest.json"))
         names = [name for parts in manifest["parts"].values() for name, _ in parts]
-    except (ValueError, KeyError, TypeError, AttributeError):  # damaged: the cache can always be made again
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # damaged: the cache can always be made again
         return None
     return manifest if all(is_whole(storage.join(folder, name)) for name in names) else None
 

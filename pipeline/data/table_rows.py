@@ -146,20 +146,17 @@ def _decoded(batch: Any) -> Iterator[Any]:
     """Yields the rows of a batch, with a RowError in place of a row that Python cannot hold."""
     import pyarrow as pa
 
-    columns = [*zip(batch.schema.names, batch.schema.types, strict=True)]
+    columns = zip(batch.schema.names, batch.schema.types, strict=True)
     texts = [name for name, type in columns if isinstance(type, pa.JsonType)]
-    others = [
-        name
-        for name, type in columns
-        if pa.types.is_nested(type) or pa.types.is_floating(type) or isinstance(type, pa.BaseExtensionType)
-    ]
     try:
         rows = batch.to_pylist(maps_as_pydicts="lossy")
     except (ValueError, OverflowError):  # text that is not UTF-8, a date before the year 1
         rows = [_one(batch.slice(index, 1)) for index in range(batch.num_rows)]
     for row in rows:
         if not isinstance(row, RowError):
-            row |= {name: tidy(row[name]) for name in others} | {name: decoded(row[name]) for name in texts}
+            row = {name: tidy(value) for name, value in row.items()} | {
+                name: decoded(row[name]) for name in texts
+            }
         yield row
 
 
