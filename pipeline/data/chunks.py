@@ -48,9 +48,8 @@ class Chunk:
 
 def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
     """Returns the chunks of a file, in order. Reads only its first bytes, and the metadata of tables."""
-    path, head = storage.absolute(file.path), read_head(file)
-    zipped = head[:2] == b"\x1f\x8b" or file.path.endswith(".gz")
-    format, group_by = format_of(file.path, unzipped(head) if zipped else head), kind.preprocess.group_by
+    path, group_by = storage.absolute(file.path), kind.preprocess.group_by
+    format, zipped = format_of(file.path)
     parts = [(0, -1, file.size)]  # start, stop, bytes; a group must not be split between two chunks
     if format in ("parquet", "arrow") and not group_by:
         parts = pieces(path, format, file.size, chunk_bytes)
@@ -64,28 +63,22 @@ def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[C
     ]
 
 
-def unzipped(head: bytes) -> bytes:
-    """Returns what the first bytes of a gzip file unpack to; nothing if they are damaged."""
+def format_of(path: str) -> tuple[Format, bool]:
+    """Returns the format of a file and whether it is gzipped, by its name or else by its first bytes."""
     try:
-        return zlib.decompressobj(wbits=31).decompress(head, 4096)
-    except zlib.error:
-        return b""
-
-
-def format_of(path: str, head: bytes) -> Format:
-    """Returns the format of a file, by its name or else by its first bytes."""
-    suffix = os.path.splitext(path.removesuffix(".gz"))[1]
-    if named := NAMED.get(suffix) or MAGIC.get(head[:4]):
-        return named
-    return "array" if head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[" else "lines"
-
-
-def read_head(file: File) -> bytes:
-    try:
-        with open_bytes(file.path) as stream:
-            return stream.read(BLOCK // 4)  # type: ignore[no-any-return]
-    except OSError as error:  # a folder can be opened, but not read
-        raise unreadable(file.path, error) from error
+        with open_bytes(path) as stream:
+            head = stream.read(BLOCK // 4)
+    except OSError as error:  # a folder opens, but does not read
+        raise unreadable(path, error) from error
+    zipped = head[:2] == b"\x1f\x8b" or path.endswith(".gz")
+    if zipped:
+        try:
+            head = zlib.decompressobj(wbits=31).decompress(head, 4096)
+        except zlib.error:  # reading the rows reports it
+            head = b""
+    named = NAMED.get(os.path.splitext(path.removesuffix(".gz"))[1]) or MAGIC.get(head[:4])
+    starts_list = head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+    return named or ("array" if starts_list else "lines"), zipped
 
 
 # ---- rows of a chunk -------------------------------------------------------------------------------------------

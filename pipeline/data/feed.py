@@ -2,9 +2,8 @@
 
 The stock data loader of transformers and accelerate repeats or drops rows when they do not divide by the workers.
 `ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead: the rows of a step, and so its
-loss, are the same for any number of workers with the same global batch. With one worker the stock loader is used, unless
-sources are mixed by weight (mixture.py), because the stock loader cannot draw rows for an epoch.
-Held-out rows are evaluated in batches that do not depend on the number of workers.
+loss, are the same for any number of workers with the same global batch. Held-out rows are evaluated
+in batches that do not depend on the number of workers.
 """
 
 from collections import deque
@@ -133,12 +132,14 @@ class ExactBatches(Trainer):
     _evaluated: list[tuple[int, dict[str, tuple[int, float]]]]
 
     def get_train_dataloader(self) -> Any:
-        args, sampler = self.args, self._parts()[0]
-        if args.world_size == 1 and not self.mixture and sampler is ExactBatchSampler:
-            return super().get_train_dataloader()
-        seed = args.data_seed if args.data_seed is not None else args.seed
+        seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
         return self._loader(
-            self.train_dataset, "Training", sampler, self._train_batch_size, seed=seed, mixture=self.mixture
+            self.train_dataset,
+            "Training",
+            self._parts()[0],
+            self._train_batch_size,
+            seed=seed,
+            mixture=self.mixture,
         )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -196,9 +197,7 @@ class ExactBatches(Trainer):
 
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
-            rows = [batch.pop("rows", None) for batch in batches]
-            if None in rows:  # from the stock loader: all tensors of a batch have the same number of rows
-                rows = [len(next(iter(batch.values()))) for batch in batches]
+            rows = [batch.pop("rows") for batch in batches]
             by_rank = [rows]
             if self.args.world_size > 1:
                 by_rank = self.accelerator.gather(torch.tensor([rows], device=device)).tolist()

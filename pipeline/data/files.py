@@ -35,11 +35,11 @@ class File:
 
 def find(spec: Any, key: str) -> list[File]:
     """Returns the files of the sources that a job names (config.job.sources_of). `key` names the setting in errors."""
-    files = [
-        replace(file, source=index)
-        for index, source in enumerate(sources_of(spec))
-        for file in _found(source.location, key)
-    ]
+    files: list[File] = []
+    for index, source in enumerate(sources_of(spec)):
+        reach(source.location, key)
+        found = _readable(lambda item: matching(item, key), source.location, key)
+        files += [replace(file, source=index) for file in found]
     for file in files:
         if unpack := PACKED.get(os.path.splitext(file.path)[1]):
             raise InputError(
@@ -54,11 +54,6 @@ def reach(item: str, key: str) -> None:
     """Raises InputError if the bucket or the Hub of a path cannot be reached."""
     if not item.startswith(sets.HUB):
         _readable(storage.reach, item, key)
-
-
-def _found(item: str, key: str) -> list[File]:
-    reach(item, key)
-    return _readable(lambda item: matching(item, key), item, key)
 
 
 def _readable(read: Callable[[str], Any], item: str, key: str) -> Any:

@@ -176,17 +176,6 @@ class Report:
                 lines += [f"--- {index} " + "-" * 66, visible(sample)]
         return "\n".join(lines)
 
-    def summary(self) -> str:
-        """Returns a few lines for a run: the rows of each split, what became of the others, and all warnings."""
-        lines = []
-        for name, split in self.splits.items():
-            lines.append(line(name, f"{split.kept:,} of {count(split.read)}, {count(split.tokens, 'token')}"))
-            shown = ("labels", "dropped", "truncated", "source", "warning")
-            lines += [line(*entry) for entry in self._split(name, split) if entry[0] in shown]
-        if self.duplicates:
-            lines.append(line("duplicates", f"{count(self.duplicates)} (not removed)"))
-        return "\n".join([*lines, *(line("warning", note) for note in self.notes)])
-
     def headline(self) -> str:
         """Returns the numbers of rows, on one line."""
         parts = []
@@ -204,6 +193,8 @@ class Report:
         if not self.text_as_chat:
             template = f"no chat template is applied to {plain} (model.chat_template=plain or data.apply_chat_template=true does)"
         good, lengths = split.desirable or 0, (split.prompt_tokens, split.completion_tokens)
+        unread = [name[:40] for name, _ in Counter(split.unread).most_common()]
+        more = f" and {len(unread) - 8:,} more" if len(unread) > 8 else ""
         entries = [
             (True, "read", count(split.read)),
             (True, "kept", f"{split.kept:,} ({count(split.tokens, 'token')})"),
@@ -211,7 +202,7 @@ class Report:
             *((True, "label", labels_in_words(*entry)) for entry in split.label_values.items()),
             (split.versions, "versions", versions_in_words(split.versions, split.kept)),
             (split.text_rows, "template", template),
-            (split.unread, "not read", columns_in_words(split.unread)),
+            (split.unread, "not read", f"column{'s' * (len(unread) > 1)} {', '.join(unread[:8])}{more}"),
             *((True, "dropped", f"{rows:,} {name_of(why)}") for why, rows in sorted(split.dropped.items())),
             (split.truncated, "truncated", f"{split.truncated:,}"),
             *(
@@ -302,13 +293,6 @@ def labels_in_words(column: str, values: dict[str, int]) -> str:
             meanings[value.rpartition(" = ")[2]] += rows
         values = dict(meanings)
     return f"{column}: {', '.join(f'{value} {rows:,}' for value, rows in values.items())}"
-
-
-def columns_in_words(rows: dict[str, int]) -> str:
-    """Names columns, the most frequent first."""
-    names = [name[:40] for name, _ in Counter(rows).most_common()]
-    more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
-    return f"column{'s' * (len(names) > 1)} {', '.join(names[:8])}{more}"
 
 
 # ---- counts -> report ------------------------------------------------------------------------------------------------

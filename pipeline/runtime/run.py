@@ -125,7 +125,7 @@ def open_run(job: Job) -> Iterator[Run]:
         print(f"warning: {warning}", flush=True)
     with prepared(job, pinned) as run:
         if run.report:
-            print(run.report.summary(), flush=True)
+            print(run.report.render(samples=False), flush=True)
         if STAGE[job.stage].learns and (other_base := registry.other_base(run.job, run.work.base)):
             print(f"warning: {other_base}", flush=True)
         if left:
