@@ -118,7 +118,7 @@ def problem(asked: dict[str, Any]) -> str | None:
             continue
         owner = "peft.LoraConfig" if section == "lora" else STAGE[asked["stage"]].trainer.rpartition(".")[2]
         reason = f"{owner} says: {visible(' '.join(str(error).split())[:500])}"
-        # To blame is the key without which they accept the rest.
+        # The error names the key without which the libraries accept the rest.
         for key in values:
             if _rejected(make, asked, {k: v for k, v in values.items() if k != key}) is None:
                 return f"{prefix}{section}.{key}: found {show(values[key])}; {reason}"
