@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -33,12 +34,9 @@ pytestmark = pytest.mark.usefixtures("in_root")
 
 def request(bundle):
     """The autoscaler's message for a bundle; selectors of the two forms that the jobs use, NAME and in(NAME,...)."""
+    among = LabelSelectorOperator.LABEL_OPERATOR_IN
     selector = [
-        (
-            key,
-            LabelSelectorOperator.LABEL_OPERATOR_IN,
-            re.fullmatch(r"(?:in\()?(.*?)\)?", value)[1].split(","),
-        )
+        (key, among, re.fullmatch(r"(?:in\()?(.*?)\)?", value)[1].split(","))
         for key, value in bundle.selector.items()
     ]
     return ResourceRequestUtil.make(bundle.resources, label_selectors=[selector] if selector else None)
@@ -51,20 +49,16 @@ def started(config, gang=(), tasks=0, without=(), actors=()):
     for name in (config["head_node_type"], *without):  # the head is up already
         del kinds[name]
     cpu = ResourceRequestByCount(request=ResourceRequestUtil.make({"CPU": 1}), count=tasks)
-    reply = ResourceDemandScheduler().schedule(
-        SchedulingRequest(
-            disable_launch_config_check=True,
-            node_type_configs=kinds,
-            max_num_nodes=config["max_workers"],
-            gang_resource_requests=[GangResourceRequest(requests=[request(one) for one in gang])]
-            if gang
-            else [],
-            resource_requests=[
-                cpu,
-                *(ResourceRequestByCount(request=request(one), count=1) for one in actors),
-            ],
-        )
+    gangs = [GangResourceRequest(requests=[request(one) for one in gang])] if gang else []
+    alone = [ResourceRequestByCount(request=request(one), count=1) for one in actors]
+    asked = SchedulingRequest(
+        disable_launch_config_check=True,
+        node_type_configs=kinds,
+        max_num_nodes=config["max_workers"],
+        gang_resource_requests=gangs,
+        resource_requests=[cpu, *alone],
     )
+    reply = ResourceDemandScheduler().schedule(asked)
     return Counter({one.instance_type: one.count for one in reply.to_launch})
 
 
@@ -109,25 +103,12 @@ def test_a_task_without_a_gpu_rents_no_gpu(file, tasks):
 
 def rollout_jobs():
     """The profiles' ppo with the overrides that their comments name."""
-    ahead = ["rollout.num_workers=[1, 3]", "rollout.staleness=1"]
-    gpus = 'ray.io/accelerator-type: "in(A100-40G,L40S,A100-80G,H100,H200)"'
-    market = [
-        f"scaling.label_selector={{market: on-demand, {gpus}}}",
-        "rollout.label_selector={market: spot}",
-    ]
-    yield "cluster.yaml", load_job("jobs/llama3-8b/ppo.yaml", [*ahead, *market])
+    ahead = ["rollout.num_workers=[1, 3]", "rollout.staleness=1", "rollout.label_selector={market: spot}"]
+    stay = "scaling.label_selector={{market: on-demand{}}}".format
+    gpus = ', ray.io/accelerator-type: "in(A100-40G,L40S,A100-80G,H100,H200)"'
+    yield "cluster.yaml", load_job("jobs/llama3-8b/ppo.yaml", [*ahead, stay(gpus)])
     for file in FILES:
-        yield (
-            file,
-            load_job(
-                "jobs/llama3-8b-qlora/ppo.yaml",
-                [
-                    *ahead,
-                    "scaling.label_selector={market: on-demand}",
-                    "rollout.label_selector={market: spot}",
-                ],
-            ),
-        )
+        yield file, load_job("jobs/llama3-8b-qlora/ppo.yaml", [*ahead, stay("")])
 
 
 def test_rollout_workers_get_spot_nodes_and_their_trainers_nodes_that_stay():
@@ -157,19 +138,17 @@ def test_preflight_looks_at_rollout_workers_too(aws):
         if file == "cluster.yaml":
             preflight.check_resources(job, aws)
             preflight.check_memory(job, aws)
-    spot = ["rollout.num_workers=2", "rollout.label_selector={market: spto}"]
-    nowhere = load_job("jobs/llama3-8b/ppo.yaml", spot)
+
+    def ppo(*overrides):
+        return load_job("jobs/llama3-8b/ppo.yaml", list(overrides))
+
     with pytest.raises(
         InputError, match=r"rollout: a rollout worker wants 1 GPU, market: spto, which no node"
     ):
-        preflight.check_resources(nowhere, aws)
-    many = load_job("jobs/llama3-8b/ppo.yaml", ["rollout.num_workers=99"])
+        preflight.check_resources(ppo("rollout.num_workers=2", "rollout.label_selector={market: spto}"), aws)
     with pytest.raises(InputError, match=r"99 rollout workers .* set rollout\.num_workers=\d+, or give"):
-        preflight.check_resources(many, aws)
-    small = load_job(
-        "jobs/llama3-8b/ppo.yaml",
-        ["rollout.num_workers=1", "rollout.label_selector={ray.io/market-type: spot}"],
-    )
+        preflight.check_resources(ppo("rollout.num_workers=99"), aws)
+    small = ppo("rollout.num_workers=1", "rollout.label_selector={ray.io/market-type: spot}")
     message = (
         r"a rollout worker needs 2\d GiB .* on L4 with 22; "
         r"set \"(rollout\.label_selector=\{ray\.io/market-type: spot, ray\.io/accelerator-type: 'in\(.*\)'\})\""
@@ -177,7 +156,7 @@ def test_preflight_looks_at_rollout_workers_too(aws):
     with pytest.raises(InputError, match=message) as error:
         preflight.check_memory(small, aws)
     typed = re.search(message, str(error.value))[1]
-    preflight.check_memory(load_job("jobs/llama3-8b/ppo.yaml", ["rollout.num_workers=1", typed]), aws)
+    preflight.check_memory(ppo("rollout.num_workers=1", typed), aws)
 
 
 def read_by_kuberay(made):
@@ -235,8 +214,12 @@ def aws():
     return preflight.Cluster("http://10.0.0.1:8265", [head], types, most)
 
 
+def sft(*overrides):
+    return load_job("jobs/llama3-70b-qlora/sft.yaml", list(overrides))
+
+
 def test_preflight_refuses_gpus_that_are_too_small(aws):
-    anywhere = load_job("jobs/llama3-70b-qlora/sft.yaml", ["scaling.label_selector=null"])
+    anywhere = sft("scaling.label_selector=null")
     message = (
         r"scaling\.label_selector: a worker needs 46 GiB \(make plan\), but Ray may place it on L4 with 22 or L40S with 44; "
         r"""set "scaling\.label_selector=(\{ray\.io/accelerator-type: 'in\(A100-80G\)'\})", or"""
@@ -244,36 +227,29 @@ def test_preflight_refuses_gpus_that_are_too_small(aws):
     with pytest.raises(InputError, match=message) as error:
         preflight.check_memory(anywhere, aws)
     typed = re.search(message, str(error.value))[1]
-    mended = load_job("jobs/llama3-70b-qlora/sft.yaml", [f"scaling.label_selector={typed}"])
-    preflight.check_memory(mended, aws)
-    without = preflight.Cluster(**{**vars(aws), "types": {"gpu4_spot": aws.types["gpu4_spot"]}})
+    preflight.check_memory(sft(f"scaling.label_selector={typed}"), aws)
+    without = replace(aws, types={"gpu4_spot": aws.types["gpu4_spot"]})
     with pytest.raises(InputError, match=r"in\(A100-80G,H100,H200\).* and give the cluster such nodes"):
         preflight.check_memory(anywhere, without)
-    with pytest.raises(
-        InputError, match=r"wants 1 GPU, ray\.io/accelerator-type: in\(A100-80G,H100,H200\), which no node"
-    ):
-        preflight.check_resources(load_job("jobs/llama3-70b-qlora/sft.yaml", []), without)
+    wants = r"wants 1 GPU, ray\.io/accelerator-type: in\(A100-80G,H100,H200\), which no node"
+    with pytest.raises(InputError, match=wants):
+        preflight.check_resources(sft(), without)
 
 
 def test_preflight_asks_for_labels_of_nodes_that_are_up(aws):
     """Nodes that somebody else started, with the label that Ray gives them by itself."""
     gpus = {"node_ip": "10.0.0.2", "is_head_node": False, "resources_total": {"CPU": 96.0, "GPU": 8.0}}
-    job = load_job("jobs/llama3-70b-qlora/sft.yaml", [])
-    for label, fits in (("H100", True), ("A100", False), ("A100-80G", True)):
-        up = preflight.Cluster(
-            **{**vars(aws), "types": {}, "nodes": [{**gpus, "labels": {GPU_LABEL: label}}]}
-        )
-        if fits:
-            preflight.check_resources(job, up)
-            preflight.check_memory(job, up)
-        else:
+    for label in ("H100", "A100", "A100-80G"):
+        up = replace(aws, types={}, nodes=[{**gpus, "labels": {GPU_LABEL: label}}])
+        if label == "A100":
             with pytest.raises(
                 InputError, match=r"which no node of the cluster has \(nodes: 96 CPU \+ 8 GPU A100;"
             ):
-                preflight.check_resources(job, up)
-    wanted = load_job(
-        "jobs/llama3-70b-qlora/sft.yaml", ["scaling.label_selector=null", "scaling.accelerator_type=A100"]
-    )
+                preflight.check_resources(sft(), up)
+        else:
+            preflight.check_resources(sft(), up)
+            preflight.check_memory(sft(), up)
+    wanted = sft("scaling.label_selector=null", "scaling.accelerator_type=A100")
     preflight.check_resources(wanted, aws)  # the resource that Ray makes of an EC2 type, beside the label
     aws.types["gpu8_spot"].labels[GPU_LABEL] = "A100"
     with pytest.raises(InputError, match="A100 with 39"):  # either of the two sizes
