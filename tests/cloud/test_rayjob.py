@@ -50,10 +50,8 @@ def test_a_shipped_manifest_is_the_one_that_its_command_makes(shipped, capsys):
 def test_the_operator_takes_it(path, capsys):
     import jsonschema
 
-    versions = {
-        one["name"]: one["schema"]["openAPIV3Schema"]
-        for one in yaml.safe_load(CRD.read_text())["spec"]["versions"]
-    }
+    listed = yaml.safe_load(CRD.read_text())["spec"]["versions"]
+    versions = {one["name"]: one["schema"]["openAPIV3Schema"] for one in listed}
     manifest = yaml.safe_load(made(capsys, path, *SHARED_STORAGE))
     schema = strict(versions[manifest["apiVersion"].partition("/")[2]])
     jsonschema.validate(manifest, schema)
@@ -84,12 +82,10 @@ def test_workers_get_what_the_job_asks_for(capsys):
     (container,) = group["template"]["spec"]["containers"]
     assert (group["minReplicas"], group["maxReplicas"]) == (0, job.workers[1])
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    assert group["template"]["spec"]["tolerations"] == [
-        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-    ]
-    assert group["labels"] == {
-        "ray.io/accelerator-type": "A100-40G"
-    }  # the first that the job's selector allows
+    taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert group["template"]["spec"]["tolerations"] == [taint]
+    # the first that the job's selector allows
+    assert group["labels"] == {"ray.io/accelerator-type": "A100-40G"}
     assert group["rayStartParams"] == {"num-cpus": "0"}  # no data task starts a pod with a GPU
     assert {"name": "runs", "mountPath": "/mnt/runs"} in container["volumeMounts"]
     assert {"name": "models", "mountPath": "/models"} in container["volumeMounts"]  # the base is fetched once
@@ -99,9 +95,8 @@ def test_workers_get_what_the_job_asks_for(capsys):
     accounts = [one["template"]["spec"]["serviceAccountName"] for one in (head, group)]
     assert accounts == ["rlhf-head", "rlhf-worker"]  # what may start pods is not what runs on workers
     assert "tolerations" not in head["template"]["spec"]
-    assert spec["entrypoint"] == shlex.join(
-        ["python", "-m", "pipeline", "sft", "jobs/llama3-8b/sft.yaml", *overrides]
-    )
+    command = ["python", "-m", "pipeline", "sft", "jobs/llama3-8b/sft.yaml", *overrides]
+    assert spec["entrypoint"] == shlex.join(command)
 
 
 @pytest.mark.parametrize(

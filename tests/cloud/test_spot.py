@@ -77,20 +77,14 @@ def test_a_notice_drains_the_node_once_ray_takes_it(service, tmp_path):
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "METADATA_ADDRESS": service.address,
     }
-    code = "import spot, sys; spot.EVERY_SECONDS = 0.1; sys.exit(spot.main())"
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT / "pipeline/cloud",
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as watcher:
+    command = [sys.executable, "-c", "import spot, sys; spot.EVERY_SECONDS = 0.1; sys.exit(spot.main())"]
+    how = {"cwd": ROOT / "pipeline/cloud", "env": environment, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **how) as watcher:
         time.sleep(1)
         assert watcher.poll() is None and not (tmp_path / "asked").exists()
         service.answers[("GET", "/latest/meta-data/spot/instance-action")] = aws_notice(90)
         said, _ = watcher.communicate(timeout=60)
     assert watcher.returncode == 0 and "draining this node" in said and "trying again" in said
     calls = (tmp_path / "asked").read_text().splitlines()
-    assert len(calls) == 2 and calls[0].startswith(
-        "drain-node --address auto --reason DRAIN_NODE_REASON_PREEMPTION"
-    )
+    assert len(calls) == 2
+    assert calls[0].startswith("drain-node --address auto --reason DRAIN_NODE_REASON_PREEMPTION")

@@ -177,16 +177,11 @@ def job(monkeypatch):
 
 def test_room_counts_nodes_to_come(job):
     scaled_to_zero = a_cluster({}, types={"gpu": GPU}, most=4)
-    gpus = [
-        "scaling.use_gpu=true",
-        "trainer.use_cpu=false",
-        "data.batch_size=840",
-        "trainer.per_device_train_batch_size=1",
-    ]
+    gpus = ["scaling.use_gpu=true", "trainer.use_cpu=false", "data.batch_size=840"]
+    gpus.append("trainer.per_device_train_batch_size=1")
     preflight.check_resources(job(*gpus, "scaling.num_workers=4"), scaled_to_zero)
-    with pytest.raises(
-        InputError, match=r"room for 4 .*may start 4 x gpu \(8 CPU \+ 1 GPU\)\); set scaling.num_workers=4"
-    ):
+    says = r"room for 4 .*may start 4 x gpu \(8 CPU \+ 1 GPU\)\); set scaling.num_workers=4"
+    with pytest.raises(InputError, match=says):
         preflight.check_resources(job(*gpus, "scaling.num_workers=8"), scaled_to_zero)
     with pytest.raises(InputError, match="room for 2 "):  # the ceiling of the whole cluster
         preflight.check_resources(job(*gpus, "scaling.num_workers=4"), replace(scaled_to_zero, max_workers=2))
@@ -233,10 +228,9 @@ def test_files_that_the_nodes_would_not_have(job, tmp_path, monkeypatch):
     (tmp_path / ".rayignore").write_text("mine/\n")
     with pytest.raises(InputError, match=r"data\.train: 'mine/rows.jsonl' would not be uploaded"):
         preflight.check_paths(rows, two, preflight.upload_files())
+    elsewhere = load_job("jobs/demo/sft.yaml", [f"data.train={outside}"])
     with pytest.raises(InputError, match=r"data\.train: .*outside\.jsonl' is on this machine's own disk"):
-        preflight.check_paths(
-            load_job("jobs/demo/sft.yaml", [f"data.train={outside}"]), two, {"jobs/demo/sft.yaml": 1}
-        )
+        preflight.check_paths(elsewhere, two, {"jobs/demo/sft.yaml": 1})
     with pytest.raises(InputError, match=r"the job file: 'jobs/demo/sft.yaml' would not be uploaded"):
         preflight.check_paths(load_job("jobs/demo/sft.yaml"), two, {})
 
@@ -311,9 +305,8 @@ def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monke
     assert submit.follow(api, "cut") == 0
     shown = capsys.readouterr()
     assert "the connection was lost" in shown.err
-    assert [line for line in shown.out.splitlines() if line.startswith("line")] == [
-        f"line {n}" for n in range(40)
-    ]
+    lines = [line for line in shown.out.splitlines() if line.startswith("line")]
+    assert lines == [f"line {n}" for n in range(40)]
 
 
 def test_leaving_a_job_and_ending_it(cluster, capsys):
@@ -321,9 +314,8 @@ def test_leaving_a_job_and_ending_it(cluster, capsys):
     api = submit.Api(cluster.address)
     say(api, "long", lines=1000, pause=0.2)
     command = [sys.executable, "-m", "pipeline.cloud.submit", "logs", "long"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as follower:
+    how = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **how) as follower:
         assert any(line.startswith("line 1") for line in follower.stdout)
         assert not sockets(psutil.Process(follower.pid)), "who follows a job listens nowhere"
         follower.send_signal(signal.SIGINT)
