@@ -30,12 +30,8 @@ def test_the_best_and_the_worst():
     assert sorted(pairs(samples, select="pairs")) == [
         ("a", "b"), ("a", "c"), ("a", "d"), ("b", "c"), ("b", "d"), ("c", "d"),
     ]  # fmt: skip
-    assert sorted(pairs(samples, select="pairs", min_margin=2)) == [
-        ("a", "c"),
-        ("a", "d"),
-        ("b", "d"),
-        ("c", "d"),
-    ]
+    wide = pairs(samples, select="pairs", min_margin=2)
+    assert sorted(wide) == [("a", "c"), ("a", "d"), ("b", "d"), ("c", "d")]
     assert pairs(samples, min_margin=4) == [("a", "d")] and pairs(samples, min_margin=4.1) == []
 
 
@@ -104,11 +100,8 @@ def test_runs_with_one_seed_share_no_prompt_until_all_are_used():
 def test_training_reads_what_was_collected_whatever_else_the_row_has(prompt):
     fields = {name for kind in KIND.values() for shape in kind.shapes.values() for name in shape}
     fields |= {name for kind in KIND.values() for name in kind.further} | {"system", "input"}
-    row = dict.fromkeys(sorted(fields), "something else") | {
-        "prompt": prompt,
-        "completion": "old",
-        "answer": "x",
-    }
+    row = dict.fromkeys(sorted(fields), "something else")
+    row |= {"prompt": prompt, "completion": "old", "answer": "x"}
     made = collect.cleaned(row) | collect.origin({"policy": "models:/p/3", "reward.0": "models:/r/1"})
     assert made["reference_completion"] == "old" and made["answer"] == "x"  # for a Python reward
     record = {"row": made, "samples": [sample("In Asia.", 0), sample("In South America.", 2)]}

@@ -51,14 +51,8 @@ def rows_of(name: str) -> str:
 
 def small(name: str, tmp_path: Path) -> list[str]:
     """The example on the demo's model, with its rows in tests/data/shapes."""
-    return [
-        rows_of(name),
-        "model.name_or_path=jobs/demo/model",
-        "data.max_length=256",
-        "data.eval_fraction=0",
-        "data.on_error=raise",
-        f"run.storage_path={tmp_path}",
-    ]
+    settings = ["model.name_or_path=jobs/demo/model", "data.max_length=256", "data.eval_fraction=0"]
+    return [rows_of(name), *settings, "data.on_error=raise", f"run.storage_path={tmp_path}"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -91,16 +85,9 @@ def test_imdb_has_two_public_forms(good, bad):
     ("verb", "name"), [pytest.param("rm", "pandalm", marks=pytest.mark.slow), ("sft", "imdb")]
 )
 def test_an_example_trains(verb, name, tmp_path, embedded_ray):
-    result = stage(
-        verb,
-        tmp_path,
-        name,
-        *small(name, tmp_path)[:-1],
-        "trainer.max_steps=2",
-        "data.batch_size=4",
-        "mlflow.registered_model=null",
-        job=f"jobs/examples/{name}.yaml",
-    )
+    short = ["trainer.max_steps=2", "data.batch_size=4", "mlflow.registered_model=null"]
+    given = [*small(name, tmp_path)[:-1], *short]
+    result = stage(verb, tmp_path, name, *given, job=f"jobs/examples/{name}.yaml")
     assert result["data"]["report"]["splits"]["train"]["kept"] == KEPT[name][0]
     assert result["metrics"]["train_loss"] > 0 and "eval_loss" not in result["metrics"]
     assert ("transform" in result["data"]["digests"]) == (name == "imdb")

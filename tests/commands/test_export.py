@@ -26,13 +26,8 @@ def test_a_folder_has_what_others_need(exported, models):
     for kind in ("policy", "reward"):
         folder = Path(exported[kind]["folder"])
         names = {path.name for path in folder.iterdir()}
-        assert {
-            "config.json",
-            "model.safetensors",
-            "tokenizer.json",
-            "chat_template.jinja",
-            "README.md",
-        } <= names
+        wanted = {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"}
+        assert wanted <= names
         assert not any(name.startswith(("adapter", "pytorch_model")) for name in names)
         card = (folder / "README.md").read_text()
         version = "toy-policy/1" if kind == "policy" else "toy-rm/1"

@@ -48,9 +48,8 @@ def rlhf(wheel, cwd, *arguments):
 def test_the_wheel_names_the_command_and_carries_profiles_and_demo(wheel):
     [points] = wheel.glob("*.dist-info/entry_points.txt")
     assert "rlhf = pipeline.__main__:command" in points.read_text()
-    tracked = subprocess.run(
-        ["git", "ls-files", "jobs"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.split()
+    listed = subprocess.run(["git", "ls-files", "jobs"], cwd=ROOT, capture_output=True, text=True)
+    tracked = listed.stdout.split()
     assert tracked and not [name for name in tracked if not (wheel / "pipeline" / name).is_file()]
     assert (wheel / "pipeline/models/plain.jinja").is_file()
 

@@ -71,9 +71,8 @@ def test_rounds_follow_each_other_and_a_kill_changes_nothing(storage, in_root, p
     for number, one in enumerate(rounds, 1):
         folder = storage / "whole" / f"round-{number}-collect"
         lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-        assert {line["version"] for line in lines} == {one["policy"]} and {
-            line["seed"] for line in lines
-        } == {1 + 1000 * (number - 1)}
+        assert {line["version"] for line in lines} == {one["policy"]}
+        assert {line["seed"] for line in lines} == {1 + 1000 * (number - 1)}
         assert len(lines) == one["rows"] > 0
         used.append({line["prompt"] for line in lines})
     assert not used[0] & used[1], "the rounds share prompts"
@@ -84,13 +83,11 @@ def test_rounds_follow_each_other_and_a_kill_changes_nothing(storage, in_root, p
     assert json.loads(version.tags["parents"])["policy"] == rounds[0]["version"]
     assert mlflow.get_run(version.run_id).data.tags["mlflow.parentRunId"] == whole["mlflow_run_id"]
     parent = mlflow.get_run(whole["mlflow_run_id"])
-    assert (
-        parent.data.metrics["score"] == pytest.approx(rounds[1]["score"]) and parent.info.status == "FINISHED"
-    )
+    assert parent.info.status == "FINISHED"
+    assert parent.data.metrics["score"] == pytest.approx(rounds[1]["score"])
     page = (storage / "whole" / "report.html").read_text()
-    assert (
-        "<h3>Rounds</h3>" in page and rounds[1]["version"].removeprefix("models:/").replace("/", " v") in page
-    )
+    assert "<h3>Rounds</h3>" in page
+    assert rounds[1]["version"].removeprefix("models:/").replace("/", " v") in page
     (storage / "whole" / "report.html").unlink()
     assert main(["report", str(storage / "whole")]) == 0
     assert (storage / "whole" / "report.html").read_text() == page
@@ -111,9 +108,8 @@ def test_rounds_follow_each_other_and_a_kill_changes_nothing(storage, in_root, p
         while process.poll() is None and not list(folder.glob("checkpoint_*")):
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL and not (folder / "result.json").exists(), (
-        tmp_path / "log"
-    ).read_text()
+    log = (tmp_path / "log").read_text()
+    assert process.returncode == -signal.SIGKILL and not (folder / "result.json").exists(), log
     first = json.loads((storage / "cut" / "iterate.json").read_text())["rounds"]
     cut = iterate(storage, "cut", *prompts)
     assert cut["rounds"][:1] == first and len(cut["rounds"]) == 2
@@ -146,9 +142,8 @@ def test_versions_are_those_that_the_aliases_meant_when_it_began(storage, in_roo
     }
     assert homes == {(str(storage), f"{storage}/data", f"sqlite:///{storage}/mlflow.db")}
     fixed, inputs = command.pinned(plan, {})
-    assert (
-        fixed.policy == fixed.jobs["dpo"].policy == fixed.jobs["evaluate"].baseline == "models:/toy-policy/1"
-    )
+    policies = {fixed.policy, fixed.jobs["dpo"].policy, fixed.jobs["evaluate"].baseline}
+    assert policies == {"models:/toy-policy/1"}
     assert fixed.jobs["collect"].rewards == [("models:/toy-rm/1", 2.0), ("models:/other-rm/1", 1.0)]
     assert fixed.jobs["evaluate"].reward == "models:/toy-rm/1"
     # the alias has moved since
@@ -183,9 +178,7 @@ def test_what_the_last_step_would_refuse_is_refused_before_the_first(
     for name, text in (("rows", NO_PROMPT), ("long", json.dumps({"prompt": "Where is it? " * 40}))):
         (tmp_path / f"{name}.jsonl").write_text(text)
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("rows", "long", "prompts")}
-    given = [
-        one.replace("{", "{0[").replace("}", "]}").format(files) if "{" in one else one for one in overrides
-    ]
+    given = [re.sub(r"{(\w+)}", lambda found: files[found[1]], one) for one in overrides]
     kept = storage / "refused-late" / "iterate.json"
     kept.parent.mkdir(exist_ok=True)
     kept.write_text("{}")

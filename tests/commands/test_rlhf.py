@@ -11,20 +11,14 @@ from pipeline.errors import InputError
 
 def test_the_end_shows_what_the_profile_has():
     """Without a judge PPO's first figure is the reward, and what to type next is of that profile."""
-    results = [
-        {
-            "stage": "ppo",
-            "metrics": {"before_reward": 0.25, "eval_reward": 0.5},
-            "folder": "s3://b/runs/ppo-1",
-            "tracking_uri": "http://mlflow:5000",
-        },
-        {
-            "stage": "evaluate",
-            "metrics": {"eval_win_rate": 0.75},
-            "folder": "s3://b/runs/evaluate-1",
-            "tracking_uri": "http://mlflow:5000",
-        },
-    ]
+    store = {"tracking_uri": "http://mlflow:5000"}
+    ppo = {
+        "stage": "ppo",
+        "metrics": {"before_reward": 0.25, "eval_reward": 0.5},
+        "folder": "s3://b/runs/ppo-1",
+    }
+    last = {"stage": "evaluate", "metrics": {"eval_win_rate": 0.75}, "folder": "s3://b/runs/evaluate-1"}
+    results = [ppo | store, last | store]
     text = rlhf.closing(results, "jobs/llama3-8b", seconds=12.0, page=None)
     assert "Done in 0:12. ppo: reward 0.25 -> 0.5; evaluate: reward win rate 0.75\n" in text
     assert "jobs/llama3-8b/ppo.yaml" in text and 'make ppo PROFILE=llama3-8b ARGS="' in text
@@ -42,9 +36,8 @@ def test_the_time_of_a_stage_is_that_of_its_newest_run_or_the_demos(in_root, tmp
         ("sft-3", 5.0, "x"),
     ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "result.json").write_text(
-            json.dumps({"seconds": seconds, "job": {"source": source}})
-        )
+        result = {"seconds": seconds, "job": {"source": source}}
+        (tmp_path / name / "result.json").write_text(json.dumps(result))
     assert rlhf.expected_seconds(job, "mine") == 4.0
 
 

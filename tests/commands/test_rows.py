@@ -46,20 +46,17 @@ def by_the_engine(models, rows: list[dict], several: int, temperature: float) ->
     shared.add("policy", folder=models["toy-policy"])
     shared.add("reward", folder=models["toy-rm"], head=True)
     turns = [[{"role": "user", "content": row["prompt"]}] for row in rows for _ in range(several)]
-    ids = [
-        tokenizer().apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in turns
-    ]
-    how = Sampling(
-        40, tuple(eos_ids(tokenizer(), shared.base.generation_config)), temperature=temperature, seed=5
-    )
+    encode = tokenizer().apply_chat_template
+    ids = [encode(one, add_generation_prompt=True, return_dict=False) for one in turns]
+    ends = tuple(eos_ids(tokenizer(), shared.base.generation_config))
+    how = Sampling(40, ends, temperature=temperature, seed=5)
     decoder = SlotDecoder(shared, len(ids), tokenizer().pad_token_id)
     done = decoder.generate("policy", ids, range(len(ids)), how)
     samples = Samples(ids, [d.tokens for d in done], [d.ended for d in done], [{}] * len(ids), tokenizer())
+    scores = AdapterReward(shared).score(samples)
     made = [
         {"completion": text, "score": score, "completion_tokens": len(one.tokens), "ended": one.ended}
-        for text, score, one in zip(
-            samples.completions, AdapterReward(shared).score(samples), done, strict=True
-        )
+        for text, score, one in zip(samples.completions, scores, done, strict=True)
     ]
     return [made[start : start + several] for start in range(0, len(made), several)]
 
@@ -117,10 +114,8 @@ def test_interrupted_in_the_middle_it_continues_to_the_same_rows(
     killed, models, storage, monkeypatch, capsys
 ):
     name, count = f"interrupted-{killed}", 160 if killed else 40
-    rows = [
-        {"prompt": f"Question {i}. What is the capital of {PLACES[i % 8]}?", "number": i}
-        for i in range(count)
-    ]
+    asked = "Question {}. What is the capital of {}?".format
+    rows = [{"prompt": asked(i, PLACES[i % 8]), "number": i} for i in range(count)]
     settings = ["trainer.seed=5", "trainer.local_rollout_forward_batch_size=2"]
     (storage / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = [POLICY, REWARD, *settings, f"data.train={storage}/{name}.jsonl"]
@@ -147,10 +142,9 @@ def test_collect_selects_from_the_engines_completions(models, storage, capfd):
     result, lines = run("collect", storage, "pairs", rows, *settings, *pairs)
     expected = by_the_engine(models, rows, 3, 1.0)
     selected = [collect.selected(Collect(num_generations=3, select="pairs"), samples) for samples in expected]
+    numbered = [(i, *pair) for i, pairs in enumerate(selected) for pair in pairs]
     assert [(line["number"], line["chosen"], line["rejected"]) for line in lines] == [
-        (i, better["completion"], worse["completion"])
-        for i, pairs in enumerate(selected)
-        for better, worse in pairs
+        (i, better["completion"], worse["completion"]) for i, better, worse in numbered
     ]
     for line in lines:
         assert line["version"] == "models:/toy-policy/1" and line["reward_version"] == "models:/toy-rm/1"

@@ -64,9 +64,8 @@ def test_two_trials_of_which_the_better_one_is_registered(embedded_ray, in_root,
     assert {run.info.status for run in known.values()} == {"FINISHED"}
     assert len(list((tmp_path / "data").iterdir())) == 1
     # The table, in the terminal and as files; what the trials printed is not between.
-    assert (
-        "learning_rate-4e-3  step 2/2  eval_loss" in printed and "best: trainer.learning_rate=4e-3" in printed
-    )
+    for text in ("learning_rate-4e-3  step 2/2  eval_loss", "best: trainer.learning_rate=4e-3"):
+        assert text in printed
     assert "(rm " not in printed and "training" in (tmp_path / "two/output.log").read_text()
     assert (tmp_path / "two/table.md").read_text().count("\n") == 4
     assert (tmp_path / "two/plots/sweep.png").read_bytes().startswith(b"\x89PNG")
@@ -111,10 +110,8 @@ def test_trials_start_from_the_versions_that_the_aliases_meant(in_root):
         assert trial.job.policy == "models:/rlhf-sft/3"
         assert trial.job.rewards == [("models:/rlhf-rm/2", 1.0), ("models:/other-rm/4", 2.0)]
     varied = space.read("jobs/demo/ppo.yaml", ["policy=base,models:/rlhf-sft/1", "judge=null"])
-    assert [trial.job.policy for trial in command._pinned(varied, inputs).trials] == [
-        "base",
-        "models:/rlhf-sft/1",
-    ]
+    policies = [trial.job.policy for trial in command._pinned(varied, inputs).trials]
+    assert policies == ["base", "models:/rlhf-sft/1"]
 
 
 def test_an_interrupted_sweep_leaves_no_run_that_seems_to_go_on(in_root, tmp_path):
@@ -154,9 +151,8 @@ def test_six_trials_with_a_worker_and_the_driver_killed(tmp_path):
 
     summary = left(tmp_path / "six")
     states = {row["trial"]: row["state"] for row in summary["trials"]}
-    assert {name: s for name, s in states.items() if "100" in name} == {
-        "learning_rate-100_r-4": "failed", "learning_rate-100_r-8": "failed"
-    }  # fmt: skip
+    failed = {name for name, state in states.items() if state == "failed"}
+    assert failed == {"learning_rate-100_r-4", "learning_rate-100_r-8"}
     assert sum(state in ("finished", "stopped") for state in states.values()) == 4
     assert all("is nan at step" in row["why"] for row in summary["trials"] if row["state"] == "failed")
     best = tmp_path / "six" / summary["best"]
@@ -169,12 +165,8 @@ def test_six_trials_with_a_worker_and_the_driver_killed(tmp_path):
     assert len(client(tmp_path).search_model_versions("name = 'rlhf-rm'")) == 1
 
     # What was interrupted and continued is what its command line trains.
-    alone = [
-        *shlex.split(summary["command"])[1:],
-        "run.name=alone",
-        "mlflow.registered_model=null",
-        "gate={}",
-    ]
+    settings = ["run.name=alone", "mlflow.registered_model=null", "gate={}"]
+    alone = [*shlex.split(summary["command"])[1:], *settings]
     subprocess.run([sys.executable, *alone], cwd=ROOT, check=True, stdout=log.open("a"))
     weights = [folder / "final/adapter/adapter_model.safetensors" for folder in (best, tmp_path / "alone")]
     assert weights[0].read_bytes() == weights[1].read_bytes()

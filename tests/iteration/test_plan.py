@@ -38,12 +38,13 @@ def test_the_shipped_jobs_are_those_of_their_stages(profile):
 def test_the_same_command_is_the_same_iteration():
     assert read().name == read("iterate.rounds=9").name == read("collect.scaling.num_workers=2").name
     assert re.fullmatch(r"iterate-dpo-[0-9a-f]{8}", read().name)
-    for other in (
+    others = (
         "dpo.trainer.beta=0.3",
         "iterate.start=first",
         "collect.trainer.seed=5",
         "policy=models:/rlhf-sft/2",
-    ):
+    )
+    for other in others:
         assert read(other).name != read().name, other
     assert read("run.name=mine").name == "mine"
 
@@ -61,10 +62,8 @@ def test_a_round_goes_on_from_the_newest_policy(tmp_path):
     )  # fmt: skip
     assert train.data.train == f"{tmp_path}/it/round-2-collect/rows.jsonl"
     assert train.data.eval == "jobs/demo/data/preferences_eval.jsonl"
-    assert (
-        collect.args.skip_prompts == 50
-        and plans.job_of_round(plan, 1, "collect", FIRST).args.skip_prompts == 0
-    )
+    assert collect.args.skip_prompts == 50
+    assert plans.job_of_round(plan, 1, "collect", FIRST).args.skip_prompts == 0
     seeds = [
         [plans.job_of_round(plan, r, step, FIRST).trainer["seed"] for r in (1, 2, 3)]
         for step in ("collect", "dpo")
@@ -194,7 +193,5 @@ def test_an_error_of_a_step_names_keys_that_can_be_typed(key, message, says):
 
 def test_a_job_of_another_stage_is_refused(capsys):
     assert main(["iterate", "jobs/demo/dpo.yaml"]) == 2
-    assert re.search(
-        r"stage: found 'dpo', expected `stage: iterate`, as in jobs/demo/iterate\.yaml",
-        capsys.readouterr().err,
-    )
+    says = r"stage: found 'dpo', expected `stage: iterate`, as in jobs/demo/iterate\.yaml"
+    assert re.search(says, capsys.readouterr().err)
