@@ -231,8 +231,10 @@ def test_a_role_that_is_removed_takes_its_adapter_along_unless_another_has_it(tm
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     shared = toy.shared_base()
     shared.save("critic", tmp_path / "critic")
-    with pytest.raises(InputError, match=r"tensors differ, for example .* and this base takes"):
-        SharedBase(toy.base(intermediate_size=64)).add("x", folder=tmp_path / "critic")
+    other = SharedBase(toy.base(intermediate_size=64))
+    for _ in range(2):  # nothing of the role stays, so it can be added again
+        with pytest.raises(InputError, match=r"tensors differ, for example .* and this base takes"):
+            other.add("x", folder=tmp_path / "critic")
     with pytest.raises(InputError, match="adapter_config"):
         shared.add("y", folder=tmp_path)
     tensors = load_file(tmp_path / "critic" / "adapter_model.safetensors")

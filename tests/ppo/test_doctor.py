@@ -12,6 +12,7 @@ from pipeline.findings import Finding
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.models import probes
 from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.episodes import prompt_order
 from pipeline.ppo.selfcheck import doctor
 from pipeline.ppo.selfcheck import rollout as checks
 from pipeline.ppo.selfcheck.definitions import advantages_by_definition
@@ -74,6 +75,18 @@ def test_a_check_sees_what_it_is_about():
     ):
         assert check(trainer, episodes).holds is True
         assert check(trainer, replace(episodes, **changed)).holds is False
+
+
+def test_prompts_in_another_order_are_seen(monkeypatch):
+    """Even if the check called the trainer's own function, whose code is replaced here."""
+
+    def unshuffled(position, count, n_prompts, seed, draws=None):
+        return [(position + i) % n_prompts for i in range(count)]
+
+    trainer = toy.trainer()
+    assert checks.each_episode_once(trainer, trainer.rollout().episodes).holds is True
+    monkeypatch.setattr(prompt_order, "__code__", unshuffled.__code__)
+    assert checks.each_episode_once(trainer, toy.trainer().rollout().episodes).holds is False
 
 
 def test_a_sampler_with_a_temperature_of_its_own_is_seen():
