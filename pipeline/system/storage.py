@@ -140,14 +140,16 @@ def read_lines(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def local_copy(folder: str) -> Iterator[str]:
-    """Yields a local folder with the files of `folder`: itself if it is local, else a copy that the block's end deletes."""
+    """Yields a local folder with the files of `folder`: itself if it is local, else a copy with its name, deleted at the end."""
     if not is_remote(folder):
         yield absolute(folder)
         return
     import pyarrow.fs as pafs
 
     fs, inner = filesystem(folder)
-    with tempfile.TemporaryDirectory() as local:
+    with tempfile.TemporaryDirectory() as parent:
+        local = os.path.join(parent, inner.rstrip("/").rpartition("/")[2])
+        os.mkdir(local)
         pafs.copy_files(inner, local, source_filesystem=fs)
         yield local
 
