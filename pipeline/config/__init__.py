@@ -109,7 +109,7 @@ def _hint(tree: Tree, section: str, key: str, valid: list[str]) -> str:
     """Returns what an unknown key may mean: the nearest key of this section or of another one, or else all keys."""
     stage = tree.data["stage"]
     if f"{section}.{key}" == "trainer.max_steps" and "total_episodes" in valid:
-        return _in_episodes(tree.data["trainer"])
+        return "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
     if near := get_close_matches(key, valid, n=1, cutoff=0.7):
         return f"did you mean {f'{section}.' if section else ''}{near[0]}?"
     keys = schema.keys_of(stage)
@@ -122,14 +122,3 @@ def _hint(tree: Tree, section: str, key: str, valid: list[str]) -> str:
     owner = schema.class_of(section, stage)
     library = {"peft": "peft.", "ray": "ray.train."}.get(owner.partition(".")[0], "")
     return f"the keys of `{section}` are those of {library}{owner.rpartition('.')[2]}"
-
-
-def _in_episodes(trainer: dict[str, Any]) -> str:
-    """Returns how to set a number of updates of ppo, with the arithmetic."""
-    default = schema.keys(STAGE["ppo"].trainer)["batch_size"]["default"]
-    size, updates = trainer.get("batch_size") or default, trainer["max_steps"]
-    rule = "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
-    if type(size) is not int:
-        return rule
-    updates = updates if type(updates) is int and updates > 0 else 100
-    return f"{rule}: {updates} updates of {size} episodes are trainer.total_episodes={updates * size}"

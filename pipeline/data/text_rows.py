@@ -205,60 +205,48 @@ def check_end(stream: Any, text: str) -> None:
 # ---- CSV and TSV: the first line names the columns, and every value is text ------------------------------------------
 
 
-class _Lines:
-    """Lines as text for csv.reader, which reads all lines of a row. `number` is the number of the last line."""
-
-    def __init__(self, lines: Iterator[bytes]):
-        self.lines, self.number = lines, 0
-        self.error: RowError | None = None  # error in the lines of this row
-
-    def __iter__(self) -> "_Lines":
-        return self
-
-    def __next__(self) -> str:
-        try:
-            line = next(self.lines)
-        except DAMAGE as error:
-            self.error = truncated(error)
-            raise StopIteration from None
-        self.number += 1
-        if len(line) > ROW:
-            self.error = too_large()
-            return ""
-        if self.number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        try:
-            return line.decode()
-        except UnicodeDecodeError as error:
-            found = f"byte 0x{line[error.start]:02x} at position {error.start + 1} of line {self.number}"
-            self.error = RowError(
-                "not_utf8", "", found, "UTF-8 text: run iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
-            )
-            return line.decode(errors="replace")
-
-
 def delimited_rows(stream: Any, format: str) -> Iterator[Row]:
     """Yields the rows below the header as {column: text}, each with the number of its first line.
 
     A header that cannot be used is a RowError in line 1, and ends the file. Blank lines are skipped, but counted.
     """
+    last, error = (
+        0,
+        None,
+    )  # the number of the last line that was read, and what is wrong with a line of this row
+
+    def lines() -> Iterator[str]:
+        nonlocal last, error
+        try:
+            for last, line in enumerate(stream_lines(stream), 1):
+                if len(line) > ROW:
+                    line, error = b"", too_large()
+                try:
+                    yield (line.removeprefix(codecs.BOM_UTF8) if last == 1 else line).decode()
+                except UnicodeDecodeError as wrong:
+                    found = f"byte 0x{line[wrong.start]:02x} at position {wrong.start + 1} of line {last}"
+                    expected = "UTF-8 text: run iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
+                    error = RowError("not_utf8", "", found, expected)
+                    yield line.decode(errors="replace")
+        except DAMAGE as damage:
+            error = truncated(damage)
+
     csv.field_size_limit(ROW)  # applies to the process; the default is 128 KiB
-    lines = _Lines(stream_lines(stream))
-    reader = csv.reader(lines, delimiter=delimiter_of(stream, format), strict=True)
+    reader = csv.reader(lines(), delimiter=delimiter_of(stream, format), strict=True)
     names: list[str] = []
     while True:
-        number, lines.error = lines.number + 1, None
+        number, error = last + 1, None
         fields, problem = _next(reader)
-        if error := lines.error or problem:
-            yield number, error, b""
-            if not names or lines.number < number or error.kind == "truncated_gzip":
+        if wrong := error or problem:
+            yield number, wrong, b""
+            if not names or last < number or wrong.kind == "truncated_gzip":
                 return
         elif fields is None:
             return
         elif not names:  # pandas names its index column like this
             names = [name or f"Unnamed: {index}" for index, name in enumerate(fields)]
-            if error := repeated_column(names):
-                yield number, error, b""
+            if repeated := repeated_column(names):
+                yield number, repeated, b""
                 return
         elif len(fields) == len(names):
             yield number, dict(zip(names, fields, strict=True)), "\x1f".join([*names, *fields]).encode()
@@ -284,20 +272,13 @@ def _next(reader: Any) -> tuple[list[str] | None, RowError | None]:
 
 
 def delimiter_of(stream: Any, format: str) -> str:
-    """Returns the delimiter that makes most columns of the first line."""
+    """Returns the delimiter that the first line has most often."""
     try:
         head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8)
     except DAMAGE:  # reading the rows reports it
-        head = b""
+        return DELIMITERS[format][0]
     first = head.decode(errors="replace").lstrip("\r\n").partition("\n")[0]
-
-    def columns(delimiter: str) -> int:
-        try:
-            return max((len(fields) for fields in csv.reader([first], delimiter=delimiter)), default=0)
-        except csv.Error:  # reading the rows reports what is wrong
-            return 0
-
-    return max(DELIMITERS[format], key=columns)
+    return max(DELIMITERS[format], key=first.count)
 
 
 def repeated_column(names: list[str]) -> RowError | None:

@@ -50,18 +50,6 @@ def test_each_row_once_and_equal_steps(rows, size, world, seed, epoch):
     assert sorted(flat(one)) == list(range(rows))
 
 
-@settings(max_examples=60, deadline=None)
-@given(rows=st.integers(1, 90), micro=st.integers(1, 4), seed=st.integers(0, 999))
-def test_steps_do_not_depend_on_workers_and_accumulation(rows, micro, seed):
-    """Rows of each optimizer step at a global batch of 4 * micro, cut in three ways."""
-
-    def steps(size, world, accumulate):
-        merged = [flat(parts) for parts in zip(*ranks(rows, size, world, seed, 1), strict=True)]
-        return [flat(merged[i : i + accumulate]) for i in range(0, len(merged), accumulate)]
-
-    assert steps(4 * micro, 1, 1) == steps(micro, 2, 2) == steps(micro, 4, 1) == steps(2 * micro, 1, 2)
-
-
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 60), size=st.integers(1, 7), seed=st.integers(0, 2**31), epoch=st.integers(0, 3))
 def test_one_worker_has_the_order_of_accelerate(rows, size, seed, epoch):
@@ -71,13 +59,6 @@ def test_one_worker_has_the_order_of_accelerate(rows, size, seed, epoch):
     theirs = SeedableRandomSampler(range(rows), data_seed=seed)
     theirs.set_epoch(epoch)
     assert ranks(rows, size, 1, seed, epoch)[0] == list(BatchSampler(theirs, size, drop_last=False))
-
-
-def test_skipping():
-    from accelerate.data_loader import SkipBatchSampler
-
-    sampler = ExactBatchSampler(7, 2, 1, 2, seed=3)
-    assert list(SkipBatchSampler(sampler, 1)) == list(sampler)[1:]
 
 
 @settings(max_examples=80, deadline=None)
