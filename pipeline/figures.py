@@ -34,19 +34,25 @@ def calibration(margins: Sequence[float], bins: int = 10) -> tuple[float, list[d
     right if the margin is above 0. Bins are of equal width; the error is the mean over pairs of |accuracy - confidence|
     of their bin (Guo et al. 2017).
     """
-    said = [(sigmoid(abs(margin)), float(margin > 0)) for margin in margins]
-    table, error = [], 0.0
-    for i in range(bins):
-        low, high = 0.5 + 0.5 * i / bins, 0.5 + 0.5 * (i + 1) / bins
-        inside = [one for one in said if low <= one[0] < high or (i == bins - 1 and one[0] == 1.0)]
-        if not inside:
-            continue
-        confidence, accuracy = (mean(column) for column in zip(*inside, strict=True))
-        table.append(
-            {"low": low, "high": high, "pairs": len(inside), "confidence": confidence, "accuracy": accuracy}
-        )
-        error += len(inside) / len(said) * abs(accuracy - confidence)
-    return error, table
+    pairs, right, said = ([0.0] * bins for _ in range(3))  # sums of each bin
+    for margin in margins:
+        confidence = sigmoid(abs(margin))
+        i = min(int((2 * confidence - 1) * bins), bins - 1)
+        pairs[i] += 1
+        right[i] += margin > 0
+        said[i] += confidence
+    table = [
+        {
+            "low": 0.5 + 0.5 * i / bins,
+            "high": 0.5 + 0.5 * (i + 1) / bins,
+            "pairs": int(pairs[i]),
+            "confidence": said[i] / pairs[i],
+            "accuracy": right[i] / pairs[i],
+        }
+        for i in range(bins)
+        if pairs[i]
+    ]
+    return sum(abs(right[i] - said[i]) for i in range(bins)) / len(margins), table
 
 
 def temperature(margins: Sequence[float]) -> float:

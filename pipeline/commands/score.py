@@ -19,10 +19,8 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def load(host: Host) -> Answer:
-    from pipeline.evaluation.pairs import samples_of
-    from pipeline.inference.rows import seed_of
+    from pipeline.evaluation.pairs import scores_of
     from pipeline.models.tokenizer import eos_ids
-    from pipeline.ppo.rewards import weighted
     from pipeline.runtime import roles
 
     shared = roles.shared_base(host)
@@ -30,22 +28,13 @@ def load(host: Host) -> Answer:
     ends = set(eos_ids(host.tokenizer, shared.base.generation_config))
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
-        found = [
-            (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number))
-            for number, row in enumerate(rows, first)
-            for side in ("chosen_ids", "rejected_ids")
-            if row[side] is not None
-        ]
-        prompts, completions, given, seeds = zip(*found, strict=True)
-        samples = samples_of(prompts, completions, given, host.tokenizer, ends, seeds)
-        scores = iter(weighted(rewards, samples, normalize=False)[0])
         records = []
-        for row in rows:
+        for row, scores in zip(rows, scores_of(rewards, rows, first, host.tokenizer, ends), strict=True):
             record = json.loads(row["row"])
-            if row["rejected_ids"] is None:
-                record["score"] = next(scores)
+            if len(scores) == 1:
+                record["score"] = scores[0]
             else:
-                chosen, rejected = next(scores), next(scores)
+                chosen, rejected = scores
                 margin = chosen - rejected
                 record |= {"score_chosen": chosen, "score_rejected": rejected, "score_margin": margin}
             records.append(record)

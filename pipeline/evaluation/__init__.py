@@ -5,8 +5,9 @@ Policy and baseline sample one completion to every prompt, with the same random 
 
 import json
 import math
-from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from pipeline.ppo import forward
 from pipeline.ppo.config import PLANNED_ROWS
 from pipeline.ppo.episodes import collate_ids
 from pipeline.ppo.rewards import Samples, weighted
+from pipeline.runtime.inference import in_parts
 from pipeline.runtime.worker import Worker
 from pipeline.system import console
 
@@ -50,8 +52,7 @@ class Comparison:
         self.worker, self.shared, self.rewards, self.judge = worker, shared, rewards, judge
         sampling = Sampling.from_args(worker.job.args, worker.tokenizer, shared)
         self.baseline, self.sampling = baseline, replace(sampling, seed=sampling.seed + SEED_OFFSET)
-        mine = range(worker.rank, len(prompts), worker.world)
-        self.rows = [{"index": i, **_prompt(prompts[i])} for i in mine]
+        self.prompts = prompts
         # In a PPO job, null becomes a constant, because free memory may differ after a resume and would change the numbers.
         self.size = worker.job.args.local_rollout_forward_batch_size or PLANNED_ROWS
         self.decoder = decoder or SlotDecoder(shared, self.size, worker.tokenizer.pad_token_id)
@@ -72,25 +73,16 @@ class Comparison:
             earlier one.
             eval_perplexity: per token, of the rows' reference completions.
         """
-        with console.waiting(f"sampling completions to {len(self.rows)} held-out prompts"):
+        count = len(self.prompts)
+        with console.waiting(f"sampling completions to {count} held-out prompts"):
             if self.before is None:
-                self.before = self._answer(self.baseline)
-            after = self._answer(policy)
-        token_ids = [
-            (row["input_ids"], completion["tokens"]) for row, completion in zip(self.rows, after, strict=True)
+                answer = partial(self._answer, self.baseline, compared=False)
+                self.before = self._of_all("baseline-", count, answer)
+            after = self._of_all("policy-", count, partial(self._answer, policy, compared=True))
+        self.results = results = [
+            {"before": before, "eval": completion}
+            for before, completion in zip(self.before, after, strict=True)
         ]
-        policy_logprobs, baseline_logprobs = (
-            logprobs(self.shared, role, token_ids, self.size, self.sampling)
-            for role in (policy, self.baseline)
-        )
-        for completion, ours, theirs in zip(after, policy_logprobs, baseline_logprobs, strict=True):
-            completion["kl"] = ours - theirs
-        mine = [
-            {"index": row["index"], "before": before, "eval": completion}
-            for row, before, completion in zip(self.rows, self.before, after, strict=True)
-        ]
-        gathered = (result for part in self.worker.gather(mine) for result in part)
-        self.results = results = sorted(gathered, key=lambda result: result["index"])
         return _metrics(results), [_sample(result) for result in results[:8]]
 
     def best_of(self, policy: str | None, n: int) -> list[dict[str, float]]:
@@ -98,21 +90,18 @@ class Comparison:
 
         Without a judge the reward rates its own choice. Every rank must call it, and every rank gets the same.
         """
-        with console.waiting(f"sampling {n} completions to each of {len(self.rows)} held-out prompts"):
-            rows = [row for row in self.rows for _ in range(n)]
-            numbers = [row["index"] * n + k for row in self.rows for k in range(n)]
-            ids = [row["input_ids"] for row in rows]
-            sampling = replace(self.sampling, seed=self.sampling.seed + SEED_OFFSET)
-            completions = self.decoder.generate(policy, ids, numbers, sampling) if rows else []
-            scored = _score(self.worker, rows, numbers, completions, self.rewards, self.judge) if rows else []
-        mine = [
-            (number // n, one["reward"], one.get("judge", one["reward"]))
-            for number, one in zip(numbers, scored, strict=True)
-        ]
-        found: dict[int, list[tuple[float, float]]] = defaultdict(list)
-        for index, proxy, gold in (one for part in self.worker.gather(mine) for one in part):
-            found[index].append((proxy, gold))
-        proxies, golds = ([[one[k] for one in found[i]] for i in sorted(found)] for k in (0, 1))
+        sampling = replace(self.sampling, seed=self.sampling.seed + SEED_OFFSET)
+
+        def answer(numbers: range) -> list[tuple[float, float]]:
+            rows = [_prompt(self.prompts[number // n]) for number in numbers]
+            scored = self._sampled(policy, rows, numbers, sampling)[1]
+            return [(one["reward"], one.get("judge", one["reward"])) for one in scored]
+
+        count = len(self.prompts)
+        with console.waiting(f"sampling {n} completions to each of {count} held-out prompts"):
+            found = self._of_all("best-of-n-", count * n, answer)
+        groups = [found[start : start + n] for start in range(0, count * n, n)]
+        proxies, golds = ([[one[k] for one in group] for group in groups] for k in (0, 1))
         return policies.best_of_curve(proxies, golds)
 
     def length_controlled(self) -> dict[str, float]:
@@ -126,14 +115,24 @@ class Comparison:
                 metrics |= dict(zip((f"{key}_lc", f"{key}_lc_low", f"{key}_lc_high"), ends, strict=True))
         return metrics
 
-    def _answer(self, role: str | None) -> list[dict[str, Any]]:
-        """Returns one completion of a role to each of this rank's prompts: its tokens, scores and figures."""
-        if not self.rows:
+    def _of_all(self, of: str, count: int, answer: Callable[[range], list[Any]]) -> list[Any]:
+        """Returns the record of each of `count` rows, in order, on every rank. A killed `evaluate` resumes."""
+        if self.worker.job.stage == "evaluate":
+            return list(in_parts(self.worker, of, count, answer))
+        world = self.worker.world
+        parts = self.worker.gather(answer(range(self.worker.rank, count, world)))
+        return [parts[i % world][i // world] for i in range(count)]
+
+    def _answer(self, role: str | None, numbers: range, compared: bool) -> list[dict[str, Any]]:
+        """Returns one completion of a role to each of some prompts: its tokens, scores and figures.
+
+        Args:
+            compared: with the baseline, by their log-probabilities.
+        """
+        rows = [_prompt(self.prompts[number]) for number in numbers]
+        if not rows:
             return []
-        ids = [row["input_ids"] for row in self.rows]
-        numbers = [row["index"] for row in self.rows]
-        completions = self.decoder.generate(role, ids, numbers, self.sampling)
-        scored = _score(self.worker, self.rows, numbers, completions, self.rewards, self.judge)
+        completions, scored = self._sampled(role, rows, numbers, self.sampling)
         records = [
             {
                 "length": len(completion.tokens),
@@ -144,42 +143,46 @@ class Comparison:
             }
             for completion, scores in zip(completions, scored, strict=True)
         ]
-        for index, nll, tokens in _reference_nll(self.worker, self.shared, role, self.rows, self.size):
+        for index, nll, tokens in _reference_nll(self.worker, self.shared, role, rows, self.size):
             records[index] |= {"reference_nll": nll, "reference_tokens": tokens}
+        if compared:
+            token_ids = [(row["input_ids"], one.tokens) for row, one in zip(rows, completions, strict=True)]
+            of_policy, of_baseline = (
+                logprobs(self.shared, one, token_ids, self.size, self.sampling)
+                for one in (role, self.baseline)
+            )
+            for record, ours, theirs in zip(records, of_policy, of_baseline, strict=True):
+                record["kl"] = ours - theirs
         return records
+
+    def _sampled(
+        self, role: str | None, rows: list[dict[str, Any]], numbers: range, sampling: Sampling
+    ) -> tuple[list[Completion], list[dict[str, Any]]]:
+        """Returns a completion to each row, and for each its text and scores."""
+        completions = self.decoder.generate(role, [row["input_ids"] for row in rows], numbers, sampling)
+        samples = Samples(
+            prompt_ids=[r["input_ids"] for r in rows],
+            completion_ids=[r.tokens for r in completions],
+            ended=[r.ended for r in completions],
+            rows=[r["row"] for r in rows],
+            tokenizer=self.worker.tokenizer,
+            seeds=[seed_of(self.worker.job.args.seed, number) for number in numbers],
+        )
+        scores: list[dict[str, Any]] = [
+            {"prompt": p, "completion": c} for p, c in zip(samples.prompts, samples.completions, strict=True)
+        ]
+        if self.rewards:
+            total, _ = weighted(self.rewards, samples, normalize=False)
+            for score, value in zip(scores, total, strict=True):
+                score["reward"] = value
+        if self.judge is not None:
+            for score, value in zip(scores, self.judge.checked(samples), strict=True):
+                score["judge"] = value
+        return completions, scores
 
 
 def _prompt(row: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": list(row["input_ids"]), "row": json.loads(row["row"])}
-
-
-def _score(
-    worker: Worker,
-    rows: list[dict[str, Any]],
-    numbers: list[int],
-    completions: list[Completion],
-    rewards: list[Any],
-    judge: Any,
-) -> list[dict[str, Any]]:
-    samples = Samples(
-        prompt_ids=[r["input_ids"] for r in rows],
-        completion_ids=[r.tokens for r in completions],
-        ended=[r.ended for r in completions],
-        rows=[r["row"] for r in rows],
-        tokenizer=worker.tokenizer,
-        seeds=[seed_of(worker.job.args.seed, number) for number in numbers],
-    )
-    scores: list[dict[str, Any]] = [
-        {"prompt": p, "completion": c} for p, c in zip(samples.prompts, samples.completions, strict=True)
-    ]
-    if rewards:
-        total, _ = weighted(rewards, samples, normalize=False)
-        for score, value in zip(scores, total, strict=True):
-            score["reward"] = value
-    if judge is not None:
-        for score, value in zip(scores, judge.checked(samples), strict=True):
-            score["judge"] = value
-    return scores
 
 
 @torch.no_grad()

@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.data.shapes import STYLED
-from pipeline.evaluation.pairs import metric_name, samples_of
+from pipeline.evaluation.pairs import metric_name, scores_of
 from pipeline.figures import mean, wilson
+from pipeline.runtime.inference import in_parts
 from pipeline.runtime.worker import Worker
 
+# Of a completion's row, what a rule reads
+FACTS = ("benchmark", "subset", "id", "pair", "correct", "completions")
 ENDS = ("_low", "_high")  # suffixes of the ends of a score's 95 % interval
 TIES = "ties"  # RewardBench 2's subset with several correct completions; its files spell it `Ties` or `ties`
 
@@ -45,26 +48,20 @@ def measure(
 
     A row is left out if one of its completions could not be used.
     """
-    from pipeline.inference.rows import seed_of
-    from pipeline.ppo.rewards import weighted
-
     if worker.rank == 0:
         print(f"scoring {len(rows)} completions of benchmarks", flush=True)
-    numbers = range(worker.rank, len(rows), worker.world)
-    mine = [dict(row) for row in rows.select(numbers)]
-    scores: list[float] = []
-    if mine:
-        given = [json.loads(row["row"]) for row in mine]
-        prompts, completions = ([row[key] for row in mine] for key in ("prompt_ids", "chosen_ids"))
-        seeds = [seed_of(0, number) for number in numbers]
-        samples = samples_of(prompts, completions, given, worker.tokenizer, ends, seeds)
-        scores = weighted(rewards, samples, normalize=False)[0]
-    gathered = worker.gather(list(zip(numbers, scores, strict=True)))
-    by_number = dict(pair for part in gathered for pair in part)
-    return figures(_grouped([(json.loads(row["row"]), by_number[i]) for i, row in enumerate(rows)]))
+
+    def answer(numbers: range) -> Iterator[tuple[dict[str, Any], float]]:
+        mine = [dict(row) for row in rows.select(numbers)]
+        scored = scores_of(rewards, mine, numbers.start, worker.tokenizer, ends)
+        for row, [score] in zip(mine, scored, strict=True):
+            given = json.loads(row["row"])
+            yield {key: given[key] for key in FACTS if key in given}, score
+
+    return figures(_grouped(in_parts(worker, "benchmarks-", len(rows), answer)))
 
 
-def _grouped(scored: Sequence[tuple[dict[str, Any], float]]) -> list[Scored]:
+def _grouped(scored: Iterable[tuple[dict[str, Any], float]]) -> list[Scored]:
     """Returns the complete rows of a benchmark from its completions in order; `pair` numbers the completions of a row."""
     groups: list[Scored] = []
     for row, score in scored:

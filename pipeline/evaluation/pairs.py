@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Sequence
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import visible
 from pipeline.figures import calibration, correlation, mean, sigmoid, temperature, wilson
 from pipeline.references import Ref
+from pipeline.runtime.inference import in_parts
 from pipeline.runtime.inputs import unfilled
 from pipeline.runtime.worker import Worker
 
@@ -22,7 +25,12 @@ if TYPE_CHECKING:
     from pipeline.ppo.rewards import Samples
 
 SIDES = ("chosen_ids", "rejected_ids")
-MATCHED = 1.1  # lengths of a pair that differ by less than this factor count as equal
+# The pairs of eval_rm_accuracy_NAME, by the lengths of the chosen and of the rejected completion
+BY_LENGTH: dict[str, Callable[[int, int], bool]] = {
+    "matched_length": lambda chosen, rejected: max(chosen, rejected) <= 1.1 * min(chosen, rejected),
+    "chosen_shorter": lambda chosen, rejected: chosen < rejected,
+    "chosen_longer": lambda chosen, rejected: chosen > rejected,
+}
 
 
 def measure(
@@ -41,27 +49,47 @@ def measure(
     """
     if worker.rank == 0:
         print(f"scoring {len(rows)} held-out pairs", flush=True)
-    mine = [dict(row) for row in rows.select(range(worker.rank, len(rows), worker.world))]
-    given = [json.loads(row["row"]) for row in mine]
-    pairs: list[dict[str, Any]] = [
-        {"margin": c - r, "scores": (c, r), "lengths": tuple(len(row[side]) for side in SIDES)}
-        for row, (c, r) in zip(mine, _scores(worker, rewards, mine, given, ends), strict=True)
-    ]
-    if judge is not None and _has_columns(worker, given):
-        for pair, (c, r) in zip(pairs, _scores(worker, [judge], mine, given, ends), strict=True):
-            pair["judge"] = c - r
-    if column := worker.job.data.subset:
-        for pair, row in zip(pairs, given, strict=True):
-            pair["subset"] = visible(str(row.get(column)), lines=False)[:60]
-    parts = worker.gather(pairs)
-    # Puts the results in the order of the rows, for any number of workers
-    return figures([parts[i % worker.world][i // worker.world] for i in range(len(rows))])
+    column = worker.job.data.subset
+
+    def answer(numbers: range) -> list[dict[str, Any]]:
+        mine = [dict(row) for row in rows.select(numbers)]
+        given = [json.loads(row["row"]) for row in mine]
+        first, tokenizer = numbers.start, worker.tokenizer
+        pairs: list[dict[str, Any]] = [
+            {"scores": scores, "lengths": [len(row[side]) for side in SIDES]}
+            for row, scores in zip(mine, scores_of(rewards, mine, first, tokenizer, ends), strict=True)
+        ]
+        if judge is not None and _has_columns(worker, given):
+            for pair, (c, r) in zip(pairs, scores_of([judge], mine, first, tokenizer, ends), strict=True):
+                pair["judge"] = c - r
+        if column:
+            for pair, row in zip(pairs, given, strict=True):
+                pair["subset"] = visible(str(row.get(column)), lines=False)[:60]
+        return pairs
+
+    return figures(in_parts(worker, "pairs-", len(rows), answer))
 
 
-def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics and tables of pairs that each have `margin`, `scores`, `lengths`, and perhaps `judge` and `subset`."""
-    margins = [pair["margin"] for pair in pairs]
-    right = [float(margin > 0) for margin in margins]
+def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics and tables of pairs that each have `scores`, `lengths`, and perhaps `judge` and `subset`.
+
+    Of a pair only numbers are kept, in arrays, for millions of pairs.
+    """
+    chosen, rejected, judged = (array("d") for _ in range(3))
+    lengths = array("l"), array("l")
+    by_subset: dict[str, list[bool]] = defaultdict(list)
+    for pair in pairs:
+        good, bad = pair["scores"]
+        chosen.append(good)
+        rejected.append(bad)
+        for column, length in zip(lengths, pair["lengths"], strict=True):
+            column.append(length)
+        if "judge" in pair:
+            judged.append(pair["judge"])
+        if "subset" in pair:
+            by_subset[pair["subset"]].append(good > bad)
+    margins = array("d", (good - bad for good, bad in zip(chosen, rejected, strict=True)))
+    right = [margin > 0 for margin in margins]
     ece, bins = calibration(margins)
     low, high = wilson(right)
     metrics = {
@@ -75,34 +103,20 @@ def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, An
     if len(margins) > 1:  # fitted on every second pair, measured on the others
         metrics["eval_rm_temperature"] = scale = temperature(margins[::2])
         metrics["eval_rm_ece_calibrated"] = calibration([margin / scale for margin in margins[1::2]])[0]
-    by_length = {
-        "matched_length": [
-            m > 0
-            for m, p in zip(margins, pairs, strict=True)
-            if max(p["lengths"]) <= MATCHED * min(p["lengths"])
-        ],
-        "chosen_shorter": [
-            m > 0 for m, p in zip(margins, pairs, strict=True) if p["lengths"][0] < p["lengths"][1]
-        ],
-        "chosen_longer": [
-            m > 0 for m, p in zip(margins, pairs, strict=True) if p["lengths"][0] > p["lengths"][1]
-        ],
-    }
-    metrics |= {f"eval_rm_accuracy_{name}": mean(hits) for name, hits in by_length.items() if hits}
-    scores, lengths = ([value for pair in pairs for value in pair[key]] for key in ("scores", "lengths"))
-    if (bias := correlation(scores, lengths)) is not None:
+    for name, belongs in BY_LENGTH.items():
+        if hits := [hit for hit, c, r in zip(right, *lengths, strict=True) if belongs(c, r)]:
+            metrics[f"eval_rm_accuracy_{name}"] = mean(hits)
+    if (bias := correlation(chosen + rejected, lengths[0] + lengths[1])) is not None:
         metrics["eval_rm_length_correlation"] = bias
-    judged = [pair for pair in pairs if "judge" in pair]
-    if judged:
-        metrics["eval_rm_agreement"] = mean([(p["judge"] > 0) == (p["margin"] > 0) for p in judged])
-        metrics["eval_rm_judge_accuracy"] = mean([p["judge"] > 0 for p in judged])
+    if len(judged) == len(margins):
+        metrics["eval_rm_agreement"] = mean([(j > 0) == hit for j, hit in zip(judged, right, strict=True)])
+        metrics["eval_rm_judge_accuracy"] = mean([j > 0 for j in judged])
     subsets: dict[str, dict[str, float]] = {}
-    for name in sorted({pair["subset"] for pair in pairs if "subset" in pair}):
-        mine = [float(pair["margin"] > 0) for pair in pairs if pair["subset"] == name]
-        low, high = wilson(mine)
-        subsets[name] = {"pairs": len(mine), "accuracy": mean(mine), "low": low, "high": high}
-        metrics[f"eval_rm_accuracy/{metric_name(name)}"] = mean(mine)
-    return metrics, {"pairs": len(pairs), "reliability": bins, "subsets": subsets}
+    for name, hits in sorted(by_subset.items()):
+        low, high = wilson(hits)
+        subsets[name] = {"pairs": len(hits), "accuracy": mean(hits), "low": low, "high": high}
+        metrics[f"eval_rm_accuracy/{metric_name(name)}"] = mean(hits)
+    return metrics, {"pairs": len(margins), "reliability": bins, "subsets": subsets}
 
 
 def metric_name(subset: str) -> str:
@@ -110,23 +124,27 @@ def metric_name(subset: str) -> str:
     return re.sub(r"[^\w.: -]", "_", subset).strip(" .") or "_"
 
 
-def _scores(
-    worker: Worker, rewards: list[Any], rows: list[Any], given: list[Any], ends: Collection[int]
-) -> list[tuple[float, float]]:
-    """Returns the weighted, raw scores of both completions, for each of this rank's rows."""
+def scores_of(
+    rewards: list[Any], rows: Sequence[Any], first: int, tokenizer: Any, ends: Collection[int]
+) -> list[list[float]]:
+    """Returns the weighted scores, raw units, of the one or two completions of each token row.
+
+    Args:
+        first: the number of the first row.
+    """
     from pipeline.inference.rows import seed_of
     from pipeline.ppo.rewards import weighted
 
-    if not rows:
-        return []
-    prompts = [row["prompt_ids"] for row in rows]
-    seeds = [seed_of(0, worker.rank + i * worker.world) for i in range(len(rows))]
-    sides = (
-        samples_of(prompts, [row[side] for row in rows], given, worker.tokenizer, ends, seeds)
+    found = [
+        (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number))
+        for number, row in enumerate(rows, first)
         for side in SIDES
-    )
-    chosen, rejected = (weighted(rewards, samples, normalize=False)[0] for samples in sides)
-    return list(zip(chosen, rejected, strict=True))
+        if row.get(side) is not None
+    ]
+    prompts, completions, given, seeds = zip(*found, strict=True)
+    samples = samples_of(prompts, completions, given, tokenizer, ends, seeds)
+    scores = iter(weighted(rewards, samples, normalize=False)[0])
+    return [[next(scores) for side in SIDES if row.get(side) is not None] for row in rows]
 
 
 def samples_of(

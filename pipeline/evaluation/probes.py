@@ -16,6 +16,7 @@ from typing import Any
 
 from pipeline.evaluation.pairs import SIDES, samples_of
 from pipeline.figures import mean
+from pipeline.runtime.inference import in_parts
 from pipeline.runtime.worker import Worker
 
 MAX_PAIRS = 500  # first pairs of data.pairs that are used: an interval of about ± 0.1 standard deviations
@@ -77,40 +78,39 @@ def measure(
     from pipeline.ppo.rewards import weighted
 
     count = min(len(rows), MAX_PAIRS)
-    numbers = range(worker.rank, count, worker.world)
-    mine = [dict(row) for row in rows.select(numbers)]
     if worker.rank == 0:
         print(f"probing the reward with {len(PROBES) + 1} edits of {count} pairs", flush=True)
-    tokenizer, given = worker.tokenizer, [json.loads(row["row"]) for row in mine]
-    others = [_text(tokenizer, rows[(number + 1) % count]["chosen_ids"]) for number in numbers]
-    longest = worker.work.base["context_length"] or 1 << 20
+    tokenizer, longest = worker.tokenizer, worker.work.base["context_length"] or 1 << 20
 
-    def scores(side: str, edit: Callable[[str, str], str], backwards: bool = False) -> list[float]:
-        ids = [
-            _edited(tokenizer, row[side], edit, other, ends)[: longest - len(row["prompt_ids"])]
-            for row, other in zip(mine, others, strict=True)
+    def answer(numbers: range) -> list[dict[str, Any]]:
+        mine = [dict(row) for row in rows.select(numbers)]
+        given = [json.loads(row["row"]) for row in mine]
+        others = [_text(tokenizer, rows[(number + 1) % count]["chosen_ids"]) for number in numbers]
+
+        def scores(side: str, edit: Callable[[str, str], str], step: int = 1) -> list[float]:
+            ids = [
+                _edited(tokenizer, row[side], edit, other, ends)[: longest - len(row["prompt_ids"])]
+                for row, other in zip(mine, others, strict=True)
+            ]
+            prompts = [row["prompt_ids"] for row in mine]
+            samples = samples_of(prompts[::step], ids[::step], given[::step], tokenizer, ends)
+            return weighted(rewards, samples, normalize=False)[0][::step]
+
+        before = {side: scores(side, _unedited) for side in SIDES}
+        after = {name: {side: scores(side, probe.edit) for side in SIDES} for name, probe in PROBES.items()}
+        after[ORDER] = {side: scores(side, _unedited, step=-1) for side in SIDES}
+        return [
+            {
+                "prompt": _text(tokenizer, row["prompt_ids"]),
+                "text": [_text(tokenizer, row[side]) for side in SIDES],
+                "other": other,
+                "before": [before[side][i] for side in SIDES],
+                "after": {name: [of[side][i] for side in SIDES] for name, of in after.items()},
+            }
+            for i, (row, other) in enumerate(zip(mine, others, strict=True))
         ]
-        prompts = [row["prompt_ids"] for row in mine]
-        step = -1 if backwards else 1
-        samples = samples_of(prompts[::step], ids[::step], given[::step], tokenizer, ends)
-        return weighted(rewards, samples, normalize=False)[0][::step] if mine else []
 
-    edits = {name: probe.edit for name, probe in PROBES.items()}
-    before = {side: scores(side, _unedited) for side in SIDES}
-    after = {name: {side: scores(side, edit) for side in SIDES} for name, edit in edits.items()}
-    after[ORDER] = {side: scores(side, _unedited, backwards=True) for side in SIDES}
-    own = [
-        {
-            "prompt": tokenizer.decode(row["prompt_ids"], skip_special_tokens=True),
-            "text": text,
-            "other": other,
-            "before": [before[side][i] for side in SIDES],
-            "after": {name: [of[side][i] for side in SIDES] for name, of in after.items()},
-        }
-        for i, (row, other) in enumerate(zip(mine, others, strict=True))
-        for text in [[_text(tokenizer, row[side]) for side in SIDES]]
-    ]
-    return figures([one for part in worker.gather(own) for one in part])
+    return figures(list(in_parts(worker, "probes-", count, answer)))
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:

@@ -4,7 +4,7 @@
 
 Rows are done in parts of consecutive rows. A part's file is written atomically, and an existing part is not repeated, so each
 row of the input has one output, in the same order. The output of a row depends on the job, the row and its number alone, not
-on the number of actors or on interruptions.
+on the number of actors or on interruptions. The workers of `evaluate` make their parts by `in_parts`.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import json
 import pickle
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from pipeline.on_ray import placement
 from pipeline.runtime import memory, resume
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.run import finished, open_run
-from pipeline.runtime.worker import like_a_worker, name_output
+from pipeline.runtime.worker import Worker, like_a_worker, name_output
 from pipeline.system import console, storage
 
 BATCHES = 4  # forwards of a part: enough to sort its rows by length, few enough to lose in a crash
@@ -66,9 +66,8 @@ def launch(job: Job, verb: Verb) -> dict[str, Any]:
         path = storage.join(run.folder, verb.output)
         outcome = join(run.work, len(chosen), verb, path)
         result = run.finish(output=path, rows=len(chosen), rows_done_now=fresh, **outcome, data=run.data())
-        storage.remove(
-            storage.join(run.folder, resume.PARTS)
-        )  # not before: without result.json the run is not finished
+        # Not before: without result.json the run is not finished
+        storage.remove(storage.join(run.folder, resume.PARTS))
     figures = {**outcome["metrics"], **outcome["counts"]}
     print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in figures.items()))
     print(f"   {len(chosen)} rows in {result['seconds']:.0f} s  {path}", flush=True)
@@ -78,12 +77,33 @@ def launch(job: Job, verb: Verb) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ parts
 
 
-def part_file(job: Job, part: int) -> str:
-    return storage.join(job.folder, resume.PARTS, f"{part:06d}.jsonl")
+def part_file(job: Job, part: int, of: str = "") -> str:
+    return storage.join(job.folder, resume.PARTS, f"{of}{part:06d}.jsonl")
 
 
 def part_size(job: Job) -> int:
     return BATCHES * job.args.rows_per_forward
+
+
+def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iterable[Any]]) -> Iterator[Any]:
+    """Yields the record of each of `count` rows, in order, after the workers have made the missing parts.
+
+    Every rank must use it up, and every rank gets the same.
+
+    Args:
+        of: begins the names of the part files.
+        answer: from the numbers of consecutive rows to their records, which must be JSON.
+    """
+    size = part_size(worker.job)
+    parts = range(-(-count // size))
+    for part in parts[worker.rank :: worker.world]:
+        path = part_file(worker.job, part, of)
+        if not storage.exists(path):
+            numbers = range(count)[part * size : (part + 1) * size]
+            storage.write_lines(path, map(json.dumps, answer(numbers)))
+    worker.gather(None)  # from here on all parts are there
+    for part in parts:
+        yield from map(json.loads, storage.read_lines(part_file(worker.job, part, of)))
 
 
 def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:

@@ -159,10 +159,10 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
         except InputError as error:
             key = f"data.{name}" if error.key == "data.eval" else error.key
             raise InputError(error.message, key) from error
-        if report is None:
-            report = scored.report
-        else:
-            report.splits[name] = scored.report.splits["eval"]
+        report, found = report or scored.report, scored.report
+        for into, of in ((report.splits, found.splits), (report.sources, found.sources)):
+            if "eval" in of:
+                into[name] = of.pop("eval")
         sets[name] = (scored, "eval")
     rows = {name: getattr(tokenized, split) for name, (tokenized, split) in sets.items()}
     if STAGE[job.stage].scores:

@@ -29,7 +29,7 @@ from pipeline.runtime import checkpoints
 from pipeline.system import storage, terminal
 
 FILE = "job.json"
-PARTS = "parts"  # the folder of the finished parts of batch inference
+PARTS = "parts"  # the folder of the finished parts of batch inference and of an evaluation
 WORKERS = ".workers"  # the file on which every worker holds a shared lock
 # Who owns a folder of run.storage_path, by the file in it.
 OWNERS = {FILE: "a run", "result.json": "a run", "iterate.json": "an iteration", "sweep.json": "a sweep"}
@@ -324,7 +324,7 @@ def _free(job: Job) -> tuple[str, ...]:
         free += ("trainer.per_device_train_batch_size",)
     if STAGE[job.stage].learns:  # the stage does not train on the judge's scores
         free += ("judge",)
-    if STAGE[job.stage].runs_in == "train":  # in other stages, the key decides which rows make a part
+    if STAGE[job.stage].learns:  # in other stages, the key decides which rows make a part
         free += ("trainer.local_rollout_forward_batch_size",)
     return free
 

@@ -7,7 +7,7 @@ Nothing is trained and nothing is registered; the figures go to result.json, eva
 job's `gate` holds, the alias moves to the evaluated policy, or to the evaluated reward if there is no policy.
 
 Inference runs in Ray Train's workers, not in Ray Data's actors, because the workers already gather results, log to MLflow and
-restart after a lost node.
+restart after a lost node. They write their results in parts, as `score` does, from which a killed evaluation resumes.
 """
 
 from collections.abc import Iterator
@@ -24,6 +24,7 @@ from pipeline.system import storage, terminal
 
 def run(job: Job) -> dict[str, Any]:
     result = launch(job, train, register=promote)
+    storage.remove(storage.join(result["folder"], resume.PARTS))  # not before: it resumes from them
     path = storage.join(result["folder"], "evaluation.json")
     evaluation = resume.read_object(path, "pairs", "metrics", "benchmarks", "probes")
     for table in _tables(evaluation):

@@ -188,7 +188,7 @@ class Words:
         return "".join(chr(i) for i in ids if i)
 
 
-def probed(pairs, rule):
+def probed(pairs, rule, folder):
     tokenizer = Words()
     rows = [
         {f"{side}_ids": [*tokenizer(text).input_ids, *end] for side, text, end in zip(("prompt", "chosen", "rejected"), pair, ((), (0,), (0,)), strict=True)}
@@ -203,6 +203,7 @@ def probed(pairs, rule):
     worker = SimpleNamespace(
         rank=0, world=1, tokenizer=tokenizer, gather=lambda own: [own],
         work=SimpleNamespace(base={"context_length": None}),
+        job=SimpleNamespace(folder=str(folder), args=SimpleNamespace(rows_per_forward=64)),
     )  # fmt: skip
     reward = SimpleNamespace(
         name="rule",
@@ -214,18 +215,18 @@ def probed(pairs, rule):
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_rule_is_named_by_its_probe(fault, real_pairs):
+def test_a_planted_rule_is_named_by_its_probe(fault, real_pairs, tmp_path):
     rule, probe = PLANTED[fault]
-    metrics, verdicts = probed(real_pairs, lambda prompts, texts: list(map(rule, prompts, texts)))
+    metrics, verdicts = probed(real_pairs, lambda prompts, texts: list(map(rule, prompts, texts)), tmp_path)
     assert verdicts[probe] != "ok" and metrics["eval_rm_probes_failed"] >= 1
 
 
-def test_a_reward_by_the_place_in_the_file_is_named(real_pairs):
-    assert probed(real_pairs, lambda prompts, texts: list(range(len(texts))))[1]["order"] != "ok"
+def test_a_reward_by_the_place_in_the_file_is_named(real_pairs, tmp_path):
+    assert probed(real_pairs, lambda prompts, texts: list(range(len(texts))), tmp_path)[1]["order"] != "ok"
 
 
-def test_a_sound_rule_is_named_by_no_probe(real_pairs):
-    metrics, verdicts = probed(real_pairs, lambda prompts, texts: list(map(_sound, prompts, texts)))
+def test_a_sound_rule_is_named_by_no_probe(real_pairs, tmp_path):
+    metrics, verdicts = probed(real_pairs, lambda prompts, texts: list(map(_sound, prompts, texts)), tmp_path)
     assert set(verdicts.values()) == {"ok"} and metrics["eval_rm_probes_failed"] == 0
     assert metrics["eval_rm_probe/cut_in_half"] < -0.2
     assert metrics["eval_rm_probe_accuracy/polite_opening"] == 1

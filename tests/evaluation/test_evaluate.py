@@ -3,8 +3,13 @@
 import itertools
 import json
 import math
+import os
 import random
 import re
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +23,7 @@ from pipeline.__main__ import main
 from pipeline.evaluation import pairs
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Sampling
+from pipeline.runtime.inference import in_parts
 from pipeline.runtime.summary import subsets_table
 
 RM = ["reward=models:/toy-rm@champion", "policy=null", "baseline=null", "judge=null", "data.eval=null"]
@@ -95,9 +101,9 @@ def test_log_probs_are_those_of_the_sampler_and_greedy_ones_the_models_own(tempe
 
 def test_figures_of_pairs():
     some = [
-        {"margin": 1.0, "scores": (2.0, 1.0), "lengths": (4, 2), "judge": 1.0, "subset": "a"},
-        {"margin": -1.0, "scores": (1.0, 2.0), "lengths": (2, 4), "judge": 1.0, "subset": "b"},
-        {"margin": 3.0, "scores": (4.0, 1.0), "lengths": (8, 2), "judge": 2.0, "subset": "b"},
+        {"scores": (2.0, 1.0), "lengths": (4, 2), "judge": 1.0, "subset": "a"},
+        {"scores": (1.0, 2.0), "lengths": (2, 4), "judge": 1.0, "subset": "b"},
+        {"scores": (4.0, 1.0), "lengths": (8, 2), "judge": 2.0, "subset": "b"},
     ]
     metrics, tables = pairs.figures(some)
     assert metrics["eval_rm_accuracy"] == 2 / 3 and metrics["eval_rm_margin"] == 1.0
@@ -269,6 +275,34 @@ def test_a_gate_that_does_not_hold_leaves_it(policy, storage):
 # ------------------------------------------------------------------------------------------------------- a policy
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_killed_three_times_it_ends_with_the_same_figures(workers, models, storage, some_settings, in_root):
+    """The command dies by SIGKILL when it has written so many parts of pairs, probes, benchmarks and completions."""
+    prompts = storage / "few_prompts.jsonl"
+    rows = (ROOT / "jobs/demo/data/prompts_eval.jsonl").read_text().splitlines(keepends=True)
+    prompts.write_text("".join(rows[:16]))
+    settings = [*some_settings, "policy=models:/toy-policy/1", f"data.eval={prompts}", "trainer.best_of_n=4"]
+    settings += ["trainer.local_rollout_forward_batch_size=2", "run.report=false"]
+    whole = stage("evaluate", storage, "not-killed", *settings)
+    folder = storage / f"killed-{workers}"
+    settings += [f"scaling.num_workers={workers}", "gate={}"]
+    command = [sys.executable, "-m", "pipeline", "evaluate", "jobs/demo/evaluate.yaml", *settings]
+    command += [f"run.storage_path={storage}", f"run.name={folder.name}"]
+    for count in sorted(random.Random(workers).sample(range(1, 50), 3)):
+        with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL) as process:
+            while process.poll() is None and len(list(folder.glob("parts/*.jsonl"))) < count:
+                time.sleep(0.002)
+            os.killpg(process.pid, signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
+    assert len(list(folder.glob("parts/*.jsonl"))) >= count
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["metrics"] == whole["metrics"] and result["samples"] == whole["samples"]
+    tables = [json.loads((one / "evaluation.json").read_text()) for one in (folder, storage / "not-killed")]
+    assert tables[0] == tables[1] and not (folder / "parts").exists()
+
+
 @pytest.fixture(scope="module")
 def policy(models, storage, tmp_path_factory):
     rows = [json.loads(line) for line in (ROOT / "jobs/demo/data/prompts_eval.jsonl").open()][:24]
@@ -361,7 +395,25 @@ class Rows(list):
         return [self[i] for i in indices]
 
 
-def test_a_completion_that_was_truncated_has_not_ended():
+def test_a_part_that_is_there_is_not_made_again(tmp_path):
+    begun = []
+
+    def answer(numbers):
+        begun.append(numbers.start)
+        if begun == [0, 8, 16]:
+            raise InterruptedError
+        return [{"number": number, "third": number / 3} for number in numbers]
+
+    job = SimpleNamespace(folder=str(tmp_path), args=SimpleNamespace(rows_per_forward=2))
+    worker = SimpleNamespace(rank=0, world=1, gather=lambda own: [own], job=job)
+    with pytest.raises(InterruptedError):
+        list(in_parts(worker, "pairs-", 20, answer))
+    records = list(in_parts(worker, "pairs-", 20, answer))
+    assert begun == [0, 8, 16, 16]
+    assert records == [{"number": number, "third": number / 3} for number in range(20)]
+
+
+def test_a_completion_that_was_truncated_has_not_ended(tmp_path):
     """As `score` reads it: a reward model with its own tokenizer adds an end token to completions that ended."""
     end, seen = 9, []
 
@@ -377,11 +429,15 @@ def test_a_completion_that_was_truncated_has_not_ended():
         world=1,
         gather=lambda pairs: [pairs],
         tokenizer=None,
-        job=SimpleNamespace(data=SimpleNamespace(subset=None)),
+        job=SimpleNamespace(
+            data=SimpleNamespace(subset=None),
+            folder=str(tmp_path),
+            args=SimpleNamespace(rows_per_forward=64),
+        ),
     )
     rows = Rows(
         {"prompt_ids": [1], "chosen_ids": [2, last], "rejected_ids": [3, end], "row": "{}"}
         for last in (end, 4)
     )
     pairs.measure(worker, [Reward()], None, rows, {end})
-    assert seen == [[True, False], [True, True]]
+    assert seen == [[True, True, False, True]]
