@@ -75,22 +75,23 @@ def fitting(rows: Sequence[dict[str, Any]]) -> str:
 
 def as_setting(guess: dict[str, Any], rows: Sequence[dict[str, Any]], key: str = "data") -> str:
     """Returns the guess as it is written on a command line, or in the job file if `key` names one source."""
-    shown = setting(f"{key}.columns", mapping(guess))
-    if not is_clear(guess, rows):
-        label = setting(f"{key}.label", meaning(guess))
-        return f"{shown} and {label} for what its values mean"
-    return shown
-
-
-def mapping(guess: dict[str, Any]) -> str:
-    """Returns the guess as data.columns, in YAML on one line."""
     flow = yaml.safe_dump(guess, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False)
-    return str(flow).strip()
+    shown = setting(f"{key}.columns", str(flow).strip())
+    if is_clear(guess, rows):
+        return shown
+    return f"{shown} and {setting(f'{key}.label', meaning(guess))} for what its values mean"
 
 
 def is_clear(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     """Returns True if the values show what the labels mean, or if the guess has no labels."""
-    return _rule(guess, rows) is not None
+    if "label" not in guess and ("first" not in guess or "first_score" in guess):
+        return True
+    labels = _labels(guess, rows)
+    if "first" not in guess:
+        return None not in map(is_good, labels)
+    with contextlib.suppress(InputError):
+        return bool(reshape.derived(labels, guess))
+    return False
 
 
 def meaning(guess: dict[str, Any]) -> str:
@@ -118,7 +119,9 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
 def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> bool:
     """Returns True if at least half of the rows can be read with these data.columns."""
     rows = rows[:LOOKED]
-    kind = kind_of(stage, Preprocess(guess, _rule(guess, rows) or _any_rule(guess, rows)))
+    labels = tuple(map(reshape.comparable, _labels(guess, rows)))  # any of them may mean anything
+    rule = reshape.Rule(labels) if "first" in guess else reshape.Rule(good=labels if "label" in guess else ())
+    kind = kind_of(stage, Preprocess(guess, rule))
     read = 0
     for made in itertools.chain.from_iterable(map(kind.rows, rows)):
         with contextlib.suppress(RowError):
@@ -126,25 +129,6 @@ def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> 
                 parse(made, kind)
             read += not isinstance(made, RowError)  # a tie is no error
     return 2 * read >= len(rows)
-
-
-def _rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> reshape.Rule | None:
-    """Returns what the labels mean, an empty rule if the guess needs none, or None if the labels do not show it."""
-    labels = _labels(guess, rows)
-    if "first" not in guess and "label" in guess:
-        return None if any(is_good(value) is None for value in labels) else reshape.Rule()
-    if "first" not in guess or "first_score" in guess:
-        return reshape.Rule()
-    try:
-        return reshape.derived(labels, guess)
-    except InputError:
-        return None
-
-
-def _any_rule(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> reshape.Rule:
-    """Returns a rule that accepts all values of a label, to test whether the other fields can be read."""
-    values = tuple(map(reshape.comparable, _labels(guess, rows)))
-    return reshape.Rule(values) if "first" in guess else reshape.Rule(good=values)
 
 
 def _labels(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
