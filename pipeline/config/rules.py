@@ -187,6 +187,12 @@ RULES = [Rule(*row) for row in (
     ("ppo", "trainer.eval_steps", _evaluates_nothing, NOTHING_HELD_OUT + "eval_steps=0"),
     ("trl", "trainer.eval_on_start", lambda job: job.trainer.get("eval_on_start") and not job.held_out,
      NOTHING_HELD_OUT + "eval_on_start=false"),
+    ("", "scaling.num_workers", lambda job: not 1 <= job.workers[0] <= job.workers[1] <= MAX_WORKERS,
+     f"found {{value}}, expected 0 (in this process), at least 1, or [min, max] with 1 <= min <= max <= {MAX_WORKERS}"),
+    ("trl", "data.batch_size", lambda job: job.data.batch_size is None and job.workers[0] < job.workers[1],
+     "missing; with elastic scaling.num_workers it keeps the global batch fixed, for example 64"),
+    ("trl", "trainer.gradient_accumulation_steps", lambda job: job.data.batch_size and "gradient_accumulation_steps" in job.trainer,
+     "follows from data.batch_size; keep only one of the two"),
     # trainer
     ("", "trainer.use_cpu", _given("trainer.use_cpu", "scaling.use_gpu"),
      "given together with scaling.use_gpu=true; keep one"),
@@ -410,49 +416,23 @@ def _scaling(job: Job) -> Problems:
 
 
 def _batches(job: Job) -> Problems:
-    """Yields batch sizes that cannot be divided evenly.
-
-    data.batch_size = per_device_train_batch_size * workers * accumulation must hold for every possible worker count.
-    """
-    low, high = job.workers
-    if not 1 <= low <= high <= MAX_WORKERS:
-        yield (
-            "scaling.num_workers",
-            f"found {show(job.scaling['num_workers'])}, expected 0 (in this process), at least 1, or [min, max] with "
-            f"1 <= min <= max <= {MAX_WORKERS}",
-        )
-    size = job.data.batch_size
-    if not STAGE[job.stage].trl:
+    """Yields why data.batch_size is not per_device_train_batch_size * workers * accumulation for every number of workers."""
+    (low, high), size = job.workers, job.data.batch_size
+    if size is None or not STAGE[job.stage].trl:
         return
-    if size is None:
-        if low != high:
-            yield (
-                "data.batch_size",
-                "missing; with elastic scaling.num_workers it keeps the global batch fixed, for example 64",
-            )
-        return
-    if "gradient_accumulation_steps" in job.trainer:
-        yield "trainer.gradient_accumulation_steps", "follows from data.batch_size; keep only one of the two"
     name = "per_device_train_batch_size"
     device = job.trainer.get(name, schema.keys(STAGE[job.stage].trainer)[name]["default"])
-    step = device * low
-    for count in range(low + 1, high + 1):
-        step = math.lcm(step, device * count)
-        if step > LARGEST_BATCH:  # larger numbers of workers only use multiples of this
-            yield (
-                "scaling.num_workers",
-                f"found [{low}, {high}]: no data.batch_size is divisible for each of {low} to {count} workers with "
-                f"trainer.{name}={device}; set a narrower range",
-            )
-            return
-    if size % step:
-        plural = "s" if low > 1 else ""
-        workers = f"any of {low} to {high} workers" if low < high else f"{low} worker{plural}"
-        yield (
-            "data.batch_size",
-            f"found {size}, expected a multiple of {step}, to be divisible by trainer.{name}={device} on {workers}; set "
-            f"data.batch_size={math.ceil(size / step) * step} or a smaller trainer.{name}",
+    step = device * math.lcm(*range(low, high + 1))
+    workers = f"any of {low} to {high} workers" if low < high else f"{low} worker{'s' * (low > 1)}"
+    if step > LARGEST_BATCH and low < high:
+        found = (
+            f"found [{low}, {high}]: no data.batch_size is divisible by trainer.{name}={device} on {workers}"
         )
+        yield "scaling.num_workers", f"{found}; set a narrower range"
+    elif size % step:
+        found = f"found {size}, expected a multiple of {step}, to be divisible by trainer.{name}={device} on {workers}"
+        usual = math.ceil(size / step) * step
+        yield "data.batch_size", f"{found}; set data.batch_size={usual} or a smaller trainer.{name}"
 
 
 def _inputs(job: Job) -> Problems:
