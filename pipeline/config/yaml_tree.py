@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import InputError, short, show, visible
+from pipeline.errors import InputError, in_brief, short, show, visible
 from pipeline.system.credentials import has_credentials
 
 # Tokens and keys of the services that the pipeline uses, and private keys.
@@ -24,7 +24,7 @@ NO_SECRETS = (
     "the value looks like a secret, which never belongs in a job file or on a command line; "
     "put it into the environment (HF_TOKEN, AWS_*, MLFLOW_TRACKING_*), and replace it if others have seen it"
 )
-MAX_BYTES = 1 << 17  # size of a job file; the largest shipped one has 5 KB
+MAX_CHARACTERS = 1 << 17  # of a job file; the largest shipped one has 5 KB
 
 
 class _Loader(yaml.SafeLoader):
@@ -145,17 +145,12 @@ def _read(file: Path) -> str:
             f"{name}: no such job file; those shipped are jobs/PROFILE/STAGE.yaml, for example jobs/demo/sft.yaml"
         )
     try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise InputError(f"{name}: cannot be read ({error.strerror})") from None
-    if len(content) > MAX_BYTES:
-        raise InputError(
-            f"{name}: found more than {MAX_BYTES >> 10} KiB, expected a job file; are these the rows?"
-        )
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name}: not UTF-8 text: {error}") from None
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{name}: cannot be read as UTF-8 text ({in_brief(error)})") from None
+    if len(text) > MAX_CHARACTERS:
+        raise InputError(f"{name}: found {len(text):,} characters, expected a job file; are these the rows?")
+    return text
 
 
 def _parse(text: str, name: str, where: dict[str, str]) -> Any:

@@ -190,7 +190,7 @@ BAD = [
     ("ppo", ["rollout.num_workers=[2,1]"], r"rollout\.num_workers: found \[2, 1\], expected 0 to 10000, or \[min, max\]"),
     ("ppo", ["rollout.tensor_parallel_size=2"], r"rollout\.tensor_parallel_size: found 2, expected 1 unless .*rollout\.use_gpu=true"),
     # files
-    ("stage: sft\n" + "#" * 200_000, [], r"found more than 128 KiB, expected a job file"),
+    ("stage: sft\n" + "#" * 200_000, [], r"found 200,011 characters, expected a job file"),
     ("stage: sft\nmodel:\n\tname_or_path: m\n", [], r":3:1: not valid YAML"),
     ("stage: sft\n---\nstage: rm\n", [], r":2:1: not valid YAML: but found another document"),
     ("stage: sft\ndata: {batch_size: !!int ''}\n", [], r"job\.yaml: not valid YAML: a tag"),
