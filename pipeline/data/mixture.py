@@ -7,7 +7,7 @@ datasets.interleave_datasets, says when the epoch ends:
 - `all_exhausted`: when every source is used up. No row is left out. Rows of the smaller sources occur several times, with
   counts that differ by at most one within a source.
 
-The rows left out or repeated change from epoch to epoch: over several epochs all rows of a source are drawn equally often.
+Each epoch leaves out or repeats other rows, so over several epochs, all rows of a source are drawn equally often.
 The draw is a function of seed and epoch. It is the same for any number of workers and for a resumed run.
 """
 

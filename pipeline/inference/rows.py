@@ -208,7 +208,7 @@ def draw(
     Args:
         noise: (B,) uniform numbers in [0, 1).
         temperature: (B,) divides the logits; greedy rows ignore it.
-        top_p: (B,); None: no row has one below 1. Log-probs are those before it.
+        top_p: (B,), or None if all are 1. It does not change the log-probs.
         greedy: which rows take the most likely token.
     """
     if all(greedy):

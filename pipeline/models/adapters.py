@@ -111,7 +111,7 @@ class SharedBase(nn.Module):
             lora: the fields of peft.LoraConfig, of a new adapter.
             folder: the folder of a saved adapter. Its head, if any, is always loaded.
             copy_of: the role to copy.
-            head_on: a role whose adapter this one uses without owning it. Only its head, of zeros, is new.
+            head_on: a role whose adapter this role uses without owning it. This role only adds a head of zeros.
             head: whether the role has a scalar head: from the folder, from the copied role, or a new one of zeros, so that a
                 new critic predicts 0 and not noise as large as the reward.
             trainable: whether its parameters get gradients.
@@ -385,7 +385,7 @@ class SharedBase(nn.Module):
             return self.base.base_model(**inputs)
 
     def hidden(self, role: str | None, input_ids: Tensor) -> Tensor:
-        """Returns (B, T, H) last hidden states of rows padded on the right, which causal attention never sees."""
+        """Returns (B, T, H) last hidden states of rows. Padding is on the right, where causal attention never sees it."""
         with self.use(role):
             return self.body(input_ids=input_ids, use_cache=False).last_hidden_state
 

@@ -326,7 +326,7 @@ class PPOTrainer:
         for rows, part in forward.parts_of(self.shared, episodes, tokens=self.args.micro_batch_tokens):
             width = part.mask.shape[1]
             states = forward.states(self.shared, "policy", part)
-            # Not the sampler's log-probs, which differ by rounding, because the first ratio must be 1.
+            # The sampler's log-probs differ by rounding, but the first ratio must be 1.
             episodes.old_logprobs[rows, :width] = self.sampler.logprobs("policy", part, states=states)[0]
             if self.args.uses_critic:
                 values, last_value = self.values(part, None if self.args.has_critic_adapter else states)

@@ -179,7 +179,8 @@ class Pool:
             await self._notify()
 
     async def collect(self, session: str, key: Key) -> bytes | None:
-        """Waits until a chunk is sampled and scored. Returns None, and withdraws it, if no worker was there for `patience_s`.
+        """Waits until a chunk is sampled and scored. If no worker is there for `patience_s`, withdraws the chunk and returns
+        None.
 
         Raises:
             Failure: if a worker raised it, or the chunk lost MAX_ATTEMPTS workers.
@@ -259,7 +260,7 @@ class Pool:
                 else:
                     why = slot.leaving or error
                     terminal.say(f"rollout worker {slot.number} {why}; another worker takes its place")
-            except FINAL as error:  # raised while it loaded
+            except FINAL as error:  # the worker raised it while it loaded
                 slot.failures += 1
                 if self._nothing_loads():
                     self.broken = error

@@ -39,7 +39,7 @@ class Scores:
             host.tokenizer, kind_of("score"), context, data.too_long, apply, self.ends, data.special_tokens
         )
         self.batcher, self.rows = batcher, host.job.args.local_rollout_forward_batch_size
-        # Weak, because an alias that moves replaces a reward.
+        # Weak keys, so that a reward is freed after its alias has moved.
         self.waiting: WeakKeyDictionary[Reward, Waiting] = WeakKeyDictionary()
 
     def ask(self, served: Served, rows: list[Any]) -> tuple[Future[list[float]], list[int]]:
