@@ -31,7 +31,7 @@ from pipeline.runtime.inputs import (
     pin_inputs,
     room_for_prompts,
 )
-from pipeline.runtime.preparation import check_models, tokenize
+from pipeline.runtime.preparation import check_models, ray_for_rows, tokenize
 from pipeline.system import console, storage
 
 
@@ -165,7 +165,8 @@ def check_rows(plan: Plan, works: dict[str, Work]) -> None:
         if job.data.eval:
             room = room_for_prompts(job, work.base["context_length"])
             packing = bool(job.trainer.get("packing"))
-            data = prepare(job.stage, job.data, work.tokenizer, room, str(job.data.cache_dir), packing)
+            cache, start_ray = str(job.data.cache_dir), ray_for_rows(job)
+            data = prepare(job.stage, job.data, work.tokenizer, room, cache, packing, start_ray)
             if STAGE[job.stage].scores:
                 check_columns(job, {"eval": data.eval})
     with plans.of_step("evaluate"):

@@ -132,6 +132,11 @@ def _scored_splits(job: Job) -> Iterator[tuple[str, Data]]:
             yield name, alone
 
 
+def ray_for_rows(job: Job) -> Any:
+    """Returns what starts Ray for a job in process whose rows are too many for one process; None for other jobs."""
+    return (lambda: session.session(replace(job, scaling={}))) if job.in_process else None
+
+
 def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
     """Returns the work with the rows' digests, the tokenized rows by name, and the report on the rows.
 
@@ -145,9 +150,9 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
     report: Any = None
     mixture: Any = None
     cache = job.data.cache_dir or storage.join(job.run.storage_path, "data")
-    # A job in process starts Ray for the rows alone, if they are too many for one process.
-    ray_for_rows = (lambda: session.session(replace(job, scaling={}))) if job.in_process else None
-    prepare = partial(read.prepare, tokenizer=work.tokenizer, cache_root=cache, ray_for_rows=ray_for_rows)
+    prepare = partial(
+        read.prepare, tokenizer=work.tokenizer, cache_root=cache, ray_for_rows=ray_for_rows(job)
+    )
     if job.data.train or job.data.eval:
         room, packing = room_for_prompts(job, context), bool(job.trainer.get("packing"))
         data = prepare(job.stage, job.data, context_length=room, packing=packing)
