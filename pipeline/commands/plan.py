@@ -229,7 +229,9 @@ def rows_of(planned: Plan) -> tuple[Rows, str]:
     if rows is not None:
         return rows, how
     longest = planned.tokens[0]
-    epoch = "" if plan.length_is_known(planned.job) else f"{EPOCH:,} rows an epoch and "
+    given = planned.job.trainer
+    sets_length = given.get("total_episodes") or (given.get("max_steps") or 0) > 0
+    epoch = "" if sets_length else f"{EPOCH:,} rows an epoch and "
     return Rows(EPOCH, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
 
 

@@ -412,11 +412,6 @@ def _with(job: Job, changes: dict[str, Any]) -> Job:
     return job
 
 
-def length_is_known(job: Job) -> bool:
-    """Returns whether the job sets how long it trains. Otherwise this depends on its rows."""
-    return bool(job.trainer.get("total_episodes")) or (job.trainer.get("max_steps") or 0) > 0
-
-
 @dataclass(frozen=True)
 class Cost:
     """Hours of a run on one kind of GPU, and what the instances cost."""

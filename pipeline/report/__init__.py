@@ -12,6 +12,7 @@ import tempfile
 from typing import Any
 
 from pipeline import registry
+from pipeline.errors import summary
 from pipeline.report.gather import Run, read
 from pipeline.system import storage
 
@@ -76,9 +77,6 @@ def of_several(
     try:
         return write([read(one) for one in folders], folder, table, pictures, **options)
     except Exception as error:  # a failed drawing must not lose hours of training
-        reason = (str(error).splitlines() or [""])[0][:300]
-        print(
-            f"   no report: {type(error).__name__}: {reason}; try again with: python -m pipeline report {' '.join(folders)}",
-            flush=True,
-        )
+        again = f"try again with: python -m pipeline report {' '.join(folders)}"
+        print(f"   no report: {summary(error)}; {again}", flush=True)
         return None

@@ -54,16 +54,9 @@ def tree(folder):
 # (name, verb, overrides or a change to the folder, what the message says)
 CHANGED = [
     ("learning rate", "sft", ["trainer.learning_rate=0.5"], r"began with trainer\.learning_rate=0\.002 \(now 0\.5\).*run\.fresh=true.*may change: run, mlflow, gate, scaling, data\.cache_dir and \d+ more$"),
-    ("seed", "sft", ["trainer.seed=2"], r"began with trainer\.seed=1 \(now 2\)"),
     ("seed of ppo", "ppo", ["trainer.seed=2"], r"began with trainer\.seed=1 \(now 2\)"),
-    ("rank of the adapter", "sft", ["lora.r=8"], r"began with lora\.r=16 \(now 8\)"),
     ("a key added", "sft", ["trainer.adam_beta2=0.9"], r"began with trainer\.adam_beta2=not given \(now 0\.9\)"),
     ("data", "sft", ["data.train=jobs/demo/data/demonstrations_eval.jsonl"], r"began with data\.train=.*demonstrations\.jsonl"),
-    ("length of rows", "sft", ["data.max_length=128"], r"began with data\.max_length=256"),
-    ("global batch", "sft", ["data.batch_size=32"], r"began with data\.batch_size=16 \(now 32\)"),
-    ("episodes of an update", "ppo", ["trainer.batch_size=32"], r"began with trainer\.batch_size=64 \(now 32\)"),
-    ("schedule", "sft", ["trainer.lr_scheduler_type=linear"], r'began with trainer\.lr_scheduler_type="cosine"'),
-    ("length of the run", "sft", ["trainer.num_train_epochs=9"], r"began with trainer\.num_train_epochs=3"),
     ("dtype", "sft", ["model.dtype=bfloat16"], r'began with model\.dtype="float32"'),
     ("base", "sft", ["model.name_or_path=jobs/demo"], r'began with model\.name_or_path="jobs/demo/model"'),
     ("policy", "ppo", ["policy=elsewhere"], r'began with policy="base"'),
@@ -265,16 +258,6 @@ def test_a_new_driver_waits_for_the_workers_of_a_killed_one(run, capsys):
         wait_for_old_workers(str(run))
         assert worker.poll() is not None or worker.wait(5) == 0
     assert "waiting for the workers of a killed process to exit" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "override", ["run.name=../outside", "run.name=/etc/outside", "mlflow.registered_model=../../outside"]
-)
-def test_names_cannot_lead_out_of_the_storage_path(override, tmp_path, in_root, capsys):
-    store = tmp_path / "deep/runs"
-    assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={store}", override]) == 2
-    assert f"{override.partition('=')[0]}: found " in capsys.readouterr().err
-    assert not store.exists() and list(tmp_path.iterdir()) == []
 
 
 def test_a_base_named_by_a_version_may_be_named_so_again(halfway, in_root):
