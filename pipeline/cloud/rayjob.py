@@ -136,7 +136,7 @@ def group(job: Job, workers: Group) -> dict[str, Any]:
         "replicas": 0,
         "minReplicas": 0,
         "maxReplicas": workers.most,
-        # Without CPUs, a pod with a GPU is not started for a task without one.
+        # No CPUs in GPU pods, so that tasks without a GPU do not start one.
         "rayStartParams": {"num-cpus": "0"} if gpus else {},
         **({"labels": labels} if labels else {}),
         "template": {"spec": pod(job, "ray-worker", requests, os.environ.get(NODE_SELECTORS[section]))},

@@ -272,7 +272,7 @@ class Report:
         )
 
 
-# What one line calls the rows of a split
+# {split: name of its rows in the headline}
 ROWS_OF = {
     "train": "training rows",
     "eval": "eval rows",

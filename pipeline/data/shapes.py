@@ -68,7 +68,9 @@ class Record:
         return any(not str(side)[:1].isspace() for pair in self.pairs for side in pair)
 
     def prompt_content(self) -> str:
-        """Returns a key that is equal for a text prompt and a single message with the same content. It splits the hold-out."""
+        """Returns a key that is equal for a text prompt and a single message with the same content. The hold-out is split by
+        this key.
+        """
         if isinstance(self.prompt, str):
             return self.prompt.strip()
         if len(self.prompt) == 1:

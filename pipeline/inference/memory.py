@@ -20,7 +20,7 @@ SHARE = 0.5  # share of the free memory for decoding; the rest is for the prompt
 SAMPLING_BYTES = 20
 # Assumed memory of vLLM's largest activations, its CUDA graphs, and the CUDA context of its process.
 WORKSPACE = 3 * GIB
-LARGEST = 0.95  # share of a GPU that vLLM can be given
+LARGEST = 0.95  # largest share of a GPU for vLLM
 MOST_ROWS = 256  # rows that vLLM decodes at once
 BATCHED_TOKENS = 8192  # tokens of one forward of vLLM, which splits longer prompts
 CGROUP = Path("/sys/fs/cgroup")

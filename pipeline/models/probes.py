@@ -1,4 +1,4 @@
-"""Probes: an adapter's outputs on a few random sequences, stored with it, to check that it still gives the same.
+"""Probes: an adapter's outputs on a few random sequences, stored with it, to check that they stay the same.
 
 An adapter with a lost head, another scaling, a renamed key or another base can load without an error and behave differently.
 Each stage therefore stores the trained model's outputs: a reward's scores, a policy's log-probs. The sequences are random

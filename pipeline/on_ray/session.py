@@ -56,7 +56,7 @@ MAX_ROOT_CHARACTERS = 40  # Ray's socket names add 66, and the system allows 107
 
 
 def set_environment() -> None:
-    """Sets ENVIRONMENT, except what the user has set; before a library that reads it is imported."""
+    """Sets ENVIRONMENT, except what the user has set. Call it before importing a library that reads it."""
     os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
 
 

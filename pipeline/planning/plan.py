@@ -378,7 +378,7 @@ def _changes(job: Job, loras: Loras | None = None) -> list[tuple[str, Any]]:
         now = job.args.planned_rows(job.workers[0])
         changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
         if job.args.micro_batch_tokens is None:
-            # The tokens of a micro-batch in training, if that is less.
+            # At most the tokens of a micro-batch in training.
             asked = settings(job, 1 << 20)
             if (tokens := rows * asked.width) < asked.scored:
                 changes.append(("trainer.micro_batch_tokens", tokens))

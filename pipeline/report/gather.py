@@ -232,7 +232,7 @@ def _add_version(nodes: dict[str, Node], key: str, uri: str | None) -> None:
         return
     try:
         version = registry.version(key, uri)
-    except Exception as error:  # deleted since, or the server is away
+    except Exception as error:  # the version was deleted, or the server does not answer
         nodes[key] = Node(key, references.title(key), [f"unreadable: {type(error).__name__}"], kind="input")
         return
     tags = version["tags"]

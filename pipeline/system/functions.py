@@ -43,7 +43,7 @@ def imported(source: str) -> Callable[..., Any]:
 
 
 def signature(source: str, function: Callable[..., Any], of: str) -> inspect.Signature:
-    """Returns the signature of an imported function; `of` names the parameters that it should have.
+    """Returns the signature of an imported function; `of` describes its parameters in the error.
 
     Raises:
         InputError: if it cannot be read, as for some functions written in C.

@@ -360,7 +360,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> Finding:
         sums[0, 1] += (p * (surprisal - entropy.unsqueeze(-1)).square()).sum()
         above = (p * (p > p.gather(-1, drawn))).sum(-1)  # mass of the tokens more likely than the drawn one
         ordered = p.sort(descending=True).values
-        # Equally likely tokens count as one; on at the first of them
+        # On at the first of equally likely tokens, because these count as one
         first = torch.ones_like(ordered, dtype=torch.bool)
         first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
         before = (ordered.cumsum(-1) - ordered).where(first, 0.0).cummax(-1).values
