@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ from pipeline.models import hub
 from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.system import storage
-from pipeline.system.functions import digest, imported, signature
+from pipeline.system.functions import digest, imported
 
 GIVEN = ("prompts", "completions", "completion_ids", "seeds")  # arguments that every Python reward may have
 
@@ -65,7 +65,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     for name, source in named.items():
         with about(key_of(job, name)):
             if Ref.parse(source).is_function:
-                check_function(source)
+                imported(source)
             inputs[name] = pinned.get(name) or registry.pin(os.path.expanduser(source), uri, job.source)
     return job, inputs
 
@@ -127,16 +127,9 @@ def digests_of_functions(job: Job) -> dict[str, str]:
     return {key: digest(sources) for key, sources in found.items()}
 
 
-def check_function(source: str) -> Callable[..., Any]:
-    """Returns the function of a reward, python:module:function. Raises InputError if it cannot be imported."""
-    reward = imported(source)
-    signature(source, reward, "prompts and completions")
-    return reward
-
-
 def check_transform(source: str) -> None:
     """Raises InputError if data.transform cannot be imported, or called with a row."""
-    found = signature(source, imported(source), "one row")
+    found = inspect.signature(imported(source))
     try:
         found.bind({})
     except TypeError as error:
@@ -146,7 +139,7 @@ def check_transform(source: str) -> None:
 def unfilled(source: str, columns: set[str]) -> str | None:
     """Returns the parameter of a Python reward that no column of the rows fills, or None if all are filled."""
     optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
-    parameters = inspect.signature(check_function(source)).parameters.values()
+    parameters = inspect.signature(imported(source)).parameters.values()
     required = [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
     return next((name for name in required if name not in {*columns, *GIVEN}), None)
 

@@ -13,8 +13,8 @@ from pipeline.models import hub
 from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.runtime.host import Host
-from pipeline.runtime.inputs import check_function
 from pipeline.runtime.worker import Worker
+from pipeline.system.functions import imported
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
         {"tokens": args.micro_batch_tokens} if by_tokens else {"rows": args.local_rollout_forward_batch_size}
     )
     if Ref.parse(source).is_function:
-        function = check_function(source)
+        function = imported(source)
         return FunctionReward(function, args.reward_timeout_s, args.reward_threads, weight=weight, name=role)
     folder = worker.input(name)
     if lineage.is_adapter(folder):

@@ -40,17 +40,3 @@ def imported(source: str) -> Callable[..., Any]:
     if not callable(found):
         raise InputError(f"{source}: is no function")
     return found  # type: ignore[no-any-return]
-
-
-def signature(source: str, function: Callable[..., Any], of: str) -> inspect.Signature:
-    """Returns the signature of an imported function; `of` describes its parameters in the error.
-
-    Raises:
-        InputError: if it cannot be read, as for some functions written in C.
-    """
-    try:
-        return inspect.signature(function)
-    except (ValueError, TypeError) as error:
-        raise InputError(
-            f"{source}: its parameters cannot be read ({error}); wrap it in a Python function of {of}"
-        ) from error
