@@ -18,22 +18,13 @@ PLANTED = "planted7f3a/9+c"
         ("postgresql://me:plan@ted@host/db", "postgresql://host/db"),
         ("http://me:planted@[::1]:80/x", "http://[::1]:80/x"),
         ("http://me:12345@host/x", "http://host/x"),
-        (
-            "s3://b/x?access_key=planted&secret_key=planted&region=eu",
-            "s3://b/x?access_key=***&secret_key=***&region=eu",
-        ),
+        ("s3://b/x?access_key=planted&secret_key=planted&region=eu", "s3://b/x?access_key=***&secret_key=***&region=eu"),
         ("https://h/x?sv=1&sig=planted%3D&se=2", "https://h/x?sv=1&sig=***&se=2"),
-        (
-            "https://h/k?X-Amz-Credential=planted&X-Amz-Signature=planted",
-            "https://h/k?X-Amz-Credential=***&X-Amz-Signature=***",
-        ),
+        ("https://h/k?X-Amz-Credential=planted&X-Amz-Signature=planted", "https://h/k?X-Amz-Credential=***&X-Amz-Signature=***"),
         ("gs://b/x?token=planted&a=1", "gs://b/x?token=***&a=1"),
-        (
-            "OSError: http://a:planted@h/x, then s3://b:planted@c/y failed",
-            "OSError: http://h/x, then s3://c/y failed",
-        ),
+        ("OSError: http://a:planted@h/x, then s3://b:planted@c/y failed", "OSError: http://h/x, then s3://c/y failed"),
     ],
-)
+)  # fmt: skip
 def test_a_uri_is_shown_without_its_credentials(uri, shown):
     found = credentials.without_credentials(uri)
     assert found == shown and credentials.has_credentials(uri)
@@ -63,9 +54,8 @@ def test_secrets_of_the_environment_are_hidden_in_any_text(monkeypatch):
     monkeypatch.setenv("SOME_DATABASE", "mysql://me:plan%2Fted-8chars@host/db")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     text = f"KeyError: {{'a': 'hf_planted0123', 'b': '{PLANTED}', 'c': 'plan/ted-8chars', 'd': false}}"
-    assert (
-        credentials.without_credentials(text) == "KeyError: {'a': '***', 'b': '***', 'c': '***', 'd': false}"
-    )
+    shown = "KeyError: {'a': '***', 'b': '***', 'c': '***', 'd': false}"
+    assert credentials.without_credentials(text) == shown
 
 
 def test_user_and_password_are_decoded():

@@ -54,11 +54,7 @@ MORE = [
         ("s3://bucket", REPORT),
         ("gs://bucket", REPORT),
         ("gs://bucket", ROWS),
-        *[
-            pytest.param(bucket, one, marks=pytest.mark.slow)
-            for bucket in ("s3://b", "gs://b")
-            for one in MORE
-        ],
+        *[pytest.param(at, one, marks=pytest.mark.slow) for at in ("s3://b", "gs://b") for one in MORE],
     ],
 )
 def test_a_bucket_that_never_answers(bucket, given, nobody, migrated, tmp_path, capsys, in_root):
@@ -66,9 +62,8 @@ def test_a_bucket_that_never_answers(bucket, given, nobody, migrated, tmp_path, 
     given = [one.format(bucket).replace("TMP", str(tmp_path)) for one in given]
     assert main(given) == 2
     errors = capsys.readouterr().err
-    assert (
-        errors.startswith("error: ") and "no answer within 2 seconds" in errors and "Traceback" not in errors
-    )
+    assert errors.startswith("error: ") and "Traceback" not in errors
+    assert "no answer within 2 seconds" in errors
 
 
 def test_what_the_call_itself_raises_comes_back(monkeypatch):
@@ -89,15 +84,8 @@ def test_a_process_does_not_wait_for_a_call_that_was_left_behind(tmp_path):
             "import sys; from pipeline.system import deadline, process; from pipeline.__main__ import main;"
             "deadline.SECONDS = 1; sys.exit(process.run(main))"
         )
-        given = ["report", "s3://bucket/runs/one"]
-        done = subprocess.run(
-            [sys.executable, "-c", program, *given],
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
+        command = [sys.executable, "-c", program, "report", "s3://bucket/runs/one"]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2 and done.stderr.startswith("error: s3://bucket/runs/one: cannot be read")
 
 
@@ -150,10 +138,8 @@ def test_a_dashboard_that_is_none(body, known, monkeypatch, capsys, in_root):
 
     with answering(200, body, at=known) as where:
         monkeypatch.setenv("RAY_ADDRESS", f"http://{where}")
-        statuses = [
-            main(["sft", "jobs/demo/sft.yaml", "run.storage_path=s3://b/r"]),
-            submit.main(["stop", "one"]),
-        ]
+        sft = ["sft", "jobs/demo/sft.yaml", "run.storage_path=s3://b/r"]
+        statuses = [main(sft), submit.main(["stop", "one"])]
     errors = capsys.readouterr().err
     assert statuses == [2, 2] and "Traceback" not in errors and errors.count("error: ") == 2, errors
 

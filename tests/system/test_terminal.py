@@ -4,8 +4,10 @@ import io
 import sys
 
 import pytest
+from ray._private import worker
+from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
-from pipeline.system import terminal
+from pipeline.system import console, terminal
 
 
 class Stream(io.StringIO):
@@ -105,3 +107,12 @@ def test_the_log_has_errors_and_no_secret(command, monkeypatch, tmp_path):
     assert r"token *** http://host/x?token=*** \x1b[2J" in log and "shown on stderr ***" in log
     assert "ValueError: *** is wrong" in log and "hf_abcdefgh" not in log
     assert sys.stderr.getvalue() == "shown on stderr ***\n"
+
+
+def test_errors_that_ray_reports_to_the_driver_are_shown_but_for_noise(monkeypatch, capsys):
+    for place, name in ((worker, "print_to_stdstream"), (dispatcher, "handlers")):
+        monkeypatch.setattr(place, name, getattr(place, name))  # put back afterwards
+    console.attach()
+    for line in ("A node has died", f"{console.NOISE[-1]}. There are infinite retries remaining"):
+        worker.print_to_stdstream({"lines": [line], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+    assert capsys.readouterr().out == "A node has died\n"
