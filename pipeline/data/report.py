@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from pipeline.data import reshape
 from pipeline.data.chunks import locate
@@ -68,11 +68,12 @@ class Counted:
     desirable: int | None = None  # kept rows that are labeled as good, or None without labels
     versions: dict[str, int] = field(default_factory=dict)  # models:/NAME/NUMBER that generated rows -> rows
 
-    def fill(self, total: Mapping[str, Counter[Any]]) -> None:
-        """Copies the tasks' totals that have the name of a field, as {detail: number} or as a sum."""
+    def filled(self, total: Mapping[str, Counter[Any]]) -> Self:
+        """Copies the tasks' totals that have the name of a field, as {detail: number} or as a sum. Returns itself."""
         for name in vars(self).keys() & total.keys():
             by_detail = isinstance(getattr(self, name), dict)
             setattr(self, name, dict(total[name].most_common()) if by_detail else total[name].total())
+        return self
 
 
 @dataclass
@@ -300,19 +301,16 @@ def labels_in_words(column: str, values: dict[str, int]) -> str:
 
 def report_of(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Report:
     """Makes the report from the counts of all chunks, which come in the order of the chunks."""
-    report = Report(
-        options.stage,
-        options.max_length,
-        text_as_chat=options.apply_template,
-    )
+    report = Report(options.stage, options.max_length, text_as_chat=options.apply_template)
     for name in ("train", "eval"):
         with_split = [one for one in counts if any(split == name for split, *_ in one.tally)]
         if with_split:
             report.splits[name] = split_of(name, with_split)
-            report.sources[name] = [
-                source_of(name, with_split, source)
-                for source in sorted({one.chunk.source for one in with_split})
-            ]
+            sources = (
+                (one, totals(with_split, name, one))
+                for one in sorted({one.chunk.source for one in with_split})
+            )
+            report.sources[name] = [SourceCounts(source=one).filled(total) for one, total in sources]
     report.skipped = [named(*one) for one in first_errors(counts)]
     by_source: dict[int, list[str]] = {}
     for one in counts:
@@ -327,21 +325,13 @@ def report_of(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Rep
 
 def split_of(name: str, counts: Sequence[Counts]) -> Split:
     """Returns the counts of `train` or `eval` over all tasks."""
-    total, split = totals(counts, name), Split()
-    split.fill(total)
+    split = Split().filled(total := totals(counts, name))
     split.prompt_tokens, split.completion_tokens = (
         percentiles(total[f"{part}_tokens"]) for part in ("prompt", "completion")
     )
     for (column, meaning), rows in sorted(total["labels"].items()):
         split.label_values.setdefault(column, {})[meaning] = rows
     return split
-
-
-def source_of(name: str, counts: Sequence[Counts], source: int) -> SourceCounts:
-    """Returns the counts of `train` or `eval` of one source."""
-    made = SourceCounts(source=source)
-    made.fill(totals(counts, name, source))
-    return made
 
 
 def percentiles(histogram: Counter[int]) -> dict[str, int]:
