@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,7 +132,14 @@ def resolve_labels(
     Raises:
         InputError: if a file lacks a column, if labels are ambiguous, or if the rows of a file fit another stage.
     """
-    heads = [head for name, some in files.items() for head in _heads(name, some, preprocess[name], stage)]
+    heads = []
+    for name, sources in preprocess.items():
+        for index, one in enumerate(sources):
+            section = f"data.{name}.{index}" if len(sources) > 1 else "data"
+            for file in [file for file in files.get(name, ()) if file.source == index][:FILES]:
+                heads.append(
+                    Head(f"data.{name}", section, file, one, first_rows(file, kind_of(stage, one))[0])
+                )
     labels: dict[str, list[Any]] = {}  # preprocessing -> labels; sources may share a preprocessing
     for head in heads:
         check_there(head.preprocess.columns, head.rows, head.file.path, f"{head.section}.columns")
@@ -155,14 +162,6 @@ def resolve_labels(
         if head.rows and not any(fits(row, stage, known) for row in head.rows):
             raise InputError(guess.misfit(head.rows, stage, head.file.path, head.section), key=head.key)
     return made
-
-
-def _heads(name: str, files: Sequence[File], preprocess: Sequence[Preprocess], stage: str) -> Iterator[Head]:
-    """Yields the heads of the first files of each source."""
-    for index, one in enumerate(preprocess):
-        section = f"data.{name}.{index}" if len(preprocess) > 1 else "data"
-        for file in [file for file in files if file.source == index][:FILES]:
-            yield Head(f"data.{name}", section, file, one, first_rows(file, kind_of(stage, one))[0])
 
 
 def fitting(name: str, data: Any) -> dict[str, str]:

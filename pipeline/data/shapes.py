@@ -320,12 +320,8 @@ def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
     prompt = prompt_text(row["prompt"], system=row.get("system"))
     sides = []
     for key in ("pos_answers", "neg_answers"):
-        values = decoded(row[key])  # a CSV file holds a list as its JSON text
-        if not isinstance(values, list):
-            raise RowError("wrong_type", key, show(values), "a list of texts")
-        if not values:
-            raise RowError("empty_completion", key, "an empty list", "at least one answer")
-        sides.append([completion_text(value, f"{key}[{i}]", prompt) for i, value in enumerate(values)])
+        values = enumerate(_as_list(row[key], key))
+        sides.append([completion_text(value, f"{key}[{i}]", prompt) for i, value in values])
     if len(sides[0]) != len(sides[1]):
         found = f"{len(sides[0])} pos_answers and {len(sides[1])} neg_answers"
         expected = "as many neg_answers as pos_answers: one pair for each index"
@@ -420,7 +416,7 @@ def parse_benchmark(row: dict[str, Any], shape: str) -> Record:
 
 
 def _as_list(value: Any, key: str) -> list[Any]:
-    values = decoded(value) if isinstance(value, str) and value.startswith("[") else value
+    values = decoded(value) if isinstance(value, str) and value.lstrip().startswith("[") else value  # CSV
     if isinstance(values, str):
         return [values]
     if not isinstance(values, list) or not values:

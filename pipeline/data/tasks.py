@@ -211,7 +211,9 @@ class Task:
             counts.add(name, "versions", record.version)
         if name == "train" and len(counts.samples) < SAMPLES:
             counts.samples.append(sample(self.encoder.tokenizer, example.columns, example.prompt_tokens))
-        self.write(name, example)
+        if name not in self.writers:
+            self.writers[name] = PartWriter(self.folder, f"{self.index:06d}-{name}", self.options)
+        self.writers[name].add(example.columns)
 
     def split_of(self, number: int, record: Record) -> str:
         """Returns the split of a row. All rows that data.transform makes of one row follow the first of them."""
@@ -219,11 +221,6 @@ class Task:
             away = held_out(record.prompt_content(), self.options)
             self.placed = number, "eval" if away else self.chunk.split
         return self.placed[1]
-
-    def write(self, name: str, example: Example) -> None:
-        if name not in self.writers:
-            self.writers[name] = PartWriter(self.folder, f"{self.index:06d}-{name}", self.options)
-        self.writers[name].add(example.columns)
 
     def close(self) -> None:
         """Closes the parts, and locates the reported rows in the file. Only now are lines before the chunk counted."""

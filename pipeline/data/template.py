@@ -107,8 +107,12 @@ class ChatTemplate:
             spans = [self._span(whole, turns, i) for i in trained]
         one_each = len(spans) == len(trained)  # False: the template's blocks do not match the completions
         for at, i in enumerate(trained):
-            if i + 1 < len(turns):
-                check_kept(whole[slice(*spans[at])] if one_each else whole, turns, i)
+            content, text = turns[i]["content"].strip(), whole[slice(*spans[at])] if one_each else whole
+            # Thoughts of earlier completions may be left out
+            if i + 1 < len(turns) and not any(
+                holds(text, one) for one in (content, END_OF_THOUGHTS.split(content)[-1])
+            ):
+                raise distorted(i, content)
         last = one_each and trained[-1] + 1 == len(turns)
         self.check_rendered(turns, whole, spans[-1][0] if last else 0)
         return whole, spans
@@ -166,13 +170,6 @@ def holds(text: str, content: str, start: int = 0) -> bool:
 
 def squeezed(text: str) -> str:
     return "".join(text.split())
-
-
-def check_kept(text: str, turns: Turns, i: int) -> None:
-    """Raises RowError if `text` lacks words of a completion before the last. The template may leave out thoughts."""
-    content = turns[i]["content"].strip()
-    if not holds(text, content) and not holds(text, END_OF_THOUGHTS.split(content)[-1]):
-        raise distorted(i, content)
 
 
 # ---- what is wrong with a row and its template -----------------------------------------------------------------

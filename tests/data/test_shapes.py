@@ -270,7 +270,7 @@ ERRORS = [
     ("dpo", {"chosen": [USER, BOT, USER], "rejected": [USER, NO]}, "wrong_role", "chosen"),
     ("rm", {"prompt": "a", "pos_answers": ["b"], "neg_answers": ["c", "d"]}, "unequal_answers", "neg_answers"),
     ("rm", {"prompt": "a", "pos_answers": ["b", "c"], "neg_answers": ["d", "c"]}, "equal_pair", "pos_answers[1]"),
-    ("rm", {"prompt": "a", "pos_answers": "b", "neg_answers": "c"}, "wrong_type", "pos_answers"),
+    ("rm", {"prompt": "a", "pos_answers": 1, "neg_answers": ["c"]}, "wrong_type", "pos_answers"),
     ("ppo", {"prompt": [USER, BOT]}, "wrong_role", "prompt"),
     ("ppo", {"question": "x"}, "missing_field", "prompt"),
     ("sft", {"messages": [USER, {**BOT, "weight": 0}]}, "weight", "messages"),
