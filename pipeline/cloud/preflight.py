@@ -8,6 +8,7 @@ many or too small GPUs, data that stays on the laptop.
 """
 
 import glob
+import itertools
 import logging
 import os
 import socket
@@ -315,8 +316,10 @@ def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
                     key=key,
                 )
             continue  # a folder that the nodes mount; the job checks it before it starts a worker
-        missing = [name for name in _matches(path) if name not in files]
-        if missing:
+        found = glob.glob(path, recursive=True) or [path]
+        inside = [[one, *glob.glob(os.path.join(one, "**"), recursive=True)] for one in found]
+        names = [os.path.relpath(one) for one in itertools.chain(*inside) if os.path.isfile(one)]
+        if missing := [name for name in names if name not in files]:
             raise InputError(
                 f"{missing[0]!r} would not be uploaded, because .rayignore or .gitignore names it; change the "
                 "pattern there, or put the file into a bucket, e.g. s3://BUCKET/data",
@@ -336,13 +339,3 @@ def local_paths(job: Job) -> list[tuple[str, str]]:
         (key, value) for key, value in named.items() if value and (os.path.exists(value) or value[0] in "/~")
     ]
     return [(key, os.path.expanduser(path)) for key, path in paths if not storage.is_remote(path)]
-
-
-def _matches(pattern: str) -> list[str]:
-    """Returns the files, relative to here, of a path, a glob or a folder."""
-    paths = glob.glob(pattern, recursive=True) or [pattern]
-    files: list[str] = []
-    for path in paths:
-        inside = glob.glob(os.path.join(path, "**"), recursive=True) if os.path.isdir(path) else [path]
-        files += [os.path.relpath(one) for one in inside if os.path.isfile(one)]
-    return files
