@@ -3,8 +3,8 @@
 import csv
 import io
 import math
-import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from pipeline import registry
@@ -104,29 +104,25 @@ def attach(sweep: Sweep, summary: dict[str, Any]) -> None:
     ruled = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
     markdown = "\n".join(f"| {' | '.join(c.replace('|', '/') for c in line)} |" for line in ruled)
     files = {"table.csv": sheet.getvalue(), "table.md": f"{markdown}\n"}
-    with tempfile.TemporaryDirectory() as local:
+    with tempfile.TemporaryDirectory() as folder:
+        local, plot = Path(folder), Path(folder, "plots")
         for name, content in files.items():
-            with open(os.path.join(local, name), "w", encoding="utf-8", newline="") as file:
-                file.write(content)
-        plot = os.path.join(local, "plots")
-        os.mkdir(plot)
-        with open(os.path.join(plot, "sweep.png"), "wb") as image:
-            image.write(plots.png(_draws(sweep, summary["reports"], summary["trials"])))
-        storage.store_folder(local, sweep.folder)
-        storage.write_json(os.path.join(local, FILE), summary)
-        named = [os.path.join(local, name) for name in (FILE, *files)]
-        registry.log_files(summary["tracking_uri"], summary["mlflow_run_id"], named, [], plot)
+            (local / name).write_text(content, encoding="utf-8", newline="")
+        plot.mkdir()
+        (plot / "sweep.png").write_bytes(plots.png(_draws(sweep, summary)))
+        storage.store_folder(folder, sweep.folder)
+        storage.write_json(str(local / FILE), summary)
+        named = [str(local / name) for name in (FILE, *files)]
+        registry.log_files(summary["tracking_uri"], summary["mlflow_run_id"], named, [], str(plot))
 
 
-def _draws(
-    sweep: Sweep, reports: dict[str, list[dict[str, Any]]], rows: list[dict[str, Any]]
-) -> list[plots.Draw]:
+def _draws(sweep: Sweep, summary: dict[str, Any]) -> list[plots.Draw]:
     """Returns the curves of the best trials, and the metric against each key that varies."""
-    numbered = [row for row in rows if _is_number(row["figure"])]
+    numbered = [row for row in summary["trials"] if _is_number(row["figure"])]
     ordered = sorted(numbered, key=lambda row: row["figure"], reverse=sweep.greater)[:MAX_CURVES]
+    reports = {row["trial"]: summary["reports"].get(row["trial"], []) for row in ordered}
     curves = {
-        row["trial"]: {sweep.metric: [(r["step"], r["figure"]) for r in reports.get(row["trial"], [])]}
-        for row in ordered
+        trial: {sweep.metric: [(r["step"], r["figure"]) for r in those]} for trial, those in reports.items()
     }
     panel = Panel("Held-out figure", sweep.metric, {sweep.metric: "held-out"}, "")
     drawn = plots.curve(panel, curves, "step")
