@@ -117,6 +117,7 @@ JOB = [
     case("policy of another base", "ppo", r"policy: .*/other was trained on base tiny-other \(sha256:.*\), but model\.name_or_path is jobs/demo/model.*set model\.name_or_path=tiny-other",
          overrides=["policy={other}"]),
     case("reward without a head", "ppo", r"reward\.1: .*/plain is an adapter without a scalar head.*rm", overrides=["reward=[python:bad_rewards:length, {plain}]"]),
+    case("messages for a policy of plain text", "dpo", r"policy: .*/plain was trained by sft on plain text, and this job has rows of messages", overrides=["policy={plain}"]),
     case("policy that is a reward", "ppo", r"policy: .*/judging is a reward adapter.*sft", overrides=["policy={judging}"]),
     case("reward that is no reward model", "ppo", r"reward: 'jobs/demo/model'.*LlamaForCausalLM.*expected", overrides=["reward=jobs/demo/model"]),
     case("no such reward function", "ppo", r"reward: python:bad_rewards:polite: cannot be imported from .*module 'bad_rewards' has no attribute 'polite'", overrides=["reward=python:bad_rewards:polite"]),
@@ -193,7 +194,7 @@ def adapters(home: Path) -> None:
         shared = SharedBase(AutoModelForCausalLM.from_pretrained(where))
         shared.add(name, lora={"r": 2, "target_modules": "all-linear"}, head=head)
         shared.save(name, home / name)
-        lineage.write(str(home / name), {"stage": "rm" if head else "sft", "base": base})
+        lineage.write(str(home / name), {"stage": "rm" if head else "sft", "base": base, "rows": "text"})
 
 
 def registry(storage: str) -> dict[str, Any]:

@@ -86,8 +86,6 @@ class Scores:
             outcome = RowError("wrong_type", "pos_answers", "several pairs in one row", "one pair a row")
         if isinstance(outcome, RowError):
             outcome.file, outcome.line, outcome.unit = "request", number, "element"
-            # Names a key of jobs, which requests do not have
-            outcome.expected = outcome.expected.partition("; data.columns=")[0]
             raise outcome
         return outcome.columns
 

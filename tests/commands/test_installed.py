@@ -114,4 +114,4 @@ def test_python_functions_of_the_current_folder_are_found(wheel, tmp_path):
     (tmp_path / "my_rewards.py").write_text("def f(prompts, completions, rows):\n    return [1.0]\n")
     done = rlhf(wheel, tmp_path, "score", "jobs/demo/score.yaml", "reward=python:my_rewards:g")
     assert done.returncode == 2
-    assert "reward: python:my_rewards:g: cannot be imported from" in done.stderr, done.stderr
+    assert "module 'my_rewards' has no attribute 'g'" in done.stderr, done.stderr

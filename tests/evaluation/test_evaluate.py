@@ -415,13 +415,14 @@ def test_a_part_that_is_there_is_not_made_again(tmp_path):
 
 def test_a_completion_that_was_truncated_has_not_ended(tmp_path):
     """As `score` reads it: a reward model with its own tokenizer adds an end token to completions that ended."""
-    end, seen = 9, []
+    end, seen, seeds = 9, [], []
 
     class Reward:
         name, weight = "rm", 1.0
 
         def checked(self, samples):
             seen.append(samples.ended)
+            seeds.append(samples.seeds)
             return [0.0] * len(samples.ended)
 
     worker = SimpleNamespace(
@@ -441,3 +442,5 @@ def test_a_completion_that_was_truncated_has_not_ended(tmp_path):
     )
     pairs.measure(worker, [Reward()], None, rows, {end})
     assert seen == [[True, True, False, True]]
+    first, second = seeds[0][::2]
+    assert seeds == [[first, first, second, second]] and first != second  # one of each pair

@@ -68,3 +68,11 @@ def test_an_interval_that_contains_one_half_does_not_pass_the_gate_of_own_rows(i
     gate = load_job("jobs/own/ppo.yaml").gate
     assert not registry.evaluate_gate(gate, {"eval_win_rate_low": 0.5, "eval_eos": 1.0})[0]
     assert registry.evaluate_gate(gate, {"eval_win_rate_low": 0.51, "eval_eos": 1.0})[0]
+
+
+@pytest.mark.parametrize(("stage", "metric"), [("sft", "eval_eos_accuracy"), ("ppo", "eval_eos")])
+def test_a_policy_that_does_not_end_does_not_pass_the_gate_of_own_rows(stage, metric, in_root):
+    gate = load_job(f"jobs/own/{stage}.yaml").gate
+    others = {"eval_win_rate_low": 0.51}
+    assert not registry.evaluate_gate(gate, others | {metric: 0.09})[0]
+    assert registry.evaluate_gate(gate, others | {metric: 0.1})[0]

@@ -7,11 +7,14 @@ import torch
 import transformers
 from running import ROOT, stage
 
+from pipeline.models import base
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
 
-def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path):
-    """Against a loop over the rows, of which the last batch has fewer."""
+def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path, monkeypatch):
+    """Against a loop over the rows, of which the last batch has fewer. Before, sft checks the rows of their end tokens."""
+    checked = []
+    monkeypatch.setattr(base, "check_ends", lambda model, tokenizer, ends: checked.append(ends))
     lines = (ROOT / "jobs/demo/data/demonstrations_eval.jsonl").read_text().splitlines()[:21]
     rows = [json.loads(line)["messages"] for line in lines]
     for _, answer in rows[::3]:  # ends where no base would
@@ -30,6 +33,7 @@ def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path):
     for row in rows:
         ids = tokenizer.apply_chat_template(row, return_dict=True)["input_ids"]
         last = max(i for i, token in enumerate(ids) if token in ends)
+        assert checked == [{ids[last]}]
         with torch.no_grad():
             hits.append(model(torch.tensor([ids])).logits[0, last - 1].argmax().item() == ids[last])
     assert found == pytest.approx(sum(hits) / len(hits)) and 0 < found < 1
@@ -39,7 +43,7 @@ def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path):
 def test_a_policy_whose_completions_do_not_end_is_named(verb, tmp_path, capfd, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "first_token.py").write_text(
-        "def f(completion_ids): return [ids[0] % 7 for ids in completion_ids]"
+        "def f(completion_ids, seeds):\n    assert len({*seeds}) == len(seeds)\n    return [ids[0] % 7 for ids in completion_ids]"
     )
     prompts = (ROOT / "jobs/demo/data/prompts_eval.jsonl").read_text().splitlines()[:16]
     (tmp_path / "prompts.jsonl").write_text("\n".join(prompts))
