@@ -105,7 +105,7 @@ JOB = [
     case("broken template", "sft", r"model\.chat_template: .*broken\.jinja:1: ", overrides=["model.chat_template={broken}"]),
     case("max_length above the context", "sft", r"data\.max_length: 512 is more than the model's context of 256.*use data\.max_length=256", overrides=["data.max_length=512"]),
     case("no room for a prompt", "ppo", r"trainer\.response_length: 256 tokens leave no room.*context of 256; set trainer\.response_length=128", overrides=["trainer.response_length=256"]),
-    case("no room for prompt and completion", "ppo", r"data\.max_length: 192 .*trainer\.response_length=100 .*context of 256; set data\.max_length=156", overrides=["trainer.response_length=100"]),
+    case("no room for prompt and completion", "ppo", r"data\.max_length: 192 .*context of 256 tokens less trainer\.response_length=100; use data\.max_length=156", overrides=["trainer.response_length=100"]),
     # inputs
     case("no such registered model", "ppo", r"policy: models:/nothing-sft@champion: no registered model 'nothing-sft' in sqlite.*registered: held-back-rm.*run `make sft` first",
          overrides=["policy=models:/nothing-sft@champion"]),

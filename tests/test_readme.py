@@ -214,6 +214,13 @@ def test_the_formats_are_listed_in_the_order_in_which_the_code_tries_them(rows, 
     assert formats.replace("`", "").split(", ") == list(shapes)
 
 
+def test_each_command_for_own_data_names_their_profile():
+    """Without PROFILE it would train the demo's model."""
+    [block] = re.findall(r"```bash\nmake init .*?```", README, re.DOTALL)
+    commands = commands_of(block)
+    assert len(commands) == 5 and not [command for command in commands if "velo" not in command]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [c for c in dict.fromkeys(COMMANDS) if re.match(r"make \w+", c) and target(c) in SHORT]
