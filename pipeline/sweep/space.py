@@ -169,6 +169,8 @@ def split(text: str) -> list[str]:
 def _checked(key: str, values: list[str]) -> list[str]:
     if not all(values):
         raise InputError(f"found {show(','.join(values))}: a value is missing at a comma, {EXAMPLE}", key=key)
+    if repeated := [value for value in values if values.count(value) > 1]:
+        raise InputError(f"found {repeated[0]} twice; list each value once", key=key)
     if match := next(filter(None, map(RANGE.fullmatch, values)), None):
         try:
             low, high = (float(bound) for bound in match.groups()[1:])
@@ -202,9 +204,7 @@ def _combinations(varied: dict[str, list[str]], settings: Settings, seed: int) -
     grid = list(itertools.product(*listed.values())) * settings.num_samples
     columns = dict(zip(listed, zip(*grid, strict=True), strict=True)) | drawn
     combinations = [{key: str(columns[key][index]) for key in varied} for index in range(count)]
-    return [
-        one for i, one in enumerate(combinations) if one not in combinations[:i]
-    ]  # values and draws may repeat
+    return [one for i, one in enumerate(combinations) if one not in combinations[:i]]  # draws may repeat
 
 
 def _draw(given: re.Match[str], count: int, seed: int) -> list[str]:
