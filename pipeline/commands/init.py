@@ -138,7 +138,9 @@ def print_next(folder: Path, jobs: dict[str, str]) -> None:
             unset.setdefault(key, []).append(f"{job}.yaml")
     for key, files in unset.items():
         print(f"  set `{key}` in {folder}/{', '.join(files)}; a comment there explains its values")
-    command = "rlhf" if Path(sys.argv[0]).name == "rlhf" else "python -m pipeline"
+    command = "rlhf {} {}" if Path(sys.argv[0]).name == "rlhf" else "python -m pipeline {} {}"
+    if "MAKELEVEL" in os.environ:  # `make init`, whose user may have no environment activated
+        command = "make {} JOB={}"
     ready = [job for job in jobs if job in TAKES and not re.search(r"^reward: null", jobs[job], re.M)]
     trained = [job for job in ready if job not in ("dpo", "kto") or "ppo" not in ready]
     after = [("evaluate", "evaluate"), ("chat", "generate"), ("serve", "serve"), ("export", "export")]
@@ -146,7 +148,7 @@ def print_next(folder: Path, jobs: dict[str, str]) -> None:
     commands += [(subcommand, job) for subcommand, job in after if job in jobs]
     print("Run next:")
     for subcommand, job in commands[:5]:
-        print(f"  {command} {subcommand} {folder / job}.yaml")
+        print(f"  {command.format(subcommand, folder / f'{job}.yaml')}")
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
