@@ -229,7 +229,7 @@ def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[
         RowError: if no assistant turn is left to train.
     """
     added = len(turns) - len(items)  # 1 if the system prompt comes from a separate field
-    off = (index for index, item in enumerate(items) if any(item.get(name) in (0, False) for name in WEIGHTS))
+    off = (i for i, item in enumerate(items) if any(is_good(item.get(name)) is False for name in WEIGHTS))
     excluded = {index + added for index in off}
     assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
     if excluded and assistant <= excluded:

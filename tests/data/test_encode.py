@@ -72,6 +72,7 @@ WEIGHED = [  # turns, the other fields, and what is trained of them in CHATML
     ([{**USER, "weight": None}, {**FIRST, "weight": 0}, QUESTION, {**LAST, "weight": 1}], {}, "bye"),
     ([USER, {**FIRST, "train": False}, QUESTION, LAST], {}, "bye"),
     ([USER, FIRST, QUESTION, {**LAST, "weight": 0.0}], {}, "yo"),
+    ([USER, {**FIRST, "train": "no"}, QUESTION, LAST], {}, "bye"),
     ([USER, FIRST, QUESTION, {**LAST, "train": False}], {"system": "s"}, "yo"),  # which shifts the others
 ]
 
