@@ -97,8 +97,8 @@ def _cluster(job: Job) -> Iterator[None]:
         ray.init(**RAY_LOGGING)
     except Exception as error:  # many types: no connection, no token, another version
         raise InputError(
-            f"cannot join the cluster at {os.environ['RAY_ADDRESS']} ({in_brief(error)}); check `ray status` there, or unset "
-            "RAY_ADDRESS",
+            f"cannot join the cluster at {os.environ['RAY_ADDRESS']} ({in_brief(error)}); check `ray status` there, "
+            "export RAY_AUTH_MODE=token if Ray requires a token, or unset RAY_ADDRESS",
             key="RAY_ADDRESS",
         ) from error
     try:
