@@ -28,12 +28,10 @@ complete -o filenames -F _rlhf rlhf
 
 
 def run(path: str, overrides: list[str]) -> None:
-    """Prints the script."""
     print(script(list(SUMMARIES)), end="")
 
 
 def script(verbs: list[str]) -> str:
-    """Returns the script for some subcommands."""
     keys: dict[str, str] = {}
     for verb in verbs:
         if stages := stages_of(verb):

@@ -231,7 +231,6 @@ def through(plan: Plan, left: dict[str, Any], begun_with: dict[str, Any]) -> dic
 
 
 def draw(plan: Plan, rounds: list[dict[str, Any]]) -> None:
-    """Draws the report of a finished iteration."""
     with console.waiting("drawing the report"):
         report.of_several(table.drawn(rounds), plan.folder, [list(table.HEADER), *table.cells(rounds)])
 

@@ -75,7 +75,6 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
 
 
 def load(folder: str, overrides: list[str]) -> dict[str, Job]:
-    """Returns the job of each stage."""
     given = {stage: overrides_of(stage, overrides) for stage in ORDER}
     return {stage: load_job(Path(folder) / f"{stage}.yaml", mine, stage) for stage, mine in given.items()}
 

@@ -99,7 +99,6 @@ def _check_top(tree: Tree, stage: str) -> None:
 
 
 def _section(tree: Tree, section: str) -> dict[str, Any]:
-    """Returns the checked values of a section."""
     known = schema.keys(schema.class_of(section, tree.data["stage"]))
     allowed = [key for key, one in known.items() if "not" not in one]
     return schema.checked(tree, section, known, lambda key: _hint(tree, section, key, allowed))

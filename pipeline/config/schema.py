@@ -41,7 +41,6 @@ TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", s
 # ---------------------------------------------------------------- which keys there are
 @cache
 def document() -> dict[str, Any]:
-    """Returns the JSON Schema of job files."""
     return json.loads(FILE.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 

@@ -32,7 +32,6 @@ class RowsDigest:
     BASE = int.from_bytes(hashlib.sha256(b"rows").digest())
 
     def add(self, row: bytes) -> None:
-        """Appends a row."""
         self.extend(RowsDigest(1, int.from_bytes(hashlib.sha256(row).digest())))
 
     def extend(self, other: "RowsDigest") -> None:

@@ -348,7 +348,6 @@ def percentiles(histogram: Counter[int]) -> dict[str, int]:
 
 
 def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> list[str]:
-    """Returns warnings about the dataset."""
     warnings = [f"{one.unread}" for one in counts if one.unread]
     completions, total = options.kind.completions, totals(counts)
     if completions == "learned" and total["margins"]:

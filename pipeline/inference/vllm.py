@@ -186,7 +186,6 @@ def start_llm(model: str, device: torch.device | str, longest: int, rank: int, *
 
 
 def adapter_of(name: str, number: int, folder: str) -> Any:
-    """Returns a vllm LoRARequest."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, number, folder)

@@ -84,5 +84,4 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """Returns the table for the terminal."""
     return table(HEADER, cells(rows))

@@ -191,7 +191,6 @@ class SharedBase(nn.Module):
         self.heads[role] = head
 
     def set_trainable(self, role: str, trainable: bool) -> None:
-        """Sets whether the role's parameters get gradients."""
         if not self.is_head(role):
             self.trainable[self._stored[role]] = trainable
         for parameter in self.parameters_of(role):

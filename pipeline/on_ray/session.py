@@ -239,7 +239,6 @@ def embedded(**options: Any) -> Iterator[None]:
 
 
 def _start(root: Path, options: dict[str, Any]) -> str:
-    """Starts Ray and returns the session's folder."""
     import ray
 
     began = time.monotonic()

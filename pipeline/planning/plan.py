@@ -112,7 +112,6 @@ class Plan:
 
     @property
     def peak(self) -> float:
-        """Returns the peak bytes of one worker."""
         phases = dict.fromkeys(("always", "rollout", "score", "update"), 0.0)
         for item in self.items:
             phases[item.phase] += item.size

@@ -319,7 +319,6 @@ class PPOConfig(Settings):
 
     @property
     def estimator(self) -> Estimator:
-        """Returns the entry of `advantage_estimator`."""
         return estimators.of(self.advantage_estimator)
 
     @property

@@ -82,7 +82,6 @@ class Versions:
 
 
 def digest(tensors: Tensors) -> str:
-    """Returns a digest of names and values."""
     total = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         total.update(name.encode())

@@ -307,7 +307,6 @@ class PPOTrainer:
         return [s if e else s - penalty for s, e in zip(clipped, ended, strict=True)]
 
     def reference_logprobs(self, rollout: Rollout) -> None:
-        """Fills the reference's log-probs."""
         for chunk, sampled in zip(rollout.chunks, rollout.sampled, strict=True):
             if sampled.ref_logprobs is None:
                 self.sampler.reference_logprobs(chunk, sampled)

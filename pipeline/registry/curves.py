@@ -291,12 +291,10 @@ class Curves:
         self.logs = [MetricLog(tracker) for tracker in (MLflowRun(tracking_uri(job), run_id), *others)]
 
     def log(self, metrics: dict[str, float], step: int, final: bool = False) -> None:
-        """Queues metrics for every tracker; see MetricLog."""
         for log in self.logs:
             log.log(metrics, step, final)
 
     def close(self, timeout: float | None = None) -> None:
-        """Sends the rest to every tracker; see MetricLog."""
         for log in self.logs:
             log.close(timeout)
 

@@ -11,7 +11,6 @@ FEWEST_POINTS = 4  # evaluations that a fit of two numbers needs
 
 
 def drawings(evaluation: dict[str, Any]) -> list[Drawing]:
-    """Returns drawings of what was measured."""
     made = [
         Drawing(
             "Probes of the reward",

@@ -98,7 +98,6 @@ def _has_job(folder: str) -> bool:
 
 
 def _known(runs: str) -> list[str]:
-    """Returns the names of the newest runs."""
     if not os.path.isdir(runs):
         return []
     entries = [entry for entry in os.scandir(runs) if os.path.exists(os.path.join(entry.path, "job.json"))]

@@ -39,7 +39,6 @@ def summary(pairs: list[Pair]) -> dict[str, float | None]:
 
 
 def drawings(pairs: list[Pair]) -> list[Drawing]:
-    """Returns the three drawings of held-out pairs."""
     return [
         Drawing(
             "Margins of the held-out pairs",

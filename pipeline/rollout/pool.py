@@ -129,7 +129,6 @@ class Pool:
                 await self._notify()
 
     async def trainers_placed(self) -> None:
-        """Notes that the trainers have their resources."""
         self.displaced_since = None
         if self.alone_since is not None:  # no worker could start meanwhile
             self.alone_since = time.monotonic()

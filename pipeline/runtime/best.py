@@ -124,7 +124,6 @@ class Best:
         self.weights = load_file(os.path.join(folder, WEIGHTS))
 
     def reason(self) -> str:
-        """Returns why training stopped early, in words."""
         if self.stopped:
             return self.stopped
         count = f"{self.stale} evaluation{'s' * (self.stale != 1)}"

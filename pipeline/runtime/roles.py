@@ -279,7 +279,6 @@ def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
 
 
 def save_policy(worker: Host, shared: SharedBase, folder: str) -> None:
-    """Writes the trained policy and its probes."""
     from pipeline.models import probes
 
     shared.save("policy", folder)

@@ -97,7 +97,6 @@ def application(work: Work, digests: list[str]) -> Any:
 
 
 def longest_prompt(work: Work) -> int:
-    """Returns the length in tokens."""
     context = work.base["context_length"] or 1 << 20
     room = room_for_prompts(work.job, context) or context
     return min(room, work.job.data.max_length or room)
@@ -210,7 +209,6 @@ class Server:
     # -------------------------------------------------------------------------------------- in the background
 
     async def _follow(self) -> None:
-        """Checks the registry every serve.poll_s seconds."""
         said: set[str] = set()
         while True:
             await asyncio.sleep(self.serve.poll_s)

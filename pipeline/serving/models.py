@@ -55,7 +55,6 @@ class Models:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Returns {model id: version}."""
         return {name: served.version for name, served in {**self.policies, **self.rewards}.items()}
 
     # --------------------------------------------------------------------------------------------- loading

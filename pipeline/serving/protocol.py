@@ -266,12 +266,10 @@ def text_logprobs(tokens: Iterable[Rated], tokenizer: Any) -> dict[str, Any]:
 
 
 def event(value: Any) -> bytes:
-    """Returns one server-sent event."""
     return f"data: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n\n".encode()
 
 
 def listed(name: str, version: str, kind: str) -> dict[str, Any]:
-    """Returns an entry of /v1/models."""
     return {
         "id": name,
         "object": "model",

@@ -92,7 +92,6 @@ class Sweep:
 
     @property
     def keys(self) -> list[str]:
-        """Returns the keys that vary."""
         return list(self.trials[0].values)
 
     @property
@@ -186,7 +185,6 @@ def _checked(key: str, values: list[str]) -> list[str]:
 
 
 def _combinations(varied: dict[str, list[str]], settings: Settings, seed: int) -> list[dict[str, str]]:
-    """Returns {key: value} of each trial."""
     ranges = {key: match for key, values in varied.items() if (match := RANGE.fullmatch(values[0]))}
     if settings.num_samples > 1 and not ranges:
         raise InputError(

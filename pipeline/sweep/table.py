@@ -70,7 +70,6 @@ def best(sweep: Sweep, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def text(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
-    """Returns the table, best first."""
     header, *lines = _cells(sweep, rows)
     return table(header, lines)
 
