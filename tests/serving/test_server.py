@@ -568,6 +568,9 @@ def test_feedback_becomes_rows_that_the_stages_read(server, storage, in_root):
         for said in given:
             status, _, found = ask(server.url, "/v1/feedback", {"id": answer["id"], **said})
             assert status == 200 and found["version"] == answer["system_fingerprint"]
+    said = {"id": answer["id"], "choice": 1, "edit": "word " * 256}  # more than sft reads
+    status, _, found = ask(server.url, "/v1/feedback", said)
+    assert status == 400 and "no row to learn from: found" in found["error"]["message"]
     rows = {}
     for file in server.folder.glob("*.jsonl"):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
