@@ -425,7 +425,8 @@ class SharedBase(nn.Module):
     def can_pack(self) -> bool:
         """Returns True if completions packed behind their prompt (packing.py) have the hidden states that they have alone.
 
-        They have not with sliding windows, which count positions within a row. For other architectures, two short ones are tried.
+        With sliding windows they do not, because a window counts positions within a row. For other architectures, two short
+        completions are tried.
         """
         config = self.base.config.get_text_config()
         windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)

@@ -521,7 +521,7 @@ def is_needed(job: Job, memory: float, loras: Loras | None = None) -> tuple[bool
 
 
 def recomputes(worker: Any) -> bool:
-    """Returns whether the workers of a job recompute: as the job sets it, or for null by the plan.
+    """Returns whether a job's workers recompute activations: the job's setting, or the plan's choice if it is null.
 
     Returns the same on all ranks; rank 0 prints why. Call it before the base is loaded.
     """

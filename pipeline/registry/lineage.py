@@ -1,6 +1,6 @@
 """Lineage of an adapter: `lineage.json` in its folder, and the checks that read it.
 
-An adapter is useless without its base. Its folder therefore names the base by digest, the tokenizer and chat template of its
+An adapter is useless without its base. Its folder therefore records the base's digest, the tokenizer and chat template of its
 training, its parents and its data. A stage that takes an adapter as input rejects one with another base.
 """
 

@@ -45,8 +45,8 @@ def uri_of(given: str | None, storage_path: str) -> str:
 def uri_of_file(path: str) -> str:
     """Returns the SQLAlchemy URI of a SQLite file.
 
-    SQLAlchemy decodes %20 and ends the path at `?`, so a path with one of them is quoted. Its slashes are quoted too: MLflow
-    3.17 makes an empty folder of the quoted name otherwise (store/db/utils._make_parent_dirs_if_sqlite).
+    SQLAlchemy decodes %20 and ends the path at `?`, so a path with one of them is quoted, slashes included. With plain
+    slashes, MLflow 3.17 would make an empty folder of the quoted name (store/db/utils._make_parent_dirs_if_sqlite).
     """
     return f"sqlite:///{quote(path, safe='') if set(path) & set('%?') else path}"
 

@@ -252,7 +252,7 @@ def _add_version(nodes: dict[str, Node], key: str, uri: str | None) -> None:
 
 
 def _add_rows(nodes: dict[str, Node], node: Node, counts: dict[str, int], uri: str | None) -> None:
-    """Adds boxes for the versions whose conversations a node learned from, or lines if they gave few rows."""
+    """Adds a box for each version that generated rows for a node; those with few rows share a line of text."""
     for version, rows in most_frequent(counts, MAX_ROW_ARROWS).items():
         if Ref.parse(version).version:
             node.rows_from[version] = rows

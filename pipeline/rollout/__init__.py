@@ -4,6 +4,6 @@
     worker.py  the actor with the models: the frozen base, the frozen roles, and the policy in the version that is asked for
     client.py  the trainer's side: publishes versions, asks for chunks, collects them
 
-What travels: a version of the policy, an adapter, once through Ray's object store to each worker that needs it; prompts; and
-back tokens, log-probs and scores. Everything is decided by pipeline/ppo (chunks.py, schedule.py); here is only who and where.
+The trainer sends prompts, and each version of the policy (an adapter) once to each worker that needs it, through Ray's object
+store. Workers return tokens, log-probs and scores. What is sampled from which version is decided in pipeline/ppo/rollouts.py.
 """

@@ -50,7 +50,7 @@ MAY_CHANGE = (
 # Keys that decide which step is kept and where training stops, in a run that compares its evaluations.
 COMPARISON = (
     "run.keep", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience", "run.stop_if",
-    # eval_steps is logging_steps if it is not set; metrics of batches (KTO's KL, extremes) depend on their size.
+    # logging_steps is the default of eval_steps. KTO's KL and extremes depend on the size of the batches.
     "trainer.eval_steps", "trainer.eval_strategy", "trainer.logging_steps", "trainer.per_device_eval_batch_size", "judge",
 )  # fmt: skip
 
