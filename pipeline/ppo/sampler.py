@@ -1,8 +1,8 @@
 """Samples the chunks of an update: completions, their scores, and the reference's log-probs.
 
 A chunk is the unit of sampling and scoring. How an update is split into chunks depends on the job alone, not on a worker's
-memory, and a sum over several completions stays within a chunk. So every sampler computes bit-identical chunks: the trainer's process and
-rollout workers run the same code, each on its own base and frozen roles.
+memory, and a sum over several completions stays within a chunk. So every sampler computes bit-identical chunks: the trainer's
+process and rollout workers run the same code, each on its own base and frozen roles.
 """
 
 from __future__ import annotations

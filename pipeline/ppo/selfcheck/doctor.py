@@ -1,6 +1,6 @@
 """Self-checks of a PPO job on one rollout and one minibatch, before GPU hours are spent on it: `examine`.
 
-Beyond the checks of every run's first rollout (checks.py, recomputed.py), these cost a few extra passes: adapters in
+Beyond the checks of every run's first rollout (rollout.py), these cost a few extra passes: adapters in
 memory equal their files and give the outputs that they gave when they were trained, the sampler follows the policy,
 gradients reach the learning roles and nothing else, and are the same with and without gradient checkpointing.
 """
