@@ -164,7 +164,7 @@ def price_of_this_machine(hours: float | None = None) -> str:
         return f"This machine: price unknown; set `machine`, dollars an hour, in {prices.own_file()}"
     if hours is None:  # on a CPU
         return f"This machine: ${machine:.2f} an hour; the hours on a CPU are not estimated"
-    return f"This machine: {dollars(hours * machine)} at ${machine:.2f} an hour"
+    return f"This machine: {prices.in_dollars(hours * machine)} at ${machine:.2f} an hour"
 
 
 def rented_instead(job: Job, loras: dict[str, dict[str, Any]]) -> str:
@@ -177,14 +177,10 @@ def rented_instead(job: Job, loras: dict[str, dict[str, Any]]) -> str:
         (plan.cost(planned, name, rows) for name in plan.fitting(planned)), key=lambda c: c.dollars
     )
     shown = "; ".join(
-        f"{one.node.instance} {dollars(one.dollars)} in {max(1, round(60 * one.hours))} min"
+        f"{one.node.instance} {prices.in_dollars(one.dollars)} in {max(1, round(60 * one.hours))} min"
         for one in costs[:3]
     )
     return f"   A rented GPU instead, at prices of {prices.read().date}: {shown or 'none is large enough'}"
-
-
-def dollars(amount: float) -> str:
-    return f"${amount:.2f}" if amount >= 0.01 else "under $0.01"
 
 
 def on_gpus(planned: Plan, names: list[str]) -> bool:

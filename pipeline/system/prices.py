@@ -111,13 +111,17 @@ def of_run(usage: dict[str, Any], seconds: float, local: bool) -> dict[str, Any]
     }
 
 
+def in_dollars(amount: float) -> str:
+    return "under $0.01" if 0 < amount < 0.01 else f"${amount:.2f}"
+
+
 def in_words(cost: dict[str, Any]) -> str:
     """Returns the cost of a run on one line."""
     parts = [f"{cost['gpu_hours']:.3g} GPU hours"]
     if cost["dollars"] is not None:
-        parts.append(f"${cost['dollars']:.2f} at prices of {cost['prices']}")
+        parts.append(f"{in_dollars(cost['dollars'])} at prices of {cost['prices']}")
     if cost["dollars_per_1000_completions"] is not None:
-        parts.append(f"${cost['dollars_per_1000_completions']:.2f} per 1,000 completions")
+        parts.append(f"{in_dollars(cost['dollars_per_1000_completions'])} per 1,000 completions")
     if cost["tokens"]:
         parts.append(f"{cost['tokens']:,} tokens")
     return ", ".join(parts)
