@@ -82,7 +82,7 @@ def read_tree(path: str | Path, overrides: list[str]) -> Tree:
 
 
 def section_tree(tree: Tree, section: str, folder: Path) -> Tree:
-    """Returns a section that is a job itself, on top of the files that its `extends` names, relative to `folder`.
+    """Returns a section that is a job itself, merged over the files that its `extends` names, relative to `folder`.
 
     Raises:
         InputError: if the section is missing or no mapping.

@@ -68,7 +68,7 @@ def format_of(path: str) -> tuple[Format, bool]:
     try:
         with open_bytes(path) as stream:
             head = stream.read(BLOCK // 4)
-    except OSError as error:  # a folder opens, but does not read
+    except OSError as error:  # a folder can be opened, but not read
         raise unreadable(path, error) from error
     zipped = head[:2] == b"\x1f\x8b" or path.endswith(".gz")
     if zipped:

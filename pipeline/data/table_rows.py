@@ -182,7 +182,7 @@ def tidy(value: Any) -> Any:
 
 
 def _canonical(row: dict[str, Any]) -> bytes:
-    """Returns the row as bytes, equal for equal rows with any compression of their file."""
+    """Returns the row as bytes. Equal rows have equal bytes, whatever the compression of their files."""
 
     def short(value: Any) -> str:
         return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)

@@ -4,7 +4,7 @@ A RowError replaces a row that cannot be read.
 
 Not ijson (3.6.0 tried, no faster): a NaN or an integer over 64 bits ends the file without naming its row, half surrogate
 pairs are replaced, and the bytes of a row, by which duplicates are counted, are gone. Not pyarrow's CSV reader: it guesses
-types (a prompt `42` would become a number, and differently from block to block) and counts a row of several lines as one.
+types (a prompt `42` becomes a number in some blocks), and its line numbers are wrong behind a row of several lines.
 """
 
 import codecs

@@ -105,7 +105,7 @@ class Comparison:
         return policies.best_of_curve(proxies, golds)
 
     def length_controlled(self) -> dict[str, float]:
-        """Returns the length-controlled win rates of the last `of`: eval_win_rate_lc, eval_judge_win_rate_lc, their intervals."""
+        """Returns the length-controlled win rates, with intervals, of the completions that `of` sampled last."""
         metrics: dict[str, float] = {}
         longer = [len(r["eval"]["completion"]) - len(r["before"]["completion"]) for r in self.results]
         for name, key in WIN_RATES.items():

@@ -140,7 +140,7 @@ def _unknown(tree: Tree, key: str, steps: tuple[str, ...]) -> InputError:
 
 @contextlib.contextmanager
 def of_step(step: str) -> Iterator[None]:
-    """Puts the step before the job's keys in an InputError of the block, and in its message."""
+    """Names the step in an InputError of the block: the job's key `data.train` becomes `collect.data.train`."""
     try:
         yield
     except InputError as error:

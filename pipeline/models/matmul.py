@@ -1,4 +1,4 @@
-"""Chooses how a process on a CPU multiplies fp32 matrices, by the base's hidden size and the processor's exactness.
+"""Chooses how a process on a CPU multiplies fp32 matrices. It depends on the base's hidden size and on the processor.
 
 torch.set_float32_matmul_precision("medium") lets oneDNN multiply. It rounds to bf16 if the processor has units for that. If
 not, its products are exact in fp32 and take half the time of torch's default on AMD, about the same on Intel. Each oneDNN

@@ -39,7 +39,7 @@ ENVIRONMENT = {
     "RAY_DATA_DEFAULT_CLUSTER_SCALING_UP_MAX_CPU_RESOURCE_DELTA": "0",
     # Lets a GPU's memory blocks grow, because sequences of new lengths leave holes between blocks of fixed sizes.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    # By default, oneDNN keeps 1024 compiled products, one for each shape. In PPO, where lengths vary, they take 0.4 GiB.
+    # By default, oneDNN caches 1024 matmul kernels, one for each shape. In PPO, where lengths vary, they take 0.4 GiB.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "GIT_PYTHON_REFRESH": "quiet",  # MLflow asks for the commit; without git it would print a page of advice
     **console.QUIET,

@@ -254,8 +254,8 @@ def _update_items(job: Job, shape: Shape, asked: Settings, device: str) -> list[
 
 
 def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool, gpus: int) -> list[Item]:
-    """Returns what sampling holds in addition to the base: a second base and its cache, split over vLLM's `gpus`,
-    or the cache and its decoding steps.
+    """Returns the memory that sampling needs in addition to the base. vLLM has a base and a KV cache of its own, split over
+    `gpus`; transformers needs the KV cache, the logits of the next token, and the activations of the prompts' forward.
     """
     from pipeline.inference.decoder import PREFILL_TOKENS
 
@@ -339,7 +339,7 @@ def called(label: str) -> list[str]:
 
 
 def memory_of(label: str) -> float | None:
-    """Returns the GiB of GPUs of this accelerator type, or None if unknown. If there are two sizes, the smaller one counts."""
+    """Returns the GiB of one GPU of this accelerator type, or None if unknown; the smaller one of two sizes."""
     return min((GPUS[name].memory for name in called(label)), default=None)
 
 

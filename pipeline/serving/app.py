@@ -249,7 +249,7 @@ class Server:
         return self.metrics.snapshot()
 
     def check_health(self) -> None:
-        """Raises if the replica is unhealthy. Ray Serve calls it, and then restarts the replica."""
+        """Raises if the replica is unhealthy. Ray Serve calls it periodically, and restarts the replica if it raises."""
         if not self.batcher.alive:
             raise RuntimeError("the thread that has the model has ended")
 

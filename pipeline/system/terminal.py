@@ -135,7 +135,7 @@ class Screen(Output):
         self.level = NORMAL
         self.lock = threading.RLock()
         self.log: Any = None
-        self.begun = threading.local()  # each thread's line without an end
+        self.begun = threading.local()  # each thread's line that has no newline yet
         self.row = False  # whether the last line of the terminal will be rewritten
         self.listing = False  # whether the lines of an important list follow
         self.progress = ""  # the last live line, which stays if something else is shown after it
