@@ -260,6 +260,7 @@ def test_a_finished_run_of_other_settings_names_them(tmp_path, capsys, in_root):
     (tmp_path / "done").mkdir()
     result = {"stage": "sft", "name": "done", "job": job.to_dict()}
     (tmp_path / "done/result.json").write_text(json.dumps(result))
+    (tmp_path / "done/report.html").touch()
     assert main(["sft", "jobs/demo/sft.yaml", *name, "lora.r=5", "data.train=/nowhere.jsonl"]) == 0
     first, *more = capsys.readouterr().out.splitlines()
     assert first.startswith("run done is finished")

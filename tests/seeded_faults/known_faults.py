@@ -525,12 +525,12 @@ def _(original, self, stats, policy):
 
 
 FIT = (encode.Encoder, "_fit_labels")
-WRITE, RUN, LOAD_TOKENIZER = (tasks.Task, "write"), (training, "run"), (alone, "load_tokenizer")
+WRITE, RUN, LOAD_TOKENIZER = (tasks.PartWriter, "add"), (training, "run"), (alone, "load_tokenizer")
 
 
 def of_columns(change: Callable[[dict[str, Any]], None]) -> Change:
     """The columns of every tokenized row are changed in place."""
-    return lambda original, self, name, example: (change(example.columns), original(self, name, example))[1]
+    return lambda original, writer, columns: (change(columns), original(writer, columns))[1]
 
 
 def before_training(change: Callable[[Any], None]) -> Change:
