@@ -147,13 +147,10 @@ def _mean(values: Sequence[float]) -> float:
 
 def _best_of_k(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Scores RewardBench 2, and your own best-of-k rows, by the plain mean of the subsets."""
-    subsets = {}
-    for name in sorted({str(row.row["subset"]) for row in rows}):
+    subsets = _by_subset(rows, [best_of(row) for row in rows])
+    for name in [name for name in subsets if name.lower() == TIES]:
         own = [row for row in rows if str(row.row["subset"]) == name]
-        if name.lower() == TIES:
-            subsets[name] = {"rows": len(own), "score": ties_score(own)}
-        else:
-            subsets[name] = _share([best_of(row) for row in own])
+        subsets[name] = {"rows": len(own), "score": ties_score(own)}
     return {"": mean([one["score"] for one in subsets.values()])}, subsets
 
 
@@ -172,25 +169,22 @@ def _rm_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str,
         f"_{level}": mean([won[i][j] for won in wins for i, j in cells if belongs(i, j)])
         for level, belongs in levels.items()
     }
-    subsets = {}
-    for name in sorted({str(row.row["subset"]) for row in rows}):
-        own = [
-            mean([mean(line) for line in won])
-            for won, row in zip(wins, rows, strict=True)
-            if str(row.row["subset"]) == name
-        ]
-        subsets[name] = _share(own)
     # All levels have the same number of entries, so the mean over all entries is the mean of the levels.
-    return {**_overall([mean([mean(line) for line in won]) for won in wins]), **found}, subsets
+    means = [mean([mean(line) for line in won]) for won in wins]
+    return {**_overall(means), **found}, _by_subset(rows, means)
 
 
 def _judge_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Scores JudgeBench (https://arxiv.org/abs/2410.12784). Rewards see no order of the answers; equal scores are wrong."""
-    subsets = {}
-    for name in sorted({str(row.row["subset"]) for row in rows}):
-        own = [row for row in rows if str(row.row["subset"]) == name]
-        subsets[name] = _share([float(_gap(row) > 0) for row in own])
-    return _overall([float(_gap(row) > 0) for row in rows]), subsets
+    right = [float(_gap(row) > 0) for row in rows]
+    return _overall(right), _by_subset(rows, right)
+
+
+def _by_subset(rows: Sequence[Scored], values: Sequence[float]) -> dict[str, dict[str, float]]:
+    groups: dict[str, list[float]] = defaultdict(list)
+    for row, value in zip(rows, values, strict=True):
+        groups[str(row.row["subset"])].append(value)
+    return {name: _share(groups[name]) for name in sorted(groups)}
 
 
 def _overall(values: Sequence[float]) -> dict[str, float]:
