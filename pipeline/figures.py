@@ -10,14 +10,18 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def wilson(shares: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Returns the Wilson score interval of a mean of `shares`, which are 0 or 1 each (a tie may be 0.5).
+def wilson(shares: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95 % Wilson score interval of a mean of `shares`, which are 0 or 1 each (a tie may be 0.5)."""
+    return wilson_of(mean(shares), len(shares))
+
+
+def wilson_of(p: float, n: float) -> tuple[float, float]:
+    """Returns the 95 % Wilson score interval of a share p of n.
 
     (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n), Wilson 1927. It stays inside [0, 1] and is right for few rows and
     near the ends, where the usual ± is not; with ties, whose variance is below p(1-p), it is a little too wide.
     """
-    n, p = len(shares), mean(shares)
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    z = NormalDist().inv_cdf(0.975)
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
@@ -27,13 +31,14 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def calibration(margins: Sequence[float], bins: int = 10) -> tuple[float, list[dict[str, Any]]]:
+def calibration(margins: Sequence[float]) -> tuple[float, list[dict[str, Any]]]:
     """Returns (expected calibration error, reliability bins) of a Bradley-Terry model, from score(chosen) - score(rejected).
 
     The model says with probability sigmoid(|margin|), from 0.5 to 1, that the completion it prefers is the better one; it is
     right if the margin is above 0. Bins are of equal width; the error is the mean over pairs of |accuracy - confidence|
-    of their bin (Guo et al. 2017).
+    of their bin (Guo et al. 2017). A bin has the ends of its confidence, and of the 95 % interval of its accuracy.
     """
+    bins = 10
     pairs, right, said = ([0.0] * bins for _ in range(3))  # sums of each bin
     for margin in margins:
         confidence = sigmoid(abs(margin))
@@ -41,6 +46,7 @@ def calibration(margins: Sequence[float], bins: int = 10) -> tuple[float, list[d
         pairs[i] += 1
         right[i] += margin > 0
         said[i] += confidence
+    ends = [wilson_of(right[i] / pairs[i], pairs[i]) if pairs[i] else (0.0, 1.0) for i in range(bins)]
     table = [
         {
             "low": 0.5 + 0.5 * i / bins,
@@ -48,6 +54,8 @@ def calibration(margins: Sequence[float], bins: int = 10) -> tuple[float, list[d
             "pairs": int(pairs[i]),
             "confidence": said[i] / pairs[i],
             "accuracy": right[i] / pairs[i],
+            "accuracy_low": ends[i][0],
+            "accuracy_high": ends[i][1],
         }
         for i in range(bins)
         if pairs[i]
@@ -60,19 +68,18 @@ def temperature(margins: Sequence[float]) -> float:
 
     The loss is convex in 1 / T, so a golden-section search finds its minimum on [1e-3, 1e3] (Guo et al. 2017).
     """
+    import numpy as np
+
+    values = np.asarray(margins, dtype=float)
 
     def loss(scale: float) -> float:
-        return mean([_softplus(-margin * scale) for margin in margins])
+        return float(np.logaddexp(0, -values * scale).mean())
 
     low, high, ratio = 1e-3, 1e3, (math.sqrt(5) - 1) / 2
     while high - low > 1e-9 * high:
         left, right = high - ratio * (high - low), low + ratio * (high - low)
         low, high = (low, right) if loss(left) < loss(right) else (left, high)
     return 2 / (low + high)
-
-
-def _softplus(x: float) -> float:
-    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
@@ -85,12 +92,6 @@ def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
 def ngrams(tokens: Sequence[Any], n: int) -> list[tuple[Any, ...]]:
     return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-
-
-def distinct(texts: Sequence[Sequence[int]], n: int) -> float | None:
-    """Returns the share of distinct n-grams over all texts (Li et al. 2016), or None if there are none."""
-    found = [gram for text in texts for gram in ngrams(text, n)]
-    return len(set(found)) / len(found) if found else None
 
 
 def repetition(text: Sequence[Any], n: int = 4) -> float:

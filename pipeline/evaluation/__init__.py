@@ -5,7 +5,9 @@ Policy and baseline sample one completion to every prompt, with the same random 
 
 import json
 import math
-from collections.abc import Callable
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 
 from pipeline.evaluation import policies
-from pipeline.figures import distinct, mean, repetition, wilson
+from pipeline.figures import mean, ngrams, repetition, wilson
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Completion, Decoder, Sampling, seed_of
 from pipeline.models.adapters import SharedBase
@@ -27,6 +29,44 @@ from pipeline.system import console
 
 SEED_OFFSET = 1_000_003  # evaluation draws other random numbers than training
 WIN_RATES = {"reward": "eval_win_rate", "judge": "eval_judge_win_rate"}
+SAMPLES = 8  # first completions that stay in memory, for result.json
+
+
+class Completions:
+    """What stays in memory of one policy's completions: numbers, distinct texts and n-grams, and the first samples."""
+
+    def __init__(self, records: Iterable[dict[str, Any]]) -> None:
+        self.numbers: dict[str, array[float]] = defaultdict(lambda: array("d"))  # in the order of the prompts
+        self.samples: list[tuple[str, dict[str, Any]]] = []  # prompt, completion with its scores
+        self.texts: set[int] = set()  # hashes
+        self.ngrams: dict[int, set[tuple[int, ...]]] = {1: set(), 2: set()}
+        self.total: Counter[int] = Counter()  # n -> number of n-grams
+        for record in records:
+            if len(self.samples) < SAMPLES:
+                shown = {key: value for key, value in record.items() if key in ("completion", *WIN_RATES)}
+                self.samples.append((record["prompt"], shown))
+            self.texts.add(hash(record["completion"]))
+            for n, found in self.ngrams.items():
+                grams = ngrams(record["tokens"], n)
+                found.update(grams)
+                self.total[n] += len(grams)
+            self.numbers["characters"].append(len(record["completion"]))
+            for key, value in record.items():
+                if isinstance(value, int | float):
+                    self.numbers[key].append(value)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns means and shares over all completions, by the names that Comparison.of explains."""
+        numbers = self.numbers
+        metrics: dict[str, float] = {}
+        for name in ("reward", "judge", "length", "eos", "kl", "repetition"):
+            if name in numbers:
+                metrics[name] = mean(numbers[name])
+        metrics["distinct"] = len(self.texts) / max(1, len(numbers["characters"]))
+        metrics |= {f"distinct_{n}": len(found) / self.total[n] for n, found in self.ngrams.items() if found}
+        if "reference_tokens" in numbers:
+            metrics["perplexity"] = math.exp(sum(numbers["reference_nll"]) / sum(numbers["reference_tokens"]))
+        return metrics
 
 
 class Comparison:
@@ -56,8 +96,8 @@ class Comparison:
         # In a PPO job, null becomes a constant, because free memory may differ after a resume and would change the numbers.
         self.size = worker.job.args.local_rollout_forward_batch_size or PLANNED_ROWS
         self.decoder = decoder or SlotDecoder(shared, self.size, worker.tokenizer.pad_token_id)
-        self.before: list[dict[str, Any]] | None = None
-        self.results: list[dict[str, Any]] = []  # from the last call of `of`, in the order of the prompts
+        self.before: Completions | None = None
+        self.after: Completions | None = None  # of the last call of `of`
 
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Returns metrics and samples of `policy` (`eval_*`; None is the bare base) and of the baseline (`before_*`).
@@ -77,13 +117,25 @@ class Comparison:
         with console.waiting(f"sampling completions to {count} held-out prompts"):
             if self.before is None:
                 answer = partial(self._answer, self.baseline, compared=False)
-                self.before = self._of_all("baseline-", count, answer)
-            after = self._of_all("policy-", count, partial(self._answer, policy, compared=True))
-        self.results = results = [
-            {"before": before, "eval": completion}
-            for before, completion in zip(self.before, after, strict=True)
+                self.before = Completions(self._of_all("baseline-", count, answer))
+            answer = partial(self._answer, policy, compared=True)
+            self.after = after = Completions(self._of_all("policy-", count, answer))
+        metrics = {f"before_{name}": value for name, value in self.before.metrics().items()}
+        metrics |= {f"eval_{name}": value for name, value in after.metrics().items()}
+        for name, key in WIN_RATES.items():
+            if wins := self._wins(name):
+                metrics[key] = mean(wins)
+                metrics[f"{key}_low"], metrics[f"{key}_high"] = wilson(wins)
+        samples = zip(self.before.samples, after.samples, strict=True)
+        return metrics, [
+            {"prompt": prompt, "before": theirs, "after": ours} for (_, theirs), (prompt, ours) in samples
         ]
-        return _metrics(results), [_sample(result) for result in results[:8]]
+
+    def _wins(self, name: str) -> list[float]:
+        """Returns for each prompt whether the policy's completion beats the baseline's by `reward` or `judge`, ties 0.5."""
+        assert self.before and self.after
+        scores = (one.numbers.get(name, ()) for one in (self.after, self.before))
+        return [_win(ours, theirs) for ours, theirs in zip(*scores, strict=True)]
 
     def best_of(self, policy: str | None, n: int) -> list[dict[str, float]]:
         """Returns the best-of-n curve of `policy`: n completions of each prompt, ranked by the reward, rated by the judge.
@@ -98,27 +150,30 @@ class Comparison:
             return [(one["reward"], one.get("judge", one["reward"])) for one in scored]
 
         count = len(self.prompts)
+        proxy, gold = array("d"), array("d")
         with console.waiting(f"sampling {n} completions to each of {count} held-out prompts"):
-            found = self._of_all("best-of-n-", count * n, answer)
-        groups = [found[start : start + n] for start in range(0, count * n, n)]
-        proxies, golds = ([[one[k] for one in group] for group in groups] for k in (0, 1))
-        return policies.best_of_curve(proxies, golds)
+            for reward, judge in self._of_all("best-of-n-", count * n, answer):
+                proxy.append(reward)
+                gold.append(judge)
+        starts = range(0, count * n, n)
+        return policies.best_of_curve(*([of[start : start + n] for start in starts] for of in (proxy, gold)))
 
     def length_controlled(self) -> dict[str, float]:
         """Returns the length-controlled win rates, with intervals, of the completions that `of` sampled last."""
         metrics: dict[str, float] = {}
-        longer = [len(r["eval"]["completion"]) - len(r["before"]["completion"]) for r in self.results]
+        assert self.before and self.after
+        lengths = (one.numbers["characters"] for one in (self.after, self.before))
+        longer = [ours - theirs for ours, theirs in zip(*lengths, strict=True)]
         for name, key in WIN_RATES.items():
-            if all(name in r["eval"] for r in self.results):
-                wins = [_win(r["eval"][name], r["before"][name]) for r in self.results]
+            if wins := self._wins(name):
                 ends = policies.length_controlled(wins, longer)
                 metrics |= dict(zip((f"{key}_lc", f"{key}_lc_low", f"{key}_lc_high"), ends, strict=True))
         return metrics
 
-    def _of_all(self, of: str, count: int, answer: Callable[[range], list[Any]]) -> list[Any]:
+    def _of_all(self, of: str, count: int, answer: Callable[[range], list[Any]]) -> Iterable[Any]:
         """Returns the record of each of `count` rows, in order, on every rank. A killed `evaluate` resumes."""
         if self.worker.job.stage == "evaluate":
-            return list(in_parts(self.worker, of, count, answer))
+            return in_parts(self.worker, of, count, answer)
         world = self.worker.world
         parts = self.worker.gather(answer(range(self.worker.rank, count, world)))
         return [parts[i % world][i // world] for i in range(count)]
@@ -242,39 +297,6 @@ def _reference_nll(
     ]
 
 
-def _metrics(results: list[dict[str, Any]]) -> dict[str, float]:
-    metrics = {}
-    for key in ("before", "eval"):
-        for name in ("reward", "judge", "length", "eos", "kl", "repetition"):
-            if values := [r[key][name] for r in results if name in r[key]]:
-                metrics[f"{key}_{name}"] = mean(values)
-        texts, tokens = ([r[key][name] for r in results] for name in ("completion", "tokens"))
-        metrics[f"{key}_distinct"] = len(set(texts)) / max(1, len(texts))
-        for n in (1, 2):
-            if (share := distinct(tokens, n)) is not None:
-                metrics[f"{key}_distinct_{n}"] = share
-        if counted := [r[key] for r in results if "reference_tokens" in r[key]]:
-            nats, tokens_in_all = (
-                sum(one[name] for one in counted) for name in ("reference_nll", "reference_tokens")
-            )
-            metrics[f"{key}_perplexity"] = math.exp(nats / tokens_in_all)
-    for name, key in WIN_RATES.items():
-        if all(name in r["eval"] for r in results):
-            wins = [_win(r["eval"][name], r["before"][name]) for r in results]
-            metrics[key] = mean(wins)
-            metrics[f"{key}_low"], metrics[f"{key}_high"] = wilson(wins)
-    return metrics
-
-
 def _win(ours: float, theirs: float) -> float:
     # Scores of equal completions differ by fp32 rounding if their batches differ.
     return 0.5 if math.isclose(ours, theirs, rel_tol=1e-5, abs_tol=1e-5) else float(ours > theirs)
-
-
-def _sample(result: dict[str, Any]) -> dict[str, Any]:
-    keys = ("completion", "reward", "judge")
-    return {
-        "prompt": result["eval"]["prompt"],
-        "before": {k: result["before"][k] for k in keys if k in result["before"]},
-        "after": {k: result["eval"][k] for k in keys if k in result["eval"]},
-    }

@@ -127,7 +127,10 @@ def ties_score(rows: Sequence[Scored]) -> float:
     spread = [max(tied[key].good) - min(tied[key].good) for key in both]
     gap = [_gap(tied[key]) for key in both]
     least = [min(_gap(ref[key]), _gap(tied[key])) for key in both]
-    margins = [math.tanh(low / d - 1) if d else float(low > 0) for low, d in zip(least, spread, strict=True)]
+    # With D = 0 the quotient is infinite, or undefined and then 0
+    margins = [
+        math.tanh(low / d - 1) if d else (low > 0) - (low < 0) for low, d in zip(least, spread, strict=True)
+    ]
     return (
         0.30 * _mean(right["tied"])
         + 0.30 * _mean(right["ref"])

@@ -85,6 +85,8 @@ def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
     axes.plot([0.5, 1], [0.5, 1], color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
     confidence, accuracy = [one["confidence"] for one in bins], [one["accuracy"] for one in bins]
     axes.plot(confidence, accuracy, color=COLOURS[0], linewidth=1)
+    ends = [[one[f"accuracy_{end}"] for one in bins] for end in ("low", "high")]
+    axes.vlines(confidence, *ends, color=COLOURS[0], linewidth=0.8, alpha=0.5)
     sizes = [14 + 80 * one["pairs"] / len(pairs) for one in bins]
     axes.scatter(confidence, accuracy, s=sizes, color=COLOURS[0], linewidths=0)
     axes.set(title="Calibration", xlabel="confidence", ylabel="accuracy")

@@ -45,6 +45,14 @@ def test_ties_by_hand():
     assert benchmarks.ties_score(rows) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("wrong", "expected"), [(1, 1.01), (3, -0.01), (2, 0.0)])
+def test_equal_correct_scores_have_a_spread_of_zero(wrong, expected):
+    """G / 0 is plus or minus infinity, whose tanh is plus or minus 1; 0 / 0 counts as 0."""
+    rows = [scored([9, 1], id="ref:0"), scored([2, 2, wrong], correct=2, id="tied:0")]
+    right = 0.3 if wrong > 1 else 0.0  # of the reference row alone
+    assert benchmarks.ties_score(rows) == pytest.approx(expected + right)
+
+
 def test_reward_bench_2_is_that_of_numpy():
     random = np.random.default_rng(1)
     four = random.integers(0, 6, (300, 4)).astype(float)  # whole numbers, so that many scores are equal

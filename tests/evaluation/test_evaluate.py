@@ -70,14 +70,27 @@ def test_calibration_counts():
         (10, 0.6, 0.57),
         (10, 0.8, 0.93),
     ]
+    assert [(one["accuracy_low"], one["accuracy_high"]) for one in bins] == [
+        figures.wilson([1.0] * right + [0.0] * (10 - right)) for right in (6, 8)
+    ]
     assert error == pytest.approx((0.03 + 0.13) / 2)
     assert figures.calibration([1e9, -1e9])[0] == pytest.approx(0.5)
 
 
 def test_diversity_and_repetition():
-    assert figures.distinct([[1, 2, 1], [1, 2, 3]], 1) == 3 / 6
-    assert figures.distinct([[1, 2, 1], [1, 2, 3]], 2) == 3 / 4
-    assert figures.distinct([[1]], 2) is None
+    texts = [("a", [1, 2, 1]), ("b", [1, 2, 3]), ("a", [1])]
+    records = [
+        {"prompt": "p", "completion": text, "tokens": ids, "reference_nll": 0.5, "reference_tokens": 2}
+        for text, ids in texts
+    ]
+    found = evaluation.Completions(records).metrics()
+    assert found == {
+        "distinct": 2 / 3,
+        "distinct_1": 3 / 7,
+        "distinct_2": 3 / 4,
+        "perplexity": pytest.approx(math.exp(0.25)),
+    }
+    assert evaluation.Completions([records[2]]).metrics().keys() == found.keys() - {"distinct_2"}
     assert figures.repetition([1, 2, 3, 4, 5]) == 0.0
     assert figures.repetition([7] * 13) == pytest.approx(0.9)
     assert figures.correlation([1, 2, 3], [2, 4, 6]) == pytest.approx(1.0)
