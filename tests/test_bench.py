@@ -155,6 +155,13 @@ def test_a_stage_is_measured_beside_bare_trl_and_earlier_parts_are_kept(tmp_path
 
 
 @pytest.mark.slow
+def test_evaluate_beside_plain_forwards(tmp_path):
+    [result] = bench(tmp_path, "evaluate")
+    complete(result)
+    assert "| toy |" in (tmp_path / "bench.md").read_text().partition("## evaluate")[2]
+
+
+@pytest.mark.slow
 def test_serve_beside_a_plain_loop(tmp_path):
     [result] = bench(tmp_path, "serve")
     complete(result)

@@ -8,8 +8,9 @@
 
 Parts: `ppo` (our PPOTrainer against the one of TRL 1.12, the last that had one), `score` (both on a Python reward: samples
 until a score is reached, and the score at equal KL; a round is a seed), `sft`, `rm`, `dpo` (the pipeline's command line
-against bare TRL), `serve` (64 clients of two policies on one base against a plain loop over two models). Sizes: `demo` (the
-demo model) and `large` (a random Llama of 110 M parameters with a vocabulary of 32,000). Variants of `ppo`: variants.py.
+against bare TRL), `evaluate` (a reward model on pairs against plain forwards), `serve` (64 clients of two policies on one base
+against a plain loop over two models). Sizes: `demo` (the demo model) and `large` (a random Llama of 110 M parameters with a
+vocabulary of 32,000). Variants of `ppo`: variants.py.
 Each measurement is a process of its own. A round measures everything that is compared once, one after the other; a ratio is
 the median of the rounds' ratios. Writes bench.json and bench.md into runs/bench after each round; parts that were not run
 keep their last figures.
@@ -34,7 +35,7 @@ from score import GOALS, reached, score_at
 from sizes import ROOT, SIZES, TRL_PPO, WORK, prepare
 from variants import CASES, LEARNERS, VARIANTS, Ours, Theirs, chosen
 
-PARTS = ("ppo", "score", "sft", "rm", "dpo", "serve")
+PARTS = ("ppo", "score", "sft", "rm", "dpo", "evaluate", "serve")
 
 Result = dict[str, Any]
 
@@ -70,8 +71,8 @@ def main() -> None:
             elif part == "score":
                 if size in GOALS:
                     bench.score(size)
-            elif part == "serve":
-                bench.serve(size)
+            elif part in ("serve", "evaluate"):
+                getattr(bench, part)(size)
             else:
                 bench.stage(part, size)
     if not (options.out / "bench.md").exists():
@@ -138,6 +139,12 @@ class Bench:
         """The pipeline's command line, and a script that calls TRL's trainer."""
         commands = {"ours": ["stage_ours.py", part, size], "bare TRL": ["stage_bare.py", part, size]}
         self.compare(part, size, commands, [{"variant": "", "ours": "ours", "beside": "bare TRL"}])
+
+    def evaluate(self, size: str) -> None:
+        """A reward model's scores of pairs, and the forward passes alone."""
+        commands = {"ours": ["evaluate_ours.py", size], "plain forwards": ["evaluate_plain.py", size]}
+        rows = [{"variant": "", "ours": "ours", "beside": "plain forwards"}]
+        self.compare("evaluate", size, commands, rows)
 
     def serve(self, size: str) -> None:
         """Tokens of 64 clients at once, and of one request after the other.

@@ -42,6 +42,11 @@ mean score of an update reaches the goal, and the score where the KL to the refe
 "TRL's settings": Adam epsilon 1e-8 where ours is 1e-5, and gradients not clipped."""
 
 
+EVALUATE_LEGEND = """\
+Scores of preference pairs by a random reward adapter, from token rows to metrics, beside the forwards alone through
+transformers and peft: the same completions, sorted by length, in batches of the same number. Our two completions of a pair share
+the forward of their prompt."""
+
 SERVE_LEGEND = """\
 64 clients over HTTP, half of them of one policy and half of another, on one base (a replica with one CPU; proxy and clients on
 the same machine), beside transformers' generate on merged models, one request after the other, without HTTP. Completions of
@@ -51,12 +56,16 @@ before the first request, without its KV cache, and of the process with two mode
 
 def render(results: list[dict[str, Any]]) -> str:
     order = {
-        name: i for i, name in enumerate(["ppo", "score", "sft", "rm", "dpo", "serve", *SIZES, *CASES, ""])
+        name: i
+        for i, name in enumerate(
+            ["ppo", "score", "sft", "rm", "dpo", "evaluate", "serve", *SIZES, *CASES, ""]
+        )
     }
     results = sorted(results, key=lambda r: (order[r["part"]], order[r["size"]], order[r["case"]]))
     ppo = [r for r in results if r["part"] == "ppo"]
     scores = [r for r in results if r["part"] == "score"]
     stages = [r for r in results if r["part"] in ("sft", "rm", "dpo")]
+    evaluated = [r for r in results if r["part"] == "evaluate"]
     served = [r for r in results if r["part"] == "serve"]
     lines = ["# Measured beside TRL", "", *machines(results)]
     for size in dict.fromkeys(r["size"] for r in ppo):
@@ -69,6 +78,10 @@ def render(results: list[dict[str, Any]]) -> str:
         head = "stage | model | s/step | bare TRL 1.16 | ratio | peak GiB | bare | ratio | first step s | bare | later by"
         lines += ["", "## sft, rm, dpo", ""]
         lines += table(head, (stage_row(r, row) for r in stages for row in r["rows"]))
+    if evaluated:
+        head = "model | s/pair | plain forwards | ratio | peak GiB | plain | ratio"
+        lines += ["", "## evaluate", "", *EVALUATE_LEGEND.splitlines(), ""]
+        lines += table(head, (stage_row(r, row)[1:8] for r in evaluated for row in r["rows"]))
     if served:
         head = "model | measured | tokens/s | plain loop | times as fast | errors | private GiB | two models | ratio"
         lines += ["", "## serve", "", *SERVE_LEGEND.splitlines(), ""]
