@@ -24,7 +24,6 @@ STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
 SECTIONS: dict[str, Any] = {
     "model": Model, "lora": dict, "data": Data, "trainer": dict, "scaling": dict, "rollout": dict, "serve": Serve, "run": Run, "mlflow": MLflow,
 }  # fmt: skip
-EXAMPLES = {"policy": "policy: models:/rlhf-sft@champion (or `base`: no sft adapter)"}
 
 
 def make(stage: str, job_file: str) -> str:
@@ -85,7 +84,7 @@ def _check_top(tree: Tree, stage: str) -> None:
     known = schema.keys(schema.class_of("job", stage))
     for key, value in tree.data.items():
         if key not in known:
-            raise tree.error(key, f"unknown section; {_hint(tree, '', key, list(known))}")
+            raise tree.error(key, f"unknown section; {schema.nearest(key, known)}")
         if key in INPUTS:
             if key not in STAGE[stage].inputs:
                 takers = ", ".join(name for name, facts in STAGE.items() if key in facts.inputs)
@@ -94,30 +93,21 @@ def _check_top(tree: Tree, stage: str) -> None:
                 raise tree.error(key, problem)
     for name, needed in STAGE[stage].inputs.items():
         if needed and not tree.data.get(name):
-            example = EXAMPLES.get(name, "reward: models:/rlhf-rm@champion")
-            raise tree.error(name, f"missing; `{stage}` needs it: {example}")
+            model = {"policy": "sft", "reward": "rm"}[name]
+            raise tree.error(name, f"missing; `{stage}` needs it: {name}: models:/rlhf-{model}@champion")
 
 
 def _section(tree: Tree, section: str) -> dict[str, Any]:
-    known = schema.keys(schema.class_of(section, tree.data["stage"]))
-    allowed = [key for key, one in known.items() if "not" not in one]
-    return schema.checked(tree, section, known, lambda key: _hint(tree, section, key, allowed))
-
-
-def _hint(tree: Tree, section: str, key: str, valid: list[str]) -> str:
-    """Returns what an unknown key may mean: the nearest key of this section or of another one, or else all keys."""
     stage = tree.data["stage"]
-    if f"{section}.{key}" == "trainer.max_steps" and "total_episodes" in valid:
-        return "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
-    if near := get_close_matches(key, valid, n=1, cutoff=0.7):
-        return f"did you mean {f'{section}.' if section else ''}{near[0]}?"
-    keys = schema.keys_of(stage)
-    for cutoff in (1.0, 0.7):
-        if elsewhere := get_close_matches(key, keys.values(), n=1, cutoff=cutoff):
-            meant = next(full for full, short in keys.items() if short == elsewhere[0])
-            return f"did you mean {meant}?"
-    if len(valid) <= 16:
-        return f"expected one of {', '.join(valid)}"
-    owner = schema.class_of(section, stage)
-    library = {"peft": "peft.", "ray": "ray.train."}.get(owner.partition(".")[0], "")
-    return f"the keys of `{section}` are those of {library}{owner.rpartition('.')[2]}"
+    known = schema.keys(schema.class_of(section, stage))
+
+    def hint(key: str) -> str:
+        """Returns what an unknown key may mean: the nearest one of this section, or the same key of another section."""
+        if f"{section}.{key}" == "trainer.max_steps" and stage == "ppo":
+            return "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
+        near = get_close_matches(key, [name for name, one in known.items() if "not" not in one], 1, 0.7)
+        meant = [f"{section}.{name}" for name in near]
+        meant += [full for full, short in schema.keys_of(stage).items() if short == key]
+        return f"did you mean {meant[0]}?" if meant else f"`rlhf help {section}` lists the keys"
+
+    return schema.checked(tree, section, known, hint)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any
 
@@ -118,37 +118,6 @@ def metrics(job: Job) -> dict[str, str]:
     return lacks
 
 
-def problems(job: Job) -> Problems:
-    """Yields invalid conditions, and conditions on metrics that the stage never measures."""
-    learns = STAGE[job.stage].learns
-    known = metrics(job) if job.gate else {}
-    for metric, rule in job.gate.items():
-        key = f"gate.{short(metric)}"
-        yield from _condition_problems(job, key, metric, rule, known)
-        # If the command line removes the held-out rows that the file's gate needs, the run starts, but moves no alias.
-        removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}
-        if learns and known.get(metric) == HELD_OUT_ROWS and (not removed or key in job.overridden):
-            yield (
-                key,
-                f"needs {HELD_OUT_ROWS}, which this job does not have; set data.eval_fraction=0.1, or gate={{}}",
-            )
-    judged = job.policy or job.reward
-    if job.gate and not learns and not Ref.parse(str(judged)).is_registered:
-        yield "gate", f"found one, but {show(judged)} is no registered version that could pass it; remove it"
-
-
-def _condition_problems(job: Job, key: str, metric: str, rule: Any, known: dict[str, str]) -> Problems:
-    try:
-        parse_gate(rule)
-    except ValueError as error:
-        yield key, str(error)
-    if metric not in known and not of_rows(job, metric):
-        near = get_close_matches(metric, known, n=1)
-        examples = ", ".join([name for name in known if name.startswith("eval_")][:6])
-        hint = f"did you mean {near[0]}?" if near else f"expected one of {examples}, ..."
-        yield key, f"`{job.stage}` has no such metric; {hint}"
-
-
 def of_rows(job: Job, metric: str) -> bool:
     """Returns True if the metric's name ends in a value of the rows or in a probe, which are not known here."""
     head, slash, _ = metric.partition("/")
@@ -159,12 +128,35 @@ def of_rows(job: Job, metric: str) -> bool:
     )
 
 
-def unmeasured(job: Job) -> Iterator[str]:
-    """Yields a warning for each condition that cannot hold, because this job lacks what its metric is measured on."""
+def problems(job: Job) -> Problems:
+    """Yields invalid conditions of `gate` and `run.stop_if`, and evaluations that cannot be compared."""
+    yield from _keep_problems(job)
+    learns, judged = STAGE[job.stage].learns, job.policy or job.reward
     known = metrics(job) if job.gate else {}
-    for metric in job.gate:
-        if lacking := known.get(metric):
-            yield f"gate.{metric}: needs {lacking}, which this job does not have; the version will be kept without its alias"
+    # If the command line removes the held-out rows that the file's gate needs, the run starts, but moves no alias.
+    removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}
+    for metric, rule in job.gate.items():
+        key = f"gate.{short(metric)}"
+        yield from _condition_problems(job, key, metric, rule, known)
+        if learns and known.get(metric) == HELD_OUT_ROWS and (not removed or key in job.overridden):
+            yield key, f"needs {HELD_OUT_ROWS}; set data.eval_fraction=0.1, or gate={{}}"
+    if job.gate and not learns and not Ref.parse(str(judged)).is_registered:
+        yield "gate", f"found one, but {show(judged)} is no registered version that could pass it; remove it"
+
+
+def _condition_problems(job: Job, key: str, metric: str, rule: Any, known: dict[str, str]) -> Problems:
+    try:
+        parse_gate(rule)
+    except ValueError as error:
+        yield key, str(error)
+    if metric not in known and not of_rows(job, metric):
+        yield key, _unknown(job, metric, known)
+
+
+def _unknown(job: Job, metric: str, known: Iterable[str]) -> str:
+    near = get_close_matches(metric, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(list(known)[:40])}"
+    return f"`{job.stage}` has no such metric ({short(metric)}); {hint}"
 
 
 # ---------------------------------------------------------------- run.keep: best
@@ -184,31 +176,30 @@ def greater_is_better(metric: str, given: bool | None) -> bool:
     return not SMALLER.search(metric) if given is None else given
 
 
-def keep_problems(job: Job) -> Problems:
+def _keep_problems(job: Job) -> Problems:
     """Yields why evaluations cannot be compared: the job makes none, or they lack the metric."""
     run = job.run
     settings: dict[str, Any] = {"keep": "last", "early_stopping_patience": None, "stop_if": {}}
     key = next((name for name, unset in settings.items() if getattr(run, name) != unset), None)
     if key is None:
         return
-    off = {"keep": "last", "early_stopping_patience": "null", "stop_if": "{}"}[key]
-    found, off = f"found {show(getattr(run, key))}", f"run.{key}={off}"
-    if not job.held_out:
-        advice = f"set data.eval or data.eval_fraction, or {off}"
-        yield f"run.{key}", f"{found}, and there are no held-out rows to compare steps by: {advice}"
     if STAGE[job.stage].trl:
         evaluates, wanted = job.trainer.get("eval_strategy", "no") != "no", "trainer.eval_strategy=epoch"
     else:
         evaluates, wanted = bool(job.trainer.get("eval_steps")), "trainer.eval_steps=10"
-    if not evaluates:
-        yield f"run.{key}", f"{found}, but the job evaluates only after training: set {wanted}, or {off}"
+    if not (evaluates and job.held_out):
+        yield (
+            f"run.{key}",
+            f"found {show(getattr(run, key))}, but there are no evaluations to compare: set data.eval or data.eval_fraction, and "
+            f"{wanted}, or remove this key",
+        )
     yield from metric_problems(job)
-    known = compared_metrics(job)
     for metric, rule in run.stop_if.items():
         key = f"run.stop_if.{short(metric)}"
+        known = compared_metrics(job)
         yield from _condition_problems(job, key, metric, rule, known)
-        if job.held_out and known.get(metric):
-            yield key, f"{metric} needs {known[metric]}, and there is none"
+        if lacking := known.get(metric):
+            yield key, f"{metric} needs {lacking}, and there is none"
 
 
 def compared_metrics(job: Job) -> dict[str, str]:
@@ -219,17 +210,12 @@ def compared_metrics(job: Job) -> dict[str, str]:
 def metric_problems(job: Job) -> Problems:
     """Yields why run.metric_for_best_model cannot compare the job's evaluations."""
     key, metric = "run.metric_for_best_model", job.run.metric_for_best_model
-    rating = compared_metrics(job)
-    known = [name for name, lacking in rating.items() if not lacking]
+    known = compared_metrics(job)
     if metric is None:
         return
-    if metric in known:
-        if job.run.greater_is_better is None and not (SMALLER.search(metric) or LARGER.search(metric)):
-            yield key, f"is a larger {metric} better? Set run.greater_is_better=true or false"
-    elif rating.get(metric):
-        yield key, f"{metric} needs {rating[metric]}, and there is none"
-    else:
-        near = get_close_matches(metric, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        expected = f"expected one of {', '.join(known)}{hint}"
-        yield key, f"found {show(metric)}, which no evaluation of `{job.stage}` has; {expected}"
+    if metric not in known:
+        yield key, _unknown(job, metric, [name for name, lacking in known.items() if not lacking])
+    elif known[metric]:
+        yield key, f"{metric} needs {known[metric]}, and there is none"
+    elif job.run.greater_is_better is None and not (SMALLER.search(metric) or LARGER.search(metric)):
+        yield key, f"is a larger {metric} better? Set run.greater_is_better=true or false"

@@ -39,11 +39,26 @@ def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
     Jobs that an outer block has asked about are not asked about again.
     """
     requests = [one for job in jobs if (one := _request(job)) and one not in _asked]
-    here = not requests or all(module in sys.modules for module in LOADED)
-    process = None if here else _start(requests)
+    process = None
+    if requests and not all(module in sys.modules for module in LOADED):
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *requests],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def check() -> None:
-        reasons = _answers(process) if process else map(problem, map(json.loads, requests))
+        if process:
+            printed, errors = process.communicate()
+            if process.returncode:
+                status = f"exit status {process.returncode}"
+                raise RuntimeError(f"cannot ask TRL and peft: {status}\n{errors[-3000:]}")
+            reasons = json.loads(printed.splitlines()[-1])
+        else:
+            reasons = [problem(json.loads(one)) for one in requests]
         if reason := next(filter(None, reasons), None):
             raise InputError(reason)
 
@@ -78,31 +93,11 @@ def accept(job: Job) -> None:
 def _request(job: Job) -> str | None:
     """Returns the request about a job as JSON, or None if the job has no section for TRL or peft."""
     facts = STAGE[job.stage]
-    if not facts.learns:
+    trainer = job.trainer if facts.trl else {}
+    if not facts.learns or not (trainer or job.lora):
         return None
-    asked: dict[str, Any] = {"stage": job.stage, "source": job.source, "lora": job.lora}
-    asked["use_gpu"] = bool(job.scaling.get("use_gpu"))
-    if facts.trl:
-        asked["trainer"] = job.trainer
-    return json.dumps(asked) if asked.get("trainer") or job.lora else None
-
-
-def _start(requests: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__, *requests],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def _answers(process: subprocess.Popen[str]) -> list[str | None]:
-    printed, errors = process.communicate()
-    if process.returncode:
-        raise RuntimeError(f"cannot ask TRL and peft: exit status {process.returncode}\n{errors[-3000:]}")
-    return json.loads(printed.splitlines()[-1])  # type: ignore[no-any-return]
+    given = {"stage": job.stage, "source": job.source, "lora": job.lora, "trainer": trainer}
+    return json.dumps(given | {"use_gpu": bool(job.scaling.get("use_gpu"))})
 
 
 # ---------------------------------------------------------------- in the process that has loaded them
@@ -112,8 +107,8 @@ def problem(asked: dict[str, Any]) -> str | None:
     """Returns why peft or TRL rejects a section of the job, naming the key, or None."""
     prefix = f"{asked['source']}: " if asked.get("source") else ""
     for section, make in (("lora", _lora), ("trainer", _trainer)):
-        values = asked.get(section) or {}
-        error = _rejected(make, asked, values) if section in asked else None
+        values = asked[section]
+        error = _rejected(make, asked, values) if values else None
         if error is None:
             continue
         owner = "peft.LoraConfig" if section == "lora" else STAGE[asked["stage"]].trainer.rpartition(".")[2]

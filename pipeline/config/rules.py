@@ -1,13 +1,11 @@
 """What a job may not contain, beyond the types and ranges of the schema. Each rule names a key and what to do instead.
 
-`problems` yields (key, message). Settings that are valid but often unintended are `warnings`.
+Settings that are valid but often unintended are `warnings`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,11 +14,10 @@ from typing import Any, NamedTuple
 from pipeline import references
 from pipeline.config import gates, schema
 from pipeline.config.gates import Problems
-from pipeline.config.job import HUB, SPLITS, Data, Export, Job, Source, completed, sources_of
+from pipeline.config.job import HUB, SPLITS, Export, Job, completed, sources_of, transforms
 from pipeline.config.stages import STAGE
 from pipeline.config.yaml_tree import Tree
 from pipeline.errors import about, show
-from pipeline.intervals import outside
 from pipeline.models import hub
 from pipeline.models.adapter_files import adapts_lm_head
 from pipeline.ppo.settings import SettingError
@@ -30,27 +27,14 @@ from pipeline.references import Ref
 RESERVED = ("artifacts", "data", "feedback", "mlflow.db", "report")
 MODEL_ID = r"[A-Za-z0-9][\w.-]{0,63}"  # how a request to `serve` may name a model
 REPOSITORY = r"(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]{0,95}"
-MAX_WORKERS = 10_000
-LARGEST_BATCH = 1 << 20
+MAX_WORKERS = 1000
 
 
 def check(tree: Tree, job: Job) -> None:
-    """Raises InputError for the first problem of a job."""
-    for key, message in problems(job):
-        raise tree.error(key, message)
-
-
-def problems(job: Job) -> Problems:
-    """Yields (key, what is wrong with it). Later checks may assume that earlier ones found nothing."""
-    yield from _unused(job)
-    yield from _settings(job)
-    for stages, key, wrong, advice in RULES:
-        facts = STAGE[job.stage]
-        concerned = any(word == job.stage or getattr(facts, word, False) for word in stages.split())
-        if (concerned or not stages) and (found := wrong(job)):
-            yield key, advice.format(found, value=show(_value(job, key)))
-    for further in (_patterns, _sources, _scaling, _batches, gates.keep_problems, gates.problems, _inputs):
-        yield from further(job)
+    """Raises InputError for the first problem of a job. Later checks may assume that earlier ones found nothing."""
+    for problems in (_unused, _settings, _table, _rows, _selectors, _batches, gates.problems, _inputs):
+        for key, message in problems(job):
+            raise tree.error(key, message)
 
 
 def _value(job: Job, key: str) -> Any:
@@ -76,23 +60,6 @@ def _given(key: str, *others: str) -> Callable[[Job], Any]:
     return lambda job: all(_value(job, one) for one in (key, *others))
 
 
-def _no_template(job: Job) -> bool:
-    template = job.model.chat_template
-    return template not in (None, "plain") and not os.path.isfile(os.path.expanduser(str(template)))
-
-
-def _bad_pattern(name: str) -> Callable[[Job], Any]:
-    def wrong(job: Job) -> re.error | None:
-        pattern = job.lora.get(name)
-        try:
-            re.compile(pattern if isinstance(pattern, str) else "")
-        except re.error as error:
-            return error
-        return None
-
-    return wrong
-
-
 def _evaluates_nothing(job: Job) -> bool:
     """Returns whether `trainer` asks for evaluations and there are no rows. PPOConfig has no eval_strategy; its eval_steps
     decides.
@@ -101,23 +68,8 @@ def _evaluates_nothing(job: Job) -> bool:
     return not job.held_out and bool(strategy or (job.stage == "ppo" and job.trainer.get("eval_steps")))
 
 
-def _needs_gpu(key: str) -> Callable[[Job], Any]:
-    return lambda job: job.trainer.get(key) and not job.scaling.get("use_gpu")
-
-
-def _losses(job: Job) -> set[str]:
-    return set(job.trainer.get("loss_type", ["sigmoid"]))
-
-
-def _without_divergence(job: Job) -> str:
-    """Returns the losses that have no f-divergence, if the job sets one."""
-    diverging = set("sigmoid sigmoid_norm hinge ipo exo_pair robust discopop sft".split())
-    given = job.trainer.get("f_divergence_type", "reverse_kl") != "reverse_kl"
-    return ", ".join(sorted(_losses(job) - diverging)) if given else ""
-
-
-def _in_kto_loss(key: str, *values: Any) -> Callable[[Job], Any]:
-    return lambda job: job.trainer.get("loss_type", "kto") == "kto" and job.trainer.get(key) in values
+def _in_kto_loss(key: str, value: Any) -> Callable[[Job], Any]:
+    return lambda job: job.trainer.get("loss_type", "kto") == "kto" and job.trainer.get(key) == value
 
 
 def _too_few_prompts(job: Job) -> int:
@@ -126,41 +78,25 @@ def _too_few_prompts(job: Job) -> int:
     return workers * generations if job.args.batch_size // generations < workers else 0
 
 
-def _bad_id(section: str) -> Callable[[Job], Any]:
-    def wrong(job: Job) -> str:
-        return ", ".join(show(one) for one in _value(job, section) if not re.fullmatch(MODEL_ID, one))
-
-    return wrong
-
-
-def _in_bucket(job: Job) -> str:
-    path = job.serve.feedback_path or job.run.storage_path
-    return path if "://" in path else ""
+def _unlike_workers(job: Job) -> int:
+    """Returns the length of a list of label selectors that are not one for each worker."""
+    selectors = job.scaling.get("label_selector")
+    one_each = STAGE[job.stage].runs_in != "data" and selectors and len(selectors) == job.workers[1]
+    return len(selectors) if isinstance(selectors, list) and not one_each else 0
 
 
 NOTHING_HELD_OUT = "there is nothing to evaluate on: set data.eval or data.eval_fraction, or "
 RULES = [Rule(*row) for row in (
     # model and lora
-    ("", "model.chat_template", _no_template, "found {value}, expected an existing Jinja file, `plain`, or null"),
-    ("", "lora.bias", lambda job: job.lora.get("bias", "none") != "none",
-     "found {value}, which trains biases of the base, expected none: the base stays frozen and shared"),
-    ("", "lora.init_lora_weights",
-     lambda job: job.lora.get("init_lora_weights") not in (None, True, False, "gaussian", "orthogonal"),
-     "found {value}, which rewrites base weights that all adapters share; expected true or gaussian"),
     ("", "model.fsdp", _given("model.fsdp", "model.load_in_4bit"),
-     "given together with model.load_in_4bit, whose 4-bit weights FSDP cannot gather; keep one: an nf4 base is not sharded, "
-     "and takes a quarter of the memory of bfloat16"),
+     "given together with model.load_in_4bit, whose 4-bit weights FSDP cannot gather; keep one"),
     ("", "model.fsdp", _given("model.fsdp", "lora.use_dora"),
      "given together with lora.use_dora, which takes norms of unsharded weights; keep one"),
     ("", "rollout.engine", lambda job: job.model.fsdp and job.rollout.get("engine") == "vllm",
-     "found vllm together with model.fsdp: each process with vLLM also loads the full base on one device, for "
-     "reference and rewards; set rollout.engine=transformers, or model.fsdp=false if the base fits on one device"),
+     "found vllm together with model.fsdp: each process with vLLM also loads the full base on one device; set "
+     "rollout.engine=transformers, or model.fsdp=false if the base fits on one device"),
     ("trl", "lora.target_modules", lambda job: adapts_lm_head(job.lora.get("target_modules")),
      "found lm_head, to which TRL's trainers apply no adapter; remove it"),
-    ("", "lora.target_modules", lambda job: job.lora.get("target_modules") == [],
-     "found an empty list, expected layers to adapt, for example all-linear"),
-    *(("", f"lora.{key}", _bad_pattern(key), "found {value}, which is no pattern ({})")
-      for key in ("target_modules", "exclude_modules")),
     # data
     ("reads_train", "data.train", lambda job: not job.data.train and job.stage,
      "missing; `{}` needs rows, for example data.train=jobs/demo/data/*.jsonl"),
@@ -172,8 +108,7 @@ RULES = [Rule(*row) for row in (
      "model alone set data.eval=null"),
     ("evaluate", "baseline", lambda job: job.baseline and not job.data.eval,
      "there are no prompts to compare it on: set data.eval, or baseline=null"),
-    ("", "data.subset", lambda job: job.data.subset and not job.data.pairs,
-     "names a column of data.pairs, and there are none"),
+    ("", "data.subset", lambda job: job.data.subset and not job.data.pairs, "names a column of data.pairs, and there are none"),
     *(("", f"data.{name}", lambda job, name=name: getattr(job.data, name) and not job.reward,
        "there is no reward model to evaluate: set reward, for example reward=models:/rlhf-rm@champion")
       for name in ("pairs", "benchmarks")),
@@ -189,34 +124,20 @@ RULES = [Rule(*row) for row in (
      NOTHING_HELD_OUT + "eval_on_start=false"),
     ("", "scaling.num_workers", lambda job: not 1 <= job.workers[0] <= job.workers[1] <= MAX_WORKERS,
      f"found {{value}}, expected 0 (in this process), at least 1, or [min, max] with 1 <= min <= max <= {MAX_WORKERS}"),
+    ("", "scaling.label_selector", _unlike_workers, "found a list of {}, expected one mapping, or one for each worker"),
     ("trl", "data.batch_size", lambda job: job.data.batch_size is None and job.workers[0] < job.workers[1],
      "missing; with elastic scaling.num_workers it keeps the global batch fixed, for example 64"),
     ("trl", "trainer.gradient_accumulation_steps", lambda job: job.data.batch_size and "gradient_accumulation_steps" in job.trainer,
      "follows from data.batch_size; keep only one of the two"),
     # trainer
-    ("", "trainer.use_cpu", _given("trainer.use_cpu", "scaling.use_gpu"),
-     "given together with scaling.use_gpu=true; keep one"),
+    ("", "trainer.use_cpu", _given("trainer.use_cpu", "scaling.use_gpu"), "given together with scaling.use_gpu=true; keep one"),
     *(("trl", f"trainer.{what}_steps",
        lambda job, what=what: f"{what}_steps" in job.trainer and job.trainer.get(f"{what}_strategy") == "epoch",
        f"found {{value}}, which counts only with trainer.{what}_strategy=steps; the job sets epoch")
       for what in ("eval", "save", "logging")),
-    ("trl", "trainer.fp16", _needs_gpu("fp16"), "needs a GPU; on CPUs set trainer.fp16=false trainer.bf16=true"),
-    ("trl", "trainer.activation_offloading", _needs_gpu("activation_offloading"),
-     "needs a GPU, from which it offloads; remove it"),
-    ("trl", "trainer.save_strategy", lambda job: job.trainer.get("save_strategy") == "best",
-     "found best, which leaves a stopped run few checkpoints to continue from; expected steps or epoch. run.keep=best "
-     "registers the best step with any save_strategy"),
-    ("trl", "trainer.sync_ref_model", _given("trainer.sync_ref_model"),
-     "the reference is the frozen sft adapter, which never changes"),
-    # TRL raises these only in a worker, after it has loaded the model.
-    ("dpo", "trainer.loss_type", lambda job: not _losses(job),
-     "found an empty list, expected a loss, for example [sigmoid]"),
-    ("dpo", "trainer.label_smoothing", lambda job: "exo_pair" in _losses(job) and not job.trainer.get("label_smoothing"),
-     "exo_pair needs it above 0, for example 0.001"),
-    ("dpo", "trainer.f_divergence_type", _without_divergence,
-     "found {value}, which has no meaning for {}; expected reverse_kl"),
-    ("dpo", "trainer.use_weighting", lambda job: job.trainer.get("use_weighting") and {"aot", "aot_unpaired"} & _losses(job),
-     "needs paired losses, and aot and aot_unpaired are not; remove it"),
+    *(("trl", f"trainer.{key}", lambda job, key=key: job.trainer.get(key) and not job.scaling.get("use_gpu"),
+       "needs a GPU; remove it (on CPUs, trainer.bf16=true is possible)") for key in ("fp16", "activation_offloading")),
+    # TRL raises this only in a worker, after it has loaded the model.
     ("kto", "trainer.per_device_train_batch_size", _in_kto_loss("per_device_train_batch_size", 1),
      "found 1: the kto loss needs the completions of other rows for its KL term; expected 2 or more, or "
      "trainer.loss_type=apo_zero_unpaired, which has none"),
@@ -224,8 +145,6 @@ RULES = [Rule(*row) for row in (
      "each epoch pairs different rows for the KL term, so their log-probs cannot be computed before training; remove it"),
     ("ppo", "trainer.batch_size", _too_few_prompts,
      "fewer prompts for an update than workers; expected at least trainer.batch_size={}"),
-    ("evaluate generate collect serve", "trainer.min_new_tokens",
-     lambda job: job.args.min_new_tokens >= job.args.response_length, "found {value}, expected less than response_length"),
     ("collect", "trainer.num_generations", lambda job: job.args.select != "best" and job.args.num_generations < 2,
      "found {value}: a pair needs two completions; expected 2 or more, for example 4, or trainer.select=best"),
     ("collect", "trainer.temperature", lambda job: job.args.temperature == 0 and job.args.num_generations > 1,
@@ -235,31 +154,27 @@ RULES = [Rule(*row) for row in (
     ("collect", "trainer.skip_prompts", lambda job: job.args.skip_prompts and job.args.num_prompts is None,
      "needs trainer.num_prompts, which draws prompts in an order; without it all are used"),
     # run and mlflow
-    ("", "run.name", lambda job: name_problem(job.run.name, job.stage), "{}"),
+    ("", "run.name", lambda job: name_problem(job.run.name), "{}"),
     ("", "mlflow.registered_model", lambda job: not re.fullmatch(references.NAME, job.mlflow.registered_model or "none"),
      "found {value}, expected letters, digits, spaces and `. _ - + ( )`, for example rlhf-sft"),
-    ("", "mlflow.alias", lambda job: re.fullmatch(r"latest|v\d+", job.mlflow.alias, re.IGNORECASE) and job.mlflow.alias,
-     "`{}` is reserved by MLflow; use another word, for example champion"),
-    ("", "mlflow.alias", lambda job: not re.fullmatch(r"[\w-]{1,255}", job.mlflow.alias),
-     "found {value}, expected letters, digits, `_` and `-`, for example champion"),
+    ("", "mlflow.alias", lambda job: not re.fullmatch(r"(?!(?i:latest|v\d+)$)[\w-]{1,255}", job.mlflow.alias),
+     "found {value}, expected letters, digits, `_` and `-`, for example champion; `latest` and `v1` are reserved by MLflow"),
     ("", "mlflow.tracking_uri", lambda job: str(job.mlflow.tracking_uri).startswith("file:"),
      "MLflow no longer writes to file: stores; use sqlite:///runs/mlflow.db or http://host:5000"),
     # serve
     ("serve", "serve.policies", lambda job: not job.serve.inputs,
      "missing; `serve` needs it, or serve.rewards: 'serve.policies={{my-policy: models:/rlhf-ppo@champion}}'"),
-    *(("serve", key, _bad_id(key), "found {}, expected an id of letters, digits, `.`, `_` and `-`")
-      for key in ("serve.policies", "serve.rewards")),
+    ("serve", "serve.policies", lambda job: [one for one in (*job.serve.policies, *job.serve.rewards) if not re.fullmatch(MODEL_ID, one)],
+     "found {}, expected ids of letters, digits, `.`, `_` and `-`"),
     ("serve", "serve.rewards", lambda job: ", ".join(sorted(job.serve.policies.keys() & job.serve.rewards.keys())),
      "found {}, which serve.policies also names; expected another id"),
-    ("serve", "serve.feedback_path", _in_bucket,
-     "feedback goes into a folder of one node, not into a bucket ({}); set serve.feedback_path=FOLDER"),
+    ("serve", "serve.feedback_path", lambda job: "://" in (job.serve.feedback_path or job.run.storage_path),
+     "feedback goes into a folder of one node, not into a bucket; set serve.feedback_path=FOLDER"),
     ("serve", "serve.cache_tokens", lambda job: job.serve.cache_tokens is not None and job.rollout.get("engine") == "vllm",
      "found {value}; expected null with rollout.engine=vllm: rollout.gpu_memory_utilization sets the size of its KV cache"),
     # export
-    ("export", "policy", lambda job: not job.policy and not job.reward,
-     "missing; `export` needs it, or a reward: policy=models:/rlhf-ppo@champion"),
-    ("export", "policy", lambda job: job.policy == "base",
-     "found 'base', expected an adapter to merge: models:/rlhf-ppo@champion, or its folder"),
+    ("export", "policy", lambda job: job.policy == "base" or not (job.policy or job.reward),
+     "found {value}; `export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"),
     ("export", "reward", lambda job: isinstance(job.reward, list) or Ref.parse(str(job.reward)).is_function,
      "found {value}, expected one reward adapter: models:/rlhf-rm@champion, or its folder"),
     *(("export", f"trainer.{key}",
@@ -270,6 +185,24 @@ RULES = [Rule(*row) for row in (
     ("export", "trainer.hub_model_id", lambda job: job.policy and job.reward and job.args.hub_model_id,
      "{} is one repository, for one model; set reward=null or policy=null"),
 )]  # fmt: skip
+
+
+def _table(job: Job) -> Problems:
+    facts = STAGE[job.stage]
+    for stages, key, wrong, advice in RULES:
+        concerned = any(word == job.stage or getattr(facts, word, False) for word in stages.split())
+        if (concerned or not stages) and (found := wrong(job)):
+            yield key, advice.format(found, value=show(_value(job, key)))
+
+
+def name_problem(name: str | None) -> str | None:
+    """Returns why a run or an iteration cannot have this name, or None."""
+    if name is None or (name not in RESERVED and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)):
+        return None
+    return (
+        f"found {show(name)}, expected letters, digits, `.`, `_` and `-`: it names a folder in run.storage_path, which has "
+        f"{', '.join(RESERVED)} already"
+    )
 
 
 # ---------------------------------------------------------------- rules that look at several values
@@ -286,18 +219,6 @@ def _unused(job: Job) -> Problems:
             yield key, f"`{job.stage}` does not use this key ({why}); remove it"
 
 
-def name_problem(name: str | None, subcommand: str) -> str | None:
-    """Returns why a run or an iteration cannot have this name, or None."""
-    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        return f"found {show(name)}, expected letters, digits, `.`, `_` and `-`: it names a folder in run.storage_path"
-    if name in RESERVED:
-        return (
-            f"found {show(name)}, which run.storage_path uses for all runs; expected another name, "
-            f"for example {subcommand}-{name}"
-        )
-    return None
-
-
 def _settings(job: Job) -> Problems:
     """Yields what our own config classes reject when they are made."""
     for section, make in (
@@ -310,160 +231,108 @@ def _settings(job: Job) -> Problems:
             yield f"{section}.{error.key}", error.message
 
 
-def _not_in(value: Any, allowed: str) -> str | None:
-    """Returns what was expected if `value` is not one of the allowed numbers (pipeline.intervals), or None."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return outside(value, allowed) if number else "a number"
+def _rows(job: Job) -> Problems:
+    """Yields unknown keys of a source, invalid conversions of its rows, and weights that do not fit together.
 
-
-def _patterns(job: Job) -> Problems:
-    """Yields ranks and alphas of layers that peft accepts and then fails on in a worker."""
-    for key, allowed in (("rank_pattern", "whole [1, 8192]"), ("alpha_pattern", "(0, 1000000]")):
-        if key in job.lora and job.lora[key] is None:
-            yield f"lora.{key}", "found null, expected a mapping of layers to numbers; remove it"
-        for layers, value in (job.lora.get(key) or {}).items():
-            if expected := _not_in(value, allowed):
-                yield f"lora.{key}", f"found {show(value)} for {show(layers)}, expected {expected}"
-
-
-def _sources(job: Job) -> Problems:
-    """Yields unknown keys of a source, invalid conversions of its rows, and weights that do not fit together."""
+    data/reshape.py checks the fields of each stage later.
+    """
     data, known = job.data, schema.keys(schema.class_of("source", ""))
     for name in SPLITS:
         spec = getattr(data, name)
         for index, item in enumerate(spec if isinstance(spec, list) else []):
             for key, problem in schema.wrong(item, known) if isinstance(item, dict) else ():
                 yield f"data.{name}.{index}.{key}", problem
-    yield from _preprocessing("data", data)
     for name in SPLITS:
         sources = zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
         for index, (source, full) in enumerate(sources):
-            key = f"data.{name}.{index}"
-            yield from _preprocessing(key, source)
-            if source.revision is not None and (not source.path.startswith(HUB) or "@" in source.path):
-                found = f"found {show(source.revision)} for {show(source.path)}"
-                expected = f"only a dataset on the hub ({HUB}NAME) has a revision, and it is given once"
-                yield f"{key}.revision", f"{found}; {expected}"
+            keys = {
+                key: f"data.{name}.{index}.{key}" for key, value in vars(source).items() if value is not None
+            }
+            if full.label is not None and full.label.keys() not in (
+                {"good", "bad"},
+                {"first", "second"},
+                {"first", "second", "tie"},
+            ):
+                forms = "{first: VALUE, second: VALUE} and perhaps tie: VALUE, or {good: VALUE, bad: VALUE} for ratings"
+                yield keys.get("label", "data.label"), f"found {show(full.label)}, expected {forms}"
             if full.group_by and not full.transform:
                 found = f"found {show(full.group_by)}; only a transform can read several rows at once"
-                advice = f"{found}: also set transform: python:MODULE:FUNCTION"
-                yield f"{key}.group_by" if source.group_by else "data.group_by", advice
-            if name != "train" and source.weight is not None:
-                yield f"data.{name}", "found a weight; only data.train is mixed by weights: remove it"
+                yield (
+                    keys.get("group_by", "data.group_by"),
+                    f"{found}: also set transform: python:MODULE:FUNCTION",
+                )
+            if source.revision and (not source.path.startswith(HUB) or "@" in source.path):
+                expected = f"only a dataset on the hub ({HUB}NAME) has a revision, and it is given once"
+                yield keys["revision"], f"found {show(source.revision)} for {show(source.path)}; {expected}"
+            if source.weight is not None and (name != "train" or not STAGE[job.stage].learns):
+                yield keys["weight"], "only rows that are trained on are mixed by weights; remove it"
     weights = [source.weight for source in sources_of(data.train)]
-    given = [weight for weight in weights if weight is not None]
-    if not given and data.stopping_strategy != "first_exhausted":
+    if not any(weights) and data.stopping_strategy != "first_exhausted":
         yield "data.stopping_strategy", "no source of data.train has a weight: there is nothing to draw from"
-    if given and not STAGE[job.stage].learns:
-        yield "data.train", f"found a weight; `{job.stage}` reads every row once: remove it"
-    if 0 < len(given) < len(weights):
-        found = f"{len(given)} of {len(weights)} sources have a weight"
-        yield "data.train", f"{found}; expected one for each, or for none"
-
-
-def _preprocessing(key: str, given: Data | Source) -> Problems:
-    """Yields invalid values of transform, columns and label, of the section or of a source.
-
-    data/reshape.py checks the fields of each stage later.
-    """
-    if given.transform is not None and not Ref.parse(given.transform).is_function:
-        expected = "expected python:MODULE:FUNCTION, for example python:my_rows:pairs"
-        yield f"{key}.transform", f"found {show(given.transform)}, {expected}"
-    for field, column in (given.columns or {}).items():
-        if not column or not all([column] if isinstance(column, str) else column):
-            yield f"{key}.columns.{field}", f"found {show(column)}, expected the name of a column"
-    if given.label is None:
-        return
-    found = f"found {show(given.label)}, expected"
-    if given.label.keys() not in ({"good", "bad"}, {"first", "second"}, {"first", "second", "tie"}):
-        expected = (
-            "{first: VALUE, second: VALUE} and perhaps tie: VALUE, or {good: VALUE, bad: VALUE} for ratings"
+    if any(weights) and None in weights:
+        yield (
+            "data.train",
+            f"{weights.count(None)} of {len(weights)} sources have no weight; expected one for each, or for none",
         )
-        yield f"{key}.label", f"{found} {expected}"
-    values = [one for some in given.label.values() for one in (some if isinstance(some, list) else [some])]
-    nested = any(isinstance(one, list | dict) for one in values)
-    if nested or len({_compared(one) for one in values}) < len(values):
-        yield f"{key}.label", f"{found} different texts or numbers for each of its keys"
 
 
-def _compared(value: Any) -> str:
-    """Returns a label as it is compared with the labels of rows: 1, 1.0 and "1" are equal."""
-    text = str(float(value) if isinstance(value, bool) else value).strip().lower()
-    with contextlib.suppress(ValueError):
-        text = str(float(text))
-    return text
-
-
-def _scaling(job: Job) -> Problems:
-    """Yields resources and labels that Ray cannot count, or would wait for forever."""
+def _selectors(job: Job) -> Problems:
+    """Yields label selectors with blanks: Ray (2.60) takes the blank as part of the name, and then waits forever."""
     for section in ("scaling", "rollout"):
-        given = getattr(job, section)
-        for name, amount in (given.get("resources_per_worker") or {}).items():
-            if expected := _not_in(amount, "[0, inf)"):
-                yield f"{section}.resources_per_worker.{name}", f"found {show(amount)}, expected {expected}"
-        selectors = given.get("label_selector") or {}
-        if isinstance(selectors, list) and STAGE[job.stage].runs_in == "data":
-            yield f"{section}.label_selector", "found a list, expected one mapping, for all actors"
-        if isinstance(selectors, list) and len(selectors) != job.workers[1]:
-            expected = f"expected one for all workers, or one for each of {job.workers[1]}"
-            yield f"{section}.label_selector", f"found {len(selectors)}, {expected}"
+        selectors = getattr(job, section).get("label_selector") or {}
         for selector in selectors if isinstance(selectors, list) else [selectors]:
             for name, value in selector.items():
-                # Ray (2.60) takes the blank as part of the name, and then waits forever
-                if " " in str(value):
-                    fixed = str(value).replace(" ", "")
-                    yield f"{section}.label_selector.{name}", f"found {show(value)}, expected {fixed}"
+                if " " in value:
+                    yield (
+                        f"{section}.label_selector.{name}",
+                        f"found {show(value)}, expected {value.replace(' ', '')}",
+                    )
 
 
 def _batches(job: Job) -> Problems:
     """Yields why data.batch_size is not per_device_train_batch_size * workers * accumulation for every number of workers."""
-    (low, high), size = job.workers, job.data.batch_size
+    size, key = job.data.batch_size, "per_device_train_batch_size"
     if size is None or not STAGE[job.stage].trl:
         return
-    name = "per_device_train_batch_size"
-    device = job.trainer.get(name, schema.keys(STAGE[job.stage].trainer)[name]["default"])
+    device = job.trainer.get(key, schema.keys(STAGE[job.stage].trainer)[key]["default"])
+    low, high = job.workers
     step = device * math.lcm(*range(low, high + 1))
-    workers = f"any of {low} to {high} workers" if low < high else f"{low} worker{'s' * (low > 1)}"
-    if step > LARGEST_BATCH and low < high:
-        found = (
-            f"found [{low}, {high}]: no data.batch_size is divisible by trainer.{name}={device} on {workers}"
+    if size % step:
+        workers = f"any of {low} to {high} workers" if low < high else f"{low} workers"
+        found = f"found {size}, expected a multiple of {step}, to be divisible by trainer.{key}={device} on {workers}"
+        yield (
+            "data.batch_size",
+            f"{found}; set data.batch_size={math.ceil(size / step) * step} or a smaller trainer.{key}",
         )
-        yield "scaling.num_workers", f"{found}; set a narrower range"
-    elif size % step:
-        found = f"found {size}, expected a multiple of {step}, to be divisible by trainer.{name}={device} on {workers}"
-        usual = math.ceil(size / step) * step
-        yield "data.batch_size", f"{found}; set data.batch_size={usual} or a smaller trainer.{name}"
 
 
 def _inputs(job: Job) -> Problems:
     """Yields names that cannot be the name of a model or function."""
-    named = [(key, getattr(job, key)) for key in ("policy", "baseline", "judge") if getattr(job, key)]
-    named += [(f"serve.{key}", name) for key, name in job.serve.inputs.items()]
-    for index, item in enumerate(
-        job.reward if isinstance(job.reward, list) else [job.reward] if job.reward else []
-    ):
-        key = f"reward.{index}" if isinstance(job.reward, list) else "reward"
-        form = "{reward: NAME, weight: NUMBER}"
-        if isinstance(item, dict):
-            if set(item) - {"reward", "weight"} or _not_in(item.get("weight", 1.0), "[-1000000, 1000000]"):
-                yield key, f"found {show(item)}, expected {form}"
-            item = item.get("reward")
-        if not isinstance(item, str) or not item:
-            yield key, f"found {show(item)}, expected a name such as models:/rlhf-rm@champion, or {form}"
-        named.append((key, item))
-    for key, name in named:
-        adapter = key in ("policy", "baseline") or key.startswith("serve.policies.")
+    for index, item in enumerate(job.reward if isinstance(job.reward, list) else []):
+        if isinstance(item, dict) and (
+            not isinstance(item.get("reward"), str)
+            or set(item) - {"reward", "weight"}
+            or type(item.get("weight", 1)) not in (int, float)
+        ):
+            yield f"reward.{index}", f"found {show(item)}, expected {{reward: NAME, weight: NUMBER}}"
+    for key, name in {**transforms(job.data), **job.inputs}.items():
+        adapter = key in ("policy", "baseline", "reference") or key.startswith("policies.")
         if name.startswith("models:") and not Ref.parse(name).is_registered:
             expected = "models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion"
         elif name.startswith("python:") and adapter:
             expected = "an adapter: models:/NAME@ALIAS, a folder, or base"
-        elif name.startswith("python:") and not Ref.parse(name).is_function:
+        elif not Ref.parse(name).is_function and (name.startswith("python:") or key.endswith("transform")):
             expected = "python:MODULE:FUNCTION, for example python:pipeline.demo:gold"
         elif not adapter and Ref.parse(f"python:{name}").is_function:
             expected = f"python:{name} for a Python function"
         else:
             continue
-        yield key, f"found {show(name)}, expected {expected}"
+        if key in job.serve.inputs:
+            key = f"serve.{key}"
+        yield (
+            "reward" if key == "reward.0" and isinstance(job.reward, str) else key,
+            f"found {show(name)}, expected {expected}",
+        )
 
 
 # ---------------------------------------------------------------- settings that follow from others
@@ -489,20 +358,22 @@ def split_revision(tree: Tree, job: Job) -> Job:
 # ---------------------------------------------------------------- warnings
 def warnings(job: Job) -> Iterator[str]:
     """Yields lines to print before a run starts, on settings that are valid but often unintended."""
-    if STAGE[job.stage].learns and not job.held_out:
+    learns = STAGE[job.stage].learns
+    if learns and not job.held_out:
         yield (
             "nothing is held out, so nothing measures how well the run learns; set data.eval to held-out rows, or "
             "data.eval_fraction=0.1 to hold out a tenth"
         )
-    yield from gates.unmeasured(job)
-    if job.gate and STAGE[job.stage].learns and not job.mlflow.registered_model:
+    for metric in job.gate:
+        if lacking := gates.metrics(job).get(metric):
+            yield f"gate.{metric}: needs {lacking}, which this job does not have; the version will be kept without its alias"
+    if job.gate and learns and not job.mlflow.registered_model:
         yield "gate: the job registers nothing (mlflow.registered_model is null): the gate moves no alias, and is only reported"
     if job.model.fsdp and job.workers[0] == 1:
-        left = "" if job.workers[1] == 1 else ", and so does the last one of scaling.num_workers"
-        yield f"model.fsdp: one worker holds the full base{left}; with 2 or more each has its shard"
+        yield "model.fsdp: one worker holds the full base; with 2 or more each has its shard"
     if job.in_process and job.run.max_failures:
         yield "run.max_failures: there is no worker to restart with scaling.num_workers=0; set scaling.num_workers=1"
-    if job.stage == "ppo":
+    if job.stage == "ppo" and job.rollout_config.workers[1]:
         yield from _rollout_warnings(job)
     if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:
         yield (
@@ -516,19 +387,18 @@ def _rollout_warnings(job: Job) -> Iterator[str]:
     args, rollout = job.args, job.rollout_config
     workers, trainers, ahead = rollout.workers[1], job.workers[1], max(1, rollout.staleness)
     prompts = -(-args.batch_size // args.num_generations // trainers)  # prompts of an update on one trainer
-    chunks = trainers * -(-prompts // max(1, args.decoded(trainers) // args.num_generations))
-    if workers > chunks * ahead:
+    chunks = trainers * -(-prompts // max(1, args.decoded(trainers) // args.num_generations)) * ahead
+    if workers > chunks:
         rows = max(args.num_generations, args.batch_size * ahead // workers)
         yield (
-            f"rollout.num_workers: {workers - chunks * ahead} of {workers} workers will be idle: an update is {chunks} "
-            f"chunk{'s' * (chunks > 1)} of {args.decoded(trainers)} completions. trainer.local_rollout_forward_batch_size={rows} "
-            "cuts it into smaller ones"
+            f"rollout.num_workers: {workers - chunks} of {workers} workers will be idle, because completions are sampled in "
+            f"chunks of {args.decoded(trainers)}; for smaller ones set trainer.local_rollout_forward_batch_size={rows}"
         )
     # For bit-identical results, they compute with as many threads as a trainer.
     threads = (job.scaling.get("resources_per_worker") or {}).get("CPU", 1)
     cpus = (rollout.resources_per_worker or {}).get("CPU", 1)
     on_gpus = job.scaling.get("use_gpu") if rollout.use_gpu is None else rollout.use_gpu
-    if workers and not on_gpus and cpus < threads:
+    if not on_gpus and cpus < threads:
         yield (
             f"rollout: each rollout worker computes with {threads:g} threads, as a trainer does, and reserves {cpus:g} CPUs; set "
             f"rollout.resources_per_worker CPU: {threads:g}"

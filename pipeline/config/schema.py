@@ -77,12 +77,13 @@ def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
     if not fits(value, schema):
         near = difflib.get_close_matches(str(value), list(map(str, _choices(schema))), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        if isinstance(value, (int, float)) and any(one.get("type") == "string" for one in _parts(schema)):
+        if isinstance(value, (int, float)) and fits("", schema):
             hint = "; put it in quotes"
         return f"found {show(value)}, expected {expected(schema)}{hint}"
     if "range" not in schema:
         return None
-    for number in value if isinstance(value, list) else [value]:
+    numbers = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    for number in numbers:
         if type(number) in (int, float) and (words := outside(number, schema["range"])):
             default = schema.get("default")
             usual = type(default) in (int, float) and default and not outside(default, schema["range"])
@@ -168,15 +169,10 @@ def expected(schema: Mapping[str, Any]) -> str:
     return NAMES[schema["type"]] + count + (f" of {expected(inside)}" if inside else "")
 
 
-def _parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return schema.get("anyOf", [schema])
-
-
 def _choices(schema: Mapping[str, Any]) -> Iterator[Any]:
-    for part in _parts(schema):
-        yield from part.get("enum", ())
-        if "items" in part:
-            yield from _choices(part["items"])
+    yield from schema.get("enum", ())
+    for part in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())):
+        yield from _choices(part)
 
 
 def described(name: str) -> list[str]:

@@ -30,83 +30,60 @@ from pipeline.intervals import table
 JOB = class_of("job", "")
 OTHERS = (JOB, class_of("source", ""), "pipeline.sweep.space.Settings", "pipeline.iteration.plan.Settings")  # fmt: skip
 
-_DATA = "the `data` section reads, templates and tokenizes rows once, before training"
-_HUB = "models go to the MLflow registry (mlflow.registered_model)"
 _MODEL = "the `model` section decides how the base is loaded"
-_ORDER = (
-    "the pipeline draws the batches, so that an epoch has each row once and a resumed run continues exactly"
-)
-_REPORT = "metrics go to MLflow, and to what mlflow.also names"
-_SHARD = "adapters train data-parallel over scaling.num_workers; model.fsdp shards the frozen base"
-_INIT = (
-    "an initialization from data rewrites base weights that all adapters share; see lora.init_lora_weights"
-)
-_VARIANT = "an experimental kind of LoRA, which the shared base does not support"
 # Keys of the libraries that would break guarantees of the pipeline.
 REFUSED: dict[str, dict[str, str]] = {
-    "trainer": {
-        "output_dir": "checkpoints go to <run.storage_path>/<run.name>",
-        "run_name": "use run.name",
-        "report_to": "metrics go to MLflow; use mlflow.also=[wandb] or [tensorboard] for more",
-        "resume_from_checkpoint": "the same command with the same run.name continues; run.fresh=true starts over",
-        "save_total_limit": "use run.num_to_keep",
-        "save_only_model": "a checkpoint without optimizer and random state cannot be resumed exactly",
-        "load_best_model_at_end": "use run.keep=best",
-        "metric_for_best_model": "use run.metric_for_best_model with run.keep=best",
-        "greater_is_better": "use run.greater_is_better with run.keep=best",
-        "remove_unused_columns": "the trainer needs all of the tokenized columns",
-        "max_length": "use data.max_length and data.too_long, which count and report rows that are cut or dropped",
-        "auto_find_batch_size": "it would change the global batch; set trainer.per_device_train_batch_size",
-        "model_init_kwargs": _MODEL,
-        "trust_remote_code": "use model.trust_remote_code",
-        "chat_template_path": "use model.chat_template",
-        "eos_token": "the end-of-sequence token is the tokenizer's own",
-        "pad_token": "the pad token follows from the tokenizer and is never its end-of-sequence token",
-        "truncation_mode": "use data.too_long",
-        "packing_strategy": "packed rows contain complete conversations, best fit first",
-        "use_cache": "training needs no cache, and with one, packed rows would attend to each other",
-        "enable_jit_checkpoint": "preemption notices write a checkpoint anyway",
-        "batch_eval_metrics": "metrics are TRL's",
-        "eval_packing": "evaluation rows are packed as training rows are",
-        "disable_tqdm": "progress is printed once for all workers",
-        "ddp_find_unused_parameters": "an adapter's parameters are all used",
-        **table(
-            {
-                _ORDER: """ignore_data_skip train_sampling_strategy length_column_name shuffle_dataset
-                    dataloader_drop_last accelerator_config""",
-                _DATA: "dataset_text_field dataset_kwargs dataset_num_proc label_names",
-                "only the completions are trained; the labels are made with the data": "completion_only_loss assistant_only_loss",
-                _REPORT: "project trackio_space_id trackio_bucket_id trackio_static_space_id",
-                _SHARD: "deepspeed fsdp fsdp_config parallelism_config",
-                "Ray Train sets it for each worker": "local_rank ddp_backend",
-                "the stage decides it": "do_train do_eval do_predict",
-                _HUB: """push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision""",
-            }
-        ),
-    },
-    "lora": {
-        "modules_to_save": "the base stays frozen and shared; the score head of a reward is always trained and saved",
-        "layer_replication": "it changes the base, which all adapters share",
-        "trainable_token_indices": "it trains rows of the base's embedding, which all adapters share",
-        **table(
-            {
-                "the stage sets it": "task_type peft_type peft_version auto_mapping inference_mode",
-                _MODEL: "base_model_name_or_path revision",
-                "the base is a transformers model": "megatron_config megatron_core",
-                _INIT: "loftq_config eva_config corda_config lora_ga_config",
-                _VARIANT: """arrow_config kasa_config velora_config monteclora_config use_bdlora runtime_config
-                    alora_invocation_tokens use_qalora qalora_group_size target_parameters ensure_weight_tying""",
-            }
-        ),
-    },
-    "scaling": {
-        "trainer_resources": "Ray Train 2 no longer has it; the driver takes no CPU",
-        **table(
-            {
-                "workers train on CPUs or on NVIDIA GPUs": "use_tpu topology",
-            }
-        ),
-    },
+    "trainer": table(
+        {
+            "checkpoints go to <run.storage_path>/<run.name>": "output_dir",
+            "use run.name": "run_name",
+            "metrics go to MLflow, and to what mlflow.also names (wandb, tensorboard)": """report_to project trackio_space_id
+                trackio_bucket_id trackio_static_space_id""",
+            "the same command with the same run.name continues; run.fresh=true starts over": "resume_from_checkpoint",
+            "use run.num_to_keep": "save_total_limit",
+            "a checkpoint without optimizer and random state cannot be resumed exactly": "save_only_model",
+            "use run.keep=best, run.metric_for_best_model and run.greater_is_better": """load_best_model_at_end
+                metric_for_best_model greater_is_better""",
+            "use data.max_length and data.too_long, which count and report rows that are cut or dropped": "max_length truncation_mode",
+            "it would change the global batch; set trainer.per_device_train_batch_size": "auto_find_batch_size",
+            _MODEL: "model_init_kwargs trust_remote_code chat_template_path",
+            "the end-of-sequence and the pad token are the tokenizer's own": "eos_token pad_token",
+            "packed rows contain complete conversations, best fit first": "packing_strategy eval_packing",
+            "the reference is the frozen sft adapter, which never changes": "sync_ref_model",
+            "training needs no cache, and with one, packed rows would attend to each other": "use_cache",
+            "the pipeline draws the batches, so that an epoch has each row once and a resumed run continues exactly": """
+                ignore_data_skip train_sampling_strategy length_column_name shuffle_dataset dataloader_drop_last accelerator_config""",
+            "the `data` section reads, templates and tokenizes rows once, before training": """dataset_text_field dataset_kwargs
+                dataset_num_proc label_names remove_unused_columns""",
+            "only the completions are trained; the labels are made with the data": "completion_only_loss assistant_only_loss",
+            "adapters train data-parallel over scaling.num_workers; model.fsdp shards the frozen base": """deepspeed fsdp
+                fsdp_config parallelism_config ddp_find_unused_parameters""",
+            "Ray Train sets it for each worker": "local_rank ddp_backend",
+            "the stage decides it": "do_train do_eval do_predict batch_eval_metrics disable_tqdm enable_jit_checkpoint",
+            "models go to the MLflow registry (mlflow.registered_model)": """push_to_hub hub_token hub_private_repo hub_model_id
+                hub_strategy hub_always_push hub_revision""",
+        }
+    ),
+    "lora": table(
+        {
+            "the base stays frozen and shared; the score head of a reward is always trained and saved": "modules_to_save",
+            "it changes the base, which all adapters share": "layer_replication trainable_token_indices",
+            "the stage sets it": "task_type peft_type peft_version auto_mapping inference_mode",
+            _MODEL: "base_model_name_or_path revision",
+            "the base is a transformers model": "megatron_config megatron_core",
+            "an initialization from data rewrites base weights that all adapters share": """loftq_config eva_config corda_config
+                lora_ga_config""",
+            "an experimental kind of LoRA, which the shared base does not support": """arrow_config kasa_config velora_config
+                monteclora_config use_bdlora runtime_config alora_invocation_tokens use_qalora qalora_group_size target_parameters
+                ensure_weight_tying""",
+        }
+    ),
+    "scaling": table(
+        {
+            "Ray Train 2 no longer has it; the driver takes no CPU": "trainer_resources",
+            "workers train on CPUs or on NVIDIA GPUs": "use_tpu topology",
+        }
+    ),
 }
 
 SEED = "[0, 4294967295]"  # numpy's
@@ -118,17 +95,18 @@ LIMITS: dict[str, dict[str, str]] = {
         {
             "[1, 8192]": "r",
             "[1, 1000000]": "lora_alpha",
+            "whole [1, 8192]": "rank_pattern",
+            "(0, 1000000]": "alpha_pattern",
             "[0, 0.99]": "lora_dropout",
             "[0, 100000]": "layers_to_transform",
         }
     ),
-    "scaling": table({"[0, 86400]": "elastic_resize_monitor_interval_s"}),
+    "scaling": table({"[0, 86400]": "elastic_resize_monitor_interval_s", "[0, inf)": "resources_per_worker"}),
     "trainer": table(
         {
             SEED: "seed data_seed",
             ROWS: """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
                 eval_accumulation_steps precompute_ref_batch_size torch_empty_cache_steps ddp_bucket_cap_mb""",
-            "[1, 1024]": "pad_to_multiple_of dataloader_prefetch_factor",
             STEPS: "logging_steps save_steps eval_steps",
             "0 or (0, 1) or whole [1, 1000000000]": "warmup_steps",
             "-1 or [1, 1000000000]": "max_steps",
@@ -138,7 +116,6 @@ LIMITS: dict[str, dict[str, str]] = {
             "[0, 1000000]": """neftune_noise_alpha center_rewards_coefficient router_aux_loss_coef
                 loss_weights""",
             "[0, 1000]": "desirable_weight undesirable_weight",
-            "[0, 1000000000]": "eval_delay",
             "(0, 100]": "learning_rate",
             "[0, 100]": "weight_decay",
             "[0, 1)": "adam_beta1 adam_beta2 label_smoothing_factor f_alpha_divergence_coef",
@@ -146,11 +123,9 @@ LIMITS: dict[str, dict[str, str]] = {
             "[0, 1]": "ld_alpha",
             "[1e-30, 1]": "adam_epsilon",
             "[0, 256]": "dataloader_num_workers",
-            "[1, 1000000]": "ddp_timeout",
         }
     ),
 }
-LEVELS = "debug info warning error critical passive"
 # Allowed words of text keys, of a class or of a section. The libraries check them late.
 WORDS = {
     "SFTConfig.loss_type": "nll dft chunked_nll",
@@ -158,14 +133,23 @@ WORDS = {
         discopop sft sigmoid_norm""",
     "KTOConfig.loss_type": "kto apo_zero_unpaired",
     "trainer.f_divergence_type": "reverse_kl forward_kl js_divergence alpha_divergence",
-    "trainer.include_num_input_tokens_seen": "all non_padding no",
-    "trainer.log_level": LEVELS,
-    "trainer.log_level_replica": LEVELS,
     "trainer.pad_to_multiple_of": "auto",
-    "trainer.torch_compile_mode": "default reduce-overhead max-autotune max-autotune-no-cudagraphs",
-    "trainer.dataloader_multiprocessing_context": "fork spawn forkserver",
-    "trainer.include_for_metrics": "inputs loss",
     "scaling.placement_strategy": "PACK SPREAD STRICT_PACK STRICT_SPREAD",
+}
+
+
+NUMBERS = {"type": "object", "additionalProperties": {"type": "number"}}
+# Schemas of keys that mean less here than in the libraries, or more.
+KINDS: dict[str, dict[str, Any]] = {
+    "lora.alpha_pattern": NUMBERS,
+    "lora.bias": {"enum": ["none"]},  # others train biases of the base, which all adapters share
+    "lora.init_lora_weights": {"anyOf": [{"type": "boolean"}, {"enum": ["gaussian", "orthogonal"]}]},
+    "lora.rank_pattern": NUMBERS,
+    "scaling.resources_per_worker": {"anyOf": [NUMBERS, {"type": "null"}]},
+    "trainer.gradient_checkpointing": {
+        "anyOf": [{"type": "boolean"}, {"type": "null"}]
+    },  # null: planning/plan.py decides
+    "trainer.save_strategy": {"enum": ["no", "steps", "epoch"]},  # instead of `best`, run.keep=best
 }
 
 
@@ -228,10 +212,7 @@ def of_class(dotted: str, section: str) -> dict[str, Any]:
         hint, allowed = hints[field.name], ranges.get(field.name)
         if get_origin(hint) is Annotated:
             hint, allowed = get_args(hint)
-        schema = of_type(hint) or {}
-        # null: planning/plan.py decides
-        if section == "trainer" and field.name == "gradient_checkpointing":
-            schema = {"anyOf": [schema, {"type": "null"}]}
+        schema = KINDS.get(f"{section}.{field.name}") or of_type(hint) or {}
         if words := WORDS.get(f"{name}.{field.name}") or WORDS.get(f"{section}.{field.name}"):
             schema = _with_words(schema, words.split())
         keys[field.name] = schema | _facts(field, allowed, help_of.get(field.name, ""))

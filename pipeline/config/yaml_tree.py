@@ -24,7 +24,6 @@ NO_SECRETS = (
     "the value looks like a secret, which never belongs in a job file or on a command line; "
     "put it into the environment (HF_TOKEN, AWS_*, MLFLOW_TRACKING_*), and replace it if others have seen it"
 )
-MAX_CHARACTERS = 1 << 17  # of a job file; the largest shipped one has 5 KB
 
 
 class _Loader(yaml.SafeLoader):
@@ -87,22 +86,26 @@ def section_tree(tree: Tree, section: str, folder: Path) -> Tree:
     Raises:
         InputError: if the section is missing or no mapping.
     """
-    data = tree.data.get(section)
-    if not isinstance(data, dict):
-        found = "missing" if data is None else f"found {show(data)}"
-        raise tree.error(
-            section, f"{found}, expected a job, for example {section}: {{extends: {section}.yaml}}"
-        )
+    data = tree.section(section)
+    if not data:
+        raise tree.error(section, f"missing, expected a job: {section}: {{extends: {section}.yaml}}")
     prefix = f"{section}."
     where = {key.removeprefix(prefix): at for key, at in tree.where.items() if key.startswith(prefix)}
-    job = _extended(Tree(tree.source, dict(data), where), folder)
+    job = _extended(Tree(tree.source, data, where), folder)
     _check_values(job, job.data, "")
     return job
 
 
 def _tree(path: Path) -> Tree:
     tree = Tree(visible(str(path), lines=False))
-    tree.data = _parse(_read(path), tree.source, tree.where)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        shipped = "those shipped are jobs/PROFILE/STAGE.yaml, for example jobs/demo/sft.yaml"
+        raise InputError(f"{tree.source}: no such job file; {shipped}") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{tree.source}: cannot be read as UTF-8 text ({in_brief(error)})") from None
+    tree.data = _parse(text, tree.source, tree.where)
     if not isinstance(tree.data, dict):
         found = f"found {show(tree.data)}, expected sections such as `stage: sft` and `model: ...`"
         raise InputError(f"{tree.source}: {found}")
@@ -135,24 +138,6 @@ def _extended(tree: Tree, folder: Path) -> Tree:
     return below
 
 
-def _read(file: Path) -> str:
-    name = visible(str(file), lines=False)
-    if file.is_dir():
-        jobs = ", ".join(str(job) for job in sorted(file.glob("*.yaml"))[:16])
-        raise InputError(f"{name} is a folder, expected a job file: {jobs or 'none in it'}")
-    if not file.is_file():
-        raise InputError(
-            f"{name}: no such job file; those shipped are jobs/PROFILE/STAGE.yaml, for example jobs/demo/sft.yaml"
-        )
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{name}: cannot be read as UTF-8 text ({in_brief(error)})") from None
-    if len(text) > MAX_CHARACTERS:
-        raise InputError(f"{name}: found {len(text):,} characters, expected a job file; are these the rows?")
-    return text
-
-
 def _parse(text: str, name: str, where: dict[str, str]) -> Any:
     """Returns the value of a YAML document, and fills `where`. Errors name the line but never quote it: it may hold a secret."""
     try:
@@ -166,11 +151,10 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         mark = error.problem_mark or error.context_mark
         position = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise InputError(f"{position}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
-    except (ValueError, LookupError, AttributeError, RecursionError):  # PyYAML's constructors raise these
+    # PyYAML's constructors raise all of these
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
         raise InputError(
-            f"{name}: not valid YAML: a tag (!!) or an alias that cannot be read; remove it"
+            f"{name}: not valid YAML: a character, a tag (!!) or an alias that cannot be read; remove it"
         ) from None
 
 
@@ -192,10 +176,8 @@ def _walk(node: yaml.Node, key: str, name: str, where: dict[str, str]) -> None:
         if _is_secret(child.value):
             raise InputError(f"{name}:{line}: {NO_SECRETS}")
         full = _join(key, child.value)
-        if child.value in seen:
-            raise InputError(
-                f"{name}:{line}: {full}: repeated key, first on line {seen[child.value]}; keep one of them"
-            )
+        if first := seen.get(child.value):
+            raise InputError(f"{name}:{line}: {full}: repeated key, first on line {first}; keep one of them")
         seen[child.value] = line
         where[full] = f"{name}:{line}"
         _walk(value, full, name, where)

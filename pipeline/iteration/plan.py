@@ -194,7 +194,7 @@ def _section(tree: Tree, section: str, kind: type) -> dict[str, Any]:
     known = {key: schema.keys(f"pipeline.config.job.{kind.__name__}")[key] for key in own}
     rest = f"expected one of {', '.join(own)}; each job has the others"
     values = schema.checked(tree, section, known, lambda key: rest)
-    if problem := rules.name_problem(values.get("name"), "iterate"):
+    if problem := rules.name_problem(values.get("name")):
         raise tree.error("run.name", problem)
     return values
 

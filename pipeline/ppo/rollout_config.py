@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pipeline.intervals import table
 from pipeline.ppo.settings import Settings
@@ -42,9 +42,9 @@ class RolloutConfig(Settings):
     trainer learns."""
     use_gpu: bool | None = None
     """Whether a rollout worker holds its models on a GPU. By default as the trainer's workers, `scaling.use_gpu`."""
-    resources_per_worker: dict[str, Any] | None = None
+    resources_per_worker: Annotated[dict[str, float] | None, "[0, inf)"] = None
     """What each rollout worker requests from Ray. By default {CPU: 1}, or {GPU: tensor_parallel_size} with `use_gpu`."""
-    label_selector: dict[str, Any] | None = None
+    label_selector: dict[str, str] | None = None
     """Labels of the nodes that rollout workers are placed on, as Ray's label_selector: for example {market: spot}."""
     patience_s: float = 600.0
     """Seconds that the trainer waits if there is no rollout worker. Then it samples by itself, until a rollout worker comes.

@@ -81,35 +81,6 @@ def test_the_stages_of_a_profile_fit_together(profile):
         assert uses[kind].trainer["response_length"] == ppo.trainer["response_length"]
 
 
-@pytest.mark.parametrize("stage", KINDS)
-def test_the_qlora_profile_differs_only_where_it_means_to(stage):
-    plain, qlora = (
-        load_job(f"jobs/{profile}/{stage}.yaml").to_dict() for profile in ("llama3-8b", "llama3-8b-qlora")
-    )
-    meant = {"source", "policy", "reward", "baseline", "mlflow.experiment", "mlflow.registered_model"}
-    meant |= {"serve.policies", "serve.rewards"}
-    meant |= {"model.load_in_4bit", "scaling.num_workers", "scaling.label_selector"}
-    meant |= {"gate.eval_kl"}  # shorter completions
-    sizes = (
-        "per_device_train_batch_size",
-        "per_device_eval_batch_size",
-        "local_rollout_forward_batch_size",
-        "optim",
-    )
-    meant |= {f"trainer.{key}" for key in (*sizes, "response_length", "batch_size", "total_episodes")}
-
-    def flat(tree):
-        return {
-            f"{k}.{kk}" if isinstance(v, dict) else k: vv
-            for k, v in tree.items()
-            for kk, vv in (v if isinstance(v, dict) else {k: v}).items()
-        }
-
-    one, two = flat(plain), flat(qlora)
-    assert {key for key in one.keys() | two.keys() if one.get(key) != two.get(key)} <= meant
-    assert qlora["model"]["load_in_4bit"] == (stage != "export") and not plain["model"]["load_in_4bit"]
-
-
 def test_the_llama3_template():
     from pipeline.models.tokenizer import load_tokenizer
 

@@ -44,7 +44,7 @@ def test_what_is_corrected_by_default():
         (["rollout.num_workers=1"], None),
         (
             ["rollout.num_workers=3"],
-            "2 of 3 workers will be idle: an update is 1 chunk of 64 completions",
+            "2 of 3 workers will be idle, because completions are sampled in chunks of 64",
         ),
         (["rollout.num_workers=2", "rollout.staleness=2"], None),
         (["rollout.num_workers=3", "trainer.local_rollout_forward_batch_size=21"], None),
@@ -54,11 +54,7 @@ def test_rollout_workers_that_would_idle_are_warned_of(overrides, idle, in_root)
     said = [
         line for line in warnings(load_job("jobs/demo/ppo.yaml", overrides, "ppo")) if "will be idle" in line
     ]
-    assert (
-        not said
-        if idle is None
-        else idle in said[0] and "local_rollout_forward_batch_size=21 cuts" in said[0]
-    )
+    assert not said if idle is None else idle in said[0] and "local_rollout_forward_batch_size=21" in said[0]
 
 
 @pytest.mark.parametrize(
