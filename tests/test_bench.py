@@ -10,42 +10,38 @@ from running import ROOT
 sys.path.append(str(ROOT / "tests/bench"))
 from ppo_ours import repeated
 from report import ratios, render
-from sizes import SEED
-from variants import VARIANTS, chosen
+from sizes import SEED, TRL_PPO
+from variants import LEARNERS, PHASES, VARIANTS, chosen
 
 from pipeline.ppo.episodes import prompt_order
 
-TRL_PPO = ROOT / ".bench/trl"
-PHASES = {"rollout", "score", "values", "update"}
-
 
 def bench(tmp_path, *arguments):
+    """Returns the results of `make bench`; of each row the figures are there, and the ratios are those of its sides."""
     command = [sys.executable, str(ROOT / "tests/bench"), *arguments]
     command += ["--size", "toy", "--rounds", "1", "--threads", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "bench.md").read_text() in done.stdout
-    return json.loads((tmp_path / "bench.json").read_text())
-
-
-def complete(result):
-    """Each row's figures are there, and its ratios are those of the measurements that it names."""
-    for runs in result["runs"].values():
-        (run,) = runs
-        assert all(run[figure] > 0 for figure in ("step", "first_step", "peak"))
-    for row in result["rows"]:
-        (ours,) = result["runs"][row["ours"]]
-        assert (row["beside"] is None) == (row["ratios"] == {})
-        if row["beside"]:
-            (beside,) = result["runs"][row["beside"]]
-            assert row["ratios"]["step"] == pytest.approx(ours["step"] / beside["step"])
-            assert row["ratios"]["speed"] == pytest.approx(1 / row["ratios"]["step"])
-            assert row["ratios"]["peak"] == pytest.approx(ours["peak"] / beside["peak"])
-    assert {"cpu", "threads", "load", "date"} <= set(result["machine"])
+    results = json.loads((tmp_path / "bench.json").read_text())
+    for result in results:
+        assert {"cpu", "threads", "load", "date"} <= set(result["machine"])
+        runs = {name: run for name, (run,) in result["runs"].items()}
+        for row in result["rows"]:
+            assert result["part"] == "score" or (row["beside"] is None) == (row["ratios"] == {})
+            if row["ratios"]:
+                ours, beside = runs[row["ours"]], runs[row["beside"]]
+                assert all(
+                    run[figure] > 0 for run in (ours, beside) for figure in ("step", "first_step", "peak")
+                )
+                assert row["ratios"]["step"] == pytest.approx(ours["step"] / beside["step"])
+                assert row["ratios"]["speed"] == pytest.approx(1 / row["ratios"]["step"])
+                assert row["ratios"]["peak"] == pytest.approx(ours["peak"] / beside["peak"])
+    return results
 
 
 def beside(result):
-    """What each variant was measured beside, as far as it was."""
+    """Returns what each variant was measured beside, as far as it was."""
     return {row["variant"]: row["beside"] for row in result["rows"]}
 
 
@@ -70,16 +66,15 @@ def test_variants_without_a_meaning_are_left_out():
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios():
     """Of rounds whose load differed: the quotients of the medians would be 2 and 1."""
-    runs = {}
-    for variant, seconds in (("adapter", [4.0, 6.0, 2.0]), ("head", [2.0, 3.0, 1.0])):
-        runs[str(VARIANTS[variant].ours)] = [measured(s) for s in seconds]
-    runs["TRL 1.12, fp32"] = [measured(s) for s in (8.0, 4.0, 3.0)]
+    seconds = {"head": [2.0, 3.0, 1.0], "adapter": [4.0, 6.0, 2.0]}
+    names = {name: str(VARIANTS[name].ours) for name in seconds}
+    theirs = "TRL 1.12, fp32"
+    runs = {theirs: [measured(s) for s in (8.0, 4.0, 3.0)]}
+    runs |= {names[name]: [measured(s) for s in all_] for name, all_ in seconds.items()}
     rows = [
-        {"variant": name, "ours": str(VARIANTS[name].ours), "beside": "TRL 1.12, fp32"}
-        for name in ("head", "adapter")
+        {"variant": name, "ours": ours, "beside": theirs, "ratios": ratios(runs, ours, theirs)}
+        for name, ours in names.items()
     ]
-    for row in rows:
-        row["ratios"] = ratios(runs, row["ours"], row["beside"])
     assert [row["ratios"]["speed"] for row in rows] == [3.0, 1.5]
     machine = {"cpu": "a CPU", "threads": 2, "load": [0.1, 0.2], "date": "2026-11-22"}
     machine["matmul"] = {"precision": "highest", "why": "torch's default"}
@@ -98,37 +93,26 @@ def measured(seconds):
 @pytest.mark.slow
 def test_ppo_is_measured_beside_the_last_trl_that_had_it(tmp_path):
     results = bench(tmp_path, "ppo", "--variant", "head", "adapter")
-    assert [(r["part"], r["size"], r["case"]) for r in results] == [
-        ("ppo", "toy", "full"),
-        ("ppo", "toy", "own"),
-    ]
+    assert [(r["part"], r["case"]) for r in results] == [("ppo", "full"), ("ppo", "own")]
     for result in results:
-        complete(result)
         assert beside(result) == dict.fromkeys(["head", "adapter"], trl("TRL 1.12, fp32"))
         assert len(result["runs"]) == 2 + TRL_PPO.is_dir()  # TRL's once for both
         for (run,) in result["runs"].values():
             for update in run["phases"]:
-                assert set(update) == PHASES and all(seconds > 0 for seconds in update.values())
+                assert set(update) == set(PHASES) and all(seconds > 0 for seconds in update.values())
                 assert sum(update.values()) == pytest.approx(run["step"], rel=0.1)
-    full, own = ({name: runs[0]["lengths"] for name, runs in r["runs"].items()} for r in results)
-    assert all(set(lengths) == {6.0} for lengths in full.values())  # the limit of this size
-    assert all(min(lengths) < 6.0 for lengths in own.values())
-    assert "by that with `critic: adapter`:" in (tmp_path / "bench.md").read_text()
+    full, own = ([runs[0]["lengths"] for runs in result["runs"].values()] for result in results)
+    assert all(set(lengths) == {6.0} for lengths in full)  # the limit of this size
+    assert all(min(lengths) < 6.0 for lengths in own)
 
 
 @pytest.mark.slow
 def test_ppo_is_measured_in_bf16_with_trls_settings_and_with_shared_prompts(tmp_path):
-    [result] = bench(
-        tmp_path, "ppo", "--variant", "like-trl", "bf16-head", "shared", "shared-long", "--length", "own"
-    )
-    complete(result)
+    variants = ["like-trl", "bf16-head", "shared", "shared-long"]
+    [result] = bench(tmp_path, "ppo", "--variant", *variants, "--length", "own")
     found = beside(result)
     assert found["like-trl"] == trl("TRL 1.12, fp32") and found["bf16-head"] == trl("TRL 1.12, bf16")
-    for variant in (
-        "shared",
-        "shared-long",
-    ):  # the same episodes, and so the same work but for what is shared
-        row = next(row for row in result["rows"] if row["variant"] == variant)
+    for row in result["rows"][-2:]:  # the same episodes, and so the same work but for what is shared
         (shared,), (repeated,) = (result["runs"][row[side]] for side in ("ours", "beside"))
         assert shared["lengths"] == repeated["lengths"]
 
@@ -136,34 +120,19 @@ def test_ppo_is_measured_in_bf16_with_trls_settings_and_with_shared_prompts(tmp_
 @pytest.mark.slow
 def test_the_scores_of_both_critics_and_of_trl_are_read_off_their_curves(tmp_path):
     [result] = bench(tmp_path, "score")
-    for runs in result["runs"].values():
-        [run] = runs
+    for (run,) in result["runs"].values():
         assert len(run["curve"]) == 2 and run["updates"] == 1 and run["score"] is not None
-    critics = ["ours, fp32, critic head", "ours, fp32, critic adapter"]
-    assert [row["ours"] for row in result["rows"]] == [*critics, *(f"{c}, TRL's settings" for c in critics)]
+    assert [row["ours"] for row in result["rows"]] == [str(ours) for ours in LEARNERS]
     assert "## PPO on a Python reward" in (tmp_path / "bench.md").read_text()
 
 
 @pytest.mark.slow
-def test_a_stage_is_measured_beside_bare_trl_and_earlier_parts_are_kept(tmp_path):
-    (tmp_path / "bench.json").write_text(json.dumps(bench(tmp_path, "sft")))
-    results = bench(tmp_path, "dpo")
-    assert [r["part"] for r in results] == ["sft", "dpo"]
-    for result in results:
-        complete(result)
-        assert beside(result) == {"": "bare TRL"}
-
-
-@pytest.mark.slow
-def test_evaluate_beside_plain_forwards(tmp_path):
-    [result] = bench(tmp_path, "evaluate")
-    complete(result)
+def test_stages_and_serve_are_measured_beside_plain_programs_and_earlier_parts_are_kept(tmp_path):
+    bench(tmp_path, "sft")
+    results = bench(tmp_path, "dpo", "evaluate", "serve")
+    found = [(result["part"], result["rows"][0]["beside"]) for result in results]
+    plain = [("evaluate", "plain forwards"), ("serve", "plain loop")]
+    assert found == [("sft", "bare TRL"), ("dpo", "bare TRL"), *plain]
+    [served] = results[-1]["runs"]["ours"]
+    assert served["errors"] == 0 and served["answers"] > 64
     assert "| toy |" in (tmp_path / "bench.md").read_text().partition("## evaluate")[2]
-
-
-@pytest.mark.slow
-def test_serve_beside_a_plain_loop(tmp_path):
-    [result] = bench(tmp_path, "serve")
-    complete(result)
-    assert result["runs"]["ours"][0]["errors"] == 0 and result["runs"]["ours"][0]["answers"] > 64
-    assert "## serve" in (tmp_path / "bench.md").read_text()

@@ -25,19 +25,18 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from report import GIB, Runs, ratios, render
-from score import GOALS, reached, score_at
-from sizes import ROOT, SIZES, TRL_PPO, WORK, prepare
-from variants import CASES, LEARNERS, VARIANTS, Ours, Theirs, chosen
+from sizes import ROOT, SIZES, TRL_PPO, WORK, model_folder, prepare
+from variants import CASES, GOALS, LEARNERS, VARIANTS, Ours, Theirs, chosen
 
 PARTS = ("ppo", "score", "sft", "rm", "dpo", "evaluate", "serve")
 
-Result = dict[str, Any]
+Commands = dict[str, list[str]]  # what is measured -> script and arguments
+Rows = list[tuple[str, str, str | None]]  # of the table: variant, ours, and what it was measured beside
 
 
 def main() -> None:
@@ -59,183 +58,150 @@ def main() -> None:
     if not TRL_PPO.is_dir():
         print("TRL 1.12 is not installed; `make bench` installs it: ours alone is measured", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    earlier = options.out / "bench.json"
-    if earlier.exists() and any("rows" not in result for result in json.loads(earlier.read_text())):
-        parser.error(f"{earlier} was written by another version of this bench; remove it")
-    bench = Bench(options.rounds, options.threads, options.out)
+    bench = Bench(options)
     for size in options.size:
         prepare(size)
         for part in options.parts or PARTS:
             if part == "ppo":
-                bench.ppo(size, options.variant, options.length)
-            elif part == "score":
-                if size in GOALS:
-                    bench.score(size)
-            elif part in ("serve", "evaluate"):
-                getattr(bench, part)(size)
-            else:
-                bench.stage(part, size)
-    if not (options.out / "bench.md").exists():
+                bench.ppo(size)
+            elif part in ("sft", "rm", "dpo"):
+                bench.compare(part, size, *stage(part, size))
+            elif part != "score" or size in GOALS:
+                measured = {"score": score, "evaluate": evaluate, "serve": serve}[part]
+                bench.compare(part, size, *measured(size))
+    page = options.out / "bench.md"
+    if not page.exists():
         parser.error("nothing of this is measured at this size")
-    print((options.out / "bench.md").read_text())
-    print(f"written: {options.out / 'bench.md'}, {options.out / 'bench.json'}")
+    print(f"{page.read_text()}\nwritten: {page}, {options.out / 'bench.json'}")
 
 
-@dataclass
+# ------------------------------------------------------------------- the parts: (what is measured, rows of the table)
+
+
+def score(size: str) -> tuple[Commands, Rows]:
+    """The curves of score and KL."""
+    commands = {str(ours): ["ppo_ours.py", "score", size, json.dumps(asdict(ours))] for ours in LEARNERS}
+    if not TRL_PPO.is_dir():
+        return commands, [("", name, None) for name in commands]
+    theirs = {"TRL 1.12": ["ppo_trl.py", "score", size]}
+    return commands | theirs, [("", name, "TRL 1.12") for name in commands]
+
+
+def stage(part: str, size: str) -> tuple[Commands, Rows]:
+    """The pipeline's command line, and a script that calls TRL's trainer."""
+    commands = {"ours": ["stage.py", "ours", part, size], "bare TRL": ["stage.py", "bare", part, size]}
+    return commands, [("", "ours", "bare TRL")]
+
+
+def evaluate(size: str) -> tuple[Commands, Rows]:
+    """A reward model's scores of pairs, and the forward passes alone."""
+    commands = {"ours": ["evaluate.py", "ours", size], "plain forwards": ["evaluate.py", "plain", size]}
+    return commands, [("", "ours", "plain forwards")]
+
+
+def serve(size: str) -> tuple[Commands, Rows]:
+    """Tokens of 64 clients at once, and of one request after the other."""
+    commands = {"ours": ["serve.py", "ours", size], "plain loop": ["serve.py", "plain", size]}
+    if importlib.util.find_spec("vllm"):
+        commands["ours, vLLM"] = [*commands["ours"], "rollout.engine=vllm"]
+    return commands, [("", name, "plain loop") for name in commands if "ours" in name]
+
+
+# ----------------------------------------------------------------------------------------------------- measuring
+
+
 class Bench:
-    """Measures one part at one size, and writes its results."""
+    """Measures what is compared, and writes the results."""
 
-    rounds: int
-    threads: int
-    out: Path
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.out = options, options.out
 
-    # ------------------------------------------------------------------------------------------- the parts
-
-    def ppo(self, size: str, names: list[str] | None, cases: list[str]) -> None:
-        """All variants in each round, at each length. What several of them have in common is measured once a round."""
-        matmul = self.run("matmul", ["matmul.py", size], {})
-        variants = {case: chosen(names, size, case, matmul) for case in cases}
-        runs: dict[str, Runs] = {case: {} for case in cases if variants[case]}
-        load = [os.getloadavg()[0]]
-        for round_ in range(self.rounds):
-            for case in runs:
-                sides = [
-                    side for variant in variants[case].values() for side in (variant.ours, variant.beside)
-                ]
-                for side in filter(installed, dict.fromkeys(sides)):
-                    command = [side.script, size, case, json.dumps(asdict(side))]
-                    name = f"ppo-{size}-{case}-{side}-{round_}"
-                    found = self.run(name, command, {"BENCH_MATMUL": matmul["precision"]})
-                    tell(found)
-                    runs[case].setdefault(str(side), []).append(found)
-                rows = [
-                    {
-                        "variant": name,
-                        "ours": str(variant.ours),
-                        "beside": str(variant.beside) if installed(variant.beside) else None,
-                    }
-                    for name, variant in variants[case].items()
-                ]
-                machine = self.machine([*load, os.getloadavg()[0]]) | {"matmul": matmul}
-                self.keep("ppo", size, case, rows, runs[case], machine)
-
-    def score(self, size: str) -> None:
-        """The curves of score and KL; a round is a seed."""
-        goal, theirs = GOALS[size], "TRL 1.12" if TRL_PPO.is_dir() else None
-        commands = {str(ours): ["score_ours.py", size, json.dumps(asdict(ours))] for ours in LEARNERS}
-        rows = [{"variant": "", "ours": name, "beside": theirs} for name in commands]
-        if theirs:
-            commands[theirs] = ["score_trl.py", size]
-
-        def read(run: Result) -> None:
-            updates, score = reached(run["curve"], goal.score), score_at(run["curve"], goal.kl)
-            print(f"  score {goal.score} after {updates} updates  at {goal.kl} nats {score}", flush=True)
-            run |= {"updates": updates, "score": score}
-
-        seeds = [[str(seed)] for seed in range(1, self.rounds + 1)]
-        self.compare("score", size, commands, rows, read, seeds)
-
-    def stage(self, part: str, size: str) -> None:
-        """The pipeline's command line, and a script that calls TRL's trainer."""
-        commands = {"ours": ["stage_ours.py", part, size], "bare TRL": ["stage_bare.py", part, size]}
-        self.compare(part, size, commands, [{"variant": "", "ours": "ours", "beside": "bare TRL"}])
-
-    def evaluate(self, size: str) -> None:
-        """A reward model's scores of pairs, and the forward passes alone."""
-        commands = {"ours": ["evaluate_ours.py", size], "plain forwards": ["evaluate_plain.py", size]}
-        rows = [{"variant": "", "ours": "ours", "beside": "plain forwards"}]
-        self.compare("evaluate", size, commands, rows)
-
-    def serve(self, size: str) -> None:
-        """Tokens of 64 clients at once, and of one request after the other.
-
-        The replica of an embedded Ray has one thread, as a worker on one CPU has.
-        """
-        seconds = "3" if size == "toy" else "30"
-        commands = {
-            "ours": ["serve_ours.py", size, seconds, "64"],
-            "plain loop": ["serve_plain.py", size, seconds],
-        }
-        if importlib.util.find_spec("vllm"):
-            commands["ours, vLLM"] = [*commands["ours"], "rollout.engine=vllm"]
-        rows = [{"variant": "", "ours": name, "beside": "plain loop"} for name in commands if "ours" in name]
-        self.compare("serve", size, commands, rows)
+    def ppo(self, size: str) -> None:
+        """At each length all its variants. What several of them have in common is measured once a round."""
+        matmul = fp32_products(size)
+        os.environ["BENCH_MATMUL"] = matmul["precision"]
+        for case in self.options.length:
+            variants = chosen(self.options.variant, size, case, matmul)
+            sides = [side for ours, beside, _ in variants.values() for side in (ours, beside)]
+            commands = {
+                str(side): [side.script, "ppo", size, case, json.dumps(asdict(side))]
+                for side in filter(installed, sides)
+            }
+            rows = [
+                (name, str(one.ours), str(one.beside) if installed(one.beside) else None)
+                for name, one in variants.items()
+            ]
+            if rows:
+                self.compare("ppo", size, commands, rows, case, matmul=matmul)
 
     def compare(
-        self,
-        part: str,
-        size: str,
-        commands: dict[str, list[str]],
-        rows: list[Result],
-        read: Callable[[Result], None] | None = None,
-        more: list[list[str]] | None = None,
+        self, part: str, size: str, commands: Commands, rows: Rows, case: str = "", **machine: Any
     ) -> None:
-        """Runs all commands in each round; `more` has further arguments of each round, `read` looks at what a run wrote."""
+        """Runs all commands in each round, and writes the figures of the rounds so far."""
         runs: Runs = {name: [] for name in commands}
-        load = [os.getloadavg()[0]]
-        for round_ in range(self.rounds):
+        load = os.getloadavg()[0]
+        for round_ in range(self.options.rounds):
             for name, command in commands.items():
-                arguments = [*command, *(more[round_] if more else [])]
-                found = self.run(f"{part}-{size}-{name}-{round_}", arguments, {})
-                (read or tell)(found)
-                runs[name].append(found)
-            self.keep(part, size, "", rows, runs, self.machine([*load, os.getloadavg()[0]]))
+                runs[name].append(self.run(f"{part}-{size}-{case}-{name}-{round_}", command, seed=round_ + 1))
+            result = {
+                "part": part,
+                "size": size,
+                "case": case,
+                "samples": samples_of(part, size),
+                "rows": [
+                    {
+                        "variant": variant,
+                        "ours": ours,
+                        "beside": beside,
+                        "ratios": ratios(runs, ours, beside),
+                    }
+                    for variant, ours, beside in rows
+                ],
+                "runs": runs,
+                "machine": {
+                    "cpu": processor(),
+                    "threads": self.options.threads,
+                    "load": [load, os.getloadavg()[0]],
+                    "date": time.strftime("%Y-%m-%d"),
+                    **machine,
+                },
+            }
+            self.keep(result)
 
-    # ------------------------------------------------------------------------------------------- measuring
-
-    def run(self, title: str, command: list[str], environment: dict[str, str]) -> dict[str, Any]:
-        """One fresh process; what it wrote. Its output goes to a log, which is shown if it fails."""
+    def run(self, title: str, command: list[str], seed: int) -> dict[str, Any]:
+        """Runs a fresh process, and returns what it wrote. Its output goes to a log, which is shown if it fails."""
         name = re.sub(r"[^a-z0-9.]+", "-", title.lower())
         found, log = self.out / f"{name}.json", self.out / f"{name}.log"
         print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
         environment = os.environ | {
             "PYTHONPATH": f"{ROOT}",
-            "OMP_NUM_THREADS": str(self.threads),
+            "OMP_NUM_THREADS": str(self.options.threads),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "BENCH_OUT": str(found),
+            "BENCH_SEED": str(seed),
             "BENCH_BEGIN": repr(time.time()),
-            **environment,
         }
+        command = [sys.executable, str(Path(__file__).with_name(command[0])), *command[1:]]
         with log.open("w") as file:
-            done = subprocess.run(
-                [sys.executable, str(Path(__file__).with_name(command[0])), *command[1:]],
-                cwd=ROOT,
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
+            done = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
         if done.returncode:
-            sys.exit(
-                f"{log.read_text()[-4000:]}\nerror: {' '.join(command)} ended with {done.returncode}; see {log}"
-            )
+            said = log.read_text()[-4000:]
+            sys.exit(f"{said}\nerror: {' '.join(command)} ended with {done.returncode}; see {log}")
         result = json.loads(found.read_text())
         found.unlink()
+        if "curve" in result:
+            print(
+                f"  goal after {result['updates']} updates  score at equal KL {result['score']}", flush=True
+            )
+        else:
+            step, first, peak = result["step"], result["first_step"], result["peak"] / GIB
+            print(f"  {step:8.3f} s a step  first after {first:6.1f} s  peak {peak:.2f} GiB", flush=True)
         return result
 
-    def machine(self, load: list[float]) -> dict[str, Any]:
-        return {
-            "cpu": processor(),
-            "threads": self.threads,
-            "load": load,
-            "date": time.strftime("%Y-%m-%d"),
-        }
-
-    def keep(
-        self, part: str, size: str, case: str, rows: list[Result], runs: Runs, machine: dict[str, Any]
-    ) -> None:
-        """Writes a result beside those of earlier parts; an earlier one of the same thing gives way, so that all figures of
-        a table are of one run."""
-        result = {
-            "part": part,
-            "size": size,
-            "case": case,
-            "samples": samples_of(part, size),
-            "rows": [row | {"ratios": ratios(runs, row["ours"], row["beside"])} for row in rows],
-            "runs": runs,
-            "machine": machine,
-        }
+    def keep(self, result: dict[str, Any]) -> None:
+        """Writes a result beside those of earlier parts. It replaces an earlier one of the same thing, so that all figures
+        of a table are of one run."""
         path = self.out / "bench.json"
         results = json.loads(path.read_text()) if path.exists() else []
         identity = ("part", "size", "case")
@@ -248,13 +214,19 @@ def installed(setting: Ours | Theirs) -> bool:
     return isinstance(setting, Ours) or TRL_PPO.is_dir()
 
 
-def tell(found: dict[str, Any]) -> None:
-    step, first, peak = found["step"], found["first_step"], found["peak"] / GIB
-    print(f"  {step:8.3f} s a step  first after {first:6.1f} s  peak {peak:.2f} GiB", flush=True)
+def fp32_products(size: str) -> dict[str, Any]:
+    """Returns how the pipeline multiplies fp32 matrices at this size, and whether this processor has bf16."""
+    import torch
+
+    from pipeline.models.matmul import choose
+
+    config = json.loads((model_folder(size) / "config.json").read_text())
+    precision, why = choose(config["hidden_size"])
+    return {"precision": precision, "why": why, "bf16": torch.cpu._is_avx512_bf16_supported()}
 
 
 def samples_of(part: str, size: str) -> int:
-    """Completions of a PPO update; rows of a step of sft, pairs of rm and dpo."""
+    """Returns the completions of a PPO update, the rows of a step of sft, or the pairs of one of rm and dpo."""
     here = SIZES[size]
     return {"ppo": here.prompts, "score": here.prompts, "sft": here.rows}.get(part, here.rows // 2)
 

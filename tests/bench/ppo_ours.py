@@ -1,9 +1,10 @@
-"""One measurement of our PPO: `python tests/bench/ppo_ours.py SIZE CASE OURS`, started by `make bench`.
+"""One measurement of our PPO: `python tests/bench/ppo_ours.py ppo SIZE CASE OURS` or `score SIZE OURS`, by `make bench`.
 
 OURS: the fields of `variants.Ours` as JSON.
 """
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -18,87 +19,126 @@ from sizes import (
     prompts,
     tokenizer,
     with_ends,
+    write,
 )
-from variants import OPTIMIZER_OF_TRL, PHASES, Ours
+from variants import GOALS, OPTIMIZER_OF_TRL, PHASES, SETTINGS, Ours, courtesy
 
 
-def main(name: str, case: str, fields: str) -> None:
-    from transformers import AutoModelForCausalLM
-
+def ppo(name: str, case: str, fields: str) -> None:
+    """Updates with a reward adapter, timed by phase."""
     from pipeline.models import matmul
-    from pipeline.models.adapters import SharedBase
-    from pipeline.ppo.config import PPOConfig
     from pipeline.ppo.rewards import AdapterReward
     from pipeline.ppo.trainer import PPOTrainer
 
-    size, ours, clock, tokens = SIZES[name], Ours(**json.loads(fields)), Clock(), tokenizer(name)
-    base = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=ours.dtype)
-    matmul.configure(base.config.hidden_size, "cpu")
-    shared = SharedBase(with_ends(base, name, case))
-    shared.add("policy", lora=LORA, trainable=True)  # the bare base is the reference, as in TRL's with LoRA
+    clock, size, ours, tokens = Clock(), SIZES[name], Ours(**json.loads(fields)), tokenizer(name)
+    shared = shared_base(name, case, ours.dtype)
+    matmul.configure(shared.hidden_size, "cpu")
     shared.add("reward", lora=LORA, head=True)
-    add_critic(shared, ours.critic)
+    add_critic(shared, ours, copy_of="reward")
     # Few rows save memory; completions to one prompt have to be in one micro-batch to share it.
     few_rows = ours.prompts == "different" and not ours.like_trl
-    settings: dict[str, Any] = {
-        "total_episodes": size.prompts * size.updates,
-        "batch_size": size.prompts,
-        "critic": ours.critic,
-        "num_ppo_epochs": 2,
-        "num_mini_batches": 2,
-        "num_generations": size.generations if ours.prompts == "shared" else 1,
-        "per_device_train_batch_size": size.together if few_rows else size.prompts // 2,  # the minibatch
-        "response_length": size.new_tokens,
-        "learning_rate": LEARNING_RATE,
-        "bf16": ours.dtype == "bfloat16",
-        "seed": SEED,
-    }
-    if ours.like_trl:
-        settings |= OPTIMIZER_OF_TRL
-    args = PPOConfig(**settings)
-    phases: list[dict[str, float]] = []
-    peaks: list[float] = []
+    args = config(
+        name,
+        ours,
+        size.updates,
+        num_ppo_epochs=2,
+        num_mini_batches=2,
+        num_generations=size.generations if ours.prompts == "shared" else 1,
+        per_device_train_batch_size=size.together if few_rows else size.prompts // 2,  # the minibatch
+        learning_rate=LEARNING_RATE,
+        bf16=ours.dtype == "bfloat16",
+        seed=SEED,
+    )
+    history: list[dict[str, float]] = []
 
     def on_update(metrics: dict[str, float], update: int, total: int) -> None:
         clock.step(update)
-        phases.append({phase: metrics[f"time/{phase}"] for phase in PHASES})
-        peaks.append(metrics["memory/peak"])
-        clock.facts.setdefault("lengths", []).append(metrics["completions/mean_length"])
+        history.append(metrics)
 
     token_ids = prompts(name, tokens, ours.long_prompts)
     if ours.prompts != "different":
         token_ids = token_ids[: size.prompts * size.updates // size.generations]
     if ours.prompts == "repeated":
         token_ids = repeated(token_ids, size.generations)
-    rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in token_ids]
     before = high_water()  # the trainer resets the system's own figure, and keeps the highest itself
-    trainer = PPOTrainer(shared, tokens, args, rows, [AdapterReward(shared)], on_update=on_update)
+    trainer = PPOTrainer(shared, tokens, args, rows(token_ids), [AdapterReward(shared)], on_update=on_update)
     if ours.prompts == "repeated":
         shared.can_pack = trainer.sampler.decoder.share = False
     trainer.train()
-    clock.facts |= {"phases": phases[1:], "dtypes": [str(base.dtype), str(shared.autocast)]}
-    clock.write(max(before, high_water(), int(peaks[-1] * 2**30)))
+    clock.facts = {
+        "phases": [{phase: metrics[f"time/{phase}"] for phase in PHASES} for metrics in history[1:]],
+        "lengths": [metrics["completions/mean_length"] for metrics in history],
+        "dtypes": [str(shared.base.dtype), str(shared.autocast)],
+    }
+    clock.write(max(before, high_water(), int(history[-1]["memory/peak"] * 2**30)))
 
 
-def add_critic(shared: Any, critic: str) -> None:
-    """The role `critic`: a copy of the reward, or a head on the policy's hidden states."""
-    if critic == "head":
-        shared.add("critic", head_on="policy", trainable=True)
-    else:
-        shared.add("critic", copy_of="reward", head=True, trainable=True)
+def score(name: str, fields: str) -> None:
+    """The curve of score and KL on a Python reward; of OURS, `critic` and `like_trl` count."""
+    import torch
+
+    from pipeline.ppo.rewards import FunctionReward
+    from pipeline.ppo.trainer import PPOTrainer
+
+    seed, ours, tokens = int(os.environ["BENCH_SEED"]), Ours(**json.loads(fields)), tokenizer(name)
+    torch.manual_seed(seed)
+    shared = shared_base(name, "own")
+    add_critic(shared, ours, lora=LORA)
+    per_device = {"per_device_train_batch_size": SIZES[name].prompts}
+    args = config(name, ours, GOALS[name].updates, seed=seed, **per_device, **SETTINGS)
+    reward = FunctionReward(lambda completions: [courtesy(text) for text in completions])
+    history = PPOTrainer(shared, tokens, args, rows(prompts(name, tokens)), [reward]).train()
+    curve = [(metrics["objective/scores"], metrics["objective/kl"]) for metrics in history]
+    write(GOALS[name].read(curve))
+
+
+def shared_base(name: str, case: str, dtype: str = "float32") -> Any:
+    """Returns the base with its policy; the bare base is the reference, as in TRL's with LoRA."""
+    from transformers import AutoModelForCausalLM
+
+    from pipeline.models.adapters import SharedBase
+
+    base = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=dtype)
+    shared = SharedBase(with_ends(base, name, case))
+    shared.add("policy", lora=LORA, trainable=True)
+    return shared
+
+
+def add_critic(shared: Any, ours: Ours, **adapter: Any) -> None:
+    """Adds the role `critic`: an adapter with a head, or a head on the policy's hidden states."""
+    kind = {"head_on": "policy"} if ours.critic == "head" else {"head": True, **adapter}
+    shared.add("critic", trainable=True, **kind)
+
+
+def config(name: str, ours: Ours, updates: int, **settings: Any) -> Any:
+    from pipeline.ppo.config import PPOConfig
+
+    size = SIZES[name]
+    return PPOConfig(
+        total_episodes=size.prompts * updates,
+        batch_size=size.prompts,
+        critic=ours.critic,
+        response_length=size.new_tokens,
+        **(OPTIMIZER_OF_TRL if ours.like_trl else {}),
+        **settings,
+    )
+
+
+def rows(token_ids: list[list[int]]) -> list[dict[str, Any]]:
+    return [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in token_ids]
 
 
 def repeated(distinct: list[list[int]], times: int) -> list[list[int]]:
-    """Rows that give, one completion each, the same episodes as `times` completions to each of the distinct prompts."""
+    """Returns rows that give, one completion each, the episodes of `times` completions to each of the distinct prompts."""
     from pipeline.ppo.episodes import prompt_order
 
     count = len(distinct) * times
-    rows: list[list[int]] = [[]] * count
+    found: list[list[int]] = [[]] * count
     order = prompt_order(0, len(distinct), len(distinct), SEED)
     for episode, row in enumerate(prompt_order(0, count, count, SEED)):
-        rows[row] = distinct[order[episode // times]]
-    return rows
+        found[row] = distinct[order[episode // times]]
+    return found
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    {"ppo": ppo, "score": score}[sys.argv[1]](*sys.argv[2:])

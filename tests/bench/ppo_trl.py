@@ -1,4 +1,4 @@
-"""One measurement of TRL 1.12's PPOTrainer: `python tests/bench/ppo_trl.py SIZE CASE THEIRS`, started by `make bench`.
+"""One measurement of TRL 1.12's PPO: `python tests/bench/ppo_trl.py ppo SIZE CASE THEIRS` or `score SIZE`, by `make bench`.
 
 THEIRS: the fields of `variants.Theirs` as JSON.
 """
@@ -23,71 +23,101 @@ from sizes import (
     prompts,
     tokenizer,
     with_ends,
+    write,
 )
-from variants import PHASES, Theirs
+from variants import GOALS, PHASES, SETTINGS, Theirs, courtesy
 
 sys.path.insert(0, str(TRL_PPO))  # before the installed TRL
 
 
-def main(name: str, case: str, fields: str) -> None:
-    theirs = Theirs(**json.loads(fields))
+def ppo(name: str, case: str, fields: str) -> None:
+    """Updates with a reward model, timed by phase."""
+    clock, theirs = Clock(), Theirs(**json.loads(fields))
     if theirs.bf16:
         # As `accelerate launch --mixed_precision bf16` does: its trainer does not hand args.bf16 on.
         os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     dtype = "bfloat16" if theirs.bf16 else "float32"
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+    from transformers import TrainerCallback
 
     if theirs.matmul:
         torch.set_float32_matmul_precision(os.environ["BENCH_MATMUL"])
-    size, clock, tokens = SIZES[name], Clock(), tokenizer(name)
-    tokens.padding_side = "left"
-    folder = model_folder(name)
-    policy = with_ends(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), name, case)
+    policy = policy_of(name, case, dtype)
     torch.manual_seed(0)
-    reward, critic = (
-        AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=dtype)
-        for _ in range(2)
-    )
-    watch = Stopwatch(reward, tokens.pad_token_id)
+    reward, critic = scalar_model(name, dtype), scalar_model(name, dtype)
+    watch = Stopwatch(reward)
 
     class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
             clock.step(state.global_step)
             watch.next_update()
 
-    trainer = trainer_of(
-        name,
-        tokens,
-        policy,
-        reward,
-        critic,
-        Watch(),
-        total_episodes=size.prompts * size.updates,
-        num_ppo_epochs=2,
-        num_mini_batches=2,
-        temperature=1.0,
-        learning_rate=LEARNING_RATE,
-        bf16=theirs.bf16,
-    )
+    settings = {"num_ppo_epochs": 2, "num_mini_batches": 2, "temperature": 1.0}
+    settings |= {"learning_rate": LEARNING_RATE, "bf16": theirs.bf16}
+    trainer = trainer_of(name, SIZES[name].updates, policy, reward, critic, Watch(), **settings)
     watch.next_update()
     trainer.train()
     dtypes = [str(policy.dtype), trainer.accelerator.mixed_precision]
-    clock.facts |= {"phases": watch.phases[2:], "lengths": watch.lengths, "dtypes": dtypes}
+    clock.facts = {"phases": watch.phases[2:], "lengths": watch.lengths, "dtypes": dtypes}
     clock.write(high_water())
 
 
+def score(name: str) -> None:
+    """The curve of score and KL on the Python reward."""
+    import torch
+    from transformers import TrainerCallback
+    from trl.experimental.ppo import ppo_trainer
+
+    seed, tokens = int(os.environ["BENCH_SEED"]), tokenizer(name)
+    torch.manual_seed(seed)
+    policy, critic = policy_of(name, "own"), scalar_model(name)
+    reward, get_reward = torch.nn.Identity(), ppo_trainer.get_reward
+
+    def scored(model: Any, ids: Any, pad: int, start: int) -> Any:
+        """TRL takes a reward model only; its other caller, for the values, goes on as it was."""
+        if model is not reward:
+            return get_reward(model, ids, pad, start)
+        texts = tokens.batch_decode(ids[:, start:], skip_special_tokens=True)
+        return None, torch.tensor([courtesy(text) for text in texts]), None
+
+    ppo_trainer.get_reward = scored
+    curve: list[tuple[float, float]] = []
+
+    class Watch(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: object) -> None:
+            if "objective/scores" in logs:
+                curve.append((logs["objective/scores"], logs["objective/kl"]))
+
+    settings = {"bf16": False, "logging_steps": 1, "seed": seed, **SETTINGS}
+    trainer_of(name, GOALS[name].updates, policy, reward, critic, Watch(), **settings).train()
+    write(GOALS[name].read(curve))
+
+
+def policy_of(name: str, case: str, dtype: str = "float32") -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return with_ends(AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=dtype), name, case)
+
+
+def scalar_model(name: str, dtype: str = "float32") -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(model_folder(name), num_labels=1, dtype=dtype)
+
+
 def trainer_of(
-    name: str, tokens: Any, policy: Any, reward: Any, critic: Any, watch: Any, **settings: Any
+    name: str, updates: int, policy: Any, reward: Any, critic: Any, watch: Any, **more: Any
 ) -> Any:
     """Returns TRL's trainer of a size, which tells `watch` about its updates."""
     import datasets
     from peft import LoraConfig
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    size = SIZES[name]
+    size, tokens = SIZES[name], tokenizer(name)
+    tokens.padding_side = "left"
     args = PPOConfig(
         output_dir=str(WORK / name / "trl"),
+        total_episodes=size.prompts * updates,
         # The rows of an update; it cuts them into the minibatches by itself. With gradient accumulation instead,
         # accelerate would leave out every other optimizer step.
         per_device_train_batch_size=size.prompts,
@@ -101,7 +131,7 @@ def trainer_of(
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
-        **settings,
+        **more,
     )
     return PPOTrainer(
         args=args,
@@ -119,7 +149,7 @@ def trainer_of(
 class Stopwatch:
     """Seconds of each phase of TRL's updates, and the mean lengths of its completions, read off the functions it calls."""
 
-    def __init__(self, reward: Any, pad: int) -> None:
+    def __init__(self, reward: Any) -> None:
         import torch
         from trl.experimental.ppo import ppo_trainer
 
@@ -128,7 +158,7 @@ class Stopwatch:
         self.lengths: list[float] = []
         self.begin = time.perf_counter()
 
-        def role(model: Any, *_: Any) -> str | None:
+        def role(model: Any, *_: Any) -> str:
             return "score" if model is reward else "values"
 
         def no_grad(*_: Any) -> str | None:
@@ -139,8 +169,8 @@ class Stopwatch:
         ppo_trainer.forward = self.timed(ppo_trainer.forward, no_grad)
         truncate = ppo_trainer.truncate_response
 
-        def truncated(*args: Any) -> Any:
-            completions = truncate(*args)
+        def truncated(stop: int, pad: int, responses: Any) -> Any:
+            completions = truncate(stop, pad, responses)
             self.lengths.append((completions != pad).sum(-1).float().mean().item())
             return completions
 
@@ -157,11 +187,11 @@ class Stopwatch:
         return call
 
     def next_update(self) -> None:
-        """What no function of theirs took counts as the update."""
+        """Ends an update; what no function of theirs took counts as its phase `update`."""
         end = time.perf_counter()
         self.phases.append(self.seconds | {"update": end - self.begin - sum(self.seconds.values())})
         self.seconds, self.begin = dict.fromkeys(PHASES, 0.0), end
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    {"ppo": ppo, "score": score}[sys.argv[1]](*sys.argv[2:])

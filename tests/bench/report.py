@@ -4,17 +4,12 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from score import GOALS
 from sizes import SIZES
-from variants import CASES, PHASES
+from variants import CASES, GOALS, PHASES
 
 GIB = 2**30
-Runs = dict[str, list[dict[str, Any]]]  # what was measured -> a measurement of each round
-ABOUT = {
-    "toy": "a random Llama of two layers, which shows nothing",
-    "demo": "the demo's model of 0.8 M parameters",
-    "large": "a random Llama of 110 M parameters with a vocabulary of 32,000",
-}
+Result = dict[str, Any]
+Runs = dict[str, list[Result]]  # what was measured -> a measurement of each round
 LEGEND = """\
 One row is a setting of our PPO and what it was measured beside, in each round one after the other; *times as fast* is the
 median over the rounds of the quotient of both times. Settings are the same on both sides: LoRA of rank 16 on all linear
@@ -39,77 +34,58 @@ that is left."""
 SCORE_LEGEND = """\
 The reward counts kind words; a run ends after the same number of updates on both sides. *updates* and *samples* until the
 mean score of an update reaches the goal, and the score where the KL to the reference reaches a given number of nats.
-"TRL's settings": Adam epsilon 1e-8 where ours is 1e-5, and gradients not clipped."""
-
-
+"TRL's settings": Adam epsilon 1e-8 where ours is 1e-5, and gradients not clipped.
+"""
 EVALUATE_LEGEND = """\
 Scores of preference pairs by a random reward adapter, from token rows to metrics, beside the forwards alone through
 transformers and peft: the same completions, sorted by length, in batches of the same number. Our two completions of a pair share
-the forward of their prompt."""
-
+the forward of their prompt.
+"""
 SERVE_LEGEND = """\
 64 clients over HTTP, half of them of one policy and half of another, on one base (a replica with one CPU; proxy and clients on
 the same machine), beside transformers' generate on merged models, one request after the other, without HTTP. Completions of
 equally many tokens on both sides, sampled at temperature 1. Memory: of the replica
-before the first request, without its KV cache, and of the process with two models."""
+before the first request, without its KV cache, and of the process with two models.
+"""
 
 
-def render(results: list[dict[str, Any]]) -> str:
-    order = {
-        name: i
-        for i, name in enumerate(
-            ["ppo", "score", "sft", "rm", "dpo", "evaluate", "serve", *SIZES, *CASES, ""]
-        )
-    }
+def render(results: list[Result]) -> str:
+    """Returns the page: the machine of each result, the sections of PPO, one table for each of TABLES."""
+    parts = ["ppo", *(part for _, those, *_ in TABLES for part in those)]
+    order = {name: i for i, name in enumerate([*parts, *SIZES, *CASES, ""])}
     results = sorted(results, key=lambda r: (order[r["part"]], order[r["size"]], order[r["case"]]))
+    lines = ["# Measured beside TRL", "", *map(machine, results)]
     ppo = [r for r in results if r["part"] == "ppo"]
-    scores = [r for r in results if r["part"] == "score"]
-    stages = [r for r in results if r["part"] in ("sft", "rm", "dpo")]
-    evaluated = [r for r in results if r["part"] == "evaluate"]
-    served = [r for r in results if r["part"] == "serve"]
-    lines = ["# Measured beside TRL", "", *machines(results)]
     for size in dict.fromkeys(r["size"] for r in ppo):
         lines += ppo_section(size, [r for r in ppo if r["size"] == size])
-    if scores:
-        head = "model | ours | goal | updates, each seed | TRL 1.12 | samples, mean | TRL 1.12 | ratio | at KL | score | TRL 1.12"
-        lines += ["", "## PPO on a Python reward", "", *SCORE_LEGEND.splitlines(), ""]
-        lines += table(head, (score_row(r, row) for r in scores for row in r["rows"]))
-    if stages:
-        head = "stage | model | s/step | bare TRL 1.16 | ratio | peak GiB | bare | ratio | first step s | bare | later by"
-        lines += ["", "## sft, rm, dpo", ""]
-        lines += table(head, (stage_row(r, row) for r in stages for row in r["rows"]))
-    if evaluated:
-        head = "model | s/pair | plain forwards | ratio | peak GiB | plain | ratio"
-        lines += ["", "## evaluate", "", *EVALUATE_LEGEND.splitlines(), ""]
-        lines += table(head, (stage_row(r, row)[1:8] for r in evaluated for row in r["rows"]))
-    if served:
-        head = "model | measured | tokens/s | plain loop | times as fast | errors | private GiB | two models | ratio"
-        lines += ["", "## serve", "", *SERVE_LEGEND.splitlines(), ""]
-        lines += table(head, (serve_row(r, row) for r in served for row in r["rows"]))
-    lines += against_sft(results)
+    for title, those, legend, head, cells_of in TABLES:
+        rows = [
+            cells_of(result, row) for result in results if result["part"] in those for row in result["rows"]
+        ]
+        if rows:
+            lines += ["", f"## {title}", "", *legend.split("\n"), *table(head, rows)]
     return "\n".join(lines) + "\n"
 
 
-def machines(results: list[dict[str, Any]]) -> list[str]:
-    """When and where it was measured, and how busy that machine was."""
-    lines = []
-    for result in results:
-        machine = result["machine"]
-        rounds = len(next(iter(result["runs"].values())))
-        what = " ".join(filter(None, [result["part"], result["size"], result["case"]]))
-        load = " to ".join(f"{f(machine['load']):.1f}" for f in (min, max))
-        lines.append(
-            f"- {what}: {machine['date']}, {machine['cpu']}, {machine['threads']} threads, {rounds} rounds, load average {load}"
-        )
-    return lines
+def machine(result: Result) -> str:
+    """Says when and where a result was measured, and how busy that machine was."""
+    here, rounds = result["machine"], len(next(iter(result["runs"].values())))
+    what = " ".join(filter(None, [result["part"], result["size"], result["case"]]))
+    load = f"load average {min(here['load']):.1f} to {max(here['load']):.1f}"
+    return f"- {what}: {here['date']}, {here['cpu']}, {here['threads']} threads, {rounds} rounds, {load}"
+
+
+def table(head: str, rows: Iterable[list[str]]) -> list[str]:
+    width = head.count("|") + 1
+    return [f"| {head} |", "|" + " --- |" * width, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 # --------------------------------------------------------------------------------------------------- ppo
 
 
-def ppo_section(size: str, results: list[dict[str, Any]]) -> list[str]:
+def ppo_section(size: str, results: list[Result]) -> list[str]:
     here = SIZES[size]
-    about = f"{ABOUT[size]}; {here.prompts} completions an update, of at most {here.new_tokens} tokens"
+    about = f"{here.about}; {here.prompts} completions an update, of at most {here.new_tokens} tokens"
     if here.prompt_tokens:
         about += f"; prompts of {here.prompt_tokens} tokens (long ones: {here.long_prompt_tokens})"
     about += f"; shared prompts have {here.generations} completions each"
@@ -133,44 +109,38 @@ def ppo_section(size: str, results: list[dict[str, Any]]) -> list[str]:
     return [*lines, "", *PHASE_LEGEND.splitlines()]
 
 
-def ppo_row(result: dict[str, Any], row: dict[str, Any]) -> list[str]:
+def ppo_row(result: Result, row: Result) -> list[str]:
     speed = cells(result, row, "step", "speed", lambda seconds: result["samples"] / seconds)
-    peak = cells(result, row, "peak", "peak", lambda size: size / GIB)
-    first = cells(result, row, "first_step", "later", float)[:2]
-    return [f"`{row['variant']}`", row["ours"], row["beside"] or "-", *speed, *peak, *first]
+    first = cells(result, row, "first_step", "later")[:2]
+    return [f"`{row['variant']}`", row["ours"], row["beside"] or "-", *speed, *peak(result, row), *first]
 
 
-def phase_row(name: str, runs: list[dict[str, Any]]) -> list[str]:
-    """Medians over all updates of all rounds, the warm-ups left out."""
+def phase_row(name: str, runs: list[Result]) -> list[str]:
+    """Returns medians over all updates of all rounds, the warm-ups left out."""
     length = statistics.mean(length for run in runs for length in run["lengths"][1:])
     seconds = [phase_seconds(runs, phase) for phase in PHASES]
     return [name, f"{length:.1f}", *(f"{s:.3g}" for s in seconds), f"{middle(runs, 'step'):.3g}"]
 
 
-def phase_seconds(runs: list[dict[str, Any]], phase: str) -> float:
+def phase_seconds(runs: list[Result], phase: str) -> float:
     return statistics.median(update[phase] for run in runs for update in run["phases"])
 
 
-def head_by_adapter(result: dict[str, Any]) -> list[str]:
-    """The phase `update` of a critic that is a head by that of one that is an adapter, in fp32: the median of the rounds."""
+def head_by_adapter(result: Result) -> list[str]:
+    """Compares the phase `update` of a critic that is a head with that of an adapter, in fp32: the median of the rounds."""
     runs = {row["variant"]: result["runs"][row["ours"]] for row in result["rows"]}
     if not {"head", "adapter"} <= runs.keys():
         return []
-    quotients = [
-        phase_seconds([head], "update") / phase_seconds([adapter], "update")
-        for head, adapter in zip(runs["head"], runs["adapter"], strict=True)
-    ]
-    return [
-        "",
-        f"Phase *update* with `critic: head` by that with `critic: adapter`: {statistics.median(quotients):.2f}.",
-    ]
+    rounds = zip(runs["head"], runs["adapter"], strict=True)
+    ratio = statistics.median(phase_seconds([a], "update") / phase_seconds([b], "update") for a, b in rounds)
+    return ["", f"Phase *update* with `critic: head` by that with `critic: adapter`: {ratio:.2f}."]
 
 
 # ------------------------------------------------------------------------------------------ the other parts
 
 
-def score_row(result: dict[str, Any], row: dict[str, Any]) -> list[str]:
-    """Updates of each seed; means over the seeds of the samples until the goal and of the score at equal KL."""
+def score_row(result: Result, row: Result) -> list[str]:
+    """Returns the updates of each seed, and means over the seeds of the samples until the goal and the score at equal KL."""
     goal = GOALS[result["size"]]
     updates, samples, scores = [], [], []
     for side in (row["ours"], row["beside"]):
@@ -185,40 +155,55 @@ def score_row(result: dict[str, Any], row: dict[str, Any]) -> list[str]:
     return [result["size"], row["ours"], f"{goal.score:g}", *updates, *counts, ratio, f"{goal.kl:g}", *scores]
 
 
-def stage_row(result: dict[str, Any], row: dict[str, Any]) -> list[str]:
-    step = cells(result, row, "step", "step", float)
-    peak = cells(result, row, "peak", "peak", lambda size: size / GIB)
-    first = cells(result, row, "first_step", "later", float)
-    return [result["part"], result["size"], *step, *peak, *first]
+def stage_row(result: Result, row: Result) -> list[str]:
+    step, first = cells(result, row, "step", "step"), cells(result, row, "first_step", "later")
+    return [result["part"], result["size"], *step, *peak(result, row), *first]
 
 
-def serve_row(result: dict[str, Any], row: dict[str, Any]) -> list[str]:
+def serve_row(result: Result, row: Result) -> list[str]:
     speed = cells(result, row, "step", "speed", lambda seconds: 1 / seconds)
-    peak = cells(result, row, "peak", "peak", lambda size: size / GIB)
     errors = sum(run["errors"] for run in result["runs"][row["ours"]])
-    return [result["size"], row["ours"], *speed, f"{errors}", *peak]
+    return [result["size"], row["ours"], *speed, f"{errors}", *peak(result, row)]
 
 
-def against_sft(results: list[dict[str, Any]]) -> list[str]:
-    """PPO's peak by that of sft: the same model, rows of equally many tokens."""
-    found = {(r["part"], r["size"], r["case"]): r for r in results}
-    ppo, sft = found.get(("ppo", "large", "full")), found.get(("sft", "large", ""))
-    row = next((row for row in ppo["rows"] if row["variant"] == "head"), None) if ppo else None
-    if not (ppo and sft and row):
-        return []
-    ratio = middle(ppo["runs"][row["ours"]], "peak") / middle(sft["runs"]["ours"], "peak")
-    return [
+# Title, parts, legend, head of the table, and what makes the cells of a row
+TABLES: list[tuple[str, list[str], str, str, Callable[[Result, Result], list[str]]]] = [
+    (
+        "PPO on a Python reward",
+        ["score"],
+        SCORE_LEGEND,
+        "model | ours | goal | updates, each seed | TRL 1.12 | samples, mean | TRL 1.12 | ratio | at KL | score | TRL 1.12",
+        score_row,
+    ),
+    (
+        "sft, rm, dpo",
+        ["sft", "rm", "dpo"],
         "",
-        f"Peak memory of PPO ({SIZES['large'].together} rows of 128 tokens at a time) by that of our sft "
-        f"({SIZES['large'].rows} rows), `large`: {ratio:.2f}.",
-    ]
+        "stage | model | s/step | bare TRL 1.16 | ratio | peak GiB | bare | ratio | first step s | bare | later by",
+        stage_row,
+    ),
+    (
+        "evaluate",
+        ["evaluate"],
+        EVALUATE_LEGEND,
+        "model | s/pair | plain forwards | ratio | peak GiB | plain | ratio",
+        lambda result, row: stage_row(result, row)[1:8],
+    ),
+    (
+        "serve",
+        ["serve"],
+        SERVE_LEGEND,
+        "model | measured | tokens/s | plain loop | times as fast | errors | private GiB | two models | ratio",
+        serve_row,
+    ),
+]
 
 
-# ------------------------------------------------------------------------------------------------- helpers
+# ------------------------------------------------------------------------------------------------- figures
 
 
 def ratios(runs: Runs, ours: str, beside: str | None) -> dict[str, float]:
-    """Medians over the rounds: ours by the other, and how much later our first step ends (seconds)."""
+    """Returns medians over the rounds: ours by the other, and how much later our first step ends (seconds)."""
     if beside is None or "step" not in runs[ours][0]:
         return {}
     pairs = list(zip(runs[ours], runs[beside], strict=True))
@@ -228,20 +213,19 @@ def ratios(runs: Runs, ours: str, beside: str | None) -> dict[str, float]:
     return found
 
 
-def table(head: str, rows: Iterable[list[str]]) -> list[str]:
-    width = head.count("|") + 1
-    return [f"| {head} |", "|" + " --- |" * width, *(f"| {' | '.join(row)} |" for row in rows)]
-
-
 def cells(
-    result: dict[str, Any], row: dict[str, Any], key: str, ratio: str, scale: Callable[[float], float]
+    result: Result, row: Result, key: str, ratio: str, scale: Callable[[float], float] = float
 ) -> list[str]:
-    """Ours, the other's and their ratio; dashes where the other was not measured."""
+    """Returns ours, the other's and their ratio; dashes where the other was not measured."""
     ours = f"{scale(middle(result['runs'][row['ours']], key)):.3g}"
     if row["beside"] is None:
         return [ours, "-", "-"]
     return [ours, f"{scale(middle(result['runs'][row['beside']], key)):.3g}", f"{row['ratios'][ratio]:.2f}"]
 
 
-def middle(runs: list[dict[str, Any]], key: str) -> float:
+def peak(result: Result, row: Result) -> list[str]:
+    return cells(result, row, "peak", "peak", lambda size: size / GIB)
+
+
+def middle(runs: list[Result], key: str) -> float:
     return statistics.median(run[key] for run in runs)

@@ -1,4 +1,4 @@
-"""What both sides of a measurement share: the models, the rows, the settings, and the clock.
+"""What both sides of a measurement share: the models, the rows, and the clock.
 
 Both sides import this file and nothing of each other, so that neither pays for the other's imports.
 """
@@ -6,15 +6,15 @@ Both sides import this file and nothing of each other, so that neither pays for 
 import json
 import os
 import random
+import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "jobs/demo/model"
+DATA, DEMO = ROOT / "jobs/demo/data", ROOT / "jobs/demo/model"
 WORK = ROOT / "runs/bench"  # random models, rows, and what each measurement left
 # TRL 1.12, the last one with a PPOTrainer: only the process that measures it sees it
 TRL_PPO = ROOT / ".bench/trl"
@@ -25,15 +25,16 @@ NEVER = -1e4  # added to a logit
 
 SPECIAL = {
     token["content"]: token["id"]
-    for token in json.loads((ROOT / "jobs/demo/model/tokenizer.json").read_text())["added_tokens"]
+    for token in json.loads((DEMO / "tokenizer.json").read_text())["added_tokens"]
 }
-EOS, BOS = SPECIAL["<|eot_id|>"], SPECIAL["<|begin_of_text|>"]  # both sizes speak with the demo's tokenizer
+EOS, BOS = SPECIAL["<|eot_id|>"], SPECIAL["<|begin_of_text|>"]  # all sizes use the demo's tokenizer
 
 
 @dataclass(frozen=True)
 class Size:
     """One size of model, and how much of everything is measured at it."""
 
+    about: str
     shape: dict[str, int] | None  # of a random Llama; None: the demo model, which is trained
     prompts: int  # of one PPO update
     together: int  # rows of one forward and backward of ours; TRL's minibatch cannot be cut
@@ -48,6 +49,9 @@ class Size:
     steps: int  # of sft, rm, dpo
     warmup: int  # of these, the first, which are not counted
     logging_steps: int
+    pairs: int  # of `evaluate`
+    serve_tokens: int  # of each completion of `serve`
+    serve_seconds: int
 
 
 SMALL = dict(
@@ -57,22 +61,26 @@ LLAMA = dict(
     hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, vocab_size=32_000
 )
 SIZES = {
-    "toy": Size(  # for the test of this bench: it shows nothing
-        shape=SMALL, prompts=4, together=2, generations=2, prompt_tokens=8, long_prompt_tokens=24, new_tokens=6, eos_bias=4.6,
-        updates=2, rows=4, words=10, steps=2, warmup=1, logging_steps=1,
+    "toy": Size(  # for the test of this bench
+        about="a random Llama of two layers, which shows nothing", shape=SMALL, prompts=4, together=2, generations=2,
+        prompt_tokens=8, long_prompt_tokens=24, new_tokens=6, eos_bias=4.6, updates=2, rows=4, words=10, steps=2, warmup=1,
+        logging_steps=1, pairs=4, serve_tokens=6, serve_seconds=3,
     ),
     "demo": Size(
-        shape=None, prompts=64, together=32, generations=8, prompt_tokens=None, long_prompt_tokens=None, new_tokens=40,
-        eos_bias=0.0, updates=6, rows=16, words=None, steps=150, warmup=75, logging_steps=5,
+        about="the demo's model of 0.8 M parameters", shape=None, prompts=64, together=32, generations=8, prompt_tokens=None,
+        long_prompt_tokens=None, new_tokens=40, eos_bias=0.0, updates=6, rows=16, words=None, steps=150, warmup=75,
+        logging_steps=5, pairs=200, serve_tokens=40, serve_seconds=30,
     ),
-    "large": Size(  # 110 M parameters
-        shape=LLAMA, prompts=16, together=3, generations=8, prompt_tokens=32, long_prompt_tokens=96, new_tokens=96, eos_bias=6.6,
-        updates=2, rows=8, words=40, steps=10, warmup=2, logging_steps=1,
+    "large": Size(
+        about="a random Llama of 110 M parameters with a vocabulary of 32,000", shape=LLAMA, prompts=16, together=3,
+        generations=8, prompt_tokens=32, long_prompt_tokens=96, new_tokens=96, eos_bias=6.6, updates=2, rows=8, words=40,
+        steps=10, warmup=2, logging_steps=1, pairs=4, serve_tokens=64, serve_seconds=30,
     ),
 }  # fmt: skip
 
 
-# -------------------------------------------------------------------------------------------------- the models
+def model_folder(size: str) -> Path:
+    return WORK / size / "model" if SIZES[size].shape else DEMO
 
 
 def prepare(size: str) -> None:
@@ -81,59 +89,49 @@ def prepare(size: str) -> None:
     if (folder / "ready").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    shape = SIZES[size].shape
-    if shape:
+    if shape := SIZES[size].shape:
         write_model(folder / "model", shape)
-    write_rows(folder, size)
+    if words := SIZES[size].words:
+        write_rows(folder, words)
+    else:
+        for name in ("demonstrations.jsonl", "preferences.jsonl"):
+            shutil.copy(DATA / name, folder)
     (folder / "ready").touch()
 
 
 def write_model(folder: Path, shape: dict[str, int]) -> None:
-    """A Llama of random numbers, with the demo's tokenizer: it knows fewer ids than the model, which nothing minds."""
+    """Writes a Llama of random numbers, with the demo's tokenizer, which has fewer ids than the model."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     ends = {"eos_token_id": EOS, "bos_token_id": BOS, "pad_token_id": None}
-    LlamaForCausalLM(
-        LlamaConfig(**shape, max_position_embeddings=512, tie_word_embeddings=True, **ends)
-    ).save_pretrained(folder)
+    config = LlamaConfig(**shape, max_position_embeddings=512, tie_word_embeddings=True, **ends)
+    LlamaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
 
 
-def model_folder(size: str) -> Path:
-    return WORK / size / "model" if SIZES[size].shape else DEMO
-
-
-def write_rows(folder: Path, size: str) -> None:
-    """Demonstrations and preferences: those of the demo, or sentences of random words."""
-    data, words = ROOT / "jobs/demo/data", SIZES[size].words
-    if words is None:
-        for name in ("demonstrations", "preferences"):
-            (folder / f"{name}.jsonl").write_text((data / f"{name}.jsonl").read_text())
-        return
-    known = sorted(set((data / "demonstrations.jsonl").read_text().replace('"', " ").split()))
-    known = [word for word in known if word.isalpha()]
-    draw = random.Random(0)
-
-    def text() -> str:
-        return " ".join(draw.choices(known, k=words // 2))
-
-    pairs = [{"prompt": text(), "chosen": text(), "rejected": text()} for _ in range(200)]
-    turns = [
-        [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair["chosen"]}]
-        for pair in pairs
-    ]
-    write_lines(folder / "preferences.jsonl", pairs)
-    write_lines(folder / "demonstrations.jsonl", [{"messages": messages} for messages in turns])
-
-
-def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_rows(folder: Path, words: int) -> None:
+    """Writes demonstrations and preferences: sentences of random words of the demo."""
+    known = sorted(set((DATA / "demonstrations.jsonl").read_text().replace('"', " ").split()))
+    known, draw = [word for word in known if word.isalpha()], random.Random(0)
+    with (
+        (folder / "preferences.jsonl").open("w") as preferences,
+        (folder / "demonstrations.jsonl").open("w") as demonstrations,
+    ):
+        for _ in range(200):
+            keys = ("prompt", "chosen", "rejected")
+            pair = {key: " ".join(draw.choices(known, k=words // 2)) for key in keys}
+            turns = [
+                {"role": "user", "content": pair["prompt"]},
+                {"role": "assistant", "content": pair["chosen"]},
+            ]
+            preferences.write(json.dumps(pair) + "\n")
+            demonstrations.write(json.dumps({"messages": turns}) + "\n")
 
 
 def tokenizer(size: str) -> Any:
-    """The demo's, with a pad token that is not its end."""
+    """Returns the demo's tokenizer, with a pad token that is not its end."""
     from transformers import AutoTokenizer
 
     found = AutoTokenizer.from_pretrained(model_folder(size))
@@ -142,19 +140,19 @@ def tokenizer(size: str) -> Any:
 
 
 def prompts(size: str, tokens: Any, long: bool = False) -> list[list[int]]:
-    """Token ids of the prompts of all updates."""
+    """Returns the token ids of the prompts of all updates."""
     here = SIZES[size]
     width = here.long_prompt_tokens if long else here.prompt_tokens
     if width:
         draw = random.Random(1)
         return [[draw.randrange(10, 1000) for _ in range(width)] for _ in range(here.prompts * here.updates)]
-    lines = (ROOT / "jobs/demo/data/prompts.jsonl").read_text().splitlines()
+    lines = (DATA / "prompts.jsonl").read_text().splitlines()
     chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
     return [tokens.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
 
 
 def with_ends(model: Any, size: str, case: str) -> Any:
-    """The model with completions that end by themselves (`own`) or never (`full`): a bias on its lm head says which.
+    """Makes completions end by themselves (`own`) or never (`full`), by a bias on the lm head. Returns the model.
 
     One id alone ends a completion, the tokenizer's: TRL's PPO knows no more than one.
     """
@@ -172,79 +170,40 @@ def with_ends(model: Any, size: str, case: str) -> Any:
     return model
 
 
-# ------------------------------------------------------------------------------------------- sft, rm and dpo
+def write(found: dict[str, Any]) -> None:
+    """Writes what this process has measured to where the parent asked for it."""
+    Path(os.environ["BENCH_OUT"]).write_text(json.dumps(found))
 
 
-def arguments(stage: str, name: str) -> dict[str, Any]:
-    """TRL's arguments of a stage, for both sides."""
-    size = SIZES[name]
-    rows = size.rows if stage == "sft" else size.rows // 2
-    return {
-        "max_steps": size.steps,
-        "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": 1,
-        "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-        "logging_steps": size.logging_steps,
-        "logging_first_step": True,
-        "eval_strategy": "no",
-        "eval_on_start": False,
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
-        "seed": 1,
-    }
-
-
-def raw_rows(stage: str, name: str) -> Iterator[dict[str, Any]]:
-    """The rows of a stage's file as TRL's own messages."""
-    rows = "demonstrations" if stage == "sft" else "preferences"
-    for line in (WORK / name / f"{rows}.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if stage == "sft":
-            yield {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
-        else:
-            say = {key: [{"role": "assistant", "content": row[key]}] for key in ("chosen", "rejected")}
-            yield {"prompt": [{"role": "user", "content": row["prompt"]}], **say}
-
-
-# --------------------------------------------------------------------------------------------------- the clock
+def since_start(at: float) -> float:
+    """Returns the seconds from the start of this process, imports included, to a time (seconds since the epoch)."""
+    return at - float(os.environ["BENCH_BEGIN"])
 
 
 class Clock:
-    """When each step ended, and what the process held at most; written as JSON to where the parent asked for it.
-
-    The process was started at `BENCH_BEGIN` (seconds since the epoch), so that imports count as start-up.
-    """
+    """When each step ended, and what else a measurement found."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[int, float]] = []
-        self.processor: list[float] = []
-        self.begin = float(os.environ["BENCH_BEGIN"])
         self.facts: dict[str, Any] = {}
 
     def step(self, number: int, at: float | None = None) -> None:
         self.ends.append((number, at or time.time()))
-        self.processor.append(time.process_time())
 
     def write(self, peak: int, warmup: int = 1) -> None:
-        """Seconds from the start to the end of the first step, seconds a step after the warm-up, peak bytes."""
-        first = next(i for i, (number, _) in enumerate(self.ends) if number >= warmup)
-        (start, begin), (last, end) = self.ends[first], self.ends[-1]
+        """Writes seconds from the start to the end of the first step, seconds a step after the warm-up, and peak bytes."""
+        start, begin = next(step for step in self.ends if step[0] >= warmup)
+        last, end = self.ends[-1]
         found = {
-            "first_step": self.ends[0][1] - self.begin,
+            "first_step": since_start(self.ends[0][1]),
             "step": (end - begin) / (last - start),
-            "processor": (self.processor[-1] - self.processor[first]) / (last - start),
             "peak": peak,
-            **self.facts,
         }
-        Path(os.environ["BENCH_OUT"]).write_text(json.dumps(found))
+        write(found | self.facts)
 
 
 def high_water() -> int:
-    """Bytes: the most that this process held at once."""
+    """Returns the most bytes that this process held at once."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

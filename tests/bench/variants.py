@@ -1,8 +1,10 @@
-"""What the part `ppo` compares: the rows of its table, each one setting of our PPO beside one of TRL's, or of ours."""
+"""What `ppo` compares, the rows of its table; and what both sides of `score` share: reward, settings and goal."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from sizes import SIZES
@@ -10,13 +12,10 @@ from sizes import SIZES
 PHASES = ("rollout", "score", "values", "update")
 # Of completions: all up to the limit, or each until it ends by itself.
 CASES = {"full": "full length", "own": "own length"}
-
-
-# Ours: 1e-5, and gradients clipped to 1
 OPTIMIZER_OF_TRL: dict[str, Any] = {
     "adam_epsilon": 1e-8,
     "max_grad_norm": 0.0,
-}
+}  # ours: 1e-5, and clipped to 1
 
 
 @dataclass(frozen=True)
@@ -74,24 +73,70 @@ VARIANTS = {
     ),
 }
 
-# What the part `score` measures beside TRL.
-LEARNERS = [Ours(), Ours("adapter"), Ours(like_trl=True), Ours("adapter", like_trl=True)]
-
 
 def chosen(names: list[str] | None, size: str, case: str, matmul: dict[str, Any]) -> dict[str, Variant]:
-    """The variants of that name, or those that are measured by default, as far as they have a meaning here: long prompts at
-    a size that has them, a precision of fp32 products other than torch's default, bf16 where the processor has it.
+    """Returns the variants of these names, or those that are measured by default, as far as they have a meaning here.
 
-    Args:
-        matmul: what matmul.py found.
+    Long prompts need a size that has them, `matmul` a precision of fp32 products other than torch's default, and bf16 a
+    processor that has it.
     """
-    found = {}
-    for name, variant in VARIANTS.items():
-        ours, beside = variant.ours, variant.beside
-        asked = name in names if names else case in variant.cases
+
+    def has_meaning(ours: Ours, beside: Ours | Theirs) -> bool:
         too_long = ours.long_prompts and not SIZES[size].long_prompt_tokens
         as_before = isinstance(beside, Theirs) and beside.matmul and matmul["precision"] == "highest"
         imitated = ours.dtype == "bfloat16" and not matmul["bf16"]
-        if asked and not (too_long or as_before or imitated):
-            found[name] = variant
-    return found
+        return not (too_long or as_before or imitated)
+
+    return {
+        name: variant
+        for name, variant in VARIANTS.items()
+        if (name in names if names else case in variant.cases) and has_meaning(*variant[:2])
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- score
+
+# What is measured beside TRL.
+LEARNERS = [Ours(), Ours("adapter"), Ours(like_trl=True), Ours("adapter", like_trl=True)]
+KIND = {"good", "pleasure", "thank", "happy", "help", "helps", "hope", "nice", "please"}
+GRUFF = {"obviously", "everybody", "look", "why", "who", "cares"}
+# What is not here is the same by default (clip ranges 0.2, vf_coef 0.1, gamma 1, lam 0.95, whitened advantages)
+SETTINGS: dict[str, Any] = {
+    "num_ppo_epochs": 4,
+    "num_mini_batches": 1,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "kl_coef": 0.05,
+    "temperature": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How long a size learns, and what is read off its curve."""
+
+    updates: int
+    score: float  # updates and samples until it is reached
+    kl: float  # nats per completion: the score where it is reached
+
+    def read(self, curve: list[tuple[float, float]]) -> dict[str, Any]:
+        """Returns what a curve of (mean score, KL) of each update says; None for what it never reaches."""
+        updates = next((float(n) for n, (mean, _) in enumerate(curve, 1) if mean >= self.score), None)
+        return {"curve": curve, "updates": updates, "score": self.score_at_kl(curve)}
+
+    def score_at_kl(self, curve: list[tuple[float, float]]) -> float | None:
+        """Returns the mean score where the KL first reaches the goal's, between two updates, or None."""
+        for (score, before), (next_score, after) in pairwise(curve):
+            if after >= self.kl:
+                return score + (next_score - score) * (self.kl - before) / max(after - before, 1e-9)
+        return None
+
+
+# `large` writes random tokens: no text to score
+GOALS = {"toy": Goal(2, -1.0, 0.0), "demo": Goal(24, 2.0, 6.0)}
+
+
+def courtesy(completion: str) -> float:
+    """Returns the number of kind words less that of gruff ones."""
+    words = re.findall(r"[a-z]+", completion.lower())
+    return float(sum((word in KIND) - (word in GRUFF) for word in words))

@@ -1,0 +1,88 @@
+"""One measurement of `evaluate`: `python tests/bench/evaluate.py ours|plain SIZE`, started by `make bench`. A step is a pair."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from sizes import LORA, ROOT, SIZES, WORK, Clock, high_water, model_folder, tokenizer
+from stage import raw_rows
+
+ROWS = 16  # completions of a forward
+
+
+def reward(name: str) -> Path:
+    """Returns the folder of a reward adapter of random numbers, made once."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from pipeline.models.adapters import SharedBase
+
+    folder = WORK / name / "reward"
+    if not (folder / "adapter_model.safetensors").exists():
+        shared = SharedBase(AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=torch.float32))
+        torch.manual_seed(0)
+        shared.add("reward", lora=LORA, head=True)
+        shared.save("reward", folder)
+    return folder
+
+
+def ours(name: str) -> None:
+    """The command line as a user types it, in this process. Only the scoring counts, from token rows to metrics."""
+    from pipeline.__main__ import main as command
+    from pipeline.evaluation import pairs
+
+    clock, measure, folder = Clock(), pairs.measure, WORK / name / "evaluate"
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps(row) + "\n" for row in raw_rows("rm", name)[: SIZES[name].pairs]]
+    (folder / "pairs.jsonl").write_text("".join(lines))
+
+    def measured(*given: object) -> object:
+        clock.step(0)
+        found = measure(*given)
+        clock.step(SIZES[name].pairs)
+        return found
+
+    pairs.measure = measured
+    settings = [
+        f"model.name_or_path={model_folder(name)}",
+        f"reward={reward(name)}",
+        f"data.pairs={folder}/pairs.jsonl",
+        *("policy=null", "baseline=null", "judge=null", "data.eval=null", "gate={}"),
+        f"trainer.local_rollout_forward_batch_size={ROWS}",
+        f"run.storage_path={folder}/runs",
+        f"run.name=bench-{time.time_ns()}",
+    ]
+    if status := command(["evaluate", str(ROOT / "jobs/demo/evaluate.yaml"), *settings]):
+        sys.exit(status)
+    clock.write(high_water(), warmup=0)
+
+
+def plain(name: str) -> None:
+    """The same completions through transformers and peft, sorted by length and padded, in batches as large.
+
+    Only the forwards count, without tokenization.
+    """
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    folder, tokens, clock = reward(name), tokenizer(name), Clock()
+    loader = AutoModelForSequenceClassification
+    base = loader.from_pretrained(model_folder(name), num_labels=1, dtype="float32")
+    base.config.pad_token_id = tokens.pad_token_id
+    model = PeftModel.from_pretrained(base, folder).eval()
+    pairs = raw_rows("rm", name)[: SIZES[name].pairs]
+    texts = [pair["prompt"] + pair[side] for pair in pairs for side in ("chosen", "rejected")]
+    rows = sorted((tokens.apply_chat_template(one, return_dict=False) for one in texts), key=len)
+    clock.step(0)
+    with torch.no_grad():
+        for first in range(0, len(rows), ROWS):
+            batch = {"input_ids": rows[first : first + ROWS]}
+            model(**tokens.pad(batch, return_tensors="pt")).logits.tolist()
+    clock.step(SIZES[name].pairs)
+    clock.write(high_water(), warmup=0)
+
+
+if __name__ == "__main__":
+    {"ours": ours, "plain": plain}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,118 @@
+"""One measurement of sft, rm or dpo: `python tests/bench/stage.py ours|bare STAGE SIZE`, started by `make bench`."""
+
+import json
+import shutil
+import sys
+from typing import Any
+
+from sizes import LEARNING_RATE, LORA, ROOT, SIZES, WORK, Clock, high_water, model_folder, tokenizer
+
+ROWS = {"sft": "demonstrations", "rm": "preferences", "dpo": "preferences"}
+
+
+def arguments(stage: str, name: str) -> dict[str, Any]:
+    """Returns TRL's arguments of a stage, for both sides."""
+    size = SIZES[name]
+    return {
+        "max_steps": size.steps,
+        "per_device_train_batch_size": size.rows if stage == "sft" else size.rows // 2,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "logging_steps": size.logging_steps,
+        "logging_first_step": True,
+        "eval_strategy": "no",
+        "eval_on_start": False,
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "seed": 1,
+    }
+
+
+def ours(stage: str, name: str) -> None:
+    """The command line as a user types it, in this process, on an embedded Ray.
+
+    When a step ended is read from MLflow; the memory is the worker's, which holds the model.
+    """
+    clock, storage = Clock(), WORK / name / "runs"
+    shutil.rmtree(storage, ignore_errors=True)  # no cached rows: preparing them is part of the start
+    settings = [
+        f"model.name_or_path={model_folder(name)}",
+        f"data.train={WORK / name / ROWS[stage]}.jsonl",
+        "data.eval=null",
+        "data.max_length=null",
+        "data.batch_size=null",
+        f"lora={json.dumps(LORA)}",
+        f"run.storage_path={storage}",
+        f"run.name={stage}",
+        "gate={}",
+        f"mlflow.registered_model=bench-{stage}",
+        "mlflow.tracking_uri=null",
+        f"trainer={json.dumps(arguments(stage, name))}",  # all of it: TRL's defaults for the rest, as on the other side
+        *(["policy=base"] if stage == "dpo" else []),
+    ]
+    from pipeline.__main__ import main as command
+
+    if status := command([stage, str(ROOT / f"jobs/demo/{stage}.yaml"), *settings]):
+        sys.exit(status)
+    from mlflow import MlflowClient
+
+    result = json.loads((storage / stage / "result.json").read_text())
+    client = MlflowClient(tracking_uri=result["tracking_uri"])
+    for point in sorted(client.get_metric_history(result["mlflow_run_id"], "loss"), key=lambda p: p.step):
+        clock.step(point.step, point.timestamp / 1000)
+    clock.write(result["peak_memory_bytes"], SIZES[name].warmup)
+
+
+def bare(stage: str, name: str) -> None:
+    """The same raw rows, base and arguments in one plain process, TRL templating and tokenizing."""
+    import datasets
+    import trl
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+
+    clock = Clock()
+
+    class Watch(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: object) -> None:
+            if "loss" in logs:
+                clock.step(state.global_step)
+
+    kind, folder = {"sft": "SFT", "rm": "Reward", "dpo": "DPO"}[stage], model_folder(name)
+    if stage == "rm":
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32", num_labels=1)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    args = getattr(trl, f"{kind}Config")(
+        output_dir=str(WORK / name / "bare"), report_to="none", disable_tqdm=True, **arguments(stage, name)
+    )
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=model,
+        args=args,
+        train_dataset=datasets.Dataset.from_list(raw_rows(stage, name)),
+        processing_class=tokenizer(name),
+        peft_config=LoraConfig(task_type="SEQ_CLS" if stage == "rm" else "CAUSAL_LM", **LORA),
+        callbacks=[Watch()],
+    )
+    trainer.train()
+    clock.write(high_water(), SIZES[name].warmup)
+
+
+def raw_rows(stage: str, name: str) -> list[dict[str, Any]]:
+    """Returns the rows of a stage's file as TRL's own messages."""
+    rows = []
+    for line in (WORK / name / f"{ROWS[stage]}.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if stage == "sft":
+            rows.append({"prompt": row["messages"][:-1], "completion": row["messages"][-1:]})
+        else:
+            say = {key: [{"role": "assistant", "content": row[key]}] for key in ("chosen", "rejected")}
+            rows.append({"prompt": [{"role": "user", "content": row["prompt"]}], **say})
+    return rows
+
+
+if __name__ == "__main__":
+    {"ours": ours, "bare": bare}[sys.argv[1]](*sys.argv[2:])
