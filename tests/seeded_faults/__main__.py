@@ -8,7 +8,6 @@ or if a check fails in a sound run.
 """
 
 import argparse
-import re
 import sys
 import time
 from pathlib import Path
@@ -17,11 +16,10 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 import torch  # noqa: E402
-from faulty_runs import adapters, of_pair, of_ppo, of_stage, visit  # noqa: E402
+from faulty_runs import RUNS, messages  # noqa: E402
 from known_faults import FAULTS  # noqa: E402
 
 GOAL = 0.95
-RUNS = ("ppo", "pair", "sft", "rm", "dpo", "kto")
 
 
 def main() -> int:
@@ -32,43 +30,30 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/seeded-faults"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    chosen = [
-        (number, fault)
-        for number, fault in enumerate(FAULTS)
-        if options.run in (None, fault.run) and (options.only or "") in fault.name
-    ]
+    runs = [options.run] if options.run else RUNS
+    chosen = [fault for fault in FAULTS if fault.run in runs and (options.only or "") in fault.name]
     started, lines, named, alarms = time.monotonic(), [], 0, 0
-    for run in RUNS:
-        if options.run in (None, run):
-            said = unharmed(run)
-            alarms += bool(said)
-            print(f"{run:<5} {'FALSE ALARM' if said else 'quiet':<12} nothing planted", *said, flush=True)
-    for number, fault in chosen:
-        said = visit(fault, number)
-        holds = bool(fault.cause) and any(re.search(fault.cause, line, re.DOTALL) for line in said)
-        named += holds
-        word = "named" if holds else "seen" if said else "not seen"
+    for run in runs:
+        said = messages(run)
+        alarms += bool(said)
+        print(f"{run:<5} {'FALSE ALARM' if said else 'quiet':<12} nothing planted", *said, flush=True)
+    for fault in chosen:
+        said = messages(fault.run, *fault.settings.split(), fault=fault)
+        named += fault.is_named(said)
+        word = "named" if fault.is_named(said) else "seen" if said else "not seen"
         lines.append(f"| {fault.name} | {fault.run} | {word} | {(said or [fault.unnamed])[0][:160]} |")
         print(f"{fault.run:<5} {word:<12} {fault.name}", flush=True)
-        if options.say or not holds:
+        if options.say or word != "named":
             print(*(f"        {line[:600]}" for line in said or [fault.unnamed]), sep="\n", flush=True)
     share = named / max(len(chosen), 1)
     summary = f"{named} of {len(chosen)} named ({share:.0%}), {alarms} false alarms; {time.monotonic() - started:.0f} s"
     print(summary)
     options.out.mkdir(parents=True, exist_ok=True)
-    head = "| fault | run | | what is said first |\n|---|---|---|---|\n"
-    (options.out / "seeded-faults.md").write_text(
-        head + "\n".join(lines).replace("\n  ", " ") + f"\n\n{summary}\n"
+    table = "| fault | run | | what is said first |\n|---|---|---|---|\n" + "\n".join(lines).replace(
+        "\n  ", " "
     )
+    (options.out / "seeded-faults.md").write_text(f"{table}\n\n{summary}\n")
     return int(share < GOAL or alarms > 0)
-
-
-def unharmed(run: str) -> list[str]:
-    """Returns the messages about a sound run."""
-    inputs = adapters()
-    if run == "pair":
-        return of_pair(-1, inputs=inputs)
-    return of_ppo(inputs=inputs) if run == "ppo" else of_stage(run, inputs=inputs)
 
 
 if __name__ == "__main__":
