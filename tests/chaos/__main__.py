@@ -19,66 +19,65 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from faults import FAULTS, ROLLOUT, WORKERS
+from faults import FAULTS, ROLLOUT, TWO_WORKERS
 from runs import Baselines, Server, differences
 
 STAGES = ("sft", "rm", "dpo", "kto", "ppo", "ahead")  # ahead: ppo with a rollout worker, one update ahead
 
 
 def main() -> int:
-    options = arguments()
+    parser = argparse.ArgumentParser(prog="make chaos", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--seed", type=int, help="of the moments and of what is hit; default: a random one")
+    for option, choices in (("--stages", STAGES), ("--faults", tuple(FAULTS))):
+        parser.add_argument(option, type=some(choices), default=list(choices), help=",".join(choices))
+    parser.add_argument("--keep", action="store_true", help="keep the runs and their logs")
+    options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     print(f"seed {seed}    everything is below {folder}", flush=True)
     with Server(folder) as server:
         baselines = Baselines(folder, server)
-        results = {
+        equal = {
             (stage, fault): cell(stage, fault, seed, baselines)
             for stage in options.stages
             for fault in options.faults
             if stage == "ahead" or fault not in ROLLOUT
         }
-    print("\n" + table(options, results), flush=True)
-    failed = [f"{stage} x {fault}" for (stage, fault), (problems, _) in results.items() if problems]
+    print("\n     " + "  ".join(f"{fault:<10}" for fault in options.faults))
+    words = {True: "equal", False: "NOT EQUAL", None: ""}
+    for stage in options.stages:
+        cells = (f"{words[equal.get((stage, fault))]:<10}" for fault in options.faults)
+        print(f"{stage:<5}{'  '.join(cells)}".rstrip(), flush=True)
+    failed = [f"{stage} x {fault}" for (stage, fault), well in equal.items() if not well]
     if failed:
-        print(
-            f"\n{len(failed)} of {len(results)} cells are not equal: {', '.join(failed)}. Look into {folder}; again: --seed {seed}"
-        )
+        print(f"\n{len(failed)} of {len(equal)} cells are not equal: {', '.join(failed)}.")
+        print(f"Look into {folder}; again: --seed {seed}")
         return 1
-    print(
-        f"\n{len(results)} of {len(results)} cells ended equal to the run that nobody touched (seed {seed})"
-    )
+    print(f"\n{len(equal)} of {len(equal)} cells ended equal to the run that nobody touched (seed {seed})")
     if not options.keep:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make chaos", description=(__doc__ or "").split("\n", 1)[0])
+def some(choices: tuple[str, ...]):
+    """Returns the type of an option that takes several of the choices, with commas."""
 
-    def some(choices: tuple[str, ...]):
-        def names(text: str) -> list[str]:
-            if wrong := [name for name in text.split(",") if name not in choices]:
-                raise argparse.ArgumentTypeError(
-                    f"found {', '.join(wrong)}; expected some of {', '.join(choices)}"
-                )
-            return text.split(",")
+    def names(text: str) -> list[str]:
+        if wrong := set(text.split(",")) - set(choices):
+            raise argparse.ArgumentTypeError(
+                f"found {', '.join(wrong)}; expected some of {', '.join(choices)}"
+            )
+        return text.split(",")
 
-        return names
-
-    parser.add_argument("--seed", type=int, help="of the moments and of what is hit; default: a random one")
-    parser.add_argument("--stages", type=some(STAGES), default=list(STAGES), help=",".join(STAGES))
-    parser.add_argument("--faults", type=some(tuple(FAULTS)), default=list(FAULTS), help=",".join(FAULTS))
-    parser.add_argument("--keep", action="store_true", help="keep the runs and their logs")
-    return parser.parse_args()
+    return names
 
 
-def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> tuple[list[str], str]:
-    """(what differs, what was done) of one stage under one fault."""
-    workers = WORKERS.get(fault, 1)
+def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> bool:
+    """Runs one stage under one fault. Prints what was done and what differs, and returns whether nothing does."""
+    workers = 2 if fault in TWO_WORKERS else 1
     expected = baselines.of(stage, workers)
     rng = random.Random(f"{seed}-{stage}-{fault}")
-    run = baselines.start(stage, f"{stage}-{fault}", workers, quiet=True)
+    run = baselines.start(stage, f"{stage}-{fault}", workers)
     started = time.monotonic()
     try:
         done = FAULTS[fault](run, rng)
@@ -88,25 +87,11 @@ def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> tuple[list[
         done, problems = "", [f"{type(error).__name__}: {error}"]
     finally:
         run.stop()
-    seconds = time.monotonic() - started
-    print(
-        f"{stage:<4} x {fault:<10}  {'equal' if not problems else 'NOT EQUAL'}  {seconds:4.0f} s  {done}",
-        flush=True,
-    )
+    word, seconds = "NOT EQUAL" if problems else "equal", time.monotonic() - started
+    print(f"{stage:<4} x {fault:<10}  {word}  {seconds:4.0f} s  {done}", flush=True)
     for problem in problems:
         print(f"     {problem}", flush=True)
-    return problems, done
-
-
-def table(options: argparse.Namespace, results: dict[tuple[str, str], tuple[list[str], str]]) -> str:
-    lines = ["     " + "  ".join(f"{fault:<10}" for fault in options.faults)]
-    for stage in options.stages:
-        cells = (
-            f"{('equal' if not results[stage, fault][0] else 'NOT EQUAL') if (stage, fault) in results else '':<10}"
-            for fault in options.faults
-        )
-        lines.append(f"{stage:<5}" + "  ".join(cells))
-    return "\n".join(line.rstrip() for line in lines)
+    return not problems
 
 
 if __name__ == "__main__":

@@ -10,15 +10,19 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 from runs import AUTHENTICATION, STEPS, Run, until
 
+TRAINER, ROLLOUT_WORKER = "RayTrainWorker", "RolloutWorker"  # names of Ray's actors
+RESTARTS = "run.max_failures=3"
+
 
 def moment(run: Run, rng: random.Random, first: int = 1, last: int = STEPS - 1) -> int:
-    """Waits for a random step, and then for a random part of the next one; the step."""
+    """Waits for a random step, and then for a random part of the next one. Returns the step."""
     step = rng.randint(first, last)
     run.wait_for(rf"\bstep +{step}/{STEPS}\b")
     time.sleep(rng.uniform(0, 0.4))
@@ -31,11 +35,8 @@ def ended(run: Run) -> None:
         raise RuntimeError(f"exit status {status}; see {run.log}\n" + "".join(run.lines[-15:]))
 
 
-# ------------------------------------------------------------------------------------------------ processes
-
-
 def below(root: int) -> dict[int, str]:
-    """{process: command line} of all descendants of a process."""
+    """Returns {process: command line} of all descendants of a process."""
     found = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(root).children(recursive=True):
@@ -45,14 +46,21 @@ def below(root: int) -> dict[int, str]:
 
 
 def actors(run: Run, kind: str) -> list[int]:
-    """The processes of the run's actors of this kind, on the embedded Ray."""
+    """Returns the processes of the run's actors of this kind, on the embedded Ray."""
+    return sorted(pid for pid, command in below(run.pid).items() if kind in command)
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def again(run: Run) -> None:
+    """Gives the command of a driver that was killed once more."""
     assert run.process is not None
-    return sorted(pid for pid, command in below(run.process.pid).items() if kind in command)
-
-
-def kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    run.process.wait()
+    ended(run.again())
 
 
 # ------------------------------------------------------------------------------------------------ the faults
@@ -60,9 +68,9 @@ def kill(pid: int) -> None:
 
 def worker(run: Run, rng: random.Random) -> str:
     """kill -9 of one of two workers; Ray Train restarts them."""
-    run.start("run.max_failures=3")
+    run.start(RESTARTS)
     step = moment(run, rng)
-    victims = until(lambda: actors(run, "RayTrainWorker"), "a training worker")
+    victims = until(lambda: actors(run, TRAINER), "a training worker")
     victim = rng.randrange(len(victims))
     kill(victims[victim])
     ended(run)
@@ -73,10 +81,8 @@ def driver(run: Run, rng: random.Random) -> str:
     """kill -9 of the driver; then the same command at once."""
     run.start()
     step = moment(run, rng)
-    assert run.process is not None
-    kill(run.process.pid)
-    run.process.wait()
-    ended(run.again())
+    kill(run.pid)
+    again(run)
     return f"killed the driver after step {step}, gave the command again"
 
 
@@ -84,7 +90,7 @@ def rollout_worker(run: Run, rng: random.Random) -> str:
     """kill -9 of the rollout worker; another one takes its place."""
     run.start()
     step = moment(run, rng)
-    kill(actors(run, "RolloutWorker")[0])
+    kill(actors(run, ROLLOUT_WORKER)[0])
     ended(run)
     return f"killed the rollout worker after step {step}"
 
@@ -93,83 +99,54 @@ def hang(run: Run, rng: random.Random) -> str:
     """SIGSTOP of the rollout worker: it is there, and does nothing."""
     run.start()
     step = moment(run, rng, last=STEPS - 3)
-    os.kill(actors(run, "RolloutWorker")[0], signal.SIGSTOP)
+    os.kill(actors(run, ROLLOUT_WORKER)[0], signal.SIGSTOP)
     run.wait_for("missed its heartbeat")
     ended(run)
     return f"stopped the rollout worker after step {step}"
 
 
-def rollout_node(run: Run, rng: random.Random) -> str:
-    """SIGKILL of all processes of the rollout worker's node; there is another one for it."""
-    nodes = Nodes(run, 1)
-    nodes.add_for_rollouts(2)
-    run.start()
-    step = moment(run, rng)
-    nodes.kill(until(lambda: nodes.busy("RolloutWorker"), "a node with a rollout worker")[0])
-    ended(run)
-    return f"killed the rollout worker's node after step {step}"
+def node(run: Run, rng: random.Random, notice: bool = False, actor: str = TRAINER) -> str:
+    """SIGKILL of all processes of a node with such an actor; there is another one for it.
 
-
-def rollout_drain(run: Run, rng: random.Random) -> str:
-    """Notice that the rollout worker's node will be gone in 5 seconds; then it is."""
-    nodes = Nodes(run, 1)
-    nodes.add_for_rollouts(2)
-    run.pause = 1.2
-    run.start()
-    step = moment(run, rng, last=4)
-    victim = until(lambda: nodes.busy("RolloutWorker"), "a node with a rollout worker")[0]
-    nodes.drain(victim, seconds=5)
-    time.sleep(5)
+    Args:
+        notice: A notice that the node will be gone in 5 seconds comes first, as a spot node gets it. Then no failure of a
+            training worker is allowed for.
+    """
+    training = actor == TRAINER
+    nodes = Nodes(run, 3) if training else Nodes(run, 1, for_rollouts=2)
+    if notice:
+        run.pause = 1.2  # the run is not to end before the node does
+    run.start(*([f"run.max_failures={0 if notice else 3}"] if training else []))
+    step = moment(run, rng, last=4 if notice else STEPS - 1)
+    victim = rng.choice(until(lambda: nodes.busy(actor), f"a node with a {actor}"))
+    done = f"{'drained' if notice else 'killed'} a node with a {actor} after step {step}"
+    if notice:
+        nodes.drain(victim, seconds=5)
+        if training:
+            run.wait_for(r"node is being reclaimed: checkpoint of step \d+ committed")
+            saved = next(line for line in run.lines if "node is being reclaimed" in line).strip()
+            done = f"{saved.removesuffix(' committed')} (after step {step})"
+        time.sleep(5)
     nodes.kill(victim)
     ended(run)
-    return f"drained the rollout worker's node after step {step}"
-
-
-def node(run: Run, rng: random.Random) -> str:
-    """SIGKILL of all processes of a node of a cluster of three, where two are needed."""
-    nodes = Nodes(run, 3)
-    run.start("run.max_failures=3")
-    step = moment(run, rng)
-    victim = rng.choice(until(nodes.busy, "a node with a training worker"))
-    nodes.kill(victim)
-    ended(run)
-    return f"killed a node after step {step}"
-
-
-def preemption(run: Run, rng: random.Random) -> str:
-    """Notice that a node will be gone in 5 seconds, as a spot node gets it; then it is. No failure is allowed for."""
-    nodes = Nodes(run, 3)
-    run.pause = 1.2  # the run is not to end before the node does
-    run.start("run.max_failures=0")
-    step = moment(run, rng, last=4)
-    victim = rng.choice(until(nodes.busy, "a node with a training worker"))
-    nodes.drain(victim, seconds=5)
-    run.wait_for(r"node is being reclaimed: checkpoint of step \d+ committed")
-    saved = next(line for line in run.lines if "node is being reclaimed" in line).strip()
-    time.sleep(5)
-    nodes.kill(victim)
-    ended(run)
-    return f"{saved.removesuffix(' committed')} (after step {step})"
+    return done
 
 
 def write(run: Run, rng: random.Random) -> str:
     """kill -9 in the moment in which a checkpoint appears: of the worker, or of all processes of the run."""
     everything = rng.random() < 0.5
-    run.start(*([] if everything else ["run.max_failures=3"]))
+    run.start(*([] if everything else [RESTARTS]))
     number = rng.randint(1, 4)
     run.wait_for(rf"\bstep +{3 * number - 2}/{STEPS}\b")
     name = f"checkpoint_{3 * number:08d}"
-    assert run.process is not None
-    victims = [run.process.pid, *below(run.process.pid)] if everything else actors(run, "RayTrainWorker")
+    victims = [run.pid, *below(run.pid)] if everything else actors(run, TRAINER)
     delay = rng.uniform(0, 0.004)
     until(lambda: (run.folder / name).exists(), name, every=0.0002)
     time.sleep(delay)
-    for pid in victims:
-        kill(pid)
-    there = [str(p.relative_to(run.folder / name)) for p in (run.folder / name).rglob("*") if p.is_file()]
+    kill(*victims)
+    there = [path.name for path in (run.folder / name).rglob("*") if path.is_file()]
     if everything:
-        run.process.wait()
-        ended(run.again())
+        again(run)
     else:
         ended(run)
     who = "everything" if everything else "the worker"
@@ -177,14 +154,14 @@ def write(run: Run, rng: random.Random) -> str:
 
 
 def corrupt(run: Run, rng: random.Random) -> str:
-    """The newest checkpoint is spoilt while the run lies still: a bit, the end of a file, or a whole file."""
+    """The newest checkpoint is corrupted while the run lies still: a bit, the end of a file, or a whole file."""
     run.start()
     step = moment(run, rng, first=8)  # two checkpoints are there: something to fall back to
     assert run.process is not None
-    for pid in [run.process.pid, *below(run.process.pid)]:
-        kill(pid)
+    kill(run.pid, *below(run.pid))
     run.process.wait()
-    newest = [one for one in run.checkpoints() if (one / "digests.json").exists()][-1]
+    complete = (path for path in run.folder.glob("checkpoint_*[0-9]") if (path / "digests.json").exists())
+    newest = max(complete)
     victim = rng.choice(sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size))
     how = rng.choice(["flipped a bit of", "truncated", "deleted"])
     if how == "deleted":
@@ -196,11 +173,10 @@ def corrupt(run: Run, rng: random.Random) -> str:
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         victim.write_bytes(content)
     since = len(run.lines)
-    ended(run.again())
+    again(run)
     # Without its digests it counts as never finished.
-    named = rf"{newest.name}: |{newest.name} was never finished"
-    if not run.says(named, since):
-        raise RuntimeError(f"{how} {newest.name}/{victim.name}, and nobody said so")
+    if not run.says(rf"{newest.name}: |{newest.name} was never finished", since):
+        raise RuntimeError(f"{how} {newest.name}/{victim.name}, and no line said so")
     return f"killed all after step {step}, {how} {newest.name}/{victim.relative_to(newest)}"
 
 
@@ -208,38 +184,38 @@ def corrupt(run: Run, rng: random.Random) -> str:
 
 
 class Nodes:
-    """A Ray cluster of processes on this machine: a head without CPUs, and nodes with one each."""
+    """A Ray cluster of processes on this machine: a head without CPUs, and nodes for one training worker each.
 
-    def __init__(self, run: Run, count: int):
+    Args:
+        for_rollouts: number of nodes on which nothing but rollout workers fits, and they nowhere else.
+    """
+
+    def __init__(self, run: Run, count: int, for_rollouts: int = 0):
         # The workers are the nodes' children and not the driver's. Two threads would add in another order than one.
         before = dict(os.environ)
         run.finally_do.append(lambda: (os.environ.clear(), os.environ.update(before)))
-        os.environ.update(
-            OMP_NUM_THREADS="1", **AUTHENTICATION, RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=str(Path(__file__).parents[2]),
-        )  # fmt: skip
+        os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", **AUTHENTICATION)
+        os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
         from ray.cluster_utils import Cluster
 
-        self.run = run
         self.small: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **self.small})
         run.finally_do.append(self.cluster.shutdown)
         self.nodes: list[Any] = []
         for _ in range(count):
             self.add()
+        for _ in range(for_rollouts):
+            self.add(num_cpus=1, labels={"for": "rollouts"})
         run.address = self.cluster.address
         run.arguments.append("scaling.resources_per_worker={CPU: 2}")  # one to a node
+        if for_rollouts:
+            run.arguments.append("rollout.label_selector={for: rollouts}")
 
-    def add(self) -> None:
-        self.nodes.append(self.cluster.add_node(num_cpus=2, **self.small))
+    def add(self, num_cpus: int = 2, **more: Any) -> None:
+        self.nodes.append(self.cluster.add_node(num_cpus=num_cpus, **self.small, **more))
 
-    def add_for_rollouts(self, count: int) -> None:
-        """Nodes on which nothing but rollout workers fits, and they nowhere else."""
-        for _ in range(count):
-            self.nodes.append(self.cluster.add_node(num_cpus=1, labels={"for": "rollouts"}, **self.small))
-        self.run.arguments.append("rollout.label_selector={for: rollouts}")
-
-    def busy(self, actor: str = "RayTrainWorker") -> list[Any]:
-        """Nodes on which a training worker runs, or another actor."""
+    def busy(self, actor: str = TRAINER) -> list[Any]:
+        """Returns the nodes on which a training worker runs, or another actor."""
         return [
             node
             for node in self.nodes
@@ -252,9 +228,7 @@ class Nodes:
 
     def kill(self, node: Any) -> None:
         for pid in self.raylets(node):
-            for child in below(pid):
-                kill(child)
-            kill(pid)
+            kill(*below(pid), pid)
 
     def drain(self, node: Any, seconds: int) -> None:
         command = [
@@ -269,13 +243,13 @@ FAULTS = {
     "worker": worker,
     "driver": driver,
     "node": node,
-    "preemption": preemption,
+    "preemption": partial(node, notice=True),
     "write": write,
     "corrupt": corrupt,
     "rollout-worker": rollout_worker,
     "hang": hang,
-    "rollout-node": rollout_node,
-    "rollout-drain": rollout_drain,
+    "rollout-node": partial(node, actor=ROLLOUT_WORKER),
+    "rollout-drain": partial(node, actor=ROLLOUT_WORKER, notice=True),
 }
-WORKERS = {"worker": 2, "driver": 1, "node": 2, "preemption": 2, "write": 1, "corrupt": 1}
+TWO_WORKERS = ("worker", "node", "preemption")
 ROLLOUT = ("rollout-worker", "hang", "rollout-node", "rollout-drain")  # for runs with rollout workers alone

@@ -42,6 +42,16 @@ MEASURED = re.compile(
 )
 
 
+def until(there: Any, what: str, patience: float = PATIENCE, every: float = 0.1) -> Any:
+    """Returns the first true value of `there()`."""
+    give_up = time.monotonic() + patience
+    while time.monotonic() < give_up:
+        if found := there():
+            return found
+        time.sleep(every)
+    raise TimeoutError(f"waited {patience:.0f} s for {what}")
+
+
 class Server:
     """One MLflow server: several nodes, even on one machine, may not share a SQLite file."""
 
@@ -74,22 +84,16 @@ class Server:
         self.process.wait()
 
 
-def until(there: Any, what: str, patience: float = PATIENCE, every: float = 0.1) -> Any:
-    """The first true value of `there()`."""
-    give_up = time.monotonic() + patience
-    while time.monotonic() < give_up:
-        if found := there():
-            return found
-        time.sleep(every)
-    raise TimeoutError(f"waited {patience:.0f} s for {what}")
-
-
 class Run:
     """One name of a run, over all the processes that it takes."""
 
     def __init__(self, stage: str, name: str, folder: Path, server: Server, overrides: list[str]):
-        self.stage, self.name, self.folder, self.server = stage, name, folder / "runs" / name, server
-        self.log = folder / f"{name}.log"
+        self.name, self.folder, self.server, self.log = (
+            name,
+            folder / "runs" / name,
+            server,
+            folder / f"{name}.log",
+        )
         self.arguments = [
             stage, f"jobs/demo/{stage}.yaml", "gate={}", f"run.storage_path={folder / 'runs'}", f"run.name={name}",
             f"mlflow.tracking_uri={server.uri}", f"mlflow.registered_model={name}", *overrides,
@@ -97,7 +101,7 @@ class Run:
         self.lines: list[str] = []
         self.process: subprocess.Popen[str] | None = None
         self.address: str | None = None  # of a cluster that outlives the driver
-        self.extra: list[str] = []
+        self.extra: tuple[str, ...] = ()
         self.pause = 0.35  # seconds after each step
         self.env: dict[str, str] = {}
         self.finally_do: list[Any] = []
@@ -114,22 +118,26 @@ class Run:
         env.pop("RAY_ADDRESS", None)
         if self.address:
             env["RAY_ADDRESS"] = self.address
-        self.extra = list(extra)
+        self.extra = extra
         command = [sys.executable, str(Path(__file__).parent / "slowly.py"), *self.arguments, "-v", *extra]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )  # fmt: skip
-        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
+        threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
         return self
 
     def again(self) -> "Run":
-        """The same command once more."""
+        """Gives the same command once more."""
         return self.start(*self.extra)
 
-    def _read(self, process: "subprocess.Popen[str]") -> None:
-        assert process.stdout is not None
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def _read(self, lines: Any) -> None:
         with open(self.log, "a", encoding="utf-8") as log:
-            for line in process.stdout:
+            for line in lines:
                 self.lines.append(line)
                 log.write(f"{time.strftime('%H:%M:%S')} {line}")
                 log.flush()
@@ -137,20 +145,16 @@ class Run:
     def says(self, pattern: str, since: int = 0) -> bool:
         return any(re.search(pattern, line) for line in self.lines[since:])
 
-    def wait_for(self, pattern: str, since: int = 0, every: float = 0.02) -> None:
+    def wait_for(self, pattern: str) -> None:
         def there() -> bool:
-            if self.says(pattern, since):
-                return True
-            if self.process and self.process.poll() is not None:
+            ended = self.process is not None and self.process.poll() is not None
+            if ended and not self.says(pattern):
                 time.sleep(0.5)  # the last lines
-                if not self.says(pattern, since):
-                    raise RuntimeError(
-                        f"the driver ended ({self.process.returncode}) before it said {pattern!r}"
-                    )
-                return True
-            return False
+                if not self.says(pattern):
+                    raise RuntimeError(f"the driver ended before it said {pattern!r}")
+            return self.says(pattern)
 
-        until(there, f"{pattern!r} in {self.log}", every=every)
+        until(there, f"{pattern!r} in {self.log}", every=0.02)
 
     def ends(self) -> int:
         assert self.process is not None
@@ -158,10 +162,6 @@ class Run:
 
     def result(self) -> dict[str, Any]:
         return json.loads((self.folder / "result.json").read_text())
-
-    def checkpoints(self) -> list[Path]:
-        """Those that are there, oldest first, whole or not."""
-        return sorted(self.folder.glob("checkpoint_*[0-9]"))
 
     def stop(self) -> None:
         if self.process and self.process.poll() is None:
@@ -190,18 +190,15 @@ class Baselines:
             finally:
                 run.stop()
             if status != 0:
-                raise RuntimeError(
-                    f"the run that nobody touched failed: {run.log}\n" + "".join(run.lines[-20:])
-                )
+                said = "".join(run.lines[-20:])
+                raise RuntimeError(f"the run that nobody touched failed: {run.log}\n{said}")
             self.made[stage, workers] = run
-            print(
-                f"{stage:<4} untouched, {workers} worker{'s' * (workers > 1)}  {time.monotonic() - started:.0f} s",
-                flush=True,
-            )
+            seconds = time.monotonic() - started
+            print(f"{stage:<4} untouched, {workers} worker{'s' * (workers > 1)}  {seconds:.0f} s", flush=True)
         return self.made[stage, workers]
 
-    def start(self, stage: str, name: str, workers: int, quiet: bool = False) -> Run:
-        """A run that is ready to be started; `ahead` is ppo with a rollout worker, one update ahead."""
+    def start(self, stage: str, name: str, workers: int) -> Run:
+        """Returns a run that is ready to be started; `ahead` is ppo with a rollout worker, one update ahead."""
         ahead = SMALL["ahead"] if stage == "ahead" else []
         stage = "ppo" if ahead else stage
         overrides = [*SMALL["ppo" if stage == "ppo" else "trl"], f"scaling.num_workers={workers}", *ahead]
@@ -216,20 +213,16 @@ class Baselines:
 
 
 def differences(expected: Run, run: Run) -> list[str]:
-    """In what `run` does not end as `expected` did, in words."""
+    """Says in what `run` does not end as `expected` did."""
     from mlflow import MlflowClient
 
     a, b = expected.result(), run.result()
-    problems = []
-    weights = [Path(one["adapter"], "adapter_model.safetensors").read_bytes() for one in (a, b)]
-    if weights[0] != weights[1]:
-        problems.append("adapter_model.safetensors differs")
-    problems += [f"metric {text}" for text in unequal(comparable(a["metrics"]), comparable(b["metrics"]))]
     client = MlflowClient(tracking_uri=run.server.uri, registry_uri=run.server.uri)
-    problems += [
-        f"curve of {text}"
-        for text in unequal(curves(client, a["mlflow_run_id"]), curves(client, b["mlflow_run_id"]))
-    ]
+    weights = [Path(one["adapter"], "adapter_model.safetensors").read_bytes() for one in (a, b)]
+    problems = [] if weights[0] == weights[1] else ["adapter_model.safetensors differs"]
+    problems += [f"metric {text}" for text in unequal(comparable(a["metrics"]), comparable(b["metrics"]))]
+    points = [curves(client, one["mlflow_run_id"]) for one in (a, b)]
+    problems += [f"curve of {text}" for text in unequal(*points)]
     found = client.search_runs(["1", "0"], filter_string=f"attributes.run_name = '{run.name}'")
     if [one.info.status for one in found] != ["FINISHED"]:
         problems.append(f"MLflow runs: {[one.info.status for one in found]}, expected one, FINISHED")
@@ -257,7 +250,7 @@ def unequal(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def shown(value: Any, other: Any) -> str:
-    """A number, or of a curve what the other does not have."""
+    """Returns a number, or of a curve what the other does not have."""
     if not isinstance(value, list):
         return str(value)
     missing = [point for point in value if point not in (other or [])]

@@ -14,13 +14,13 @@ from typing import Any
 from pipeline.__main__ import main
 
 
-def slow(stage: str, seconds: float, rows: str | None) -> Any:
+def slow(stage: str, seconds: float, folder: str | None) -> Any:
     def slowly(worker: Any) -> Any:
         # In process, this file has replaced it in its module. In a worker, nobody has.
         train = getattr(sys.modules["__main__"], "train", None)
         train = train or importlib.import_module(f"pipeline.stages.{stage}").train
-        if rows:
-            record_rows(worker, rows)
+        if folder:
+            record_rows(worker, folder)
         poll = worker.notice.poll
 
         def pause(step: int) -> bool:
@@ -34,6 +34,7 @@ def slow(stage: str, seconds: float, rows: str | None) -> Any:
 
 
 def record_rows(worker: Any, folder: str) -> None:
+    """Makes every step append {attempt, step, world, rows} to a file of its worker."""
     import ray.train.collective
 
     from pipeline.data.feed import ExactBatches
@@ -45,14 +46,9 @@ def record_rows(worker: Any, folder: str) -> None:
     def noted(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         count = self._shares[0][1] if self.args.world_size > 1 else len(inputs["input_ids"])
         tokens = zip(inputs["input_ids"][:count], inputs["attention_mask"][:count], strict=True)
-        rows = [ids[mask.bool()].tolist() for ids, mask in tokens]
+        line = {"attempt": attempt, "step": self.state.global_step + 1, "world": worker.world}
+        line["rows"] = [ids[mask.bool()].tolist() for ids, mask in tokens]
         with open(path, "a", encoding="utf-8") as file:
-            line = {
-                "attempt": attempt,
-                "step": self.state.global_step + 1,
-                "world": worker.world,
-                "rows": rows,
-            }
             file.write(json.dumps(line) + "\n")
         return training_step(self, model, inputs, num_items_in_batch)
 
@@ -61,8 +57,6 @@ def record_rows(worker: Any, folder: str) -> None:
 
 if __name__ == "__main__":
     stage = importlib.import_module(f"pipeline.stages.{sys.argv[1]}")
-    train, stage.train = (
-        stage.train,
-        slow(sys.argv[1], float(os.environ["CHAOS_STEP_S"]), os.environ.get("CHAOS_ROWS")),
-    )
+    train = stage.train
+    stage.train = slow(sys.argv[1], float(os.environ["CHAOS_STEP_S"]), os.environ.get("CHAOS_ROWS"))
     sys.exit(main(sys.argv[1:]))
