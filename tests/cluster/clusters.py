@@ -14,15 +14,48 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 from hosts import Host, Hosts
 
+from tests.chaos.runs import until
+
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 400  # seconds for whatever is waited for
+
+
+def environment_with(**more: str) -> dict[str, str]:
+    """Returns the tests' environment without what names a server, with Ray's commands, and with `more`."""
+    path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}:/usr/sbin"
+    found = os.environ | {"PATH": path} | more
+    for name in {"RAY_ADDRESS", "MLFLOW_TRACKING_URI", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"} - more.keys():
+        found.pop(name, None)
+    return found
+
+
+class Process(subprocess.Popen):
+    """A command whose output is shown as it comes, and kept in `lines`."""
+
+    def __init__(self, *command: str, **more):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        super().__init__(command, text=True, **pipes, **more)
+        self.lines: list[str] = []
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        for line in self.stdout:
+            print("   " + line, end="", flush=True)
+            self.lines.append(line)
+
+    def end(self, seconds: float = PATIENCE) -> tuple[int, str]:
+        """Waits. Returns (exit status, output)."""
+        status = self.wait(seconds)
+        self.reader.join(10)
+        return status, "".join(self.lines)
 
 
 class Cluster:
@@ -34,15 +67,13 @@ class Cluster:
     """
 
     def __init__(self, hosts: Hosts, folder: Path, dashboard: bool = False, **more: str):
-        self.hosts, self.folder = hosts, folder
-        self.environment = os.environ | {
+        self.hosts, self.folder, head = hosts, folder, hosts[0]
+        ours = {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
             "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": str(ROOT), "HOME": str(folder), "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}",
-        } | more  # fmt: skip
-        for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI"):
-            self.environment.pop(name, None)
-        head = hosts[0]
+            "PYTHONPATH": str(ROOT), "HOME": str(folder),
+        }  # fmt: skip
+        self.environment = environment_with(**(ours | more))
         self.address, self.mlflow = f"{head.ip}:6379", f"http://{head.ip}:5000"
         listens = ["--dashboard-host=0.0.0.0", "--dashboard-port=8265"] if dashboard else []
         self._ray(
@@ -59,46 +90,37 @@ class Cluster:
         server += ["--artifacts-destination", str(folder / "artifacts")]
         with open(folder / "mlflow.log", "w") as log:
             self.server = subprocess.Popen(head.here(*server), env=self.environment, stdout=log, stderr=log)
-        self._wait_for_mlflow()
+        until(self._mlflow_answers, f"{self.mlflow}; see {folder}/mlflow.log", PATIENCE)
 
-    def _wait_for_mlflow(self) -> None:
-        give_up = time.monotonic() + PATIENCE
-        while self.server.poll() is None and time.monotonic() < give_up:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.mlflow}/health", timeout=5):
-                return
-            time.sleep(0.2)
-        raise RuntimeError(f"{self.mlflow} is not up: {(self.folder / 'mlflow.log').read_text()[-3000:]}")
+    def _mlflow_answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.mlflow}/health", timeout=5):
+                return True
+        except OSError:
+            return False
 
     def _ray(self, host: Host, label: str, *more: str) -> None:
         command = ["ray", "start", f"--node-ip-address={host.ip}", f"--labels=for={label}"]
-        for _ in range(
-            3
-        ):  # Ray gives a node half a minute to start (2.60, a constant), and a busy machine takes longer
-            done = subprocess.run(
-                host.here("env", "-C", str(ROOT), *command, "--object-store-memory=100000000", *more),
-                env=self.environment,
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE,
-            )
-            if done.returncode == 0:
+        command = host.here("env", "-C", str(ROOT), *command, "--object-store-memory=100000000", *more)
+        # Ray gives a node half a minute to start (2.60, a constant), and a busy machine takes longer
+        for _ in range(3):
+            status, said = Process(*command, env=self.environment).end()
+            if status == 0:
                 return
             self.leave(host)
-        raise RuntimeError(done.stdout + done.stderr)
+        raise RuntimeError(said)
 
     def join(self, host: Host, label: str) -> None:
         self._ray(host, label, f"--address={self.address}", "--num-cpus=1")
 
     def leave(self, host: Host) -> None:
-        """Everything on the host dies at once, save its process 1."""
+        """Ends everything on the host at once, save its process 1."""
         subprocess.run(host.here("bash", "-c", "kill -9 -1"))
 
-    def start(self, host: Host, *command: str) -> subprocess.Popen:
-        """A command on a host, in the repository's folder and as a driver of the cluster; its output is to be read."""
-        return subprocess.Popen(
-            host.here("env", "-C", str(ROOT), *command), env=self.environment | {"RAY_ADDRESS": self.address},
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+    def start(self, host: Host, *command: str) -> Process:
+        """Starts a command on a host, in the repository's folder and as a driver of the cluster."""
+        environment = self.environment | {"RAY_ADDRESS": self.address}
+        return Process(*host.here("env", "-C", str(ROOT), *command), env=environment)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ those places, like machines with one network mount. Needs root, ip, unshare and 
 """
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -50,8 +51,8 @@ def missing(ssh: bool = True) -> str | None:
     if os.name != "posix" or os.geteuid() != 0:
         return "needs root, to make network namespaces"
     tools = (*TOOLS, *SSH_TOOLS) if ssh else TOOLS
-    absent = [tool for tool in tools if not shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
-    if absent:
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    if absent := [tool for tool in tools if not shutil.which(tool, path=path)]:
         return f"needs {', '.join(absent)}"
     probe = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True)
     return None if probe.returncode == 0 else "this kernel or container allows no namespaces"
@@ -110,9 +111,10 @@ class Hosts:
             path.mkdir(parents=True)
         (folder / "tmp").chmod(0o1777)
         (home / ".bash_profile").write_text("export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\n")
-        users = Path("/etc/passwd").read_text().splitlines()
-        users = [f"root:x:0:0:root:{home}:/bin/bash" if user.startswith("root:") else user for user in users]
-        (folder / "passwd").write_text("\n".join(users) + "\n")
+        users = re.sub(
+            r"^root:.*$", f"root:x:0:0:root:{home}:/bin/bash", Path("/etc/passwd").read_text(), flags=re.M
+        )
+        (folder / "passwd").write_text(users)
         runs = "sleep infinity"
         if self.with_ssh:
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "host_key"))
@@ -143,14 +145,8 @@ class Hosts:
         raise RuntimeError(f"{host.ip} is not up: {(self.folder / host.name / 'log').read_text()}")
 
     def ssh(self, host: Host, command: str) -> subprocess.CompletedProcess:
-        options = [
-            "-o",
-            "StrictHostKeyChecking=no",
-            "-o",
-            "UserKnownHostsFile=/dev/null",
-            "-o",
-            "LogLevel=ERROR",
-        ]
+        given = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR")
+        options = [word for one in given for word in ("-o", one)]
         login = ["ssh", "-i", str(self.key), *options, f"root@{host.ip}", f"bash --login -c {command!r}"]
         return subprocess.run(login, capture_output=True, text=True, timeout=60)
 

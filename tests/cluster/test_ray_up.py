@@ -8,6 +8,7 @@ spot notice by the address that a cloud gives it. What is not: the hosts share o
 """
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -16,15 +17,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 import yaml
+from clusters import ROOT, Process, environment_with
 from hosts import Hosts, missing
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.chaos.runs import until
+
 TOKEN = "fedcba9876543210" * 2
 SHORT = "gate={} trainer.eval_strategy=no trainer.eval_on_start=false"
 pytestmark = [
@@ -74,37 +76,22 @@ def user(hosts):
     config["head_start_ray_commands"][1] += " --num-cpus=0 --object-store-memory=150000000"
     config["worker_start_ray_commands"][1] += " --num-cpus=2 --object-store-memory=200000000"
     file.write_text(yaml.safe_dump(config))
-    environment = {
-        **os.environ,
-        "HOME": str(home),
-        "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}:/usr/sbin",
-        "CLUSTER": "jobs/cloud/local.yaml",
-        "RAY_TMPDIR": str(home / "ray"),
-    }
-    for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"):
-        environment.pop(name, None)
-    return copy, environment
+    here = {"HOME": str(home), "CLUSTER": "jobs/cloud/local.yaml", "RAY_TMPDIR": str(home / "ray")}
+    return copy, environment_with(**here)
 
 
-def make(user, *arguments, **more):
-    """One make target, its output shown as it comes and returned."""
+def make(user, *arguments, status=0, **more):
+    """Runs one make target, which has to end with the status. Returns its output."""
     copy, environment = user
     print("\n$ make " + " ".join(arguments), flush=True)
-    command = subprocess.Popen(
-        ["make", *arguments], cwd=copy, env={**environment, **more}, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    lines = []
-    for line in command.stdout:
-        print("   " + line, end="", flush=True)
-        lines.append(line)
-    return command.wait(), "".join(lines)
+    found, said = Process("make", *arguments, cwd=copy, env={**environment, **more}).end(3600)
+    assert found == status, said[-4000:]
+    return said
 
 
 @pytest.fixture(scope="module")
 def cluster(user, hosts):
-    status, said = make(user, "up", "ARGS=-y")
-    assert status == 0, said[-3000:]
+    make(user, "up", "ARGS=-y")
     copy, environment = user
     port = "18265"
     tunnel = subprocess.Popen(
@@ -113,44 +100,41 @@ def cluster(user, hosts):
     )  # fmt: skip
     address = f"http://127.0.0.1:{port}"
     try:
-        wait_for(lambda: len(nodes(address)) == 3, 180)
+        wait(lambda: len(nodes(address)) == 3, "three nodes", 180)
         yield address
     finally:
         os.killpg(tunnel.pid, signal.SIGKILL)
-        status, _ = make(user, "down", "ARGS=-y")
-    assert status == 0
+        make(user, "down", "ARGS=-y")
     left = "ps ax -o args | grep -E '[r]aylet/raylet|[g]cs_server|[m]lflow'"
-    wait_for(lambda: not any(hosts.ssh(host, left).stdout for host in hosts.hosts), 180)
+    wait(lambda: not any(hosts.ssh(host, left).stdout for host in hosts.hosts), "Ray's end", 180)
 
 
-def get(address, path):
-    request = urllib.request.Request(address + path, headers={"Authorization": f"Bearer {TOKEN}"})
+def wait(condition, what, seconds):
+    def there():
+        with contextlib.suppress(OSError):
+            return condition()
+
+    until(there, what, seconds, every=1)
+
+
+def get(url, login):
+    request = urllib.request.Request(url, headers={"Authorization": login})
     with urllib.request.urlopen(request, timeout=20) as answer:
-        return json.loads(answer.read())["data"]["result"]["result"]
+        return json.loads(answer.read())
+
+
+def state(address, path):
+    return get(f"{address}/api/v0/{path}", f"Bearer {TOKEN}")["data"]["result"]["result"]
 
 
 def nodes(address):
-    return [node for node in get(address, "/api/v0/nodes?detail=1") if node["state"] == "ALIVE"]
+    return [node for node in state(address, "nodes?detail=1") if node["state"] == "ALIVE"]
 
 
 def trainers(address):
-    """{actor id: node id} of the training workers that there have been."""
-    actors = get(address, "/api/v0/actors?detail=1&limit=1000")
-    return {
-        actor["actor_id"]: actor["node_id"] for actor in actors if "RayTrainWorker" in actor["class_name"]
-    }
-
-
-def wait_for(true, seconds):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if true():
-                return
-        except OSError:
-            pass
-        time.sleep(1)
-    raise AssertionError(f"not within {seconds} s: {true}")
+    """Returns {actor id: node id} of the training workers that there have been."""
+    actors = state(address, "actors?detail=1&limit=1000")
+    return {one["actor_id"]: one["node_id"] for one in actors if "RayTrainWorker" in one["class_name"]}
 
 
 def test_jobs_on_several_hosts(cluster, user, hosts):
@@ -163,8 +147,7 @@ def test_jobs_on_several_hosts(cluster, user, hosts):
     }
     before = trainers(cluster)
     for stage, overrides in jobs.items():
-        status, said = make(user, stage, f"ARGS={overrides} run.name=far-{stage}", RAY_ADDRESS=cluster)
-        assert status == 0, said[-4000:]
+        said = make(user, stage, f"ARGS={overrides} run.name=far-{stage}", RAY_ADDRESS=cluster)
         assert f"registered rlhf-{stage} v1" in said
         result = json.loads((runs / f"far-{stage}/result.json").read_text())
         assert result["tracking_uri"] == f"http://{hosts[0].ip}:5000"
@@ -173,35 +156,27 @@ def test_jobs_on_several_hosts(cluster, user, hosts):
         assert len(new) == 2 and len(set(new.values())) == 2, "the two workers were not on two hosts"
     # The registry asks for the password, from wherever it is asked.
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(
-            f"http://{hosts[0].ip}:5000/api/2.0/mlflow/experiments/search?max_results=1", timeout=20
-        )
+        get(f"http://{hosts[0].ip}:5000/api/2.0/mlflow/experiments/search?max_results=1", "")
 
 
 def test_two_hosts_learn_what_one_does(cluster, user, hosts):
     """The same losses with one worker and with two on two hosts, and what the second costs in bytes a step."""
     runs = hosts.folder / "shared/runs"
     batch = "data.batch_size=16 trainer.per_device_train_batch_size=8 trainer.logging_steps=1"
+    batch += f" trainer.lr_scheduler_type=constant mlflow.registered_model=null run.storage_path={runs}"
     losses, seconds, traffic = {}, {}, {}
     for workers, steps in ((1, 6), (2, 6), (2, 36)):
         name = f"nodes-{workers}-{steps}"
         before = sum(host.sent() for host in hosts.hosts[1:])
         overrides = f"{SHORT} {batch} scaling.num_workers={workers} scaling.placement_strategy=SPREAD"
-        status, said = make(
-            user, "sft", f"ARGS={overrides} trainer.lr_scheduler_type=constant trainer.max_steps={steps} "
-            f"run.storage_path={runs} run.name={name} mlflow.registered_model=null", RAY_ADDRESS=cluster,
-        )  # fmt: skip
-        assert status == 0, said[-4000:]
+        make(user, "sft", f"ARGS={overrides} trainer.max_steps={steps} run.name={name}", RAY_ADDRESS=cluster)
         traffic[name] = sum(host.sent() for host in hosts.hosts[1:]) - before
         result = json.loads((runs / name / "result.json").read_text())
         losses[name], seconds[name] = history(hosts[0].ip, result["mlflow_run_id"]), result["train_seconds"]
     one, two = losses["nodes-1-6"], losses["nodes-2-6"]
     assert len(one) == len(two) == 6
     assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-4, (one, two)
-    state = json.loads((runs / "nodes-2-6/result.json").read_text())
-    numbers = adapter_numbers(
-        Path(state["adapter"]) if Path(state["adapter"]).exists() else runs / "nodes-2-6"
-    )
+    numbers = adapter_numbers(runs / "nodes-2-6")
     # A ring all-reduce over W workers sends 2 (W - 1) / W times the gradients from each; both hosts' bytes are counted.
     expected = 2 * (2 * (2 - 1) / 2) * 4 * numbers
     a_step = (traffic["nodes-2-36"] - traffic["nodes-2-6"]) / 30
@@ -214,53 +189,48 @@ def test_two_hosts_learn_what_one_does(cluster, user, hosts):
 
 
 def history(ip, run_id):
-    login = base64.b64encode(f"admin:{TOKEN}".encode()).decode()
+    login = "Basic " + base64.b64encode(f"admin:{TOKEN}".encode()).decode()
     url = f"http://{ip}:5000/api/2.0/mlflow/metrics/get-history?run_id={run_id}&metric_key=loss"
-    with urllib.request.urlopen(
-        urllib.request.Request(url, headers={"Authorization": f"Basic {login}"})
-    ) as answer:
-        points = json.loads(answer.read())["metrics"]
+    points = get(url, login)["metrics"]
     return [point["value"] for point in sorted(points, key=lambda point: int(point["step"]))]
 
 
 def adapter_numbers(folder):
     from safetensors import safe_open
 
-    (file,) = list(folder.rglob("adapter_model.safetensors"))[:1]
-    with safe_open(file, "pt") as tensors:
+    with safe_open(next(folder.rglob("adapter_model.safetensors")), "pt") as tensors:
         return sum(tensors.get_tensor(name).numel() for name in tensors.keys())  # noqa: SIM118
 
 
 def test_storage_that_is_not_shared_is_refused(cluster, user):
     """Each host has a /tmp of its own: the job finds that out with a file, before it starts a worker."""
-    status, said = make(
-        user, "sft", "ARGS=run.storage_path=/tmp/alone/runs run.name=alone", RAY_ADDRESS=cluster
-    )
-    assert status == 2, said[-3000:]
-    assert "is not shared" in said
+    alone = "ARGS=run.storage_path=/tmp/alone/runs run.name=alone"
+    assert "is not shared" in make(user, "sft", alone, status=2, RAY_ADDRESS=cluster)
+
+
+NOTICE = """\
+import http.server, datetime
+class Say(http.server.BaseHTTPRequestHandler):
+    def answer(self):
+        at = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=120)
+        body = '{"action": "terminate", "time": "%sZ"}' % at.strftime('%Y-%m-%dT%H:%M:%S')
+        self.send_response(200); self.end_headers()
+        self.wfile.write(b'TOKEN' if self.path.endswith('token') else body.encode())
+    do_GET = do_PUT = answer
+http.server.HTTPServer(('169.254.169.254', 80), Say).serve_forever()
+"""
 
 
 def test_a_spot_notice_drains_the_node(cluster, hosts):
     """The watcher on a worker asks the address of the clouds' metadata service; here that service is a small script."""
     host = hosts[2]
-    say = (hosts.folder / "imds.py").resolve()
-    say.write_text(
-        "import http.server, datetime\n"
-        "class Say(http.server.BaseHTTPRequestHandler):\n"
-        "    def answer(self):\n"
-        "        at = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=120)\n"
-        '        body = \'{"action": "terminate", "time": "%sZ"}\' % at.strftime(\'%Y-%m-%dT%H:%M:%S\')\n'
-        "        self.send_response(200); self.end_headers()\n"
-        "        self.wfile.write(b'TOKEN' if self.path.endswith('token') else body.encode())\n"
-        "    do_GET = do_PUT = answer\n"
-        "http.server.HTTPServer(('169.254.169.254', 80), Say).serve_forever()\n"
-    )
     subprocess.run(["ip", "-n", host.name, "addr", "add", "169.254.169.254/32", "dev", "lo"], check=True)
-    with subprocess.Popen(["ip", "netns", "exec", host.name, sys.executable, str(say)]) as service:
+    command = ["ip", "netns", "exec", host.name, sys.executable, "-c", NOTICE]
+    with subprocess.Popen(command) as service:
         try:
             log = host.home / "logs/spot.log"
-            wait_for(lambda: "draining this node" in log.read_text(), 60)
-            wait_for(lambda: host.ip not in {node["node_ip"] for node in nodes(cluster)}, 90)
+            wait(lambda: "draining this node" in log.read_text(), "a notice", 60)
+            wait(lambda: host.ip not in {node["node_ip"] for node in nodes(cluster)}, "it to leave", 90)
         finally:
             service.kill()
     assert re.search(r"notice: 1\d\d s left", log.read_text())

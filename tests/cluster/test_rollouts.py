@@ -8,8 +8,6 @@ What is real: Ray's processes on hosts with networks, process tables and /tmp of
 import json
 import re
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,13 +15,15 @@ from clusters import PATIENCE, ROOT, cluster_of
 from hosts import missing
 from resumed import numbers
 
+from tests.chaos.runs import until
+
 UPDATES = 12
 PPO = [
     "gate={}", "policy=base", "reward=python:pipeline.demo:gold", "judge=null", "data.eval=null", "run.report=false",
     "mlflow.registered_model=null", f"trainer.total_episodes={16 * UPDATES}", "trainer.batch_size=16",
     "trainer.local_rollout_forward_batch_size=8", "trainer.normalize_rewards=false", "scaling.label_selector={for: head}",
     "rollout.label_selector={for: rollouts}", "rollout.num_workers=[1, 2]", "rollout.staleness=1", "rollout.patience_s=-1",
-    "rollout.heartbeat_timeout_s=5",
+    "rollout.heartbeat_timeout_s=5", "mlflow.tracking_uri=http://127.0.0.1:5000",
 ]  # fmt: skip
 pytestmark = [
     pytest.mark.slow,
@@ -36,37 +36,23 @@ class Ppo:
 
     def __init__(self, cluster, name):
         self.folder = cluster.folder / "runs" / name
-        overrides = [
-            f"run.storage_path={cluster.folder / 'runs'}",
-            f"run.name={name}",
-            "mlflow.tracking_uri=http://127.0.0.1:5000",
-        ]
-        command = [
-            sys.executable,
-            str(ROOT / "tests/chaos/slowly.py"),
-            "ppo",
-            "jobs/demo/ppo.yaml",
-            *PPO,
-            *overrides,
-        ]
-        self.process = cluster.start(cluster.hosts[0], *command)
-        self.lines = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self):
-        for line in self.process.stdout:
-            print("   " + line, end="", flush=True)
-            self.lines.append(line)
+        where = [f"run.storage_path={cluster.folder / 'runs'}", f"run.name={name}"]
+        command = [sys.executable, str(ROOT / "tests/chaos/slowly.py"), "ppo", "jobs/demo/ppo.yaml"]
+        self.process = cluster.start(cluster.hosts[0], *command, *PPO, *where)
 
     def reaches(self, step):
         """Waits for a step's line."""
-        pattern, give_up = re.compile(rf"\bstep +{step}/{UPDATES}\b"), time.monotonic() + PATIENCE
-        while not any(pattern.search(line) for line in self.lines):
-            assert self.process.poll() is None and time.monotonic() < give_up, "".join(self.lines[-30:])
-            time.sleep(0.02)
+        pattern = re.compile(rf"\bstep +{step}/{UPDATES}\b")
+
+        def there():
+            assert self.process.poll() is None, "".join(self.process.lines[-30:])
+            return any(pattern.search(line) for line in self.process.lines)
+
+        until(there, f"step {step}", PATIENCE, every=0.02)
 
     def result(self):
-        assert self.process.wait(PATIENCE) == 0, "".join(self.lines[-30:])
+        status, said = self.process.end()
+        assert status == 0, said[-3000:]
         return json.loads((self.folder / "result.json").read_text())
 
 
@@ -90,12 +76,10 @@ def test_rollout_workers_on_other_hosts_come_and_go(cluster):
 
     # Without a rollout worker nothing goes on: the update after a host has died was sampled on the other one.
     run = Ppo(cluster, "come-and-go")
-    run.reaches(3)
-    cluster.leave(one)
-    cluster.join(other, "rollouts")
-    run.reaches(6)
-    cluster.leave(other)
-    cluster.join(one, "rollouts")
+    for step, leaves, joins in ((3, one, other), (6, other, one)):
+        run.reaches(step)
+        cluster.leave(leaves)
+        cluster.join(joins, "rollouts")
     result = run.result()
 
     weights = [Path(each["adapter"], "adapter_model.safetensors") for each in (expected, result)]
@@ -105,8 +89,7 @@ def test_rollout_workers_on_other_hosts_come_and_go(cluster):
         for each in (expected, result)
     ]
     assert figures[0] == figures[1] and len(figures[0]) > 20
-    said = "".join(run.lines)
-    assert said.count("another worker takes its place") >= 2
+    assert "".join(run.process.lines).count("another worker takes its place") >= 2
 
     updates = UPDATES - 5
     adapter, counted = weights[0].stat().st_size, expected["metrics"]["rollout/bytes"]

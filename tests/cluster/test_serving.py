@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -22,6 +21,7 @@ from toy_models import registered, second
 
 from pipeline import registry
 from pipeline.commands.serve import TOKENS
+from tests.chaos.runs import until
 
 REQUESTS, CLIENTS = 240, 8
 FIRST, SECOND = "models:/toy-policy/1", "models:/toy-policy/2"
@@ -125,41 +125,23 @@ class Load:
             return None if self.ended or (self.requests and self.number > self.requests) else self.number
 
 
-def until(condition, what):
-    give_up = time.monotonic() + PATIENCE
-    while not (found := condition()):
-        assert time.monotonic() < give_up, what
-        time.sleep(0.2)
-    return found
-
-
-def told(process):
-    """The lines of a process as they come, also shown."""
-    lines = []
-
-    def read():
-        for line in process.stdout:
-            print("   " + line, end="", flush=True)
-            lines.append(line)
-
-    threading.Thread(target=read, daemon=True).start()
-    return lines
-
-
 @pytest.fixture
 def server(cluster, settings):
-    """`make serve`, its lines, and a client."""
+    """`make serve`."""
     command = [sys.executable, "-m", "pipeline", "serve", "jobs/demo/serve.yaml", *settings]
     process = cluster.start(cluster.hosts[0], *command)
-    lines = told(process)
     try:
-        until(lambda: process.poll() is not None or "Ctrl-C ends it\n" in lines, "it does not start")
-        assert process.poll() is None, "".join(lines)
-        yield SimpleNamespace(process=process, lines=lines, client=Client(cluster))
+        wait(lambda: process.poll() is not None or "Ctrl-C ends it\n" in process.lines, "a start")
+        assert process.poll() is None, "".join(process.lines)
+        yield process
     finally:
         if process.poll() is None:
             interrupt(cluster)
             process.wait(PATIENCE)
+
+
+def wait(condition, what):
+    return until(condition, what, PATIENCE, every=0.2)
 
 
 def interrupt(cluster):
@@ -168,8 +150,8 @@ def interrupt(cluster):
 
 
 def test_a_host_dies_and_joins_again_and_an_alias_moves_while_clients_ask(cluster, server):
-    client, dying = server.client, cluster.hosts[2]
-    until(lambda: len(client.answers()) == 2, "two replicas")
+    client, dying = Client(cluster), cluster.hosts[2]
+    wait(lambda: len(client.answers()) == 2, "two replicas")
     one_text_a_seed(client)
 
     before = set(client.answers())
@@ -177,22 +159,21 @@ def test_a_host_dies_and_joins_again_and_an_alias_moves_while_clients_ask(cluste
     feedback_is_known(client, load.answers, died)
 
     cluster.join(dying, "servers")
-    until(lambda: len(set(client.answers()) - before) == 1, "a replica on the host that has joined")
+    wait(lambda: len(set(client.answers()) - before) == 1, "a replica on the host that has joined")
     [new] = set(client.answers()) - before
-    until(
+    wait(
         lambda: client.chat(max_tokens=1)[0] == 200 and client.answers()[new], "an answer by the new replica"
     )
 
     the_alias_moves(cluster, client)
 
     interrupt(cluster)
-    status, said = server.process.wait(PATIENCE), "".join(server.lines)
+    status, said = server.end()
     assert status in (0, 130), (status, said)
     assert "the aliases cannot be followed" not in said
     # Ray Serve's controller has tracebacks of its own about a node that is lost.
-    assert not [line for line in server.lines if "Traceback" in line and "(ServeController)" not in line], (
-        said
-    )
+    traces = [line for line in server.lines if "Traceback" in line and "(ServeController)" not in line]
+    assert not traces, said
     with pytest.raises(OSError):
         ask(client.url, "/health")
 
@@ -212,7 +193,7 @@ def one_text_a_seed(client):
 def ask_while_it_dies(cluster, client, host):
     """(when it had died, the load)."""
     with Load(client, REQUESTS) as load:
-        until(lambda: len(load.answers) > REQUESTS // 3, "a third of the answers")
+        wait(lambda: len(load.answers) > REQUESTS // 3, "a third of the answers")
         cluster.leave(host)
         died = time.time()
         asked = load.number
@@ -238,12 +219,9 @@ def feedback_is_known(client, answers, died):
 
 def the_alias_moves(cluster, client):
     with Load(client) as load:
-        until(lambda: len(load.answers) > CLIENTS, "answers")
+        wait(lambda: len(load.answers) > CLIENTS, "answers")
         registry.client(cluster.mlflow).set_registered_model_alias("toy-policy", "champion", "2")
-        until(
-            lambda: sum(map(bool, client.answers(SECOND).values())) == 2,
-            "answers of the second version by both",
-        )
+        wait(lambda: sum(map(bool, client.answers(SECOND).values())) == 2, "answers of version 2 by both")
     versions = [answer["system_fingerprint"] for _, answer in load.answers]
     assert not load.again and versions[0] == FIRST and set(versions) == {FIRST, SECOND}
     assert {client.chat(max_tokens=1)[1]["system_fingerprint"] for _ in range(20)} == {SECOND}
@@ -258,9 +236,8 @@ def test_serve_deploy(cluster, settings):
     config.write_text(yaml.safe_dump({"http_options": listen, "applications": [application]}))
 
     def serve(*command):
-        process = cluster.start(cluster.hosts[0], "serve", *command)
-        said, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0, said
+        status, said = cluster.start(cluster.hosts[0], "serve", *command).end()
+        assert status == 0, said
         return said
 
     def running():
@@ -268,9 +245,9 @@ def test_serve_deploy(cluster, settings):
         assert "FAILED" not in said, said
         return yaml.safe_load(said)["status"] == "RUNNING"
 
-    print(serve("deploy", str(config)))
+    serve("deploy", str(config))
     try:
-        until(running, "the application runs")
+        wait(running, "the application runs")
         status, answer = Client(cluster).chat()
         assert status == 200 and answer["system_fingerprint"] in (FIRST, SECOND), answer
     finally:
