@@ -14,7 +14,7 @@ from pipeline.config.stages import INPUTS, STAGE
 from pipeline.system import storage
 
 if TYPE_CHECKING:
-    from pipeline.ppo.rollout_config import RolloutConfig
+    from pipeline.ppo.config import RolloutConfig
 
 HUB = "hf://datasets/"
 # Keys of a source that say what its rows become; `data` sets them for the sources that do not.
@@ -342,7 +342,7 @@ class Job:
     @property
     def rollout_config(self) -> RolloutConfig:
         """The `rollout` section as its config class."""
-        from pipeline.ppo.rollout_config import RolloutConfig
+        from pipeline.ppo.config import RolloutConfig
 
         return RolloutConfig(**self.rollout)
 

@@ -17,10 +17,9 @@ from pipeline.config.gates import Problems
 from pipeline.config.job import HUB, SPLITS, Export, Job, completed, sources_of, transforms
 from pipeline.config.stages import STAGE
 from pipeline.config.yaml_tree import Tree
-from pipeline.errors import about, show
+from pipeline.errors import InputError, about, show
 from pipeline.models import hub
 from pipeline.models.adapter_files import adapts_lm_head
-from pipeline.ppo.settings import SettingError
 from pipeline.references import Ref
 
 # What run.storage_path contains in addition to the folders of runs.
@@ -227,7 +226,7 @@ def _settings(job: Job) -> Problems:
     ):
         try:
             make()
-        except SettingError as error:
+        except InputError as error:
             yield f"{section}.{error.key}", error.message
 
 

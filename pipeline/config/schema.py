@@ -54,7 +54,7 @@ def class_of(section: str, stage: str) -> str:
     if section == "trainer":
         return STAGE[stage].trainer
     if section == "rollout":
-        return "pipeline.ppo.rollout_config.RolloutConfig"
+        return "pipeline.ppo.config.RolloutConfig"
     return (
         LIBRARIES.get(section)
         or f"pipeline.config.job.{'MLflow' if section == 'mlflow' else section.title()}"

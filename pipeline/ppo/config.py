@@ -1,4 +1,6 @@
-"""`PPOConfig`: all settings of PPO. Plain data, no torch import.
+"""`PPOConfig` and `RolloutConfig`: the sections `trainer` and `rollout` of a PPO job. Plain data, no torch import.
+
+config/schema.json has types and ranges of all keys. Here are the combinations; a wrong one raises InputError with the key.
 
 Names are those of TRL's last `PPOConfig` (1.12) where it had them, and of TRL 1.16's online trainers (GRPO, RLOO)
 elsewhere. An *episode* is one completion of one prompt; an *update* is one rollout and the optimizer steps on it.
@@ -7,17 +9,17 @@ elsewhere. An *episode* is one completion of one prompt; an *update* is one roll
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, about, short
 from pipeline.intervals import table
 from pipeline.ppo import estimators
 from pipeline.ppo.estimators import Estimator
-from pipeline.ppo.settings import SettingError, Settings
 
-# Allowed values of each number; `seed` is what numpy takes. Upper bounds are far above any sensible value, and below
-# what overflows.
+# Allowed values of each number, for the schema; `seed` is what numpy takes. Upper bounds are far above any sensible value,
+# and below what overflows.
 RANGES = table(
     {
         "[0, 4294967295]": "seed",
@@ -34,13 +36,25 @@ RANGES = table(
         "[1, 1000000000000]": "kl_horizon",
         "[0, 1000000]": "kl_coef entropy_coef vf_coef missing_eos_penalty",
         "0 or [0.000001, 1000000]": "max_grad_norm",  # gradients clipped to less underflow
-        "(1, 1000000]": "dual_clip",
-        "(0, 100]": "temperature learning_rate",
+        "[0.000001, 100]": "temperature",  # logits divided by less overflow fp32
+        "(0, 100]": "learning_rate",
         "[0, 100]": "critic_learning_rate weight_decay",
         "[1e-30, 1]": "adam_epsilon",
         "[0, 1]": "gamma lam ref_model_mixup_alpha",
         "[0, 1)": "adam_beta1 adam_beta2",
+        # of the rollout section
+        "[0, 64]": "staleness",
+        "whole [1, 64]": "tensor_parallel_size",
+        "(0, 1)": "gpu_memory_utilization",
+        "(1, 1000000]": "dual_clip correction_cap",
+        "-1 or [0, 31536000]": "patience_s",
+        "[1, 31536000]": "chunk_timeout_s heartbeat_timeout_s",
     }
+)
+# Arguments of vllm.LLM that follow from the job.
+VLLM_FIXED = set(
+    """model revision dtype trust_remote_code quantization gpu_memory_utilization enable_lora max_loras max_lora_rank
+    max_model_len max_logprobs logprobs_mode generation_config disable_log_stats use_tqdm_on_load tensor_parallel_size""".split()
 )
 
 # How many completions a plan decodes at once, and an evaluation at most, if free memory decides the number.
@@ -48,9 +62,16 @@ PLANNED_ROWS = 64
 CHUNK_COMPLETIONS = 256  # size of a chunk if the job sets none
 
 
+def _require(settings: Any, rules: Iterable[tuple[str, bool, str]]) -> None:
+    """Raises InputError for the first (key, whether its value is allowed, what is expected) that is not allowed."""
+    for key, allowed, expected in rules:
+        if not allowed:
+            raise InputError(f"found {short(repr(getattr(settings, key)))}, expected {expected}", key=key)
+
+
 @dataclass
-class PPOConfig(Settings):
-    """Settings of one PPO run. A wrong value raises SettingError with the key, the value and what is expected.
+class PPOConfig:
+    """Settings of one PPO run.
 
     Where a field has a symbol in the paper that introduced it, its docstring ends with it in brackets.
     """
@@ -238,22 +259,26 @@ class PPOConfig(Settings):
     """Raise unless the KL to the reference is 0 before the first update: the policy must start as a copy of it."""
 
     def __post_init__(self) -> None:
-        self._check_types()
-        self._check_ranges(RANGES)
-        self._check_combinations()
-
-    def _check_combinations(self) -> None:
-        self._check_estimator()
-        groups, name = self.estimator.compares_groups, f"advantage_estimator {self.advantage_estimator}"
+        name, names = (
+            self.advantage_estimator,
+            f"{', '.join(estimators.ESTIMATORS)} or python:MODULE:FUNCTION",
+        )
+        known = name in estimators.ESTIMATORS or name.startswith("python:")
+        _require(self, [("advantage_estimator", known, names)])
+        with about("advantage_estimator"):
+            reads = self.estimator.reads
+        unknown = sorted(reads - estimators.TENSORS - {field.name for field in fields(self)})
+        groups, critic = self.estimator.compares_groups, self.uses_critic
         truncated = ("missing_eos_penalty", "bootstrap_truncated", "mask_truncated_completions")
         chosen = [key for key in truncated if getattr(self, key)]
-        copied = not self.uses_critic or self.critic == "adapter"
-        # transformers' polynomial schedule ends at 1e-7
-        least = 1e-7 if self.lr_scheduler_type == "polynomial" else -1.0
-        rules = [  # (key, whether its value is allowed, what is expected)
+        rules = [
+            (
+                "advantage_estimator",
+                not unknown,
+                f"a function whose parameters are among {', '.join(sorted(estimators.TENSORS))} and the keys of trainer; "
+                f"it has {', '.join(unknown)}",
+            ),
             ("min_new_tokens", self.min_new_tokens < self.response_length, "less than response_length"),
-            # Logits divided by less overflow fp32.
-            ("temperature", self.temperature >= 1e-6, "0.000001 or more"),
             (
                 "batch_size",
                 self.batch_size % self.num_generations == 0,
@@ -267,12 +292,12 @@ class PPOConfig(Settings):
             (
                 "num_generations",
                 self.num_generations > 1 or not groups,
-                f"2 or more: {self.advantage_estimator} compares completions to one prompt",
+                f"2 or more: {name} compares completions to one prompt",
             ),
             (
                 "importance_sampling_level",
                 self.importance_sampling_level == "token" or groups,
-                f"'token' with {name}: its advantages differ from token to token",
+                f"'token' with advantage_estimator {name}: its advantages differ from token to token",
             ),
             (
                 "kl_estimator",
@@ -280,42 +305,15 @@ class PPOConfig(Settings):
                 "'k2' or 'k3' with kl_in: loss (the gradient of k1 is 0 on average: it would not hold the policy)",
             ),
             (
-                chosen[-1] if chosen else truncated[0],
+                chosen[-1] if chosen else "",
                 len(chosen) <= 1,
                 f"only one of {', '.join(truncated)}: found {chosen}",
             ),
         ]
-        for key in ("learning_rate", "critic_learning_rate"):
-            rate = getattr(self, key)
-            expected = "above 1e-7 with lr_scheduler_type: polynomial"
-            rules.append((key, rate is None or rate > least, expected))
-        for key in ("vf_coef", "critic_learning_rate"):
-            allowed = copied or getattr(self, key) != 0
-            rules.append((key, allowed, "above 0 with critic: head, which starts from 0"))
         for key in ("bootstrap_truncated", "normalize_values", "critic_warmup_steps"):
-            allowed = self.uses_critic or not getattr(self, key)
+            allowed = critic or not getattr(self, key)
             rules.append((key, allowed, "off without a critic (advantage_estimator: gae)"))
-        for rule in rules:
-            self._require(*rule)
-
-    def _check_estimator(self) -> None:
-        """Checks the estimator's name, and that each parameter of its formula is provided."""
-        name = self.advantage_estimator
-        known = name in estimators.ESTIMATORS or name.startswith("python:")
-        self._require(
-            "advantage_estimator", known, f"{', '.join(estimators.ESTIMATORS)} or python:MODULE:FUNCTION"
-        )
-        try:
-            reads = self.estimator.reads
-        except InputError as error:
-            raise SettingError("advantage_estimator", str(error)) from error
-        unknown = sorted(reads - estimators.TENSORS - {field.name for field in fields(self)})
-        self._require(
-            "advantage_estimator",
-            not unknown,
-            f"a function whose parameters are among {', '.join(sorted(estimators.TENSORS))} and the keys of trainer; "
-            f"it has {', '.join(unknown)}",
-        )
+        _require(self, rules)
 
     @property
     def estimator(self) -> Estimator:
@@ -373,3 +371,87 @@ class PPOConfig(Settings):
     def logs(self, update: int, total: int) -> bool:
         """Returns True if the metrics of this update, counted from 1, are logged; those with an evaluation always are."""
         return update % self.logging_steps == 0 or update == total or self.evaluates(update, total)
+
+
+@dataclass
+class RolloutConfig:
+    """Who samples a PPO run's completions, with which engine, how many updates behind."""
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What decodes. transformers: the frozen base that the process holds anyway. vllm (the extra `vllm`): faster for large
+    models, at the cost of a second copy of the base."""
+    num_workers: int | list[Any] = 0
+    """Rollout workers: Ray actors that hold the frozen base and every frozen role, sample completions and score them.
+    [min, max]: up to `max`, which come and go; the run waits until `min` have resources. 0: the training workers sample."""
+    staleness: int = 0
+    """How many updates old the policy is that samples: the one after update u - staleness samples the episodes of update u,
+    and the initial policy the first ones. 0: sampling and learning take turns. 1 or more: rollout workers sample while the
+    trainer learns."""
+    use_gpu: bool | None = None
+    """Whether a rollout worker holds its models on a GPU. By default as the trainer's workers, `scaling.use_gpu`."""
+    resources_per_worker: Annotated[dict[str, float] | None, "[0, inf)"] = None
+    """What each rollout worker requests from Ray. By default {CPU: 1}, or {GPU: tensor_parallel_size} with `use_gpu`."""
+    label_selector: dict[str, str] | None = None
+    """Labels of the nodes that rollout workers are placed on, as Ray's label_selector: for example {market: spot}."""
+    patience_s: float = 600.0
+    """Seconds that the trainer waits if there is no rollout worker. Then it samples by itself, until a rollout worker comes.
+    -1: no limit."""
+    heartbeat_timeout_s: float = 60.0
+    """Seconds without a heartbeat after which a rollout worker is replaced and another worker gets its chunk."""
+    chunk_timeout_s: float = 3600.0
+    """Seconds that a chunk may take, its rewards included, before its rollout worker is replaced. Loading the models may take
+    an hour, or this long if it is more."""
+    tensor_parallel_size: int = 1
+    """GPUs over which vLLM splits the base in each rollout worker."""
+    gpu_memory_utilization: float | None = None
+    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache, in (0, 1). By default what they need."""
+    vllm_kwargs: dict[str, Any] | None = None
+    """Other arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
+    correction: Literal["none", "token", "sequence"] | None = None
+    """Off-policy correction: each advantage is multiplied by the probability ratio trainer / sampler, of its token or of its
+    completion, truncated at `correction_cap`. By default token for vllm, else none, because the correction made runs with
+    `staleness: 2` worse (docs/rollouts.md)."""
+    correction_cap: float = 3.0
+    """Largest ratio, above 1."""
+
+    def __post_init__(self) -> None:
+        low, high = self.workers
+        overruled = sorted(VLLM_FIXED & (self.vllm_kwargs or {}).keys())
+        split = self.engine == "vllm" and self.use_gpu is True and high
+        rules = [
+            (
+                "num_workers",
+                type(low) is type(high) is int and 0 <= low <= high,
+                "a number of workers, or [min, max] with 0 <= min <= max",
+            ),
+            (
+                "staleness",
+                self.staleness == 0 or bool(high),
+                "0 without rollout workers: no process samples ahead; set rollout.num_workers=1",
+            ),
+            ("vllm_kwargs", not overruled, f"none of what the sampler sets itself: {overruled}"),
+            (
+                "tensor_parallel_size",
+                self.tensor_parallel_size == 1 or bool(split),
+                "1 unless rollout workers (rollout.num_workers) decode with vLLM on GPUs (rollout.use_gpu=true)",
+            ),
+        ]
+        for key in ("gpu_memory_utilization", "vllm_kwargs"):
+            allowed = self.engine == "vllm" or not getattr(self, key)
+            rules.append((key, allowed, "null without rollout.engine=vllm"))
+        _require(self, rules)
+
+    @property
+    def workers(self) -> tuple[Any, Any]:
+        """Returns (fewest, most) rollout workers."""
+        count = self.num_workers
+        if not isinstance(count, list):
+            return count, count
+        return (count[0], count[1]) if len(count) == 2 else (-1, -1)
+
+    @property
+    def corrects(self) -> Literal["token", "sequence"] | None:
+        """Returns `correction` (its default if it is None), or None for "none"."""
+        if self.correction is None:
+            return "token" if self.engine == "vllm" else None
+        return None if self.correction == "none" else self.correction

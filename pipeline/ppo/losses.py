@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.errors import Failure
 from pipeline.ppo import estimators
-from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.config import PPOConfig, RolloutConfig
 from pipeline.ppo.episodes import Episodes, Totals, all_reduce
 from pipeline.ppo.functional import (
     kl_estimate,
@@ -21,7 +21,6 @@ from pipeline.ppo.functional import (
     value_loss,
     whiten,
 )
-from pipeline.ppo.rollout_config import RolloutConfig
 
 # Statistics of the optimizer steps, means per action, in the order in which the objectives return them.
 POLICY_STATS = (

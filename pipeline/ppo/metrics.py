@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.config import PPOConfig, RolloutConfig
 from pipeline.ppo.episodes import Episodes, all_reduce
 from pipeline.ppo.functional import kl_estimate, off_policy_weights
-from pipeline.ppo.rollout_config import RolloutConfig
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from pipeline.models.gpus import peak_flops
 from pipeline.models.lora import cast_once
 from pipeline.ppo import forward, losses
 from pipeline.ppo.clock import Phases, Timeline
-from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.config import PPOConfig, RolloutConfig
 from pipeline.ppo.episodes import (
     Episodes,
     Totals,
@@ -46,7 +46,6 @@ from pipeline.ppo.losses import POLICY_STATS, VALUE_STATS, RunningMoments
 from pipeline.ppo.metrics import episode_metrics, off_policy_metrics, seconds_at_peak
 from pipeline.ppo.rewards import AdapterReward, Reward, combined
 from pipeline.ppo.rng import kept_rng_state, rng_state, set_rng_state
-from pipeline.ppo.rollout_config import RolloutConfig
 from pipeline.ppo.rollouts import Rollout, Rollouts, RolloutWorkers, Versions, assembled, rows_of
 from pipeline.ppo.sampler import Chunk, Sampler, split_into_chunks
 from pipeline.ppo.selfcheck import rollout as checks

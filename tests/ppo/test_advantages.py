@@ -9,9 +9,9 @@ import toy_ppo as toy
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Completion
 from pipeline.ppo import losses
+from pipeline.ppo.config import RolloutConfig
 from pipeline.ppo.functional import whiten
 from pipeline.ppo.rewards import AdapterReward
-from pipeline.ppo.rollout_config import RolloutConfig
 
 
 def first_and_last_advantage(**changes):

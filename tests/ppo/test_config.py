@@ -1,46 +1,47 @@
-"""PPOConfig: what it refuses, and that settings of TRL's PPOConfig come through."""
-
-import math
+"""The sections `trainer` and `rollout` of a PPO job: what they may not be, and what follows from them."""
 
 import pytest
 
-from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.settings import SettingError
+from pipeline.config import load_job
+from pipeline.config.rules import warnings
+from pipeline.errors import InputError
+from pipeline.ppo.config import PPOConfig, RolloutConfig
+
+pytestmark = pytest.mark.usefixtures("in_root")
+WRONG = [  # key, value, what is expected, other settings
+    ("trainer.batch_size", "0", "above 0", []),
+    ("trainer.batch_size", "'16'", "a whole number", []),
+    ("trainer.batch_size", "10", "a multiple of num_generations", ["trainer.num_generations=4"]),
+    ("trainer.temperature", "0", "between 1e-06 and 100", []),
+    ("trainer.kl_coef", ".nan", "a finite number", []),
+    ("trainer.kl_estimator", "k4", "k1, k2, k3", []),
+    ("trainer.kl_estimator", "k1", "'k2' or 'k3' with kl_in: loss", ["trainer.kl_in=loss"]),
+    ("trainer.advantage_estimator", "gea", "gae, rloo, grpo, remax, reinforce_plus_plus or python:", []),
+    ("trainer.num_generations", "1", "2 or more", ["trainer.advantage_estimator=rloo"]),
+    ("trainer.min_new_tokens", "1000", "less than response_length", []),
+    ("trainer.dual_clip", "0.5", "above 1", []),
+    ("trainer.num_mini_batches", "100", "at most batch_size", []),
+    ("trainer.critic_warmup_steps", "2", "off without a critic", ["trainer.advantage_estimator=remax"]),
+    ("trainer.importance_sampling_level", "sequence", "'token' with advantage_estimator gae", []),
+    ("trainer.bootstrap_truncated", "true", "only one of", ["trainer.missing_eos_penalty=1"]),
+    ("rollout.engine", "sglang", "transformers, vllm", []),
+    ("rollout.num_workers", "-1", "a number of workers, or [min, max]", []),
+    ("rollout.num_workers", "[1]", "a number of workers, or [min, max]", []),
+    ("rollout.num_workers", "[1, 2.5]", "a number of workers, or [min, max]", []),
+    ("rollout.staleness", "1", "0 without rollout workers", []),
+    ("rollout.correction_cap", "1", "above 1", []),
+    ("rollout.vllm_kwargs", "{model: x}", "none of what the sampler sets itself", ["rollout.engine=vllm"]),
+    ("rollout.vllm_kwargs", "{seed: 1}", "null without rollout.engine=vllm", []),
+    ("rollout.tensor_parallel_size", "2", "1 unless rollout workers", []),
+]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "expected", "more"),
-    [
-        ("batch_size", 0, "above 0", {}),
-        ("batch_size", "16", "a whole number", {}),
-        ("temperature", 0.0, "above 0", {}),
-        ("lam", 1.5, "between 0 and 1", {}),
-        ("kl_coef", math.nan, "a number", {}),
-        ("bf16", 1, "true or false", {}),
-        ("kl_estimator", "k4", "'k1', 'k2', 'k3' or 'abs'", {}),
-        (
-            "advantage_estimator",
-            "group",
-            "gae, rloo, grpo, remax, reinforce_plus_plus or python:MODULE:FUNCTION",
-            {},
-        ),
-        ("num_generations", 1, "2 or more", dict(advantage_estimator="rloo")),
-        ("batch_size", 10, "multiple of num_generations", dict(num_generations=4)),
-        ("kl_estimator", "k1", "kl_in: loss", dict(kl_in="loss")),
-        ("min_new_tokens", 60, "less than response_length", {}),
-        ("dual_clip", 0.5, "above 1", {}),
-        ("num_mini_batches", 100, "at most batch_size", {}),
-        ("critic_warmup_steps", 2, "without a critic", dict(advantage_estimator="reinforce_plus_plus")),
-        ("importance_sampling_level", "sequence", "'token' with advantage_estimator gae", {}),
-        ("loss_aggregation", "mean", "'token', 'sequence', 'constant' or null", {}),
-        ("bootstrap_truncated", True, "only one of", dict(missing_eos_penalty=1.0)),
-    ],
-)
-def test_a_wrong_setting_names_key_value_and_what_is_expected(key, value, expected, more):
-    with pytest.raises(SettingError) as caught:
-        PPOConfig(**{key: value, **more})
+@pytest.mark.parametrize(("key", "value", "expected", "others"), WRONG)
+def test_a_wrong_setting_names_key_value_and_what_is_expected(key, value, expected, others):
+    with pytest.raises(InputError) as caught:
+        load_job("jobs/demo/ppo.yaml", [*others, f"{key}={value}"])
     assert caught.value.key == key
-    assert f"found {value!r}, expected" in caught.value.message and expected in caught.value.message
+    assert caught.value.message.startswith("found") and expected in caught.value.message
 
 
 def test_settings_of_trl_come_through():
@@ -50,7 +51,40 @@ def test_settings_of_trl_come_through():
         local_rollout_forward_batch_size=64, learning_rate=3e-6, seed=1, bf16=False, gradient_checkpointing=True,
     )  # fmt: skip
     assert vars(PPOConfig(**trl)).items() >= trl.items()
-    assert (
-        PPOConfig(**trl).total_updates(5) == 157
-        and PPOConfig(batch_size=8, num_train_epochs=2).total_updates(10) == 3
-    )
+    assert PPOConfig(**trl).total_updates(5) == 157
+    assert PPOConfig(batch_size=8, num_train_epochs=2).total_updates(10) == 3
+
+
+@pytest.mark.parametrize(
+    ("rollout", "corrects"),
+    [
+        (dict(num_workers=[0, 3], staleness=1), None),
+        (dict(engine="vllm"), "token"),
+        (dict(engine="vllm", correction="none"), None),
+        (dict(correction="sequence"), "sequence"),
+    ],
+)
+def test_what_is_corrected_by_default(rollout, corrects):
+    assert RolloutConfig(**rollout).corrects == corrects
+
+
+IDLE, CROWDED = "2 of 3 workers will be idle, because completions are sampled in chunks of 64", "computes with 4 threads"
+FOUR = "scaling.resources_per_worker={CPU: 4}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], set()),
+        (["rollout.num_workers=3"], {IDLE}),
+        (["rollout.num_workers=2", "rollout.staleness=2"], set()),
+        (["rollout.num_workers=3", "trainer.local_rollout_forward_batch_size=21"], set()),
+        ([FOUR], {CROWDED}),
+        ([FOUR, "rollout.resources_per_worker={CPU: 4}"], set()),
+        ([FOUR, "rollout.use_gpu=true"], set()),
+    ],
+)
+def test_rollout_workers_that_would_idle_or_share_cpus_are_warned_of(overrides, said):
+    job = load_job("jobs/demo/ppo.yaml", ["rollout.num_workers=1", *overrides], "ppo")
+    lines = "\n".join(warnings(job))
+    assert {words for words in (IDLE, CROWDED) if words in lines} == said

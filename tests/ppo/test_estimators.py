@@ -12,7 +12,6 @@ from pipeline.errors import Failure, InputError
 from pipeline.findings import Finding
 from pipeline.ppo import estimators
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.settings import SettingError
 
 
 @pytest.mark.parametrize("name", estimators.ESTIMATORS)
@@ -73,7 +72,7 @@ def test_a_job_brings_its_own_formula(mine):
     episodes = toy.first_episodes(trainer)
     assert set(episodes.advantages[episodes.mask].unique().tolist()) == {0.0, 1.0}
     assert len(trainer.train()) == trainer.total
-    with pytest.raises(SettingError, match="2 or more: python:own_formulas:best_of_group compares"):
+    with pytest.raises(InputError, match="2 or more: python:own_formulas:best_of_group compares"):
         PPOConfig(advantage_estimator=f"{mine}best_of_group")
 
 
@@ -108,7 +107,7 @@ def test_a_job_file_may_name_it(mine, in_root):
     ],
 )
 def test_a_function_that_cannot_be_one_is_refused(mine, name, message):
-    with pytest.raises(SettingError, match=message) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         PPOConfig(advantage_estimator=mine + name)
     assert caught.value.key == "advantage_estimator"
 

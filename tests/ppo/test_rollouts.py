@@ -14,10 +14,10 @@ import toy_ppo as toy
 
 from pipeline.errors import SelfCheckFailed
 from pipeline.ppo import rollouts
+from pipeline.ppo.config import RolloutConfig
 from pipeline.ppo.functional import off_policy_weights
 from pipeline.ppo.metrics import off_policy_metrics
 from pipeline.ppo.rewards import AdapterReward, FunctionReward
-from pipeline.ppo.rollout_config import RolloutConfig
 from pipeline.ppo.rollouts import digest
 from pipeline.ppo.sampler import Sampler, split_into_chunks
 

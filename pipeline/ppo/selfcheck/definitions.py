@@ -18,9 +18,8 @@ from torch import Tensor
 
 from pipeline.findings import Finding
 from pipeline.ppo import estimators
-from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.config import PPOConfig, RolloutConfig
 from pipeline.ppo.episodes import Episodes, gather
-from pipeline.ppo.rollout_config import RolloutConfig
 from pipeline.ppo.selfcheck.learner import Learner
 
 Numbers = np.ndarray  # one for each action of a row

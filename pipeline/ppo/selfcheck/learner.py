@@ -8,11 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.config import PPOConfig, RolloutConfig
 from pipeline.ppo.episodes import Episodes
 from pipeline.ppo.losses import RunningMoments
 from pipeline.ppo.rewards import Reward
-from pipeline.ppo.rollout_config import RolloutConfig
 from pipeline.ppo.sampler import Sampler
 
 
