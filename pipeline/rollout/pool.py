@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,6 @@ MAX_PAUSE_S = 60.0  # longest pause before a worker that could not load is start
 TRAINER_WAIT_S = 10.0  # time that trainers wait for resources before rollout workers leave
 MAX_REPORT_INTERVAL_S = 1800.0  # longest time between two lines about missing resources
 YIELDS_TO_TRAINER = "makes room for a trainer"
-OTHER_SETTINGS = "was set up for earlier trainers, on other machines"
 # Their messages are complete, and every worker would raise them again.
 FINAL = (InputError, Failure, OutOfMemory, SelfCheckFailed)
 
@@ -58,20 +57,20 @@ class Task:
     attempts: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
-    """Holds one worker at a time. A new worker replaces a lost one."""
+    """A worker, from its start until it is lost."""
 
     number: int
-    node: str | None = None  # where its worker is, once it has resources
-    ready: bool = False  # whether its worker has loaded
-    failures: int = 0  # consecutive failures of its workers to load
-    # Ready, or loading for the first time; patience runs out only while no slot is present
-    present: bool = False
     worker: Any = None  # the actor
-    leaving: str | None = None  # why its worker gets no more chunks
-    waits_since: float | None = None  # when its worker began to wait for resources
-    has: set[tuple[str, int]] = field(default_factory=set)  # versions that its worker has fetched
+    node: str | None = None  # where it is, once it has resources
+    waits_since: float | None = None  # when it began to wait for resources
+    settings: NumericSettings | None = None  # that it computes with
+    ready: bool = False  # whether it has loaded
+    # Ready, or loading for the first time; patience runs out only while no worker is present
+    present: bool = False
+    leaving: bool = False  # makes room for a trainer
+    has: set[tuple[str, int]] = field(default_factory=set)  # versions that it has fetched
 
 
 @dataclass
@@ -95,10 +94,12 @@ class Pool:
     def __init__(self, work: Work) -> None:
         self.work, self.config = work, work.job.rollout_config
         self.session = ""
+        self.settings: NumericSettings | None = None  # of the session's trainers
         self.tasks: dict[Key, Task] = {}
         self.waiting: list[Task] = []
         self.versions: dict[int, tuple[list[Any], int]] = {}  # version -> ([reference], bytes)
         self.slots = [Slot(number) for number in range(self.config.workers[1])]
+        self.failures = [0] * len(self.slots)  # consecutive failures of each slot's workers to load
         self.alone_since: float | None = time.monotonic()  # when the last worker was lost
         self.displaced_since: float | None = None  # when the trainers began to wait for resources
         self.reported, self.report_interval = time.monotonic(), placement.REPORT_INTERVAL_S
@@ -106,59 +107,43 @@ class Pool:
         self.measured, self.bytes, self.lost = time.monotonic(), 0, 0
         self.assignments: list[Assignment] = []  # that have not ended before `measured`
         self.running: list[asyncio.Future] = []
-        self.keeping: dict[int, asyncio.Future] = {}  # slot -> the task that keeps it filled
+        self.changed = asyncio.Condition()
         self.printed: set[str] = set()  # errors whose traceback was printed
 
     async def start(self) -> None:
         """Starts the workers, once."""
-        if not self.running:
-            terminal.mark_lines()
-            print(":actor_name:rollout", flush=True)  # Ray's marker: log lines start with `(rollout pid=...)`
-            self.alone_since = time.monotonic()
-            print(f"starting {len(self.slots)} rollout worker{'s' * (len(self.slots) > 1)}", flush=True)
-            self.changed = asyncio.Condition()
-            self.terms: asyncio.Future[NumericSettings] = asyncio.get_running_loop().create_future()
-            self._keep_all()
-            self.running = [asyncio.ensure_future(self._watch_resources())]
+        if self.running:
+            return
+        terminal.mark_lines()
+        print(":actor_name:rollout", flush=True)  # Ray's marker: log lines start with `(rollout pid=...)`
+        print(f"starting rollout workers: {len(self.slots)}", flush=True)
+        self.alone_since = time.monotonic()
+        keeping = [asyncio.ensure_future(self._keep(slot.number)) for slot in self.slots]
+        self.running = [*keeping, asyncio.ensure_future(self._watch_resources())]
 
     async def trainers_wait(self) -> None:
         """Notes that the trainers wait for resources, because they start."""
-        if self.displaced_since is None:
-            self.displaced_since = time.monotonic()
-            if self.running:
-                await self._notify()
+        self.displaced_since = self.displaced_since or time.monotonic()
+        await self._notify()
 
     async def trainers_placed(self) -> None:
         self.displaced_since = None
-        if self.alone_since is not None:  # no worker could start meanwhile
-            self.alone_since = time.monotonic()
-        if self.running:
-            await self._notify()
+        self.alone_since = self.alone_since and time.monotonic()  # no worker could start meanwhile
+        await self._notify()
 
     # ------------------------------------------------------------------------------------------ trainers
 
-    async def begin(self, session: str, terms: NumericSettings) -> None:
+    async def begin(self, session: str, settings: NumericSettings) -> None:
         """Begins the session of a new group of trainers. Drops the requests of earlier ones."""
         await self.start()  # this actor may be new, too
         for task in self.tasks.values():  # the trainer that waits for it has ended
             task.result.cancel()
-        again, self.session, self.tasks, self.versions = bool(self.session), session, {}, {}
-        self.waiting.clear()
-        if self.alone_since is not None:  # the trainers did not wait meanwhile
-            self.alone_since = time.monotonic()
-        if self.broken and again:  # this attempt may find other nodes
-            self.broken = None
-            for slot in self.slots:
-                slot.failures = 0
-            self._keep_all()
-        if not self.terms.done():
-            self.terms.set_result(terms)
-        elif self.terms.result() != terms:
-            self.terms = asyncio.get_running_loop().create_future()
-            self.terms.set_result(terms)
-            for slot in self.slots:
-                slot.leaving = slot.leaving or (OTHER_SETTINGS if slot.ready else None)
-            await self._notify()
+        if self.broken and self.session:  # this attempt may find other nodes
+            self.broken, self.failures = None, [0] * len(self.slots)
+        self.session, self.settings = session, settings
+        self.tasks, self.versions, self.waiting = {}, {}, []
+        self.alone_since = self.alone_since and time.monotonic()  # the trainers did not wait meanwhile
+        await self._notify()
 
     async def publish(self, session: str, version: int, tensors: list[Any], size: int) -> None:
         """Takes a version of the policy, as a reference in a list, and its bytes."""
@@ -188,16 +173,12 @@ class Pool:
             raise Failure(
                 f"chunk {key} (update, rank, number) was not requested: the actor that hands out rollouts was restarted"
             )
-        task, patience = self.tasks[key], self.config.patience_s
+        task = self.tasks[key]
         while not task.result.done():
             if self.broken:
                 raise self.broken
-            if (
-                patience >= 0
-                and self.alone_since is not None
-                and time.monotonic() - self.alone_since >= patience
-                and task in self.waiting
-            ):
+            alone = -1.0 if self.alone_since is None else time.monotonic() - self.alone_since
+            if 0 <= self.config.patience_s <= alone and task in self.waiting:
                 self.waiting.remove(task)
                 del self.tasks[key]
                 return None
@@ -212,12 +193,11 @@ class Pool:
 
         The metrics: ready workers, the idle share of their time, waiting chunks, bytes, lost workers.
         """
-        now, ready = time.monotonic(), [slot for slot in self.slots if slot.ready]
+        now, ready = time.monotonic(), sum(slot.ready for slot in self.slots)
         busy = sum((one.end or now) - max(one.begin, self.measured) for one in self.assignments)
-        there = max((now - self.measured) * max(1, len(ready)), 1e-9)
         figures = {
-            "rollout/workers": float(len(ready)),
-            "rollout/idle": max(0.0, 1 - busy / there),
+            "rollout/workers": float(ready),
+            "rollout/idle": max(0.0, 1 - busy / max((now - self.measured) * max(1, ready), 1e-9)),
             "rollout/queue": float(len(self.waiting)),
             "rollout/bytes": float(self.bytes),
             "rollout/lost_workers": float(self.lost),
@@ -229,103 +209,92 @@ class Pool:
 
     # ------------------------------------------------------------------------------------------- workers
 
-    def _keep_all(self) -> None:
-        for slot in self.slots:
-            if slot.number not in self.keeping or self.keeping[slot.number].done():
-                self.keeping[slot.number] = asyncio.ensure_future(self._keep(slot))
-
-    async def _keep(self, slot: Slot) -> None:
+    async def _keep(self, number: int) -> None:
         """Keeps a worker in the slot until the run ends."""
         pause = 1.0
-        while not self.broken:
-            there = False
+        while True:
             async with self.changed:
-                await self.changed.wait_for(lambda: self.displaced_since is None)
+                await self.changed.wait_for(lambda: self.displaced_since is None and not self.broken)
+            slot = self.slots[number] = Slot(number)
+            loaded = False
             try:
-                worker = await self._load(slot)
-                there, pause = True, 1.0
+                await self._load(slot)
+                loaded, pause = True, 1.0
                 while True:
-                    await self._do(slot, worker, await self._next(slot))
+                    await self._do(slot, await self._next(slot))
             except WorkerLost as error:
-                self.lost += there
-                slot.failures += not there and not slot.leaving
+                self.lost += loaded
+                self.failures[number] += not loaded and not slot.leaving
                 raised = isinstance(error.__cause__, RayTaskError)
                 # Compared without the traceback, which names the process
                 if raised and str(error) not in self.printed:
                     self.printed.add(str(error))
                     print(error.__cause__, flush=True)
-                if raised and slot.failures >= MAX_LOAD_FAILURES and self._nothing_loads():
+                # A slot whose worker waits for resources has no failure: it may still load.
+                if raised and self.failures[number] >= MAX_LOAD_FAILURES and all(self.failures):
                     self.broken = Failure(f"rollout workers cannot load their models: one {error}")
                 else:
-                    why = slot.leaving or error
-                    terminal.say(f"rollout worker {slot.number} {why}; another worker takes its place")
+                    why = YIELDS_TO_TRAINER if slot.leaving else error
+                    terminal.say(f"rollout worker {number} {why}; another worker takes its place")
             except FINAL as error:  # the worker raised it while it loaded
-                slot.failures += 1
-                if self._nothing_loads():
+                self.failures[number] += 1
+                if all(self.failures):
                     self.broken = error
-                elif slot.failures == 1:  # this node alone may have too little memory, or lack a file
-                    terminal.say(
-                        f"rollout worker {slot.number} cannot load its models, and tries again: {error}"
-                    )
+                elif self.failures[number] == 1:  # this node alone may have too little memory, or lack a file
+                    terminal.say(f"rollout worker {number} cannot load its models, and tries again: {error}")
             except Exception as error:  # a bug of this file, which would show again
                 self.broken = error
             finally:
                 if slot.worker:
                     with contextlib.suppress(RayError):
                         ray.kill(slot.worker)
-                slot.worker, slot.node, slot.ready, slot.present = None, None, False, False
-                slot.leaving, slot.waits_since, slot.has = None, None, set()
+                self.slots[number] = Slot(number)
                 self._count()
-            if not there:
+            if not loaded:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE_S)
 
-    async def _load(self, slot: Slot) -> Any:
-        """Starts a worker for the slot. Returns the worker once it has its models and the trainers' settings."""
+    async def _load(self, slot: Slot) -> None:
+        """Starts the slot's worker. Returns once it has its models and the trainers' settings."""
         limit = max(LOAD_TIMEOUT_S, self.config.chunk_timeout_s)
         slot.worker = worker = self._start()
-        slot.node = await self._placed(slot, worker)
+        slot.node = await self._placed(slot)
         # Patience does not run out during a first load, but does if loads keep failing.
-        slot.present = not slot.failures
+        slot.present = not self.failures[slot.number]
         self._count()
         await self._answer(worker, worker.load.remote(), limit, "been loading for")
-        terms = await asyncio.shield(self.terms)
-        await self._answer(worker, worker.apply_settings.remote(terms), limit, "been loading for")
-        if self.terms.result() != terms:
-            slot.leaving = OTHER_SETTINGS
-            raise WorkerLost(OTHER_SETTINGS)
-        slot.ready, slot.present, slot.failures = True, True, 0
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.settings is not None)
+        slot.settings = self.settings
+        await self._answer(worker, worker.apply_settings.remote(slot.settings), limit, "been loading for")
+        slot.ready, slot.present, self.failures[slot.number] = True, True, 0
         self._count()
-        return worker
-
-    def _nothing_loads(self) -> bool:
-        """Returns whether every slot's last worker failed to load. A worker without resources may still load."""
-        return all(slot.failures for slot in self.slots)
 
     def _start(self) -> Any:
         options = placement.rollout_bundle(self.work.job).options()
         actor = ray.remote(concurrency_groups={HEARTBEAT_GROUP: 2})(RolloutWorker)
         return actor.options(max_restarts=0, **options).remote(self.work)
 
-    async def _placed(self, slot: Slot, worker: Any) -> str:
+    async def _placed(self, slot: Slot) -> str:
         """Returns the node on which Ray placed a worker. Raises WorkerLost if the trainers wait, too."""
         slot.waits_since = time.monotonic()
-        placed = asyncio.wrap_future(worker.node.remote().future())
-        with _abandoned(placed):
-            while not placed.done():
-                if self.displaced_since is not None:  # else the worker takes resources that the trainers need
-                    slot.leaving = YIELDS_TO_TRAINER
-                    raise WorkerLost(slot.leaving)
-                await asyncio.wait({placed}, timeout=0.2)
-            slot.waits_since = None
-            return await _result_of(placed)
+        placed = _future(slot.worker.node.remote())
+        while not placed.done():
+            if self.displaced_since is not None:  # else the worker takes resources that the trainers need
+                slot.leaving = True
+                raise WorkerLost(YIELDS_TO_TRAINER)
+            await asyncio.wait({placed}, timeout=0.2)
+        slot.waits_since = None
+        return await _result_of(placed)
 
     async def _next(self, slot: Slot) -> Task:
         """Waits for the next chunk whose version is published. Raises WorkerLost if the slot's worker must leave."""
         async with self.changed:
             while True:
                 if slot.leaving:
-                    raise WorkerLost(slot.leaving)
+                    raise WorkerLost(YIELDS_TO_TRAINER)
+                if slot.settings != self.settings:
+                    raise WorkerLost("was set up for earlier trainers, on other machines")
                 ready = [task for task in self.waiting if task.version in self.versions]
                 if ready:
                     task = min(ready, key=lambda task: task.key)
@@ -333,21 +302,17 @@ class Pool:
                     return task
                 await self.changed.wait()
 
-    async def _do(self, slot: Slot, worker: Any, task: Task) -> None:
-        """Has a worker sample a chunk. If the worker is lost, requeues the chunk and raises WorkerLost."""
-        tensors, size = self.versions[task.version]
+    async def _do(self, slot: Slot, task: Task) -> None:
+        """Has a worker sample a chunk. If the worker is lost, gives the chunk back and raises WorkerLost."""
+        worker, (tensors, size) = slot.worker, self.versions[task.version]
         if (task.session, task.version) not in slot.has:
             slot.has.add((task.session, task.version))
             self.bytes += size
-        try:
-            await self._check_heartbeat(worker)
-        except WorkerLost:  # lost before it began, so the chunk is not to blame
-            await self._requeue(task)
-            raise
-        task.attempts += 1
         assignment = Assignment(slot.number, task.key[0], time.monotonic())
-        self.assignments.append(assignment)
         try:
+            await self._check_heartbeat(worker)  # if it is lost before it begins, the chunk is not to blame
+            task.attempts += 1
+            self.assignments.append(assignment)
             answer = worker.sample.remote(task.session, task.chunk, tensors)
             made = await self._answer(worker, answer, self.config.chunk_timeout_s)
         except FINAL as error:  # the worker continues: a reward raised it, or memory ran out
@@ -365,18 +330,17 @@ class Pool:
         if made is None:  # a trainer died with the version, so this session ends, too
             task.attempts -= 1
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-            await self._requeue(task)
+            await self._give_back(task)
         elif not task.result.done():
             task.result.set_result(made)
 
-    async def _requeue(self, task: Task) -> None:
-        if task.session == self.session:
+    async def _give_back(self, task: Task, error: WorkerLost | None = None) -> None:
+        """Requeues a chunk, unless its session is over, or it has lost MAX_ATTEMPTS workers."""
+        if task.session != self.session:
+            return
+        if task.attempts < MAX_ATTEMPTS:
             self.waiting.append(task)
             await self._notify()
-
-    async def _give_back(self, task: Task, error: WorkerLost) -> None:
-        if task.session != self.session or task.attempts < MAX_ATTEMPTS:
-            await self._requeue(task)
             return
         task.result.set_exception(
             Failure(
@@ -387,27 +351,24 @@ class Pool:
 
     async def _answer(self, worker: Any, answer: Any, limit: float, doing: str = "worked for") -> Any:
         """Returns the result of a call. Raises WorkerLost if the worker dies, misses its heartbeat, or takes over `limit` s."""
-        waited = asyncio.wrap_future(answer.future())
-        begun = time.monotonic()
-        with _abandoned(waited):
-            while not waited.done():
-                await asyncio.wait({waited}, timeout=HEARTBEAT_INTERVAL_S)
-                if not waited.done():
-                    if time.monotonic() - begun > limit:
-                        raise WorkerLost(f"has {doing} more than {limit:g} s (rollout.chunk_timeout_s)")
-                    await self._check_heartbeat(worker)
-            return await _result_of(waited)
+        waited, begun = _future(answer), time.monotonic()
+        while True:
+            await asyncio.wait({waited}, timeout=HEARTBEAT_INTERVAL_S)
+            if waited.done():
+                return await _result_of(waited)
+            if time.monotonic() - begun > limit:
+                raise WorkerLost(f"has {doing} more than {limit:g} s (rollout.chunk_timeout_s)")
+            await self._check_heartbeat(worker)
 
     async def _check_heartbeat(self, worker: Any) -> None:
-        answer, limit = asyncio.wrap_future(worker.alive.remote().future()), self.config.heartbeat_timeout_s
-        with _abandoned(answer):
-            await asyncio.wait({answer}, timeout=limit)
-            if not answer.done():
-                raise WorkerLost(
-                    f"missed its heartbeat for {limit:g} s (rollout.heartbeat_timeout_s): the process is stopped, or Python code "
-                    "such as a reward function holds the GIL"
-                )
-            await _result_of(answer)
+        beat, limit = _future(worker.alive.remote()), self.config.heartbeat_timeout_s
+        await asyncio.wait({beat}, timeout=limit)
+        if not beat.done():
+            raise WorkerLost(
+                f"missed its heartbeat for {limit:g} s (rollout.heartbeat_timeout_s): the process is stopped, or Python code "
+                "such as a reward function holds the GIL"
+            )
+        await _result_of(beat)
 
     async def _watch_resources(self) -> None:
         while True:
@@ -432,7 +393,7 @@ class Pool:
             return
         for slot in self.slots:
             if slot.worker and slot.node in could_hold and not slot.leaving:
-                slot.leaving = YIELDS_TO_TRAINER
+                slot.leaving = True
                 ray.kill(slot.worker)
         await self._notify()
 
@@ -463,7 +424,14 @@ class Pool:
             self.alone_since = time.monotonic()
 
 
-async def _result_of(waited: Awaitable[Any]) -> Any:
+def _future(answer: Any) -> asyncio.Future:
+    """Returns the future of a call. Its error counts as seen, because the caller may stop waiting for it."""
+    future = asyncio.wrap_future(answer.future())
+    future.add_done_callback(lambda one: one.cancelled() or one.exception())
+    return future
+
+
+async def _result_of(waited: asyncio.Future) -> Any:
     """Returns the result of a call. Raises FINAL errors unchanged, and all others as WorkerLost."""
     try:
         return await waited
@@ -476,15 +444,6 @@ async def _result_of(waited: Awaitable[Any]) -> Any:
         raise WorkerLost("is gone: its process or its node died") from error
     except RayError as error:
         raise WorkerLost(f"did not answer ({in_brief(error, 200)})") from error
-
-
-@contextlib.contextmanager
-def _abandoned(waited: asyncio.Future) -> Iterator[None]:
-    """Ignores the result and the error of the call after the block."""
-    try:
-        yield
-    finally:
-        waited.add_done_callback(lambda one: one.cancelled() or one.exception())
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""The pool's own bookkeeping, without Ray's processes: what a new group of trainers finds, and what an old one leaves."""
+"""The pool's bookkeeping, without Ray's processes: what a new group of trainers finds, and what an old one leaves."""
 
 import asyncio
 import concurrent.futures
+import functools
 import pickle
 from types import SimpleNamespace
 
@@ -17,108 +18,29 @@ from pipeline.rollout.worker import RolloutWorker
 KEY = (3, 0, 1)  # update, rank, number
 
 
+def in_a_loop(test):
+    @functools.wraps(test)
+    def call(*args, **keys):
+        asyncio.run(asyncio.wait_for(test(*args, **keys), 20))
+
+    return call
+
+
 def pool(num_workers=1, **config):
     """A pool that starts no worker."""
     settings = RolloutConfig(num_workers=num_workers, **config)
     one = Pool(SimpleNamespace(job=SimpleNamespace(rollout_config=settings)))
-    one.changed, one.terms = asyncio.Condition(), asyncio.get_running_loop().create_future()
-    one.running = [one.terms]  # as if started
+    one.running = [True]  # as if started
     return one
 
 
-def run(test):
-    return asyncio.run(asyncio.wait_for(test(), 20))
-
-
-async def asked(one, session):
-    await one.begin(session, "terms")
+async def asked(one, session="a"):
+    """The chunk of a new session's request, and the call that collects it."""
+    await one.begin(session, "settings")
     await one.request(session, [(KEY, 3, b"chunk")])
     collecting = asyncio.ensure_future(one.collect(session, KEY))
     await asyncio.sleep(0)
     return one.tasks.get(KEY), collecting
-
-
-def test_whoever_waited_for_a_chunk_of_an_earlier_session_leaves_that_of_the_new_one_alone():
-    async def test():
-        one = pool()
-        old, orphan = await asked(one, "a")
-        new, waiting = await asked(one, "b")
-        with pytest.raises(asyncio.CancelledError):
-            await orphan
-        assert old.result.cancelled() and one.tasks == {KEY: new} and one.waiting == [new]
-        new.result.set_result(b"sampled")
-        assert await waiting == b"sampled" and one.tasks == {}
-
-    run(test)
-
-
-def test_a_chunk_that_was_not_requested_is_named():
-    async def test():
-        one = pool()
-        await one.begin("a", "terms")
-        with pytest.raises(Failure, match=r"chunk \(3, 0, 1\) .* was not requested"):
-            await one.collect("a", KEY)
-        with pytest.raises(Failure, match="restarted"):
-            await one.collect("earlier", KEY)
-
-    run(test)
-
-
-def test_patience_ends_only_where_no_worker_is_there():
-    async def test():
-        one = pool(patience_s=0)
-        _, waiting = await asked(one, "a")
-        assert await waiting is None and one.waiting == [] and one.tasks == {}
-        one.slots[0].node = "node"  # where a worker tries to load again
-        one._count()
-        assert one.alone_since is not None
-        one.slots[0].present = True  # one that loads for the first time
-        one._count()
-        _, waiting = await asked(one, "b")
-        await asyncio.sleep(0.5)
-        assert not waiting.done()
-        waiting.cancel()
-
-    run(test)
-
-
-def test_a_chunk_that_loses_worker_after_worker_ends_the_run():
-    async def test():
-        one = pool()
-        task, waiting = await asked(one, "a")
-        for task.attempts in range(1, MAX_ATTEMPTS + 1):
-            one.waiting.clear()
-            await one._give_back(task, WorkerLost("is gone"))
-            assert (task in one.waiting) == (task.attempts < MAX_ATTEMPTS)
-        with pytest.raises(Failure, match=f"lost {MAX_ATTEMPTS} rollout workers"):
-            await waiting
-
-    run(test)
-
-
-def test_no_worker_is_started_and_none_waits_for_a_place_while_the_trainers_wait_for_theirs(monkeypatch):
-    async def test():
-        one = pool()
-        started = []
-        handle = SimpleNamespace(
-            node=SimpleNamespace(remote=lambda: SimpleNamespace(future=concurrent.futures.Future))
-        )
-        killed = []
-        monkeypatch.setattr(ray, "kill", killed.append)
-        one._start = lambda: started.append(True) or handle  # Ray finds no place for it
-        await one.trainers_wait()
-        keeping = asyncio.ensure_future(one._keep(one.slots[0]))
-        await asyncio.sleep(0.05)
-        assert not started
-        await one.trainers_placed()
-        await asyncio.sleep(0.05)
-        assert started == [True] and one.slots[0].waits_since is not None
-        await one.trainers_wait()
-        await asyncio.sleep(0.5)
-        assert started == [True] and killed == [handle] and one.slots[0].waits_since is None
-        keeping.cancel()
-
-    run(test)
 
 
 def answers(result=None):
@@ -135,20 +57,96 @@ def answers(result=None):
     return SimpleNamespace(remote=remote)
 
 
-def worker(load=True, apply_settings=True, alive=True):
-    return SimpleNamespace(
-        node=answers("node"), load=answers(load), apply_settings=answers(apply_settings), alive=answers(alive)
-    )
+def worker(**methods):
+    methods = {"node": "node", "load": True, "apply_settings": True, "alive": True, **methods}
+    return SimpleNamespace(**{name: answers(result) for name, result in methods.items()})
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Nothing is waited for long."""
-    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    """Nothing is waited for long. Returns the list of killed workers."""
+    killed = []
+    monkeypatch.setattr(ray, "kill", killed.append)
     monkeypatch.setattr(pools, "HEARTBEAT_INTERVAL_S", 0.05)
     monkeypatch.setattr(pools, "MAX_PAUSE_S", 0.01)
     real = asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: real(min(seconds, 0.01)))
+    return killed
+
+
+# ------------------------------------------------------------------------------------------------ trainers
+
+
+@in_a_loop
+async def test_whoever_waited_for_a_chunk_of_an_earlier_session_leaves_that_of_the_new_one_alone():
+    one = pool()
+    old, orphan = await asked(one, "a")
+    new, waiting = await asked(one, "b")
+    with pytest.raises(asyncio.CancelledError):
+        await orphan
+    assert old.result.cancelled() and one.tasks == {KEY: new} and one.waiting == [new]
+    new.result.set_result(b"sampled")
+    assert await waiting == b"sampled" and one.tasks == {}
+    for session in ("b", "earlier"):
+        with pytest.raises(Failure, match=r"chunk \(3, 0, 1\) .* was not requested.*restarted"):
+            await one.collect(session, KEY)
+
+
+@in_a_loop
+async def test_patience_ends_only_where_no_worker_is_there():
+    one = pool(patience_s=0)
+    _, waiting = await asked(one)
+    assert await waiting is None and one.waiting == [] and one.tasks == {}
+    one.slots[0].present = True  # one that loads for the first time
+    one._count()
+    _, waiting = await asked(one, "b")
+    assert not (await asyncio.wait({waiting}, timeout=0.5))[0]
+    waiting.cancel()
+
+
+@in_a_loop
+async def test_trainers_that_were_away_begin_to_wait_anew():
+    one = pool(patience_s=100)
+    one.alone_since -= 1000
+    await one.trainers_wait()
+    await one.trainers_placed()
+    _, waiting = await asked(one)
+    assert not (await asyncio.wait({waiting}, timeout=0.5))[0]
+    waiting.cancel()
+
+
+@in_a_loop
+async def test_what_breaks_before_the_first_trainers_come_is_said_to_them():
+    one = pool()
+    one.broken = Failure("no such module")
+    _, waiting = await asked(one)
+    with pytest.raises(Failure, match="no such module"):
+        await waiting
+
+
+# ------------------------------------------------------------------------------------------- lost workers
+
+
+@pytest.mark.parametrize(("leaving", "preempted"), [(False, False), (True, False), (False, True)])
+@in_a_loop
+async def test_a_chunk_that_loses_worker_after_worker_ends_the_run(leaving, preempted, quick):
+    """... unless the nodes are to blame."""
+    one = pool()
+    task, waiting = await asked(one)
+    one.versions[3] = ([None], 8)
+    slot = one.slots[0]
+    slot.worker, slot.leaving = worker(sample=ray.exceptions.RayActorError(preempted=preempted)), leaving
+    for lost in range(1, MAX_ATTEMPTS + 1):
+        assert one.waiting == [task]
+        one.waiting.clear()
+        with pytest.raises(WorkerLost, match="is gone"):
+            await one._do(slot, task)
+        assert task.attempts == (0 if leaving or preempted else lost)
+    if leaving or preempted:
+        waiting.cancel()
+        return
+    with pytest.raises(Failure, match=f"lost {MAX_ATTEMPTS} rollout workers"):
+        await waiting
 
 
 def cannot_load(cause):
@@ -165,113 +163,53 @@ def cannot_load(cause):
         (OutOfMemory("loading the base", "too large", ""), "cannot load its models, and tries again"),
     ],
 )
-def test_a_node_on_which_nothing_loads_ends_no_run_that_another_may_work_for(cause, said, quick, capsys):
-    async def test():
-        one = pool(num_workers=2)  # the other one has no place yet, or lost it with its node
-        error = cannot_load(cause)
-        one._start = lambda: worker(load=error())
-        await one.begin("an attempt", "terms")
-        keeping = one.keeping[0] = asyncio.ensure_future(one._keep(one.slots[0]))
-        await asyncio.wait({keeping}, timeout=0.5)
-        assert one.broken is None and not keeping.done() and one.slots[0].failures > 3
-        assert capsys.readouterr().out.count(said) == 1
-        one.slots[1].failures = 1  # nor is it any better
-        await keeping
-        with pytest.raises((Failure, OutOfMemory), match=r"weights|too large"):
-            raise one.broken
-        one._start = lambda: worker()
-        await one.begin("another attempt", "terms")
-        await asyncio.wait({one.keeping[0]}, timeout=0.2)
-        assert one.broken is None and one.slots[0].ready
-        one.keeping[0].cancel()
-        one.keeping[1].cancel()
-
-    run(test)
+@in_a_loop
+async def test_a_node_on_which_nothing_loads_ends_no_run_that_another_may_work_for(
+    cause, said, quick, capsys
+):
+    one = pool(num_workers=2)  # the other one has no resources yet, or lost them with its node
+    error = cannot_load(cause)
+    one._start = lambda: worker(load=error())
+    await one.begin("an attempt", "settings")
+    keeping = asyncio.ensure_future(one._keep(0))
+    await asyncio.wait({keeping}, timeout=0.5)
+    assert one.broken is None and one.failures[0] > 3
+    assert capsys.readouterr().out.count(said) == 1
+    one.failures[1] = 1  # nor is it any better
+    await asyncio.wait({keeping}, timeout=0.2)
+    assert isinstance(one.broken, (Failure, OutOfMemory)) and str(cause) in str(one.broken)
+    one._start = worker
+    await one.begin("another attempt", "settings")
+    await asyncio.wait({keeping}, timeout=0.2)
+    assert one.broken is None and one.slots[0].ready and one.failures == [0, 0]
+    keeping.cancel()
 
 
-def test_what_breaks_before_the_first_trainers_come_is_said_to_them(quick):
-    async def test():
-        one = pool()
-        one.broken = Failure("no such module")
-        await one.begin("the first", "terms")
-        await one.request("the first", [(KEY, 3, b"chunk")])
-        with pytest.raises(Failure, match="no such module"):
-            await one.collect("the first", KEY)
-
-    run(test)
-
-
-def test_a_worker_that_loads_for_too_long_is_lost(quick, capsys, monkeypatch):
+@in_a_loop
+async def test_a_worker_that_loads_for_too_long_is_lost(quick, capsys, monkeypatch):
     monkeypatch.setattr(pools, "LOAD_TIMEOUT_S", 0.1)
-
-    async def test():
-        one = pool(chunk_timeout_s=1.0)
-        one._start = lambda: worker(load=None)
-        keeping = asyncio.ensure_future(one._keep(one.slots[0]))
-        await asyncio.wait({keeping}, timeout=3)
-        assert "has been loading for more than 1 s (rollout.chunk_timeout_s)" in capsys.readouterr().out
-        assert one.alone_since is not None  # patience ends though one is loading again
-        keeping.cancel()
-
-    run(test)
+    one = pool(chunk_timeout_s=1.0)
+    one._start = lambda: worker(load=None)
+    keeping = asyncio.ensure_future(one._keep(0))
+    await asyncio.wait({keeping}, timeout=3)
+    assert "has been loading for more than 1 s (rollout.chunk_timeout_s)" in capsys.readouterr().out
+    assert one.alone_since is not None  # patience ends though one is loading again
+    keeping.cancel()
 
 
-def test_workers_that_settled_otherwise_leave_when_a_new_group_of_trainers_begins(quick):
-    async def test():
-        one = pool()
-        settled = []
-        one._start = lambda: SimpleNamespace(
-            **{
-                **vars(worker()),
-                "apply_settings": SimpleNamespace(
-                    remote=lambda t: settled.append(t) or answers(True).remote()
-                ),
-            }
-        )
-        keeping = asyncio.ensure_future(one._keep(one.slots[0]))
-        for session, terms in (("a", "1 thread"), ("b", "1 thread"), ("c", "2 threads")):
-            await one.begin(session, terms)
-            await asyncio.wait({keeping}, timeout=0.3)
-            assert one.slots[0].ready
-        assert settled == ["1 thread", "2 threads"]
-        assert one.slots[0].failures == 0
-        keeping.cancel()
-
-    run(test)
-
-
-def test_trainers_that_were_away_begin_to_wait_anew():
-    async def test():
-        one = pool(patience_s=100)
-        one.alone_since -= 1000
-        await one.trainers_wait()
-        await one.trainers_placed()
-        _, waiting = await asked(one, "a")
-        await asyncio.sleep(0.5)
-        assert not waiting.done()
-        waiting.cancel()
-
-    run(test)
-
-
-@pytest.mark.parametrize("preempted", [False, True])
-@pytest.mark.parametrize("leaving", [None, pools.YIELDS_TO_TRAINER])
-def test_a_chunk_is_not_to_blame_for_a_node_that_goes(leaving, preempted, quick):
-    async def test():
-        one = pool()
-        task, waiting = await asked(one, "a")
-        one.waiting.clear()
-        one.versions[3] = ([None], 8)
-        one.slots[0].leaving = leaving
-        gone = SimpleNamespace(
-            **vars(worker()), sample=answers(ray.exceptions.RayActorError(preempted=preempted))
-        )
-        with pytest.raises(WorkerLost, match="is gone"):
-            await one._do(one.slots[0], gone, task)
-        assert task.attempts == (0 if leaving or preempted else 1) and one.waiting == [task]
-        waiting.cancel()
-
-    run(test)
+@in_a_loop
+async def test_workers_that_compute_otherwise_leave_when_a_new_group_of_trainers_begins(quick):
+    one = pool()
+    applied = []
+    apply = SimpleNamespace(remote=lambda settings: applied.append(settings) or answers(True).remote())
+    one._start = lambda: SimpleNamespace(**{**vars(worker()), "apply_settings": apply})
+    keeping = asyncio.ensure_future(one._keep(0))
+    for session, settings in (("a", "1 thread"), ("b", "1 thread"), ("c", "2 threads")):
+        await one.begin(session, settings)
+        await asyncio.wait({keeping}, timeout=0.3)
+        assert one.slots[0].ready
+    assert applied == ["1 thread", "2 threads"] and one.failures == [0]
+    keeping.cancel()
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.OwnerDiedError, ray.exceptions.ObjectLostError])
@@ -292,23 +230,41 @@ def test_only_a_version_whose_trainer_died_is_waited_for(error, monkeypatch):
             made.sample("a", chunk, [None])
 
 
-def test_workers_leave_nodes_that_could_hold_a_trainer_once_trainers_have_waited(monkeypatch):
-    async def test():
-        one, killed = pool(num_workers=4), []
-        for slot, node in zip(one.slots, ("large", "small", "large", None), strict=True):
-            slot.worker, slot.node = f"worker {slot.number}", node
-        nodes = [{"NodeID": name, "Resources": name, "Labels": {}} for name in ("large", "small")]
-        monkeypatch.setattr(ray, "nodes", lambda: nodes)
-        monkeypatch.setattr(ray, "kill", killed.append)
-        bundle = SimpleNamespace(fits=lambda resources, labels: resources == "large")
-        monkeypatch.setattr(pools.placement, "bundles", lambda job: [bundle])
-        await one._yield_to_trainers()
-        await one.trainers_wait()
-        await one._yield_to_trainers()
-        assert killed == []
-        one.displaced_since -= pools.TRAINER_WAIT_S
-        for _ in range(2):
-            await one._yield_to_trainers()
-            assert killed == ["worker 0", "worker 2"]
+# ------------------------------------------------------------------------------------ trainers have precedence
 
-    run(test)
+
+@in_a_loop
+async def test_no_worker_starts_and_none_waits_for_resources_while_the_trainers_wait_for_theirs(quick):
+    one = pool()
+    started, unplaced = [], worker(node=None)
+    one._start = lambda: started.append(True) or unplaced
+    await one.trainers_wait()
+    keeping = asyncio.ensure_future(one._keep(0))
+    await asyncio.wait({keeping}, timeout=0.05)
+    assert not started
+    await one.trainers_placed()
+    await asyncio.wait({keeping}, timeout=0.05)
+    assert started == [True] and one.slots[0].waits_since is not None
+    await one.trainers_wait()
+    await asyncio.wait({keeping}, timeout=0.5)
+    assert started == [True] and quick == [unplaced] and one.slots[0].waits_since is None
+    keeping.cancel()
+
+
+@in_a_loop
+async def test_workers_leave_nodes_that_could_hold_a_trainer_once_trainers_have_waited(quick, monkeypatch):
+    one = pool(num_workers=4)
+    for slot, node in zip(one.slots, ("large", "small", "large", None), strict=True):
+        slot.worker, slot.node = f"worker {slot.number}", node
+    nodes = [{"NodeID": name, "Resources": name, "Labels": {}} for name in ("large", "small")]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    bundle = SimpleNamespace(fits=lambda resources, labels: resources == "large")
+    monkeypatch.setattr(pools.placement, "bundles", lambda job: [bundle])
+    await one._yield_to_trainers()
+    await one.trainers_wait()
+    await one._yield_to_trainers()
+    assert quick == []
+    one.displaced_since -= pools.TRAINER_WAIT_S
+    for _ in range(2):
+        await one._yield_to_trainers()
+        assert quick == ["worker 0", "worker 2"]

@@ -84,7 +84,7 @@ def test_a_rollout_worker_gives_the_bits_of_none(alone, storage, capfd):
     assert ("trainer", "waiting") in spans and ("trainer", "publish") in spans
     assert {who for who, _ in timeline(alone)[1]} == {"trainer"}
     assert result["metrics"]["rollout/bytes"] > 0
-    assert "starting 1 rollout worker" in capfd.readouterr().out
+    assert "starting rollout workers: 1" in capfd.readouterr().out
 
 
 def test_one_update_ahead_two_workers_of_which_one_dies_and_one_hangs_change_no_bit(
