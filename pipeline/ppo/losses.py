@@ -58,7 +58,8 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
     if args.whitens_advantages:
         advantages = whiten(advantages, episodes.learn, all_reduce=all_reduce)
     if config.corrects is not None:
-        advantages = advantages * off_policy_ratios(config, episodes)
+        logprobs = (episodes.old_logprobs, episodes.sampler_logprobs, mask)
+        advantages = advantages * off_policy_weights(*logprobs, config.corrects, config.correction_cap)
     episodes.advantages = advantages
 
 
@@ -76,12 +77,6 @@ def estimate_advantages(args: PPOConfig, episodes: Episodes, bootstrap: Tensor) 
             f"{args.advantage_estimator} returned {found}, expected a tensor of shape {tuple(mask.shape)}"
         )
     return advantages.float().where(mask, 0.0)
-
-
-def off_policy_ratios(config: RolloutConfig, episodes: Episodes) -> Tensor:
-    """Returns the probability ratios trainer / sampler (B, R), truncated as the job's correction does or would do."""
-    logprobs = (episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask)
-    return off_policy_weights(*logprobs, config.corrects or "token", config.correction_cap)
 
 
 def policy_objective(

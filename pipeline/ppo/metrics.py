@@ -56,9 +56,7 @@ def episode_metrics(
 
 
 @torch.no_grad()
-def off_policy_metrics(
-    episodes: Episodes, weights: Tensor, config: RolloutConfig, mask: Tensor
-) -> dict[str, float]:
+def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) -> dict[str, float]:
     """Returns metrics of the distance between sampler and trainer policy, and of the off-policy correction.
 
     `rollout/ratio_mean`, `ratio_max` and `effective_samples` are of the probability ratios r before any correction: of each
@@ -67,11 +65,12 @@ def off_policy_metrics(
     `rollout/sampler_kl` the mean of sampler's - trainer's log-prob, nats per action.
 
     Args:
-        weights: (B, R), as `functional.off_policy_weights` returns them.
         mask: (B, R), the actions that count.
     """
     level = config.corrects or "token"
-    plain = off_policy_weights(episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask, level, 1e6)
+    logprobs = (episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask)
+    plain = off_policy_weights(*logprobs, level, 1e6)
+    weights = off_policy_weights(*logprobs, level, config.correction_cap)
     each = mask if level == "token" else mask & (mask.cumsum(-1) == 1)  # a completion's are all the same
     r = plain.where(each, 0.0).double()
     cut = ((plain != weights) & each).sum().double()

@@ -186,26 +186,21 @@ class Rollouts:
 
 
 def assembled(
-    chunks: Sequence[Chunk],
-    sampled: Sequence[Sampled],
-    indices: Sequence[int],
-    pad: int,
-    device: torch.device,
+    chunks: Sequence[Chunk], sampled: Sequence[Sampled], first: int, pad: int, device: torch.device
 ) -> Rollout:
     """Returns the chunks of a share as episodes, in the order of the share.
 
     Args:
-        indices: indices of the share's completions in the global batch.
+        first: number of the update's first episode in the run.
         pad: token id that fills rows up.
     """
-    each = chunks[0].generations
-    prompts: list[list[int]] = [[]] * len(indices)
-    completions: list = [None] * len(indices)
-    for chunk, one in zip(chunks, sampled, strict=True):
-        for i, place in enumerate(chunk.places):
-            here, there = slice(i * each, (i + 1) * each), slice(place * each, (place + 1) * each)
-            prompts[there], completions[there] = [chunk.prompt_ids[i]] * each, one.completions[here]
-    return Rollout(list(chunks), list(sampled), collate(prompts, completions, indices, pad, device))
+    rows = [
+        (episode - first, chunk.prompt_ids[i // chunk.generations], completion)
+        for chunk, one in zip(chunks, sampled, strict=True)
+        for i, (episode, completion) in enumerate(zip(chunk.episodes, one.completions, strict=True))
+    ]
+    indices, prompts, completions = zip(*sorted(rows, key=lambda row: row[0]), strict=True)
+    return Rollout(list(chunks), list(sampled), collate(prompts, completions, list(indices), pad, device))
 
 
 def rows_of(chunk: Chunk) -> list[int]:

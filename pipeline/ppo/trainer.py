@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +108,12 @@ class PPOTrainer:
         self.roles = ["policy", "critic"] if args.uses_critic else ["policy"]
         reference = "reference" if "reference" in shared.roles else None
         self.sampler = Sampler(shared, tokenizer, args, rewards, reference, decoder)
+        # From the column alone, if the rows have columns
+        columns: Any = prompts if hasattr(prompts, "column_names") else None
+        ids = columns["input_ids"] if columns else (row["input_ids"] for row in prompts)
+        self.longest = max(map(len, ids)) + args.response_length  # tokens of a prompt and its completion
         if not rollout_workers:
-            longest = max(len(ids) for ids in self._all_prompt_ids()) + args.response_length
-            self.sampler.fit_to_memory(args.decoded(self.workers), longest)
+            self.sampler.fit_to_memory(args.decoded(self.workers), self.longest)
         self._prepare_roles(reference)
         self.total = args.total_updates(self.prompts_per_epoch)
         critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
@@ -123,8 +126,14 @@ class PPOTrainer:
         self.update = 0  # updates done; with the seed, this is also the position in the data
         self.kl_coef = args.kl_coef
         self.moments = RunningMoments()
-        if critic_reward is not None:
-            self._predict_paid_score(critic_reward)
+        if (
+            critic_reward is not None
+        ):  # the copied head predicts the raw score: rescale it to what an episode is paid
+            normal = args.normalize_rewards
+            mean, std = (critic_reward.mean, critic_reward.std) if normal else (0.0, 1.0)
+            slope = critic_reward.weight / std
+            shared.heads["critic"].weight.data *= slope
+            self.moments.mean = -slope * mean  # a head has no bias
         self.skipped_steps = 0
         self.history: list[dict[str, float]] = []
         self.tokens = 0  # tokens that all workers have sampled for training
@@ -153,13 +162,6 @@ class PPOTrainer:
             for parameter in shared.parameters_of(role):
                 dist.broadcast(parameter.data, src=0)
 
-    def _predict_paid_score(self, reward: Reward) -> None:
-        """Rescales a critic that predicts the raw score of `reward`, so that it predicts what an episode is paid."""
-        mean, std = (reward.mean, reward.std) if self.args.normalize_rewards else (0.0, 1.0)
-        slope = reward.weight / std
-        self.shared.heads["critic"].weight.data *= slope
-        self.moments.mean = -slope * mean  # a head has no bias
-
     # ------------------------------------------------------------------------------------------ the loop
 
     def train(self) -> list[dict[str, float]]:
@@ -186,7 +188,11 @@ class PPOTrainer:
             require([checks.ranks_learned_equally(self, sums, learning_metrics)])
         metrics = episode_metrics(args, episodes, rollout.raw, kl_coef) | learning_metrics
         metrics |= {"objective/kl_coef": kl_coef, "lr": self.scheduler.get_last_lr()[0]}
-        metrics |= self.off_policy_metrics(episodes)
+        config = self.rollout_config
+        if config.corrects or config.staleness:
+            # The training forward gives old log-probs only for completions that entered the loss.
+            mask = episodes.learn if self.old_from_training else episodes.mask
+            metrics |= off_policy_metrics(episodes, config, mask)
 
         self.scheduler.step()
         # While the critic alone learns, the KL stays 0, and the controller would lower the coefficient.
@@ -247,19 +253,14 @@ class PPOTrainer:
         chunks, sampled = self.rollouts.chunks_for(self.update)
         if self.versions and self.rollouts.workers:
             require([checks.chunks_match_requests(self.versions, chunks, sampled)])
-        n = self.args.num_generations
-        # Indices in the global batch. Sampling is keyed by these, not by rank.
-        indices = [place * n + g for place in self._share() for g in range(n)]
-        return assembled(chunks, sampled, indices, self.sampler.pad, self.device)
-
-    def _share(self) -> range:
-        """Returns the positions of this worker's prompts in an update."""
-        return range(self.rank, self.prompts_per_update, self.workers)
+        first = self.update * self.args.batch_size
+        return assembled(chunks, sampled, first, self.sampler.pad, self.device)
 
     def _chunks(self, update: int) -> list[Chunk]:
         """Returns this worker's share of an update, in chunks that are sampled and scored one by one."""
         args, count = self.args, self.prompts_per_update
-        n, size, share = args.num_generations, args.decoded(self.workers), self._share()
+        n, size = args.num_generations, args.decoded(self.workers)
+        share = range(self.rank, count, self.workers)  # positions of this worker's prompts in the update
         order = prompt_order(update * count, count, self.prompts_per_epoch, args.seed, self.draws)
         rows = [self.prompts[order[place]] for place in share]
         prompt_ids = [[int(i) for i in row["input_ids"]] for row in rows]
@@ -351,15 +352,6 @@ class PPOTrainer:
     def rewards_and_advantages(self, episodes: Episodes) -> None:
         """Fills `rewards`, `advantages` and `returns` of the episodes."""
         losses.fill_advantages(self.args, self.rollout_config, episodes, self.kl_coef)
-
-    def off_policy_metrics(self, episodes: Episodes) -> dict[str, float]:
-        """Returns metrics of the ratios after `learn`, which may fill old log-probs, or {} without staleness and correction."""
-        config = self.rollout_config
-        if not (config.corrects or config.staleness):
-            return {}
-        # The training forward gives old log-probs only for completions that entered the loss.
-        mask = episodes.learn if self.old_from_training else episodes.mask
-        return off_policy_metrics(episodes, losses.off_policy_ratios(config, episodes), config, mask)
 
     # ----------------------------------------------------------------------------------------- learning
 
@@ -489,13 +481,6 @@ class PPOTrainer:
         return stats
 
     # ------------------------------------------------------------------------------------------- helpers
-
-    def _all_prompt_ids(self) -> Iterable[Sequence[int]]:
-        """Returns the token ids of each prompt, from the column alone if the rows have columns."""
-        prompts: Any = self.prompts
-        if hasattr(prompts, "column_names"):
-            return prompts["input_ids"]
-        return (row["input_ids"] for row in prompts)
 
     def _packs(self, episodes: Episodes, rows: list[int]) -> list[list[int]]:
         """Returns a minibatch in packs of completions for the workers, none so large that workers wait for one."""

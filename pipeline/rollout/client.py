@@ -40,8 +40,7 @@ class Client:
     def begin(self, trainer: PPOTrainer) -> None:
         """Sends the workers the trainers' numeric settings. Every rank calls it, before the first update."""
         if self.rank == 0:
-            longest = max(map(len, self.worker.rows("train")["input_ids"])) + trainer.args.response_length
-            settings = NumericSettings(trainer.shared.can_pack, torch.get_num_threads(), longest)
+            settings = NumericSettings(trainer.shared.can_pack, torch.get_num_threads(), trainer.longest)
             ray.get(self.pool.begin.remote(self.session, settings))
         self.worker.gather(None)  # no rank requests before the session has begun
 
