@@ -13,18 +13,11 @@ import torch
 
 def rng_state() -> dict[str, Any]:
     """Returns the states of the global generators, on a GPU of the current device alone: the others are other workers'."""
-    version, words, gauss = random.getstate()
     numpy: Any = np.random.get_state()
-    kind, keys, position, has_gauss, cached = numpy
+    kind, keys, *rest = numpy
     return {
-        "python": [version, list(words), gauss],
-        "numpy": [
-            str(kind),
-            torch.from_numpy(keys.astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
@@ -41,10 +34,8 @@ def kept_rng_state() -> Iterator[None]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())

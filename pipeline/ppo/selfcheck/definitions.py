@@ -1,46 +1,62 @@
-"""Token rewards and advantages from their definitions, over the rows of all workers, compared with the trainer's.
+"""Token rewards and advantages from their definitions, and the signs of the losses' gradients.
 
-Written with numpy and loops over plain numbers. It shares no code with the trainer (losses.py, functional.py), so a sign, a
-shift, a mask or a mean over the wrong rows shows as a difference. An estimator brings its own definition (estimators.py).
+Written with numpy and loops over plain numbers, over the rows of all workers. They share no code with the trainer (losses.py,
+functional.py), so a sign, a shift, a mask or a mean over the wrong rows shows as a difference. An estimator brings its own
+definition (estimators.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.findings import Finding
-from pipeline.ppo import estimators
+from pipeline.models.adapters import SharedBase
+from pipeline.ppo import estimators, losses
 from pipeline.ppo.config import PPOConfig, RolloutConfig
-from pipeline.ppo.episodes import Episodes, gather
-from pipeline.ppo.selfcheck.learner import Learner
+from pipeline.ppo.episodes import Episodes, Totals, gather
+from pipeline.ppo.losses import RunningMoments
+from pipeline.ppo.rewards import Reward
+from pipeline.ppo.sampler import Sampler
 
+CHECKED_ROWS = 32  # whose losses' gradients are checked
 Numbers = np.ndarray  # one for each action of a row
 
 
-@dataclass
-class Row:
-    """One completion in plain numbers, taken from the trainer."""
+class Learner(Protocol):
+    """The part of a trainer that the self-checks read; `PPOTrainer` documents the attributes."""
 
-    index: int
-    score: float
-    ended: bool
-    bootstrap: float
-    learns: bool
-    greedy: float
-    old: Numbers
-    sampler: Numbers
-    values: Numbers
-    reference: Numbers
-    rewards: Numbers
-    advantages: Numbers
+    args: PPOConfig
+    rollout_config: RolloutConfig
+    shared: SharedBase
+    tokenizer: Any
+    sampler: Sampler
+    rewards: list[Reward]
+    prompts: Sequence[dict[str, Any]]
+    draws: Callable[[int], Any] | None
+    prompts_per_epoch: int
+    prompts_per_update: int
+    roles: list[str]  # roles that learn
+    optimizer: torch.optim.Optimizer
+    moments: RunningMoments
+    kl_coef: float
+    workers: int
+    skipped_steps: int
+
+    def logprobs_and_values(self, episodes: Episodes) -> None: ...
+
+    def rewards_and_advantages(self, episodes: Episodes) -> None: ...
+
+
+# -------------------------------------------------------------------------------------- rewards and advantages
 
 
 def advantages_by_definition(trainer: Learner, episodes: Episodes) -> Finding:
@@ -56,8 +72,8 @@ def advantages_by_definition(trainer: Learner, episodes: Episodes) -> Finding:
 
 
 def _compared(trainer: Learner, episodes: Episodes) -> Finding:
-    args = trainer.args
-    rows: list[Row] = sorted(chain(*gather(_rows(episodes))), key=lambda row: row.index)
+    args, config = trainer.args, trainer.rollout_config
+    rows = sorted(chain(*gather(_rows(episodes))), key=lambda row: row.indices)
     paid = [_token_rewards(args, trainer.kl_coef, row) for row in rows]
     if args.whiten_rewards:
         paid = _whitened(paid, [True] * len(rows), shift=False)
@@ -67,9 +83,8 @@ def _compared(trainer: Learner, episodes: Episodes) -> Finding:
     if args.estimator.definition is None:
         found += " (it has no definition to compare its advantages with)"
     else:
-        expected = _advantages(args, trainer.rollout_config, rows, paid)
-        pairs = zip(rows, expected, strict=True)
-        wrong = sum(not _close(row.advantages, plain) for row, plain in pairs if row.learns)
+        expected = zip(rows, _advantages(args, config, rows, paid), strict=True)
+        wrong = sum(not _close(row.advantages, plain) for row, plain in expected if row.learn.any())
     if wrong_rewards:
         found += f"; token rewards of {wrong_rewards} differ: the KL's sign or coefficient, or where the score is paid"
     elif wrong:
@@ -80,24 +95,14 @@ def _compared(trainer: Learner, episodes: Episodes) -> Finding:
     return Finding("rewards and advantages are as defined", found, not (wrong_rewards or wrong))
 
 
-def _rows(episodes: Episodes) -> list[Row]:
+def _rows(episodes: Episodes) -> list[SimpleNamespace]:
+    """Returns each completion in plain numbers, by the names of `Episodes`; those of its actions as an array."""
     counts = episodes.counts.tolist()
-
-    def numbers(tensor: Tensor) -> list[Numbers]:
-        rows = tensor.float().cpu().numpy().astype(np.float64)
-        return [row[:count] for row, count in zip(rows, counts, strict=True)]
-
-    columns: list[list[Any]] = [
-        episodes.indices.tolist(),
-        episodes.scores.tolist(),
-        episodes.ended.tolist(),
-        episodes.bootstrap.tolist(),
-        episodes.learn.any(-1).tolist(),
-        episodes.greedy_scores.tolist(),
-        *map(numbers, (episodes.old_logprobs, episodes.sampler_logprobs, episodes.values)),
-        *map(numbers, (episodes.ref_logprobs, episodes.rewards, episodes.advantages)),
-    ]
-    return [Row(*values) for values in zip(*columns, strict=True)]
+    rows = [SimpleNamespace() for _ in counts]
+    for name, tensor in vars(episodes).items():
+        for row, count, values in zip(rows, counts, tensor.cpu().numpy(), strict=True):
+            setattr(row, name, values[:count].astype(np.float64) if values.ndim else values.item())
+    return rows
 
 
 KL: dict[str, Callable[[Numbers], Numbers]] = {  # of d = log p_policy - log p_reference
@@ -108,17 +113,17 @@ KL: dict[str, Callable[[Numbers], Numbers]] = {  # of d = log p_policy - log p_r
 }
 
 
-def _token_rewards(args: PPOConfig, kl_coef: float, row: Row) -> Numbers:
+def _token_rewards(args: PPOConfig, kl_coef: float, row: SimpleNamespace) -> Numbers:
     """Returns -kl_coef * kl on each action, plus the score on the last."""
     coefficient = kl_coef if args.kl_in == "reward" else 0.0
-    rewards = -coefficient * KL[args.kl_estimator](row.old - row.reference)
+    rewards = -coefficient * KL[args.kl_estimator](row.old_logprobs - row.ref_logprobs)
     if len(rewards) and (row.ended or not args.bootstrap_truncated):
-        rewards[-1] += row.score
+        rewards[-1] += row.scores
     return rewards
 
 
 def _advantages(
-    args: PPOConfig, config: RolloutConfig, rows: list[Row], paid: list[Numbers]
+    args: PPOConfig, config: RolloutConfig, rows: list[SimpleNamespace], paid: list[Numbers]
 ) -> list[Numbers]:
     """Returns the advantages of all rows by the estimator's definition, prompt by prompt, whitened and corrected."""
     definition, n = args.estimator.definition, args.num_generations
@@ -130,23 +135,18 @@ def _advantages(
             "rewards": [rewards.tolist() for rewards in paid[start : start + n]],
             "values": [row.values.tolist() for row in group],
             "bootstrap": [row.bootstrap * (args.bootstrap_truncated and not row.ended) for row in group],
-            "greedy_scores": [row.greedy for row in group],
+            "greedy_scores": [row.greedy_scores for row in group],
         }
         advantages += [np.array(row) for row in estimators.call(definition, args, known)]
     if args.whitens_advantages:
-        advantages = _whitened(advantages, [row.learns for row in rows])
-    if config.corrects:
-        ratios = [_ratios(config, row) for row in rows]
-        advantages = [values * ratio for values, ratio in zip(advantages, ratios, strict=True)]
+        advantages = _whitened(advantages, [bool(row.learn.any()) for row in rows])
+    if config.corrects:  # by the ratios trainer / sampler, truncated
+        for i, row in enumerate(rows):
+            difference = row.old_logprobs - row.sampler_logprobs
+            if config.corrects != "token":
+                difference = np.full_like(difference, difference.sum())
+            advantages[i] *= np.minimum(np.exp(np.minimum(difference, 50.0)), config.correction_cap)
     return advantages
-
-
-def _ratios(config: RolloutConfig, row: Row) -> Numbers:
-    """Returns the ratios trainer / sampler, truncated by the job's correction."""
-    difference = row.old - row.sampler
-    if config.corrects != "token" and len(difference):
-        difference = np.full_like(difference, difference.sum())
-    return np.minimum(np.exp(np.minimum(difference, 50.0)), config.correction_cap)
 
 
 def _whitened(rows: list[Numbers], counted: list[bool], shift: bool = True) -> list[Numbers]:
@@ -161,3 +161,48 @@ def _whitened(rows: list[Numbers], counted: list[bool], shift: bool = True) -> l
 
 def _close(ours: Numbers, plain: Numbers) -> bool:
     return len(plain) == 0 or float(np.abs(ours - plain).max()) <= 1e-3 * max(1.0, float(np.abs(plain).max()))
+
+
+# ---------------------------------------------------------------------------------------- signs of the losses
+
+
+def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> Finding:
+    """Checks the signs of the losses' gradients with respect to log-probs, entropies and values.
+
+    Actions with a positive advantage become more likely; a policy above the reference less likely, if the KL is in the loss;
+    entropy grows if it has a bonus; values move towards the returns.
+    """
+    args, moments, wrong = trainer.args, trainer.moments, []
+    part = episodes.take(range(min(len(episodes), CHECKED_ROWS)))
+    old, learn, totals = part.old_logprobs, part.learn, Totals.of(part.learn)
+
+    def policy_gradients(part: Episodes) -> tuple[Tensor, Tensor | None]:
+        """Returns gradients (B, R) by log-probs and, if it has a bonus, by entropies."""
+        logprobs = old.clone().requires_grad_()
+        entropy = torch.ones_like(old).requires_grad_() if args.entropy_coef > 0 else None
+        loss, _ = losses.policy_objective(args, part, totals, logprobs, entropy, trainer.kl_coef)
+        loss.backward()
+        assert logprobs.grad is not None
+        return logprobs.grad, None if entropy is None else entropy.grad
+
+    if learn.any() and part.advantages[learn].any():
+        by_logprob, by_entropy = policy_gradients(replace(part, ref_logprobs=old))
+        if not float((by_logprob * part.advantages)[learn].sum()) < 0:
+            wrong.append(
+                "rewarded actions become less likely: the sign of the policy loss or of the advantages"
+            )
+        if by_entropy is not None and not float(by_entropy[learn].sum()) < 0:
+            wrong.append("entropy falls although it has a bonus")
+    if args.kl_in == "loss" and trainer.kl_coef > 0 and learn.any():
+        above = replace(part, ref_logprobs=old - 0.5, advantages=torch.zeros_like(part.advantages))
+        if not float(policy_gradients(above)[0][learn].sum()) > 0:
+            wrong.append("the policy leaves the reference instead of staying: the sign of the KL in the loss")
+    if args.uses_critic and learn.any():  # at values above the returns and outside the clip range
+        above_returns = 1.0 + 2 * (part.values - part.returns).abs().max() / moments.std
+        values = ((part.returns - moments.mean) / moments.std + above_returns).requires_grad_()
+        losses.value_objective(args, part, totals, values, moments)[0].backward()
+        assert values.grad is not None
+        if not float(values.grad[learn].sum()) > 0:
+            wrong.append("values move away from the returns")
+    found = "; ".join(wrong) or "policy" + (", values" if args.uses_critic else "")
+    return Finding("losses pull the right way", found, not wrong)

@@ -50,7 +50,7 @@ def examine(trainer: PPOTrainer, folders: Mapping[str, str]) -> tuple[list[Findi
 def one_minibatch(trainer: PPOTrainer, episodes: Episodes) -> list[Finding]:
     """Runs forward and backward on all episodes as one minibatch. Checks the first ratio, and which parameters get gradients."""
     shared = trainer.shared
-    _clear(trainer)
+    shared.zero_grad()
     stats = trainer.accumulate(episodes, list(range(len(episodes))), Totals.of(episodes.learn), policy=True)
     log_ratio = (2 * float(stats["policy/approxkl_avg"])) ** 0.5  # root mean square
     learning = {id(p): p for role in trainer.roles for p in shared.parameters_of(role)}
@@ -58,7 +58,7 @@ def one_minibatch(trainer: PPOTrainer, episodes: Episodes) -> list[Finding]:
     norms = {role: float(_flat(trainer, role).norm()) for role in trainer.roles}
     holds = others == 0 and all(0 < norm < float("inf") for norm in norms.values())
     found = ", ".join(f"{role} {norm:.3g}" for role, norm in norms.items()) + f"; {others} other tensors"
-    _clear(trainer)
+    trainer.shared.zero_grad()
     return [
         Finding(
             "the first ratio is 1",
@@ -141,11 +141,11 @@ def checkpointing_agrees(trainer: PPOTrainer, episodes: Episodes) -> Finding:
     gradients: list[dict[str, Tensor]] = []
     for checkpointing in (True, False):
         shared.gradient_checkpointing = checkpointing
-        _clear(trainer)
+        shared.zero_grad()
         trainer.accumulate(episodes, shortest, Totals.of(episodes.learn[shortest]), policy=True)
         gradients.append({role: _flat(trainer, role).clone() for role in trainer.roles})
     shared.gradient_checkpointing = True
-    _clear(trainer)
+    trainer.shared.zero_grad()
     checkpointed, plain = gradients
     differences = {
         role: float((checkpointed[role] - plain[role]).norm() / plain[role].norm().clamp(min=1e-30))
@@ -186,9 +186,3 @@ def _flat(trainer: PPOTrainer, role: str) -> Tensor:
     """Returns all gradients of a role as one vector."""
     parameters = trainer.shared.parameters_of(role)
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
-
-
-def _clear(trainer: PPOTrainer) -> None:
-    for role in trainer.roles:
-        for parameter in trainer.shared.parameters_of(role):
-            parameter.grad = None

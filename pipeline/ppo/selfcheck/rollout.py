@@ -9,9 +9,7 @@ and scores are also computed by plain forwards of single rows, and rewards and a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -26,9 +24,7 @@ from pipeline.ppo.episodes import Episodes, all_reduce, gather
 from pipeline.ppo.rewards import AdapterReward
 from pipeline.ppo.rollouts import Versions
 from pipeline.ppo.sampler import Chunk, Sampled
-from pipeline.ppo.selfcheck.definitions import advantages_by_definition
-from pipeline.ppo.selfcheck.gradients import losses_pull_the_right_way
-from pipeline.ppo.selfcheck.learner import Learner
+from pipeline.ppo.selfcheck.definitions import Learner, advantages_by_definition, losses_pull_the_right_way
 
 MAX_ACTIONS = 64  # checked actions per completion, from its first
 MAX_TOKENS = 1024  # checked actions in total
@@ -238,7 +234,11 @@ def each_episode_once(trainer: Learner, episodes: Episodes) -> Finding:
     args = trainer.args
     seen = torch.zeros(args.batch_size, device=episodes.mask.device)
     seen.index_add_(0, episodes.indices, torch.ones(len(episodes), device=seen.device))
-    order = _prompts_by_definition(trainer)
+    # By definition: one seeded permutation of each epoch's prompts after another
+    size, order = trainer.prompts_per_epoch, []
+    for epoch in range(-(-trainer.prompts_per_update // size)):
+        drawn = range(size) if trainer.draws is None else trainer.draws(epoch)
+        order += [int(drawn[i]) for i in np.random.default_rng([args.seed, epoch]).permutation(size)]
     wrong_prompts = 0
     for index, prompt in zip(episodes.indices.tolist(), _prompts(episodes), strict=True):
         expected = trainer.prompts[order[index // args.num_generations]]["input_ids"]
@@ -250,15 +250,6 @@ def each_episode_once(trainer: Learner, episodes: Episodes) -> Finding:
     if missing or twice or wrong_prompts:
         found += f": {missing} are on none, {twice} on several, {wrong_prompts} have another prompt than the seed gives them"
     return Finding("each episode is on one worker", found, not (missing or twice or wrong_prompts))
-
-
-def _prompts_by_definition(trainer: Learner) -> list[int]:
-    """Returns the indices of the first update's prompts: one seeded permutation of each epoch's prompts after another."""
-    seed, size, order = trainer.args.seed, trainer.prompts_per_epoch, []
-    for epoch in range(-(-trainer.prompts_per_update // size)):
-        drawn = range(size) if trainer.draws is None else trainer.draws(epoch)
-        order += [int(drawn[i]) for i in np.random.default_rng([seed, epoch]).permutation(size)]
-    return order[: trainer.prompts_per_update]
 
 
 def _prompts(episodes: Episodes) -> list[list[int]]:
@@ -298,21 +289,12 @@ def stops_on_every_eos(trainer: Learner) -> Finding:
 # ------------------------------------------------------------------------------------- the model on single rows
 
 
-@dataclass
-class RowLogprobs:
-    """The first n actions of one completion, and their log-probs by the model's own forward without padding."""
-
-    actions: Tensor  # (n,) token ids
-    logprobs: Tensor  # (n, V)
-
-    def of_actions(self) -> Tensor:
-        """Returns the log-probs of the actions (n,)."""
-        return self.logprobs.gather(-1, self.actions.unsqueeze(-1)).squeeze(-1)
-
-
 @torch.no_grad()
-def plain_logprobs(trainer: Learner, role: str | None, episodes: Episodes, row: int) -> RowLogprobs:
-    """Returns the log-probs of a row's first actions under a role, with the sampling's temperature and minimum length."""
+def plain_logprobs(trainer: Learner, role: str | None, episodes: Episodes, row: int) -> tuple[Tensor, Tensor]:
+    """Returns a row's first n actions (n, 1), and log-probs (n, V) under a role by the model's own forward without padding.
+
+    Temperature and minimum length are those of the sampling.
+    """
     shared, sampling = trainer.shared, trainer.sampler.sampling
     start = int(episodes.starts[row])
     count = min(int(episodes.counts[row]), MAX_ACTIONS)
@@ -323,7 +305,7 @@ def plain_logprobs(trainer: Learner, role: str | None, episodes: Episodes, row: 
     logits = logits / sampling.temperature
     if sampling.min_new_tokens:
         logits[: sampling.min_new_tokens, list(sampling.eos)] = float("-inf")
-    return RowLogprobs(ids[0, start:], logits.log_softmax(-1))
+    return ids[0, start:].unsqueeze(-1), logits.log_softmax(-1)
 
 
 def logprobs_of_the_model(trainer: Learner, episodes: Episodes) -> Finding:
@@ -331,7 +313,8 @@ def logprobs_of_the_model(trainer: Learner, episodes: Episodes) -> Finding:
     row = int(episodes.counts.argmin())  # the one with the most padding
     differences = {}
     for role, ours in (("policy", episodes.old_logprobs), (trainer.sampler.reference, episodes.ref_logprobs)):
-        plain = plain_logprobs(trainer, role, episodes, row).of_actions()
+        actions, logprobs = plain_logprobs(trainer, role, episodes, row)
+        plain = logprobs.gather(-1, actions).squeeze(-1)
         difference = (ours[row, : len(plain)] - plain).square().mean().sqrt() if len(plain) else 0.0
         differences[role or "base"] = float(difference)
     found = "; ".join(f"{role} differs by {value:.2g} nats" for role, value in differences.items())
@@ -351,11 +334,10 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> Finding:
     sums = torch.zeros(1 + len(TAILS), 2, dtype=torch.float64, device=episodes.mask.device)
     until = episodes.counts.clamp(max=MAX_ACTIONS).cumsum(0)
     for row in range(min(int((until < MAX_TOKENS).sum()) + 1, len(episodes))):
-        plain = plain_logprobs(trainer, "policy", episodes, row)
-        p, surprisal = plain.logprobs.exp().double(), -plain.logprobs.double()
+        drawn, logprobs = plain_logprobs(trainer, "policy", episodes, row)
+        p, surprisal = logprobs.exp().double(), -logprobs.double()
         surprisal = surprisal.where(p > 0, 0.0).clamp(max=MAX_SURPRISAL)
         entropy = (p * surprisal).sum(-1)
-        drawn = plain.actions.unsqueeze(-1)
         sums[0, 0] += (surprisal.gather(-1, drawn).squeeze(-1) - entropy).sum()
         sums[0, 1] += (p * (surprisal - entropy.unsqueeze(-1)).square()).sum()
         above = (p * (p > p.gather(-1, drawn))).sum(-1)  # mass of the tokens more likely than the drawn one
@@ -420,32 +402,22 @@ def values_before_actions(trainer: Learner, episodes: Episodes) -> Finding:
     row = int(episodes.counts.argmin())
     start, count = int(episodes.starts[row]), int(episodes.counts[row])
     head = shared.parameters_of("critic")[-1]
-    with _not_zero(head) as is_new:
-        if is_new:  # all its values are 0, wherever they are read: compute values of a different head
-            episodes = episodes.take([row])
-            trainer.logprobs_and_values(episodes)
-            row = 0
-        for t in {0, count - 1} if count else ():
-            ids = episodes.input_ids[row : row + 1, : start + t]
-            value = float(head.float() @ shared.hidden("critic", ids)[0, -1].float())
-            value = value * trainer.moments.std + trainer.moments.mean
-            largest = max(largest, abs(value - float(episodes.values[row, t])) / max(1.0, abs(value)))
+    is_new = not head.any()
+    if is_new:  # all its values are 0, wherever they are read: compute values of a different head
+        head.data.fill_(head.numel() ** -0.5)
+        episodes = episodes.take([row])
+        trainer.logprobs_and_values(episodes)
+        row = 0
+    for t in {0, count - 1} if count else ():
+        ids = episodes.input_ids[row : row + 1, : start + t]
+        value = float(head.float() @ shared.hidden("critic", ids)[0, -1].float())
+        value = value * trainer.moments.std + trainer.moments.mean
+        largest = max(largest, abs(value - float(episodes.values[row, t])) / max(1.0, abs(value)))
+    if is_new:
+        head.data.zero_()
     found = f"they differ by up to {largest:.2g} from the head's output on what stands before the action"
     spread = float(episodes.values[episodes.mask].std()) if int(episodes.mask.sum()) > 1 else 0.0
     return Finding(name, found, largest <= tolerance(shared) * max(1.0, spread))
-
-
-@contextmanager
-def _not_zero(head: Tensor) -> Iterator[bool]:
-    """Replaces a head of zeros by equal entries with values of order 1 within the block. Yields whether it did."""
-    is_new = not head.any()
-    if is_new:
-        head.data.fill_(head.numel() ** -0.5)
-    try:
-        yield is_new
-    finally:
-        if is_new:
-            head.data.zero_()
 
 
 @torch.no_grad()
