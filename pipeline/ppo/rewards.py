@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import inspect
 import math
-import numbers
 import os
 import random
 import sysconfig
@@ -19,9 +18,8 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
@@ -88,11 +86,8 @@ class Samples:
 
 
 def _brief(value: Any, limit: int = 300) -> str:
-    """Returns the repr of a value, shortened to `limit` characters, or its type if repr fails."""
-    try:
-        text = repr(value)
-    except Exception:  # an int of 5000 digits, or an object whose __repr__ raises
-        return f"a {type(value).__name__}"
+    """Returns the repr of a value, shortened to `limit` characters."""
+    text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
@@ -119,36 +114,37 @@ class Reward(ABC):
     def checked(self, samples: Samples) -> list[float]:
         """Returns the scores of `score`. Raises Failure unless they are one finite number for each sample."""
         scores: Any = self.score(samples)
-        # Arrays and tensors have tolist, tensors that require gradients included.
-        listed = scores.tolist() if hasattr(scores, "tolist") else scores
-        if not isinstance(listed, (list, tuple)):
-            found = _brief(scores, 100)
-        elif len(listed) != len(samples):
-            found = f"{len(listed)} scores"
-        else:
-            values = [_number(score) for score in listed]
-            i = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
-            if i is None:
-                return values
+        listed = _listed(scores)
+        if listed is None or len(listed) != len(samples):
+            found = _brief(scores, 100) if listed is None else f"{len(listed)} scores"
             raise Failure(
-                f"reward {self} returned {_brief(listed[i], 100)} for {samples.show(i)}; expected a finite number"
+                f"reward {self} returned {found} for {len(samples)} samples; expected a list of one number for each, of "
+                f"which the first is for {samples.show(0)}"
             )
-        raise Failure(
-            f"reward {self} returned {found} for {len(samples)} samples; expected a list of one number for each, of "
-            f"which the first is for {samples.show(0)}"
-        )
+        values = [_number(score) for score in listed]
+        for i, value in enumerate(values):
+            if not math.isfinite(value):
+                raise Failure(
+                    f"reward {self} returned {_brief(listed[i], 100)} for {samples.show(i)}; expected a finite number"
+                )
+        return values
 
     def __str__(self) -> str:
         return repr(self.name)
 
 
+def _listed(scores: Any) -> Sequence[Any] | None:
+    """Returns a list, tuple, array or tensor as a list, or None for anything else."""
+    # Arrays and tensors have tolist, tensors that require gradients included.
+    listed = scores.tolist() if hasattr(scores, "tolist") else scores
+    return listed if isinstance(listed, (list, tuple)) else None
+
+
 def _number(score: Any) -> float:
     """Returns a score as a float, or NaN if it is not a real number or too large."""
     try:
-        if hasattr(score, "item") and not isinstance(score, numbers.Number):
-            score = score.item()  # an array or tensor of one number
-        return float(score) if isinstance(score, (numbers.Real, Decimal)) else math.nan
-    except (OverflowError, ValueError, RuntimeError):  # 10**400, a signalling NaN, a tensor of two numbers
+        return float(score.item() if hasattr(score, "item") else score)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of two numbers
         return math.nan
 
 
@@ -206,17 +202,13 @@ class ModelReward(Reward):
         self.tokens = tokens
         self.control = ControlTokens(tokenizer, as_text=not control) if tokenizer is not None else None
 
+    @torch.no_grad()
     def score(self, samples: Samples) -> list[float]:
         if self.control is None:
             token_ids = [p + c for p, c in zip(samples.prompt_ids, samples.completion_ids, strict=True)]
         else:
             token_ids = [self._encode(samples, i, self.control) for i in range(len(samples))]
         pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
-        return self._in_batches(token_ids, pad)
-
-    @torch.no_grad()
-    def _in_batches(self, token_ids: list[list[int]], pad: int) -> list[float]:
-        """Returns the model's logit of each sequence of token ids, from batches of similar lengths."""
         device = next(self.model.parameters()).device
         scores = torch.zeros(len(token_ids))
         lengths, tokens = [len(ids) for ids in token_ids], self.tokens or FORWARD_TOKENS[device.type]
@@ -322,71 +314,64 @@ class FunctionReward(Reward):
 
     def _call(self, samples: Samples, rows: Sequence[int]) -> Any:
         """Returns what the function returns for some of the samples."""
-        texts = {"prompts": samples.prompts, "completions": samples.completions}
-        columns = {
-            "seeds": samples.seeds,
-            **samples.columns(),
-            "completion_ids": samples.completion_ids,
-            **texts,
-        }
+        columns = {"seeds": samples.seeds, **samples.columns(), "completion_ids": samples.completion_ids}
+        columns |= {"prompts": samples.prompts, "completions": samples.completions}
         parameters = inspect.signature(self.function).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             columns = {name: values for name, values in columns.items() if name in parameters}
         result = self.function(**{name: [values[i] for i in rows] for name, values in columns.items()})
-        if inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
             # In another thread, because this one may run an event loop, as in a notebook.
             with ThreadPoolExecutor(1) as pool:
-                return pool.submit(asyncio.run, _wait(result)).result()
+                return pool.submit(asyncio.run, result).result()
         return result
 
     def _row_by_row(self, samples: Samples, limit: float) -> list[float]:
         """Returns the function's score of each sample, in the order of the samples."""
         rows, begun = iter(range(len(samples))), dict[int, float]()
-        scores: list[Future[float]] = [Future() for _ in range(len(samples))]
+        scores: dict[int, float] = {}
+        errors: dict[int, BaseException] = {}
         samples.prompts, samples.completions  # noqa: B018 - decoded once, not in each thread
-        drawn, stopped = generator_states(), threading.Event()
+        drawn = generator_states()
 
         def work() -> None:
             for i in rows:  # shared by all threads; each takes the next row
-                if stopped.is_set():
+                if errors:
                     return
                 begun[i] = time.monotonic()
                 if self.threads == 1:
                     seed_generators(samples.seeds[i])
                 try:
-                    scores[i].set_result(self._one(samples, i))
+                    scores[i] = self._one(samples, i)
                 except BaseException as error:
                     setattr(error, ROW, i)
-                    scores[i].set_exception(error)
+                    errors[i] = error
 
         # Not a thread pool, because the process would wait for a row that hangs.
-        for _ in range(min(self.threads, len(samples))):
-            threading.Thread(target=work, daemon=True, name=f"reward {self.name}").start()
-        waiting = set(scores)
-        while waiting:
-            done, waiting = wait(waiting, timeout=min(0.1, limit), return_when=FIRST_COMPLETED)
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(self.threads, len(samples)))]
+        for thread in threads:
+            thread.start()
+        while not errors and (alive := [thread for thread in threads if thread.is_alive()]):
+            alive[0].join(min(0.05, limit))
             now = time.monotonic()
-            late = [i for i in sorted(begun) if now - begun[i] > limit and not scores[i].done()]
-            raised = [error for score in done if (error := score.exception())]
-            if late or raised:
-                stopped.set()
-            if late:
-                raise Failure(
-                    f"reward {self} took more than {limit:g} s (trainer.reward_timeout_s) for {samples.show(late[0])}"
-                )
-            if raised:
-                raise min(raised, key=lambda error: getattr(error, ROW))
+            for i in sorted(begun):
+                if now - begun[i] > limit and i not in scores and i not in errors:
+                    errors[i] = Failure(
+                        f"reward {self} took more than {limit:g} s (trainer.reward_timeout_s) for {samples.show(i)}"
+                    )
+        if errors:
+            raise errors[min(errors)]
         if self.threads > 1 and generator_states() != drawn:
             raise Failure(
                 f"reward {self} draws random numbers, and several rows at a time get them in any order; set "
                 "trainer.reward_threads=1"
             )
-        return [score.result() for score in scores]
+        return [scores[i] for i in range(len(samples))]
 
     def _one(self, samples: Samples, i: int) -> float:
         score: Any = self._call(samples, [i])
-        listed = score.tolist() if hasattr(score, "tolist") else score
-        if not isinstance(listed, (list, tuple)) or len(listed) != 1:
+        listed = _listed(score)
+        if listed is None or len(listed) != 1:
             raise Failure(
                 f"reward {self} returned {_brief(score, 100)} for one row, expected a list of one number; with "
                 "trainer.reward_timeout_s it is called for each row by itself"
@@ -401,10 +386,6 @@ class FunctionReward(Reward):
             except Exception:  # the caller reports the original error; this only locates it
                 return samples.show(i)
         return f"a batch of {len(samples)} samples (each alone does not make it raise)"
-
-
-async def _wait(result: Any) -> Any:
-    return await result
 
 
 LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
@@ -428,11 +409,8 @@ def weighted(
 
 
 def raw_scores(rewards: Sequence[Reward], samples: Samples) -> dict[str, list[float]]:
-    """Returns each reward's raw scores by its name. Raises ValueError if two rewards have the same name."""
-    raw = {reward.name: reward.checked(samples) for reward in rewards}
-    if len(raw) < len(rewards):
-        raise ValueError(f"two rewards have the same name: {[reward.name for reward in rewards]}")
-    return raw
+    """Returns each reward's raw scores by its name."""
+    return {reward.name: reward.checked(samples) for reward in rewards}
 
 
 def combined(rewards: Sequence[Reward], raw: Mapping[str, Sequence[float]], normalize: bool) -> list[float]:

@@ -8,13 +8,21 @@ head on the policy (trainer.critic). The policy answers held-out prompts before 
 and every trainer.eval_steps updates.
 """
 
+from __future__ import annotations
+
 import os
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Job
 from pipeline.runtime.run import launch
 from pipeline.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from pipeline.evaluation import Comparison
+    from pipeline.ppo.trainer import PPOTrainer
+    from pipeline.runtime.best import Best
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -29,13 +37,12 @@ def train(worker: Worker) -> dict[str, Any]:
     from transformers import set_seed
 
     from pipeline import evaluation
-    from pipeline.models.tokenizer import warn_of_endless
     from pipeline.planning import plan
-    from pipeline.ppo import clock
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.runtime import best, roles
 
-    args = replace(worker.job.args, gradient_checkpointing=plan.recomputes(worker))
+    job = worker.job
+    args = replace(job.args, gradient_checkpointing=plan.recomputes(worker))
     rollout_workers = None
     if worker.companion:
         from pipeline.rollout.client import Client  # imports Ray
@@ -46,34 +53,12 @@ def train(worker: Worker) -> dict[str, Any]:
     reference = roles.add_policy(worker, shared, args)
     rewards = roles.add_rewards(worker, shared)
     copied = roles.add_critic(worker, shared, args) if args.uses_critic else None
-
-    held_out, mixture = worker.rows("eval"), worker.work.mixture
-    comparison = held_out is not None and evaluation.Comparison(
-        worker, shared, held_out, rewards, roles.judge(worker, shared), roles.start(worker, shared, reference)
-    )
-
+    held_out, mixture, comparison = worker.rows("eval"), worker.work.mixture, None
+    if held_out is not None:
+        judge, start = roles.judge(worker, shared), roles.start(worker, shared, reference)
+        comparison = evaluation.Comparison(worker, shared, held_out, rewards, judge, start)
     learning = {str(i): parameter for i, parameter in enumerate(shared.parameters_of("policy"))}
-    tracked = best.Best.of(worker.job, learning, worker.report)
-
-    def on_update(metrics: dict[str, float], update: int, total: int) -> bool:
-        if update == 1 and worker.rank == 0:
-            warn_of_endless(1.0 - metrics["completions/clipped_ratio"], "the first completions")
-        if args.logs(update, total):
-            worker.log(metrics, update, total)
-        if tracked and args.evaluates(update, total):
-            tracked.compare(metrics, update)
-        due = update == total or (args.save_steps and update % args.save_steps == 0)
-        if worker.notice.poll(update) or due:
-            folder = os.path.join(worker.scratch, f"checkpoint-{update}")
-            trainer.save(folder)
-            if tracked and worker.rank == 0:
-                tracked.save(folder)
-            worker.checkpoint(folder, update)
-        return bool(tracked and tracked.exhausted)
-
-    def logged() -> dict[int, dict[str, float]]:
-        """Returns {update: its metrics} of all logged updates, including the last one and each evaluated one."""
-        return {int(metrics["episode"]) // args.batch_size: metrics for metrics in trainer.history}
+    tracked = best.Best.of(job, learning, worker.report)
 
     with roles.trainers_decoder(worker, shared, args) as decoder:
         trainer = PPOTrainer(
@@ -84,33 +69,75 @@ def train(worker: Worker) -> dict[str, Any]:
             rewards=rewards,
             evaluate=(lambda: comparison.of("policy")[0]) if comparison else None,
             decoder=decoder,
-            on_update=on_update,
             draws=(lambda epoch: mixture.rows(epoch, args.seed)) if mixture else None,
-            rollout=worker.job.rollout_config,
+            rollout=job.rollout_config,
             rollout_workers=rollout_workers,
             critic_reward=next((reward for reward in rewards if reward.name == copied), None),
         )
+        trainer.on_update = partial(_after_update, worker, trainer, tracked)
         if rollout_workers:
             rollout_workers.begin(trainer)
         if worker.resume:
             trainer.restore(worker.resume)
-            worker.replay(list(logged().items()))
+            worker.replay(list(_logged(trainer).items()))
             if tracked:
                 tracked.load(worker.resume)
         if worker.rank == 0:
             print(f"training; each update samples {args.batch_size} completions", flush=True)
         if not (tracked and tracked.exhausted):
             trainer.train()
+    return _finish(worker, trainer, tracked, comparison)
 
+
+def _after_update(
+    worker: Worker,
+    trainer: PPOTrainer,
+    tracked: Best | None,
+    metrics: dict[str, float],
+    update: int,
+    total: int,
+) -> bool:
+    """Logs an update, compares its evaluation, and saves a checkpoint if one is due. Returns True if training must stop."""
+    from pipeline.models.tokenizer import warn_of_endless
+
+    args = trainer.args
+    if update == 1 and worker.rank == 0:
+        warn_of_endless(1.0 - metrics["completions/clipped_ratio"], "the first completions")
+    if args.logs(update, total):
+        worker.log(metrics, update, total)
+    if tracked and args.evaluates(update, total):
+        tracked.compare(metrics, update)
+    due = update == total or (args.save_steps and update % args.save_steps == 0)
+    if worker.notice.poll(update) or due:
+        folder = os.path.join(worker.scratch, f"checkpoint-{update}")
+        trainer.save(folder)
+        if tracked and worker.rank == 0:
+            tracked.save(folder)
+        worker.checkpoint(folder, update)
+    return bool(tracked and tracked.exhausted)
+
+
+def _logged(trainer: PPOTrainer) -> dict[int, dict[str, float]]:
+    """Returns {update: its metrics} of all logged updates, including the last one and each evaluated one."""
+    return {int(metrics["episode"]) // trainer.args.batch_size: metrics for metrics in trainer.history}
+
+
+def _finish(
+    worker: Worker, trainer: PPOTrainer, tracked: Best | None, comparison: Comparison | None
+) -> dict[str, Any]:
+    """Puts the weights back that the run keeps, evaluates them, and saves the policy. Returns what result.json says."""
+    from pipeline.ppo import clock
+    from pipeline.runtime import best, roles
+
+    shared, samples = trainer.shared, list[dict[str, Any]]()
     if tracked and comparison and trainer.update == trainer.total:
         tracked.compare(comparison.of("policy")[0], trainer.update)
     kept = tracked.restore() if tracked else None
     worker.end = best.outcome(tracked, kept, trainer.update, trainer.total)
-    worker.usage = {"tokens": trainer.tokens, "completions": trainer.update * args.batch_size}
     worker.end["timeline"] = clock.typical(trainer.timelines)
-    update = logged()[worker.end["kept"]["step"]]
+    worker.usage = {"tokens": trainer.tokens, "completions": trainer.update * trainer.args.batch_size}
+    update = _logged(trainer)[worker.end["kept"]["step"]]
     metrics = {name: value for name, value in update.items() if not name.endswith("/evaluate")}
-    samples: list[dict[str, Any]] = []
     if comparison:
         figures, samples = comparison.of("policy")
         metrics |= figures

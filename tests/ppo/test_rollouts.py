@@ -15,7 +15,6 @@ import toy_ppo as toy
 from pipeline.errors import SelfCheckFailed
 from pipeline.ppo import rollouts
 from pipeline.ppo.config import RolloutConfig
-from pipeline.ppo.functional import off_policy_weights
 from pipeline.ppo.metrics import off_policy_metrics
 from pipeline.ppo.rewards import AdapterReward, FunctionReward
 from pipeline.ppo.rollouts import digest
@@ -181,8 +180,7 @@ def test_ratios_are_those_before_the_correction_one_for_each_completion_where_it
         ("sequence", [math.e**2, 1]),
     ):
         config = RolloutConfig(num_workers=1, correction=level, correction_cap=1.5)
-        weights = off_policy_weights(episodes.old_logprobs, episodes.sampler_logprobs, mask, level, 1.5)
-        found = off_policy_metrics(episodes, weights, config, mask)
+        found = off_policy_metrics(episodes, config, mask)
         n = len(ratios)
         assert found["rollout/ratio_mean"] == pytest.approx(sum(ratios) / n)
         assert (

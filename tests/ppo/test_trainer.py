@@ -13,7 +13,6 @@ from pipeline.findings import Finding
 from pipeline.inference import memory
 from pipeline.inference.rows import Completion, Sampling
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo.rewards import FunctionReward
 from pipeline.ppo.selfcheck import rollout as checks
 
 GROUP = dict(num_generations=4)
@@ -261,11 +260,6 @@ def test_all_completions_cut_off(key):
     trainer.sampler.sampling = Sampling(4, eos=(2, 3), min_new_tokens=4, seed=1)
     metrics = trainer.train()
     assert all(m["completions/clipped_ratio"] == 1 and all(map(math.isfinite, m.values())) for m in metrics)
-
-
-def test_two_rewards_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="same name"):
-        toy.trainer(reward=[FunctionReward(toy.low), FunctionReward(toy.low)]).run_update()
 
 
 def test_an_epoch_has_the_prompts_that_are_drawn_for_it():
