@@ -68,7 +68,10 @@ def test_what_is_corrected_by_default(rollout, corrects):
     assert RolloutConfig(**rollout).corrects == corrects
 
 
-IDLE, CROWDED = "2 of 3 workers will be idle, because completions are sampled in chunks of 64", "computes with 4 threads"
+IDLE, CROWDED = (
+    "2 of 3 workers will be idle, because completions are sampled in chunks of 64",
+    "computes with 4 threads",
+)
 FOUR = "scaling.resources_per_worker={CPU: 4}"
 
 
