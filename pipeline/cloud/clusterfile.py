@@ -45,7 +45,6 @@ class NodeType:
     resources: dict[str, float]
     max_workers: int
     instance: str = ""
-    spot: bool = False
     labels: dict[str, str] = field(default_factory=dict)
 
 
@@ -65,35 +64,29 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def worker_types(config: dict[str, Any]) -> dict[str, NodeType]:
-    """Returns the node types of a cluster file, except its head's."""
-    head = config.get("head_node_type")
-    return {
-        name: NodeType(
-            resources=_resources(kind),
-            max_workers=int(kind.get("max_workers", config.get("max_workers", 2))),
-            instance=kind["node_config"].get("InstanceType", kind["node_config"].get("machineType", "")),
-            spot=(kind.get("labels") or {}).get("ray.io/market-type") == "spot",
-            labels=kind.get("labels") or {},
-        )
-        for name, kind in (config.get("available_node_types") or {}).items()
-        if name != head
-    }
+    """Returns the node types of a cluster file, except its head's, with the resource that Ray adds for their GPU."""
+    found = {}
+    for name, kind in (config.get("available_node_types") or {}).items():
+        if name == config.get("head_node_type"):
+            continue
+        resources = {key: float(value) for key, value in (kind.get("resources") or {}).items()}
+        labels = kind.get("labels") or {}
+        if gpu := labels.get(GPU_LABEL):  # A100 for both sizes of A100
+            resources.setdefault(f"{ACCELERATOR_TYPE}{re.sub('^A100-.*', 'A100', gpu)}", 1.0)
+        most = int(kind.get("max_workers", config.get("max_workers", 2)))
+        found[name] = NodeType(resources, most, _instance(kind), labels)
+    return found
 
 
-def _resources(kind: dict[str, Any]) -> dict[str, float]:
-    """Returns a node type's resources, with the one that Ray adds for its GPU: A100 for both sizes of A100."""
-    resources = {key: float(value) for key, value in (kind.get("resources") or {}).items()}
-    if gpu := (kind.get("labels") or {}).get(GPU_LABEL):
-        resources.setdefault(f"{ACCELERATOR_TYPE}{re.sub('^A100-.*', 'A100', gpu)}", 1.0)
-    return resources
+def _instance(kind: dict[str, Any]) -> str:
+    node = kind.get("node_config") or {}
+    return node.get("InstanceType") or node.get("machineType") or ""
 
 
 def types_of(name: str) -> tuple[dict[str, NodeType], int]:
     """Returns (types, maximum of workers) of the cluster file if the cluster of that name was started from it, else ({}, 0)."""
-    if not name or not path().is_file():
-        return {}, 0
-    config = read(path())
-    if config.get("cluster_name") != name:
+    config = read(path()) if name and path().is_file() else {}
+    if not config or config.get("cluster_name") != name:
         return {}, 0
     return worker_types(config), int(config.get("max_workers", 2))
 
@@ -124,47 +117,22 @@ def summary(file: Path, config: dict[str, Any]) -> str:
     provider, types = config["provider"], worker_types(config)
     where = provider.get("region") or provider.get("head_ip") or provider.get("module", "")
     lines = [f"{file}: cluster {config['cluster_name']!r} on {provider['type']} {where}"]
-    head = (
-        (config.get("available_node_types") or {})
-        .get(config.get("head_node_type"), {})
-        .get("node_config", {})
-    )
-    if instance := head.get("InstanceType") or head.get("machineType"):
+    head = (config.get("available_node_types") or {}).get(config.get("head_node_type"), {})
+    if instance := _instance(head):
         lines.append(
             f"  now            1 x {instance}: it runs and costs money until `make down`, even if no job runs"
         )
     for name, kind in types.items():
-        market = "spot" if kind.spot else "on demand"
         lines.append(
-            f"  when jobs ask  0 to {kind.max_workers} x {kind.instance} ({name}, {market}); each ends after "
+            f"  when jobs ask  0 to {kind.max_workers} x {kind.instance} ({name}, "
+            f"{kind.labels.get('ray.io/market-type', 'on demand')}); each ends after "
             f"{config.get('idle_timeout_minutes', 5)} idle minutes"
         )
-    for ip in [provider.get("head_ip"), *provider.get("worker_ips", [])]:
-        lines += [f"  {ip}"] if ip else []
-    if quotas := gpu_quotas(types) if provider["type"] == "aws" else {}:
-        lines.append(
-            "  A new AWS account may start no GPU: Service Quotas > EC2 must allow, for one node of each type, "
-            + ", ".join(f"{vcpus} vCPUs of {name!r}" for name, vcpus in quotas.items())
-        )
+    lines += [f"  {ip}" for ip in [provider.get("head_ip"), *provider.get("worker_ips", [])] if ip]
     if types:
-        lines.append(
-            f"  at most {config.get('max_workers', 2)} workers at a time; disks are deleted with their nodes"
-        )
+        most = config.get("max_workers", 2)
+        lines.append(f"  at most {most} workers at a time; disks are deleted with their nodes")
     return "\n".join(lines)
-
-
-def gpu_quotas(types: dict[str, NodeType]) -> dict[str, int]:
-    """Returns {EC2's quota: vCPUs} for one node of the largest type with GPUs, spot and on demand separately."""
-    quotas: dict[str, int] = {}
-    for kind in types.values():
-        if not (size := re.fullmatch(r"([gp])\w*\.(\d+)xlarge", kind.instance)):
-            continue
-        family = {"g": "G and VT", "p": "P4, P3 and P2" if kind.spot else "P"}[size[1]]
-        name = (
-            f"All {family} Spot Instance Requests" if kind.spot else f"Running On-Demand {family} instances"
-        )
-        quotas[name] = max(quotas.get(name, 0), 4 * int(size[2]))  # an xlarge of EC2 has four
-    return quotas
 
 
 # -------------------------------------------------------------------------------------------- the cloud account

@@ -3,7 +3,7 @@
     cluster = look(client)                    # two seconds of HTTP: versions, nodes, what the autoscaler may add
     check_jobs(jobs, cluster, files)          # InputError: one message, nothing submitted
 
-The checks find frequent mistakes: different versions, a local folder as storage of several nodes, a missing HF_TOKEN, too
+The checks find frequent mistakes: different versions, a local folder as storage of several nodes, too
 many or too small GPUs, data that stays on the laptop.
 """
 
@@ -19,21 +19,21 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import yaml
+
 from pipeline import registry
 from pipeline.cloud import clusterfile
 from pipeline.cloud.clusterfile import NodeType
 from pipeline.config import Job
 from pipeline.errors import InputError
 from pipeline.on_ray import placement
-from pipeline.on_ray.placement import Bundle
+from pipeline.on_ray.placement import Bundle, Group
 from pipeline.planning import plan
 from pipeline.planning.shape import config_of
 from pipeline.system import console, storage
 
 # Bytes of the largest upload, which Ray keeps in the head's memory
 LIMIT = 100 * 2**20
-# Models on the hub whose license must be accepted: every node needs a token for their files.
-GATED = ("meta-llama/", "google/gemma", "mistralai/")
 
 
 @dataclass(frozen=True)
@@ -60,27 +60,20 @@ class Cluster:
         ]
 
     @property
-    def head_ip(self) -> str:
-        return next((node["node_ip"] for node in self.nodes if node.get("is_head_node")), "HEAD")
-
-    @property
     def tracking_uri(self) -> str | None:
         """Returns the address of the cluster's own MLflow as its nodes see it. They know its password."""
-        return f"http://{self.head_ip}:{self.mlflow_port}" if self.mlflow_port else None
+        head = next((node["node_ip"] for node in self.nodes if node.get("is_head_node")), "HEAD")
+        return f"http://{head}:{self.mlflow_port}" if self.mlflow_port else None
 
     @property
     def is_here(self) -> bool:
         """Returns True if the cluster's only node is this machine, so that this machine's paths are valid there."""
-        return not self.several and all(_is_this_machine(node["node_ip"]) for node in self.nodes)
-
-
-def _is_this_machine(ip: str) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((ip, 0))
-        except OSError:
-            return False
-    return True
+        with socket.socket() as probe:
+            try:
+                probe.bind((self.nodes[0]["node_ip"], 0))
+            except OSError:
+                return False
+        return not self.several
 
 
 # ------------------------------------------------------------------------------------------------ the cluster
@@ -94,20 +87,16 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
     """
     import ray
 
-    def same(what: str, theirs: str, ours: str, how: str) -> None:
-        if theirs != ours:
-            raise InputError(
-                f"the cluster at {address} runs {what} {theirs}, this environment has {ours}; jobs, checkpoints and objects that "
-                f"travel between them need the same one: {how}",
-                key="RAY_ADDRESS",
-            )
-
     version = get("/api/version")["ray_version"]
-    same(
-        "Ray", version, ray.__version__, f"run make up with the pinned image, or install ray=={version} here"
-    )
     python = get("/api/v0/cluster_metadata")["data"]["pythonVersion"].rpartition(".")[0]
-    same("Python", python, "{}.{}".format(*sys.version_info), f"make setup PYTHON=python{python}")
+    here = "{}.{}".format(*sys.version_info)
+    if (version, python) != (ray.__version__, here):
+        raise InputError(
+            f"the cluster at {address} runs Ray {version} and Python {python}, this environment has {ray.__version__} and {here}; "
+            "jobs, checkpoints and objects that travel between them need the same ones: run make up with the pinned image, or "
+            f"make setup PYTHON=python{python} with ray=={version}",
+            key="RAY_ADDRESS",
+        )
     listed = get("/api/v0/nodes?detail=1&limit=10000")["data"]["result"]["result"]
     alive = [node for node in listed if node["state"] == "ALIVE"]
     # HTTP does not tell what an autoscaler may add. The head's label names the file that it was started from.
@@ -123,27 +112,32 @@ def check_jobs(jobs: Iterable[Job], cluster: Cluster, files: dict[str, int]) -> 
     """Runs every check of every job; `files` are {path of an upload: bytes}. Raises InputError for the first mistake."""
     for job in jobs:
         check_storage(job, cluster)
-        check_tracking(job, cluster)
-        check_token(job)
         check_paths(job, cluster, files)
         check_resources(job, cluster)
         check_memory(job, cluster)
 
 
 def check_storage(job: Job, cluster: Cluster) -> None:
-    path = job.run.storage_path
-    if storage.is_remote(path):
-        return
-    if not os.path.isabs(path):
+    """Raises InputError if nodes would not share the storage path or the MLflow server."""
+    path, why = job.run.storage_path, ""
+    if not storage.is_remote(path) and not os.path.isabs(path):
         why = "would lie in the job's copy of this folder on the head, which is deleted with the job"
-    elif cluster.several and _on_local_disk(path):
+    elif not storage.is_remote(path) and cluster.several and _on_local_disk(path):
         why = "is on this machine's own disk, but the cluster has or may get several nodes"
-    else:
-        return
-    raise InputError(
-        f"{path!r} {why}; use a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs",
-        key="run.storage_path",
-    )
+    if why:
+        raise InputError(
+            f"{path!r} {why}; use a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs",
+            key="run.storage_path",
+        )
+    uri = registry.tracking_uri(job)
+    host = urlsplit(uri).hostname or ""
+    own = uri.lower().startswith("sqlite:") or host in ("localhost", "0.0.0.0", "::", "::1")
+    if cluster.several and (own or host.startswith("127.")):
+        raise InputError(
+            f"{uri} means another file or machine on each node, and the cluster has or may get several; name a server as the nodes "
+            f"see it, e.g. mlflow.tracking_uri={cluster.tracking_uri or 'http://HEAD:5000'}",
+            "mlflow.tracking_uri",
+        )
 
 
 def _on_local_disk(path: str) -> bool:
@@ -151,65 +145,25 @@ def _on_local_disk(path: str) -> bool:
     return os.path.exists(path) and os.stat(path).st_dev == os.stat(".").st_dev
 
 
-def check_tracking(job: Job, cluster: Cluster) -> None:
-    uri = registry.tracking_uri(job)
-    host = urlsplit(uri).hostname or ""
-    if uri.lower().startswith("sqlite:"):
-        why = f"a SQLite file ({uri}) belongs to one machine, but the cluster has or may get several nodes"
-    elif host in ("localhost", "0.0.0.0", "::", "::1") or host.startswith("127."):
-        why = f"{uri!r} means another machine on each node"
-    else:
-        return
-    if cluster.several:
-        server = cluster.tracking_uri or f"http://{cluster.head_ip}:5000"
-        raise InputError(
-            f"{why}; name a server as the nodes see it, e.g. mlflow.tracking_uri={server}",
-            "mlflow.tracking_uri",
-        )
-
-
-def check_token(job: Job) -> None:
-    name = job.model.name_or_path
-    if os.environ.get("HF_TOKEN") or os.environ.get("HF_HUB_OFFLINE") or os.path.isdir(name):
-        return
-    if name.startswith(GATED):
-        raise InputError(
-            f"{name!r} is gated and HF_TOKEN is not set, so no node can fetch it; accept its license at "
-            f"https://huggingface.co/{name} and `export HF_TOKEN=...`, or HF_HUB_OFFLINE=1 if the nodes have the model",
-            key="model.name_or_path",
-        )
-
-
 def check_resources(job: Job, cluster: Cluster) -> None:
     """Raises InputError if no node of the cluster, present or future, can hold a worker: Ray would wait forever."""
     for section, who, fewest, _, need in placement.groups(job):
         # With rollout.num_workers=[0, max] the run may start without any, but a selector that no node can satisfy is a mistake.
-        _check_room(section, who, max(1, fewest), need, cluster)
-
-
-def _check_room(section: str, who: str, count: int, need: Bundle, cluster: Cluster) -> None:
-    live, types = cluster.live, cluster.types
-    room = _room(need, cluster)
-    if room >= count:
-        return
-    wanted = ", ".join(f"{amount:g} {name}" for name, amount in sorted(need.resources.items()))
-    wanted += "".join(f", {key}: {value}" for key, value in need.selector.items())
-    more = [f"{kind.max_workers} x {name} ({_shown(kind)})" for name, kind in types.items()]
-    has = f"nodes: {'; '.join(_shown(node) for node in live)}; "
-    has += (
-        f"may start {', '.join(more)}" if more else "no autoscaling known: CLUSTER=file.yaml names its file"
-    )
-    if room:
+        count, room = max(1, fewest), _room(need, cluster)
+        if room >= count:
+            continue
+        wanted = [f"{amount:g} {name}" for name, amount in sorted(need.resources.items())]
+        wanted += [f"{key}: {value}" for key, value in need.selector.items()]
+        more = [f"{kind.max_workers} x {name} ({_shown(kind)})" for name, kind in cluster.types.items()]
+        grows = (
+            f"may start {', '.join(more)}" if more else "CLUSTER=file.yaml names the file of an autoscaler"
+        )
         raise InputError(
-            f"{count} {who}s with {wanted} each, but the cluster has room for {room} ({has}); set "
-            f"{section}.num_workers={room}, or give the cluster more nodes",
+            f"{count} {who}s with {', '.join(wanted)} each, but the cluster has room for {room} (nodes: "
+            f"{'; '.join(map(_shown, cluster.live))}; {grows}); lower {section}.num_workers or "
+            f"{section}.resources_per_worker, change {section}.use_gpu or {section}.label_selector, or add nodes",
             key=f"{section}.num_workers",
         )
-    raise InputError(
-        f"{section}: a {who} wants {wanted}, which no node of the cluster has ({has}); lower "
-        f"{section}.resources_per_worker, set {section}.use_gpu=false or {section}.label_selector=null, or give the cluster "
-        "such nodes"
-    )
 
 
 def _room(need: Bundle, cluster: Cluster) -> int:
@@ -225,10 +179,8 @@ def _room(need: Bundle, cluster: Cluster) -> int:
 
 
 def _shown(node: NodeType) -> str:
-    shown = [f"{node.resources[name]:g} {name}" for name in ("CPU", "GPU") if node.resources.get(name)]
-    return (" + ".join(shown) or "no CPU") + (
-        f" {gpu}" if (gpu := node.labels.get(placement.GPU_LABEL)) else ""
-    )
+    amounts = [f"{node.resources[name]:g} {name}" for name in ("CPU", "GPU") if node.resources.get(name)]
+    return f"{' + '.join(amounts) or 'no CPU'} {node.labels.get(placement.GPU_LABEL, '')}".strip()
 
 
 def check_memory(job: Job, cluster: Cluster) -> None:
@@ -236,18 +188,19 @@ def check_memory(job: Job, cluster: Cluster) -> None:
 
     There is no check for GPUs that `plan` does not know, or for a base whose config.json cannot be read from here.
     """
-    for section, who, _, _, need in placement.groups(job):
-        if need.resources.get("GPU"):
-            _check_gpus(section, who, job, need, cluster)
+    for group in placement.groups(job):
+        if group.each.resources.get("GPU"):
+            _check_gpus(job, group, cluster)
 
 
-def _check_gpus(section: str, who: str, job: Job, need: Bundle, cluster: Cluster) -> None:
+def _check_gpus(job: Job, group: Group, cluster: Cluster) -> None:
+    need, section = group.each, group.section
     nodes = [*cluster.live, *cluster.types.values()]
     offered = {n.labels.get(placement.GPU_LABEL, "") for n in nodes if need.fits(n.resources, n.labels)}
     gpus = {name: memory for name in sorted(offered) if (memory := plan.memory_of(name))}
     if not gpus:
         return
-    with console.waiting(f"counting the memory of a {who}"):
+    with console.waiting(f"counting the memory of a {group.who}"):
         try:
             config_of(job.model)
         except InputError:
@@ -256,23 +209,17 @@ def _check_gpus(section: str, who: str, job: Job, need: Bundle, cluster: Cluster
     small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
     if not small:
         return
-    enough = sorted({*gpus} - {*small}) or plan.fitting(planned)
-    needs = (
-        f"a {who} needs {planned.peak / plan.GIB:.0f} GiB (make plan), but Ray may place it on "
-        + " or ".join(f"{name} with {memory:g}" for name, memory in small.items())
-    )
-    if not enough:
-        raise InputError(
-            f"{needs}; no GPU that plan knows is large enough: make plan JOB={job.source} says what to change",
-            key=f"{section}.use_gpu",
+    listed = " or ".join(f"{name} with {memory:g}" for name, memory in small.items())
+    advice = f"make it smaller: make plan JOB={job.source}"
+    if enough := sorted({*gpus} - {*small}) or plan.fitting(planned):
+        # without spaces: Ray takes them as part of the name
+        selector = need.selector | {placement.GPU_LABEL: f"in({','.join(enough)})"}
+        text = yaml.safe_dump(selector, default_flow_style=True, sort_keys=False, width=1000).strip()
+        advice = (
+            f'set "{section}.label_selector={text}" (a cluster without such nodes needs them), or {advice}'
         )
-    names = ",".join(enough)  # without spaces: Ray takes them as part of the name
-    more = {key: value for key, value in need.selector.items() if key != placement.GPU_LABEL}
-    selector = "".join(f"{key}: {value}, " for key, value in more.items())
-    selector = f"{{{selector}{placement.GPU_LABEL}: 'in({names})'}}"
-    nodes_too = "" if {*gpus} - {*small} else " and give the cluster such nodes"
     raise InputError(
-        f'{needs}; set "{section}.label_selector={selector}"{nodes_too}, or make it smaller (make plan)',
+        f"a {group.who} needs {planned.peak / plan.GIB:.0f} GiB, but Ray may place it on {listed}; {advice}",
         key=f"{section}.label_selector",
     )
 
@@ -305,8 +252,9 @@ def upload_files(folder: str = ".") -> dict[str, int]:
 
 def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
     """Raises InputError for paths that exist only on this machine. Nodes get data, models and templates with the upload."""
+    here = cluster.is_here
     for key, path in local_paths(job):
-        if cluster.is_here and os.path.isabs(path):
+        if here and os.path.isabs(path):
             continue
         if os.path.isabs(path) and os.path.relpath(path).startswith(".."):
             if _on_local_disk(path):

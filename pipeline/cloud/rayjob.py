@@ -94,8 +94,17 @@ def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
     }
     top = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": name}}
     if job.stage == "serve":
-        config = Lines(yaml.safe_dump(serve_config(job, path, overrides), sort_keys=False, width=120))
-        return {**top, "kind": "RayService", "spec": {"serveConfigV2": config, "rayClusterConfig": cluster}}
+        application = {
+            "name": job.run.name or "serve",
+            "route_prefix": "/",
+            "import_path": "pipeline.commands.serve:build",
+            "args": {"job": path, "overrides": [*overrides, "serve.host=0.0.0.0"]},
+        }
+        # Ray Serve's proxy on each node
+        proxy = {"host": "0.0.0.0", "port": job.serve.port}
+        config = {"http_options": proxy, "applications": [application]}
+        text = Lines(yaml.safe_dump(config, sort_keys=False, width=120))
+        return {**top, "kind": "RayService", "spec": {"serveConfigV2": text, "rayClusterConfig": cluster}}
     return {
         **top,
         "spec": {
@@ -105,21 +114,6 @@ def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
             "backoffLimit": 0,  # no retries here: run.max_failures restarts workers
             "rayClusterSpec": cluster,
         },
-    }
-
-
-def serve_config(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
-    """Returns what `serve deploy` and a RayService start: the application, behind Ray Serve's proxy on each node."""
-    return {
-        "http_options": {"host": "0.0.0.0", "port": job.serve.port},
-        "applications": [
-            {
-                "name": job.run.name or "serve",
-                "route_prefix": "/",
-                "import_path": "pipeline.commands.serve:build",
-                "args": {"job": path, "overrides": [*overrides, "serve.host=0.0.0.0"]},
-            }
-        ],
     }
 
 

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import shlex
 import socket
 import sys
@@ -20,7 +19,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pipeline
 from pipeline.cloud import preflight
@@ -41,13 +39,8 @@ FORWARDED = """HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE MLFLOW_TRACKING_URI MLFLOW_TR
     MLFLOW_TRACKING_TOKEN MLFLOW_TRACKING_INSECURE_TLS WANDB_API_KEY WANDB_BASE_URL WANDB_ENTITY WANDB_MODE
     RLHF_SERVE_TOKENS""".split()
 # Ray's loggers, which report every ignore file three times.
-CHATTY = (
-    "ray._private.runtime_env.packaging",
-    "ray._private.runtime_env.working_dir",
-    "ray.dashboard.modules.dashboard_sdk",
-    "ray.dashboard.modules.job.sdk",
-)
-CONNECT_SECONDS, VERSION_SECONDS, ANSWER_SECONDS = 3, 7, 20  # time limits of a request
+CHATTY = ("ray._private.runtime_env", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
+CONNECT_SECONDS, ANSWER_SECONDS = 3, 10  # time limits of a request
 # Time without an answer after which this process stops following a job, which may continue
 GONE_SECONDS = 600
 
@@ -156,11 +149,7 @@ def next_attempt(api: "Api", name: str) -> tuple[str, int]:
 
 def is_dashboard(address: str) -> bool:
     """Returns True for the address of a cluster's dashboard, which takes jobs, such as http://HEAD:8265."""
-    try:
-        parts = urlsplit(address)
-        return bool(re.fullmatch(r"https?://\S+", address) and parts.hostname and parts.port != 0)
-    except ValueError:  # the port is not a number, or an IPv6 address is incomplete
-        return False
+    return address.startswith(("http://", "https://"))
 
 
 def check_address(address: str) -> None:
@@ -205,17 +194,15 @@ class Api:
         except InputError:
             raise
         except Exception as error:  # any error: another program may listen there
-            status = getattr(getattr(error, "response", None), "status_code", None)
-            if status in (401, 403):
+            message = (
+                f"no dashboard of a Ray cluster answers at {self.address!r} ({in_brief(error)}); expected http://HEAD:8265 of a "
+                "cluster that is up (make status), with the tunnel to it open (make dashboard)"
+            )
+            if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
                 found = "the token here is another cluster's" if self.headers else "there is no token here"
                 message = (
                     f"the cluster at {self.address} wants a token, and {found}; copy the cluster's ~/.ray/auth_token to the "
                     "same place here, or export RAY_AUTH_TOKEN"
-                )
-            else:
-                message = (
-                    f"no dashboard of a Ray cluster answers at {self.address} ({in_brief(error)}); expected http://HEAD:8265 of a "
-                    "cluster that is up (make status), with the tunnel to it open (make dashboard)"
                 )
             raise InputError(message, key="RAY_ADDRESS") from error
 
@@ -223,8 +210,8 @@ class Api:
         """Returns the parsed JSON of an authorized GET."""
         import requests
 
-        seconds = VERSION_SECONDS if path == "/api/version" else ANSWER_SECONDS
-        answer = requests.get(self.address + path, headers=self.headers, timeout=(CONNECT_SECONDS, seconds))
+        limits = (CONNECT_SECONDS, ANSWER_SECONDS)
+        answer = requests.get(self.address + path, headers=self.headers, timeout=limits)
         answer.raise_for_status()
         return answer.json()
 
@@ -288,7 +275,7 @@ def follow(api: Api, submission: str) -> int:
                 asyncio.run(tail(client))
                 details = client.get_job_info(submission)
                 if details.status.is_terminal():
-                    return status_of(details)
+                    break
             except (OSError, RuntimeError, aiohttp.ClientError) as error:
                 if "does not exist" in str(error):  # the head is new and does not know the job
                     raise
@@ -303,57 +290,44 @@ def follow(api: Api, submission: str) -> int:
         how = f"Follow it: make logs NAME={submission}   end it: make stop NAME={submission}"
         print(f"\n{submission} continues without this terminal. {how}", file=sys.stderr)
         return 130
-
-
-def status_of(details: Any) -> int:
-    """Returns the exit status of a job that ended: its own, or 1 if it was stopped or never started."""
     status, code = details.status.value, details.driver_exit_code
     if status == "SUCCEEDED":
         return 0
-    if code in (1, 2) and status == "FAILED":
+    if status == "FAILED" and code in (1, 2):
         return int(code)  # the job's log has the reason
-    print(f"{details.submission_id} {status.lower()}: {details.message}", file=sys.stderr)
-    return 1
+    print(f"{submission} {status.lower()}: {details.message}", file=sys.stderr)
+    return 1  # it was stopped, or never started
 
 
 # ----------------------------------------------------------------------------------------- logs, stop and jobs
 
 
-def find(api: Api, name: str) -> Any:
-    """Returns the newest submission of a run name, or the submission with that id; without a name the newest of all."""
-    jobs = api.jobs()
-    names = [(job, {job.submission_id, (job.metadata or {}).get("run")}) for job in jobs]
-    matching = [job for job, known in names if not name or name in known]
-    if not matching:
-        known = ", ".join(job.submission_id for job in jobs[-10:]) or "none"
-        raise InputError(f"NAME: no job {name!r} on {api.address}; the newest there: {known}")
-    return matching[-1]
-
-
 def main(arguments: list[str]) -> int:
-    """Runs `logs`, `stop` or `jobs`. Without NAME, `logs` shows the newest job."""
+    """Runs `logs`, `stop` or `jobs`. NAME is a run or a submission. Without NAME, `logs` shows the newest job."""
     try:
         verb, name = (*arguments, "", "")[:2]
-        if verb not in ("logs", "stop", "jobs") or len(arguments) > (1 if verb == "jobs" else 2):
+        if verb not in ("logs", "stop", "jobs") or len(arguments) > 2 or (verb == "stop" and not name):
+            found = shlex.join(arguments) or "nothing"
             raise InputError(
-                f"expected logs [NAME], stop NAME or jobs, found {shlex.join(arguments) or 'nothing'}"
+                f"expected logs [NAME], stop NAME or jobs, found {found}; make jobs lists the names"
             )
-        if verb == "stop" and not name:
-            raise InputError("NAME: which job? make stop NAME=...; make jobs lists them")
-        if not is_dashboard(address := os.environ.get("RAY_ADDRESS", "")):
-            raise InputError(
-                "expected the dashboard of a cluster, e.g. RAY_ADDRESS=http://127.0.0.1:8265",
-                key="RAY_ADDRESS",
-            )
-        api = Api(address)
-        for job in api.jobs() if verb == "jobs" else ():
-            started = time.strftime("%Y-%m-%d %H:%M", time.localtime((job.start_time or 0) / 1000))
-            print(f"{started}  {job.status.value:<9}  {job.submission_id}  {job.entrypoint}")
-        submission = "" if verb == "jobs" else find(api, name).submission_id
-        if verb == "stop":
-            was_running = api.client().stop_job(submission)
-            print(f"{submission} {'is being stopped' if was_running else 'had ended already'}")
-        return follow(api, submission) if verb == "logs" else 0
+        api = Api(os.environ.get("RAY_ADDRESS", ""))
+        jobs = api.jobs()
+        if verb == "jobs":
+            for job in jobs:
+                started = time.strftime("%Y-%m-%d %H:%M", time.localtime((job.start_time or 0) / 1000))
+                print(f"{started}  {job.status.value:<9}  {job.submission_id}  {job.entrypoint}")
+            return 0
+        names = [(job.submission_id, (job.metadata or {}).get("run")) for job in jobs]
+        matching = [known[0] for known in names if not name or name in known]
+        if not matching:
+            newest = ", ".join(known[0] for known in names[-10:]) or "none"
+            raise InputError(f"NAME: no job {name!r} on {api.address}; the newest there: {newest}")
+        if verb == "logs":
+            return follow(api, matching[-1])
+        was_running = api.client().stop_job(matching[-1])
+        print(f"{matching[-1]} {'is being stopped' if was_running else 'had ended already'}")
+        return 0
     except InputError as error:
         print(f"error: {without_credentials(str(error))}", file=sys.stderr)
         return 2

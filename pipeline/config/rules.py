@@ -9,15 +9,16 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeline import references
 from pipeline.config import gates, schema
 from pipeline.config.gates import Problems
-from pipeline.config.job import HUB, SPLITS, Export, Job, completed, sources_of, transforms
+from pipeline.config.job import HUB, SPLITS, Job, completed, sources_of, transforms
 from pipeline.config.stages import STAGE
 from pipeline.config.yaml_tree import Tree
 from pipeline.errors import InputError, about, show
+from pipeline.intervals import table
 from pipeline.models import hub
 from pipeline.models.adapter_files import adapts_lm_head
 from pipeline.references import Ref
@@ -31,7 +32,8 @@ MAX_WORKERS = 1000
 
 def check(tree: Tree, job: Job) -> None:
     """Raises InputError for the first problem of a job. Later checks may assume that earlier ones found nothing."""
-    for problems in (_unused, _settings, _table, _rows, _selectors, _batches, gates.problems, _inputs):
+    own = (_unused, _settings, _table, _together, _evaluations, _rows, _selectors, _batches, _inputs)
+    for problems in (*own, gates.problems):
         for key, message in problems(job):
             raise tree.error(key, message)
 
@@ -44,29 +46,59 @@ def _value(job: Job, key: str) -> Any:
     return values.get(name) if isinstance(values, dict) else getattr(values, name)
 
 
+def _changed(job: Job, key: str) -> bool:
+    """Returns whether a job sets a key, or a key of a section, to another value than the default."""
+    section, _, name = key.partition(".")
+    value = _value(job, key)
+    known = schema.keys(schema.class_of(section, job.stage)) if name else {}
+    default = known[name].get("default") if name in known else type(value)()
+    return value not in (None, {}, [], default)
+
+
+# ---------------------------------------------------------------- keys that go together or do not
+# {key: keys without which it has no effect}
+NEEDS = table(
+    {
+        "data.eval": "baseline",
+        "data.pairs": "data.subset trainer.probes",
+        "reward": "data.pairs data.benchmarks",
+        "data.eval reward": "trainer.best_of_n",
+        "trainer.num_prompts": "trainer.skip_prompts",
+        "trainer.hub_model_id": "trainer.push_to_hub trainer.hub_private_repo trainer.hub_revision",
+        "scaling.use_gpu": "trainer.fp16 trainer.activation_offloading",
+    }
+)
+# (key, another one that it excludes, why)
+EXCLUDES = [
+    ("model.fsdp", "model.load_in_4bit", "FSDP cannot gather 4-bit weights"),
+    ("model.fsdp", "lora.use_dora", "DoRA takes norms of unsharded weights"),
+    ("data.eval_fraction", "data.eval", "held-out rows are a separate file, or a share of data.train"),
+    ("trainer.gradient_accumulation_steps", "data.batch_size", "the one follows from the other"),
+    ("trainer.use_cpu", "scaling.use_gpu", "workers have one device"),
+]
+
+
+def _together(job: Job) -> Problems:
+    """Yields keys without those that they need, and keys with those that they exclude."""
+    for key, needed in NEEDS.items():
+        missing = [one for one in needed.split() if not _value(job, one)]
+        if missing and _changed(job, key):
+            yield key, f"needs {' and '.join(missing)}; set that too, or remove this key"
+    for key, other, why in EXCLUDES:
+        if _value(job, key) and _value(job, other):
+            yield key, f"given together with {other}, but {why}; keep one"
+
+
+def _evaluations(job: Job) -> Problems:
+    """Yields evaluations without held-out rows. PPOConfig has no eval_strategy; its eval_steps decides."""
+    off = {"eval_steps": 0} if job.stage == "ppo" else {"eval_strategy": "no", "eval_on_start": False}
+    for key, value in off.items() if STAGE[job.stage].learns and not job.held_out else ():
+        if job.trainer.get(key, value) != value:
+            nothing = "there is nothing to evaluate on: set data.eval or data.eval_fraction"
+            yield f"trainer.{key}", f"{nothing}, or {key}={str(value).lower()}"
+
+
 # ---------------------------------------------------------------- rules about one or two keys
-class Rule(NamedTuple):
-    """A combination of settings that a job may not have."""
-
-    stages: str  # names of stages, or facts of them (stages.Stage); "": all stages
-    key: str
-    wrong: Callable[[Job], Any]  # returns what breaks the rule, or something false
-    advice: str  # {value}: the key's value; {}: what `wrong` returned
-
-
-def _given(key: str, *others: str) -> Callable[[Job], Any]:
-    """Returns whether a job sets all of these keys to something true."""
-    return lambda job: all(_value(job, one) for one in (key, *others))
-
-
-def _evaluates_nothing(job: Job) -> bool:
-    """Returns whether `trainer` asks for evaluations and there are no rows. PPOConfig has no eval_strategy; its eval_steps
-    decides.
-    """
-    strategy = job.trainer.get("eval_strategy", "no") != "no"
-    return not job.held_out and bool(strategy or (job.stage == "ppo" and job.trainer.get("eval_steps")))
-
-
 def _in_kto_loss(key: str, value: Any) -> Callable[[Job], Any]:
     return lambda job: job.trainer.get("loss_type", "kto") == "kto" and job.trainer.get(key) == value
 
@@ -77,20 +109,10 @@ def _too_few_prompts(job: Job) -> int:
     return workers * generations if job.args.batch_size // generations < workers else 0
 
 
-def _unlike_workers(job: Job) -> int:
-    """Returns the length of a list of label selectors that are not one for each worker."""
-    selectors = job.scaling.get("label_selector")
-    one_each = STAGE[job.stage].runs_in != "data" and selectors and len(selectors) == job.workers[1]
-    return len(selectors) if isinstance(selectors, list) and not one_each else 0
-
-
-NOTHING_HELD_OUT = "there is nothing to evaluate on: set data.eval or data.eval_fraction, or "
-RULES = [Rule(*row) for row in (
+# (stages or facts of them, "" for all; key; returns what breaks the rule, or something false; advice, in which {value} is the
+# key's value and {} what breaks the rule)
+RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
     # model and lora
-    ("", "model.fsdp", _given("model.fsdp", "model.load_in_4bit"),
-     "given together with model.load_in_4bit, whose 4-bit weights FSDP cannot gather; keep one"),
-    ("", "model.fsdp", _given("model.fsdp", "lora.use_dora"),
-     "given together with lora.use_dora, which takes norms of unsharded weights; keep one"),
     ("", "rollout.engine", lambda job: job.model.fsdp and job.rollout.get("engine") == "vllm",
      "found vllm together with model.fsdp: each process with vLLM also loads the full base on one device; set "
      "rollout.engine=transformers, or model.fsdp=false if the base fits on one device"),
@@ -105,37 +127,15 @@ RULES = [Rule(*row) for row in (
     ("evaluate", "policy", lambda job: job.data.eval and not job.policy,
      "missing; `evaluate` needs it to answer data.eval: models:/rlhf-ppo@champion (or `base`: no adapter); for a reward "
      "model alone set data.eval=null"),
-    ("evaluate", "baseline", lambda job: job.baseline and not job.data.eval,
-     "there are no prompts to compare it on: set data.eval, or baseline=null"),
-    ("", "data.subset", lambda job: job.data.subset and not job.data.pairs, "names a column of data.pairs, and there are none"),
-    *(("", f"data.{name}", lambda job, name=name: getattr(job.data, name) and not job.reward,
-       "there is no reward model to evaluate: set reward, for example reward=models:/rlhf-rm@champion")
-      for name in ("pairs", "benchmarks")),
-    ("evaluate", "trainer.probes", lambda job: job.trainer.get("probes") and not job.data.pairs,
-     "there are no pairs whose completions it could edit: set data.pairs, or trainer.probes=false"),
-    ("evaluate", "trainer.best_of_n", lambda job: job.trainer.get("best_of_n") and not (job.data.eval and job.reward),
-     "needs prompts (data.eval) and a reward that chooses: set both, or trainer.best_of_n=0"),
-    ("", "data.eval_fraction", _given("data.eval", "data.eval_fraction"),
-     "given together with data.eval; keep one: a separate file, or a share of data.train"),
-    ("trl", "trainer.eval_strategy", _evaluates_nothing, NOTHING_HELD_OUT + "eval_strategy=no"),
-    ("ppo", "trainer.eval_steps", _evaluates_nothing, NOTHING_HELD_OUT + "eval_steps=0"),
-    ("trl", "trainer.eval_on_start", lambda job: job.trainer.get("eval_on_start") and not job.held_out,
-     NOTHING_HELD_OUT + "eval_on_start=false"),
     ("", "scaling.num_workers", lambda job: not 1 <= job.workers[0] <= job.workers[1] <= MAX_WORKERS,
      f"found {{value}}, expected 0 (in this process), at least 1, or [min, max] with 1 <= min <= max <= {MAX_WORKERS}"),
-    ("", "scaling.label_selector", _unlike_workers, "found a list of {}, expected one mapping, or one for each worker"),
     ("trl", "data.batch_size", lambda job: job.data.batch_size is None and job.workers[0] < job.workers[1],
      "missing; with elastic scaling.num_workers it keeps the global batch fixed, for example 64"),
-    ("trl", "trainer.gradient_accumulation_steps", lambda job: job.data.batch_size and "gradient_accumulation_steps" in job.trainer,
-     "follows from data.batch_size; keep only one of the two"),
     # trainer
-    ("", "trainer.use_cpu", _given("trainer.use_cpu", "scaling.use_gpu"), "given together with scaling.use_gpu=true; keep one"),
     *(("trl", f"trainer.{what}_steps",
        lambda job, what=what: f"{what}_steps" in job.trainer and job.trainer.get(f"{what}_strategy") == "epoch",
        f"found {{value}}, which counts only with trainer.{what}_strategy=steps; the job sets epoch")
       for what in ("eval", "save", "logging")),
-    *(("trl", f"trainer.{key}", lambda job, key=key: job.trainer.get(key) and not job.scaling.get("use_gpu"),
-       "needs a GPU; remove it (on CPUs, trainer.bf16=true is possible)") for key in ("fp16", "activation_offloading")),
     # TRL raises this only in a worker, after it has loaded the model.
     ("kto", "trainer.per_device_train_batch_size", _in_kto_loss("per_device_train_batch_size", 1),
      "found 1: the kto loss needs the completions of other rows for its KL term; expected 2 or more, or "
@@ -150,8 +150,6 @@ RULES = [Rule(*row) for row in (
      "found 0, so all completions of a prompt are the same; expected a temperature above 0, for example 1.0"),
     ("collect", "trainer.min_margin", lambda job: job.args.select == "best" and job.args.min_margin,
      "trainer.select=best makes no pairs; remove it"),
-    ("collect", "trainer.skip_prompts", lambda job: job.args.skip_prompts and job.args.num_prompts is None,
-     "needs trainer.num_prompts, which draws prompts in an order; without it all are used"),
     # run and mlflow
     ("", "run.name", lambda job: name_problem(job.run.name), "{}"),
     ("", "mlflow.registered_model", lambda job: not re.fullmatch(references.NAME, job.mlflow.registered_model or "none"),
@@ -176,14 +174,11 @@ RULES = [Rule(*row) for row in (
      "found {value}; `export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"),
     ("export", "reward", lambda job: isinstance(job.reward, list) or Ref.parse(str(job.reward)).is_function,
      "found {value}, expected one reward adapter: models:/rlhf-rm@champion, or its folder"),
-    *(("export", f"trainer.{key}",
-       lambda job, key=key: not job.args.hub_model_id and job.trainer.get(key) not in (None, getattr(Export, key)),
-       "needs trainer.hub_model_id=OWNER/NAME; set that too") for key in ("push_to_hub", "hub_private_repo", "hub_revision")),
     ("export", "trainer.hub_model_id", lambda job: not re.fullmatch(REPOSITORY, job.args.hub_model_id or "owner/name"),
      "found {value}, expected OWNER/NAME: a user or an organization, and a name of letters, digits, `.`, `_` and `-`"),
     ("export", "trainer.hub_model_id", lambda job: job.policy and job.reward and job.args.hub_model_id,
      "{} is one repository, for one model; set reward=null or policy=null"),
-)]  # fmt: skip
+]  # fmt: skip
 
 
 def _table(job: Job) -> Problems:
@@ -208,13 +203,7 @@ def name_problem(name: str | None) -> str | None:
 def _unused(job: Job) -> Problems:
     """Yields values that would change nothing, unless they are the default."""
     for key, why in STAGE[job.stage].unused.items():
-        section, _, name = key.partition(".")
-        value = _value(job, key)
-        if name:
-            default = schema.keys(schema.class_of(section, job.stage))[name].get("default")
-        else:
-            default = type(value)()
-        if value not in (None, {}, [], default):
+        if _changed(job, key):
             yield key, f"`{job.stage}` does not use this key ({why}); remove it"
 
 

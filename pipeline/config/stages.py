@@ -14,39 +14,37 @@ from pipeline.intervals import table
 OURS = "pipeline.config.job"
 # The models that a job may name. Stage.inputs lists which of them a stage takes.
 INPUTS = ("policy", "reference", "baseline", "reward", "judge")
+# Keys that a stage does not use, and why.
+_NO_SERVER = {"serve": "only `serve` answers requests"}
+_NO_ROLLOUT = {"rollout": "only `ppo` samples what it learns from"}
+_LEARNS = _NO_SERVER | table(
+    {"they are for `evaluate`; its held-out rows are data.eval": "data.pairs data.benchmarks"}
+)
 _NOTHING_TRAINED = table(
     {
-        "it trains nothing": """lora data.deduplicate run.keep run.metric_for_best_model run.greater_is_better
-            run.early_stopping_patience run.stop_if""",
-        "it trains nothing; the rows of one forward are trainer.local_rollout_forward_batch_size": "data.batch_size",
-        "it holds nothing out": "data.eval_fraction data.seed",
-        "it writes no checkpoints": "run.num_to_keep",
-        "it registers nothing": "mlflow.registered_model",
+        "it trains nothing": """lora data.deduplicate data.batch_size data.eval_fraction data.seed run.keep
+            run.metric_for_best_model run.greater_is_better run.early_stopping_patience run.stop_if run.num_to_keep
+            mlflow.registered_model""",
     }
 )
-_NO_SERVER = {"serve": "only `serve` answers requests"}
-_NO_PAIRS = table({"they are for `evaluate`; its held-out rows are data.eval": "data.pairs data.benchmarks"})
-_LEARNS = {**_NO_SERVER, **_NO_PAIRS}
-_NO_ROLLOUT = {"rollout": "only `ppo` samples what it learns from"}
 # A job that writes completions without learning from them uses only the decoding keys of `rollout`.
-_DECODES = {
-    f"rollout.{key}": "only `ppo` learns from what it samples; here only rollout.engine and its settings count"
-    for key in """num_workers staleness use_gpu resources_per_worker label_selector patience_s heartbeat_timeout_s chunk_timeout_s
-    tensor_parallel_size correction correction_cap""".split()
-}
-_ROW_BY_ROW = {
-    **_NOTHING_TRAINED,
-    "model.fsdp": "each of its processes holds the full base; only sft, rm, dpo, kto, ppo and evaluate shard it",
-    **table({"they are for `evaluate`; all its rows are data.train": "data.pairs data.benchmarks"}),
-    "gate": "it registers no version that a gate could hold back",
-    "data.eval": "it holds nothing out: all its rows are data.train",
-    "run.max_failures": "Ray Data repeats what a lost actor did not finish",
-    "run.report": "it has no report",
-    "scaling.placement_strategy": "Ray places its actors one by one",
-    "scaling.elastic_resize_monitor_interval_s": "Ray Data scales its actors",
-    **table({"it makes no MLflow run": "mlflow.experiment mlflow.also"}),
-    "mlflow.alias": "it registers nothing",
-}
+_DECODES = table(
+    {
+        "only `ppo` learns from what it samples; here only rollout.engine and its settings count": """rollout.num_workers
+            rollout.staleness rollout.use_gpu rollout.resources_per_worker rollout.label_selector rollout.patience_s
+            rollout.heartbeat_timeout_s rollout.chunk_timeout_s rollout.tensor_parallel_size rollout.correction
+            rollout.correction_cap""",
+    }
+)
+_ROW_BY_ROW = _NOTHING_TRAINED | table(
+    {
+        "each of its processes holds the full base; only sft, rm, dpo, kto, ppo and evaluate shard it": "model.fsdp",
+        "it evaluates nothing; all its rows are data.train": "data.pairs data.benchmarks data.eval gate",
+        "it makes no MLflow run": "mlflow.experiment mlflow.also mlflow.alias run.report",
+        "Ray places and restarts its actors one by one": """run.max_failures scaling.placement_strategy
+            scaling.elastic_resize_monitor_interval_s""",
+    }
+)
 
 
 class Figure(NamedTuple):
@@ -238,14 +236,10 @@ STAGE: dict[str, Stage] = {
         unused={
             **_DECODES,
             **_ROW_BY_ROW,
-            **dict.fromkeys(
-                (f"data.{key}" for key in ("train", "on_error", "too_long", "columns", "label", "transform", "group_by", "cache_dir", "subset")),
-                "it reads no rows",
-            ),
+            **table({"it reads no rows": """data.train data.on_error data.too_long data.columns data.label data.transform
+                data.group_by data.cache_dir data.subset"""}),
             "trainer.seed": "a request may set one; otherwise each has a different one",
-            "run.max_failures": "Ray Serve restarts a lost replica",
             "run.fresh": "there is nothing to resume",
-            "scaling.elastic_resize_monitor_interval_s": "Ray Serve scales by the number of waiting requests",
         },
     ),
     "export": Stage(
@@ -259,11 +253,8 @@ STAGE: dict[str, Stage] = {
             **_ROW_BY_ROW,
             "data": "it reads no rows",
             "model.load_in_4bit": "an adapter is merged into the unquantized base in model.dtype",
-            "run.placement_timeout_s": "it runs in this process",
-            **dict.fromkeys(
-                (f"scaling.{key}" for key in ("num_workers", "resources_per_worker", "accelerator_type", "label_selector")),
-                "it runs in this process; scaling.use_gpu chooses the device",
-            ),
+            **table({"it runs in this process; scaling.use_gpu chooses the device": """run.placement_timeout_s scaling.num_workers
+                scaling.resources_per_worker scaling.accelerator_type scaling.label_selector"""}),
         },
     ),
 }  # fmt: skip

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 import urllib.request
 from pathlib import Path
 
@@ -22,13 +21,6 @@ from pipeline.on_ray.placement import GPU_LABEL
 
 AWS = ROOT / "cluster.yaml"
 FILES = [AWS, ROOT / "jobs/cloud/gcp.yaml", ROOT / "jobs/cloud/local.yaml"]
-# GPU node type -> instance, and GB of disk
-SIZES = {
-    "gpu1": ("g6.2xlarge", 300),
-    "gpu4": ("g6e.12xlarge", 300),
-    "gpu8": ("p4de.24xlarge", 600),
-    "rollout": ("g6e.2xlarge", 300),
-}
 IMAGE = "ami-12c6146b"  # one that the mock knows
 needs_moto = pytest.mark.skipif(importlib.util.find_spec("moto") is None, reason="needs the extra `mock`")
 pytestmark = pytest.mark.usefixtures("in_root")
@@ -69,11 +61,6 @@ def test_a_file_is_taken_once_its_lines_are_filled_in(file, home):
     if file == AWS:
         assert "1 x m7i.2xlarge: it runs and costs money until `make down`" in shown
         assert "0 to 4 x g6.2xlarge (gpu1_spot, spot)" in shown
-        assert "0 to 4 x g6e.2xlarge (rollout_spot, spot)" in shown
-        assert (
-            "48 vCPUs of 'All G and VT Spot Instance Requests', 48 vCPUs of 'Running On-Demand G and VT instances', "
-            "96 vCPUs of 'All P4, P3 and P2 Spot Instance Requests', 96 vCPUs of 'Running On-Demand P instances'"
-        ) in shown
 
 
 def test_mistakes_are_found_before_anything_is_started(home, monkeypatch):
@@ -133,26 +120,6 @@ def test_a_security_group_that_ray_would_open_to_the_world_is_refused(ec2, home)
         clusterfile.check_security_group(config)
 
 
-# ------------------------------------------------------------------------------------------------------- the pins
-
-
-def test_one_ray_and_one_python_everywhere():
-    """The image of this version in every file that names one."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ray = next(
-        re.search(r"ray\[.*\]==(\S+)", pin)[1] for pin in project["dependencies"] if pin.startswith("ray[")
-    )
-    image = f"ghcr.io/OWNER/rlhf:{project['version']}"
-    docker = {path.name: yaml.safe_load(path.read_text()).get("docker") for path in FILES}
-    assert {name for name, found in docker.items() if found} == {"cluster.yaml", "gcp.yaml"}
-    for found in filter(None, docker.values()):
-        assert (found["head_image"], found["worker_image"]) == (image, f"{image}-cuda")
-    assert "FROM python:3.11" in (ROOT / "Dockerfile").read_text()
-    assert project["requires-python"].startswith(">=3.11")
-    versions = re.findall(r"rayVersion: \"?([\d.]+)", (ROOT / "jobs/rayjob.yaml").read_text())
-    assert set(versions) == {ray}
-
-
 # ------------------------------------------------------------------------------------------------ what it asks for
 
 
@@ -166,9 +133,11 @@ def test_the_head_has_no_gpu_and_workers_start_from_none():
         profile = "rlhf-head" if name == "head" else "rlhf-worker"
         assert kind["node_config"]["IamInstanceProfile"]["Name"] == profile
         assert kind["node_config"]["MetadataOptions"]["HttpTokens"] == "required"
-    for size in {*SIZES} - {
-        "rollout"
-    }:  # each spot type of trainers has a fallback of the same size, taken second
+    for size in (
+        "gpu1",
+        "gpu4",
+        "gpu8",
+    ):  # each spot type of trainers has a fallback of the same size, taken second
         spot, fallback = types[f"{size}_spot"], types[f"{size}_on_demand"]
         assert spot["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
         assert "InstanceMarketOptions" not in fallback["node_config"]
@@ -197,19 +166,12 @@ def ec2(monkeypatch, home):
     boto3.setup_default_session()  # forgets credentials that an earlier test found
     reset = f"{os.environ['AWS_ENDPOINT_URL']}/moto-api/reset"
     urllib.request.urlopen(urllib.request.Request(reset, method="POST"))
-    deploy_stack(boto3)
-    yield boto3
-    server.stop()
-
-
-def deploy_stack(boto3):
-    """The roles and the bucket, from the file that cluster.yaml's header names."""
-    # CloudFormation knows no YAML aliases
-    assert not re.search(r": [&*]", (ROOT / "jobs/cloud/aws.yaml").read_text())
+    template = (ROOT / "jobs/cloud/aws.yaml").read_text()  # the roles and the bucket
+    assert not re.search(r": [&*]", template), "CloudFormation knows no YAML aliases"
     cloud = boto3.client("cloudformation")
     cloud.create_stack(
         StackName="rlhf",
-        TemplateBody=(ROOT / "jobs/cloud/aws.yaml").read_text(),
+        TemplateBody=template,
         Parameters=[
             {"ParameterKey": "Bucket", "ParameterValue": "my-bucket"},
             {"ParameterKey": "SshFrom", "ParameterValue": "203.0.113.7/32"},
@@ -217,24 +179,19 @@ def deploy_stack(boto3):
         Capabilities=["CAPABILITY_NAMED_IAM"],
     )
     assert cloud.describe_stacks(StackName="rlhf")["Stacks"][0]["StackStatus"] == "CREATE_COMPLETE"
+    yield boto3
+    server.stop()
 
 
-def instances(boto3):
-    pages = boto3.client("ec2").describe_instances()["Reservations"]
-    return [one for page in pages for one in page["Instances"]]
-
-
-def profile(boto3, instance):
-    """The name of an instance's profile; the mock tells it by its association."""
-    filters = [{"Name": "instance-id", "Values": [instance["InstanceId"]]}]
-    associations = boto3.client("ec2").describe_iam_instance_profile_associations(Filters=filters)
-    arns = [one["IamInstanceProfile"]["Arn"] for one in associations["IamInstanceProfileAssociations"]]
-    return arns[0].rpartition("/")[2] if arns else ""
-
-
-def disk(boto3, instance):
-    volume = instance["BlockDeviceMappings"][0]["Ebs"]["VolumeId"]
-    return boto3.client("ec2").describe_volumes(VolumeIds=[volume])["Volumes"][0]
+def head_and_profile(boto3):
+    """The only instance and the name of its profile, which the mock tells by its association; None until both are there."""
+    client = boto3.client("ec2")
+    listed = [one for page in client.describe_instances()["Reservations"] for one in page["Instances"]]
+    found = client.describe_iam_instance_profile_associations()["IamInstanceProfileAssociations"]
+    if not listed or not found:
+        return None
+    (head,) = listed
+    return head, found[0]["IamInstanceProfile"]["Arn"].rpartition("/")[2]
 
 
 @needs_moto
@@ -247,61 +204,24 @@ def test_ray_up_asks_ec2_for_the_head(ec2, home):
         try:
             for _ in range(60):
                 time.sleep(0.5)
-                listed = instances(ec2)
-                if (listed and profile(ec2, listed[0])) or up.poll() is not None:
+                started = head_and_profile(ec2)
+                if started or up.poll() is not None:
                     break
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(up.pid, signal.SIGKILL)
             up.wait()
-    assert listed, (home / "up.log").read_text()[-3000:]
-    (head,) = listed
-    assert (head["InstanceType"], head["ImageId"]) == ("m7i.2xlarge", IMAGE)
+    assert started, (home / "up.log").read_text()[-3000:]
+    head, profile = started
+    assert (head["InstanceType"], head["ImageId"], profile) == ("m7i.2xlarge", IMAGE, "rlhf-head")
     assert "InstanceLifecycle" not in head  # on demand: a head that is taken away takes the cluster with it
-    assert profile(ec2, head) == "rlhf-head"
-    assert disk(ec2, head)["Size"] == 200
-    tags = {tag["Key"]: tag["Value"] for tag in head["Tags"]}
-    expected = {"ray-cluster-name": "rlhf", "ray-user-node-type": "head", "ray-node-type": "head"}
-    assert expected.items() <= tags.items()
+    assert {"Key": "ray-cluster-name", "Value": "rlhf"} in head["Tags"]  # the role's condition
     (group,) = (one["GroupId"] for one in head["SecurityGroups"])
     [found] = ec2.client("ec2").describe_security_groups(GroupIds=[group])["SecurityGroups"]
     rules = found["IpPermissions"]
     outside = [(one["FromPort"], one["ToPort"], one["IpRanges"]) for one in rules if one["IpRanges"]]
     assert outside == [(22, 22, [{"CidrIp": "203.0.113.7/32"}])]
     assert [pair["GroupId"] for rule in rules for pair in rule["UserIdGroupPairs"]] == [group]
-
-
-@needs_moto
-def test_the_autoscaler_asks_ec2_for_the_workers(ec2, home, monkeypatch):
-    """What Ray's AWS provider, which the head's autoscaler calls, makes of each worker type."""
-    from ray.autoscaler._private.commands import _bootstrap_config
-    from ray.autoscaler._private.providers import _get_node_provider
-
-    config = _bootstrap_config(yaml.safe_load(filled(AWS, home).read_text()), no_config_cache=True)
-    provider = _get_node_provider(config["provider"], config["cluster_name"])
-    for name, kind in config["available_node_types"].items():
-        if name != "head":
-            tags = {
-                "ray-node-type": "worker",
-                "ray-user-node-type": name,
-                "ray-node-name": f"ray-rlhf-{name}",
-            }
-            provider.create_node(dict(kind["node_config"]), tags, 1)
-    kind_of = {
-        tag["Value"]: one
-        for one in instances(ec2)
-        for tag in one["Tags"]
-        if tag["Key"] == "ray-user-node-type"
-    }
-    both = {f"{size}_{market}" for size in SIZES for market in ("spot", "on_demand")}
-    assert set(kind_of) == both - {"rollout_on_demand"}
-    for name, one in kind_of.items():
-        instance, gigabytes = SIZES[name.partition("_")[0]]
-        assert (one["InstanceType"], disk(ec2, one)["Size"]) == (instance, gigabytes)
-        assert (one.get("InstanceLifecycle") == "spot") == name.endswith("_spot")
-        assert one["ImageId"] == IMAGE
-        assert profile(ec2, one) == "rlhf-worker"
-    assert len({one["SecurityGroups"][0]["GroupId"] for one in kind_of.values()}) == 1
 
 
 @needs_moto

@@ -51,15 +51,9 @@ def test_rays_documentation_renders_the_template():
 
 def test_the_commands_of_the_notebook_are_those_of_the_readme():
     readme = re.findall(r"^make \w+.*?(?=  #|$)", (ROOT / "README.md").read_text(), re.MULTILINE)
-    done = [
-        subprocess.run([*shlex.split(one), "-n"], cwd=ROOT, capture_output=True, text=True) for one in readme
-    ]
-    known = {
-        " ".join(line.split()[1:])
-        for one in done
-        for line in one.stdout.splitlines()
-        if "-m pipeline" in line
-    }
+    done = [subprocess.check_output([*shlex.split(one), "-n"], cwd=ROOT, text=True) for one in readme]
+    lines = "".join(done).splitlines()
+    known = {" ".join(line.split()[1:]) for line in lines if "-m pipeline" in line}
     code = "\n".join(cell.source for cell in NOTEBOOK.cells if cell.cell_type == "code")
     assert all(cell.source.startswith("%%bash -e\n") for cell in NOTEBOOK.cells if cell.cell_type == "code")
     code = re.sub(r"\$\{MODEL:-(.*?)\}", r"\1", code)

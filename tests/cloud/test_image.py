@@ -53,14 +53,9 @@ def test_what_is_copied_is_there_and_let_in():
 
 
 def test_every_file_names_the_image_of_this_version():
-    files = [
-        "jobs/rayjob.yaml",
-        "jobs/rayservice.yaml",
-        "cluster.yaml",
-        "jobs/cloud/gcp.yaml",
-        "docs/clusters.md",
-    ]
-    for name in files:
+    for (
+        name
+    ) in "jobs/rayjob.yaml jobs/rayservice.yaml cluster.yaml jobs/cloud/gcp.yaml docs/clusters.md".split():
         tags = re.findall(r"ghcr\.io/OWNER/rlhf:([\w.-]+\w)", (ROOT / name).read_text())
         assert tags and {tag.removesuffix("-cuda") for tag in tags} == {VERSION}, name
 
@@ -98,13 +93,7 @@ def test_the_demo_runs_with_no_other_files(tmp_path):
     (tmp_path / ".venv/.core").touch()
     short = "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.max_steps=2 ppo.trainer.total_episodes=64"
     paths = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        ["make", "rlhf", f"ARGS={short}"],
-        cwd=tmp_path,
-        env=paths,
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
+    how = {"cwd": tmp_path, "env": paths, "capture_output": True, "text": True, "timeout": 550}
+    done = subprocess.run(["make", "rlhf", f"ARGS={short}"], **how)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "Installing" not in done.stdout and "rlhf-ppo v1" in done.stdout

@@ -33,12 +33,8 @@ def ran(tmp_path, **env):
         program.chmod(0o755)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/activate").touch()
-    node = {
-        "SKYPILOT_NUM_NODES": "1",
-        "SKYPILOT_NODE_RANK": "0",
-        "SKYPILOT_NODE_IPS": "10.0.0.1",
-        "HOME": str(tmp_path),
-    }
+    node = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"}
+    node |= {"HOME": str(tmp_path)}
     done = subprocess.run(
         ["bash", "-c", TASK["run"]], cwd=tmp_path, env=TASK["envs"] | node | {"PATH": f"{programs}:{os.environ['PATH']}"} | env,
         capture_output=True, text=True, timeout=60,

@@ -128,11 +128,6 @@ def test_rollout_workers_get_spot_nodes_and_their_trainers_nodes_that_stay():
         assert all(planned <= plan.memory_of(gpu) for gpu in gpus), (planned, gpus)
 
 
-def test_trainers_without_a_selector_stay_off_the_nodes_of_rollout_workers():
-    job = load_job("jobs/llama3-8b/sft.yaml", ["scaling.label_selector={ray.io/accelerator-type: L40S}"])
-    assert started(read("cluster.yaml"), bundles(job)) == {"gpu4_spot": 1}
-
-
 def test_preflight_looks_at_rollout_workers_too(aws):
     for file, job in rollout_jobs():
         if file == "cluster.yaml":
@@ -142,16 +137,12 @@ def test_preflight_looks_at_rollout_workers_too(aws):
     def ppo(*overrides):
         return load_job("jobs/llama3-8b/ppo.yaml", list(overrides))
 
-    with pytest.raises(
-        InputError, match=r"rollout: a rollout worker wants 1 GPU, market: spto, which no node"
-    ):
+    with pytest.raises(InputError, match=r"2 rollout workers with 1 GPU, market: spto each, .* room for 0 "):
         preflight.check_resources(ppo("rollout.num_workers=2", "rollout.label_selector={market: spto}"), aws)
-    with pytest.raises(InputError, match=r"99 rollout workers .* set rollout\.num_workers=\d+, or give"):
-        preflight.check_resources(ppo("rollout.num_workers=99"), aws)
     small = ppo("rollout.num_workers=1", "rollout.label_selector={ray.io/market-type: spot}")
     message = (
-        r"a rollout worker needs 2\d GiB .* on L4 with 22; "
-        r"set \"(rollout\.label_selector=\{ray\.io/market-type: spot, ray\.io/accelerator-type: 'in\(.*\)'\})\""
+        r"a rollout worker needs 2\d GiB.* on L4 with 22; "
+        r"set \"(rollout\.label_selector=\{ray\.io/market-type: spot, ray\.io/accelerator-type: '?in\(.*\)'?\})\""
     )
     with pytest.raises(InputError, match=message) as error:
         preflight.check_memory(small, aws)
@@ -221,19 +212,16 @@ def sft(*overrides):
 def test_preflight_refuses_gpus_that_are_too_small(aws):
     anywhere = sft("scaling.label_selector=null")
     message = (
-        r"scaling\.label_selector: a worker needs 46 GiB \(make plan\), but Ray may place it on L4 with 22 or L40S with 44; "
-        r"""set "scaling\.label_selector=(\{ray\.io/accelerator-type: 'in\(A100-80G\)'\})", or"""
+        r"scaling\.label_selector: a worker needs 46 GiB, but Ray may place it on L4 with 22 or L40S with 44; "
+        r"""set "scaling\.label_selector=(\{ray\.io/accelerator-type: in\(A100-80G\)\})" """
     )
     with pytest.raises(InputError, match=message) as error:
         preflight.check_memory(anywhere, aws)
     typed = re.search(message, str(error.value))[1]
     preflight.check_memory(sft(f"scaling.label_selector={typed}"), aws)
     without = replace(aws, types={"gpu4_spot": aws.types["gpu4_spot"]})
-    with pytest.raises(InputError, match=r"in\(A100-80G,H100,H200\).* and give the cluster such nodes"):
+    with pytest.raises(InputError, match=r"in\(A100-80G,H100,H200\).*a cluster without such nodes"):
         preflight.check_memory(anywhere, without)
-    wants = r"wants 1 GPU, ray\.io/accelerator-type: in\(A100-80G,H100,H200\), which no node"
-    with pytest.raises(InputError, match=wants):
-        preflight.check_resources(sft(), without)
 
 
 def test_preflight_asks_for_labels_of_nodes_that_are_up(aws):
@@ -242,9 +230,7 @@ def test_preflight_asks_for_labels_of_nodes_that_are_up(aws):
     for label in ("H100", "A100", "A100-80G"):
         up = replace(aws, types={}, nodes=[{**gpus, "labels": {GPU_LABEL: label}}])
         if label == "A100":
-            with pytest.raises(
-                InputError, match=r"which no node of the cluster has \(nodes: 96 CPU \+ 8 GPU A100;"
-            ):
+            with pytest.raises(InputError, match=r"room for 0 \(nodes: 96 CPU \+ 8 GPU A100;"):
                 preflight.check_resources(sft(), up)
         else:
             preflight.check_resources(sft(), up)

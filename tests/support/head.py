@@ -24,8 +24,7 @@ def free_port() -> int:
 class Head:
     """From `with` to its end. `--block` ties the cluster to one process; `ray stop` would end every Ray here."""
 
-    def __init__(self, *options: str):
-        self.options = options
+    def __init__(self) -> None:
         self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}"
         self.folder = Path(tempfile.mkdtemp(prefix="rh"))  # short: socket names in it have a limit
@@ -33,41 +32,28 @@ class Head:
 
     def __enter__(self) -> "Head":
         self.token.write_text(TOKEN)
-        path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
-        environment = {
-            **os.environ,
-            "PATH": path,
+        environment = os.environ | {
+            "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.token),
         }
         for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "MLFLOW_TRACKING_URI", "PYTHONPATH"):
             environment.pop(name, None)
-        ports = {
-            name: str(free_port())
-            for name in ("port", "dashboard-agent-listen-port", "ray-client-server-port")
-        }
         command = [str(Path(sys.prefix) / "bin/ray"), "start", "--head", "--block", "--disable-usage-stats"]
-        command += [f"--{name}={port}" for name, port in ports.items()]
-        command += [
-            "--node-ip-address=127.0.0.1",
-            f"--dashboard-port={self.port}",
-            f"--temp-dir={self.folder}",
-        ]
-        command += ["--num-cpus=4", "--object-store-memory=150000000", *self.options]
+        command += ["--node-ip-address=127.0.0.1", f"--dashboard-port={self.port}"]
+        for name in ("port", "dashboard-agent-listen-port", "ray-client-server-port"):
+            command.append(f"--{name}={free_port()}")
+        command += [f"--temp-dir={self.folder}", "--num-cpus=4", "--object-store-memory=150000000"]
         with open(self.folder / "log", "w") as log:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=log, start_new_session=True
             )
-        request = urllib.request.Request(
-            f"{self.address}/api/v0/nodes?detail=1", headers={"Authorization": f"Bearer {TOKEN}"}
-        )
+        nodes, token = f"{self.address}/api/v0/nodes?detail=1", {"Authorization": f"Bearer {TOKEN}"}
         for _ in range(240):
-            try:
-                with urllib.request.urlopen(request, timeout=5) as answer:
-                    if b"ALIVE" in answer.read():
-                        return self
-            except OSError:
-                pass
+            with contextlib.suppress(OSError):
+                request = urllib.request.Request(nodes, headers=token)
+                if b"ALIVE" in urllib.request.urlopen(request, timeout=5).read():
+                    return self
             time.sleep(0.5)
         self.__exit__()
         raise RuntimeError("the head did not start within two minutes")
