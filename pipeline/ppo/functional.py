@@ -69,8 +69,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
 
     With d = log p_policy - log p_reference: k1 = d (unbiased, can be negative), k2 = d^2 / 2 (biased, low variance, its
     gradient is that of the KL), k3 = exp(-d) - 1 + d (unbiased, never negative), abs = |d|. k3 alone needs an exp: where
-    d < -LOG_RATIO_LIMIT it is constant and has no gradient. Takes no mask: the caller masks the result. Raises ValueError
-    for another estimator.
+    d < -LOG_RATIO_LIMIT it is constant and has no gradient. Takes no mask: the caller masks the result.
     """
     difference = logprobs.float() - ref_logprobs.float()
     if estimator == "k1":
@@ -80,9 +79,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
     if estimator == "k3":
         difference = difference.clamp(min=-LOG_RATIO_LIMIT)
         return torch.expm1(-difference) + difference
-    if estimator == "abs":
-        return difference.abs()
-    raise ValueError(f"kl_estimator {estimator!r} is unknown; expected one of 'k1', 'k2', 'k3', 'abs'")
+    return difference.abs()
 
 
 def last_action(mask: Tensor) -> Tensor:

@@ -8,9 +8,7 @@ import toy_ppo as toy
 
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Completion
-from pipeline.ppo import losses
 from pipeline.ppo.config import RolloutConfig
-from pipeline.ppo.functional import whiten
 from pipeline.ppo.rewards import AdapterReward
 
 
@@ -22,41 +20,17 @@ def first_and_last_advantage(**changes):
     return episodes, episodes.advantages[last] + episodes.values[last]
 
 
-def test_no_value_after_eos():
-    episodes, target = first_and_last_advantage()
-    torch.testing.assert_close(target, episodes.scores.float())
-    assert (episodes.bootstrap[episodes.ended] == 0).all() and (
-        episodes.bootstrap[~episodes.ended] != 0
-    ).all()
-
-
-def test_cut_off_completions_by_one_explicit_flag():
+def test_what_follows_the_last_action():
+    """No value after EOS; of cut-off completions what one explicit flag says."""
+    plain, target = first_and_last_advantage()
+    torch.testing.assert_close(target, plain.scores.float())
+    assert torch.equal(plain.bootstrap == 0, plain.ended)
     episodes, target = first_and_last_advantage(bootstrap_truncated=True, gamma=0.5)
     expected = torch.where(episodes.ended, episodes.scores.float(), 0.5 * episodes.bootstrap)
     torch.testing.assert_close(target, expected)
-    plain, _ = first_and_last_advantage()
     fined, target = first_and_last_advantage(missing_eos_penalty=2.0, reward_clip=0.3)
     torch.testing.assert_close(fined.scores, plain.scores.clamp(-0.3, 0.3) - 2.0 * ~plain.ended)
     torch.testing.assert_close(target, fined.scores.float())
-
-
-def test_advantages_are_whitened_over_the_batch_of_all_workers(monkeypatch):
-    trainer = toy.trainer()
-    episodes = toy.first_episodes(trainer)
-    chosen = episodes.advantages[episodes.mask]
-    assert chosen.mean().abs() < 1e-6 and chosen.std() == pytest.approx(1, rel=1e-5)
-    before = episodes.returns - episodes.values  # returns are made before whitening
-    torch.testing.assert_close(whiten(before, episodes.mask), episodes.advantages)
-    assert before[episodes.mask].std() != pytest.approx(1, rel=0.05)
-    doubled = []
-
-    # a twin with the same share
-    monkeypatch.setattr(losses, "all_reduce", lambda x: doubled.append(x) or 2 * x)
-    alone = episodes.advantages
-    trainer.rewards_and_advantages(episodes)
-    n = int(episodes.mask.sum())
-    torch.testing.assert_close(episodes.advantages * math.sqrt((2 * n) / (2 * n - 1) * (n - 1) / n), alone)
-    assert len(doubled) == 2
 
 
 @pytest.mark.parametrize(("limit", "weight"), [(3.0, math.exp(0.5)), (1.2, 1.2)])

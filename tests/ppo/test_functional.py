@@ -51,16 +51,19 @@ def test_whiten_of_one_value_is_its_distance_from_the_mean():
     assert F.whiten(t([7.0]), t([0])).tolist() == [[0.0]]
 
 
-def test_kl_estimators_by_hand():
+@pytest.mark.parametrize(
+    ("name", "above", "below"),
+    [
+        ("k1", 0.5, -0.5),
+        ("k2", 0.125, 0.125),
+        ("k3", math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5),
+        ("abs", 0.5, 0.5),
+    ],
+)
+def test_kl_estimators_by_hand(name, above, below):
     p, q = t([-1.0]), t([-1.5])
-    values = {"k1": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 1 + 0.5, "abs": 0.5}
-    for name, value in values.items():
-        assert F.kl_estimate(p, q, name).item() == pytest.approx(value, rel=1e-6)
-        assert F.kl_estimate(q, p, name).item() == pytest.approx(
-            {"k1": -0.5, "k3": math.exp(0.5) - 1 - 0.5}.get(name, value), rel=1e-6
-        )
-    with pytest.raises(ValueError, match="k9"):
-        F.kl_estimate(p, q, "k9")
+    assert F.kl_estimate(p, q, name).item() == pytest.approx(above, rel=1e-6)
+    assert F.kl_estimate(q, p, name).item() == pytest.approx(below, rel=1e-6)
 
 
 def test_kl_estimators_far_from_the_reference():
@@ -84,14 +87,6 @@ def test_kl_estimators_far_from_the_reference():
     assert stats["approxkl"].item() == 29**2 / 2
 
 
-def test_kl_estimators_agree_with_the_true_kl_in_the_mean():
-    torch.manual_seed(0)
-    p, q = torch.randn(6).log_softmax(-1), torch.randn(6).log_softmax(-1)
-    true = (p.exp() * (p - q)).sum().item()
-    for name in ("k1", "k3"):
-        assert (p.exp() * F.kl_estimate(p, q, name)).sum().item() == pytest.approx(true, rel=1e-5)
-
-
 def test_policy_loss_by_hand():
     old, new = t([0.0, 0.0, 0.0, NAN]), t([math.log(1.5), math.log(0.5), math.log(1.1), NAN])
     advantages, mask = t([1.0, -1.0, 2.0, NAN]), t([1, 1, 1, 0])
@@ -104,22 +99,9 @@ def test_policy_loss_by_hand():
 
 
 def test_importance_weights_by_hand():
-    trainer, sampler = (
-        t([math.log(0.4), math.log(0.5), math.log(0.9), NAN]),
-        t([math.log(0.8), math.log(0.5), math.log(0.1), NAN]),
-    )
+    trainer, sampler = t([0.4, 0.5, 0.9, NAN]).log(), t([0.8, 0.5, 0.1, NAN]).log()
     weights = F.off_policy_weights(trainer, sampler, t([1, 1, 1, 0]), cap=3.0)
     assert weights[0].tolist() == pytest.approx([0.5, 1.0, 3.0, 0.0])
-    # On the clipped surrogate they are weights of the loss: of each action's own, clipped or not.
-    new, old, advantages, mask = t([0.5, -0.5]), t([0.0, 0.0]), t([2.0, -3.0]), t([1, 1])
-    each = [
-        F.policy_loss(
-            new[:, i : i + 1], old[:, i : i + 1], advantages[:, i : i + 1], mask[:, i : i + 1], 0.2
-        )[0]
-        for i in (0, 1)
-    ]
-    both, _ = F.policy_loss(new, old, advantages * t([0.5, 3.0]), mask, 0.2)
-    assert both.item() == pytest.approx((0.5 * each[0].item() + 3.0 * each[1].item()) / 2)
 
 
 def test_the_upper_clip_range_is_its_own():
@@ -145,20 +127,7 @@ def test_a_sequences_ratio_is_the_geometric_mean_of_its_tokens():
     assert loss.item() == pytest.approx(-(2 * s + 3 * 1.2) / 2)
     assert stats["clipfrac"].item() == pytest.approx(3 / 5)
     (gradient,) = torch.autograd.grad(loss, new)
-    assert gradient.tolist() == nested([[-2 * s / 2 / 2] * 2 + [0], [0, 0, 0]])
-
-
-def test_loss_weights_by_hand():
-    """Of 3 completions and 10 actions in the whole step, two rows are here; the longest possible has 8 actions."""
-    mask = t([1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0])
-    weigh = {
-        name: F.loss_weights(mask, name, 10, 3, 8)[:2, 0].tolist()
-        for name in ("token", "sequence", "constant")
-    }
-    assert weigh["token"] == pytest.approx([1 / 10, 1 / 10])
-    assert weigh["sequence"] == pytest.approx([1 / 9, 1 / 3])
-    assert weigh["constant"] == pytest.approx([1 / 24, 1 / 24])
-    assert F.loss_weights(mask, "sequence", 10, 3, 8).isfinite().all()
+    assert gradient.flatten().tolist() == pytest.approx([-2 * s / 2 / 2] * 2 + [0] * 4, abs=1e-6)
 
 
 def test_the_kl_coefficient_moves_the_right_way_and_is_clipped():
@@ -208,23 +177,3 @@ def test_value_loss_like_a_loop(seed, rows, time, density, clip):
     assert ours.item() == pytest.approx(total / max(mask.sum(), 1), rel=1e-4, abs=1e-6)
     ours.backward()
     assert torch.isfinite(a.grad).all() and (a.grad[~torch.tensor(mask)] == 0).all()
-
-
-@CASES
-@given(**shapes)
-def test_losses_of_parts_add_up_with_a_common_denominator(seed, rows, time, density):
-    mask, arrays, _ = ragged(seed, rows, time, density, 3)
-    m, (a, b, c) = torch.tensor(mask), tensors(arrays)
-    whole, stats = F.policy_loss(a, b, c, m, 0.2)
-    n = max(int(m.sum()), 1)
-    parts = [
-        F.policy_loss(a[i : i + 1], b[i : i + 1], c[i : i + 1], m[i : i + 1], 0.2, denominator=n)
-        for i in range(rows)
-    ]
-    assert sum(p[0].item() for p in parts) == pytest.approx(whole.item(), rel=1e-4, abs=1e-5)
-    for name, value in stats.items():
-        assert sum(p[1][name].item() for p in parts) == pytest.approx(value.item(), rel=1e-4, abs=1e-5)
-
-
-def nested(rows):
-    return [pytest.approx(row, rel=1e-5, abs=1e-6) for row in rows]

@@ -41,19 +41,6 @@ def test_the_first_ratio_of_every_update_is_a_metric():
     assert all(metrics["policy/first_ratio_rms"] < 1e-5 for metrics in history[1:])
 
 
-def test_value_loss_is_clipped_against_the_values_of_the_rollout():
-    trainer = toy.trainer(cliprange_value=0.05)
-    episodes = toy.first_episodes(trainer)
-    for parameter in trainer.shared.parameters_of("critic"):
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    new, _ = trainer.values(episodes)
-    old, returns, mask = episodes.values, episodes.returns, episodes.mask
-    free, clipped = (new - returns) ** 2, (old + (new - old).clamp(-0.05, 0.05) - returns) ** 2
-    toy.in_some_rows((clipped > free)[mask])
-    loss, _ = losses.value_objective(trainer.args, episodes, Totals.of(mask), new, trainer.moments)
-    assert loss.item() == pytest.approx(0.5 * torch.maximum(free, clipped)[mask].mean().item(), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     "changes",
     [dict(per_device_train_batch_size=1), dict(per_device_train_batch_size=5), dict(micro_batch_tokens=40)],
@@ -65,17 +52,6 @@ def test_micro_batches_do_not_change_the_update(changes, loss):
     one.run_update(), many.run_update()
     moved = toy.weights(one) - start
     assert (toy.weights(many) - toy.weights(one)).norm() / moved.norm() < 1e-5
-
-
-def test_micro_batches_change_an_update_in_bf16_by_rounding():
-    one, many = (
-        toy.trainer(toy.shared_base(dtype="bfloat16"), bf16=True, per_device_train_batch_size=rows)
-        for rows in (8, 5)
-    )
-    start = toy.weights(one)
-    one.run_update(), many.run_update()
-    moved = toy.weights(one) - start
-    assert (toy.weights(many) - toy.weights(one)).norm() / moved.norm() < 3e-3
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant", None])
@@ -197,29 +173,21 @@ def test_log_ratio_loss_heads_and_adapters_are_fp32_over_a_bf16_base():
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step(monkeypatch):
-    trainer = toy.trainer(num_ppo_epochs=1, num_mini_batches=2)
-    accumulate, calls = trainer.accumulate, []
+    trainer = toy.trainer(num_ppo_epochs=1, num_mini_batches=1)
+    accumulate = trainer.accumulate
 
     def broken(*args):
         stats = accumulate(*args)
-        calls.append(1)
-        if len(calls) == 1:
-            trainer.shared.parameters_of("policy")[0].grad.fill_(math.inf)
+        trainer.shared.parameters_of("policy")[0].grad.fill_(math.inf)
         return stats
 
-    monkeypatch.setattr(trainer, "accumulate", broken)
     start = toy.weights(trainer)
-    monkeypatch.setattr(trainer.args, "num_mini_batches", 1)
-    monkeypatch.setattr(trainer.args, "per_device_train_batch_size", 16)
-    trainer.run_update()
-    assert (
-        trainer.skipped_steps == 1
-        and torch.equal(start, toy.weights(trainer))
-        and not trainer.optimizer.state
-    )
-    metrics = trainer.run_update()
-    assert metrics["skipped_steps"] == 1 and not torch.equal(start, toy.weights(trainer))
-    assert torch.isfinite(toy.weights(trainer)).all()
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "accumulate", broken)
+        assert trainer.run_update()["skipped_steps"] == 1
+    assert torch.equal(start, toy.weights(trainer)) and not trainer.optimizer.state
+    assert trainer.run_update()["skipped_steps"] == 1
+    assert not torch.equal(start, toy.weights(trainer)) and torch.isfinite(toy.weights(trainer)).all()
 
 
 def test_a_batch_without_an_action_to_learn_from_is_harmless():
@@ -234,15 +202,11 @@ def test_a_batch_without_an_action_to_learn_from_is_harmless():
 
 def test_the_base_is_never_merged_into():
     trainer = toy.trainer()
-    names = [
-        n for n, p in trainer.shared.named_parameters() if "lora_" not in n and not n.startswith("heads.")
-    ]
-    before = {n: p.clone() for n, p in trainer.shared.named_parameters() if n in names}
+    learns = {id(p) for role in trainer.shared.roles for p in trainer.shared.parameters_of(role)}
+    base = [p for p in trainer.shared.parameters() if id(p) not in learns]
+    before = [p.clone() for p in base]
     trainer.train()
-    assert len(before) > 10 and all(
-        torch.equal(p, before[n]) for n, p in trainer.shared.named_parameters() if n in before
-    )
-    assert not any(layer.merged for layer in trainer.shared._layers)
+    assert len(base) > 10 and all(torch.equal(p, old) for p, old in zip(base, before, strict=True))
 
 
 def test_the_kl_coefficient_rests_while_the_critic_alone_learns():
