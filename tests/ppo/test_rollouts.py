@@ -77,8 +77,7 @@ def run(staleness=None, workers=None, updates=6, rows=None, resume=None, folder=
     trainer.train()
     if folder:
         trainer.save(folder)
-    kept = [{k: v for k, v in m.items() if not toy.MEASURED.search(k)} for m in trainer.history]
-    return toy.weights(trainer), kept
+    return toy.weights(trainer), toy.unmeasured(trainer.history)
 
 
 def same(one, other, but=()):

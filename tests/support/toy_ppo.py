@@ -130,6 +130,11 @@ def trainer(
     )  # fmt: skip
 
 
+def unmeasured(history):
+    """The metrics of each update, without those that differ from run to run."""
+    return [{k: v for k, v in one.items() if not MEASURED.search(k)} for one in history]
+
+
 def weights(trainer_or_shared, roles=("policy", "critic")):
     """All parameters of the roles in one vector."""
     shared = getattr(trainer_or_shared, "shared", trainer_or_shared)
