@@ -65,24 +65,12 @@ def _trainer(job: Job, loop: Any, config: dict[str, Any], rows: dict[str, Any], 
     if job.in_process:  # Ray Train's local mode: it calls the loop here, without starting Ray
         local = ScalingConfig(num_workers=0)
         return TorchTrainer(loop, train_loop_config=config, datasets=rows, scaling_config=local)
-    folder = session_folder()
-
-    class Trainer(TorchTrainer):
-        def _create_default_callbacks(self) -> list[Any]:
-            """Disables Ray Train's cleaner of placement groups in an embedded Ray, whose processes all end with the driver.
-
-            The cleaner polls a dashboard once a second, of any Ray that this machine was the last to start, and the end of the
-            run waits 12 s for an answer (ray 2.60, private). Remove when it asks the GCS of its own session.
-            """
-            callbacks: list[Any] = super()._create_default_callbacks()
-            return [c for c in callbacks if not (folder and isinstance(c, PlacementGroupCleanerCallback))]
-
-    run, scaling = job.run, dict(job.scaling)
+    run, scaling, folder = job.run, dict(job.scaling), session_folder()
     workers = scaling.pop("num_workers", 1) or 1
     torch_config = TorchConfig(timeout_s=COLLECTIVE_TIMEOUT_S)
     if folder:
         torch_config = FileRendezvous(folder=folder, timeout_s=COLLECTIVE_TIMEOUT_S)
-    return Trainer(
+    trainer = TorchTrainer(
         loop,
         train_loop_config=config,
         torch_config=torch_config,
@@ -100,6 +88,13 @@ def _trainer(job: Job, loop: Any, config: dict[str, Any], rows: dict[str, Any], 
             callbacks=[placement.callback(job, companion)],
         ),
     )
+    if folder:
+        # All processes of an embedded Ray end with the driver. Ray Train's cleaner of placement groups polls a dashboard once a
+        # second, of any Ray that this machine was the last to start, and the end of the run waits 12 s for an answer (ray 2.60,
+        # private). Remove when it asks the GCS of its own session.
+        defaults, cleaner = trainer._create_default_callbacks, PlacementGroupCleanerCallback
+        trainer._create_default_callbacks = lambda: [c for c in defaults() if not isinstance(c, cleaner)]
+    return trainer
 
 
 # ----------------------------------------------------------------------------------------------- rendezvous

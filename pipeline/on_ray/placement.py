@@ -6,6 +6,7 @@ Without these checks Ray waits silently and forever, both for resources that no 
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -68,15 +69,14 @@ class Bundle:
         """Returns how many of these bundles a node with these resources and labels holds."""
         if not matches(self.selector, labels):
             return 0
-        return int(
-            min((resources.get(name, 0) / amount for name, amount in self.resources.items()), default=0)
-        )
+        shares = [resources.get(name, 0) / amount for name, amount in self.resources.items()]
+        return int(min(shares, default=0))
 
     def __str__(self) -> str:
-        shown = {
-            name: amount for name, amount in self.resources.items() if not name.startswith(ACCELERATOR_TYPE)
-        }
-        each = ", ".join(f"{name}: {amount:g}" for name, amount in shown.items())
+        shown = [
+            (name, amount) for name, amount in self.resources.items() if not name.startswith(ACCELERATOR_TYPE)
+        ]
+        each = ", ".join(f"{name}: {amount:g}" for name, amount in shown)
         return f"{{{each}}}" + (f" on nodes with {self.selector}" if self.selector else "")
 
 
@@ -89,6 +89,12 @@ def bundles(job: Job) -> list[Bundle]:
     selector = scaling.get("label_selector") or {}
     selectors = selector[:count] if isinstance(selector, list) else [selector] * count
     return [Bundle(each, one) for one in selectors]
+
+
+def count_of(job: Job) -> str:
+    """Returns the number of workers in words."""
+    low, high = job.workers
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def rollout_on_gpu(job: Job) -> bool:
@@ -147,28 +153,22 @@ def check_scaling(job: Job) -> None:
     Raises:
         InputError: with what was requested and what is there.
     """
-    cluster, there = on_cluster(), _limits()
-    has = "with all nodes that its autoscaler may start this cluster" if cluster else "this machine"
-    elsewhere = (
-        "let the cluster grow (max_workers in cluster.yaml)"
-        if cluster
-        else "run on a cluster (RAY_ADDRESS=http://HEAD:8265)"
-    )
-    taken: dict[str, float] = {}
+    has = "this cluster at its largest" if on_cluster() else "this machine"
+    there, taken = _limits(), defaultdict[str, float](float)
     for section, who, count, _, bundle in groups(job) if there else ():
         for name, amount in bundle.resources.items():
+            most = there.get(name, 0)
             # Also for workers without which the job may start, because a worker that fits nowhere would never start.
-            if taken.get(name, 0) + count * amount > there.get(name, 0) or not there.get(name):
-                trainer = f", next to a trainer with {taken[name]:g}" if name in taken else ""
-                key = "num_workers" if amount <= there.get(name, 0) else "resources_per_worker"
-                key = "use_gpu" if name == "GPU" and not there.get(name) else key
-                cpu = ", or try the demo profile on the CPU (make rlhf)" if name == "GPU" else ""
+            if taken[name] + count * amount > most or not most:
+                trainer = f", next to a trainer with {taken[name]:g}" if taken[name] else ""
+                key = "num_workers" if amount <= most else "resources_per_worker"
+                key = "use_gpu" if name == "GPU" and not most else key
                 raise InputError(
-                    f"{count or 1} {who}{'s' * (count > 1)} with {name}: {amount:g} each{trainer}, but {has} has "
-                    f"{there.get(name, 0):g}; lower {section}.num_workers or {section}.resources_per_worker, or {elsewhere}{cpu}",
+                    f"{count or 1} {who}{'s' * (count > 1)} with {name}: {amount:g} each{trainer}, but {has} has {most:g}; lower "
+                    f"{section}.num_workers or {section}.resources_per_worker, or run the job where there is more",
                     key=f"{section}.{key}",
                 )
-            taken[name] = taken.get(name, 0) + count * amount
+            taken[name] += count * amount
 
 
 def _limits() -> dict[str, float]:
@@ -201,29 +201,27 @@ def side_by_side(job: Job) -> int:
     import ray
 
     most = _autoscaler_limits()
-    needs = [(one.each, one.most if one.section == "rollout" else one.fewest) for one in groups(job)]
-    if most:  # a total, which says nothing about the labels of nodes
-        nodes: list[tuple[dict[str, float], dict[str, str]]] = [(dict(most), {})]
-        needs = [(Bundle(bundle.resources, {}), count) for bundle, count in needs]
-    else:
-        nodes = [(dict(node["Resources"]), node["Labels"]) for node in ray.nodes() if node["Alive"]]
-    if not on_cluster():
-        nodes[0][0]["CPU"] = float(os.cpu_count() or 1)
+    nodes = [(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
+    if most:
+        nodes = [(most, {})]
+    elif not on_cluster():
+        nodes = [({**nodes[0][0], "CPU": float(os.cpu_count() or 1)}, nodes[0][1])]
+    free = [(defaultdict[str, float](float, resources), labels) for resources, labels in nodes]
+    # Of the rollout workers, all that the job may have.
+    needed = [
+        one.each for one in groups(job) for _ in range(one.most if one.section == "rollout" else one.fewest)
+    ]
     runs = 0
-    while all(_reserve(bundle, count, nodes) for bundle, count in needs):
+    while True:
+        for bundle in needed:
+            if most:  # a total, which says nothing about the labels of nodes
+                bundle = replace(bundle, selector={})
+            node = next((node for node, labels in free if bundle.fits(node, labels)), None)
+            if node is None:
+                return max(1, runs)
+            for name, amount in bundle.resources.items():
+                node[name] -= amount
         runs += 1
-    return max(1, runs)
-
-
-def _reserve(bundle: Bundle, count: int, nodes: list[tuple[dict[str, float], dict[str, str]]]) -> bool:
-    """Reserves `count` bundles on the nodes. Returns True if all of them fit."""
-    for _ in range(count):
-        node = next((free for free, labels in nodes if bundle.fits(free, labels)), None)
-        if node is None:
-            return False
-        for name, amount in bundle.resources.items():
-            node[name] -= amount
-    return True
 
 
 # ------------------------------------------------------------------------------------------------- waiting
@@ -234,11 +232,9 @@ class Wait:
 
     def __init__(self, job: Job) -> None:
         self.limit: float = job.run.placement_timeout_s
-        low, high = job.workers
-        first = bundles(job)[0]
         kinds = [f"{key} {job.scaling[key]}" for key in CLUSTER_ONLY[:2] if job.scaling.get(key)]
-        count = f"{low}" if low == high else f"{low} to {high}"
-        self.need = " ".join([f"{count} x {Bundle(first.resources, {})}", *kinds])
+        each = replace(bundles(job)[0], selector={})
+        self.need = " ".join([count_of(job), f"x {each}", *kinds])
         self.since: float | None = None
         self.reported = 0.0
 
@@ -264,20 +260,19 @@ def describe_cluster() -> str:
     """Returns the cluster's resources in words: in all, free, and at its largest size."""
     import ray
 
+    def shown(resources: dict[str, float]) -> str:
+        """Leaves out Ray's own entries (node:..., object_store_memory); memory in GiB."""
+        amounts = [
+            f"{name}: {amount / 2**30:.1f} GiB" if name == "memory" else f"{name}: {amount:g}"
+            for name, amount in sorted(resources.items())
+            if not name.startswith(("node:", "object_store", "bundle"))
+        ]
+        return f"{{{', '.join(amounts)}}}"
+
     most = _autoscaler_limits()
-    grow = f", and may grow to {_shown(most)}" if most else ""
-    total, free = _shown(ray.cluster_resources()), _shown(ray.available_resources())
+    grow = f", and may grow to {shown(most)}" if most else ""
+    total, free = shown(ray.cluster_resources()), shown(ray.available_resources())
     return f"the cluster has {total}, of which {free} are free{grow}"
-
-
-def _shown(resources: dict[str, float]) -> str:
-    """Returns amounts without Ray's own entries (node:..., object_store_memory); memory in GiB."""
-    shown = {
-        name: f"{amount / 2**30:.1f} GiB" if name == "memory" else f"{amount:g}"
-        for name, amount in sorted(resources.items())
-        if not name.startswith(("node:", "object_store", "bundle"))
-    }
-    return "{" + ", ".join(f"{name}: {amount}" for name, amount in shown.items()) + "}"
 
 
 def callback(job: Job, companion: Any = None) -> Any:
@@ -296,8 +291,9 @@ def callback(job: Job, companion: Any = None) -> Any:
 
     def is_news(record: logging.LogRecord) -> bool:
         """Returns False for Ray's traceback of each try, because Wait prints a line instead."""
-        error = record.exc_info[1] if record.exc_info else None
-        return not isinstance(error, (Failure, WorkerGroupStartupTimeoutError))
+        return not (
+            record.exc_info and isinstance(record.exc_info[1], (Failure, WorkerGroupStartupTimeoutError))
+        )
 
     class Placement(ControllerCallback, WorkerGroupCallback):
         def __init__(self) -> None:

@@ -15,7 +15,6 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,21 +124,18 @@ def check_shared_storage(job: Job) -> None:
         )
     probe = storage.probe_in(job.run.storage_path)
     storage.write_json(probe, {"driver": os.uname().nodename})
-    sees = ray.remote(num_cpus=0)(os.path.exists)
-    sees_it = {
+    sees, blind = ray.remote(num_cpus=0)(os.path.exists), []
+    answers = {
         node["NodeManagerAddress"]: sees.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote(probe)
         for node in nodes
     }
-
-    def is_blind(answer: Any) -> bool:
-        try:
-            return not ray.get(answer, timeout=60)
-        except (ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
-            return False  # the node has ended meanwhile, as spot nodes do
-
-    blind = [address for address, answer in sees_it.items() if is_blind(answer)]
+    for address, answer in answers.items():
+        # Unless the node has ended meanwhile, as spot nodes do
+        with contextlib.suppress(ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
+            if not ray.get(answer, timeout=60):
+                blind.append(address)
     os.remove(probe)
     if blind:
         raise InputError(
@@ -152,6 +148,9 @@ def check_shared_storage(job: Job) -> None:
 # ------------------------------------------------------------------------------------------ an embedded Ray
 
 
+TOKEN = secrets.token_hex(32)  # two sessions of one process may share it
+
+
 def secured() -> dict[str, str]:
     """Returns the environment of a Ray that only this session can use. Overrides the user's settings."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
@@ -160,15 +159,10 @@ def secured() -> dict[str, str]:
         # firewall's questions (https://github.com/ray-project/ray/issues/18730). It does the same on Linux.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": _token(),
+        "RAY_AUTH_TOKEN": TOKEN,
         # torch.distributed would listen on the address that this machine's name resolves to.
         **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback),
     }
-
-
-@cache  # two sessions of one process may share it
-def _token() -> str:
-    return secrets.token_hex(32)
 
 
 @contextlib.contextmanager
@@ -222,8 +216,14 @@ def embedded(**options: Any) -> Iterator[None]:
         InputError: if the folder for Ray's files belongs to another user.
         Failure: if Ray does not start.
     """
+    import psutil
+
     root = _session_root()
-    _delete_old_sessions(root)
+    # Of the sessions whose driver has ended, only the newest stays, because its logs may be needed.
+    sessions = sorted(path for path in root.glob("session_*_*") if path.is_dir() and not path.is_symlink())
+    ended = [path for path in sessions if not psutil.pid_exists(int(path.name.rpartition("_")[2]))]
+    for path in ended[:-1]:
+        shutil.rmtree(path, ignore_errors=True)
     with _environment():
         import ray
 
@@ -275,13 +275,3 @@ def _session_root() -> Path:
     private.chmod(0o700)
     root.mkdir(exist_ok=True)
     return root
-
-
-def _delete_old_sessions(root: Path) -> None:
-    """Deletes the folders of sessions whose driver has ended, except the newest, because its logs may be needed."""
-    import psutil
-
-    sessions = sorted(path for path in root.glob("session_*_*") if path.is_dir() and not path.is_symlink())
-    ended = [path for path in sessions if not psutil.pid_exists(int(path.name.rpartition("_")[2]))]
-    for path in ended[:-1]:
-        shutil.rmtree(path, ignore_errors=True)

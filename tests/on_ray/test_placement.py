@@ -25,22 +25,19 @@ GPU = ["scaling.use_gpu=true", "trainer.use_cpu=false"]
     ("overrides", "says"),
     [
         (["scaling.resources_per_worker={CPU: 1, memory: 1e14}"], r"scaling\.resources_per_worker: 1 worker with memory: 1e\+14 each, but this machine has \S+;"),
-        (["scaling.num_workers=2", "scaling.resources_per_worker={CPU: 0.5, memory: 9e13}"], "2 workers with memory"),
         (["scaling.num_workers=500"], r"scaling\.num_workers: 500 workers with CPU: 1 each, but this machine has \d+; lower"),
         (["scaling.resources_per_worker={CPU: 1, TPU: 1}"], "1 worker with TPU: 1 each, but this machine has 0"),
-        ([*GPU, "scaling.resources_per_worker={CPU: 0.1, GPU: 64}"], r"1 worker with GPU: 64 each, .*demo profile on the CPU"),
+        ([*GPU, "scaling.resources_per_worker={CPU: 0.1, GPU: 64}"], "1 worker with GPU: 64 each, but this machine has"),
     ],
 )  # fmt: skip
 def test_what_this_machine_can_never_hold_is_refused(overrides, says, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(InputError, match=says):
         placement.check_scaling(job(*overrides))
-
-
-def test_what_it_can_hold_is_not(monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    placement.check_scaling(job())
     placement.check_scaling(job("scaling.resources_per_worker={CPU: 0.5, memory: 1e9}"))
+
+
+def test_a_worker_has_a_gpu_unless_the_job_says_otherwise():
     assert placement.bundles(job(*GPU))[0].resources == {"CPU": 1, "GPU": 1}
     assert placement.bundles(job(*GPU, "scaling.resources_per_worker=null"))[0].resources == {"GPU": 1}
 
@@ -51,9 +48,8 @@ def test_one_machine_ignores_keys_that_choose_among_nodes(monkeypatch, capsys):
     selected = job("scaling.label_selector={zone: a}", "scaling.accelerator_type=H100")
     here = placement.for_this_machine(selected)
     assert placement.bundles(here)[0] == placement.Bundle({"CPU": 1}, {})
-    assert (
-        "note: ignoring scaling.accelerator_type, scaling.label_selector: this is" in capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert "note: ignoring scaling.accelerator_type, scaling.label_selector: this is" in out
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert placement.for_this_machine(selected) is selected
 
@@ -61,30 +57,27 @@ def test_one_machine_ignores_keys_that_choose_among_nodes(monkeypatch, capsys):
 def test_the_sizes_of_an_a100_have_labels(tmp_path):
     """start-node.sh, with a driver's answer and everything that it starts replaced."""
     (tmp_path / "bin").mkdir()
-    for tool, says in {
-        "nvidia-smi": "echo NVIDIA A100-SXM4-80GB",
-        "python": "echo 10.0.0.1 eth0",
-        "ray": "echo $RAY_OVERRIDE_LABELS",
-        "setsid": "true",
-    }.items():
-        (tmp_path / "bin" / tool).write_text(f"#!/bin/sh\n{says}\n")
-        (tmp_path / "bin" / tool).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "HOME": str(tmp_path),
-        "RAY_HEAD_IP": "10.0.0.1",
+    tools = {
+        "nvidia-smi": "NVIDIA A100-SXM4-80GB",
+        "python": "10.0.0.1 eth0",
+        "ray": "$RAY_OVERRIDE_LABELS",
+        "setsid": "",
     }
+    for tool, says in tools.items():
+        (tmp_path / "bin" / tool).write_text(f"#!/bin/sh\necho {says}\n")
+        (tmp_path / "bin" / tool).chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    environment = {"PATH": path, "HOME": str(tmp_path), "RAY_HEAD_IP": "10.0.0.1"}
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray/auth_token").write_text("t")
-
-    def started(**more):
-        command = ["bash", str(ROOT / "jobs/cloud/start-node.sh"), "worker"]
-        return subprocess.run(
-            command, env={**environment, **more}, capture_output=True, text=True, check=True
-        ).stdout
-
-    assert started() == '{"ray.io/accelerator-type": "A100-80G"}\n'
-    assert started(RAY_OVERRIDE_LABELS='{"a": "b"}') == '{"a": "b"}\n'  # the autoscaler's
+    command = ["bash", str(ROOT / "jobs/cloud/start-node.sh"), "worker"]
+    of_autoscaler = '{"a": "b"}'
+    for more, labels in (
+        ({}, '{"ray.io/accelerator-type": "A100-80G"}'),
+        ({"RAY_OVERRIDE_LABELS": of_autoscaler}, of_autoscaler),
+    ):
+        done = subprocess.run(command, env=environment | more, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == labels
 
 
 def ppo_job(*overrides):
@@ -110,9 +103,8 @@ def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
     assert count(job(*GPU, "scaling.label_selector={zone: a}")) == 4
     assert count(job(*GPU, "scaling.num_workers=9")) == 1  # it waits for what Ray Train waits for
     rollouts = ["rollout.num_workers=[1,2]", "rollout.use_gpu=true", "rollout.label_selector={zone: b}"]
-    assert (
-        count(ppo_job("scaling.use_gpu=true", "scaling.num_workers=2", *rollouts)) == 2
-    )  # trainers in a, rollout workers in b, and so on
+    # Trainers in a, rollout workers in b, and so on
+    assert count(ppo_job("scaling.use_gpu=true", "scaling.num_workers=2", *rollouts)) == 2
     assert count(ppo_job("scaling.resources_per_worker={CPU: 8}", *rollouts)) == 2  # other resources for each
     monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: {"CPU": 64.0, "GPU": 32.0})
     assert count(job(*GPU, "scaling.num_workers=4")) == 8
@@ -127,7 +119,7 @@ def test_what_an_autoscaler_may_never_add_is_refused(embedded_ray, monkeypatch):
     monkeypatch.setattr(placement, "_autoscaler_limits", lambda: {"CPU": 64, "GPU": 4})
     placement.check_scaling(job("scaling.num_workers=64"))
     with pytest.raises(
-        InputError, match=r"65 workers with CPU: 1 each, but with all nodes .* this cluster has 64"
+        InputError, match=r"65 workers with CPU: 1 each, but this cluster at its largest has 64"
     ):
         placement.check_scaling(job("scaling.num_workers=65"))
     monkeypatch.setattr(placement, "_autoscaler_limits", dict)  # nothing is known
@@ -150,9 +142,7 @@ def test_a_wait_says_what_it_waits_for_and_ends(embedded_ray, monkeypatch, capsy
     wait.placed()  # as after a node that came back: the next wait has its own time
     wait.check()
     now[0] += 100
-    with pytest.raises(
-        Failure, match=r"^run.placement_timeout_s: no place for 1 x \{CPU: 64\} was found in 100 s"
-    ):
+    with pytest.raises(Failure, match=r"^run.placement_timeout_s: no place for 1 x \{CPU: 64\} was found"):
         wait.check()
     endless = placement.Wait(job("run.placement_timeout_s=-1"))
     endless.check()
@@ -190,6 +180,5 @@ def test_on_a_cluster_a_wait_ends_with_one_message(verb, overrides, need, tmp_pa
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     [message] = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
-    assert re.match(
-        rf"failed: run\.placement_timeout_s: no place for {need} was found in 3 s; the cluster has", message
-    )
+    says = rf"failed: run\.placement_timeout_s: no place for {need} was found in 3 s; the cluster has"
+    assert re.match(says, message)

@@ -153,11 +153,9 @@ def run(request, tmp_path_factory):
         said = driver.stdout.read().decode()
     shutil.rmtree(root)
     assert driver.returncode == 0, said[-3000:]
-    answers = {place: one.result()[0] for place, one in knocks.items()}
-    codes = {place: one.result()[1] for place, one in knocks.items()}
     return SimpleNamespace(
-        listening=listening, answers=answers, codes=codes, said=said, folder=folder / "one", worker=WORKERS[request.param],
-        ray_folders={one.name for one in folders}, opened=opened,
+        listening=listening, knocks={place: one.result() for place, one in knocks.items()}, said=said, folder=folder / "one",
+        worker=WORKERS[request.param], ray_folders={one.name for one in folders}, opened=opened,
     )  # fmt: skip
 
 
@@ -169,21 +167,18 @@ def test_a_run_listens_on_loopback_only(run):
 
 
 def test_nothing_of_a_run_obeys_whoever_has_no_token(run):
-    answers, codes = run.answers, run.codes
-    obeyed = [
-        (run.listening[place], path, status, body)
-        for place, some in answers.items()
-        for path, status, body in some
-        if status < 400 and not body.startswith(OPEN)
-    ]
+    obeyed, agent, codes = [], set(), []
+    for place, (answers, spoken) in run.knocks.items():
+        for path, status, body in answers:
+            if status < 400 and not body.startswith(OPEN):
+                obeyed.append((run.listening[place], path, status, body))
+            if path == REQUESTS[0][1]:
+                agent.add(status)
+        codes += spoken.items()
     assert not obeyed
-    statuses = [status for some in answers.values() for path, status, _ in some if path == REQUESTS[0][1]]
-    assert 401 in statuses, "the agent that runs jobs was not knocked at"
-    spoken = [code for some in codes.values() for code in some.values()]
-    assert "OK" not in spoken
-    refused = {
-        method for some in codes.values() for method, code in some.items() if code == "UNAUTHENTICATED"
-    }
+    assert 401 in agent, "the agent that runs jobs was not knocked at"
+    assert "OK" not in [code for _, code in codes]
+    refused = {method for method, code in codes if code == "UNAUTHENTICATED"}
     assert refused == set(CALLS), "each of these services was there, and asked for the token"
 
 
@@ -202,11 +197,7 @@ PHASES = [  # of a run, in their order, in its log
     r"  result +/.*/one/result\.json", r"  time +\S+, 0 GPU hours, [\d,]+ tokens",
 ]  # fmt: skip
 # Where they take more than a moment; held-out figures
-WAITS = [
-    "opening MLflow",
-    "checking the model",
-    r"  (held-out loss|(end )?token accuracy) +\S+ -> \S+",
-]
+WAITS = ["opening MLflow", "checking the model", r"  (held-out loss|(end )?token accuracy) +\S+ -> \S+"]
 SHOWN = [  # all of it, if stdout is no terminal
     r"== sft  run one  jobs/demo/sft.yaml", r"  data +500 training rows, 60 eval rows, 52 duplicates",
     r"  train +2/2  held-out loss .*", *[WAITS[-1]] * 3, *PHASES[-3:],
@@ -222,10 +213,8 @@ def test_a_run_announces_each_phase_and_says_nothing_else(run):
     report = Report.from_dict(result["data"]["report"]).render(samples=False)
     assert report in log
     lines = [line for line in log.replace(report, "<report>").splitlines() if line]
-    phases = [phase for line in lines if (phase := next((p for p in PHASES if re.fullmatch(p, line)), None))]
-    assert phases == PHASES, log
-    known = PHASES + WAITS
-    assert [line for line in lines if not any(re.fullmatch(one, line) for one in known)] == []
+    lines = [line for line in lines if not any(re.fullmatch(one, line) for one in WAITS)]
+    assert len(lines) == len(PHASES) and all(map(re.fullmatch, PHASES, lines)), log
     # Its first line only if Ray starts slowly
     shown = [line for line in run.said.splitlines() if line and not re.match(r"  train +0/2 ", line)]
     assert len(shown) == len(SHOWN) and all(map(re.fullmatch, SHOWN, shown)), run.said
@@ -291,13 +280,15 @@ def test_a_killed_session_leaves_only_rays_agents_and_an_ended_one_no_process_an
     assert start.sessions() == [newest]
 
 
+def program(text, **more):
+    return subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, **more)
+
+
 def test_a_call_of_ray_outside_a_session_starts_none(tmp_path):
     """By default, ray.put() would start a Ray with an open dashboard, and write a token into the home folder."""
     script = "import pipeline, ray\ntry: ray.put(1)\nexcept Exception as error: print(type(error).__name__, ray.is_initialized())"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
+    done = program(script, env=environment, check=True)
     assert done.stdout.split()[1:] == ["False"] and not (tmp_path / ".ray").exists()
 
 
@@ -313,9 +304,7 @@ def test_a_ray_that_does_not_start_is_one_message():
         __main__.dispatch = run
         sys.exit(process.run(lambda: __main__.main(["sft", "job.yaml"])))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text)], cwd=ROOT, capture_output=True, text=True
-    )
+    done = program(textwrap.dedent(text))
     assert done.returncode == 1
     says = (
         r"failed: Ray did not start; gave up after \d+ s \(ValueError: .*memory.*\)\. Its logs are in /.*/session_latest/logs.*"
