@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.config import Job, schema
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
-from pipeline.inference.memory import SAMPLING_BYTES
+from pipeline.inference.memory import MOST_ROWS, SAMPLING_BYTES, WORKSPACE
 from pipeline.models import adapter_files
 from pipeline.models.gpus import PEAK_TFLOPS
 from pipeline.planning.rows import Rows
@@ -128,38 +128,34 @@ class Plan:
 
 def settings(job: Job, context: int) -> Settings:
     """Returns the settings for rows of the maximum length, for a model with `context` tokens."""
-    facts = STAGE[job.stage]
-    if not facts.learns:
-        completion = job.args.response_length if facts.writes else 0
-        prompt, rows = job.data.max_length or context - completion, job.args.local_rollout_forward_batch_size
-        return Settings(0, prompt + completion, job.bf16, False, 1, rows, prompt, completion)
-    if job.stage == "ppo":  # its arguments are a PPOConfig
-        from pipeline.inference.memory import MOST_ROWS
-        from pipeline.ppo.forward import FORWARD_TOKENS
-
-        args = job.args
-        prompt = job.data.max_length or context - args.response_length
-        width = prompt + args.response_length
-        rows, decoded = args.per_device_train_batch_size, args.planned_rows(job.workers[0])
-        if args.micro_batch_tokens:
-            rows = max(1, args.micro_batch_tokens // width)
-        if job.rollout_config.engine == "vllm":
-            decoded = min(args.decoded(job.workers[0]), MOST_ROWS)
-        scored = args.micro_batch_tokens or FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"]
-        checkpointing = args.gradient_checkpointing is not False  # None: only if it must
-        scored = max(width, min(scored, args.batch_size * width))
-        rows = min(rows, args.batch_size)
+    facts, longest = STAGE[job.stage], job.data.max_length
+    if facts.trl:
         return Settings(
-            rows, width, job.bf16, checkpointing, 1, decoded, prompt, args.response_length, scored
+            job.trainer.get("per_device_train_batch_size", 8),
+            min(longest or context, context),
+            job.bf16,
+            job.trainer.get("gradient_checkpointing") is not False,  # TRL's default is true
+            facts.sequences,
         )
-    given = job.trainer
-    return Settings(
-        given.get("per_device_train_batch_size", 8),
-        min(job.data.max_length or context, context),
-        job.bf16,
-        given.get("gradient_checkpointing") is not False,  # TRL's default is true
-        facts.sequences,
-    )
+    args = job.args
+    completion = args.response_length if facts.writes else 0
+    prompt = longest or context - completion
+    width = prompt + completion
+    if not facts.learns:
+        rows = args.local_rollout_forward_batch_size
+        return Settings(0, width, job.bf16, False, 1, rows, prompt, completion)
+    from pipeline.ppo.forward import FORWARD_TOKENS
+
+    rows, decoded = args.per_device_train_batch_size, args.planned_rows(job.workers[0])
+    if args.micro_batch_tokens:
+        rows = max(1, args.micro_batch_tokens // width)
+    if job.rollout_config.engine == "vllm":
+        decoded = min(args.decoded(job.workers[0]), MOST_ROWS)
+    scored = args.micro_batch_tokens or FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"]
+    scored = max(width, min(scored, args.batch_size * width))
+    checkpointing = args.gradient_checkpointing is not False  # None: only if it must
+    rows = min(rows, args.batch_size)
+    return Settings(rows, width, job.bf16, checkpointing, 1, decoded, prompt, completion, scored)
 
 
 Loras = Mapping[str, dict[str, Any]]  # peft's settings by input: `policy`, `reward`
@@ -194,20 +190,34 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
             f"lora: peft rejects it for {job.model.name_or_path}: {str(error).splitlines()[0]}"
         ) from error
     room_for_prompts(job, shape.context)
-    asked = settings(job, shape.context)
+    asked, workers = settings(job, shape.context), job.workers[0]
     trainable = sum(size[role] for role in learning)
+    in_shards = learns and job.model.fsdp and workers > 1  # a rollout worker has the full base
+    if in_shards:
+        items = [
+            Item(f"base, {job.base_dtype}: a shard of {workers}, and the lm head", shape.sharded(workers)),
+            Item(
+                "gathered as it computes: the embedding and the layers at hand",
+                shape.embedding + GATHERED * shape.layer,
+            ),
+        ]
+    else:
+        items = [Item(f"base, {'nf4' if job.model.load_in_4bit else job.base_dtype}, once", shape.weights)]
     head = learns and job.stage == "ppo" and job.args.uses_critic and not job.args.has_critic_adapter
     adapters = ", ".join(roles) + "; the critic is a head on the policy" * head
-    items = [
-        *_base_items(job, shape, learns),
-        Item(f"adapters: {adapters}", sum(size.values())),
-        Item("Python, torch, Ray" if device == "cpu" else "CUDA context and workspaces", RUNTIME[device]),
-    ]
+    items.append(Item(f"adapters: {adapters}", sum(size.values())))
     if learning:
-        items.insert(
-            2, Item(f"gradients and Adam of {', '.join(learning)}", (1 + _moments(job) / 4) * trainable)
-        )
-        items += _update_items(job, shape, asked, device)
+        adam = (1 + _moments(job) / 4) * trainable
+        items.append(Item(f"gradients and Adam of {', '.join(learning)}", adam))
+    items.append(
+        Item("Python, torch, Ray" if device == "cpu" else "CUDA context and workspaces", RUNTIME[device])
+    )
+    if learning:
+        tokens = asked.rows * asked.sequences * asked.width
+        kind = "layer inputs and one layer" if asked.checkpointing else "all layers"
+        saved = shape.activations(asked.rows * asked.sequences, asked.width, asked.bf16, asked.checkpointing)
+        items.append(Item(f"activations for backward: {tokens:,} tokens, {kind}", saved, "update"))
+        items.append(Item("logits and their gradients", _logits(job.stage, shape, tokens, device), "update"))
     if job.stage == "ppo" and asked.bf16:
         items.append(Item("the learning adapters in bfloat16", trainable / 2, "update"))
     vllm = job.stage == "ppo" and job.rollout_config.engine == "vllm"
@@ -219,38 +229,8 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         items.append(Item(what, asked.scored * shape.forward(asked.bf16), "score"))
     lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
     moved, cache = shape.weights + shape.unpacked, shape.cache(asked.bf16)
-    gathered = shape.body if _in_shards(job) and learns else 0.0
+    gathered = shape.body if in_shards else 0.0
     return Plan(job, shape, int(trainable / 4), items, device, asked, lengths, moved, cache, gathered)
-
-
-def _base_items(job: Job, shape: Shape, trains: bool) -> list[Item]:
-    """Returns the base, full or sharded; a rollout worker has the full base."""
-    workers = job.workers[0]
-    if not (_in_shards(job) and trains):
-        return [Item(f"base, {'nf4' if job.model.load_in_4bit else job.base_dtype}, once", shape.weights)]
-    gathered = shape.embedding + GATHERED * shape.layer
-    return [
-        Item(f"base, {job.base_dtype}: a shard of {workers}, and the lm head", shape.sharded(workers)),
-        Item("gathered as it computes: the embedding and the layers at hand", gathered),
-    ]
-
-
-def _in_shards(job: Job) -> bool:
-    return job.model.fsdp and job.workers[0] > 1
-
-
-def _update_items(job: Job, shape: Shape, asked: Settings, device: str) -> list[Item]:
-    """Returns what a forward and a backward pass keep in memory."""
-    tokens = asked.rows * asked.sequences * asked.width
-    kind = "layer inputs and one layer" if asked.checkpointing else "all layers"
-    return [
-        Item(
-            f"activations for backward: {tokens:,} tokens, {kind}",
-            shape.activations(asked.rows * asked.sequences, asked.width, asked.bf16, asked.checkpointing),
-            "update",
-        ),
-        Item("logits and their gradients", _logits(job.stage, shape, tokens, device), "update"),
-    ]
 
 
 def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool, gpus: int) -> list[Item]:
@@ -260,30 +240,23 @@ def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool, gpus:
     from pipeline.inference.decoder import PREFILL_TOKENS
 
     rows, width = asked.rollout_rows, asked.width
+    cache, size = f"KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.bf16)
+    if vllm:
+        return [
+            Item("vLLM: a base of its own in bfloat16", 2.0 * shape.parameters / gpus),
+            Item("vLLM: work space", WORKSPACE),
+            Item(f"vLLM: {cache}", size / gpus),
+        ]
     tokens = rows * asked.prompt
     if asked.completion and not shape.keeps_other_state:
         tokens = min(tokens, max(asked.prompt, PREFILL_TOKENS[device]))
     forward = Item("activations of the prompts' forward", tokens * shape.forward(asked.bf16), "rollout")
     if not asked.completion:
         return [forward]
-    if vllm:
-        from pipeline.inference.memory import WORKSPACE
-
-        return [
-            Item("vLLM: a base of its own in bfloat16", 2.0 * shape.parameters / gpus),
-            Item("vLLM: work space", WORKSPACE),
-            Item(
-                f"vLLM: KV cache: {rows} rows of {width} tokens",
-                rows * width * shape.cache(asked.bf16) / gpus,
-            ),
-        ]
+    logits = rows * shape.vocabulary * float(SAMPLING_BYTES)
     return [
-        Item(f"KV cache: {rows} rows of {width} tokens", rows * width * shape.cache(asked.bf16), "rollout"),
-        Item(
-            "logits and probabilities of the next token",
-            rows * shape.vocabulary * float(SAMPLING_BYTES),
-            "rollout",
-        ),
+        Item(cache, size, "rollout"),
+        Item("logits and probabilities of the next token", logits, "rollout"),
         forward,
     ]
 
@@ -291,20 +264,16 @@ def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool, gpus:
 def _roles(job: Job) -> tuple[list[str], list[str]]:
     """Returns (adapters in memory, those that learn)."""
     facts = STAGE[job.stage]
-    if not facts.learns:
-        adapters = {
-            name.split(".")[0]: at
-            for name, at in job.inputs.items()
-            if at != "base" and not Ref.parse(at).is_function
-        }
-        return list(adapters), []
+    if facts.learns is None:
+        models = [name for name, at in job.inputs.items() if at != "base" and not Ref.parse(at).is_function]
+        return list(dict.fromkeys(name.split(".")[0] for name in models)), []
     learning = [facts.learns]
     roles = learning + ["reference"] * _has_reference(job)
     if facts.trl:
         return roles, learning
     rewards = [source for source, _ in job.rewards if not Ref.parse(source).is_function]
     roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
-    critic = ["critic"] * job.args.has_critic_adapter  # of a PPOConfig; a head weighs nothing
+    critic = ["critic"] * job.args.has_critic_adapter  # a head weighs nothing
     return roles + critic, learning + critic
 
 
@@ -368,19 +337,16 @@ def fit_into(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[
 
 def _changes(job: Job, loras: Loras | None = None) -> list[tuple[str, Any]]:
     """Returns overrides that make a job smaller, mildest first. Only nf4, the last, changes the result."""
-    rows = settings(job, 1 << 20).rows
-    fewest = STAGE[job.stage].fewest_rows
+    asked, facts = settings(job, 1 << 20), STAGE[job.stage]
     # Divisors, so that the batch stays divisible.
-    fewer = [n for n in range(rows - 1, fewest - 1, -1) if rows % n == 0]
+    fewer = [n for n in range(asked.rows - 1, facts.fewest_rows - 1, -1) if asked.rows % n == 0]
     changes: list[tuple[str, Any]] = []
     if job.stage == "ppo":  # a PPOConfig
         now = job.args.planned_rows(job.workers[0])
         changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
-        if job.args.micro_batch_tokens is None:
-            # At most the tokens of a micro-batch in training.
-            asked = settings(job, 1 << 20)
-            if (tokens := rows * asked.width) < asked.scored:
-                changes.append(("trainer.micro_batch_tokens", tokens))
+        training = asked.rows * asked.width  # tokens of a micro-batch
+        if job.args.micro_batch_tokens is None and training < asked.scored:
+            changes.append(("trainer.micro_batch_tokens", training))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[:2]]
     changes.append(("trainer.gradient_checkpointing", True))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
@@ -388,17 +354,11 @@ def _changes(job: Job, loras: Loras | None = None) -> list[tuple[str, Any]]:
         changes += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
     dora = any(one.get("use_dora") for one in (job.lora, *(loras or {}).values()))
     vllm = job.rollout.get("engine") == "vllm"  # each of its processes also loads the full base
-    can_shard = "model.fsdp" not in STAGE[job.stage].unused and job.workers[0] > 1
-    if can_shard and not (job.model.load_in_4bit or dora or vllm):
+    if job.workers[0] > 1 and not ("model.fsdp" in facts.unused or job.model.load_in_4bit or dora or vllm):
         changes.append(("model.fsdp", True))
     if not job.model.fsdp:
         changes.append(("model.load_in_4bit", True))
-    return [(key, value) for key, value in changes if _value(job, key) != value]
-
-
-def _value(job: Job, key: str) -> Any:
-    section, name = key.split(".")
-    return job.trainer.get(name) if section == "trainer" else getattr(job.model, name)
+    return [(key, value) for key, value in changes if _with(job, {key: value}) != job]
 
 
 def _with(job: Job, changes: dict[str, Any]) -> Job:
@@ -437,12 +397,12 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
     Args:
         rows: training rows of an epoch, and their mean length.
     """
-    gpu, workers = GPUS[name], plan.job.workers[1]
-    asked = plan.asked
+    gpu, job, asked, facts = GPUS[name], plan.job, plan.asked, STAGE[plan.job.stage]
+    workers = job.workers[1]
     prompt, completion = min(rows.tokens, plan.tokens[0]), plan.tokens[1]
     sampling = 0.0
-    if plan.job.stage == "ppo":  # a PPOConfig
-        args = plan.job.args
+    if job.stage == "ppo":  # a PPOConfig
+        args = job.args
         episodes = args.total_updates(rows.count) * args.batch_size
         passes = 2 + args.has_critic_adapter  # old and reference log-probs, values; the reward follows
         learning_passes = args.num_ppo_epochs * (1 + args.has_critic_adapter)
@@ -452,7 +412,7 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         learn = learning_passes * (2 if args.gradient_checkpointing is False else 3)
         learning = _seconds(plan, gpu, tokens, asked.rows * mean, learn, 2 * learning_passes)
         batches = math.ceil(episodes / args.decoded(workers))
-        gathered = 0.0 if plan.job.rollout_config.workers[1] else gather_seconds(plan, gpu)
+        gathered = 0.0 if job.rollout_config.workers[1] else gather_seconds(plan, gpu)
         # Both engines replay CUDA graphs, so a step takes the time to read the weights and the cache, half full on average.
         filled = args.decoded(workers) * (prompt + completion / 2) * plan.cache
         step = max((plan.moved + filled) / (gpu.bandwidth * 1e9), gathered)
@@ -460,19 +420,16 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         seconds = sampling + (passes - 1) * scored + learning
         sampling /= seconds
     else:
-        given, facts = plan.job.trainer, STAGE[plan.job.stage]
-        learn = 3 if asked.checkpointing else 2
-        # the reference and further forwards cost one pass each; learning costs `learn` passes
-        models = 1 + (facts.keeps_reference + facts.further_forwards) / learn
-        steps, batch = given.get("max_steps", 0), plan.job.data.batch_size or 8 * workers
+        given, others = job.trainer, facts.keeps_reference + facts.further_forwards
+        row = plan.tokens[0] if given.get("packing") else prompt  # without packing, rows may be short
+        learn = (3 if asked.checkpointing else 2) + others  # passes; the others only go forward
+        steps = given.get("max_steps", 0)
         if steps and steps > 0:
-            tokens = steps * batch * (plan.tokens[0] if given.get("packing") else prompt)
+            tokens = steps * (job.data.batch_size or 8 * workers) * row
         else:
             tokens = rows.count * prompt * given.get("num_train_epochs", 3.0)
-        row = plan.tokens[0] if given.get("packing") else prompt  # without packing, rows may be short
         at_once = asked.rows * asked.sequences * row
-        gathers = 2 + facts.keeps_reference + facts.further_forwards
-        seconds = _seconds(plan, gpu, tokens * facts.sequences, at_once, learn * models, gathers)
+        seconds = _seconds(plan, gpu, tokens * facts.sequences, at_once, learn, 2 + others)
     hours = seconds / workers / 3600
     rented = prices.read().rent(name, workers)
     assert rented, "the shipped prices have every kind of GPU"
@@ -505,18 +462,15 @@ def gather_seconds(plan: Plan, gpu: Gpu) -> float:
     return max(plan.gathered / gpu.link, between) / 1e9
 
 
-# ------------------------------------------------------------------------------------------- gradient checkpointing
-
-
 def is_needed(job: Job, memory: float, loras: Loras | None = None) -> tuple[bool, str]:
     """Returns (whether to recompute, why) for a worker with `memory` free bytes, before anything is loaded."""
     plain = replace(job, trainer={**job.trainer, "gradient_checkpointing": False})
     peak = make(plain, loras).peak
     needed = peak > MAX_FILL * memory
-    fit = "do not fit" if needed else "fit"
+    decision, fit = ("recomputed", "do not fit") if needed else ("kept", "fit")
     return needed, (
-        f"activations are {'recomputed' if needed else 'kept'} (gradient_checkpointing: null): all layers' {fit}, with a peak of "
-        f"{peak / GIB:.1f} GiB and {memory / GIB:.1f} GiB free"
+        f"activations are {decision} (gradient_checkpointing: null): all layers' {fit}, with a peak of {peak / GIB:.1f} GiB and "
+        f"{memory / GIB:.1f} GiB free"
     )
 
 
@@ -529,15 +483,16 @@ def recomputes(worker: Any) -> bool:
 
     from pipeline.inference.memory import free_bytes
 
-    default = schema.keys(STAGE[worker.job.stage].trainer)["gradient_checkpointing"].get("default")
-    given = worker.job.trainer.get("gradient_checkpointing", default)
+    job = worker.job
+    default = schema.keys(STAGE[job.stage].trainer)["gradient_checkpointing"].get("default")
+    given = job.trainer.get("gradient_checkpointing", default)
     if given is not None:
         return bool(given)
     models = [name for name, at in worker.work.inputs.items() if not Ref.parse(at).is_function]
     folders = {name.split(".")[0]: worker.input(name) for name in models}
     loras = {name: adapter_files.settings(at) for name, at in folders.items() if lineage.is_adapter(at)}
-    found = worker.gather(is_needed(worker.job, free_bytes(torch.device(worker.device)), loras))
-    needed, why = max(found)  # for the worker with the least memory
+    mine = is_needed(job, free_bytes(torch.device(worker.device)), loras)
+    needed, why = max(worker.gather(mine))  # for the worker with the least memory
     if worker.rank == 0:
         print(why, flush=True)
     return needed

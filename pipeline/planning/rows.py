@@ -45,15 +45,10 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
         )
         options = options_of(job.stage, job.data, tokenizer, context, packing=False)
         options = replace(options, preprocess=resolve_labels(options.preprocess, {"train": files}, job.stage))
-        chunks = [
-            chunk
-            for file in files
-            for chunk in plan(file, "train", options.kind_in("train", file.source), CHUNK)
-        ]
-        sources = [
-            [chunk for chunk in chunks if chunk.source == index]
-            for index in range(len(sources_of(job.data.train)))
-        ]
+        sources: list[list[Chunk]] = [[] for _ in sources_of(job.data.train)]
+        for file in files:
+            for chunk in plan(file, "train", options.kind_in("train", file.source), CHUNK):
+                sources[chunk.source].append(chunk)
         seen = [some[:: max(1, -(-len(some) * len(sources) // CHUNKS))] for some in sources]
         if any(chunk.size > MAX_UNSPLITTABLE for some in seen for chunk in some):
             return None, "data.train is one large file that cannot be split"
@@ -64,24 +59,22 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
                 )
                 for some in seen
             ]
-        shares = [_bytes(some) / max(1, _bytes(whole)) for some, whole in zip(seen, sources, strict=True)]
-        sizes = [round(part.kept / share) if share else 0 for part, share in zip(parts, shares, strict=True)]
+        sizes, estimated = [], False
+        for part, some, whole in zip(parts, seen, sources, strict=True):
+            share = sum(chunk.size for chunk in some) / max(1, sum(chunk.size for chunk in whole))
+            sizes.append(round(part.kept / share) if share else 0)
+            estimated |= share < 1
         if not sum(sizes):
             return None, "none of its first rows can be used; `validate` shows why"
         mixture = mixture_of(job.data, sizes)
         drawn = mixture.draws if mixture else sizes
     except InputError as error:
         return None, str(error)
-    means = [(part.tokens / max(1, part.kept), (part.desirable or 0) / max(1, part.kept)) for part in parts]
-    tokens, desirable = (
-        sum(count * mean[at] for count, mean in zip(drawn, means, strict=True)) / sum(drawn) for at in (0, 1)
-    )
+    tokens = desirable = 0.0
+    for part, count in zip(parts, drawn, strict=True):
+        tokens += count / sum(drawn) * part.tokens / max(1, part.kept)
+        desirable += count / sum(drawn) * (part.desirable or 0) / max(1, part.kept)
     rows = Rows(sum(drawn), tokens)
     labels = f", {desirable:.0%} desirable" if any(part.desirable is not None for part in parts) else ""
-    return rows, f"{rows.count:,} rows, {rows.tokens:.0f} tokens on average{labels}" + (
-        ", estimated" if min(shares) < 1 else ""
-    )
-
-
-def _bytes(chunks: list[Chunk]) -> int:
-    return sum(chunk.size for chunk in chunks)
+    how = f"{rows.count:,} rows, {rows.tokens:.0f} tokens on average{labels}"
+    return rows, how + ", estimated" * estimated

@@ -75,7 +75,7 @@ class Shape:
         head = "reward" in (STAGE[job.stage].learns, *STAGE[job.stage].inputs)
         self.model = _Model(json.dumps(raw, sort_keys=True), job.base_dtype, head)
         self.lora = json.dumps(job.lora, sort_keys=True)
-        text = self.config.get_text_config()
+        self.text = text = self.config.get_text_config()
         self.layers, self.vocabulary, self.hidden = text.num_hidden_layers, text.vocab_size, text.hidden_size
         self.dtype_bytes = 4 if job.base_dtype == "float32" else 2
         one, two = (_count(self.model, self.lora, layers) for layers in (1, 2))
@@ -97,13 +97,12 @@ class Shape:
     @property
     def body(self) -> float:
         """Bytes of all except the lm head."""
-        tied = self.config.get_text_config().tie_word_embeddings
-        return self.weights - self.embedding * (not tied)
+        return self.weights - self.embedding * (not self.text.tie_word_embeddings)
 
     def adapter(self, lora: dict[str, Any]) -> int:
         """Returns the parameters of an adapter with these peft settings, its head included."""
         settings = json.dumps(lora, sort_keys=True)
-        one, two = (_adapter(self.model, settings, layers) for layers in (1, 2))
+        one, two = (_count(self.model, settings, layers)["adapter"] for layers in (1, 2))
         return one + (self.layers - 1) * (two - one)
 
     def activations(self, rows: int, width: int, bf16: bool, checkpointing: bool) -> float:
@@ -121,17 +120,16 @@ class Shape:
 
     def forward(self, bf16: bool) -> float:
         """Returns the bytes per token of a layer's largest temporary tensors: three times the MLP's intermediate width."""
-        text = self.config.get_text_config()
-        return 3.0 * (getattr(text, "intermediate_size", None) or 4 * self.hidden) * self._width(bf16)
+        return 3.0 * (getattr(self.text, "intermediate_size", None) or 4 * self.hidden) * self._width(bf16)
 
     def cache(self, bf16: bool) -> float:
         """Returns the bytes per token of keys and values of all layers."""
-        return kv_bytes(self.config.get_text_config(), self._width(bf16))
+        return kv_bytes(self.text, self._width(bf16))
 
     @property
     def keeps_other_state(self) -> bool:
         """Returns True if a layer keeps another state than keys and values, so that all prompts are read in one forward."""
-        kinds = getattr(self.config.get_text_config(), "layer_types", None) or ()
+        kinds = getattr(self.text, "layer_types", None) or ()
         return any(kind not in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
 
     def _width(self, bf16: bool) -> int:
@@ -149,28 +147,21 @@ class _Model:
 
 @cache
 def _count(model: _Model, lora: str, layers: int) -> dict[str, int]:
-    """Returns the parameters of a model with `layers` layers: all, and all in linear layers except the lm head."""
+    """Returns the parameters of a model of `layers` layers: all of the base, those in its linear layers, its adapter's.
+
+    The lm head is none of the linear layers.
+    """
     import torch
 
     with _fake(model, lora, layers) as shared:
-        every = {name: p for name, p in shared.base.named_parameters() if "lora_" not in name}
-        linear = {
-            id(p)
-            for module in shared.base.base_model.modules()
-            if isinstance(module, torch.nn.Linear)
-            for p in module.parameters()
-        }
+        base = [p for name, p in shared.base.named_parameters() if "lora_" not in name]
+        modules = [m for m in shared.base.base_model.modules() if isinstance(m, torch.nn.Linear)]
+        linear = {id(p) for module in modules for p in module.parameters()}
         return {
-            "parameters": sum(p.numel() for p in every.values()),
-            "linear": sum(p.numel() for p in every.values() if id(p) in linear),
+            "parameters": sum(p.numel() for p in base),
+            "linear": sum(p.numel() for p in base if id(p) in linear),
+            "adapter": sum(p.numel() for p in shared.parameters_of("policy")),
         }
-
-
-@cache
-def _adapter(model: _Model, lora: str, layers: int) -> int:
-    """Returns the parameters of an adapter on a model of `layers` layers."""
-    with _fake(model, lora, layers) as shared:
-        return sum(p.numel() for p in shared.parameters_of("policy"))
 
 
 @cache

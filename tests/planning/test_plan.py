@@ -15,7 +15,7 @@ from running import ROOT
 from pipeline.__main__ import main
 from pipeline.commands.plan import named, over_network
 from pipeline.config import load_job
-from pipeline.errors import Failure, InputError
+from pipeline.errors import Failure
 from pipeline.models.adapters import SharedBase
 from pipeline.planning import plan, shape
 from pipeline.planning.rows import Rows, look
@@ -67,8 +67,8 @@ def saved_bytes(shared, rows, width):
     ("bf16", "settings", "dtype"),
     [
         (False, [], torch.float32),
-        (True, [], torch.bfloat16),
-        (True, ["scaling.use_gpu=true"], torch.float32),  # on a CPU the base has the dtype of its products
+        (True, [], torch.bfloat16),  # on a CPU the base has the dtype of its products
+        (True, ["scaling.use_gpu=true"], torch.float32),
     ],
 )
 def test_activations_are_those_of_the_real_model(bf16, settings, dtype, tmp_path):
@@ -83,13 +83,8 @@ def test_activations_are_those_of_the_real_model(bf16, settings, dtype, tmp_path
     whole, checkpointed = (shape.activations(6, 100, bf16, checkpointing=on) for on in (False, True))
     assert whole - 600 * shape.forward(bf16) == pytest.approx(shape.saved(5, 6, 100, bf16), rel=0.01)
     assert checkpointed < 0.5 * whole
-
-
-def test_the_cache_is_that_of_the_real_model(tmp_path):
-    model = toy.base("llama", num_hidden_layers=3)
-    model.config.save_pretrained(tmp_path)
-    real = toy.cache_bytes(SharedBase(model), rows=4, tokens=10)
-    assert Shape(job(tmp_path)).cache(bf16=False) * 40 == real
+    if not bf16:
+        assert shape.cache(bf16) * 40 == toy.cache_bytes(shared, rows=4, tokens=10)
 
 
 def test_decoding_is_planned_with_few_rows_where_memory_decides_and_timed_with_all(llama_8b):
@@ -99,12 +94,6 @@ def test_decoding_is_planned_with_few_rows_where_memory_decides_and_timed_with_a
     hours = [plan.cost(plan.make(asked), "H100", ROWS).hours for asked in (free, all_rows, few)]
     assert hours[0] == hours[1] < hours[2]
     assert plan._changes(free)[0] == (rows, 32)  # more than that was planned for
-
-
-def test_adapters_that_a_job_starts_from_count_as_large_as_they_are(llama_8b):
-    asked = job(llama_8b, "llama3-8b/ppo")
-    small, large = plan.make(asked), plan.make(asked, {"policy": {**asked.lora, "r": 4 * asked.lora["r"]}})
-    assert large.trainable - small.trainable == 3 * Shape(asked).adapter({**asked.lora}) - 3 * 4096
 
 
 BY_HAND = [  # parameters: embedding and lm head, the layers and the last norm; cache: keys and values of 8 heads of 128 in bf16
@@ -139,58 +128,27 @@ def test_8b_and_70b_are_planned_as_by_hand(size, config, parameters, cache, tmp_
         logits = next(item.size for item in sft.items if item.what.startswith("logits"))
         assert logits == 4096 * 32768 * 4 + rows * 2048 * hidden * 8
     # vLLM in rollout workers: the trainers hold none of it, and the GPUs of a worker share the base and the cache.
-    settings = (
-        "rollout.engine=vllm",
-        "rollout.num_workers=2",
-        "rollout.use_gpu=true",
-        "rollout.tensor_parallel_size=2",
-    )
-    asked = job(tmp_path, name, *settings)
+    settings = ["num_workers=2", "use_gpu=true", "tensor_parallel_size=2", "engine=vllm"]
+    asked = job(tmp_path, name, *(f"rollout.{one}" for one in settings))
     planned = plan.make(asked)
     assert planned.shape.parameters == parameters and planned.cache == cache
     assert not any("vLLM" in item.what or "KV cache" in item.what for item in planned.items)
-    sampler = {
-        item.what.split(":")[1].strip(): item
-        for item in plan.make(asked, learns=False).items
-        if "vLLM" in item.what
-    }
-    assert sampler["a base of its own in bfloat16"].size == 2 * parameters / 2
-    what = sampler["KV cache"].what
-    rows, width = (int(n) for n in re.findall(r"(\d+) rows of (\d+) tokens", what)[0])
-    assert sampler["KV cache"].size == rows * width * cache / 2
-
-
-@pytest.mark.parametrize(("size", "config", "parameters", "cache"), BY_HAND)
-def test_a_decoding_step_reads_the_weights_and_the_filled_cache(size, config, parameters, cache, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    planned = plan.make(job(tmp_path, f"llama3-{size}-qlora/ppo", "model.load_in_4bit=false"))
+    base, _, filled = (item for item in plan.make(asked, learns=False).items if "vLLM" in item.what)
+    assert base.size == 2 * parameters / 2
+    rows, width = (int(n) for n in re.findall(r"(\d+) rows of (\d+) tokens", filled.what)[0])
+    assert filled.size == rows * width * cache / 2
+    # A decoding step reads the weights and the filled cache.
+    planned = plan.make(job(tmp_path, name, "model.load_in_4bit=false"))
     args, workers, (prompt, completion) = planned.job.args, planned.job.workers[1], planned.tokens
     free, weightless = dataclasses.replace(planned, cache=0.0), dataclasses.replace(planned, moved=0.0)
-    full, without, light = (plan.cost(one, "H100", ROWS).hours * 3600 for one in (planned, free, weightless))
-    weights, read = 2 * parameters, args.decoded(workers) * (prompt + completion / 2) * cache
-    assert (full - without) / (full - light) == pytest.approx(read / weights)
-
-
-def test_a_ppo_checkpoint_of_8b_stays_below_a_gigabyte(llama_8b):
-    """Of the shipped profile: the policy has the rank of its sft, the critic that of its rm."""
-    loras = {"policy": job(llama_8b, "llama3-8b/sft").lora, "reward": job(llama_8b, "llama3-8b/rm").lora}
-    planned = plan.make(job(llama_8b, "llama3-8b/ppo"), loras)
-    assert planned.checkpoint == 12 * planned.trainable
-    assert 0.5e9 < planned.checkpoint < 1e9
-
-
-def test_a_critic_free_job_holds_no_critic(llama_8b):
-    asked = job(llama_8b, "llama3-8b/ppo", "trainer.advantage_estimator=rloo", "trainer.num_generations=4",
-                "trainer.critic_warmup_steps=0")  # fmt: skip
-    assert not any("critic" in item.what for item in plan.make(asked).items)
+    full, without, light = (plan.cost(one, "H100", ROWS).hours for one in (planned, free, weightless))
+    read = args.decoded(workers) * (prompt + completion / 2) * cache
+    assert (full - without) / (full - light) == pytest.approx(read / (2 * parameters))
 
 
 def test_what_plan_advises_fits(llama_8b):
-    large = [
-        "trainer.gradient_checkpointing=false",
-        "trainer.per_device_train_batch_size=8",
-        "data.batch_size=32",
-    ]
+    rows = ["trainer.per_device_train_batch_size=8", "data.batch_size=32"]
+    large = ["trainer.gradient_checkpointing=false", *rows]
     asked = job(llama_8b, "llama3-8b/sft", *large)
     memory = plan.GPUS["A100-40G"].memory * plan.GIB
     assert plan.make(asked).peak > memory
@@ -216,18 +174,15 @@ def test_plan_advises_shards_before_it_advises_to_quantise(llama_8b):
     assert "model.load_in_4bit=true" in plan.fit_into(asked, 12 * plan.GIB, dora)[0]  # model.fsdp refuses it
     alone = job(llama_8b, "llama3-8b/sft", "scaling.num_workers=1", "data.batch_size=32")
     assert "model.load_in_4bit=true" in plan.fit_into(alone, 12 * plan.GIB)[0]
-
-
-@pytest.mark.parametrize(("engine", "advised"), [("vllm", False), ("transformers", True)])
-def test_shards_are_not_advised_with_vllm(llama_8b, engine, advised):
-    settings = "scaling.num_workers=4", f"rollout.engine={engine}", "rollout.num_workers=2"
-    assert (("model.fsdp", True) in plan._changes(job(llama_8b, "llama3-8b/ppo", *settings))) == advised
+    for engine in ("vllm", "transformers"):
+        rollout = [f"rollout.engine={engine}", "rollout.num_workers=2"]
+        changes = plan._changes(job(llama_8b, "llama3-8b/ppo", "scaling.num_workers=4", *rollout))
+        assert (("model.fsdp", True) in changes) == (engine == "transformers")
 
 
 def test_time_is_matrix_products_over_speed(llama_8b):
-    asked = job(
-        llama_8b, "llama3-8b/sft", "trainer.gradient_checkpointing=false", "trainer.num_train_epochs=1"
-    )
+    keeps = ["trainer.gradient_checkpointing=false", "trainer.num_train_epochs=1"]
+    asked = job(llama_8b, "llama3-8b/sft", *keeps)
     planned = dataclasses.replace(plan.make(asked), tokens=(1000, 0))
     cost = plan.cost(planned, "H100", Rows(10_000, 1000))
     flops = 4 * 8_030_261_248 * 1000 * 10_000  # forward, and backward through frozen weights: 2 each
@@ -250,9 +205,8 @@ def test_decoding_from_nf4_moves_the_weights_unpacked(llama_8b):
     """8 B weights of half a byte are read, written with two bytes, and read again: 4.5 bytes where bf16 has 2."""
     bf16, nf4 = (plan.make(job(llama_8b, f"{name}/ppo")) for name in ("llama3-8b", "llama3-8b-qlora"))
     assert bf16.moved == 2 * bf16.shape.parameters
-    assert nf4.moved == pytest.approx(
-        4.5 * 6.98e9 + 2 * 1.05e9, rel=0.01
-    )  # linear layers; embedding and lm head
+    linear, others = 6.98e9, 1.05e9  # embedding and lm head
+    assert nf4.moved == pytest.approx(4.5 * linear + 2 * others, rel=0.01)
 
 
 def rows_of(words, count, file):
@@ -261,7 +215,7 @@ def rows_of(words, count, file):
     return file
 
 
-def test_an_epoch_is_as_long_as_its_rows(tmp_path, in_root, capsys):
+def test_an_epoch_is_as_long_as_its_rows(tmp_path, in_root, capsys, monkeypatch):
     """Packed rows: twice the rows, or rows twice as long, take twice the time; and the table says what was counted."""
     overrides = ["scaling.use_gpu=true", "trainer.use_cpu=false", "trainer.packing=true"]
 
@@ -276,18 +230,13 @@ def test_an_epoch_is_as_long_as_its_rows(tmp_path, in_root, capsys):
     longer, more = hours(rows_of(30, 100, tmp_path / "c.jsonl"))
     assert (few.count, many.count) == (100, 200) and few.tokens == many.tokens < longer.tokens < 256
     assert twice == pytest.approx(2 * short) and more == pytest.approx(short * longer.tokens / few.tokens)
-    file = rows_of(10, 100, tmp_path / "a.jsonl")
-    assert (
-        main(["plan", "jobs/demo/sft.yaml", f"data.train={file}", *overrides, f"run.storage_path={tmp_path}"])
-        == 0
-    )
+    given = [*overrides, f"data.train={tmp_path / 'a.jsonl'}", f"run.storage_path={tmp_path}"]
+    assert main(["plan", "jobs/demo/sft.yaml", *given]) == 0
     assert f"data: 100 rows, {few.tokens:.0f} tokens on average" in capsys.readouterr().out
-
-
-def test_a_large_set_is_estimated_from_a_part_of_it(tmp_path, in_root, monkeypatch):
     monkeypatch.setattr("pipeline.planning.rows.CHUNK", 4096)
-    file = rows_of(10, 2000, tmp_path / "a.jsonl")
-    rows, how = look(load_job(ROOT / "jobs/demo/sft.yaml", [f"data.train={file}"]), 256)
+    rows, how = look(
+        load_job("jobs/demo/sft.yaml", [f"data.train={rows_of(10, 2000, tmp_path / 'd.jsonl')}"]), 256
+    )
     assert how.endswith(", estimated") and rows.count == pytest.approx(2000, rel=0.03)
 
 
@@ -297,26 +246,25 @@ def test_a_kto_job_says_its_labels_and_keeps_two_rows_in_a_micro_batch(in_root):
     assert how.startswith("1,800 rows, ") and how.endswith(", 32% desirable")
     sizes = {value for key, value in plan._changes(asked) if key == "trainer.per_device_train_batch_size"}
     assert min(sizes) == 2
-    free, without = (
-        dataclasses.replace(asked, trainer={**asked.trainer, "gradient_checkpointing": on})
+    hours = [
+        plan.cost(plan.make(plan._with(asked, {"trainer.gradient_checkpointing": on})), "L4", ROWS).hours
         for on in (False, True)
-    )
-    hours = [plan.cost(plan.make(one), "L4", ROWS).hours for one in (free, without)]
+    ]
     assert hours[1] / hours[0] == pytest.approx((3 + 3) / (2 + 3))  # with three forwards that learn nothing
 
 
 def test_a_base_in_shards():
     """A worker has its part of the body and the whole lm head; what it gathers takes memory, and time."""
-    changes = [
-        "model.fsdp=true",
-        "scaling.num_workers=4",
-        "trainer.per_device_train_batch_size=1",
-        "data.max_length=512",
-    ]
-    whole, shards, alone = (
-        plan.make(load_job(ROOT / "jobs/llama3-8b/sft.yaml", more))
-        for more in (changes[1:], changes, [changes[0], "scaling.num_workers=1", *changes[2:]])
-    )
+
+    def planned(workers, *more):
+        settings = [
+            f"scaling.num_workers={workers}",
+            "trainer.per_device_train_batch_size=1",
+            "data.max_length=512",
+        ]
+        return plan.make(load_job(ROOT / "jobs/llama3-8b/sft.yaml", [*settings, *more]))
+
+    whole, shards, alone = planned(4), planned(4, "model.fsdp=true"), planned(1, "model.fsdp=true")
     assert alone.items[0] == whole.items[0]
     embedding, layer = 2 * 128256 * 4096, 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
     assert shards.items[0].size == (whole.items[0].size - embedding) / 4 + embedding
@@ -325,30 +273,20 @@ def test_a_base_in_shards():
     assert shards.gathered == whole.items[0].size - embedding and not whole.gathered
     # Small forwards wait for what they gather over PCIe; large ones over NVLink hide it.
     assert hours(shards, "A10G") > 2 * hours(whole, "A10G")
-    large = [
-        plan.make(
-            load_job(ROOT / "jobs/llama3-8b/sft.yaml", [*more, "trainer.per_device_train_batch_size=6"])
-        )
-        for more in (changes[1:], changes)
-    ]
-    assert hours(large[0], "H100") == hours(large[1], "H100")
+    large = "trainer.per_device_train_batch_size=6"
+    assert hours(planned(4, large), "H100") == hours(planned(4, large, "model.fsdp=true"), "H100")
 
 
 def test_a_base_in_shards_over_several_nodes_is_gathered_over_the_network():
     """Each sampled token gathers all shards; between nodes that takes as long as the network does."""
-    one, two = (
-        plan.make(
-            load_job(ROOT / "jobs/llama3-8b/ppo.yaml", ["model.fsdp=true", f"scaling.num_workers={count}"])
-        )
-        for count in (8, 16)
-    )
+    path, shards = ROOT / "jobs/llama3-8b/ppo.yaml", "model.fsdp=true"
+    one, two = (plan.make(load_job(path, [shards, f"scaling.num_workers={count}"])) for count in (8, 16))
     gpu = plan.GPUS["H100"]
     assert plan.gather_seconds(one, gpu) == pytest.approx(one.gathered / 300e9)
     assert plan.gather_seconds(two, gpu) == pytest.approx(two.gathered / 2 / 12.5e9)
     assert list(over_network(one, "H100")) == []
-    assert "model.fsdp over 2 nodes, each sampled token gathers 14 GiB over the network, 0.6 s" in " ".join(
-        over_network(two, "H100")
-    )
+    (said,) = over_network(two, "H100")
+    assert "model.fsdp over 2 nodes, each sampled token gathers 14 GiB over the network, 0.6 s" in said
 
 
 def hours(planned, gpu):
@@ -365,15 +303,7 @@ def test_gated_models_are_planned_without_a_token_or_a_network(size, capsys, in_
     assert "the base's shape is built in, since its config.json cannot be read: " in out
     assert "nothing is registered yet" in out and not list(tmp_path.iterdir())
     listed = [line.split()[0] for line in out.splitlines() if " yes " in line or line.endswith("  no")]
-    assert (
-        listed
-        == {"8b": ["A100-40G", "L40S", "A100-80G", "H100", "H200"], "70b": ["A100-80G", "H100", "H200"]}[size]
-    )
-
-
-def test_a_base_that_is_not_kept_is_still_asked_for(tmp_path):
-    with pytest.raises(InputError, match="hub cannot be reached"):
-        shape.config_of(load_job(ROOT / "jobs/llama3-8b/sft.yaml", ["model.name_or_path=some/model"]).model)
+    assert listed == ["A100-40G", "L40S"] * (size == "8b") + ["A100-80G", "H100", "H200"]
 
 
 def test_a_gpu_has_the_names_that_nodes_advertise():
@@ -394,19 +324,14 @@ def test_a_gpu_has_the_names_that_nodes_advertise():
         ("llama3-8b/sft", [], 0, r"data: 10,000 rows an epoch and full-length rows of 2,048 tokens assumed \(data\.train is not on"),
         ("llama3-8b-qlora/sft", ["scaling.accelerator_type=A100"], 0, r"GPU .*\n   A100-40G .* yes .*\n   A100-80G .* yes .*\n   Assumed"),
         # what cannot be planned, or a run would refuse
+        ("llama3-8b/sft", ["model.name_or_path=some/model"], 2, "hub cannot be reached"),
         ("demo/evaluate", ["run.name=x"], 2, "stage: found evaluate"),
         ("llama3-8b/sft", ["scaling.accelerator_type=TPU"], 2, r"scaling\.accelerator_type: found 'TPU'"),
         ("llama3-8b/sft", ["scaling.label_selector={ray.io/accelerator-type: T4}"], 2, "plan knows L4, A10G"),
         ("demo/sft", ["data.max_length=1000"], 2, r"data\.max_length: 1000 is more than the model's context of 256 tokens; use data\.max_length=256"),
-        ("demo/ppo", ["trainer.response_length=1048576"], 2, r"trainer\.response_length: 1048576 tokens leave no room for a prompt"),
         ("demo/ppo", ["trainer.response_length=255"], 2, r"trainer\.response_length: 255 tokens leave no room"),
         ("demo/sft", ["lora.target_modules=[nothing]"], 2, r"lora\S*: .*nothing"),
         ("demo/sft", ["lora.layers_to_transform=0"], 2, r"lora\S*: .*`layers_to_transform` cannot be used"),
-        # absurd sizes
-        ("demo/sft", ["data.batch_size=null", "trainer.num_train_epochs=1000000"], 0, "fits"),
-        ("demo/sft", ["data.batch_size=null", "trainer.max_steps=1000000000"], 0, "fits"),
-        ("demo/sft", ["data.batch_size=null", "scaling.num_workers=10000"], 1, "a worker needs"),
-        ("demo/sft", ["data.batch_size=null", "lora.r=8192"], 0, "fits"),
     ],
 )  # fmt: skip
 def test_what_the_command_says(name, overrides, status, says, llama_8b, tmp_path, capsys, in_root):
@@ -426,34 +351,27 @@ def test_the_plan_is_what_a_step_holds(stage, dtype, checkpointing):
     """Measured on the CPU: what the process grows by in a step, with an allocator that gives back what is freed."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, str(ROOT / "tests/support/peaks.py"), stage, dtype, checkpointing]
-    out = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT
-    ).stdout
-    measured = json.loads(out.splitlines()[-1])
-    print(
-        f"{stage} {dtype} {checkpointing}: {measured['grown'] / 2**20:.0f} MiB, planned {measured['planned'] / 2**20:.0f}"
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
+    measured = json.loads(done.stdout.splitlines()[-1])
+    print(f"{stage} {dtype} {checkpointing}: {measured}")
     # A fifth, and beside it 32 MiB that the libraries keep for themselves from their first step on.
     assert abs(measured["planned"] - measured["grown"]) < 0.2 * measured["grown"] + 32 * 2**20
 
 
 def test_of_a_mixture_the_draws_count(tmp_path, in_root):
-    for name, count, words in (("a", 300, 2), ("b", 40, 20)):
-        rows = [{"prompt": f"q{i}", "completion": " word" * words} for i in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    one, other = (str(tmp_path / f"{name}.jsonl") for name in "ab")
-    job = "jobs/demo/sft.yaml"
-    plain, _ = look(load_job(job, [f"data.train=[{one}, {other}]"]), 256)
-    mixed, _ = look(
-        load_job(job, [f"data.train=[{{path: {one}, weight: 1}}, {{path: {other}, weight: 1}}]"]), 256
+    one, other = rows_of(2, 300, tmp_path / "a.jsonl"), rows_of(60, 40, tmp_path / "b.jsonl")
+    weighted = f"{{path: {one}, weight: 1}}, {{path: {other}, weight: 1}}"
+    plain, mixed = (
+        look(load_job("jobs/demo/sft.yaml", [f"data.train=[{sources}]"]), 256)[0]
+        for sources in (f"{one}, {other}", weighted)
     )
     assert (plain.count, mixed.count) == (340, 80) and mixed.tokens > 1.5 * plain.tokens
 
 
 def test_what_rollout_workers_would_take_off_a_run(llama_8b):
     sync, one_pass = (
-        plan.cost(plan.make(job(llama_8b, "llama3-8b/ppo", *more)), "H100", ROWS)
-        for more in (["trainer.num_ppo_epochs=4"], ["trainer.num_ppo_epochs=1"])
+        plan.cost(plan.make(job(llama_8b, "llama3-8b/ppo", f"trainer.num_ppo_epochs={n}")), "H100", ROWS)
+        for n in (4, 1)
     )
     assert 0 < sync.sampling < one_pass.sampling < 1  # the less is learned from a completion
     assert plan.cost(plan.make(job(llama_8b, "llama3-8b/sft")), "H100", ROWS).sampling == 0
@@ -466,21 +384,13 @@ def test_what_rollout_workers_would_take_off_a_run(llama_8b):
 def test_a_rollout_worker_holds_no_critic_and_no_gradients(llama_8b, capsys):
     from pipeline.commands.plan import of_rollout_workers
 
-    one = job(
-        llama_8b, "llama3-8b/ppo", "rollout.num_workers=3", "trainer.local_rollout_forward_batch_size=64"
-    )
+    three, rows = "rollout.num_workers=3", "trainer.local_rollout_forward_batch_size=64"
+    one = job(llama_8b, "llama3-8b/ppo", three, rows)
     worker = plan.make(one, learns=False)
     assert not [item.what for item in worker.items if re.search("critic|gradients and", item.what)]
     assert plan.make(one).peak > worker.peak > plan.make(one).items[0].size
     said = of_rollout_workers(one, worker)
     assert "fits on A100-40G" in said and "All 3 on 3 x g6e.2xlarge: about $6.72 an hour" in said
-    l4 = job(
-        llama_8b,
-        "llama3-8b/ppo",
-        "rollout.num_workers=3",
-        "rollout.label_selector={ray.io/accelerator-type: L4}",
-    )
-    with pytest.raises(
-        Failure, match=r"rollout\.label_selector: a rollout worker needs .* allow larger ones: A100-40G"
-    ):
+    l4 = job(llama_8b, "llama3-8b/ppo", three, "rollout.label_selector={ray.io/accelerator-type: L4}")
+    with pytest.raises(Failure, match=r"rollout\.label_selector: a rollout.* allow larger ones: A100-40G"):
         of_rollout_workers(l4, plan.make(l4, learns=False))
