@@ -64,18 +64,16 @@ class Best:
         run = job.run
         if run.keep == "last" and run.early_stopping_patience is None and not run.stop_if and report is None:
             return None
-        metric = job.run.metric_for_best_model or gates.default_metric(job)
-        greater = gates.greater_is_better(metric, job.run.greater_is_better)
-        kept = parameters if job.run.keep == "best" else {}
+        metric = run.metric_for_best_model or gates.default_metric(job)
+        greater = gates.greater_is_better(metric, run.greater_is_better)
+        kept = parameters if run.keep == "best" else {}
         return cls(metric, greater, run.early_stopping_patience, kept, report, run.stop_if)
 
     def compare(self, figures: dict[str, float], step: int) -> None:
         """Keeps this step if its value is better than all before; equal values and NaN are not."""
-        for key, metric in (
-            ("metric_for_best_model", self.metric),
-            *(("stop_if", name) for name in self.stop_if),
-        ):
+        for metric in (self.metric, *self.stop_if):
             if metric not in figures:
+                key = "metric_for_best_model" if metric == self.metric else "stop_if"
                 known = ", ".join(sorted(name for name in figures if name.startswith("eval_")))
                 raise Failure(f"run.{key}: the evaluation has no {metric} here, but {known}")
         value = float(figures[self.metric])
@@ -88,13 +86,12 @@ class Best:
             found = float(figures[metric])
             if gates.OPERATORS[symbol](found, threshold):
                 self.stopped = f"{metric} is {found:.4g} (run.stop_if: {condition})"
-        worst = float("-inf") if self.greater_is_better else float("inf")
-        so_far = worst if self.value is None else self.value
-        if not (value > so_far if self.greater_is_better else value < so_far):
+        sign = 1.0 if self.greater_is_better else -1.0
+        if sign * value > (-math.inf if self.value is None else sign * self.value):
+            self.step, self.value, self.stale = step, value, 0
+            self.weights = {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()}
+        else:
             self.stale += 1
-            return
-        self.step, self.value, self.stale = step, value, 0
-        self.weights = {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()}
 
     @property
     def exhausted(self) -> bool:
@@ -111,25 +108,19 @@ class Best:
 
     def save(self, folder: str) -> None:
         """Writes what `load` reads. Only rank 0 calls it, because all ranks hold the same."""
+        state = {key: getattr(self, key) for key in ("step", "value", "stale", "stopped")}
         with open(os.path.join(folder, STATE), "w", encoding="utf-8") as file:
-            state = {"step": self.step, "value": self.value, "stale": self.stale, "stopped": self.stopped}
             json.dump(state, file)
         save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, f"{folder}/{WEIGHTS}")
 
     def load(self, folder: str) -> None:
         with open(os.path.join(folder, STATE), encoding="utf-8") as file:
-            state = json.load(file)
-        self.step, self.value, self.stale = state["step"], state["value"], state["stale"]
-        self.stopped = state["stopped"]
+            vars(self).update(json.load(file))
         self.weights = load_file(os.path.join(folder, WEIGHTS))
 
     def reason(self) -> str:
-        if self.stopped:
-            return self.stopped
-        count = f"{self.stale} evaluation{'s' * (self.stale != 1)}"
-        if self.step is None:
-            return f"{self.metric} was no number in {count}"
-        return f"{self.metric} has not improved for {count}"
+        what = "was no number in" if self.step is None else "has not improved for"
+        return self.stopped or f"{self.metric} {what} {self.stale} evaluation{'s' * (self.stale != 1)}"
 
 
 def outcome(best: Best | None, kept: int | None, last: int, total: int) -> dict[str, Any]:

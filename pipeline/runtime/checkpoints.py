@@ -9,7 +9,6 @@ A kill at any moment leaves the checkpoints before, and perhaps a folder without
 """
 
 import hashlib
-import json
 import re
 import shutil
 from typing import Any
@@ -76,60 +75,48 @@ def newest(run_folder: str) -> str | None:
     Raises:
         InputError: if all checkpoints are damaged. The run must not start over unless the user says so.
     """
-    found, damaged = None, []
+    aside = storage.join(run_folder, DAMAGED)
     for name in reversed(_names(run_folder)):
         path = storage.join(run_folder, name)
         problem = damage(path)
         if problem is None:
-            found = name
-            break
+            return name
         if not storage.exists(storage.join(path, DIGESTS)):
             storage.remove(path)
             terminal.say(f"{name} was never finished ({problem}): deleted")
         else:
-            damaged.append(f"{name}: {problem}")
-            aside = storage.join(run_folder, DAMAGED)
             storage.move(path, storage.join(aside, unused(aside, name)))
-    if damaged:
-        left = f"continuing from {found}" if found else "no other is left"
-        listed = "\n  ".join(damaged)
-        print(
-            f"warning: {run_folder}: moved damaged checkpoints to {DAMAGED}/ ({left}):\n  {listed}",
-            flush=True,
-        )
-    # Damaged checkpoints, which an earlier attempt may have moved.
-    if not found and storage.folders(storage.join(run_folder, DAMAGED)):
+            print(f"warning: {run_folder}: {name} is damaged ({problem}): moved to {DAMAGED}/", flush=True)
+    if storage.folders(aside):  # also those that an earlier attempt moved
         raise InputError(
-            f"all checkpoints of {run_folder} are damaged ({'; '.join(damaged) or f'see {DAMAGED}/'}); restore their files, or "
-            "set run.fresh=true to start over. run.num_to_keep=2 or more keeps one to fall back to",
+            f"all checkpoints of {run_folder} are damaged, see {DAMAGED}/; restore their files, or set run.fresh=true to start "
+            "over. run.num_to_keep=2 or more keeps one to fall back to",
             key="run.name",
         )
-    return found
+    return None
 
 
 def damage(path: str) -> str | None:
     """Returns what is wrong with a checkpoint (a local folder or one in a bucket), or None if its files match their digests."""
-    fs, folder = storage.filesystem(path)
     if not storage.exists(f"{path}/{DIGESTS}"):
         return f"{DIGESTS} is missing, so it was not written to its end"
+    fs, folder = storage.filesystem(path)
     try:
-        with fs.open_input_stream(f"{folder}/{DIGESTS}") as stream:
-            listed = json.loads(stream.read())["files"]
-        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        listed = storage.read_json(f"{path}/{DIGESTS}")["files"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
         return f"{DIGESTS} cannot be read ({in_brief(error)})"
-    for name, (size, sha256) in expected.items():
+    for name, expected in listed.items():
         info = fs.get_file_info(f"{folder}/{name}")
         if info.type.name != "File":
             return f"{name} is missing"
-        if info.size != size:
-            return f"{name} has {info.size} bytes, expected {size}"
+        if info.size != expected["bytes"]:
+            return f"{name} has {info.size} bytes, expected {expected['bytes']}"
         with fs.open_input_stream(f"{folder}/{name}") as stream:
             digest = hashlib.sha256()
             while block := stream.read(1 << 22):
                 digest.update(block)
-        if digest.hexdigest() != sha256:
-            return f"{name} has sha256 {digest.hexdigest()[:12]}, expected {sha256[:12]}"
+        if digest.hexdigest() != expected["sha256"]:
+            return f"{name} has sha256 {digest.hexdigest()[:12]}, expected {expected['sha256'][:12]}"
     return None
 
 

@@ -26,11 +26,7 @@ GIVEN = ("prompts", "completions", "completion_ids", "seeds")  # arguments that 
 
 def references(job: Job) -> dict[str, str]:
     """Returns {input: what the job names}: policy, reward.0, policies.ID, ...; without the bare base."""
-    found = {name: getattr(job, name) for name in ("policy", "reference", "baseline", "judge")}
-    found |= {f"reward.{index}": source for index, (source, _) in enumerate(job.rewards)}
-    return {
-        name: source for name, source in (found | job.serve.inputs).items() if source and source != "base"
-    }
+    return {name: source for name, source in job.inputs.items() if source != "base"}
 
 
 def key_of(job: Job, name: str) -> str:
@@ -74,8 +70,9 @@ def by_version(job: Job, inputs: Mapping[str, str]) -> Job:
     """Replaces the names of models in a job by the pinned versions."""
     named: dict[str, Any] = {key: inputs[key] for key in INPUTS if key in inputs}
     if "reward.0" in inputs:
-        weights = [weight for _, weight in job.rewards]
-        rewards = [{"reward": inputs[f"reward.{i}"], "weight": weight} for i, weight in enumerate(weights)]
+        rewards = [
+            {"reward": inputs[f"reward.{i}"], "weight": weight} for i, (_, weight) in enumerate(job.rewards)
+        ]
         named["reward"] = rewards if isinstance(job.reward, list) else inputs["reward.0"]
     return replace(job, **named)
 
@@ -84,11 +81,10 @@ def check_paths(job: Job) -> None:
     """Raises InputError if rows, a transform or the model's folder do not exist, or a bucket or hub does not answer."""
     from pipeline.data import files, preview
     from pipeline.data.sets import HUB
-    from pipeline.models.hub import require_local
 
     for key, source in transforms(job.data).items():
         with about(key):
-            check_transform(source)
+            imported(source)
     if STAGE[job.stage].rows:
         preview.preprocessing(job.stage, job.data)
     reached = set()
@@ -101,7 +97,7 @@ def check_paths(job: Job) -> None:
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
         storage.require_writable(job.data.cache_dir, "data.cache_dir", "./cache")
     if not Ref.parse(job.model.name_or_path).is_registered:
-        require_local(job.model.name_or_path)
+        hub.require_local(job.model.name_or_path)
 
 
 # ------------------------------------------------------------------------------------------ Python functions
@@ -127,15 +123,6 @@ def digests_of_functions(job: Job) -> dict[str, str]:
     return {key: digest(sources) for key, sources in found.items()}
 
 
-def check_transform(source: str) -> None:
-    """Raises InputError if data.transform cannot be imported, or called with a row."""
-    found = inspect.signature(imported(source))
-    try:
-        found.bind({})
-    except TypeError as error:
-        raise InputError(f"{source}: takes {found}, expected one argument, the row ({error})") from error
-
-
 def unfilled(source: str, columns: set[str]) -> str | None:
     """Returns the parameter of a Python reward that no column of the rows fills, or None if all are filled."""
     optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
@@ -146,24 +133,19 @@ def unfilled(source: str, columns: set[str]) -> str | None:
 
 def check_columns(job: Job, rows: dict[str, Any]) -> None:
     """Raises InputError if the first rows lack data.subset, or columns for the parameters of Python rewards and judges."""
-    first = {
-        name: [
-            json.loads(row["row"])
-            for row in (some.slice(0, 100).to_pylist() if hasattr(some, "slice") else some.take(100))
-        ]
-        for name, some in rows.items()
-    }
-    if job.data.subset and "pairs" in first:
-        known = {key for row in first["pairs"] for key in row}
-        if job.data.subset not in known:
+    for name, some in rows.items():
+        taken = some.slice(0, 100).to_pylist() if hasattr(some, "slice") else some.take(100)
+        first = [json.loads(row["row"]) for row in taken]
+        known = {key for row in first for key in row}
+        if name == "pairs" and job.data.subset and job.data.subset not in known:
             raise InputError(
                 f"found {job.data.subset!r}, which the rows of data.pairs do not have; expected one of "
                 f"{', '.join(sorted(known))}",
                 key="data.subset",
             )
-    for name, some in first.items():
-        columns = {key for row in some for key in row} - {"prompt", "completion"}
-        columns |= {"messages"} if any(isinstance(row.get("prompt"), list) for row in some) else set()
+        columns = known - {"prompt", "completion"}
+        if any(isinstance(row.get("prompt"), list) for row in first):
+            columns.add("messages")
         for key, source in functions(job).items():
             if key == "judge" and name != "eval":
                 continue  # a judge needs eval prompts; it skips pairs that lack columns
@@ -186,38 +168,17 @@ def check_sampler(job: Job) -> None:
     """
     if job.rollout_config.engine != "vllm":
         return
+    command = None
     if importlib.util.find_spec("vllm") is None:
-        raise InputError(
-            'vLLM is not installed here; run .venv/bin/pip install -e ".[vllm]" -c constraints-vllm.txt (on every node; it '
-            "needs a GPU), or remove the key",
-            key="rollout.engine",
-        )
+        command = '-e ".[vllm]" -c constraints-vllm.txt'
     # vLLM 0.28 and later read no bitsandbytes weights by themselves.
-    if job.model.load_in_4bit and not list(importlib.metadata.distributions(name="vllm-bnb-plugin")):
+    elif job.model.load_in_4bit and not list(importlib.metadata.distributions(name="vllm-bnb-plugin")):
+        command = "vllm-bnb-plugin (for model.load_in_4bit)"
+    if command:
         raise InputError(
-            "vLLM needs a plugin for model.load_in_4bit; run .venv/bin/pip install vllm-bnb-plugin (on every node), set "
-            "model.load_in_4bit=false, or remove rollout.engine",
+            f"vLLM is not installed here; run .venv/bin/pip install {command} on every node (it needs a GPU), or remove the key",
             key="rollout.engine",
         )
-
-
-def check_shards(job: Job, files: Any) -> None:
-    """Raises InputError for model.fsdp if the base's files (models.compatibility.Base) cannot be read in shards."""
-    from pipeline.models.hub import base_file
-    from pipeline.models.weights import INDEX
-
-    model = job.model
-    if not model.fsdp:
-        return
-    if files.config.get("quantization_config"):
-        what = "has quantized weights, which FSDP cannot gather"
-    elif (
-        model.allow_pickle and not files.tensors and not base_file(model.name_or_path, INDEX, model.revision)
-    ):
-        what = "has no safetensors, and other files cannot be read in shards"
-    else:
-        return
-    raise InputError(f"{model.name_or_path!r} {what}; set model.fsdp=false", key="model.fsdp")
 
 
 def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files: Any) -> dict[str, str]:
@@ -253,72 +214,62 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
             if "base" not in facts:
                 lineage.check_base_name(folder, base, reference)
             adapter_files.check(files, folder, scores)
-            _check_supported(job, adapter_files.settings(folder))
+            _check_supported(job, adapter_files.settings(folder), files.config)
         adapters[name] = folder
     return adapters
 
 
-def _check_supported(job: Job, adapter: dict[str, Any]) -> None:
-    """Raises InputError if the stage cannot use an adapter with these settings.
-
-    TRL would copy an adapter on the lm head, merging it would change tied embeddings, and DoRA cannot be batched or sharded.
-    """
+def _check_supported(job: Job, adapter: dict[str, Any], base: dict[str, Any]) -> None:
+    """Raises InputError if the stage cannot use an adapter with these settings on a base with this config.json."""
     from pipeline.models import adapter_files
-    from pipeline.models.hub import base_config
 
     stage = STAGE[job.stage]
-    if adapter_files.adapts_lm_head(adapter.get("target_modules")):
-        if stage.trl:
-            raise InputError(
-                "it adapts lm_head, to which TRL's trainers apply no adapter; train one without it"
-            )
-        tied = base_config(job.model.name_or_path, job.model.revision).get("tie_word_embeddings")
-        if stage.runs_in == "here" and tied:
-            raise InputError(
-                "it adapts lm_head, which this base ties to its embeddings: merging it would change both; train one without it"
-            )
-    if adapter.get("use_dora") and stage.runs_in == "serve":
-        raise InputError(
-            "it is a DoRA adapter, which peft cannot batch with others; merge it into its base (`export`), name the result as "
+    on_head = adapter_files.adapts_lm_head(adapter.get("target_modules"))
+    dora = adapter.get("use_dora")
+    problem = None
+    if on_head and stage.trl:
+        problem = "adapts lm_head, to which TRL's trainers apply no adapter; train one without it"
+    elif on_head and stage.runs_in == "here" and base.get("tie_word_embeddings"):
+        problem = "adapts lm_head, which this base ties to its embeddings: merging it would change both; train one without it"
+    elif dora and stage.runs_in == "serve":
+        problem = (
+            "is a DoRA adapter, which peft cannot batch with others; merge it into its base (`export`), name the result as "
             "model.name_or_path, and serve `base`"
         )
-    if adapter.get("use_dora") and job.model.fsdp:
-        raise InputError(
-            "it is a DoRA adapter, which takes norms of full weights, and model.fsdp shards them; set model.fsdp=false"
-        )
+    elif dora and job.model.fsdp:
+        problem = "is a DoRA adapter, which takes norms of full weights; set model.fsdp=false"
+    if problem:
+        raise InputError(f"it {problem}")
 
 
 def makes_adapter(job: Job, adapters: dict[str, str]) -> bool:
     """Returns True if a role of the stage begins as a new adapter, made as the job's `lora` section says."""
     facts = STAGE[job.stage]
-    given = {name.partition(".")[0] for name in adapters}
-    started_from = {name for name in ("policy", "reward") if name in facts.inputs}
+    started_from = {"policy", "reward"} & facts.inputs.keys()
     if job.stage == "ppo" and not job.args.has_critic_adapter:  # nothing starts from the reward
         started_from.discard("reward")
+    given = {name.partition(".")[0] for name in adapters}
     return facts.learns is not None and not (started_from and given >= started_from)
 
 
 def check_reward_model(job: Job, where: str) -> None:
     """Raises InputError if a reward is neither an adapter nor a model with one score: its head would be random."""
     from pipeline.models.base import check_base
-    from pipeline.models.hub import base_config
     from pipeline.models.tokenizer import load_tokenizer
 
     name, revision = hub.split(where)
+    expected = (
+        "expected an adapter that `rm` trained (models:/rlhf-rm@champion, or its folder), a sequence-classification model with "
+        "one label, or python:MODULE:FUNCTION"
+    )
     try:
-        config = base_config(name, revision)
+        config = hub.base_config(name, revision)
     except InputError as error:
-        raise InputError(
-            f"{error.message}, models:/NAME@ALIAS of a registered one, or python:MODULE:FUNCTION"
-        ) from error
+        raise InputError(f"{error.message}; {expected}") from error
     kind, labels = str((config.get("architectures") or ["unknown"])[0]), len(config.get("id2label") or "01")
     classifies = kind.endswith("ForSequenceClassification") or job.model.trust_remote_code
     if not classifies or labels != 1:
-        raise InputError(
-            f"{where!r} is a {kind}{f' with {labels} labels' if classifies else ''}; expected an adapter that `rm` trained "
-            "(models:/rlhf-rm@champion, or its folder), a sequence-classification model with one label, or "
-            "python:MODULE:FUNCTION"
-        )
+        raise InputError(f"{where!r} is a {kind}{f' with {labels} labels' * classifies}; {expected}")
     model = replace(job.model, name_or_path=name, revision=revision, load_in_4bit=False)
     check_base(model, scorer=True, gpu=bool(job.scaling.get("use_gpu")))
     load_tokenizer(name, revision, trust_remote_code=job.model.trust_remote_code)
@@ -370,22 +321,19 @@ def check_labels(job: Job, desirable: int, undesirable: int) -> None:
     """Prints the balance of a kto run's labels, and warns if it is outside the paper's range."""
     weights = job.trainer.get("desirable_weight", 1.0), job.trainer.get("undesirable_weight", 1.0)
     print(f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows", flush=True)
-    if not (desirable and undesirable and all(weights)):
+    good, bad = weights[0] * desirable, weights[1] * undesirable
+    if not (good and bad):
         print(
             "warning: only one of the labels has rows and a weight: the policy moves towards, or away from, all completions",
             flush=True,
         )
-        return
-    ratio = weights[0] * desirable / (weights[1] * undesirable)
-    if 1 <= ratio <= 4 / 3:
-        return
-    lowest, highest = weights[1] * undesirable / desirable, weights[0] * desirable / undesirable
-    print(
-        f"warning: desirable_weight * desirable rows is {ratio:.2f} of undesirable_weight * undesirable rows; expected 1 to 4/3 "
-        f"(eq. 8 of https://arxiv.org/abs/2402.01306): trainer.desirable_weight={lowest:.3g} to {lowest * 4 / 3:.3g}, or "
-        f"trainer.undesirable_weight={highest * 3 / 4:.3g} to {highest:.3g}",
-        flush=True,
-    )
+    elif not 1 <= good / bad <= 4 / 3:
+        lowest = bad / desirable
+        print(
+            f"warning: desirable_weight * desirable rows is {good / bad:.2f} of undesirable_weight * undesirable rows; expected 1 to "
+            f"4/3 (eq. 8 of https://arxiv.org/abs/2402.01306), as with trainer.desirable_weight={lowest:.3g} to {lowest * 4 / 3:.3g}",
+            flush=True,
+        )
 
 
 def check_updates(job: Job, prompts: int) -> None:
@@ -398,12 +346,6 @@ def check_updates(job: Job, prompts: int) -> None:
             f"found {args.critic_warmup_steps}, but {has} ({prompts} prompts): the policy would "
             f"never learn; expected less than {updates}, or more trainer.total_episodes",
             key="trainer.critic_warmup_steps",
-        )
-    if args.total_episodes and args.total_episodes % args.batch_size:
-        print(
-            f"note: trainer.total_episodes={args.total_episodes} is rounded up to {updates * args.batch_size}, a multiple of "
-            f"trainer.batch_size={args.batch_size}",
-            flush=True,
         )
     if args.warmup_steps >= updates:
         print(

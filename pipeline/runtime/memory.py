@@ -31,46 +31,46 @@ def explained(job: Job) -> Iterator[None]:
 
 def remedy(job: Job, phase: str) -> str:
     """Returns the settings to change, mildest first, each with its current value."""
-    lighter = [change for key in _sizes(job, phase) if (change := _halved(job, key))]
-    if phase not in (*ROLLOUT, "loading the base") and STAGE[job.stage].learns:
+    facts, loading, lighter, new_run = STAGE[job.stage], phase == "loading the base", [], []
+    if not loading:
+        lighter += _halved(job, _limit(job, phase))
+        new_run += _switched(job, "trainer.bf16", True)
+    if facts.learns and not loading and phase not in ROLLOUT:
         if job.trainer.get("gradient_checkpointing", False) is None:  # chosen by the plan
             lighter += ["trainer.gradient_checkpointing=true (now null)"]
         lighter += _switched(job, "trainer.gradient_checkpointing", True)
-    new_run = _switched(job, "trainer.bf16", True) if phase != "loading the base" else []
     new_run += _switched(job, "model.dtype", "bfloat16")
     if not job.model.fsdp:  # a sharded base cannot be 4-bit
         new_run += _switched(job, "model.load_in_4bit", True)
     advice = [f"set, in this order, {', '.join(lighter)}"] if lighter else []
     advice += [f"if that is not enough, in a new run, {', '.join(new_run)}"] if new_run else []
-    advice += [f"`make plan JOB={job.source}` computes what fits"] if STAGE[job.stage].learns else []
+    advice += [f"`make plan JOB={job.source}` computes what fits"] if facts.learns else []
     return "; ".join(advice)
 
 
-def _sizes(job: Job, phase: str) -> tuple[str, ...]:
-    """Returns the keys that limit the rows or tokens in memory at once."""
-    if phase == "loading the base":
-        return ()
+def _limit(job: Job, phase: str) -> str:
+    """Returns the key that limits the rows or tokens in memory at once."""
     if STAGE[job.stage].trl:
-        return (f"per_device_{'eval' if phase == 'evaluate' else 'train'}_batch_size",)
+        return f"per_device_{'eval' if phase == 'evaluate' else 'train'}_batch_size"
     if not STAGE[job.stage].learns or phase in ("rollout", "evaluate"):
-        return ("local_rollout_forward_batch_size",)
+        return "local_rollout_forward_batch_size"
     if phase in ("score", "values") or job.trainer.get("micro_batch_tokens"):
-        return ("micro_batch_tokens",)
-    return ("per_device_train_batch_size",)
+        return "micro_batch_tokens"
+    return "per_device_train_batch_size"
 
 
-def _halved(job: Job, key: str) -> str | None:
+def _halved(job: Job, key: str) -> list[str]:
     now = _value(job, key)
     if now is None and key == "local_rollout_forward_batch_size":  # set by the free memory
         now = job.args.planned_rows(job.workers[0])
-    if key == "micro_batch_tokens" and now is None:
+    if now is None and key == "micro_batch_tokens":
         from pipeline.ppo.forward import FORWARD_TOKENS
 
         limit = FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"]
         # It would limit training as well, so it is at most what a step of training has now.
         training = job.args.per_device_train_batch_size * (job.data.max_length or 0) or limit
-        return f"trainer.{key}={min(limit // 2, training)} (now null: {limit} without gradients)"
-    return f"trainer.{key}={now // 2} (now {now})" if isinstance(now, int) and now > 1 else None
+        return [f"trainer.{key}={min(limit // 2, training)} (now null: {limit} without gradients)"]
+    return [f"trainer.{key}={now // 2} (now {now})"] if isinstance(now, int) and now > 1 else []
 
 
 def _switched(job: Job, key: str, to: Any) -> list[str]:
@@ -83,7 +83,5 @@ def _switched(job: Job, key: str, to: Any) -> list[str]:
 
 def _value(job: Job, name: str) -> Any:
     """Returns a key of the `trainer` section or its default, or None if the stage has no such key."""
-    if name in job.trainer:
-        return job.trainer[name]
     known = schema.keys(STAGE[job.stage].trainer)
-    return known[name].get("default") if name in known else None
+    return job.trainer.get(name, known.get(name, {}).get("default"))

@@ -13,26 +13,14 @@ from functools import partial
 from typing import Any
 
 from pipeline.config import Job, libraries
-from pipeline.config.job import Data, transforms
+from pipeline.config.job import transforms
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.on_ray import placement, session
 from pipeline.registry import lineage
+from pipeline.runtime import inputs as checks
 from pipeline.runtime.host import Host, Work
-from pipeline.runtime.inputs import (
-    check_adapters,
-    check_columns,
-    check_labels,
-    check_paths,
-    check_row_format,
-    check_sampler,
-    check_shards,
-    check_updates,
-    digests_of_functions,
-    makes_adapter,
-    pin_inputs,
-    room_for_prompts,
-)
+from pipeline.runtime.inputs import pin_inputs
 from pipeline.system import console, functions, storage, terminal
 
 
@@ -82,7 +70,7 @@ heading: ContextVar[str] = ContextVar("heading", default=ALONE)
 
 def announce(job: Job, verb: str | None = None) -> None:
     """Checks the paths of a job and prints the header of the command. Raises InputError if a path does not exist."""
-    check_paths(job)
+    checks.check_paths(job)
     title = f"{verb}  {job.stage}" if verb else f"{job.stage}  run {job.run.name}"
     terminal.say(f"\n{heading.get()} {title}  {job.source}")
 
@@ -122,16 +110,6 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, data_only: bool = F
             yield Run(work, rows, report, started)
 
 
-def _scored_splits(job: Job) -> Iterator[tuple[str, Data]]:
-    """Yields the name and the `data` section of the rows that `evaluate` only scores. Benchmarks have their own columns."""
-    for name, rows in (("pairs", job.data.pairs), ("benchmarks", job.data.benchmarks)):
-        if rows:
-            alone = replace(job.data, train=None, eval=rows, max_length=None)
-            if name == "benchmarks":
-                alone = replace(alone, columns=None, label=None, transform=None, group_by=None)
-            yield name, alone
-
-
 def ray_for_rows(job: Job) -> Any:
     """Returns what starts Ray for a job in process whose rows are too many for one process; None for other jobs."""
     return (lambda: session.session(replace(job, scaling={}))) if job.in_process else None
@@ -154,13 +132,18 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
         read.prepare, tokenizer=work.tokenizer, cache_root=cache, ray_for_rows=ray_for_rows(job)
     )
     if job.data.train or job.data.eval:
-        room, packing = room_for_prompts(job, context), bool(job.trainer.get("packing"))
+        room, packing = checks.room_for_prompts(job, context), bool(job.trainer.get("packing"))
         data = prepare(job.stage, job.data, context_length=room, packing=packing)
         report, mixture = data.report, data.mixture
         sets = {name: (data, name) for name in ("train", "eval") if getattr(data, name) is not None}
-    for name, alone in _scored_splits(job):
+    for name in ("pairs", "benchmarks"):  # rows that `evaluate` only scores
+        if not (scored_rows := getattr(job.data, name)):
+            continue
+        section = replace(job.data, train=None, eval=scored_rows, max_length=None)
+        if name == "benchmarks":  # they have their own columns
+            section = replace(section, columns=None, label=None, transform=None, group_by=None)
         try:
-            scored = prepare(name, alone, context_length=context)
+            scored = prepare(name, section, context_length=context)
         except InputError as error:
             key = f"data.{name}" if error.key == "data.eval" else error.key
             raise InputError(error.message, key) from error
@@ -171,19 +154,18 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
         sets[name] = (scored, "eval")
     rows = {name: getattr(tokenized, split) for name, (tokenized, split) in sets.items()}
     if STAGE[job.stage].scores:
-        check_columns(job, rows)
-    check_row_format(job, work.inputs.get("policy"), report.row_format())
+        checks.check_columns(job, rows)
+    checks.check_row_format(job, work.inputs.get("policy"), report.row_format())
     if job.stage == "kto":
-        check_labels(job, *report.labels())
+        checks.check_labels(job, *report.labels())
     if job.stage == "ppo":
-        check_updates(job, len(mixture) if mixture else report.splits["train"].kept)
+        checks.check_updates(job, len(mixture) if mixture else report.splits["train"].kept)
     digests = {name: tokenized.digests[split] for name, (tokenized, split) in sets.items()}
     if through := transforms(job.data):
         digests["transform"] = functions.digest(through.values())
-    digests |= digests_of_functions(job)
     work = replace(
         work,
-        digests=digests,
+        digests=digests | checks.digests_of_functions(job),
         fingerprints={name: tokenized.fingerprints[split] for name, (tokenized, split) in sets.items()},
         mixture=mixture,
         row_format=report.row_format(),
@@ -204,16 +186,20 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
     from pipeline.models.tokenizer import load_tokenizer
 
     if sampler:
-        check_sampler(job)
+        checks.check_sampler(job)
     model = job.model
     files = check_base(model, gpu=bool(job.scaling.get("use_gpu")))
-    check_shards(job, files)
+    if model.fsdp and files.config.get("quantization_config"):
+        raise InputError(
+            f"{model.name_or_path!r} has quantized weights, which FSDP cannot gather; set model.fsdp=false",
+            "model.fsdp",
+        )
     base = base_identity(model.name_or_path, model.revision)
-    room_for_prompts(job, base["context_length"])
+    checks.room_for_prompts(job, base["context_length"])
     model = replace(model, revision=base["revision"])  # the commit, for all workers
     job = replace(job, model=model)
-    adapters = check_adapters(job, inputs, base, files)
-    if makes_adapter(job, adapters):
+    adapters = checks.check_adapters(job, inputs, base, files)
+    if checks.makes_adapter(job, adapters):
         check_lora(files, job.lora)
     elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
         print(
@@ -221,27 +207,19 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
             "policy=base starts a new one",
             flush=True,
         )
-    learned = _template_source(job, adapters)
+    # The adapter whose chat template counts: the policy's, or else the reward's
+    policies = [name for name in adapters if name == "policy" or name.startswith("policies.")]
+    rewards = [name for name in adapters if name.startswith("reward") and not job.policy]
+    learned = next((adapters[name] for name in policies + rewards), None)
     template = model.chat_template
-    if (
-        template is None
-        and learned
-        and os.path.lexists(saved := os.path.join(learned, "chat_template.jinja"))
-    ):
-        template = saved  # the adapter was trained with it
+    if template is None and learned:
+        saved = os.path.join(learned, "chat_template.jinja")  # the adapter was trained with it
+        template = saved if os.path.lexists(saved) else None
     tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
     if learned and model.chat_template is None:  # text prompts are encoded as in training
         trained = lineage.read(learned, "policy")
         tokenizer.text_as_chat = bool(trained.get("text_as_chat", not is_plain(tokenizer)))
     return Work(job, tokenizer, base, digests={}, fingerprints={}, run_id=None, inputs=inputs)
-
-
-def _template_source(job: Job, adapters: dict[str, str]) -> str | None:
-    """Returns the folder of the adapter whose chat template the job uses: its policy's, or else its reward's."""
-    policies = [name for name in adapters if name.startswith("policies.")]
-    if job.policy or policies:
-        return adapters.get("policy") or next((adapters[name] for name in policies), None)
-    return next((adapters[name] for name in adapters if name.startswith("reward")), None)
 
 
 def load_host(job: Job) -> Host:

@@ -16,7 +16,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from pipeline.errors import InputError, in_brief
 from pipeline.references import Ref
 from pipeline.registry.store import flatten
 from pipeline.runtime import checkpoints
-from pipeline.system import storage, terminal
+from pipeline.system import storage
 
 FILE = "job.json"
 PARTS = "parts"  # the folder of the finished parts of batch inference and of an evaluation
@@ -97,7 +97,8 @@ def locked(folder: str, seen: dict[str, Any], fresh: bool) -> Iterator[None]:
     Raises:
         InputError: if another process has the folder or changed it meanwhile.
     """
-    with _locked(folder):
+    handle = _lock(folder)
+    try:
         if not fresh and state(folder) != seen:
             raise InputError(
                 f"another process has run {folder} meanwhile; run the same command again", key="run.name"
@@ -107,13 +108,15 @@ def locked(folder: str, seen: dict[str, Any], fresh: bool) -> Iterator[None]:
             fs, inner = storage.filesystem(folder)
             fs.delete_dir_contents(inner)
         yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
-@contextlib.contextmanager
-def _locked(folder: str) -> Iterator[None]:
+def _lock(folder: str) -> int | None:
+    """Returns the handle that holds the lock of a folder, or None in a bucket."""
     if storage.is_remote(folder):
-        yield
-        return
+        return None
     try:
         os.makedirs(folder, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
@@ -129,10 +132,7 @@ def _locked(folder: str) -> Iterator[None]:
             f"another process is running {folder} right now; wait for it, end it, or choose another run.name",
             key="run.name",
         ) from error
-    try:
-        yield
-    finally:
-        os.close(handle)
+    return handle
 
 
 def hold_worker_lock(folder: str) -> None:
@@ -208,22 +208,25 @@ def unfinished(job: Job) -> dict[str, Any] | None:
     path = storage.join(job.folder, FILE)
     if job.run.fresh or not storage.exists(path):
         return None
-    left, free = read(job, path), _free(job)
-    changed = differences(left, job, (*free, *_resolved(job), "begun_with")) | _other_comparison(left, job)
-    different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
-    if different and not _has_progress(job):
+    left = read(job, path)
+    free = [*MAY_CHANGE, *_resolved(job), "begun_with"]
+    if job.data.batch_size or job.stage == "ppo":  # the key then only limits the rows in memory
+        free.append("trainer.per_device_train_batch_size")
+    if STAGE[job.stage].learns:  # others use the judge's scores, and make parts of as many rows
+        free += ["judge", "trainer.local_rollout_forward_batch_size"]
+    changed = differences(left, job, free)
+    # How evaluations are compared decides the result only if one of the jobs keeps the best step or may stop early.
+    for run in (left.get("run", {}), job.to_dict()["run"]):
+        if run.get("keep") == "best" or run.get("early_stopping_patience") or run.get("stop_if"):
+            changed |= {key: two for key, two in differences(left, job).items() if _among(key, COMPARISON)}
+    if changed and not _has_progress(job):
         return None
-    if different:
+    if changed:
+        different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
         raise InputError(
-            f"{job.run.name!r} began with {_first(different)} and cannot resume with different settings. Restore them, choose "
-            f"another run.name, or set run.fresh=true. These may change: {_first([key for key in free if key != 'source'])}",
+            f"{job.run.name!r} began with {', '.join(different)} and cannot resume with different settings. Restore them, choose "
+            "another run.name, or set run.fresh=true. Keys that do not decide the numbers may change: run, mlflow, gate, scaling, ...",
             key="run.name",
-        )
-    then, now = differences(left, job, ()).get("scaling.num_workers", (None, None))
-    if then != now and STAGE[job.stage].runs_in == "train":
-        terminal.say(
-            f"run {job.run.name} continues with scaling.num_workers={now} instead of {then}: the same batches, but sums in "
-            "another order"
         )
     return left
 
@@ -273,7 +276,7 @@ def essence(job: Job, *but: str) -> dict[str, Any]:
     return json.loads(json.dumps(kept))
 
 
-def differences(left: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
+def differences(left: dict[str, Any], job: Job, but: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
     """Returns {section.key: (value in a recorded job, value in this job)} where they differ, except for `but`."""
     then, now = (flatten(tree) for tree in (left, json.loads(json.dumps(job.to_dict(), default=str))))
     return {
@@ -283,29 +286,17 @@ def differences(left: dict[str, Any], job: Job, but: tuple[str, ...]) -> dict[st
     }
 
 
-def _other_comparison(left: dict[str, Any], job: Job) -> dict[str, tuple[Any, Any]]:
-    """Returns differences in how evaluations are compared, if one of the jobs keeps the best step or may stop early."""
-    runs = left.get("run", {}), job.to_dict()["run"]
-    if not any(
-        run.get("keep") == "best" or run.get("early_stopping_patience") or run.get("stop_if") for run in runs
-    ):
-        return {}
-    return {key: pair for key, pair in differences(left, job, ()).items() if _among(key, COMPARISON)}
-
-
-def _among(key: str, keys: tuple[str, ...]) -> bool:
+def _among(key: str, keys: Sequence[str]) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
-def print_differences(left: dict[str, Any], job: Job, most: int = 5) -> None:
+def print_differences(left: dict[str, Any], job: Job) -> None:
     """Prints the settings of this command that a finished run did not use."""
     changed = differences(left, job, ("run", "source", *_resolved(job)))
     if changed:
         print("it ran with other settings; this command's were not used:")
-    for key, (then, now) in list(changed.items())[:most]:
+    for key, (then, now) in changed.items():
         print(f"   {key}: was {_shown(then)}, is {_shown(now)}")
-    if len(changed) > most:
-        print(f"   and {len(changed) - most} more")
 
 
 def _resolved(job: Job) -> tuple[str, ...]:
@@ -317,28 +308,10 @@ def _resolved(job: Job) -> tuple[str, ...]:
     return ("model.name_or_path", "model.revision") if named else ("model.revision",)
 
 
-def _free(job: Job) -> tuple[str, ...]:
-    """Returns the keys that may change."""
-    free: tuple[str, ...] = MAY_CHANGE
-    if job.data.batch_size or job.stage == "ppo":  # the key then only limits the rows in memory
-        free += ("trainer.per_device_train_batch_size",)
-    if STAGE[job.stage].learns:  # the stage does not train on the judge's scores
-        free += ("judge",)
-    if STAGE[job.stage].learns:  # in other stages, the key decides which rows make a part
-        free += ("trainer.local_rollout_forward_batch_size",)
-    return free
-
-
 def _has_progress(job: Job) -> bool:
     """Returns True if the run left something to resume: a checkpoint, even a damaged one, or output parts."""
     folders = storage.folders(job.folder)
     return PARTS in folders or checkpoints.DAMAGED in folders or bool(checkpoints.complete(job.folder))
-
-
-def _first(names: list[str], most: int = 5) -> str:
-    """Returns the first few of a list, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
 
 
 def _shown(value: Any) -> str:

@@ -7,6 +7,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.models import hub
@@ -54,41 +55,35 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
     Args:
         shared: may be None if the reward is a function.
     """
+    from pipeline.models.base import load_base
+    from pipeline.models.tokenizer import load_tokenizer, tokenizer_digest
     from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
 
-    source = worker.work.inputs[name]
-    args = worker.job.args
+    source, args = worker.work.inputs[name], worker.job.args
+    if Ref.parse(source).is_function:
+        function = imported(source)
+        return FunctionReward(function, args.reward_timeout_s, args.reward_threads, weight=weight, name=role)
     # A training job limits a forward by its tokens; the other subcommands by its rows.
     by_tokens = worker.job.stage == "ppo"
     limits = (
         {"tokens": args.micro_batch_tokens} if by_tokens else {"rows": args.local_rollout_forward_batch_size}
     )
-    if Ref.parse(source).is_function:
-        function = imported(source)
-        return FunctionReward(function, args.reward_timeout_s, args.reward_threads, weight=weight, name=role)
     folder = worker.input(name)
     if lineage.is_adapter(folder):
         assert shared is not None
         shared.add(role, folder=folder, head=True)
         constants = lineage.read(folder, source).get("reward") or {"mean": 0.0, "std": 1.0}
         return AdapterReward(shared, role, **limits, weight=weight, **constants)
-    model, tokenizer = _other_model(worker, folder)
-    control = worker.job.data.special_tokens == "control"
-    return ModelReward(model, tokenizer, **limits, weight=weight, name=role, control=control)
-
-
-def _other_model(worker: Host, where: str) -> tuple[Any, Any]:
-    """Returns a reward model that is no adapter, held in memory in addition to the base, and its tokenizer if it differs."""
-    from dataclasses import replace
-
-    from pipeline.models.base import load_base
-    from pipeline.models.tokenizer import load_tokenizer, tokenizer_digest
-
-    name, revision = hub.split(where)
-    settings = replace(worker.job.model, name_or_path=name, revision=revision, load_in_4bit=False)
-    tokenizer = load_tokenizer(name, revision, trust_remote_code=settings.trust_remote_code)
+    # A model of its own, held in memory in addition to the base
+    model_name, revision = hub.split(folder)
+    settings = replace(worker.job.model, name_or_path=model_name, revision=revision, load_in_4bit=False)
+    tokenizer = load_tokenizer(model_name, revision, trust_remote_code=settings.trust_remote_code)
+    model = load_base(settings, tokenizer, worker.device)
     same = tokenizer_digest(tokenizer) == tokenizer_digest(worker.tokenizer)
-    return load_base(settings, tokenizer, worker.device), None if same else tokenizer
+    control = worker.job.data.special_tokens == "control"
+    return ModelReward(
+        model, None if same else tokenizer, **limits, weight=weight, name=role, control=control
+    )
 
 
 def judge(worker: Host, shared: SharedBase) -> Reward | None:
@@ -110,18 +105,17 @@ def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
     Returns:
         The role of the reference, or None (the bare base) if there is no sft adapter.
     """
-    if "policy" not in worker.work.inputs:
-        shared.add("policy", lora=worker.job.lora, trainable=True)
-        if args.sync_ref_model:  # a reference that moves has to be an adapter
-            shared.add("reference", copy_of="policy")
-            return "reference"
-        return None
-    folder = worker.input("policy")
-    shared.add("policy", folder=folder, trainable=True)
-    if args.sync_ref_model:  # the reference changes, so it cannot share the adapter of a frozen role
-        shared.add("reference", copy_of="policy")
+    folder = worker.input("policy") if "policy" in worker.work.inputs else None
+    if folder:
+        shared.add("policy", folder=folder, trainable=True)
     else:
+        shared.add("policy", lora=worker.job.lora, trainable=True)
+    if args.sync_ref_model:  # a reference that moves needs an adapter that no frozen role shares
+        shared.add("reference", copy_of="policy")
+    elif folder:
         shared.add("reference", folder=folder)
+    else:
+        return None
     return "reference"
 
 
@@ -271,10 +265,10 @@ def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
     sources: dict[str, str] = {}
     if "policy" in worker.work.inputs:
         sources |= dict.fromkeys(("policy", "reference"), worker.input("policy"))
-    for role, name in _reward_adapters(worker, shared).items():
-        sources[role] = worker.input(name)
-        if "critic" in shared.roles and not shared.is_head("critic"):
-            sources.setdefault("critic", sources[role])
+    rewards = {role: worker.input(name) for role, name in _reward_adapters(worker, shared).items()}
+    sources |= rewards
+    if rewards and not shared.is_head("critic"):
+        sources["critic"] = next(iter(rewards.values()))
     return {role: folder for role, folder in sources.items() if role in shared.roles}
 
 

@@ -55,7 +55,7 @@ def launch(
     job = resume.named(job)
     if result := finished(job):
         if job.run.report and not storage.exists(storage.join(result["folder"], report.PAGE)):
-            _draw_report(result)  # that process was killed before it drew the report
+            report.attach(result)  # that process was killed before it drew the report
         return result
     with terminal.logged() as log_into:
         with (
@@ -77,7 +77,11 @@ def launch(
             result = run.finish(
                 **outcome, **described(version), cost=cost, versions=lineage.versions(), data=run.data()
             )
-        print_summary(result, _draw_report(result) if job.run.report else None)
+        drawn = None
+        if job.run.report:
+            with console.waiting("drawing the report"):
+                drawn = report.attach(result)
+        print_summary(result, drawn)
     return result
 
 
@@ -89,12 +93,12 @@ def finished(job: Job) -> dict[str, Any] | None:
             written to.
     """
     resume.check_folder(job.folder, "a run", job.stage)
-    path, unfinished = (storage.join(job.folder, name) for name in ("result.json", resume.FILE))
     if job.run.fresh:
         return None
+    path, unfinished = (storage.join(job.folder, name) for name in ("result.json", resume.FILE))
     if not storage.exists(path):
         if storage.exists(unfinished):
-            resume.read(job, unfinished)
+            resume.read(job, unfinished)  # raises if it is another stage's
         return None
     result = resume.read(job, path)
     print(
@@ -170,12 +174,9 @@ def train_in_workers(
     from pipeline.on_ray.fit import fit
 
     job = work.job
-    if job.run.num_to_keep == 1:
-        print("warning: run.num_to_keep=1 leaves no checkpoint to fall back to if the newest is damaged")
     if not job.in_process:
-        low, high = job.workers
-        count = f"{low}" if low == high else f"{low} to {high}"
-        print(f"starting {count} worker{'s' * (high > 1)}: importing torch and transformers", flush=True)
+        count, many = placement.count_of(job), "s" * (job.workers[1] > 1)
+        print(f"starting {count} worker{many}: importing torch and transformers", flush=True)
     started = time.monotonic()
     config = {"train": train, "work": work, "companion": companion}
     try:
@@ -183,16 +184,16 @@ def train_in_workers(
     except Exception:
         with contextlib.suppress(OSError):  # the disk itself may have failed
             newest = next(reversed(checkpoints.complete(job.folder)), None)
-            left = (
+            does = (
                 f"continues from {newest}" if newest else "starts it over: it has no complete checkpoint yet"
             )
-            again = f"the same command with run.name={job.run.name} {left}"
+            again = f"the same command with run.name={job.run.name} {does}"
             terminal.say(f"run {job.run.name} failed; {again}", result=True)
         raise
     checkpoint = storage.join(job.folder, checkpoints.complete(job.folder)[-1])
     adapter = storage.join(checkpoint, "adapter")
     return outcome | {
-        "checkpoint": checkpoint,  # the last checkpoint
+        "checkpoint": checkpoint,  # the last one
         "adapter": adapter if storage.exists(adapter) else None,
         "train_seconds": round(time.monotonic() - started, 2),
     }
@@ -244,14 +245,3 @@ def described(version: registry.Version | None) -> dict[str, Any]:
         "alias": version.alias if version else None,
         "gate": version.gate if version else None,
     }
-
-
-def _draw_report(result: dict[str, Any]) -> str | None:
-    """Draws the report and returns its path, or None if it could not be drawn."""
-    try:
-        with console.waiting("drawing the report"):
-            return report.attach(result)
-    except (KeyboardInterrupt, SystemExit):
-        print_summary(result, None)
-        print(f"the run is finished; make report RUN={result['folder']} draws its report", flush=True)
-        raise

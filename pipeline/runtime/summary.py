@@ -3,7 +3,6 @@
 from typing import Any
 
 from pipeline import registry, text
-from pipeline.config import make
 from pipeline.config.stages import STAGE, Figure
 from pipeline.errors import visible
 from pipeline.references import Ref
@@ -38,21 +37,24 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
         shown = figure is figures[0] or figure.after in gate
         terminal.say(line.rstrip(), result=True) if shown else detail(line.rstrip())
         gate.pop(figure.after, None)
+    lines = []
     for metric, condition in gate.items():
         found = f"{metrics[metric]:.4g}" if metric in metrics else "missing"
-        terminal.say(text.row(metric, f"{found:<22}{condition}"), result=True)
-    for warning in filter(None, (how_it_ended(result), not_better(result))):
-        terminal.say(f"  {warning}", result=True)
+        lines.append(text.row(metric, f"{found:<22}{condition}"))
+    lines += [f"  {warning}" for warning in (how_it_ended(result), not_better(result)) if warning]
     if result["version"]:
         version = registry.Version(*(result[k] for k in ("registered_model", "version", "alias", "gate")))
         passed = f"gate {version.gate}" if result["job"]["gate"] else "no gate set"
-        terminal.say(
-            text.row("registered" if result["adapter"] else "version", f"{version}  ({passed})"), result=True
-        )
+        lines.append(text.row("registered" if result["adapter"] else "version", f"{version}  ({passed})"))
         if result["adapter"] and not version.alias:
-            terminal.say(f"  {without_alias(result, version)}", result=True)
-    name = "report" if drawn else "result"
-    page = text.row(name, storage.relative(drawn or f"{result['folder']}/result.json"))
+            reference = Ref(version.name, version=version.version)
+            lines.append(
+                f"  @{result['job']['mlflow']['alias']} has not moved; name {reference} to use this version"
+            )
+    for line in lines:
+        terminal.say(line, result=True)
+    page = storage.relative(drawn or f"{result['folder']}/result.json")
+    page = text.row("report" if drawn else "result", page)
     print(page) if one_of_several else terminal.say(page, result=True)
     cost = prices.in_words(result["cost"])
     terminal.say(text.row("time", f"{terminal.clock(result['seconds'])}, {cost}"), result=True)
@@ -73,17 +75,6 @@ def not_better(result: dict[str, Any]) -> str | None:
     verdict = f"{'worse' if high < 0.5 else 'not better'} than {'before' if learns else 'the baseline'}"
     advice = "; try a higher trainer.learning_rate, or train longer" if learns and high >= 0.5 else ""
     return f"{verdict}: win rate {rate:.2f} ({low:.2f} to {high:.2f}){advice}"
-
-
-def without_alias(result: dict[str, Any], version: registry.Version) -> str:
-    """Returns how to continue with a version whose gate failed."""
-    job, facts = result["job"], STAGE[result["stage"]]
-    following = "evaluate" if facts.keeps_reference else "ppo"
-    reference = Ref(version.name, version=version.version)
-    return (
-        f"@{job['mlflow']['alias']} has not moved; to go on with this version:  "
-        f'{make(following, job["source"])} ARGS="{facts.learns}={reference}"'
-    )
 
 
 def sample_table(samples: list[dict[str, Any]], width: int = 40) -> str:

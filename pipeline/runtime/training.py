@@ -10,6 +10,8 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from pipeline.config.stages import STAGE
@@ -47,56 +49,18 @@ def arguments(worker: Worker, config: Any, recompute: bool, **fixed: Any) -> Any
     )
 
 
-class Speed(TrainerCallback):
-    """Measures a trainer's speed during optimizer steps, without evaluations, checkpoints and waits for rows."""
-
-    def __init__(self, worker: Worker, trainer: Any) -> None:
-        self.worker, self.trainer = worker, trainer
-        facts = STAGE[worker.job.stage]
-        # A forward takes 2 FLOPs per token and parameter; a backward through frozen weights as many, since only activations
-        # have gradients. What is recomputed does not count: model FLOPs (Chowdhery et al. 2022, PaLM, section 4.1).
-        self.passes = 2 + facts.keeps_reference + facts.further_forwards
-        self.device = torch.device(worker.device)
-        self.begun: float | None = None
-        self.seconds, self.tokens = 0.0, 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.tokens = self.trained()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.begun = time.monotonic()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.device.type == "cuda":  # kernels are only launched when Python has come here
-            torch.cuda.synchronize(self.device)
-        assert self.begun is not None
-        self.seconds += time.monotonic() - self.begun
-
-    def take(self) -> dict[str, float]:
-        """Returns the metrics since the last call, of all workers together, or {} if no step was made."""
-        tokens, seconds = self.trained() - self.tokens, self.seconds
-        if not tokens or not seconds:
-            return {}
-        self.tokens, self.seconds = self.tokens + tokens, 0.0
-        found = {"train_tokens_per_second": tokens / seconds, "memory/peak": peak_memory() / 2**30}
-        if peak := peak_flops(self.device):
-            base = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
-            found["mfu"] = (
-                2 * base.num_parameters() * tokens * self.passes / (seconds * peak * self.worker.world)
-            )
-        return found
-
-    def trained(self) -> int:
-        """Returns the tokens that all workers have trained on."""
-        return int(self.trainer._total_train_tokens)  # private in TRL 1.16; see save_sums
-
-
 class Reporter(TrainerCallback):
-    """Progress, metrics and checkpoints of a transformers Trainer, handed to the worker as they come."""
+    """Progress, speed, metrics and checkpoints of a transformers Trainer, handed to the worker as they come.
 
-    def __init__(self, worker: Worker, trainer: Any, best: Best | None, speed: Speed):
-        self.worker, self.trainer, self.best, self.speed = worker, trainer, best, speed
+    Speed is that of optimizer steps, without evaluations, checkpoints and waits for rows.
+    """
+
+    def __init__(self, worker: Worker, trainer: Any, best: Best | None):
+        self.worker, self.trainer, self.best = worker, trainer, best
         self.evaluating: Bar | None = None  # batches done in the evaluation that is under way
+        self.device = torch.device(worker.device)
+        self.begun = self.seconds = 0.0  # the start of the step; of the steps since the last line of the log
+        self.tokens = 0  # until that line
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.worker.resume:
@@ -104,6 +68,34 @@ class Reporter(TrainerCallback):
             self.worker.replay(_history(state))
         else:
             require(trl_checks.check(self.worker, self.trainer))
+        self.tokens = trained_tokens(self.trainer)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begun = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.device.type == "cuda":  # kernels are only launched when Python has come here
+            torch.cuda.synchronize(self.device)
+        self.seconds += time.monotonic() - self.begun
+        if self.worker.notice.poll(state.global_step):
+            control.should_save = True
+
+    def speed(self) -> dict[str, float]:
+        """Returns the metrics since the last call, of all workers together, or {} if no step was made."""
+        tokens, seconds = trained_tokens(self.trainer) - self.tokens, self.seconds
+        if not tokens or not seconds:
+            return {}
+        self.tokens, self.seconds = self.tokens + tokens, 0.0
+        found = {"train_tokens_per_second": tokens / seconds, "memory/peak": peak_memory() / 2**30}
+        if peak := peak_flops(self.device):
+            # A forward takes 2 FLOPs per token and parameter; a backward through frozen weights as many, since only
+            # activations have gradients. What is recomputed does not count: model FLOPs (Chowdhery et al. 2022, PaLM, sec. 4.1).
+            facts = STAGE[self.worker.job.stage]
+            passes = 2 + facts.keeps_reference + facts.further_forwards
+            base = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
+            flops = 2 * base.num_parameters() * tokens * passes
+            found["mfu"] = flops / (seconds * peak * self.worker.world)
+        return found
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any
@@ -127,13 +119,9 @@ class Reporter(TrainerCallback):
     ) -> None:
         numbers = _numbers(logs or {})
         if "loss" in numbers:
-            numbers |= self.speed.take()
+            numbers |= self.speed()
         if "train_runtime" not in numbers:  # the summary at the end is not a step
             self.worker.log(numbers, state.global_step, state.max_steps)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.worker.notice.poll(state.global_step):
-            control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
@@ -141,6 +129,11 @@ class Reporter(TrainerCallback):
         if self.best and self.worker.rank == 0:
             self.best.save(folder)
         self.worker.checkpoint(folder, state.global_step)
+
+
+def trained_tokens(trainer: Any) -> int:
+    """Returns the tokens that all workers have trained on."""
+    return int(trainer._total_train_tokens)  # private in TRL 1.16; see save_sums
 
 
 def _sums_file(worker: Worker, folder: str) -> str:
@@ -240,49 +233,38 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
             # RewardTrainer.__init__; for DoRA: https://github.com/huggingface/trl/issues/7268). Here they are fp32 on any
             # base. Remove when TRL leaves them in fp32.
             parameter.data = parameter.data.float()
-    leave_shards_alone(trainer.model)
+    # DDP would send rank 0's shards of the base to the other ranks, whose shards differ on purpose. Private in torch 2.13
+    # (https://github.com/pytorch/pytorch/issues/43690). Remove when DDP takes such a list publicly.
+    shards = [name for name, parameter in trainer.model.named_parameters() if isinstance(parameter, DTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, shards)
     trainer.mixture = worker.work.mixture
     learning = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     tracked = Best.of(worker.job, learning, worker.report)
     trainer.remove_callback(PrinterCallback)
-    speed = Speed(worker, trainer)
-    trainer.add_callback(speed)
-    trainer.add_callback(Reporter(worker, trainer, tracked, speed))
+    trainer.add_callback(Reporter(worker, trainer, tracked))
     if worker.rank == 0:
         evaluates = trainer.args.eval_on_start and not worker.resume
         count = len(trainer.eval_dataset) if trainer.eval_dataset is not None else 0
         print(f"evaluating {count} held-out rows, then training" if evaluates else "training", flush=True)
     metrics = _train(worker, trainer, tracked)
-    if trainer.eval_dataset is not None:
-        evaluated = _evaluations(trainer)
-        if not evaluated or evaluated[-1]["step"] != trainer.state.global_step:
-            trainer.evaluate()  # logs the metrics of step 0
+    last = trainer.state.global_step
+    if trainer.eval_dataset is not None and last not in _evaluations(trainer):
+        trainer.evaluate()
     kept = tracked.restore() if tracked else None
-    worker.end = best.outcome(tracked, kept, trainer.state.global_step, trainer.state.max_steps)
-    worker.usage = {"tokens": speed.trained()}
+    worker.end = best.outcome(tracked, kept, last, trainer.state.max_steps)
+    worker.usage = {"tokens": trained_tokens(trainer)}
     if trainer.eval_dataset is not None:
         evaluated = _evaluations(trainer)
-        final = next(e for e in reversed(evaluated) if e["step"] == worker.end["kept"]["step"])
-        metrics |= {k: float(v) for k, v in final.items() if k.startswith("eval_")}
-        first: dict[str, Any] = next((e for e in evaluated if e["step"] == 0), {})
-        metrics |= {
-            k.replace("eval_", "before_", 1): float(v) for k, v in first.items() if k.startswith("eval_")
-        }
+        for prefix, step in (("eval_", worker.end["kept"]["step"]), ("before_", 0)):
+            for key, value in evaluated.get(step, {}).items():
+                if key.startswith("eval_"):
+                    metrics[prefix + key.removeprefix("eval_")] = float(value)
     return metrics
 
 
-def leave_shards_alone(model: Any) -> None:
-    """Keeps DDP from sending rank 0's shards of the base to the other ranks, whose shards differ on purpose."""
-    from torch.distributed.tensor import DTensor
-    from torch.nn.parallel import DistributedDataParallel
-
-    shards = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    # Private in torch 2.13 (https://github.com/pytorch/pytorch/issues/43690). Remove when DDP takes such a list publicly.
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, shards)
-
-
-def _evaluations(trainer: Any) -> list[dict[str, Any]]:
-    return [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+def _evaluations(trainer: Any) -> dict[int, dict[str, Any]]:
+    """Returns {step: what was logged of its last evaluation}."""
+    return {entry["step"]: entry for entry in trainer.state.log_history if "eval_loss" in entry}
 
 
 def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
@@ -305,9 +287,8 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
             return {"train_loss": train_loss, "epoch": float(state.epoch)}
     summary = trainer.train(resume_from_checkpoint=worker.resume).metrics
     # TRL's RewardTrainer adds means over the steps since the last line of the log, which do not describe the run.
-    metrics = {
-        k: float(v) for k, v in summary.items() if k.startswith("train_") or k in ("epoch", "total_flos")
-    }
+    kept = {key for key in summary if key.startswith("train_")} | {"epoch", "total_flos"}
+    metrics = {key: float(value) for key, value in summary.items() if key in kept}
     metrics["train_loss"] = trainer._total_loss_scalar / max(1, trainer.state.global_step)
     return metrics
 
@@ -340,16 +321,16 @@ def save(trainer: Any, folder: str) -> None:
     adapter_files.write(folder, model.peft_config["default"], tensors)
     vocab_size = model.config.get_text_config().vocab_size
     rows = probes.sequences(vocab_size, trainer.processing_class.pad_token_id)
-    probes.write(folder, rows, lambda ids: _output(model.eval(), ids))
 
+    def output(ids: list[int]) -> float:
+        """Returns the score of a reward model, else the mean log-prob of the tokens after the first."""
+        found = logits(model.eval(), ids)
+        if found.ndim == 2:
+            return float(found)
+        actions = torch.tensor(ids[1:]).unsqueeze(-1)
+        return float(found[0, :-1].log_softmax(-1).gather(-1, actions).mean())
 
-def _output(model: Any, ids: list[int]) -> float:
-    """Returns what a probe records: the score of a reward model, else the mean log-prob of the tokens after the first."""
-    found = logits(model, ids)
-    if found.ndim == 2:
-        return float(found)
-    actions = torch.tensor(ids[1:]).unsqueeze(-1)
-    return float(found[0, :-1].log_softmax(-1).gather(-1, actions).mean())
+    probes.write(folder, rows, output)
 
 
 def outputs(trainer: Any, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:

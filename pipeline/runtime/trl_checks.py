@@ -43,20 +43,40 @@ def check(worker: Worker, trainer: Any) -> list[Finding]:
     rows = [dict(row) for row in first]
     model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.job.stage
     completions = [completion for row in rows for completion in completions_of(row)]
+    tokenizer = worker.tokenizer
+    ends, bos = eos_ids(tokenizer), tokenizer.bos_token_id
+    twice = sum(
+        bos is not None and (prompt + completion)[:2] == [bos, bos] for prompt, completion in completions
+    )
+    different: tuple[str, bool | None] = ("one worker", None)
+    if worker.world > 1:
+        drawn = [row for part in worker.gather(trainer.first_rows()) for row in part]
+        doubled = len(drawn) - len(set(drawn))
+        different = f"{doubled} of {len(drawn)} rows of the first micro-batch are drawn twice", not doubled
     findings = [
-        pad_is_no_eos(worker),
+        Finding(  # else collators mask EOS, and it is never learned
+            "the pad token is no EOS token",
+            f"pad is {tokenizer.pad_token!r}, completions end with {tokenizer.convert_ids_to_tokens(ends)}",
+            tokenizer.pad_token_id not in ends,
+        ),
         only_adapters_learn(trainer, model),
-        each_row_once(worker, trainer),
-        one_bos(worker.tokenizer, [prompt + completion for prompt, completion in completions]),
+        Finding("workers train on different rows", *different),
+        Finding(  # one is of the template, one of the tokenizer
+            "at most one BOS per row",
+            f"{twice} of {len(completions)} rows begin with {tokenizer.bos_token} twice",
+            twice < max(1, len(completions)),
+        ),
         ends_learned(worker, completions),
         *(starts_as_its_file(model, worker, role) for role in ADAPTERS if role in worker.work.inputs),
     ]
     if stage != "rm":
-        findings.append(loss_after_generation_prompt(worker.tokenizer, completions))
+        findings.append(loss_after_generation_prompt(tokenizer, completions))
     if stage == "sft":
         findings.append(labels_are_tokens(trainer, rows))
     if stage in ("rm", "dpo"):
-        findings.append(sides_differ(rows))
+        equal = sum(row["chosen_ids"] == row["rejected_ids"] for row in rows)
+        found = f"{equal} of {len(rows)} pairs have the same tokens on both sides"
+        findings.append(Finding("the sides of a pair differ", found, not equal))
     if stage == "kto":
         findings.append(pairs_other_rows(trainer))
     if worker.job.reference:  # the policy does not start as its reference
@@ -127,50 +147,22 @@ def _unpacked(row: Row) -> list[Row]:
     return parts
 
 
-def pad_is_no_eos(worker: Worker) -> Finding:
-    """Checks that the pad token ends no completion: else collators mask EOS, and it is never learned."""
-    tokenizer = worker.tokenizer
-    ends = eos_ids(tokenizer)
-    found = f"pad is {tokenizer.pad_token!r}, completions end with {tokenizer.convert_ids_to_tokens(ends)}"
-    return Finding("the pad token is no EOS token", found, tokenizer.pad_token_id not in ends)
-
-
 def only_adapters_learn(trainer: Any, model: Any) -> Finding:
     """Checks that exactly adapter and head require gradients, in fp32, and that the optimizer has them."""
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     wrong = {
         "of the base learn": [name for name in learning if ".default" not in name],
-        "of the adapter are frozen": [
-            name for name, p in model.named_parameters() if not p.requires_grad and ".default." in name
-        ],
+        "of the adapter are frozen": [name for name in frozen if ".default." in name],
         "are not fp32": [name for name, p in learning.items() if p.dtype != torch.float32],
         "are not in the optimizer": [name for name, p in learning.items() if id(p) not in optimized],
     }
-    found = f"{sum(p.numel() for p in learning.values()):,} parameters learn"
-    for what, names in wrong.items():
-        if names:
-            found += f"; {len(names)} tensors {what}, for example {names[0]}"
-    return Finding("only adapters and heads learn", found, bool(learning) and not any(wrong.values()))
-
-
-def each_row_once(worker: Worker, trainer: Any) -> Finding:
-    """Checks that the first micro-batch has different rows on each worker."""
-    name = "workers train on different rows"
-    if worker.world == 1:
-        return Finding(name, "one worker", None)
-    drawn = [row for part in worker.gather(trainer.first_rows()) for row in part]
-    twice = len(drawn) - len(set(drawn))
-    found = f"{len(drawn)} rows in the first micro-batch of {worker.world} workers"
-    return Finding(name, found + (f", {twice} of them twice" if twice else ""), not twice)
-
-
-def one_bos(tokenizer: Any, rows: Sequence[list[int]]) -> Finding:
-    """Checks that rows do not begin with two BOS: one of the template, one of the tokenizer."""
-    bos = tokenizer.bos_token_id
-    twice = sum(bos is not None and ids[:2] == [bos, bos] for ids in rows)
-    found = f"{len(rows)} rows" + (f"; {twice} begin with {tokenizer.bos_token} twice" if twice else "")
-    return Finding("at most one BOS per row", found, twice < max(1, len(rows)))
+    faults = [
+        f"{len(names)} tensors {what}, for example {names[0]}" for what, names in wrong.items() if names
+    ]
+    found = "; ".join([f"{sum(p.numel() for p in learning.values()):,} parameters learn", *faults])
+    return Finding("only adapters and heads learn", found, bool(learning) and not faults)
 
 
 def ends_learned(worker: Worker, rows: Sequence[tuple[list[int], list[int]]]) -> Finding:
@@ -212,13 +204,6 @@ def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[tuple[list[int],
     return Finding(name, found, after > 0)
 
 
-def sides_differ(rows: Sequence[Row]) -> Finding:
-    """Checks that chosen and rejected of each pair are different token ids."""
-    equal = sum(row["chosen_ids"] == row["rejected_ids"] for row in rows)
-    found = f"{len(rows)} pairs" + (f"; {equal} have the same tokens on both sides" if equal else "")
-    return Finding("the sides of a pair differ", found, not equal)
-
-
 def starts_as_its_file(model: Any, worker: Worker, role: str) -> Finding:
     """Checks that an adapter in memory equals its file: the one that learns, or the frozen reference."""
     from peft import get_peft_model_state_dict
@@ -235,19 +220,17 @@ def labels_are_tokens(trainer: Any, rows: list[Row]) -> Finding:
     """Checks that the collated batch trains as many tokens as the rows, and that each label is the token at its position."""
     batch = trainer.data_collator([dict(row) for row in rows])
     expected = sum(label != -100 for row in rows for part in _unpacked(row) for label in part["labels"][1:])
-    labels = batch["labels"]
-    begins = (
-        batch["position_ids"] == 0 if "position_ids" in batch else torch.zeros_like(labels, dtype=torch.bool)
-    )
-    begins[:, 0] = True  # nothing predicts the first token of a row
-    trained = (labels != -100) & ~begins
-    others = int((batch["input_ids"] != labels)[trained].sum())
-    found = f"{int(trained.sum())} tokens are trained in a batch of {len(rows)} rows"
-    if int(trained.sum()) != expected:
+    trained = batch["labels"] != -100
+    trained[:, 0] = False  # nothing predicts the first token of a row
+    if "position_ids" in batch:  # packed
+        trained &= batch["position_ids"] != 0
+    count, others = int(trained.sum()), int((batch["input_ids"] != batch["labels"])[trained].sum())
+    found = f"{count} tokens are trained in a batch of {len(rows)} rows"
+    if count != expected:
         found += f", {expected} in the rows themselves: the collator masks labels, or adds some"
     if others:
         found += f"; {others} labels are not the token that stands there"
-    return Finding("labels are the rows' tokens", found, int(trained.sum()) == expected and not others)
+    return Finding("labels are the rows' tokens", found, count == expected and not others)
 
 
 def pairs_other_rows(trainer: Any) -> Finding:
@@ -257,25 +240,18 @@ def pairs_other_rows(trainer: Any) -> Finding:
         return Finding(name, "not checked: the loss has no KL term", None)
     loader = trainer.get_train_dataloader()
     drawn = next(iter(loader.batch_sampler))
-    count = len(drawn) // 2
-    own, others = drawn[:count], drawn[count:]
-    rows = trainer.train_dataset.select(drawn)
-    batch = loader.collate_fn(list(rows))
-    expected = [
-        row["prompt_ids"] + other["completion_ids"]
-        for row, other in zip(rows.select(range(count)), rows.select(range(count, 2 * count)), strict=True)
-    ]
-    masks = batch["KL_attention_mask"].bool()
-    read = [ids[mask].tolist() for ids, mask in zip(batch["KL_input_ids"], masks, strict=True)]
-    themselves = sum(a == b for a, b in zip(own, others, strict=True))
-    wrong = sum(a != b for a, b in zip(read, expected, strict=True))
-    found = f"{count} rows in the first micro-batch"
-    if themselves:
-        found += (
-            f"; {themselves} are paired with their own completion: KTO's reward would be compared with itself"
-        )
-    if wrong:
-        found += f"; {wrong} are read with other tokens than those of their pair"
+    count = len(drawn) // 2  # the others follow the rows that they are paired with
+    rows = list(trainer.train_dataset.select(drawn))
+    batch = loader.collate_fn([dict(row) for row in rows])
+    themselves = wrong = 0
+    for i in range(count):
+        themselves += drawn[i] == drawn[count + i]
+        read = batch["KL_input_ids"][i][batch["KL_attention_mask"][i].bool()].tolist()
+        wrong += read != rows[i]["prompt_ids"] + rows[count + i]["completion_ids"]
+    found = (
+        f"of {count} rows in the first micro-batch, {themselves} are paired with their own completion, and {wrong} are read "
+        "with other tokens than those of their pair"
+    )
     return Finding(name, found, not wrong and (not themselves or len(trainer.train_dataset) == 1))
 
 
@@ -292,10 +268,7 @@ def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> Finding:
     found = ", ".join(f"reward of the {key} {value:.3g}" for key, value in rewards.items())
     longest = max(len(completion) for row in rows for _, completion in completions_of(row))
     limit = tolerance(trainer, model) * trainer.args.beta * longest
-    same = all(abs(value) <= limit for value in rewards.values())
-    if not same:
-        found += ": the reference is another adapter, or the bare base, or dropout is on in one of the two"
-    return Finding(name, found, same)
+    return Finding(name, found, all(abs(value) <= limit for value in rewards.values()))
 
 
 # What a stage compares: [(name, number of the trainer on a padded batch, number from single rows)], empty if the job's loss
@@ -363,9 +336,8 @@ def kto_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
     # A swapped label or a wrong z0 changes the loss by about beta times the log-ratios. Rounding errors grow with the log-probs.
     largest, longest = max(abs(ratio) for ratio, _ in ratios), max(size for _, size in ratios)
     doubt = tolerance(trainer, model) * (max(largest, z0) + 0.02 * longest)
-    return [("loss", loss, expected)], 1e-5 * max(1.0, expected) + doubt * trainer.beta * max(
-        weights.values()
-    )
+    doubt *= trainer.beta * max(weights.values())
+    return [("loss", loss, expected)], 1e-5 * max(1.0, expected) + doubt
 
 
 NUMBERS = {"sft": sft_numbers, "rm": rm_numbers, "dpo": dpo_numbers, "kto": kto_numbers}
@@ -419,9 +391,7 @@ def collated(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
     if "label" in rows[0]:
         rows = [paired(row, other) for row, other in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
     batch = trainer.data_collator([dict(row) for row in rows])
-    return {
-        key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in batch.items()
-    }
+    return {k: value.to(model.device) if isinstance(value, Tensor) else value for k, value in batch.items()}
 
 
 def logprobs_alone(model: Any, ids: list[int]) -> Tensor:

@@ -15,12 +15,13 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pipeline import registry, text
 from pipeline.config import Job
-from pipeline.errors import Failure, InputError, in_brief
+from pipeline.errors import Failure, InputError
 from pipeline.models import hub
 from pipeline.registry import lineage
 from pipeline.runtime import checkpoints, memory
@@ -36,37 +37,37 @@ PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evalu
 LIVE_INTERVAL_S = 0.5  # at most one line of progress in this time
 LIVE_METRICS = 3  # metrics that a line of progress shows
 OUTCOME = "outcome.json"  # in the last checkpoint of a run that reached its end
-NOTICE_INTERVAL_S = float(
-    os.environ.get("PIPELINE_NOTICE_EVERY_S", "5")
-)  # spot nodes give 30 to 120 s of notice
+NOTICE_INTERVAL_S = float(os.environ.get("PIPELINE_NOTICE_EVERY_S", "5"))  # spot nodes give 30 to 120 s
 
 
 def main(config: dict[str, Any]) -> dict[str, Any]:
     """Prepares the process of a worker, then trains, resumes, or finds the run finished. Ray Train calls it."""
-    import ray.train
+    import ray.train.collective
 
     work: Work = config["work"]
+    job, context = work.job, ray.train.get_context()
     with contextlib.ExitStack() as stack:
-        if work.job.in_process:
+        if job.in_process:
             console.silence_libraries()
-            stack.enter_context(like_a_worker(work.job))
+            stack.enter_context(like_a_worker(job))
         else:
-            name_output(f"{work.job.stage} {work.job.run.name}" if work.sweep else work.job.stage)
-            leave_group_of_one(
-                ray.train.get_context().get_world_size(), bool(work.job.scaling.get("use_gpu"))
-            )
-            hold_worker_lock(work.job.folder)
-        resume = resume_folder(work.job.folder, stack)
+            name_output(f"{job.stage} {job.run.name}" if work.sweep else job.stage)
+            leave_group_of_one(context.get_world_size(), bool(job.scaling.get("use_gpu")))
+            hold_worker_lock(job.folder)
+        # All ranks resume from the same checkpoint.
+        newest = checkpoints.newest(job.folder) if context.get_world_rank() == 0 else None
+        newest = ray.train.collective.broadcast_from_rank_zero(newest)
+        resume = stack.enter_context(storage.local_copy(storage.join(job.folder, newest))) if newest else None
         if resume and os.path.exists(os.path.join(resume, OUTCOME)):
             with open(os.path.join(resume, OUTCOME), encoding="utf-8") as file:
                 return json.load(file)
         worker = Worker(work, resume, config["companion"])
         if worker.rank == 0:
             if resume:
-                terminal.say(f"continuing from {os.path.basename(resume)}")
-            print(hub.announcement(work.job.model.name_or_path, work.job.model.revision), flush=True)
+                terminal.say(f"continuing from {newest}")
+            print(hub.announcement(job.model.name_or_path, job.model.revision), flush=True)
         try:
-            with memory.explained(work.job), lora_explained():
+            with memory.explained(job):
                 outcome = config["train"](worker)
         except BaseException as error:
             if isinstance(error, (InputError, Failure)):
@@ -76,19 +77,6 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             raise
         worker.close()
         return outcome
-
-
-@contextlib.contextmanager
-def lora_explained() -> Iterator[None]:
-    """Turns peft's error about settings that match no module of the base into one about the job's `lora` section."""
-    try:
-        yield
-    except ValueError as error:
-        from peft.utils.error import NoMatchingPeftModuleError
-
-        if not isinstance(error, NoMatchingPeftModuleError):
-            raise
-        raise InputError(f"peft rejects these settings ({in_brief(error)}); fix them", key="lora") from error
 
 
 @contextlib.contextmanager
@@ -131,19 +119,6 @@ def leave_group_of_one(world: int, use_gpu: bool) -> None:
         del os.environ[name]
 
 
-def resume_folder(run_folder: str, stack: contextlib.ExitStack) -> str | None:
-    """Returns a local folder with the newest intact checkpoint, the same one for all ranks, or None if there is none yet.
-
-    Raises:
-        InputError: if there are checkpoints, but all are damaged.
-    """
-    import ray.train.collective
-
-    first = ray.train.get_context().get_world_rank() == 0
-    newest = ray.train.collective.broadcast_from_rank_zero(checkpoints.newest(run_folder) if first else None)
-    return stack.enter_context(storage.local_copy(storage.join(run_folder, newest))) if newest else None
-
-
 def name_output(stage: str) -> None:
     """Names this process's lines in the driver's log after the stage, and silences the libraries' warnings."""
     print(f":actor_name:{stage}", flush=True)  # Ray's marker: log lines start with `(sft pid=...)`
@@ -153,8 +128,7 @@ def name_output(stage: str) -> None:
 
 
 class PreemptionNotice:
-    """What the workers know of nodes that will be taken away: Ray's drain notice, as a spot reclaim or `ray drain-node` gives
-    it.
+    """What the workers know of nodes that will be taken away: Ray's drain notice, for example of a spot node.
 
     Every rank calls `poll` after every step. Asking Ray is a barrier of a few milliseconds, and all ranks have to ask at the
     same step. They agree on the next one whenever they ask, so that they ask about every NOTICE_INTERVAL_S.
@@ -256,18 +230,18 @@ class Worker(Host):
         now = time.monotonic()
         if self.started is None:
             self.started = (now, step)
-        done = step - self.started[1]
-        left = (now - self.started[0]) / done * (total - step) if done else None
-        clock = f"  left {terminal.clock(left)}" if left is not None else ""
+        began, first = self.started
+        left = (now - began) / (step - first) * (total - step) if step > first else 0.0
         shown = [f"{word} {metrics[k]:<9.4g}" for k, word in SHOWN.items() if k in metrics]
-        ends = step in (self.started[1], total) or any(key.startswith("eval_") for key in metrics)
+        ends = step in (first, total) or any(key.startswith("eval_") for key in metrics)
         if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow has every step
             self.printed = now
+            clock = f"  left {terminal.clock(left)}" if step > first else ""
             print(f"step {step:>{len(str(total))}}/{total}  {'  '.join(shown)}{clock}".rstrip(), flush=True)
         if ends or now - self.shown >= LIVE_INTERVAL_S:
             self.shown = now
             numbers = "  ".join(one.rstrip() for one in shown[:LIVE_METRICS])
-            terminal.live(text.row("train", f"{step}/{total}"), left or 0.0, numbers)
+            terminal.live(text.row("train", f"{step}/{total}"), left, numbers)
         self.metrics.log(metrics, step)
 
     def _report(self, figure: float, step: int) -> str | None:
@@ -309,9 +283,7 @@ class Worker(Host):
         files = checkpoints.store(source, run_folder, name) if source and self.local_rank == 0 else {}
         parts = self.gather(files)
         if self.rank == 0:
-            checkpoints.seal(
-                run_folder, name, {path: entry for part in parts for path, entry in part.items()}
-            )
+            checkpoints.seal(run_folder, name, dict(ChainMap(*parts)))
             checkpoints.prune(run_folder, self.job.run.num_to_keep)
 
     def finish(
@@ -371,18 +343,15 @@ class Worker(Host):
     def _lineage(self, facts: dict[str, Any]) -> dict[str, Any]:
         from pipeline.models.template import text_as_chat
 
-        work = self.work
+        work, facts = self.work, facts | {"step": self.end["kept"]["step"]}
+        if work.rows_from:
+            facts["rows_from"] = work.rows_from
+        facts["rows"] = work.row_format
+        # If all rows are messages, the policy was trained on nothing else.
+        chat = work.row_format == "chat"
+        facts["text_as_chat"] = chat or text_as_chat(self.tokenizer, self.job.data.apply_chat_template)
         # The judge is not a parent: nothing was trained on it.
         parents = {name: source for name, source in work.inputs.items() if name != "judge"}
-        facts = {
-            **facts,
-            "step": self.end["kept"]["step"],
-            **({"rows_from": work.rows_from} if work.rows_from else {}),
-            "rows": work.row_format,
-            # If all rows are messages, the policy was trained on nothing else.
-            "text_as_chat": work.row_format == "chat"
-            or text_as_chat(self.tokenizer, self.job.data.apply_chat_template),
-        }
         return lineage.describe(self.job.stage, work.base, self.tokenizer, parents, work.digests, **facts)
 
     def close(self, patience: float | None = None) -> None:
@@ -407,33 +376,29 @@ def require_reload(trained: list[torch.Tensor], reloaded: list[torch.Tensor], fo
 
 # {metric: label} of the numbers that a line of progress shows, the most important first; MLflow has the rest
 SHOWN = {
-    "loss": "loss",
-    "eval_loss": "held-out loss",
-    "accuracy": "accuracy",
-    "rewards/accuracies": "accuracy",
-    "eval_accuracy": "accuracy",
-    "eval_rewards/accuracies": "accuracy",
-    "mean_token_accuracy": "token accuracy",
-    "eval_mean_token_accuracy": "token accuracy",
-    "eos_accuracy": "end accuracy",
-    "eval_eos_accuracy": "end accuracy",
-    "margin": "margin",
-    "rewards/margins": "margin",
-    "eval_margin": "margin",
-    "eval_rewards/margins": "margin",
-    "objective/scores": "score",
-    "objective/kl": "kl",
-    "objective/entropy": "entropy/completion",
-    "completions/mean_length": "length",
-    "completions/clipped_ratio": "cut off",
-    "val/explained_variance": "explained var",
-    "policy/clipfrac_avg": "clip frac",
-    "grad_norm": "grad norm",
-    "eval_win_rate": "held-out win rate",
-    "eval_judge_win_rate": "judge win rate",
-    "eval_kl": "held-out kl",
-    "rollout/waited": "waited s",
-    "rollout/idle": "workers idle",
+    metric: label
+    for label, metrics in {
+        "loss": "loss",
+        "held-out loss": "eval_loss",
+        "accuracy": "accuracy rewards/accuracies eval_accuracy eval_rewards/accuracies",
+        "token accuracy": "mean_token_accuracy eval_mean_token_accuracy",
+        "end accuracy": "eos_accuracy eval_eos_accuracy",
+        "margin": "margin rewards/margins eval_margin eval_rewards/margins",
+        "score": "objective/scores",
+        "kl": "objective/kl",
+        "entropy/completion": "objective/entropy",
+        "length": "completions/mean_length",
+        "cut off": "completions/clipped_ratio",
+        "explained var": "val/explained_variance",
+        "clip frac": "policy/clipfrac_avg",
+        "grad norm": "grad_norm",
+        "held-out win rate": "eval_win_rate",
+        "judge win rate": "eval_judge_win_rate",
+        "held-out kl": "eval_kl",
+        "waited s": "rollout/waited",
+        "workers idle": "rollout/idle",
+    }.items()
+    for metric in metrics.split()
 }
 
 

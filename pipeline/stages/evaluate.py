@@ -10,7 +10,6 @@ Inference runs in Ray Train's workers, not in Ray Data's actors, because the wor
 restart after a lost node. They write their results in parts, as `score` does, from which a killed evaluation resumes.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from pipeline import registry
@@ -26,22 +25,17 @@ def run(job: Job) -> dict[str, Any]:
     result = launch(job, train, register=promote)
     storage.remove(storage.join(result["folder"], resume.PARTS))  # not before: it resumes from them
     path = storage.join(result["folder"], "evaluation.json")
-    evaluation = resume.read_object(path, "pairs", "metrics", "benchmarks", "probes")
-    for table in _tables(evaluation):
+    found = resume.read_object(path, "pairs", "benchmarks", "probes", "best_of_n")
+    tables = [subsets_table(subsets)] if (subsets := found["pairs"].get("subsets")) else []
+    for name, benchmark in found["benchmarks"].items():
+        tables.append(subsets_table({**benchmark["subsets"], **benchmark["levels"]}, name, "rows", "score"))
+    if found["probes"]:
+        tables.append(probes_table(found["probes"]))
+    if found["best_of_n"]:
+        tables.append(best_of_n_table(found["best_of_n"]))
+    for table in tables:
         terminal.say(f"\n{table}", result=True)
     return result
-
-
-def _tables(evaluation: dict[str, Any]) -> Iterator[str]:
-    """Yields what a person reads after an evaluation: accuracy by subset, benchmarks, probes."""
-    if subsets := evaluation["pairs"].get("subsets"):
-        yield subsets_table(subsets)
-    for name, benchmark in evaluation["benchmarks"].items():
-        yield subsets_table({**benchmark["subsets"], **benchmark["levels"]}, name, "rows", "score")
-    if evaluation["probes"]:
-        yield probes_table(evaluation["probes"])
-    if evaluation["best_of_n"]:
-        yield best_of_n_table(evaluation["best_of_n"])
 
 
 def promote(job: Job, result: dict[str, Any]) -> registry.Version | None:

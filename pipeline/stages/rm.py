@@ -53,20 +53,15 @@ def train(worker: Worker) -> dict[str, Any]:
     scores = [pair[side] for side in ("chosen", "rejected") for pair in pairs]
     mean = sum(scores) / len(scores)
     std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5
+    tables: dict[str, Any] = {}
     if held_out is not None:
         # Counted by pairs, because a short last batch weighs too much in TRL's mean over batches.
         margins = [pair["chosen"] - pair["rejected"] for pair in pairs]
         metrics["eval_accuracy"] = sum(margin > 0 for margin in margins) / len(margins)
         metrics["eval_margin"] = sum(margins) / len(margins)
-    return training.finish(
-        worker,
-        trainer,
-        metrics,
-        facts={"reward": {"mean": mean, "std": std}},
-        tables={"pairs": pairs[:TABLE], "doubtful": doubtful(worker, held_out, pairs)}
-        if held_out is not None
-        else None,
-    )
+        tables = {"pairs": pairs[:TABLE], "doubtful": doubtful(worker, held_out, pairs)}
+    facts = {"reward": {"mean": mean, "std": std}}
+    return training.finish(worker, trainer, metrics, facts=facts, tables=tables)
 
 
 def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float]]:
@@ -87,7 +82,7 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
     for start in range(0, len(mine), size):
         part = [dict(row) for row in mine.select(range(start, min(start + size, len(mine))))]
         batch = trainer.data_collator(part)
-        batch = {k: v.to(model.device) for k, v in batch.items() if k in ("input_ids", "attention_mask")}
+        batch = {key: batch[key].to(model.device) for key in ("input_ids", "attention_mask")}
         with torch.no_grad(), trainer.compute_loss_context_manager():
             scores = model(**batch).logits.squeeze(-1).float()
         for row, chosen, rejected in zip(part, *[side.tolist() for side in scores.chunk(2)], strict=True):
@@ -105,13 +100,11 @@ def doubtful(
     """Returns the pairs with the lowest margins as text: errors of the model or of the data."""
     worst = []
     for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"])[:count]:
-        prompt, *completions = as_text(
-            worker.tokenizer, rows[index]["chosen_ids"], rows[index]["rejected_ids"]
-        )
-        sides = zip(("chosen", "rejected"), completions, strict=True)
-        worst.append(
-            {"prompt": prompt} | {side: {"text": t, "score": pairs[index][side]} for side, t in sides}
-        )
+        row, scores = rows[index], pairs[index]
+        prompt, chosen, rejected = as_text(worker.tokenizer, row["chosen_ids"], row["rejected_ids"])
+        texts = {"chosen": chosen, "rejected": rejected}
+        sides = {side: {"text": text, "score": scores[side]} for side, text in texts.items()}
+        worst.append({"prompt": prompt} | sides)
     return worst
 
 
@@ -126,12 +119,9 @@ def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str
     texts = [tokenizer.decode(ids).removeprefix(before) for ids in (chosen, rejected)]
     if not call or not all(call in text for text in texts):  # raw text, without a template
         shared = shared_length(chosen, rejected)
-        parts = tokenizer.batch_decode(
-            [chosen[:shared], chosen[shared:], rejected[shared:]], skip_special_tokens=True
-        )
-        return parts[0], parts[1], parts[2]
-    prompt, _, _ = texts[0].rpartition(call)
+        parts = [chosen[:shared], chosen[shared:], rejected[shared:]]
+        return tuple(tokenizer.batch_decode(parts, skip_special_tokens=True))
     completions = [text.rpartition(call)[2] for text in texts]
     for token in tokenizer.all_special_tokens:
         completions = [completion.replace(token, "") for completion in completions]
-    return prompt, completions[0], completions[1]
+    return texts[0].rpartition(call)[0], completions[0], completions[1]

@@ -17,7 +17,6 @@ from pipeline.data.reshape import Preprocess, Rule, derived, vote
 from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import Dropped, RowError
 from pipeline.errors import InputError
-from pipeline.runtime.inputs import check_transform
 
 
 def made(stage, row, columns=(), **options):
@@ -290,21 +289,6 @@ def test_what_raises_or_returns_no_row_is_a_bad_row(name, found):
     assert isinstance(error, RowError) and error.kind == "transform"
     with pytest.raises(RowError, match=found):
         raise error
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("python:nowhere:f", "No module named 'nowhere'"),
-        ("python:transforms:nothing", "has no attribute 'nothing'"),
-        ("python:transforms:COUNT", "is no function"),
-        ("python:transforms:two_arguments", r"takes \(row, tokenizer\), expected one argument, the row"),
-    ],
-)
-def test_a_function_that_cannot_be_called_with_a_row_is_refused(source, expected):
-    with pytest.raises(InputError, match=expected):
-        check_transform(source)
-    check_transform("python:transforms:twice")
 
 
 def test_rows_keep_their_order_and_stay_together(tmp_path):

@@ -47,11 +47,8 @@ def test_the_best_step_is_the_first_with_the_best_figure(greater, figures, step)
     best = compared(Best("eval_x", greater, None, weights()), *figures)
     assert best.restore() == step and not best.exhausted
     assert best.parameters["adapter"].tolist() == [step, step]
-    assert outcome(best, best.restore(), 3, 3)["kept"] == {
-        "step": step,
-        "by": "eval_x",
-        "value": figures[step - 1],
-    }
+    kept = outcome(best, best.restore(), 3, 3)["kept"]
+    assert kept == {"step": step, "by": "eval_x", "value": figures[step - 1]}
 
 
 def test_a_figure_that_is_never_a_number_leaves_the_last_weights():
@@ -60,11 +57,8 @@ def test_a_figure_that_is_never_a_number_leaves_the_last_weights():
     end = outcome(best, None, 2, 9)
     assert end["kept"] == {"step": 2, "by": None}
     assert end["ended"] == {"step": 2, "of": 9, "early": "eval_x was no number in 2 evaluations"}
-
-
-def test_a_figure_that_the_evaluation_lacks_is_named():
-    with pytest.raises(Failure, match="the evaluation has no eval_margin here, but eval_loss"):
-        Best("eval_margin", True, None, {}).compare({"eval_loss": 1.0, "epoch": 1.0}, 1)
+    with pytest.raises(Failure, match="the evaluation has no eval_x here, but eval_loss"):
+        best.compare({"eval_loss": 1.0, "epoch": 1.0}, 1)
 
 
 def test_a_checkpoint_holds_the_best_and_the_count(tmp_path):
@@ -77,23 +71,22 @@ def test_a_checkpoint_holds_the_best_and_the_count(tmp_path):
     assert again.restore() == 2 and again.parameters["adapter"].tolist() == [2.0, 2.0]
 
 
-def test_the_default_figure_follows_the_stage(in_root):
-    def of(verb, *more):
-        evaluates = "trainer.eval_steps=1" if verb == "ppo" else "trainer.eval_strategy=epoch"
-        best = Best.of(load_job(f"jobs/demo/{verb}.yaml", [evaluates, *more], verb), {})
-        return best and (best.metric, best.greater_is_better)
-
-    assert of("rm", "run.keep=last") is None
-    assert [of(verb, "run.keep=best") for verb in ("sft", "rm", "dpo")] == 3 * [("eval_loss", False)]
-    assert of("ppo", "run.keep=best") == ("eval_judge", True)
-    assert of("ppo", "run.keep=best", "judge=null") == ("eval_reward", True)
-    assert of("ppo", "run.early_stopping_patience=1", "run.metric_for_best_model=eval_kl") == (
-        "eval_kl",
-        False,
-    )
-    assert of("rm", "run.keep=best", "run.metric_for_best_model=eval_accuracy") == ("eval_accuracy", True)
-    own = ["run.metric_for_best_model=eval_entropy", "run.greater_is_better=false"]
-    assert of("sft", "run.keep=best", *own) == ("eval_entropy", False)
+@pytest.mark.parametrize(
+    ("verb", "more", "expected"),
+    [
+        ("rm", ["run.keep=last"], None),
+        ("sft", ["run.keep=best"], ("eval_loss", False)),
+        ("ppo", ["run.keep=best"], ("eval_judge", True)),
+        ("ppo", ["run.keep=best", "judge=null"], ("eval_reward", True)),
+        ("ppo", ["run.early_stopping_patience=1", "run.metric_for_best_model=eval_kl"], ("eval_kl", False)),
+        ("rm", ["run.keep=best", "run.metric_for_best_model=eval_accuracy"], ("eval_accuracy", True)),
+        ("sft", ["run.keep=best", "run.metric_for_best_model=eval_entropy", "run.greater_is_better=false"], ("eval_entropy", False)),
+    ],
+)  # fmt: skip
+def test_the_default_figure_follows_the_stage(verb, more, expected, in_root):
+    evaluates = "trainer.eval_steps=1" if verb == "ppo" else "trainer.eval_strategy=epoch"
+    best = Best.of(load_job(f"jobs/demo/{verb}.yaml", [evaluates, *more], verb), {})
+    assert (best and (best.metric, best.greater_is_better)) == expected
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +115,7 @@ def test_an_overfit_ends_early_and_its_best_step_is_registered(overfit, storage)
     assert ended["early"] == "eval_loss has not improved for 3 evaluations"
     figures = overfit["metrics"]
     assert figures["eval_loss"] == losses[best] < losses[best + 9]
-    assert (
-        figures["eval_accuracy"] == pytest.approx(accuracies[best])
-        and accuracies[best] > accuracies[best + 9]
-    )
+    assert figures["eval_accuracy"] == pytest.approx(accuracies[best])
     version = client(storage).get_model_version("rlhf-rm", overfit["version"])
     assert version.tags["step"] == str(kept["step"])
     assert float(version.tags["eval_loss"]) == pytest.approx(losses[best], rel=1e-5)
@@ -182,12 +172,7 @@ def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch):
 
 def test_ppo_stops_at_a_condition_and_registers_what_it_has(storage):
     """The KL grows from 0, so the run ends at the first evaluation above the limit, as a finished run."""
-    limits = [
-        "run.keep=last",
-        "run.early_stopping_patience=null",
-        "run.stop_if.eval_kl='> 1e-9'",
-        "run.stop_if.eval_eos=< -1",
-    ]
+    limits = ["run.keep=last", "run.early_stopping_patience=null", "run.stop_if.eval_kl='> 1e-9'"]
     few = ["data.train=jobs/demo/data/prompts_eval.jsonl", "mlflow.registered_model=stopped"]
     result = stage("ppo", storage, "stop-ppo", *PPO, *few, *limits)
     assert result["ended"]["step"] == result["kept"]["step"] == 1 < result["ended"]["of"]

@@ -1,5 +1,6 @@
 """Which checkpoint a run continues from after a kill or a damaged disk, in a folder and in a bucket."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -45,9 +46,7 @@ DAMAGE = {
     ),
     "a file gone": (lambda f: (f / "state.json").unlink(), r"state\.json is missing"),
     "half a seal": (lambda f: os.truncate(f / "digests.json", 20), r"digests\.json cannot be read"),
-    "a seal without digests": (lambda f: (f / "digests.json").write_text('{"files": {"state.json": {"bytes": 3}}}'), r"digests\.json cannot be read .*sha256"),
-    "not text": (lambda f: (f / "digests.json").write_bytes(b"\xff\xfe"), r"digests\.json cannot be read"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -59,9 +58,7 @@ def test_damage_to_the_newest_is_named_and_the_one_before_is_used(kind, run, cap
     spoil(run / "checkpoint_00000010")
     assert checkpoints.newest(str(run)) == "checkpoint_00000005"
     out = capsys.readouterr().out
-    assert re.search(rf"continuing from checkpoint_00000005.*checkpoint_00000010: {says}", out, re.DOTALL), (
-        out
-    )
+    assert re.search(rf"checkpoint_00000010 is damaged \({says}.*\): moved to damaged/", out), out
     assert (run / "damaged/checkpoint_00000010").is_dir(), "it is set aside, not deleted"
     assert checkpoints.newest(str(run)) == "checkpoint_00000005" and capsys.readouterr().out == ""
 
@@ -73,7 +70,7 @@ def test_if_all_checkpoints_are_damaged_the_run_does_not_start_over_silently(run
             checkpoints.newest(str(run))
 
 
-def test_what_a_kill_left_half_written_is_deleted(run, capsys):
+def test_what_a_kill_left_half_written_is_deleted(run, tmp_path, capsys):
     make(run, "checkpoint_00000005")
     make(run, "checkpoint_00000010", sealed=False)
     assert checkpoints.complete(str(run)) == ["checkpoint_00000005"]
@@ -81,12 +78,7 @@ def test_what_a_kill_left_half_written_is_deleted(run, capsys):
     assert not (run / "checkpoint_00000010").exists()
     out = capsys.readouterr().out
     assert out.startswith("checkpoint_00000010 was never finished (digests.json is missing")
-    assert "warning" not in out
-
-
-def test_an_empty_folder_and_a_missing_one_are_fresh_starts(run, tmp_path):
-    for folder in (run, tmp_path / "nowhere"):
-        assert checkpoints.newest(str(folder)) is None
+    assert checkpoints.newest(str(tmp_path / "nowhere")) is None
 
 
 def test_order_is_by_step_then_attempt_and_the_final_one_is_last(run):
@@ -128,11 +120,8 @@ def test_committed_checkpoints_are_intact_and_only_the_newest_are_kept(anywhere,
     assert checkpoints.newest(anywhere) == "checkpoint_00000015"
     newest = f"{anywhere}/checkpoint_00000015"
     with storage.local_copy(newest) as local:
-        assert sorted(folder_digests(local)) == [
-            "digests.json",
-            "policy/adapter_model.safetensors",
-            "state.json",
-        ]
+        files = sorted(folder_digests(local))
+    assert files == ["digests.json", "policy/adapter_model.safetensors", "state.json"]
     storage.write_json(f"{newest}/state.json", {"name": "another one"})
     assert checkpoints.newest(anywhere) == "checkpoint_00000010"
     assert storage.folders(f"{anywhere}/damaged") == ["checkpoint_00000015"]
@@ -146,7 +135,6 @@ def test_a_kill_between_any_two_steps_of_a_commit_leaves_an_intact_checkpoint(
     anywhere, tmp_path, monkeypatch
 ):
     """The n-th change of the storage never happens; the next commit then keeps two intact ones again."""
-    verbs = ("store_folder", "write_json", "remove")
     for n in itertools.count(1):
         here = f"{anywhere}-{n}"
         for step in (5, 10):
@@ -162,14 +150,11 @@ def test_a_kill_between_any_two_steps_of_a_commit_leaves_an_intact_checkpoint(
             return change
 
         with monkeypatch.context() as patch:
-            for verb in verbs:
+            for verb in ("store_folder", "write_json", "remove"):
                 patch.setattr(checkpoints.storage, verb, dies(getattr(storage, verb)))
-            try:
+            with contextlib.suppress(Killed):
                 commit(here, tmp_path / str(n), 15)
-            except Killed:
-                died = True
-            else:
-                died = False
+        died = next(changes) > n  # it got as far as the n-th change
         assert checkpoints.newest(here) == ("checkpoint_00000010" if n < 3 else "checkpoint_00000015")
         commit(here, tmp_path, 20)
         assert len(checkpoints.complete(here)) == 2 and checkpoints.newest(here) == "checkpoint_00000020"

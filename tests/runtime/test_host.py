@@ -56,10 +56,7 @@ def test_every_stage_loads_its_base_onto_the_workers_gpu(stage, quantised, tmp_p
     [
         ("ppo", ["trainer.bf16=true"], "bfloat16"),
         ("ppo", ["trainer.bf16=false"], "float32"),
-        ("sft", ["trainer.bf16=true"], "bfloat16"),
         ("sft", ["trainer.bf16=null"], "bfloat16"),  # true by TRL's default
-        ("sft", ["trainer.bf16=false"], "float32"),
-        ("generate", ["trainer.bf16=true"], "bfloat16"),
         ("export", ["trainer.bf16=true"], "float32"),  # its base is merged into, in model.dtype
         ("ppo", ["trainer.bf16=true", "scaling.use_gpu=true"], "float32"),  # as the job says
     ],

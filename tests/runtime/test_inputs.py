@@ -1,6 +1,7 @@
-"""What a job names from outside: a reward that is a model of its own, and adapters that training starts from."""
+"""What a job names from outside: reward models, adapters that training starts from, what vLLM needs; and kto's labels."""
 
 import json
+import re
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,8 +20,7 @@ from pipeline.config import Model, load_job
 from pipeline.errors import InputError
 from pipeline.models.base import base_identity
 from pipeline.registry import lineage
-from pipeline.runtime import inputs
-from pipeline.runtime.inputs import check_reward_model, check_shards, pin_inputs
+from pipeline.runtime.inputs import check_labels, check_reward_model, check_sampler, pin_inputs
 from pipeline.runtime.preparation import check_models
 
 SINGLE = "model.safetensors"
@@ -37,16 +37,6 @@ def made(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def scorer(made, tmp_path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "scorer"))
-
-
-def check(folder) -> None:
-    model = Model(**{key: value for key, value in vars(settings("any")).items()})
-    check_reward_model(SimpleNamespace(model=model, scaling={}), str(folder))
-
-
 def change(folder: Path, file: str, **changes) -> None:
     content = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps({**content, **changes}))
@@ -58,25 +48,24 @@ def drop_head(folder: Path) -> None:
     save_file(tensors, folder / SINGLE)
 
 
-WRONG = {
-    "without a head": (drop_head, "no head of one score"),
-    "an end beyond its embedding": (lambda at: change(at, "config.json", eos_token_id=10**6), "eos_token_id in config.json .*found 1000000"),
-    "two labels": (lambda at: change(at, "config.json", id2label={"0": "a", "1": "b"}), "with 2 labels; expected an adapter"),
-    "another class": (lambda at: change(at, "config.json", architectures=["GPT2LMHeadModel"]), "is a GPT2LMHeadModel; expected"),
-    "no configuration": (lambda at: (at / "config.json").unlink(), "has no config.json; .*python:MODULE:FUNCTION"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_what_is_no_reward_model(kind, scorer):
-    spoil, says = WRONG[kind]
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda at: None, None),
+        (drop_head, "no head of one score"),
+        (lambda at: change(at, "config.json", eos_token_id=10**6), "eos_token_id in config.json .*found 1000000"),
+        (lambda at: change(at, "config.json", id2label={"0": "a", "1": "b"}), "with 2 labels; expected an adapter"),
+        (lambda at: change(at, "config.json", architectures=["GPT2LMHeadModel"]), "is a GPT2LMHeadModel; expected"),
+        (lambda at: (at / "config.json").unlink(), "has no config.json; .*python:MODULE:FUNCTION"),
+    ],
+    ids=["fine", "no head", "an end beyond its embedding", "two labels", "another class", "no configuration"],
+)  # fmt: skip
+def test_a_reward_model_of_its_own_is_checked(spoil, says, made, tmp_path):
+    scorer = Path(shutil.copytree(made, tmp_path / "scorer"))
     spoil(scorer)
-    with pytest.raises(InputError, match=says):
-        check(scorer)
-
-
-def test_one_that_is(scorer):
-    check(scorer)
+    job = SimpleNamespace(model=Model(**vars(settings("any"))), scaling={})
+    with pytest.raises(InputError, match=says) if says else nullcontext():
+        check_reward_model(job, str(scorer))
 
 
 @pytest.mark.parametrize(
@@ -97,48 +86,37 @@ def test_settings_of_an_adapter_that_is_not_made(policy, overrides, warned, tmp_
     assert ("warning: lora.r, lora.lora_alpha changes nothing" in out) == warned
 
 
+ON_HEAD, DORA = {"r": 2, "target_modules": ["q_proj", "lm_head"]}, {"r": 2, "use_dora": True}
+
+
 @pytest.mark.parametrize(
-    ("stage", "given", "says"),
+    ("stage", "lora", "more", "says"),
     [
-        ("dpo", ["policy={}"], r"policy: it adapts lm_head, to which TRL's trainers apply no adapter"),
-        ("export", ["policy={}", "reward=null"], r"policy: it adapts lm_head, which this base ties to its embeddings"),
-        ("generate", ["policy={}", "reward=null", "data.train=x.jsonl"], None),
+        ("dpo", ON_HEAD, [], r"policy: it adapts lm_head, to which TRL's trainers apply no adapter"),
+        ("export", ON_HEAD, ["reward=null"], r"policy: it adapts lm_head, which this base ties to its embeddings"),
+        ("generate", ON_HEAD, ["reward=null", "data.train=x.jsonl"], None),
+        ("dpo", DORA, ["model.fsdp=true"], r"policy: it is a DoRA adapter.*model\.fsdp=false"),
     ],
 )  # fmt: skip
-def test_an_adapter_on_the_lm_head_is_refused_where_it_would_be_lost(stage, given, says, tmp_path, in_root):
+def test_an_adapter_that_the_stage_would_lose_or_cannot_run_is_refused(
+    stage, lora, more, says, tmp_path, in_root
+):
     shared = toy_models.shared_base()
-    shared.add("policy", lora={"r": 2, "target_modules": ["q_proj", "lm_head"]})
+    shared.add("policy", lora=lora)
     shared.save("policy", str(tmp_path))
-    lineage.write(
-        str(tmp_path),
-        lineage.describe("ppo", base_identity(str(toy_models.DEMO)), toy_models.tokenizer(), {}, {}),
-    )
-    job = load_job(f"jobs/demo/{stage}.yaml", [text.format(tmp_path) for text in given], stage)
+    base = base_identity(str(toy_models.DEMO))
+    lineage.write(str(tmp_path), lineage.describe("ppo", base, toy_models.tokenizer(), {}, {}))
+    job = load_job(f"jobs/demo/{stage}.yaml", [f"policy={tmp_path}", *more], stage)
     with pytest.raises(InputError, match=says) if says else nullcontext():
         check_models(job, {"policy": str(tmp_path)})
 
 
-def test_shards_and_what_needs_whole_weights_are_refused_together(tmp_path, in_root):
-    shared = toy_models.shared_base()
-    shared.add("policy", lora={"r": 2, "use_dora": True})
-    shared.save("policy", str(tmp_path / "dora"))
-    base = base_identity(str(toy_models.DEMO))
-    lineage.write(str(tmp_path / "dora"), lineage.describe("sft", base, toy_models.tokenizer(), {}, {}))
-    job = load_job("jobs/demo/dpo.yaml", [f"policy={tmp_path / 'dora'}", "model.fsdp=true"], "dpo")
-    with pytest.raises(InputError, match=r"policy: it is a DoRA adapter.*model\.fsdp=false"):
-        check_models(job, {"policy": str(tmp_path / "dora")})
-    job = load_job("jobs/demo/sft.yaml", ["model.fsdp=true", "model.allow_pickle=true"], "sft")
-    check_shards(job, SimpleNamespace(config={}, tensors={"a": None}))
-    for config, says in (
-        ({"quantization_config": {}}, None),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
-    ):
-        with pytest.raises(InputError, match=says or "has no safetensors"):
-            check_shards(job, SimpleNamespace(config=config, tensors={}))
-    # The headers of files on the hub, into which weights are split, are not read before the run.
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    job = replace(job, model=replace(job.model, name_or_path=str(tmp_path)))
-    check_shards(job, SimpleNamespace(config={}, tensors={}))
+def test_a_quantized_base_is_not_sharded(tmp_path, in_root):
+    base = Path(shutil.copytree("jobs/demo/model", tmp_path / "base"))
+    change(base, "config.json", quantization_config={"quant_method": "fp8"})
+    job = load_job("jobs/demo/sft.yaml", [f"model.name_or_path={base}", "model.fsdp=true"], "sft")
+    with pytest.raises(InputError, match=r"model\.fsdp: .* has quantized weights.*set model\.fsdp=false"):
+        check_models(job, {})
 
 
 def test_what_a_run_was_begun_with_is_not_asked_for_again(migrated, tmp_path, in_root):
@@ -156,11 +134,27 @@ def test_vllm_without_its_plugin_is_refused_for_nf4(tmp_path, monkeypatch, in_ro
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InputError, match=r"pip install vllm-bnb-plugin .*model\.load_in_4bit=false"):
-        inputs.check_sampler(job)
-    inputs.check_sampler(replace(job, model=replace(job.model, load_in_4bit=False)))
-    (tmp_path / "vllm_bnb_plugin-0.0.3.dist-info").mkdir()
-    (tmp_path / "vllm_bnb_plugin-0.0.3.dist-info/METADATA").write_text(
-        "Metadata-Version: 2.1\nName: vllm-bnb-plugin\nVersion: 0.0.3\n"
-    )
-    inputs.check_sampler(job)
+    with pytest.raises(InputError, match=r"pip install vllm-bnb-plugin \(for model\.load_in_4bit\)"):
+        check_sampler(job)
+    check_sampler(replace(job, model=replace(job.model, load_in_4bit=False)))
+
+
+@pytest.mark.parametrize(
+    ("weights", "desirable", "undesirable", "warned"),
+    [
+        ({}, 133, 100, ""),
+        ({"desirable_weight": 2.5}, 584, 1216, ""),
+        ({}, 100, 300, r"is 0\.33 of .*desirable_weight=3 to 4"),
+        ({"desirable_weight": 2.0, "undesirable_weight": 4.0}, 100, 100, r"is 0\.50 of .*desirable_weight=4 to 5\.33"),
+        ({}, 100, 0, "only one of the labels has rows and a weight"),
+        ({"undesirable_weight": 0.0}, 100, 100, "only one of the labels has rows and a weight"),
+    ],
+)  # fmt: skip
+def test_unbalanced_labels_are_named_with_the_weights_that_balance_them(
+    weights, desirable, undesirable, warned, capsys
+):
+    """As the paper on KTO advises."""
+    check_labels(SimpleNamespace(trainer=weights), desirable, undesirable)
+    said = capsys.readouterr().out
+    assert f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows" in said
+    assert re.search(warned, said) if warned else "warning" not in said

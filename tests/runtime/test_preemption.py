@@ -35,14 +35,13 @@ def walk(notice, asked, steps, seconds):
     return answers
 
 
-def test_short_steps_are_not_burdened_with_a_barrier_each(asked):
+def test_ray_is_asked_about_every_interval_and_each_long_step(asked):
+    """Asking is a barrier, with which short steps are not burdened."""
     assert walk(worker.PreemptionNotice(), asked, 500, 0.1) == [False] * 500
     assert asked[:4] == [1, 2, 52, 102] and len(asked) < 13
-
-
-def test_long_steps_ask_every_time(asked):
+    asked.clear()
     walk(worker.PreemptionNotice(), asked, 6, 60.0)
-    assert list(asked) == [1, 2, 3, 4, 5, 6]
+    assert list(asked) == [501, 502, 503, 504, 505, 506]
 
 
 def test_a_notice_is_known_within_the_interval_and_asks_for_one_checkpoint(asked):
@@ -52,5 +51,4 @@ def test_a_notice_is_known_within_the_interval_and_asks_for_one_checkpoint(asked
     answers = walk(notice, asked, 60, 0.1)
     assert answers.index(True) < 50 and answers.count(True) == 1 and notice.active
     before = len(asked)
-    assert walk(notice, asked, 200, 0.1) == [False] * 200
-    assert len(asked) == before
+    assert walk(notice, asked, 200, 0.1) == [False] * 200 and len(asked) == before

@@ -74,18 +74,19 @@ def test_speed_counts_the_tokens_of_steps_and_no_second_between_them(base, monke
     monkeypatch.setattr(training.time, "monotonic", lambda: next(clock))
     trainer = trained(base)
     trainer._total_train_tokens = 1000  # before a resume
-    two = SimpleNamespace(job=SimpleNamespace(stage="dpo"), device="cpu", world=2)
-    measured = training.Speed(two, trainer)
-    measured.on_train_begin(None, None, None)
-    assert measured.take() == {}
+    notice = SimpleNamespace(poll=lambda step: False)
+    two = SimpleNamespace(job=SimpleNamespace(stage="dpo"), device="cpu", world=2, notice=notice)
+    measured = training.Reporter(two, trainer, None)
+    measured.tokens = training.trained_tokens(trainer)
+    assert measured.speed() == {}
     for _ in range(2):
         measured.on_step_begin(None, None, None)
         trainer._total_train_tokens += 300
-        measured.on_step_end(None, None, None)
+        measured.on_step_end(None, SimpleNamespace(global_step=1), None)
     monkeypatch.setattr(training, "peak_flops", lambda device: 1e9)
-    found = measured.take()
+    found = measured.speed()
     assert found["train_tokens_per_second"] == 600 / 4 and found["memory/peak"] > 0
     # forward and backward of the policy, forward of the reference; a datasheet's peak for each worker
     flops = 2 * trainer.model.get_base_model().num_parameters() * 600 * 3
     assert found["mfu"] == pytest.approx(flops / (4 * 1e9 * 2))
-    assert measured.take() == {}
+    assert measured.speed() == {}

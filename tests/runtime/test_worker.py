@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from running import NO_EVAL, stage
 
 # As Ray's TorchTrainer leaves a worker: a group of torch.distributed, and the environment that accelerate reads.
 SCRIPT = """
@@ -41,14 +40,3 @@ def test_workers_of_an_embedded_ray_are_not_niced_behind_its_own_processes(embed
         return os.nice(0)
 
     assert ray.get(niceness.remote()) == os.nice(0)
-
-
-def test_settings_of_lora_that_match_no_module_are_an_error_of_the_job(tmp_path, capsys):
-    """peft alone knows what several keys mean together."""
-    contradiction = (
-        "lora.target_modules=[q_proj]",
-        "lora.layers_to_transform=[0]",
-        "lora.exclude_modules=[layers.0.self_attn.q_proj]",
-    )
-    stage("sft", tmp_path, "none", *contradiction, *NO_EVAL, status=2)
-    assert "error: lora: peft rejects these settings (" in capsys.readouterr().err

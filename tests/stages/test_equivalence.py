@@ -8,13 +8,10 @@ from running import NO_EVAL, ROOT, curve, stage
 from pipeline.config import load_job
 
 STEPS = 12
-SAME = [
-    "trainer.lr_scheduler_type=constant",
-    "trainer.warmup_steps=0",
-    "trainer.logging_steps=1",
-    "trainer.save_strategy=no",
-]
-QUICK = [*NO_EVAL, *SAME, "data.batch_size=16"]
+QUICK = [
+    *NO_EVAL, "trainer.lr_scheduler_type=constant", "trainer.warmup_steps=0", "trainer.logging_steps=1", "trainer.save_strategy=no",
+    "data.batch_size=16", f"trainer.max_steps={STEPS}", "trainer.per_device_train_batch_size=8",
+]  # fmt: skip
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 
 
@@ -23,10 +20,8 @@ def one_worker(embedded_ray, storage):
     """stage -> its run with one worker, two micro-batches a step."""
     found = {}
     for name in ("sft", "rm", "dpo", "kto"):
-        options = [*QUICK, f"trainer.max_steps={STEPS}", "trainer.per_device_train_batch_size=8"]
-        if name in ("dpo", "kto"):
-            options.append(f"policy=models:/rlhf-sft/{found['sft']['version']}")
-        found[name] = stage(name, storage, f"equal-{name}", *options)
+        policy = [f"policy=models:/rlhf-sft/{found['sft']['version']}"] if name in ("dpo", "kto") else []
+        found[name] = stage(name, storage, f"equal-{name}", *QUICK, *policy)
     return found
 
 
@@ -41,8 +36,7 @@ def test_losses_equal_those_of_bare_trl(name, one_worker, storage):
 
 # On rows of a toy, the other stages do so in tests/data/test_feed.py, and ppo in tests/ppo/test_trainer.py.
 def test_two_workers_equal_one_with_twice_the_batch(one_worker, storage):
-    options = [*QUICK, f"trainer.max_steps={STEPS}", "scaling.num_workers=2"]
-    two = stage("rm", storage, "equal-rm-2", *options, "trainer.per_device_train_batch_size=8")
+    two = stage("rm", storage, "equal-rm-2", *QUICK, "scaling.num_workers=2")
     ours = curve(storage, two)
     assert len(ours) == STEPS
     assert ours == pytest.approx(curve(storage, one_worker["rm"]), abs=1e-4)
@@ -55,30 +49,24 @@ def rows(name):
     """The raw rows as TRL's own messages: the comparison covers templating and tokenising, too."""
     files = {"sft": "demonstrations", "kto": "thumbs"}
     path = ROOT / "jobs/demo/data" / f"{files.get(name, 'preferences')}.jsonl"
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
+    for row in map(json.loads, path.read_text().splitlines()):
         if name == "sft":
             yield {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
-        elif name == "kto":
-            completion = [{"role": "assistant", "content": row["completion"]}]
-            yield {
-                "prompt": [{"role": "user", "content": row["prompt"]}],
-                "completion": completion,
-                "label": row["label"],
-            }
-        else:
-            say = {k: [{"role": "assistant", "content": row[k]}] for k in ("chosen", "rejected")}
-            yield {"prompt": [{"role": "user", "content": row["prompt"]}], **say}
+            continue
+        sides = {key: row[key] for key in ("completion", "chosen", "rejected") if key in row}
+        said = {key: [{"role": "assistant", "content": text}] for key, text in sides.items()}
+        label = {"label": row["label"]} if name == "kto" else {}
+        yield {"prompt": [{"role": "user", "content": row["prompt"]}], **said, **label}
 
 
-def parts(name, config, tmp="bare"):
+def parts(name, config):
     """Tokenizer, raw rows, arguments and LoRA settings of a demo job, for TRL alone."""
     import datasets
     from transformers import AutoTokenizer
 
-    job = load_job(ROOT / f"jobs/demo/{name}.yaml", [*QUICK, f"trainer.max_steps={STEPS}"], name)
-    args = dict(job.trainer) | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
-    args |= {"output_dir": str(ROOT / "runs" / tmp), "report_to": "none", "disable_tqdm": True}
+    job = load_job(ROOT / f"jobs/demo/{name}.yaml", QUICK, name)
+    args = dict(job.trainer) | {"gradient_accumulation_steps": 2}
+    args |= {"output_dir": str(ROOT / "runs/bare"), "report_to": "none", "disable_tqdm": True}
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "jobs/demo/model")
     # Like Llama 3's, it names no pad token. Left alone TRL pads with eos, and the reward is read before the eos.
     tokenizer.pad_token = "<|finetune_right_pad_id|>"

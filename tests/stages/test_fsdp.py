@@ -16,25 +16,21 @@ PPO = [
     "trainer.total_episodes=32", "trainer.batch_size=16", "trainer.response_length=12", "trainer.micro_batch_tokens=200",
     "judge=null",
 ]  # fmt: skip
+SFT, RM = "policy=models:/rlhf-sft/1", "reward=models:/rlhf-rm/1"
 # In this order: one's adapter is another's input
 OF_STAGE = {
     "sft": [*TRL, "trainer.packing=true", "data.max_length=64"],
     "rm": [*TRL, "trainer.gradient_checkpointing=true"],
-    "dpo": [*TRL, "mlflow.registered_model=null"],
-    "kto": [*TRL, "mlflow.registered_model=null"],
-    "ppo": [*PPO, "trainer.critic=adapter", "trainer.gradient_checkpointing=true"],
+    "dpo": [*TRL, SFT, "mlflow.registered_model=null"],
+    "kto": [*TRL, SFT, "mlflow.registered_model=null"],
+    "ppo": [*PPO, SFT, RM, "trainer.critic=adapter", "trainer.gradient_checkpointing=true"],
     "evaluate": [
         "policy=models:/rlhf-ppo/1",
         "baseline=models:/rlhf-sft/1",
+        RM,
         "judge=null",
         "trainer.response_length=12",
     ],
-}
-FROM = {
-    "dpo": ["policy=models:/rlhf-sft/1"],
-    "kto": ["policy=models:/rlhf-sft/1"],
-    "ppo": ["policy=models:/rlhf-sft/1", "reward=models:/rlhf-rm/1"],
-    "evaluate": ["reward=models:/rlhf-rm/1"],
 }
 
 
@@ -46,7 +42,7 @@ def folder(tmp_path_factory, embedded_ray):
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", OF_STAGE)
 def test_shards_end_as_the_whole_does(verb, folder):
-    settings = [*TWO, *OF_STAGE[verb], *FROM.get(verb, [])]
+    settings = [*TWO, *OF_STAGE[verb]]
     whole = stage(verb, folder, f"{verb}-whole", *settings)
     shards = stage(verb, folder, f"{verb}-shards", *settings, "model.fsdp=true")
     assert numbers(shards["metrics"]) == numbers(whole["metrics"])

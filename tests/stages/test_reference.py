@@ -1,6 +1,7 @@
 """dpo's `reference`: the policy itself where the job names none, else another adapter, or the bare base."""
 
 import json
+from pathlib import Path
 
 import pytest
 from running import NO_EVAL, stage
@@ -10,17 +11,10 @@ from pipeline.registry.lineage import folder_digests
 
 
 def trained(storage, name, *overrides):
-    settings = [
-        "policy=models:/toy-policy/1",
-        "trainer.max_steps=2",
-        "trainer.loss_type=[sigmoid]",
-        "trainer.loss_weights=[1.0]",
-    ]
-    result = stage(
-        "dpo", storage, name, *settings, *NO_EVAL, "mlflow.registered_model=toy-reference", *overrides
-    )
-    digests = folder_digests(result["adapter"])
-    return result, digests["adapter_model.safetensors"]
+    loss = ["trainer.loss_type=[sigmoid]", "trainer.loss_weights=[1.0]", "trainer.max_steps=2", *NO_EVAL]
+    names = ["policy=models:/toy-policy/1", "mlflow.registered_model=toy-reference"]
+    result = stage("dpo", storage, name, *names, *loss, *overrides)
+    return result, folder_digests(result["adapter"])["adapter_model.safetensors"]
 
 
 @pytest.mark.slow
@@ -32,11 +26,8 @@ def test_the_policy_is_held_to_the_reference_that_the_job_names(storage):
     assert others != bits
     base, on_base = trained(storage, "reference-base", "reference=base")
     assert on_base not in (bits, others)
-    with open(f"{other['adapter']}/lineage.json") as file:
-        assert json.load(file)["parents"] == {
-            "policy": "models:/toy-policy/1",
-            "reference": itself["adapter"],
-        }
+    parents = json.loads(Path(other["adapter"], "lineage.json").read_text())["parents"]
+    assert parents == {"policy": "models:/toy-policy/1", "reference": itself["adapter"]}
     assert base["inputs"] == {"policy": "models:/toy-policy/1"}
 
 
@@ -46,7 +37,6 @@ def test_the_policy_is_held_to_the_reference_that_the_job_names(storage):
 )
 def test_a_reference_that_is_none_is_refused(reference, says, storage, capsys):
     registered(storage)
-    stage(
-        "dpo", storage, "reference-wrong", "policy=models:/toy-policy/1", f"reference={reference}", status=2
-    )
+    given = ["policy=models:/toy-policy/1", f"reference={reference}"]
+    stage("dpo", storage, "reference-wrong", *given, status=2)
     assert f"error: reference: {reference}" in (errors := capsys.readouterr().err) and says in errors

@@ -12,28 +12,21 @@ from pipeline.planning import plan
 from pipeline.runtime import resume, run
 
 TRL_QUICK = [
-    "trainer.max_steps=4",
-    "data.batch_size=16",
-    "trainer.per_device_train_batch_size=8",
-    "trainer.logging_steps=1",
-]
+    "trainer.max_steps=4", "data.batch_size=16", "trainer.per_device_train_batch_size=8", "trainer.logging_steps=1",
+]  # fmt: skip
 PPO_QUICK = [
-    "trainer.total_episodes=32",
-    "trainer.batch_size=16",
-    "trainer.save_steps=1",
-    "trainer.eval_steps=1",
-    "trainer.logging_steps=1",
-]
+    "trainer.total_episodes=32", "trainer.batch_size=16", "judge=python:pipeline.demo:gold",
+    *(f"trainer.{kind}_steps=1" for kind in ("save", "eval", "logging")),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def runs(storage):
     """stage -> its result.json; each takes what the one before it registered."""
     found = {name: stage(name, storage, f"toy-{name}", *TRL_QUICK) for name in ("sft", "rm")}
-    found["dpo"] = stage("dpo", storage, "toy-dpo", *TRL_QUICK, "policy=models:/rlhf-sft@champion")
-    found["kto"] = stage("kto", storage, "toy-kto", *TRL_QUICK, "policy=models:/rlhf-sft@champion")
-    judge = "judge=python:pipeline.demo:gold"
-    found["ppo"] = stage("ppo", storage, "toy-ppo", *PPO_QUICK, judge)
+    for name in ("dpo", "kto"):
+        found[name] = stage(name, storage, f"toy-{name}", *TRL_QUICK, "policy=models:/rlhf-sft@champion")
+    found["ppo"] = stage("ppo", storage, "toy-ppo", *PPO_QUICK)
     found["evaluate"] = stage("evaluate", storage, "toy-evaluate")
     return found
 
@@ -45,9 +38,8 @@ def test_a_training_stage_leaves_a_result_a_version_and_small_checkpoints(name, 
     assert (result["registered_model"], result["alias"]) == (f"rlhf-{name}", "champion")
     assert result["seconds"] > 0 and result["peak_memory_bytes"] > 1e6
     assert result["job"]["model"]["name_or_path"] == "jobs/demo/model"
-    modules = json.loads((storage / f"toy-{name}/final/adapter/adapter_config.json").read_text())[
-        "target_modules"
-    ]
+    config = json.loads((storage / f"toy-{name}/final/adapter/adapter_config.json").read_text())
+    modules = config["target_modules"]
     assert modules == sorted(modules), "or the same run would have other bytes each time"
     alias = client(storage).get_model_version_by_alias(f"rlhf-{name}", "champion")
     assert str(alias.version) == result["version"]
@@ -82,10 +74,8 @@ def test_versions_know_where_they_come_from(runs, storage):
     assert "eval_kl" in version.tags and "eval_runtime" not in sft.tags
     tags = {k: v for k, v in version.tags.items() if not k.startswith(("eval_", "parents", "data"))}
     assert len(tags) <= 8 and max(map(len, tags.values())) < 40
-    assert (
-        f"- policy: [rlhf-sft v{sft.version}](#/models/rlhf-sft/versions/{sft.version})"
-        in version.description
-    )
+    link = f"[rlhf-sft v{sft.version}](#/models/rlhf-sft/versions/{sft.version})"
+    assert f"- policy: {link}" in version.description
     assert "- KL: **" in version.description and "ray 2.60.0" in version.description
 
 
@@ -157,9 +147,9 @@ def test_a_finished_run_is_not_run_again(runs, storage, capsys):
 
 
 def test_a_finished_run_that_was_moved_is_read_where_it_lies(runs, storage):
-    moved = storage / "moved" / "toy-evaluate"
+    moved = storage / "moved/toy-evaluate"
     shutil.copytree(storage / "toy-evaluate", moved)
-    settings = [f"run.storage_path={storage / 'moved'}", "run.name=toy-evaluate"]
-    job = load_job(ROOT / "jobs/demo/evaluate.yaml", settings, "evaluate")
-    found = run.finished(resume.named(job))
-    assert found == runs["evaluate"] | {"folder": str(moved)} != runs["evaluate"]
+    job = load_job(
+        ROOT / "jobs/demo/evaluate.yaml", [f"run.storage_path={moved.parent}", "run.name=toy-evaluate"]
+    )
+    assert run.finished(resume.named(job))["folder"] == str(moved) != runs["evaluate"]["folder"]
