@@ -56,34 +56,24 @@ def own_file() -> Path:
 @functools.cache
 def read() -> Prices:
     """Returns the prices. Raises InputError if the user's file is wrong."""
-    shipped = yaml.safe_load(Path(__file__).with_name("prices.yaml").read_text(encoding="utf-8"))
-    file = own_file()
-    if not file.exists() and "RLHF_PRICES" not in os.environ:
-        return _prices(shipped)
+    prices = yaml.safe_load(Path(__file__).with_name("prices.yaml").read_text(encoding="utf-8"))
+    file, known = own_file(), {*prices}
     try:
-        own = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if unknown := own.keys() - shipped.keys():
+        if file.exists() or "RLHF_PRICES" in os.environ:
+            own = yaml.safe_load(file.read_text(encoding="utf-8"))
+            own["instances"] = prices["instances"] | (own.get("instances") or {})
+            prices |= own
+        if unknown := prices.keys() - known:
             raise ValueError(f"unknown key {', '.join(unknown)}")
-        instances = {**shipped["instances"], **(own.get("instances") or {})}
-        return _prices({**shipped, **own, "instances": instances})
+        nodes = [Node(name, **one) for name, one in prices["instances"].items()]
+        nodes.sort(key=lambda node: (node.gpus, float(node.dollars)))
+        machine = None if prices["machine"] is None else float(prices["machine"])
+        return Prices(str(prices["date"]), machine, tuple(nodes))
     except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
         raise InputError(
             f"{file}: {summary(error)}; expected `date`, `machine` (dollars an hour) and `instances`, as in "
             "g6.2xlarge: {gpu: L4, gpus: 1, dollars: 0.98}"
         ) from error
-
-
-def _prices(given: dict[str, Any]) -> Prices:
-    nodes = [Node(name, **one) for name, one in given["instances"].items()]
-    machine = given["machine"]
-    for value in (machine or 0.0, *(node.dollars for node in nodes)):
-        if not 0 <= float(value) < math.inf:
-            raise ValueError(f"{value} is no price")
-    for node in nodes:
-        if node.gpus < 1:
-            raise ValueError(f"{node.instance} has {node.gpus} gpus")
-    nodes.sort(key=lambda node: (node.gpus, node.dollars))
-    return Prices(str(given["date"]), machine if machine is None else float(machine), tuple(nodes))
 
 
 def of_run(usage: dict[str, Any], seconds: float, local: bool) -> dict[str, Any]:

@@ -18,9 +18,7 @@ import sys
 import threading
 import time
 import traceback
-import unicodedata
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 from typing import Any
 
 from pipeline.system import storage
@@ -220,9 +218,7 @@ class Screen(Output):
 
 def fitted(text: str) -> str:
     """Returns as much of a line as fits the terminal next to a ^C that it may echo, without cutting a figure."""
-    room = shutil.get_terminal_size().columns - len("^C") - 1
-    widths = accumulate(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
-    cut = text[: sum(width <= room for width in widths)]
+    cut = text[: shutil.get_terminal_size().columns - len("^C") - 1]
     return cut if cut == text else cut.rpartition("  ")[0].rstrip() or cut
 
 

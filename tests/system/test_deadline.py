@@ -15,7 +15,7 @@ from pipeline import registry
 from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.errors import InputError
-from pipeline.system import deadline, storage
+from pipeline.system import deadline
 
 
 @pytest.fixture(autouse=True)
@@ -36,25 +36,17 @@ def nobody(monkeypatch, tmp_path):
         yield
 
 
-STORAGE = ["sft", "jobs/demo/sft.yaml", "run.storage_path={}/runs"]
-REPORT = ["report", "{}/runs/one"]
-ROWS = ["sft", "jobs/demo/sft.yaml", "data.train={}/rows.jsonl", "run.storage_path=TMP"]
-MORE = [
-    ["sft", "jobs/demo/sft.yaml", "data.cache_dir={}/cache", "run.storage_path=TMP"],
-    ["generate", "jobs/demo/generate.yaml", "data.train={}/x/*.jsonl", "run.storage_path=TMP", "policy=base"],
-    ["validate", "jobs/demo/sft.yaml", "data.eval={}/rows", "run.storage_path=TMP"],
-]
+SFT = ["sft", "jobs/demo/sft.yaml"]
 
 
+@pytest.mark.parametrize("bucket", ["s3://bucket", "gs://bucket"])
 @pytest.mark.parametrize(
-    ("bucket", "given"),
+    "given",
     [
-        ("s3://bucket", STORAGE),
-        ("gs://bucket", STORAGE),
-        ("s3://bucket", REPORT),
-        ("gs://bucket", REPORT),
-        ("gs://bucket", ROWS),
-        *[pytest.param(at, one, marks=pytest.mark.slow) for at in ("s3://b", "gs://b") for one in MORE],
+        [*SFT, "run.storage_path={}/runs"],
+        ["report", "{}/runs/one"],
+        pytest.param([*SFT, "data.train={}/rows.jsonl", "run.storage_path=TMP"], marks=pytest.mark.slow),
+        pytest.param([*SFT, "data.cache_dir={}/cache", "run.storage_path=TMP"], marks=pytest.mark.slow),
     ],
 )
 def test_a_bucket_that_never_answers(bucket, given, nobody, migrated, tmp_path, capsys, in_root):
@@ -117,8 +109,9 @@ def test_a_tracking_server_that_never_answers(in_root, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "value", ["garbage", "local", "ray://127.0.0.1:10001", "HTTP://x", ":6379", "x:y", "x:99999", "127.0.0.1:1", "[::1]:1", "no.invalid:6379", "a..b:1",
-     " ", "ftp://x", "127.0.0.1\n:6379", "http://", "http:///x", "http://[::1", "http://127.0.0.1:9/\nx", "http://x:y"]
+    "value",
+    ["garbage", "ray://127.0.0.1:10001", ":6379", "x:99999", "127.0.0.1:1", "no.invalid:6379", "a..b:1", "127.0.0.1\n:6379",
+     "http://", "http://127.0.0.1:9", "http://127.0.0.1:9/\nx", "http://x:y"],
 )  # fmt: skip
 def test_an_address_that_is_no_cluster_is_answered_at_once(value, monkeypatch, capsys, in_root):
     monkeypatch.setenv("RAY_ADDRESS", value)
@@ -131,7 +124,7 @@ def test_an_address_that_is_no_cluster_is_answered_at_once(value, monkeypatch, c
 VERSION = json.dumps({"ray_version": ray.__version__, "version": "4", "ray_commit": "x", "session_name": "s"})
 
 
-@pytest.mark.parametrize("body", ["null", "[]", "{}", "5", "[" * 100_000, "<html>", '{"ray_version": 5}', '{"ray_version": "1.0"}'])  # fmt: skip
+@pytest.mark.parametrize("body", ["null", "{}", "<html>", '{"ray_version": "1.0"}'])
 @pytest.mark.parametrize("known", [{}, {"/api/version": VERSION}], ids=["all", "but its version"])
 def test_a_dashboard_that_is_none(body, known, monkeypatch, capsys, in_root):
     from pipeline.cloud import submit
@@ -144,16 +137,9 @@ def test_a_dashboard_that_is_none(body, known, monkeypatch, capsys, in_root):
     assert statuses == [2, 2] and "Traceback" not in errors and errors.count("error: ") == 2, errors
 
 
-@pytest.mark.parametrize(
-    "given", [[], ["list"], ["logs", "a", "b"], ["jobs", "x"], ["stop"], ["--help"], [""]]
-)
-def test_the_verbs_of_a_cluster_take_what_they_take(given, monkeypatch, capsys):
+@pytest.mark.parametrize("given", [[], ["list"], ["logs", "a", "b"], ["stop"]])
+def test_the_verbs_of_a_cluster_take_what_they_take(given, capsys):
     from pipeline.cloud import submit
 
-    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
     assert submit.main(given) == 2
-    assert capsys.readouterr().err.startswith(("error: expected logs", "error: NAME: which job?"))
-
-
-def test_probes_of_several_processes_do_not_meet(tmp_path):
-    assert storage.probe_in(str(tmp_path)) != storage.probe_in(str(tmp_path))
+    assert capsys.readouterr().err.startswith("error: expected logs")

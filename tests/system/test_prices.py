@@ -4,7 +4,6 @@ import datetime
 
 import pytest
 import yaml
-from running import ROOT
 
 from pipeline.__main__ import main
 from pipeline.errors import InputError
@@ -44,11 +43,7 @@ def test_a_file_of_your_own_replaces_and_adds(own):
     assert mine.rent("T4", 1) is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["[1]", "{", "machine: much", "machine: -1", "prices: {}", "instances: {box: {gpu: L4}}",
-     "instances: {box: {gpu: L4, gpus: 0, dollars: 1}}"],
-)  # fmt: skip
+@pytest.mark.parametrize("text", ["[1]", "{", "machine: much", "prices: {}", "instances: {box: {gpu: L4}}"])
 def test_a_wrong_file_is_named_before_the_work(own, text, capsys, in_root):
     own(text)
     with pytest.raises(InputError, match=r"prices\.yaml: "):
@@ -59,9 +54,7 @@ def test_a_wrong_file_is_named_before_the_work(own, text, capsys, in_root):
 
 @pytest.mark.parametrize(
     ("device", "labels"),
-    [("NVIDIA A100-SXM4-80GB", ["A100-80G"]), ("NVIDIA A100-SXM4-40GB", ["A100-40G"]),
-     ("NVIDIA H100 80GB HBM3", ["H100"]), ("NVIDIA L40S", ["L40S"]), ("NVIDIA L4", ["L4"]),
-     ("NVIDIA A10G", ["A10G"]), ("Tesla T4", [])],
+    [("NVIDIA A100-SXM4-80GB", ["A100-80G"]), ("NVIDIA H100 80GB HBM3", ["H100"]), ("NVIDIA L4", ["L4"]), ("Tesla T4", [])],
 )  # fmt: skip
 def test_a_gpu_is_known_by_the_name_that_torch_gives(own, device, labels):
     assert prices.read().labels(device) == labels
@@ -94,7 +87,3 @@ def test_plan_prints_dollars_for_this_machine_and_the_alternatives(own, stage, c
     assert main(["plan", f"jobs/demo/{stage}.yaml"]) == 0
     text = capsys.readouterr().out
     assert "This machine: $0.40 an hour" in text and ": box under $0.01 in 1 min; " in text
-
-
-def test_the_prices_are_in_the_wheel():
-    assert '"pipeline.system" = ["prices.yaml"]' in (ROOT / "pyproject.toml").read_text()

@@ -24,14 +24,11 @@ def test_short_work_prints_nothing(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_counted_work_is_reported(impatient, capsys):
+def test_counted_work_is_reported_and_bytes_as_bytes(impatient, capsys):
     report = progress.Bar(total=3, desc="scoring pairs: batch")
     for _ in range(2):
         report.update()
     assert "scoring pairs: batch: 2 of 3, 00:00 left\n" in capsys.readouterr().out
-
-
-def test_bytes_are_reported_as_bytes(impatient, capsys):
     with progress.Bar(total=16_000_000_000, unit="B", unit_scale=True, desc="model.safetensors") as bar:
         bar.update(4_000_000_000)
     out = capsys.readouterr().out.splitlines()
