@@ -45,8 +45,7 @@ class Source:
     path: str  # a path, a glob, a folder, s3:// gs:// hf://
     # Share of an epoch drawn from this source of data.train, relative to the other weights.
     weight: Annotated[float | None, "(0, 1000000000]"] = None
-    # Commit, tag or branch of a Hub dataset; the same as @REVISION in its path.
-    revision: str | None = None
+    revision: str | None = None  # Commit, tag or branch of a Hub dataset; the same as @REVISION in its path.
     # Replace data.columns, data.label, data.transform and data.group_by for the rows of this source.
     columns: dict[str, str | list[str]] | None = None
     label: dict[str, Any] | None = None
@@ -68,8 +67,7 @@ class Data:
     train: str | list[str | dict[str, Any]] | None = None
     # If sources have weights: an epoch ends when one source is used up, or when all are.
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
-    # Held-out rows, as `train`.
-    eval: str | list[str | dict[str, Any]] | None = None
+    eval: str | list[str | dict[str, Any]] | None = None  # Held-out rows, as `train`.
     # Held-out preference pairs on which `evaluate` measures the reward model.
     pairs: str | list[str | dict[str, Any]] | None = None
     # Benchmarks for `evaluate`: RewardBench 2, RM-Bench, JudgeBench, or rows with lists of `chosen` and `rejected`.
@@ -103,8 +101,7 @@ class Data:
 @dataclass(frozen=True)
 class Run:
     name: str | None = None  # by default new for each run; the same name again continues that run
-    # A folder or bucket, with a folder for each run.
-    storage_path: str = "runs"
+    storage_path: str = "runs"  # A folder or bucket, with a folder for each run.
     max_failures: Annotated[int, "-1 or [0, 1000000]"] = 0  # restarts after lost workers; -1: no limit
     # Seconds to wait for workers that no node has resources for; -1: no limit.
     placement_timeout_s: Annotated[float, "-1 or (0, 31536000]"] = 3600.0
@@ -127,8 +124,7 @@ class Run:
 class MLflow:
     # By default $MLFLOW_TRACKING_URI, else sqlite:///<run.storage_path>/mlflow.db.
     tracking_uri: str | None = None
-    # The MLflow experiment of the run.
-    experiment: str = "rlhf"
+    experiment: str = "rlhf"  # The MLflow experiment of the run.
     registered_model: str | None = None  # by default, nothing is registered
     alias: str = "champion"  # moves to the new version if the gate passes
     # Other trackers that get the same curves; each needs the extra with the same name.

@@ -26,7 +26,6 @@ from pipeline.references import Ref
 # What run.storage_path contains in addition to the folders of runs.
 RESERVED = ("artifacts", "data", "feedback", "mlflow.db", "report")
 MODEL_ID = r"[A-Za-z0-9][\w.-]{0,63}"  # how a request to `serve` may name a model
-REPOSITORY = r"(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]{0,95}"
 MAX_WORKERS = 1000
 
 
@@ -156,8 +155,6 @@ RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
      "found {value}, expected letters, digits, spaces and `. _ - + ( )`, for example rlhf-sft"),
     ("", "mlflow.alias", lambda job: not re.fullmatch(r"(?!(?i:latest|v\d+)$)[\w-]{1,255}", job.mlflow.alias),
      "found {value}, expected letters, digits, `_` and `-`, for example champion; `latest` and `v1` are reserved by MLflow"),
-    ("", "mlflow.tracking_uri", lambda job: str(job.mlflow.tracking_uri).startswith("file:"),
-     "MLflow no longer writes to file: stores; use sqlite:///runs/mlflow.db or http://host:5000"),
     # serve
     ("serve", "serve.policies", lambda job: not job.serve.inputs,
      "missing; `serve` needs it, or serve.rewards: 'serve.policies={{my-policy: models:/rlhf-ppo@champion}}'"),
@@ -174,8 +171,8 @@ RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
      "found {value}; `export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"),
     ("export", "reward", lambda job: isinstance(job.reward, list) or Ref.parse(str(job.reward)).is_function,
      "found {value}, expected one reward adapter: models:/rlhf-rm@champion, or its folder"),
-    ("export", "trainer.hub_model_id", lambda job: not re.fullmatch(REPOSITORY, job.args.hub_model_id or "owner/name"),
-     "found {value}, expected OWNER/NAME: a user or an organization, and a name of letters, digits, `.`, `_` and `-`"),
+    ("export", "trainer.hub_model_id", lambda job: not re.fullmatch(r"[\w.-]+/[\w.-]+", job.args.hub_model_id or "owner/name"),
+     "found {value}, expected OWNER/NAME: a user or an organization, and a name"),
     ("export", "trainer.hub_model_id", lambda job: job.policy and job.reward and job.args.hub_model_id,
      "{} is one repository, for one model; set reward=null or policy=null"),
 ]  # fmt: skip

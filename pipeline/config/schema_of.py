@@ -201,7 +201,11 @@ def of_class(dotted: str, section: str) -> dict[str, Any]:
     cls = getattr(importlib.import_module(module), name)
     hints = _hints(cls)
     ranges = {**getattr(sys.modules[module], "RANGES", {}), **LIMITS.get(section, {})}
-    help_of = comments(cls) if module.startswith("pipeline.") else _documented(cls)
+    if module.startswith("pipeline."):
+        help_of = comments(cls)
+    else:  # the section Args of the docstring
+        argument = r"^ {4,8}(\w+):(.+?)(?=^ {4,8}\w+:|\n\n|\Z)"
+        help_of = dict(re.findall(argument, cls.__doc__ or "", re.MULTILINE | re.DOTALL))
     keys = {}
     for field in dataclasses.fields(cls):
         if not field.init or (dotted == JOB and field.name in ("source", "overridden")):
@@ -300,14 +304,6 @@ def _facts(field: Any, allowed: str | None, text: str) -> dict[str, Any]:
                 facts["maximum" if right == "]" else "exclusiveMaximum"] = float(high)
     text = field.metadata.get("help", text)
     return facts | ({"description": " ".join(str(text).split()).replace("%%", "%")} if text else {})
-
-
-def _documented(cls: type) -> dict[str, str]:
-    """Returns {field: meaning} from the section Args of a docstring."""
-    found = re.findall(
-        r"^ {4,8}(\w+):(.+?)(?=^ {4,8}\w+:|\n\n|\Z)", cls.__doc__ or "", re.MULTILINE | re.DOTALL
-    )
-    return dict(found)
 
 
 def comments(cls: type) -> dict[str, str]:

@@ -62,22 +62,16 @@ class Stage:
 
     # The config class, as package.module.Class, whose fields are the keys of the `trainer` section.
     trainer: str
-    # One line for --help.
-    summary: str
-    # {model that it takes: whether it is required}
-    inputs: Mapping[str, bool] = field(default_factory=dict)
-    # The kind of its rows, a key of data.shapes.KIND, or None if it reads no rows.
-    rows: str | None = None
-    # The role whose adapter it trains: policy or reward.
-    learns: str | None = None
+    summary: str  # One line for --help.
+    inputs: Mapping[str, bool] = field(default_factory=dict)  # {model that it takes: whether it is required}
+    rows: str | None = None  # The kind of its rows, a key of data.shapes.KIND, or None if it reads no rows.
+    learns: str | None = None  # The role whose adapter it trains: policy or reward.
     # Whether the frozen adapter that training starts from is the reference, unless the job names one.
     keeps_reference: bool = False
     # Number of forwards without gradients over the tokens that it learns from, not counting the reference's.
     further_forwards: int = 0
-    # Least rows of a micro-batch.
-    fewest_rows: int = 1
-    # Sequences in one training row: a pair has two.
-    sequences: int = 1
+    fewest_rows: int = 1  # Least rows of a micro-batch.
+    sequences: int = 1  # Sequences in one training row: a pair has two.
     # Whether it generates completions, for which the context needs space after the prompt.
     writes: bool = False
     # Whether it scores with rewards or a judge; Python functions among them may take columns of the rows.
@@ -86,8 +80,7 @@ class Stage:
     runs_in: str = "train"
     # {section or section.key: why the stage does not use it}
     unused: Mapping[str, str] = field(default_factory=dict)
-    # Its name in reports.
-    title: str = ""
+    title: str = ""  # Its name in reports.
     # The most important metric first: `rlhf` shows only that one in its table.
     headline: tuple[Figure, ...] = ()
 

@@ -8,7 +8,6 @@ import sys
 import tomllib
 
 import pytest
-import yaml
 from running import ROOT
 from tools import install
 
@@ -58,20 +57,6 @@ def test_every_file_names_the_image_of_this_version():
     ) in "jobs/rayjob.yaml jobs/rayservice.yaml cluster.yaml jobs/cloud/gcp.yaml docs/clusters.md".split():
         tags = re.findall(r"ghcr\.io/OWNER/rlhf:([\w.-]+\w)", (ROOT / name).read_text())
         assert tags and {tag.removesuffix("-cuda") for tag in tags} == {VERSION}, name
-
-
-def test_the_workflow_builds_tests_signs_and_publishes_on_a_tag():
-    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
-    assert workflow[True]["push"]["tags"] == ["v*"]  # YAML 1.1 reads `on` as true
-    image = workflow["jobs"]["image"]
-    assert image["strategy"]["matrix"]["variant"] == ["cpu", "cuda"]
-    steps = image["steps"]
-    test = next(i for i, step in enumerate(steps) if "make rlhf" in step.get("run", ""))
-    push = next(i for i, step in enumerate(steps) if (step.get("with") or {}).get("push"))
-    sign = next(i for i, step in enumerate(steps) if "attest-build-provenance" in step.get("uses", ""))
-    assert test < push < sign
-    assert steps[push]["with"]["sbom"] is True and steps[push]["with"]["provenance"] == "mode=max"
-    assert {"packages", "id-token", "attestations"} <= image["permissions"].keys()
 
 
 @pytest.mark.slow

@@ -45,23 +45,20 @@ def aws_notice(seconds):
     return f'{{"action": "terminate", "time": "{at:%Y-%m-%dT%H:%M:%SZ}"}}'
 
 
-def test_aws(service):
+def test_notices_of_aws_and_google(service):
+    google = ("GET", "/computeMetadata/v1/instance/preempted")
+    for answer, seconds in ((None, None), ("FALSE", None), ("TRUE", spot.GCP_SECONDS)):
+        service.answers[google] = answer
+        assert spot.seconds_left() == seconds
     service.answers[("PUT", "/latest/api/token")] = "T0KEN"
     assert spot.seconds_left() is None
     service.answers[("GET", "/latest/meta-data/spot/instance-action")] = aws_notice(120)
     assert 100 < spot.seconds_left() <= 120
     # IMDSv2: cluster.yaml allows nothing else
     assert service.asked[-1].get("X-aws-ec2-metadata-token") == "T0KEN"
-
-
-def test_google_and_a_machine_that_is_no_spot_instance(service):
-    path = ("GET", "/computeMetadata/v1/instance/preempted")
-    for answer, seconds in ((None, None), ("FALSE", None), ("TRUE", spot.GCP_SECONDS)):
-        service.answers[path] = answer
-        assert spot.seconds_left() == seconds
     service.shutdown()
     service.server_close()
-    assert spot.seconds_left() is None
+    assert spot.seconds_left() is None  # no spot instance
 
 
 def test_a_notice_drains_the_node_once_ray_takes_it(service, tmp_path):
@@ -72,11 +69,8 @@ def test_a_notice_drains_the_node_once_ray_takes_it(service, tmp_path):
     )
     ray.chmod(0o755)
     service.answers[("PUT", "/latest/api/token")] = "T0KEN"
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "METADATA_ADDRESS": service.address,
-    }
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "METADATA_ADDRESS": service.address}
     command = [sys.executable, "-c", "import spot, sys; spot.EVERY_SECONDS = 0.1; sys.exit(spot.main())"]
     how = {"cwd": ROOT / "pipeline/cloud", "env": environment, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **how) as watcher:

@@ -321,17 +321,12 @@ def test_a_stage_runs_over_there(cluster, capfd, tmp_path):
     assert "such rows fit rm" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("verb", "job"), [("chat", "generate"), ("export", "export")])
-def test_what_runs_here_asks_for_the_registry_of_the_cluster(verb, job, monkeypatch, capsys, tmp_path):
+def test_what_runs_here_asks_for_the_registry_of_the_cluster(monkeypatch, capsys, tmp_path, in_root):
     """It would look into an empty SQLite file of this machine, and advise to train what the cluster has trained."""
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:9")
-    monkeypatch.chdir(ROOT)
-    command = [verb, f"jobs/llama3-8b/{job}.yaml", f"run.storage_path={tmp_path}"]
-    assert main(command) == 2
-    error = capsys.readouterr().err
-    assert (
-        "RAY_ADDRESS: found http://127.0.0.1:9, but" in error and f"make {verb} PROFILE=llama3-8b;" in error
-    )
+    command = ["chat", "jobs/llama3-8b/generate.yaml", f"run.storage_path={tmp_path}"]
+    error = refused(capsys, *command)
+    assert "RAY_ADDRESS: found http://127.0.0.1:9, but" in error and "make chat PROFILE=llama3-8b;" in error
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
-    assert main([*command, "model.name_or_path=jobs/demo/model", "scaling.use_gpu=false"]) == 2
-    assert "no registered model" in capsys.readouterr().err
+    here = ["model.name_or_path=jobs/demo/model", "scaling.use_gpu=false"]
+    assert "no registered model" in refused(capsys, *command, *here)

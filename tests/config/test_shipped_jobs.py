@@ -85,23 +85,12 @@ def test_the_llama3_template():
     from pipeline.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer("jobs/demo/model", chat_template="jobs/llama3-8b/llama3.jinja")
-    turns = [
-        {"role": "system", "content": "Be brief. "},
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": " Hi! "},
-        {"role": "user", "content": "Bye"},
-    ]
-    start = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    expected = (
-        tokenizer.bos_token
-        + start.format("system") + "Be brief.<|eot_id|>"
-        + start.format("user") + "Hello<|eot_id|>"
-        + start.format("assistant") + "Hi!<|eot_id|>"
-        + start.format("user") + "Bye<|eot_id|>"
-    )  # fmt: skip
-    assert tokenizer.apply_chat_template(turns, tokenize=False) == expected
+    said = [("system", "Be brief. "), ("user", "Hello"), ("assistant", " Hi! "), ("user", "Bye")]
+    turns = [{"role": role, "content": text} for role, text in said]
+    start = "<|start_header_id|>{}<|end_header_id|>\n\n".format
+    expected = [f"{start(role)}{text.strip()}<|eot_id|>" for role, text in said]
     prompted = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    assert prompted == expected + start.format("assistant")
+    assert prompted == tokenizer.bos_token + "".join(expected) + start("assistant")
     made = tokenizer.apply_chat_template(
         turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )

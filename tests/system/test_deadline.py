@@ -84,7 +84,6 @@ def test_a_process_does_not_wait_for_a_call_that_was_left_behind(tmp_path):
 @pytest.mark.parametrize(
     ("status", "body", "says"),
     [
-        (500, "oops", r"500"),
         (401, "who?", r"401.*who\?"),
         (200, "<html>", r"JSON"),
         (200, '{"experiment": {"name": "rlhf", "experiment_id": "7", "lifecycle_stage": "deleted"}}', r"was deleted.*experiment-id 7"),
