@@ -64,7 +64,7 @@ ASK = {"prompt": "What is the capital of Peru?", "answer": "Lima"}
 
 MEND = r"data\.on_error=skip"
 ROWS = [
-    case("empty file", "sft", r"rows\.jsonl\b", "empty file", "no rows", "one JSON object on each line", rows=b""),
+    case("empty file", "sft", r"rows\.jsonl\b", "empty file", "no rows", "at least one row", rows=b""),
     case("not JSON", "sft", r"rows\.jsonl:2: found .*promt.*column 10.*expected one JSON object on each line", MEND,
          rows=jsonl([GOOD]) + b'{"promt" "a"}\n'),
     case("wrong field", "sft", r"rows\.jsonl: row 1 matches no format of `sft`; the columns are promt, completion; set data\.columns='\{prompt: promt\}'$",

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.data.files import File, open_bytes, shown, unreadable
+from pipeline.data.files import File, open_bytes, unreadable
 from pipeline.data.shapes import Kind
 from pipeline.data.table_rows import pieces, table_rows
 from pipeline.data.text_rows import BLOCK, Row, text_rows
-from pipeline.data.values import RowError, fields_of, show, some
+from pipeline.data.values import RowError, fields_of, show
 from pipeline.system import storage
 
 GROUP = 10_000  # rows that data.group_by joins
@@ -49,7 +49,19 @@ class Chunk:
 def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
     """Returns the chunks of a file, in order. Reads only its first bytes, and the metadata of tables."""
     path, group_by = storage.absolute(file.path), kind.preprocess.group_by
-    format, zipped = format_of(file.path)
+    try:
+        with open_bytes(file.path) as stream:
+            head = stream.read(BLOCK // 4)
+    except OSError as error:  # a folder can be opened, but not read
+        raise unreadable(file.path, error) from error
+    zipped = head[:2] == b"\x1f\x8b" or path.endswith(".gz")
+    if zipped:
+        try:
+            head = zlib.decompressobj(wbits=31).decompress(head, 4096)
+        except zlib.error:  # reading the rows reports it
+            head = b""
+    text: Format = "array" if head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[" else "lines"
+    format = NAMED.get(os.path.splitext(path.removesuffix(".gz"))[1]) or MAGIC.get(head[:4]) or text
     parts = [(0, -1, file.size)]  # start, stop, bytes; a group must not be split between two chunks
     if format in ("parquet", "arrow") and not group_by:
         parts = pieces(path, format, file.size, chunk_bytes)
@@ -63,24 +75,6 @@ def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[C
     ]
 
 
-def format_of(path: str) -> tuple[Format, bool]:
-    """Returns the format of a file and whether it is gzipped, by its name or else by its first bytes."""
-    try:
-        with open_bytes(path) as stream:
-            head = stream.read(BLOCK // 4)
-    except OSError as error:  # a folder can be opened, but not read
-        raise unreadable(path, error) from error
-    zipped = head[:2] == b"\x1f\x8b" or path.endswith(".gz")
-    if zipped:
-        try:
-            head = zlib.decompressobj(wbits=31).decompress(head, 4096)
-        except zlib.error:  # reading the rows reports it
-            head = b""
-    named = NAMED.get(os.path.splitext(path.removesuffix(".gz"))[1]) or MAGIC.get(head[:4])
-    starts_list = head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
-    return named or ("array" if starts_list else "lines"), zipped
-
-
 # ---- rows of a chunk -------------------------------------------------------------------------------------------
 
 
@@ -89,15 +83,13 @@ def rows(chunk: Chunk) -> Iterator[Row]:
 
     Blank lines are skipped, but counted. A row that cannot be decoded is replaced by a RowError.
     """
-    return grouped(_rows(chunk), chunk.group_by) if chunk.group_by else _rows(chunk)
-
-
-def _rows(chunk: Chunk) -> Iterator[Row]:
     if chunk.format in ("parquet", "arrow"):
-        yield from table_rows(chunk.path, chunk.format, chunk.start, chunk.stop)
+        found = table_rows(chunk.path, chunk.format, chunk.start, chunk.stop)
+        yield from grouped(found, chunk.group_by) if chunk.group_by else found
         return
     with open_bytes(chunk.path) as raw:
-        yield from text_rows(raw, chunk.format, chunk.zipped, chunk.start, chunk.stop)
+        found = text_rows(raw, chunk.format, chunk.zipped, chunk.start, chunk.stop)
+        yield from grouped(found, chunk.group_by) if chunk.group_by else found
 
 
 def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
@@ -106,7 +98,7 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
     number, raws = 0, list[bytes]()
     for at, row, raw in numbered:
         if isinstance(row, dict) and column not in row:
-            found = fields_of(some(row))
+            found = fields_of(row)
             row = RowError("missing_field", column, found, "the column that data.group_by names")
         alike = group and isinstance(row, dict) and row[column] == group[0][column]
         if alike and len(group) == GROUP:
@@ -130,19 +122,15 @@ def lines_before(chunk: Chunk) -> int:
     """Returns how many lines or rows of the file precede the chunk. They are counted only to locate an error."""
     if chunk.start == 0 or chunk.format != "lines":
         return chunk.start
-    count, left = 0, chunk.start - 1
+    count, left = 1, chunk.start - 1
     with open_bytes(chunk.path) as raw:
         while left and (data := raw.read(min(left, BLOCK))):
             count, left = count + data.count(b"\n"), left - len(data)
-        while data := raw.read(BLOCK // 16):  # the end of the line that runs into the chunk
-            if b"\n" in data:
-                return count + 1
     return count
 
 
 def locate(errors: list[RowError], chunk: Chunk) -> None:
     """Sets the file, unit and line in the file of errors, whose `line` is a number in the chunk."""
-    file = chunk.path if storage.is_remote(chunk.path) else shown(chunk.path)
-    before = lines_before(chunk)
+    file, before = storage.relative(chunk.path), lines_before(chunk)
     for error in errors:
         error.file, error.line, error.unit = file, error.line + before, UNITS.get(chunk.format, "line")

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.data.chunks import Chunk
-from pipeline.data.values import Reason, RowError
+from pipeline.data.values import Dropped, Reason, RowError
 
 FIRST = 10  # reasons of bad rows that a message names
 MAX_REASONS = 100  # reasons kept per chunk; for other reasons, bad rows are only counted by kind
-# Rows up to which duplicates and overlap are counted: 8 or 16 bytes a row come to the driver.
+# Rows of a split up to which duplicates and overlap are counted
 MAX_COMPARED = 1 << 21
 # What is compared -> 64-bit numbers per row: the hash of its bytes; Record.digests.
 WIDTH = {"rows": 1, "records": 2}
@@ -55,16 +55,19 @@ class Counts:
     unread: RowError | None = None
     samples: list[str] = field(default_factory=list)
     digest: RowsDigest = field(default_factory=RowsDigest)  # digest of the chunk's rows
-    # name in WIDTH -> what is compared, for all rows, or None if there are too many rows
-    keys: dict[str, bytearray | None] = field(default_factory=lambda: {name: bytearray() for name in WIDTH})
+    # name in WIDTH -> what is compared, for all rows
+    keys: dict[str, bytearray] = field(default_factory=lambda: {name: bytearray() for name in WIDTH})
 
     def add(self, split: str, label: str, detail: Any = "", number: int = 1) -> None:
         self.tally[split, label, detail] += number
 
-    def add_error(self, split: str, number: int, error: RowError, bad: bool = True) -> None:
+    def leave_out(self, split: str, number: int, why: RowError | Dropped) -> None:
         """Counts a row that is left out: a bad row, or a row that the job leaves out, for example as too long."""
-        self.add(split, "dropped", error.kind)
-        if bad:
+        error = why if isinstance(why, RowError) else why.error
+        self.add(split, "dropped", why.kind if isinstance(why, RowError) else why.reason)
+        if error is None:
+            return
+        if error is why:
             self.add(split, "bad", error.kind)
         error.line = number
         if error.rest:
@@ -73,13 +76,6 @@ class Counts:
         if reason in self.errors or len(self.errors) < MAX_REASONS:
             self.errors.setdefault(reason, error)
             self.add(split, "reasons", reason)
-
-    def add_key(self, name: str, key: bytes) -> None:
-        """Stores the numbers by which a row is compared with others."""
-        if (keys := self.keys[name]) is not None:
-            keys += key
-            if len(keys) > 8 * WIDTH[name] * MAX_COMPARED:
-                self.keys[name] = None
 
 
 def totals(
@@ -119,25 +115,23 @@ def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
 # ---- rows that are compared with each other --------------------------------------------------------------------------
 
 
-def compared(name: str, counts: Iterable[Counts]) -> Any | None:
-    """Returns what is compared of all rows, an array [rows, WIDTH], or None if there are too many rows."""
+def compared(name: str, counts: Iterable[Counts], split: str) -> Any | None:
+    """Returns what is compared of all rows of a split, an array [rows, WIDTH], or None if there are too many rows."""
     import numpy as np
 
-    parts = [one.keys[name] for one in counts]
-    whole = b"".join(part for part in parts if part is not None)
-    if None in parts or len(whole) > 8 * WIDTH[name] * MAX_COMPARED:
+    whole = b"".join(one.keys[name] for one in of_split(split, counts))
+    if len(whole) > 8 * WIDTH[name] * MAX_COMPARED:
         return None
     return np.frombuffer(whole, dtype=np.uint64).reshape(-1, WIDTH[name])
 
 
 def duplicates(counts: Sequence[Counts]) -> int | None:
-    """Returns the number of rows equal to an earlier row of their set, or None if there are too many to compare."""
+    """Returns the number of rows equal to an earlier row of their split, or None if there are too many to compare."""
     import numpy as np
 
     number = 0
     for split in ("train", "eval"):
-        rows = compared("rows", of_split(split, counts))
-        if rows is None:
+        if (rows := compared("rows", counts, split)) is None:
             return None
         number += len(rows) - len(np.unique(rows))
     return number
@@ -150,9 +144,8 @@ def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
     """
     import numpy as np
 
-    held_out = of_split("eval", counts)
-    train, evaluated = compared("records", of_split("train", counts)), compared("records", held_out)
-    if train is None or evaluated is None or not held_out:
+    train, evaluated = (compared("records", counts, split) for split in ("train", "eval"))
+    if train is None or evaluated is None or not of_split("eval", counts):
         return None
     prompts, rows = (int(np.isin(evaluated[:, side], train[:, side]).sum()) for side in (0, 1))
     return prompts, rows

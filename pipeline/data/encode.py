@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.data.messages import Text, as_turns, shared_length
+from pipeline.data.messages import SIDES, Text, as_turns, shared_length
 from pipeline.data.shapes import Kind, Record
 from pipeline.data.template import ChatTemplate, Span, holds, without_tokens
 from pipeline.data.values import Dropped, RowError, show
@@ -75,7 +75,7 @@ class Encoder:
 
     def encode(self, records: Sequence[Record]) -> list[list[Outcome]]:
         """Returns for each record its examples (one for each pair of completions), or what is wrong with it."""
-        return self._demonstrations(records) if self.kind.labels_tokens else self._completions(records)
+        return self._demonstrations(records) if "labels" in self.kind.columns else self._completions(records)
 
     def special_in(self, record: Record) -> list[str]:
         """Returns the special tokens in the text of a row."""
@@ -179,8 +179,12 @@ class Encoder:
         prompt, *sides = ids[0], *map(self.ended, ids[1:])
         border = min([len(prompt), *(min(shared_length(prompt, side), len(side) - 1) for side in sides)])
         prompt, sides = prompt[:border], [side[border:] for side in sides]
-        if error := self.faulty(sides):
-            return error
+        for name, side in zip(SIDES, sides, strict=False):
+            if self.blank(side):
+                return without_tokens("completion", name if len(sides) > 1 else "")
+        if len(sides) > 1 and sides[0] == sides[1]:
+            found = "the same tokens on both sides after chat template and tokenizer"
+            return RowError("equal_pair", "chosen", found, "completions that differ in what the model reads")
         if not prompt or (not sides and self.control.as_text and self.blank(prompt)):
             return without_tokens("prompt")
         length = len(prompt) + max(map(len, sides), default=0)
@@ -191,7 +195,7 @@ class Encoder:
                 # Cut at the start, because the question is at the end
                 begin = prompt[:1] if prompt[0] == self.bos else []
                 prompt = begin + prompt[length - self.max_length + len(begin) :]
-            elif self.kind.keeps_columns and len(prompt) >= self.max_length:  # scores all rows
+            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # scores all rows
                 kept = self.max_length - 1
                 prompt, sides = prompt[:kept], [prompt[kept:] + side for side in sides]
             if sides and len(prompt) >= self.max_length:
@@ -211,15 +215,15 @@ class Encoder:
     def _distinct(self, outcomes: list[Outcome]) -> list[Outcome]:
         """Drops two consecutive examples that differ only in their label: a pair that is equal after truncation."""
         kept: list[Outcome] = []
+        before = None
         for one in outcomes:
-            pair = [item.columns for item in (*kept[-1:], one) if isinstance(item, Example)]
-            if (
-                len({item.get("label") for item in pair}) == 2
-                and pair[0] | {"label": pair[1]["label"]} == pair[1]
-            ):
-                kept[-1] = Dropped("equal_after_truncation")
+            rated = isinstance(one, Example) and "label" in one.columns
+            tokens = {**one.columns, "label": None} if rated else None  # type: ignore[union-attr]
+            if tokens and tokens == before:
+                kept[-1], before = Dropped("equal_after_truncation"), None
             else:
                 kept.append(one)
+                before = tokens
         return kept
 
     # ---- demonstrations ----------------------------------------------------------------------------------------
@@ -326,16 +330,6 @@ class Encoder:
         if escaping is None:
             return prompt, completions, None
         return escaped(prompt, escaping), tuple(escaped(one, escaping) for one in completions), escaping
-
-    def faulty(self, completions: Sequence[list[int]]) -> RowError | None:
-        """Returns the error of completions (token ids) of which one is empty or both are equal, or None."""
-        for name, completion in zip(("chosen", "rejected"), completions, strict=False):
-            if self.blank(completion):
-                return without_tokens("completion", name if len(completions) > 1 else "")
-        if len(completions) < 2 or completions[0] != completions[1]:
-            return None
-        found = "the same tokens on both sides after chat template and tokenizer"
-        return RowError("equal_pair", "chosen", found, "two completions that differ in what the model reads")
 
     def over_length(self, found: str) -> RowError | Dropped:
         """Returns the outcome of a row that is too long and must not be truncated."""

@@ -2,7 +2,6 @@
 
 import difflib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +14,7 @@ SUFFIXES = (
     ".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz",
     ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".pq", ".arrow",
 )  # fmt: skip
-# How to unpack files that cannot be read directly.
-PACKED = {
-    ".zst": "zstd -d {path}",
-    ".bz2": "bunzip2 -k {path}",
-    ".xz": "unxz -k {path}",
-    ".zip": "unzip {path}",
-}
+PACKED = (".zst", ".bz2", ".xz", ".zip")  # compressed in a format that is not supported
 
 
 @dataclass(frozen=True)
@@ -38,42 +31,31 @@ def find(spec: Any, key: str) -> list[File]:
     files: list[File] = []
     for index, source in enumerate(sources_of(spec)):
         reach(source.location, key)
-        found = _readable(lambda item: matching(item, key), source.location, key)
+        with sets.readable(source.location, key):
+            found = matching(source.location, key)
+        for file in found:
+            if file.path.endswith(PACKED):
+                what = f"{file.path} is compressed in an unsupported format"
+                raise InputError(f"{what}; unpack it, or compress it with gzip", key=key)
         files += [replace(file, source=index) for file in found]
-    for file in files:
-        if unpack := PACKED.get(os.path.splitext(file.path)[1]):
-            raise InputError(
-                f"{file.path} is compressed in an unsupported format; expected one of {', '.join(SUFFIXES)}; run "
-                f"{unpack.format(path=file.path)}",
-                key=key,
-            )
     return files
 
 
 def reach(item: str, key: str) -> None:
     """Raises InputError if the bucket or the Hub of a path cannot be reached."""
     if not item.startswith(sets.HUB):
-        _readable(storage.reach, item, key)
-
-
-def _readable(read: Callable[[str], Any], item: str, key: str) -> Any:
-    try:
-        return read(item)
-    except InputError:
-        raise
-    except Exception as error:  # pyarrow and each cloud's client raise their own types
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        raise InputError(
-            f"{item!r} cannot be read ({reason}); expected a path, a glob, a folder, or s3:// gs:// hf:// with "
-            "the credentials for it in the environment",
-            key=key,
-        ) from error
+        with sets.readable(item, key):
+            storage.reach(item)
 
 
 def matching(item: str, key: str) -> list[File]:
     """Returns the files of one path, glob, folder or URI. Raises InputError if there are none."""
     if found := sets.files_of(item, key):
-        return [replace(one_file(path, key), revision=found.revision) for path in found.paths]
+        files = []
+        for path in found.paths:
+            fs, inner = storage.filesystem(path)
+            files.append(replace(as_file(path, fs.get_file_info(inner)), revision=found.revision))
+        return files
     fs, inner = storage.filesystem(item)
     info = fs.get_file_info(inner)
     if info.is_file:
@@ -99,14 +81,6 @@ def matching(item: str, key: str) -> list[File]:
     return [as_file(item, one) for one in infos]
 
 
-def one_file(path: str, key: str) -> File:
-    fs, inner = storage.filesystem(path)
-    info = fs.get_file_info(inner)
-    if not info.is_file:
-        raise InputError(f"there is no file {path!r}, a part of the dataset", key=key)
-    return as_file(path, info)
-
-
 def below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:
     """Returns the files that match a pattern, or all files below a folder, except hidden ones, in the order of their paths."""
     from fsspec.implementations.arrow import ArrowFSWrapper
@@ -124,13 +98,7 @@ def below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:
 def as_file(item: str, info: Any) -> File:
     scheme = item.split("://")[0] + "://" if storage.is_remote(item) else ""
     path = item if scheme and item.endswith(info.path) else scheme + info.path
-    return File(path if scheme else shown(info.path), info.size or 0, info.mtime_ns or 0)
-
-
-def shown(path: str) -> str:
-    """Returns a path as a person would write it: relative if it is below the current folder."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
+    return File(path if scheme else storage.relative(info.path), info.size or 0, info.mtime_ns or 0)
 
 
 def open_bytes(path: str) -> Any:

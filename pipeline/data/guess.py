@@ -43,9 +43,8 @@ SCORES = "score rating reward votes likes points winner".split()
 
 def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "data") -> str:
     """Returns the message for a file in which no row has a shape of the stage. `key` names its source, or all sources."""
-    found = visible(
-        ", ".join(dict.fromkeys(name for row in rows[:LOOKED] for name in some(row))), lines=False
-    )
+    names = dict.fromkeys(name for row in rows[:LOOKED] for name in some(row))
+    found = visible(", ".join(names), lines=False)
     numbers = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
     head = f"{visible(file, lines=False)}: {numbers} no format of `{stage}`; the columns are {found[:300] or 'none'}"
     guess = guessed(rows, stage)
@@ -122,6 +121,8 @@ def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> 
     labels = tuple(map(reshape.comparable, _labels(guess, rows)))  # any of them may mean anything
     rule = reshape.Rule(labels) if "first" in guess else reshape.Rule(good=labels if "label" in guess else ())
     kind = kind_of(stage, Preprocess(guess, rule))
+    if not kind.shapes:
+        return False
     read = 0
     for made in itertools.chain.from_iterable(map(kind.rows, rows)):
         with contextlib.suppress(RowError):
@@ -161,11 +162,6 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Values]:
     return {name: values for name, values in columns.items() if values}
 
 
-def _is_text(values: Values) -> bool:
-    """Returns True if a value is a list, or a text of several words."""
-    return any(isinstance(value, list) or (isinstance(value, str) and " " in value) for value in values)
-
-
 def _is_tools(value: Any) -> bool:
     return all("function" in tool for tool in offered(value) or [{}])
 
@@ -191,8 +187,12 @@ def _is_label(values: Values) -> bool:
 
 def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, Any]]:
     """Yields mappings to try, the likeliest first."""
+
+    def is_text(values: Values) -> bool:
+        return any(isinstance(value, list) or (isinstance(value, str) and " " in value) for value in values)
+
     yield {}
-    texts = [name for name, values in columns.items() if _is_text(values) and not any(map(_is_tools, values))]
+    texts = [name for name, values in columns.items() if is_text(values) and not any(map(_is_tools, values))]
     pairs = [] if stage == "ppo" else [*_pairs(columns, texts)]
     misspelled = difflib.get_close_matches("prompt", columns, 1)
     prompts = [{"prompt": name} for name in (*_called("prompt", texts), *misspelled)]
@@ -228,9 +228,13 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
     for chosen, rejected in itertools.product(_called("chosen", texts), _called("rejected", texts)):
         if chosen != rejected:
             yield {"chosen": chosen, "rejected": rejected}
-    labels = [name for name, values in columns.items() if _named(name, PREFERENCES) and _is_label(values)]
+
+    def named(words: list[str]) -> list[str]:
+        return [name for name in columns if any(word in name.lower() for word in words)]
+
+    labels = [name for name in named(PREFERENCES) if _is_label(columns[name])]
     votes = [name for name in labels if re.search(r"\d$", name)]
-    scores = [name for name, values in columns.items() if _named(name, SCORES) and _numbers(values)]
+    scores = [name for name in named(SCORES) if _numbers(columns[name])]
     for low, high in PAIRED:
         for first, second in _siblings(texts, low, high):
             for one, two in _siblings(scores, low, high):
@@ -247,10 +251,6 @@ def _siblings(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]
         other = re.sub(pattern, lambda match: high.upper() if match[0].isupper() else high, name)
         if other in names and other != name:
             yield name, other
-
-
-def _named(name: str, words: Iterable[str]) -> bool:
-    return any(word in name.lower() for word in words)
 
 
 def _called(field: str, columns: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.data.values import RowError, fields_of, nearest, read_value, show, some, type_name
+from pipeline.data.values import RowError, decoded, fields_of, nearest, show
 
 Message = dict[str, Any]  # role, content; of a tool call also tool_calls, tool_call_id, name
 Turns = list[Message]
@@ -46,7 +46,7 @@ def text(value: Any, key: str) -> str:
     if value is None:
         raise RowError("null", key, "null", "a text")
     if not isinstance(value, str):
-        raise RowError("wrong_type", key, f"{type_name(value)} {show(value)}", "a text")
+        raise RowError("wrong_type", key, f"{type(value).__name__} {show(value)}", "a text")
     return value
 
 
@@ -90,26 +90,25 @@ def dialogue(value: Any) -> Any:
 def message(item: Any, key: str) -> Message:
     if not isinstance(item, dict):
         raise RowError("wrong_type", key, show(item), "a message {role, content} or {from, value}")
-    names = ("from", "value") if "from" in item else ("role", "content")
-    for name in names:
-        called = name == "content" and (item.get("tool_calls") or item.get("function_call"))
-        if name not in item and not called:
-            found = fields_of(some(item)) + nearest(name, item)
-            raise RowError("missing_field", f"{key}.{name}", found, "{role, content}")
-    role = text(item[names[0]], f"{key}.{names[0]}")
-    if role.lower() not in ROLES:
-        raise RowError("wrong_role", f"{key}.{names[0]}", show(role), "one of " + ", ".join(ROLES))
-    content = item.get(names[1])
-    called = next((name for name in ("tool_calls", "function_call") if item.get(name)), "tool_calls")
+    whose, what = ("from", "value") if "from" in item else ("role", "content")
     # function_call: OpenAI's first format, of one call
-    calls = tool_calls(item.get(called), f"{key}.{called}")
+    called = next((name for name in ("tool_calls", "function_call") if item.get(name)), None)
+    for name in (whose, what):
+        if name not in item and not (name == "content" and called):
+            found = fields_of(item) + nearest(name, item)
+            raise RowError("missing_field", f"{key}.{name}", found, "{role, content}")
+    role = text(item[whose], f"{key}.{whose}")
+    if role.lower() not in ROLES:
+        raise RowError("wrong_role", f"{key}.{whose}", show(role), "one of " + ", ".join(ROLES))
+    content = item.get(what)
+    calls = tool_calls(item[called], f"{key}.{called}") if called else []
     if role.lower() in ("function_call", "tool_call"):  # LLaMA-Factory's: the content is the call
-        calls, content = tool_calls(decoded(content), f"{key}.{names[1]}"), ""
+        calls, content = tool_calls(decoded(content), f"{key}.{what}"), ""
     elif calls and content is None:
         content = ""
     if isinstance(content, list):
-        content = "".join(part_text(part, f"{key}.{names[1]}[{i}]") for i, part in enumerate(content))
-    turn: Message = {"role": ROLES[role.lower()], "content": text(content, f"{key}.{names[1]}")}
+        content = "".join(part_text(part, f"{key}.{what}[{i}]") for i, part in enumerate(content))
+    turn: Message = {"role": ROLES[role.lower()], "content": text(content, f"{key}.{what}")}
     if calls:
         turn["tool_calls"] = calls
     if turn["role"] == "tool":
@@ -128,33 +127,27 @@ def part_text(part: Any, key: str) -> str:
     if (kind := part.get("type") or "text") not in TEXT_PARTS:
         expected = "parts of text: the model reads nothing else"
         raise RowError("wrong_type", key, f"a part of type {show(kind)}", expected)
-    name = next((name for name in ("text", "value", "content") if part.get(name) is not None), None)
-    if name is None:
-        raise RowError("missing_field", f"{key}.text", fields_of(some(part)), "{type: text, text}")
-    value = part[name]
-    # Of OpenAI's threads: {text: {value, annotations}}
-    inner = value.get("value") if isinstance(value, dict) else value
-    return text(inner, f"{key}.{name}")
+    for name in ("text", "value", "content"):
+        if (value := part.get(name)) is not None:
+            # Of OpenAI's threads: {text: {value, annotations}}
+            return text(value.get("value") if isinstance(value, dict) else value, f"{key}.{name}")
+    raise RowError("missing_field", f"{key}.text", fields_of(part), "{type: text, text}")
 
 
 def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
     """Returns a prompt as text, or as messages if it is a list or a transcript. Its last turn is not the assistant's."""
     if isinstance(value, list):
-        turns = messages(value, key, system)
-        if turns[-1]["role"] == "assistant":
-            expected = "a prompt that ends on a `user` turn"
-            raise RowError("wrong_role", key, "a last turn by `assistant`", expected)
-        check_prompt(turns, key)
-        return turns
-    prompt = filled(value, key, "empty_prompt")
-    if not is_transcript(prompt):
-        return with_system(as_turns(prompt), system) if system else prompt
-    turns = split_turns(prompt)
-    if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip():
-        turns.pop()  # the final "\n\nAssistant:", which the template's generation prompt adds
+        turns = messages(value, key)
+    else:
+        prompt = filled(value, key, "empty_prompt")
+        if not is_transcript(prompt):
+            return with_system(as_turns(prompt), system) if system else prompt
+        turns = split_turns(prompt)
+        if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip():
+            turns.pop()  # the final "\n\nAssistant:", which the template's generation prompt adds
     if not turns or turns[-1]["role"] == "assistant":
-        found = "a transcript whose last turn is Assistant's"
-        raise RowError("wrong_role", key, found, "one that ends on a Human turn")
+        expected = "a prompt that ends on a `user` turn"
+        raise RowError("wrong_role", key, "a last turn by `assistant`", expected)
     check_prompt(turns, key)
     return with_system(turns, system)
 
@@ -329,15 +322,3 @@ def offered(value: Any) -> list[dict[str, Any]] | None:
         {"type": "function", "function": item} if "name" in item and "function" not in item else item
         for item in value
     ]
-
-
-def decoded(value: Any) -> Any:
-    """Returns the value of a JSON text, or the value itself if it is no JSON text."""
-    if not isinstance(value, str):
-        return value
-    text = value.strip()
-    try:
-        content, end = read_value(text)
-    except (ValueError, RecursionError):
-        return value
-    return content if end == len(text) else value

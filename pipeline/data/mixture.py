@@ -67,27 +67,17 @@ def mix(
     """
     shares = [Fraction(str(weight)) for weight in weights]
     shares = [share / sum(shares) for share in shares]
-    for name, size in zip(names, sizes, strict=True):
-        if not size:
-            raise InputError(f"{name} has no rows left; remove this source", key="data.train")
     lengths = [size / share for size, share in zip(sizes, shares, strict=True)]
     total = math.floor(min(lengths)) if strategy == "first_exhausted" else math.ceil(max(lengths))
-    draws = _apportioned(total, shares)
-    for name, draw, share in zip(names, draws, shares, strict=True):
-        if not draw:
-            raise InputError(
-                f"the weight of {name}, {float(share):.2g} of all, is less than a row in an epoch of {total:,} rows; expected a "
-                "larger one, or more rows of the other sources",
-                key="data.train",
-            )
+    # Each share is rounded up or down: the largest remainders are rounded up
+    draws = [math.floor(share * total) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda index: draws[index] - shares[index] * total)
+    for index in by_remainder[: total - sum(draws)]:
+        draws[index] += 1
+    empty = [name for name, size in zip(names, sizes, strict=True) if not size]
+    if empty := empty or [name for name, draw in zip(names, draws, strict=True) if not draw]:
+        raise InputError(
+            f"no row of {empty[0]} is in an epoch of {total:,} rows; remove it, or change the weights",
+            key="data.train",
+        )
     return Mixture(tuple(sizes), tuple(draws))
-
-
-def _apportioned(total: int, shares: Sequence[Fraction]) -> list[int]:
-    """Splits `total` into these shares, each rounded up or down. The largest remainders are rounded up."""
-    exact = [share * total for share in shares]
-    counts = [math.floor(share) for share in exact]
-    by_remainder = sorted(range(len(shares)), key=lambda index: counts[index] - exact[index])
-    for index in by_remainder[: total - sum(counts)]:
-        counts[index] += 1
-    return counts

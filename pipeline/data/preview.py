@@ -26,67 +26,53 @@ def preprocessing(stage: str, data: Any) -> dict[str, tuple[Preprocess, ...]]:
     Raises:
         InputError: if the stage does not read a field, or if a column would become two fields.
     """
-    return {
-        name: tuple(
+    made = {}
+    for name in ("train", "eval"):
+        sources = zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
+        made[name] = tuple(
             _preprocess(stage, full, f"data.{name}.{index}" if own.columns else "data", data.pairs)
-            for index, (own, full) in enumerate(
-                zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
-            )
+            for index, (own, full) in enumerate(sources)
         )
-        for name in ("train", "eval")
-    }
+    return made
 
 
 def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
     """Returns the preprocessing of one source. `key` names the section that sets its columns."""
     columns, kind = source.columns or {}, kind_of(stage)
     if stage in ("evaluate", "pairs"):  # eval and pairs have different kinds of rows, with their own fields
-        others = {*known_fields(kind_of("pairs" if stage == "evaluate" else "evaluate"))} - {
-            *known_fields(kind)
-        }
+        other = kind_of("pairs" if stage == "evaluate" else "evaluate")
+        others = {*known_fields(other)} - {*known_fields(kind)}
         others |= {"chosen", "rejected"} if stage == "evaluate" and pairs else set()
         columns = {field: column for field, column in columns.items() if field not in others}
     check_columns(columns, kind, f"{key}.columns")
-    if source.label and "good" in source.label and "label" not in kind.further.union(*kind.shapes.values()):
-        raise InputError(
-            f"`{stage}` reads no ratings; expected {{first: VALUE, second: VALUE}}", key=f"{key}.label"
-        )
+    if source.label and "good" in source.label and "label" not in known_fields(kind, unordered=False):
+        wanted = "expected {first: VALUE, second: VALUE}"
+        raise InputError(f"`{stage}` reads no ratings; {wanted}", key=f"{key}.label")
     rule = reshape.Rule.of(source.label) if source.label else None
     digest = functions.digest([source.transform]) if source.transform else ""
     return Preprocess(columns, rule, source.transform, digest, source.group_by)
 
 
-def known_fields(kind: Kind) -> list[str]:
+def known_fields(kind: Kind, unordered: bool = True) -> list[str]:
     """Returns the fields that the rows of a kind may have, first the fields of the shapes."""
     needs = [name for shape in kind.shapes.values() for name in shape]
-    unordered = reshape.UNORDERED if kind.has_pairs else ()
+    pair = reshape.UNORDERED if kind.has_pairs and unordered else ()
     input_of = ("input",) if "instruction" in needs else ()
-    return [*dict.fromkeys([*needs, *unordered, *sorted(kind.further), *input_of, "system", "tools"])]
+    return [*dict.fromkeys([*needs, *pair, *sorted(kind.further), *input_of, "system", "tools"])]
 
 
 def check_columns(columns: reshape.Columns, kind: Kind, key: str = "data.columns") -> None:
-    """Raises InputError for fields that the stage does not read, and for a column that is given to two of them."""
-    known, taken = known_fields(kind), dict[str, str]()
-    for field, column in columns.items():
+    """Raises InputError for fields that the stage does not read, or never in one row."""
+    known = known_fields(kind)
+    for field in columns:
         near = difflib.get_close_matches(field, known, 1)
-        if field not in known and (near or not kind.keeps_columns):
+        if field not in known and (near or "row" not in kind.columns):
             hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
             raise InputError(f"`{kind.stage}` reads no field of this name; {hint}", key=f"{key}.{field}")
-        if isinstance(column, list) and field != "label":
-            raise InputError(f"found {len(column)} columns, expected one", key=f"{key}.{field}")
-        for one in reshape.listed(column):
-            if one in taken:
-                raise InputError(
-                    f"found {one!r}, which is {key}.{taken[one]} already; a column can be only one field",
-                    key=f"{key}.{field}",
-                )
-            taken[one] = field
     if not reshape.shapes_with(columns, kind.shapes):
         one_of = " | ".join(kind.shapes)
-        raise InputError(
-            f"no row of `{kind.stage}` has {' and '.join(columns)}; expected fields of one of {one_of}",
-            key=key,
-        )
+        found = f"no row of `{kind.stage}` has {' and '.join(columns)}"
+        raise InputError(f"{found}; expected fields of one of {one_of}", key=key)
 
 
 def check_there(
@@ -100,17 +86,13 @@ def check_there(
             return True
         return False
 
-    names = [*dict.fromkeys(name for row in rows for name in some(row))]
     for field, column in columns.items():
         for one in reshape.listed(column):
             if rows and not any(has(row, one) for row in rows):
-                shown = visible(", ".join(names[:30]), lines=False)
-                near = difflib.get_close_matches(one, names, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise InputError(
-                    f"{file}: rows 1-{len(rows):,} have no column {one!r}; their columns are {shown}{hint}",
-                    key=f"{key}.{field}",
-                )
+                names = dict.fromkeys(name for row in rows for name in some(row))
+                shown = visible(", ".join([*names][:30]), lines=False)
+                found = f"{file}: rows 1-{len(rows):,} have no column {one!r}; their columns are {shown}"
+                raise InputError(found, key=f"{key}.{field}")
 
 
 @dataclass(frozen=True)
@@ -132,14 +114,18 @@ def resolve_labels(
     Raises:
         InputError: if a file lacks a column, if labels are ambiguous, or if the rows of a file fit another stage.
     """
-    heads = []
-    for name, sources in preprocess.items():
-        for index, one in enumerate(sources):
-            section = f"data.{name}.{index}" if len(sources) > 1 else "data"
-            for file in [file for file in files.get(name, ()) if file.source == index][:FILES]:
-                heads.append(
-                    Head(f"data.{name}", section, file, one, first_rows(file, kind_of(stage, one))[0])
-                )
+    heads = [
+        Head(
+            f"data.{name}",
+            f"data.{name}.{index}" if len(sources) > 1 else "data",
+            file,
+            one,
+            first_rows(file, kind_of(stage, one))[0],
+        )
+        for name, sources in preprocess.items()
+        for index, one in enumerate(sources)
+        for file in [file for file in files.get(name, ()) if file.source == index][:FILES]
+    ]
     labels: dict[str, list[Any]] = {}  # preprocessing -> labels; sources may share a preprocessing
     for head in heads:
         check_there(head.preprocess.columns, head.rows, head.file.path, f"{head.section}.columns")
@@ -158,8 +144,8 @@ def resolve_labels(
 
     made = {name: tuple(map(with_rule, some)) for name, some in preprocess.items()}
     for head in heads:
-        known = with_rule(head.preprocess)
-        if head.rows and not any(fits(row, stage, known) for row in head.rows):
+        kind = kind_of(stage, replace(with_rule(head.preprocess), transform=None))
+        if head.rows and not any(fits(row, kind) for row in head.rows):
             raise InputError(guess.misfit(head.rows, stage, head.file.path, head.section), key=head.key)
     return made
 
@@ -187,7 +173,6 @@ def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowEr
     return rows, errors
 
 
-def fits(row: dict[str, Any], stage: str, preprocess: Preprocess) -> bool:
-    """Returns True if a row has a shape of a stage, or an error other than its shape."""
-    kind = kind_of(stage, replace(preprocess, transform=None))
+def fits(row: dict[str, Any], kind: Kind) -> bool:
+    """Returns True if a row has a shape of a kind, or an error other than its shape."""
     return any(not isinstance(made, dict) or shape_of(made, kind) is not None for made in kind.rows(row))

@@ -8,9 +8,9 @@ loads the parts as tables. A later run on the same files, tokenizer, template an
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import logging
-import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ from pipeline.data.template import DATE
 from pipeline.errors import InputError
 from pipeline.system import storage
 
-VERSION = 11  # format of the parts; raise it if the same rows give other tokens or another report
+VERSION = 12  # format of the parts; raise it if the same rows give other tokens or another report
 SMALL = 64 << 20  # most bytes of files that are tokenized without Ray; for more, starting Ray pays off
 
 
@@ -161,7 +161,7 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
         tuple(eos_ids(tokenizer)),
         data.eval_fraction,
         data.seed,
-        packing and kind_of(stage).labels_tokens,
+        packing and "labels" in kind_of(stage).columns,
         data.special_tokens,
         preprocessing(stage, data),
         data.deduplicate,
@@ -197,10 +197,11 @@ def repeated_rows(hashes: list[bytes], chunks: list[Chunk]) -> dict[int, Any]:
     for split in ("train", "eval"):
         indices = [index for index, chunk in enumerate(chunks) if chunk.split == split]
         rows = [np.frombuffer(hashes[index], dtype=np.uint64) for index in indices]
-        again = np.ones(sum(map(len, rows)), dtype=bool)
-        again[np.unique(np.concatenate([*rows, np.empty(0, np.uint64)]), return_index=True)[1]] = False
-        ends = np.cumsum([len(some) for some in rows])
-        for index, places in zip(indices, np.split(again, ends[:-1]), strict=True) if indices else ():
+        whole = np.concatenate([*rows, np.empty(0, np.uint64)])
+        again = np.ones(len(whole), dtype=bool)
+        again[np.unique(whole, return_index=True)[1]] = False
+        ends = np.cumsum([len(some) for some in rows], dtype=int)
+        for index, places in zip(indices, np.split(again, ends[:-1]), strict=False):
             repeated[index] = np.flatnonzero(places)
     return repeated
 
@@ -254,27 +255,17 @@ def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) ->
 
 def read_manifest(folder: str) -> dict[str, Any] | None:
     """Returns the manifest of a complete cache folder, or None if it is unfinished, damaged or incomplete."""
+    import pyarrow.parquet as pq
+
     try:
-        manifest = storage.read_json(storage.join(folder, "manifest.json"))
-        names = [name for parts in manifest["parts"].values() for name, _ in parts]
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ):  # damaged: the cache can always be made again
+        manifest: dict[str, Any] = storage.read_json(storage.join(folder, "manifest.json"))
+        for name, _ in itertools.chain.from_iterable(manifest["parts"].values()):
+            fs, inner = storage.filesystem(storage.join(folder, name))
+            with fs.open_input_file(inner) as file:
+                pq.read_metadata(file)  # at the end of the file: raises if it is cut short
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the cache can always be made again
         return None
-    return manifest if all(is_whole(storage.join(folder, name)) for name in names) else None
-
-
-def is_whole(path: str) -> bool:
-    """Returns True if a part exists and, if it is local, is not cut short."""
-    if storage.is_remote(path) or not storage.exists(path):
-        return storage.exists(path)
-    with open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - 4))
-        return file.read() == b"PAR1"
+    return manifest
 
 
 def load(folder: str, parts: list[list[Any]], columns: list[str], in_process: bool) -> Any:

@@ -1,23 +1,14 @@
-"""How a job changes a raw row before its shape is determined: data.transform, data.columns, then the label of a pair.
+"""How a job changes a raw row before its shape is determined: data.transform, data.columns, then data.label.
 
-    transform: python:my_rows:pairs                                       a row -> a row, several, or None to leave it out
-    columns: {prompt: question.text, first: output_1, second: output_2}   field: the column that it is made of
-    label: {first: 1, second: 2, tie: 0}                                  what the values of the column `label` mean
-
-A transform is called once for each row, in any process and order, so its result depends on the row alone. With data.group_by,
-it gets the list of all consecutive rows with the same value in this column.
-
-A column is a name, or the path to a nested value: names of fields and, from 0, numbers of list elements. If a file has a
-column with the name of a mapped field, the mapping counts. The column of `label` may be a list of columns, each with a vote.
+A transform is called once for each row, in any process and order, so its result depends on the row alone.
 
     first + second + label                        the label picks the side: chosen and rejected
     first + second + first_score + second_score   the higher score does
     label                                         a rating becomes true or false
 
-data.label sets the meaning of a label's values: {first: 1, second: 2, tie: 0} for pairs, {good: 4, bad: 2} for ratings.
-For pairs it is derived if the values can mean only one thing: 1 and 2, numbers between them (1.5 is a tie), words such as a
-and b, model_a and model_b, and tie. Values 0 and 1 are ambiguous: the number of the better completion, or whether the first
-one is better. Columns such as response_0, response_1 and better_response_id settle that by their names.
+Without data.label, what a label means is derived if its values can mean only one thing: 1 and 2, numbers between them (1.5 is
+a tie), words such as a and b, model_a and model_b, and tie. Values 0 and 1 are ambiguous: the number of the better completion,
+or whether the first one is better. Columns such as response_0, response_1 and better_response_id settle that by their names.
 """
 
 import dataclasses
@@ -33,18 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from pipeline.data.messages import decoded
-from pipeline.data.values import (
-    Dropped,
-    RowError,
-    fields_of,
-    nearest,
-    row_json,
-    setting,
-    show,
-    some,
-    type_name,
-)
+from pipeline.data.values import Dropped, RowError, decoded, fields_of, nearest, row_json, setting, show
 from pipeline.errors import InputError, in_brief
 from pipeline.system.functions import imported
 
@@ -65,12 +45,12 @@ def transformed(row: Any, source: str) -> Iterator[Any]:
         place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         yield RowError("transform", "", in_brief(error) + place, f"{EXPECTED}, from {source}")
         return
-    if made in ([], [None]):
+    if not made or made == [None]:
         yield Dropped("left_out")
         return
     for one in made:
         try:
-            found = f"{type_name(one)} {show(one)}"
+            found = f"{type(one).__name__} {show(one)}"
             if isinstance(one, dict):
                 yield json.loads(row_json(one))  # as JSON has it: with text keys and without tuples
                 continue
@@ -108,7 +88,9 @@ def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dic
             values = [value_at(row, one) for one in listed(column)]
         except KeyError as error:
             if field in needed or (field in row and field not in sources):
-                raise absent(row, field, str(error.args[0])) from None
+                found, column = fields_of(row) + nearest(error.args[0], row), str(error.args[0])
+                expected = f"the column that data.columns.{field} names"
+                raise RowError("missing_field", column, found, expected) from None
             continue
         fields[field] = values if isinstance(column, list) else values[0]
     used = {one if one in row else one.partition(".")[0] for one in sources}
@@ -129,11 +111,6 @@ def value_at(row: dict[str, Any], path: str) -> Any:
         else:
             raise KeyError(path)
     return value
-
-
-def absent(row: dict[str, Any], field: str, column: str) -> RowError:
-    found = fields_of(some(row)) + nearest(column, row)
-    return RowError("missing_field", column, found, f"the column that data.columns.{field} names")
 
 
 # ---- data.label, and scores ------------------------------------------------------------------------------------------
@@ -213,23 +190,6 @@ def _word(value: Any) -> str | None:
     return next((name for name, pattern in WORDS.items() if pattern.fullmatch(word)), None)
 
 
-def side(row: dict[str, Any], rule: Rule) -> str:
-    """Returns which completion is better by scores or label: first, second, or tie. A missing score or label is a tie.
-
-    Raises:
-        RowError: if a label names neither completion, or if the row has neither label nor scores.
-    """
-    if "first_score" in row and "second_score" in row:
-        one, two = (_score(row[name], name) for name in ("first_score", "second_score"))
-        return "tie" if None in (one, two) or one == two else "first" if one > two else "second"  # type: ignore[operator]
-    if "label" not in row:
-        expected = (
-            "`label`, or `first_score` and `second_score`, which say whether `first` or `second` is better"
-        )
-        raise RowError("missing_field", "label", "no such field", expected)
-    return vote(row["label"], rule)
-
-
 def vote(label: Any, rule: Rule) -> str:
     """Returns what most votes mean, or tie. A label that is no list is the only vote."""
     votes: Counter[str] = Counter()
@@ -278,9 +238,14 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
     words = {_word(value) for value in values if not isinstance(value, float)}
     # A 1 may mean the first or the second, and "right" may mean correct.
     doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
+    # The label holds the number of a completion if all names say so, such as response_0, response_1 and better_response_id
+    pair = columns.get("first", ""), columns.get("second", "")
+    zeros = re.finditer(r"(?<!\d)0(?!\d)", pair[0])
+    numbered = any(pair[0][: at.start()] + "1" + pair[0][at.end() :] == pair[1] for at in zeros)
+    numbered &= all(NUMBER_OF.search(one) for one in listed(columns.get("label", "label")))
     if numbers and 1 <= numbers[0] < 1.5 < numbers[-1] <= 2 and words <= {"tie"}:
         return Rule((1.0,), (2.0,), derived=True)
-    if numbers and {*numbers} <= {0.0, 1.0} and words <= {"tie"} and are_numbered(columns):
+    if numbers and {*numbers} <= {0.0, 1.0} and words <= {"tie"} and numbered:
         return Rule((0.0,), (1.0,), derived=True)
     if not numbers and words and None not in words and ({"first", "second"} <= words or not doubtful):
         return Rule(derived=True)
@@ -294,16 +259,6 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
         f"VALUE for neither), or name another column: {key.removesuffix('label')}columns.label=COLUMN",
         key=key,
     )
-
-
-def are_numbered(columns: Mapping[str, Any]) -> bool:
-    """Returns whether a label holds the number of one of two completions, judged by the names: response_0 and response_1."""
-    first, second = columns.get("first", ""), columns.get("second", "")
-    numbered = any(
-        first[: at.start()] + "1" + first[at.end() :] == second
-        for at in re.finditer(r"(?<!\d)0(?!\d)", first)
-    )
-    return numbered and all(NUMBER_OF.search(one) for one in listed(columns.get("label", "label")))
 
 
 NoteLabel = Callable[[str, str], None]  # (column of a label, "VALUE = MEANING")
@@ -349,20 +304,26 @@ class Preprocess:
         return transformed(row, self.transform)
 
     def _labelled(self, row: dict[str, Any], has_pairs: bool, note_label: NoteLabel | None) -> Any:
+        """Returns the row with the side that its label or scores pick, or Dropped if neither is better."""
         rule = self.rule or Rule()
         if rule.good and "label" in row:
             meaning = vote(row["label"], rule)
             made = {**row, "label": meaning == "good"}
         elif has_pairs and "first" in row and "second" in row:
-            meaning = side(row, rule)
+            read: tuple[str, ...] = ("first_score", "second_score")
+            if row.keys() >= {*read}:
+                one, two = (_score(row[name], name) for name in read)
+                meaning = "tie"
+                if one is not None and two is not None and one != two:
+                    meaning = "first" if one > two else "second"
+            elif "label" in row:
+                read, meaning = ("label",), vote(row["label"], rule)
+            else:
+                expected = "`label`, or `first_score` and `second_score`"
+                raise RowError("missing_field", "label", "no such field", expected)
             better, worse = ("second", "first") if meaning == "second" else ("first", "second")
-            read = (
-                ("first_score", "second_score")
-                if "first_score" in row and "second_score" in row
-                else ("label",)
-            )
-            rest = {name: value for name, value in row.items() if name not in ("first", "second", *read)}
-            made = {**rest, "chosen": row[better], "rejected": row[worse]}
+            made = {name: value for name, value in row.items() if name not in ("first", "second", *read)}
+            made |= {"chosen": row[better], "rejected": row[worse]}
         else:
             return row
         label = row.get("label")

@@ -12,9 +12,9 @@ revision means now. With HF_HUB_OFFLINE=1 it is taken from this machine's cache 
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from pipeline.config.job import HUB
 from pipeline.errors import InputError, in_brief
@@ -33,28 +33,44 @@ class Files:
     revision: str = ""  # the commit of a dataset on the Hub
 
 
+@contextmanager
+def readable(item: str, key: str) -> Iterator[None]:
+    """Raises InputError for an error of pyarrow, the datasets library or the client of a cloud in the block."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # each library raises its own types
+        raise InputError(
+            f"{item!r} cannot be read ({in_brief(error, 300)}); expected a path, a glob, a folder, or s3:// gs:// hf:// with "
+            "the credentials for it in the environment",
+            key=key,
+        ) from error
+
+
 def files_of(item: str, key: str) -> Files | None:
     """Returns the files of the dataset that `item` names, for the setting `key`, or None if it names no dataset.
 
     Raises:
         InputError: if the dataset lacks the config or split, has other formats, or if the Hub cannot be reached.
     """
-    if item.startswith(HUB):
-        return _on_hub(item, key)
-    last = item.rstrip("/").rpartition("/")[2]
-    if storage.is_remote(item):
-        return None if re.search(r"[.*?\[]", last) else _saved(item, "", item, key)
-    folder = storage.absolute(item)
-    if os.path.isdir(folder):
-        return _in_folder(folder, "", "", item, key)
-    above, colon, config = folder.rpartition(":")
-    if os.path.exists(folder) or re.search(r"[.*?\[]", last):
-        return None
-    if colon and os.path.isdir(above):
-        config, _, split = config.partition("/")
-        return _in_folder(above, config, split, item, key, named=True)
-    above, _, split = folder.rpartition("/")
-    return _in_folder(above, "", split, item, key) if os.path.isdir(above) else None
+    with readable(item, key):
+        if item.startswith(HUB):
+            return _on_hub(item, key)
+        last = item.rstrip("/").rpartition("/")[2]
+        if storage.is_remote(item):
+            return None if re.search(r"[.*?\[]", last) else _saved(item, "", item, key)
+        folder = storage.absolute(item)
+        if os.path.isdir(folder):
+            return _in_folder(folder, "", "", item, key)
+        if os.path.exists(folder) or re.search(r"[.*?\[]", last):
+            return None
+        above, colon, config = folder.rpartition(":")
+        if colon and os.path.isdir(above):
+            config, _, split = config.partition("/")
+            return _in_folder(above, config, split, item, key, named=True)
+        above, _, split = folder.rpartition("/")
+        return _in_folder(above, "", split, item, key) if os.path.isdir(above) else None
 
 
 def _in_folder(
@@ -82,21 +98,15 @@ def _has_card(folder: str) -> bool:
 def _saved(folder: str, split: str, item: str, key: str) -> Files | None:
     """Returns the Arrow files of a Dataset or DatasetDict that save_to_disk wrote here, or None."""
     if storage.exists(index := storage.join(folder, "dataset_dict.json")):
-        splits = _read(index, "splits", key)
+        splits = storage.read_json(index)["splits"]
         folder = storage.join(folder, _split(splits, split, item, key))
     elif split:
         return None
     if not storage.exists(index := storage.join(folder, "state.json")):
         return None
-    return Files([storage.join(folder, str(file["filename"])) for file in _read(index, "_data_files", key)])
-
-
-def _read(path: str, entry: str, key: str) -> Any:
-    try:
-        return storage.read_json(path)[entry]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        found = f"{path} cannot be read ({in_brief(error)})"
-        raise InputError(f"{found}; expected what save_to_disk writes", key=key) from error
+    return Files(
+        [storage.join(folder, str(file["filename"])) for file in storage.read_json(index)["_data_files"]]
+    )
 
 
 def _split(splits: Sequence[str], split: str, item: str, key: str) -> str:
@@ -122,29 +132,13 @@ def _declared(
     import datasets
 
     with tempfile.TemporaryDirectory() as scratch:
-        try:
-            builder = datasets.load_dataset_builder(
-                path, config or None, revision=revision, cache_dir=scratch
-            )
-        except ValueError as error:  # for an unknown config, the message lists the known ones
-            raise InputError(f"{item!r}: {_said(error)}", key=key) from error
-        except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise InputError(f"{item!r} cannot be read as a dataset ({_said(error)})", key=key) from error
+        builder = datasets.load_dataset_builder(path, config or None, revision=revision, cache_dir=scratch)
     format = type(builder).__module__.split(".")[-1]
     if format not in FORMATS:
-        raise InputError(
-            f"{item!r} holds files of the kind {format!r}; expected {', '.join(FORMATS)}", key=key
-        )
-    # Settings of the README that locate rows and name columns
-    if given := [name for name in ("field", "column_names", "names") if getattr(builder.config, name, None)]:
-        raise InputError(f"the README of {item!r} sets `{given[0]}`; name the files themselves", key=key)
+        found = f"{item!r} holds files of the kind {format!r}"
+        raise InputError(f"{found}; expected {', '.join(FORMATS)}", key=key)
     files = {str(name): list(paths) for name, paths in builder.config.data_files.items()}
     return files[_split(list(files), split, item, key)]
-
-
-def _said(error: Exception) -> str:
-    """Returns a library's message on one line, without its advice to programmers."""
-    return in_brief(error, 300).partition(": ")[2].partition(" Example of usage")[0]
 
 
 def _on_hub(item: str, key: str) -> Files | None:
@@ -173,23 +167,16 @@ def _on_hub(item: str, key: str) -> Files | None:
 def _commit(item: str, key: str, repo: str, revision: str) -> str:
     """Returns the current commit of a revision of a dataset."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        commit = deadline.answer(lambda: HfApi().dataset_info(repo, revision=revision or None).sha)
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise InputError(
-            f"{item!r}: the Hub has no such dataset, or you may not read it ({_said(error)}); expected hf://datasets/NAME:config/split "
-            "with the NAME and revision as the hub writes them, and HF_TOKEN in the environment for a private or gated one",
-            key=key,
-        ) from error
+        return str(deadline.answer(lambda: HfApi().dataset_info(repo, revision=revision or None).sha))
     except Exception as error:  # the HTTP client raises its own types
         raise InputError(
-            f"{item!r}: the hub cannot be reached ({in_brief(error)}); with network access, run `hf download --repo-type "
-            f"dataset {repo}`, then set HF_HUB_OFFLINE=1 here, or name the downloaded folder",
+            f"{item!r} cannot be read from the Hub ({in_brief(error)}); expected hf://datasets/NAME:config/split, and HF_TOKEN in "
+            f"the environment for a private or gated dataset. Without a network here, run `hf download --repo-type dataset {repo}` "
+            "elsewhere, then set HF_HUB_OFFLINE=1",
             key=key,
         ) from error
-    return str(commit)
 
 
 def _cached(item: str, key: str, repo: str, revision: str, config: str, rest: str) -> Files:

@@ -19,7 +19,6 @@ from pipeline.data.messages import (
     check_last,
     check_prompt,
     completion_text,
-    decoded,
     dialogue,
     instruction,
     messages,
@@ -31,7 +30,7 @@ from pipeline.data.messages import (
     words,
 )
 from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, shapes_with
-from pipeline.data.values import RowError, check_values, fields_of, nearest, row_json, show, some, too_deep
+from pipeline.data.values import RowError, check_values, decoded, fields_of, nearest, row_json, show, too_deep
 from pipeline.references import Ref
 
 
@@ -117,16 +116,6 @@ class Kind:
         """Returns True if a row may have two completions, one preferred to the other."""
         return self.completions != "written" and "rejected" in self.needed
 
-    @property
-    def keeps_columns(self) -> bool:
-        """Returns True if a row's other columns are stored for Python rewards."""
-        return "row" in self.columns
-
-    @property
-    def labels_tokens(self) -> bool:
-        """Returns True if the token table has one sequence with labels, which trainer.packing may join with others."""
-        return "labels" in self.columns
-
     def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
         """Yields what a decoded row of a file becomes: rows, RowError or Dropped."""
         return self.preprocess.rows(row, self.needed, self.has_pairs, note_label)
@@ -135,7 +124,7 @@ class Kind:
         """Returns the columns of pair `at` of a record, from the token ids of the prompt and of each completion."""
         chosen, rejected = [*sides, None, None][:2]
         row = record.row
-        if self.keeps_columns and len(record.pairs) > 1:  # a row with several answers gives several pairs
+        if row and len(record.pairs) > 1:  # a row with several answers gives several pairs
             row = json.dumps({**json.loads(row), "pair": at}, ensure_ascii=False)
         values: dict[str, Any] = {
             "prompt_ids": prompt,
@@ -251,7 +240,14 @@ LARGEST_MARGIN = 100.0
 
 def parse_preference(row: dict[str, Any], shape: str) -> Record:
     """Parses a row of one of PREFERENCES: one pair, or one for each index of `pos_answers` and `neg_answers`."""
-    margin = margin_of(row)
+    margin = decoded(row.get("margin"))  # in CSV, a number is text, and a missing value is empty text
+    if margin in (None, ""):
+        margin = None
+    elif isinstance(margin, bool) or not isinstance(margin, int | float):
+        raise RowError("wrong_type", "margin", show(margin), "a number")
+    elif not 0 <= margin <= LARGEST_MARGIN:
+        expected = f"a number from 0 to {LARGEST_MARGIN:g}; if it is negative, swap `chosen` and `rejected`"
+        raise RowError("margin", "margin", show(margin), expected)
     key = shape.split("+")[0]
 
     def given_prompt() -> Text:
@@ -300,19 +296,6 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
     found = f"{ends[0]}, but `chosen` and `rejected` begin with {ends[1]}"
     expected = f"the same prompt there as in `{key}`, or completions without a prompt"
     raise RowError("prompts_differ", key, found, expected)
-
-
-def margin_of(row: dict[str, Any]) -> float | None:
-    """Returns by how much the score of `chosen` should exceed the score of `rejected`, or None if the row does not say."""
-    margin = decoded(row.get("margin"))  # in CSV, a number is text, and a missing value is empty text
-    if margin in (None, ""):
-        return None
-    if isinstance(margin, bool) or not isinstance(margin, int | float):
-        raise RowError("wrong_type", "margin", show(margin), "a number")
-    if not 0 <= margin <= LARGEST_MARGIN:
-        expected = f"a number from 0 to {LARGEST_MARGIN:g}, in units of the reward (usually at most 3); if it is negative, swap `chosen` and `rejected`"
-        raise RowError("margin", "margin", show(margin), expected)
-    return float(margin)
 
 
 def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
@@ -490,10 +473,16 @@ def parse(row: Any, kind: Kind) -> Record:
     except RecursionError:
         raise too_deep() from None
     if not isinstance(row, dict):
-        raise RowError("not_object", "", show(row), "a JSON object, such as " + example(kind))
+        raise RowError(
+            "not_object", "", show(row), "a JSON object with the fields " + " | ".join(kind.shapes)
+        )
     shape = shape_of(row, kind)
     if shape is None:
-        raise wrong_fields(row, kind)
+        closest = max(kind.shapes.values(), key=lambda needs: sum(need in row for need in needs) / len(needs))
+        missing = next(need for need in closest if need not in row)
+        found = fields_of(row) + nearest(missing, [key for key in row if key not in kind.needed])
+        expected = f"one of {' | '.join(kind.shapes)} (stage {kind.stage})"
+        raise RowError("missing_field", missing, found, expected)
     for key in kind.shapes[shape]:
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
@@ -525,17 +514,3 @@ def unpacked(field: str, value: Any) -> Any:
 def shape_of(row: dict[str, Any], kind: Kind) -> str | None:
     """Returns the name of the shape of a row, or None."""
     return next((name for name, needs in kind.shapes.items() if all(key in row for key in needs)), None)
-
-
-def wrong_fields(row: dict[str, Any], kind: Kind) -> RowError:
-    """Returns the error of a row without a shape. It names a missing field of the nearest shape, and a similar field."""
-    shape = max(kind.shapes.values(), key=lambda needs: sum(need in row for need in needs) / len(needs))
-    missing = next(need for need in shape if need not in row)
-    others = [key for key in row if key not in kind.needed]
-    found, expected = fields_of(some(row)) + nearest(missing, others), " | ".join(kind.shapes)
-    return RowError("missing_field", missing, found, f"one of {expected} (stage {kind.stage})")
-
-
-def example(kind: Kind) -> str:
-    shape = min((needs for needs in kind.shapes.values() if "prompt" in needs), key=len)
-    return "{" + ", ".join(f'"{name}": ...' for name in shape) + "}"

@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any
 
 from pipeline.data.files import unreadable
-from pipeline.data.messages import decoded
 from pipeline.data.text_rows import Row, repeated_column
-from pipeline.data.values import RowError
+from pipeline.data.values import RowError, decoded
 from pipeline.errors import in_brief
 from pipeline.system import storage
 
@@ -51,17 +50,19 @@ def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
 
     If the file is damaged, a RowError replaces the next row and is the last item.
     """
-    number = 0
+    number = at = 0
     try:
         with _opened(path) as file:
-            for batch in _batches(file, format, start, stop):
-                if error := repeated_column(batch.schema.names):
-                    yield 1, error, b""
-                    return
-                for row in _decoded(batch):
-                    number += 1
-                    raw = b"" if isinstance(row, RowError) else _canonical(row)
-                    yield number, row, raw
+            for size, _, read in _groups(file, format):
+                # One group at a time, so that damage is reported by its row
+                for batch in read() if start <= at and (stop < 0 or at < stop) else ():
+                    if error := repeated_column(batch.schema.names):
+                        yield 1, error, b""
+                        return
+                    for row in _rows(batch):
+                        number += 1
+                        yield number, row, b"" if isinstance(row, RowError) else _canonical(row)
+                at += size
     except _damage() as error:
         if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
             raise unreadable(path, error) from error  # an error of the disk or the network
@@ -87,23 +88,25 @@ def _opened(path: str) -> Any:
     return pafs.LocalFileSystem(use_mmap=True).open_input_file(storage.absolute(path))
 
 
-def _batches(file: Any, format: str, start: int, stop: int) -> Iterator[Any]:
-    """Yields the batches of rows [start, stop), which are complete row groups of the file. A `stop` of -1 means the end."""
-    at = 0
-    for rows, _, read in _groups(file, format):
-        if start <= at and (stop < 0 or at < stop):
-            # One group at a time, so that damage is reported by its row
-            yield from read()
-        at += rows
-
-
 def _groups(file: Any, format: str) -> Iterator[tuple[int, int, Callable[[], Iterator[Any]]]]:
     """Yields (rows, bytes, a function that reads them in batches) of each row group, or record batch of Arrow."""
     import pyarrow.parquet as pq
 
+    def at_a_time(rows: int, size: int) -> int:
+        return max(1, min(ROWS, BYTES * rows // max(1, size)))
+
+    def slices(batch: Any) -> Iterator[Any]:
+        try:
+            batch.validate(full=True)  # otherwise, a damaged file would end the process
+        except ValueError as error:
+            if "UTF8" not in str(error):
+                raise
+        size = at_a_time(batch.num_rows, batch.nbytes)
+        yield from (batch.slice(at, size) for at in range(0, batch.num_rows, size))
+
     if format == "arrow":
         for batch in _record_batches(file):
-            yield batch.num_rows, batch.nbytes, partial(_slices, batch)
+            yield batch.num_rows, batch.nbytes, partial(slices, batch)
         return
     table = pq.ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
     for index in range(table.metadata.num_row_groups):
@@ -112,64 +115,43 @@ def _groups(file: Any, format: str) -> Iterator[tuple[int, int, Callable[[], Ite
         yield rows, size, partial(table.iter_batches, at_a_time(rows, size), row_groups=[index])
 
 
-def _slices(batch: Any) -> Iterator[Any]:
-    try:
-        batch.validate(full=True)  # otherwise, a damaged file would end the process
-    except ValueError as error:
-        if "UTF8" not in str(error):
-            raise
-    size = at_a_time(batch.num_rows, batch.nbytes)
-    yield from (batch.slice(at, size) for at in range(0, batch.num_rows, size))
-
-
 def _record_batches(file: Any) -> Iterator[Any]:
     """Yields the batches of an Arrow file, or of an Arrow stream, which the datasets library writes with the same suffix."""
     import pyarrow as pa
 
-    magic = file.read(6)
+    is_file = file.read(6) == b"ARROW1"
     file.seek(0)
-    if magic == b"ARROW1":
+    if is_file:
         reader = pa.ipc.open_file(file)
         yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
         yield from pa.ipc.open_stream(file)
 
 
-def at_a_time(rows: int, size: int) -> int:
-    return max(1, min(ROWS, BYTES * rows // max(1, size)))
-
-
 # ---- a row as JSON would have it -------------------------------------------------------------------------------
 
 
-def _decoded(batch: Any) -> Iterator[Any]:
+def _rows(batch: Any) -> Iterator[Any]:
     """Yields the rows of a batch, with a RowError in place of a row that Python cannot hold."""
     import pyarrow as pa
 
     columns = zip(batch.schema.names, batch.schema.types, strict=True)
     texts = [name for name, type in columns if isinstance(type, pa.JsonType)]
     try:
-        rows = batch.to_pylist(maps_as_pydicts="lossy")
-    except (ValueError, OverflowError):  # text that is not UTF-8, a date before the year 1
-        rows = [_one(batch.slice(index, 1)) for index in range(batch.num_rows)]
-    for row in rows:
-        if not isinstance(row, RowError):
-            row = {name: tidy(value) for name, value in row.items()} | {
-                name: decoded(row[name]) for name in texts
-            }
-        yield row
-
-
-def _one(batch: Any) -> Any:
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        try:
-            column.to_pylist(maps_as_pydicts="lossy")
-        except UnicodeDecodeError as error:
-            return RowError("not_utf8", name, f"byte 0x{error.object[error.start]:02x}", "UTF-8 text")
-        except (ValueError, OverflowError) as error:
-            found = f"{column.type} ({in_brief(error)})"
-            return RowError("wrong_type", name, found, "a value that Python can hold")
-    return batch.to_pylist(maps_as_pydicts="lossy")[0]
+        for row in batch.to_pylist(maps_as_pydicts="lossy"):
+            yield {name: decoded(value) if name in texts else tidy(value) for name, value in row.items()}
+    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date before the year 1
+        if batch.num_rows > 1:
+            for index in range(batch.num_rows):
+                yield from _rows(batch.slice(index, 1))
+            return
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                column.to_pylist(maps_as_pydicts="lossy")
+            except (ValueError, OverflowError):
+                kind = "not_utf8" if isinstance(error, UnicodeDecodeError) else "wrong_type"
+                yield RowError(kind, name, in_brief(error), "a value that Python can hold")
+                return
 
 
 def tidy(value: Any) -> Any:

@@ -5,6 +5,7 @@ Only `Counts` come back to the driver: they are small, however long the chunk.
 
 import functools
 import hashlib
+import itertools
 import pickle
 import uuid
 from collections import defaultdict
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.data.chunks import Chunk, locate, rows
-from pipeline.data.counts import Counts, totals
+from pipeline.data.counts import Counts
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.reshape import NOTHING, Preprocess
 from pipeline.data.shapes import Kind, Record, digest, kind_of, parse
@@ -22,7 +23,6 @@ from pipeline.system import storage
 
 BATCH = 256  # rows tokenized together
 BATCH_BYTES = 16 << 20  # most bytes of a batch of rows; a row may be a book
-ENOUGH = 10_000  # bad rows of a chunk after which the rest is not read
 SAMPLES = 3  # token rows that are shown as text
 Read = Record | RowError | Dropped  # a row before it is tokenized
 
@@ -101,7 +101,7 @@ def tokenize(
             continue
         counts.digest.add(raw)
         if not isinstance(row, RowError):
-            counts.add_key("rows", row_hash(raw))
+            counts.keys["rows"] += row_hash(raw)
         for made in kind.rows(row, task.note_label):
             done = isinstance(made, RowError | Dropped)
             batch.append((number, made if done else checked(made, kind)))
@@ -109,10 +109,13 @@ def tokenize(
         if len(batch) >= BATCH or size >= BATCH_BYTES:
             task.flush(batch)
             batch, size = [], 0
-            if hopeless(counts, options):
-                break
     task.flush(batch)
-    task.close()
+    for name, writer in task.writers.items():
+        counts.parts[name] = writer.close()
+        counts.add(name, "rows", number=counts.parts[name][1])
+    # Only now are the lines before the chunk counted, to locate the reported rows in the file
+    if named := {id(error): error for error in (*counts.errors.values(), counts.unread) if error}:
+        locate([*named.values()], chunk)
     return counts
 
 
@@ -156,7 +159,7 @@ class Task:
                 self.add_record(number, record, next(outcomes))
             else:
                 self.counts.add(self.chunk.split, "read")
-                self.add_left_out(self.chunk.split, number, record)
+                self.counts.leave_out(self.chunk.split, number, record)
 
     def add_record(
         self, number: int, record: Record, outcomes: Sequence[Example | Dropped | RowError]
@@ -165,7 +168,7 @@ class Task:
         counts, name = self.counts, self.split_of(number, record)
         counts.add(name, "read")
         if error := next((item for item in outcomes if isinstance(item, RowError)), None):
-            self.add_left_out(name, number, error)
+            counts.leave_out(name, number, error)
             return
         counts.add(name, "text_rows" if isinstance(record.prompt, str) else "chat_rows")
         if record.margin is not None:
@@ -174,7 +177,7 @@ class Task:
             counts.add(name, "special_rows")
         for token in special:
             counts.add(name, "special_tokens", token)
-        counts.add_key("records", record.digests())
+        counts.keys["records"] += record.digests()
         for column in self.encoder.unread(record):
             counts.add(name, "unread", column)
         if not self.options.apply_template and record.joined():
@@ -183,15 +186,7 @@ class Task:
             if isinstance(item, Example):
                 self.add_example(name, record, item)
             else:
-                self.add_left_out(name, number, item)
-
-    def add_left_out(self, split: str, number: int, why: RowError | Dropped) -> None:
-        if isinstance(why, RowError):
-            self.counts.add_error(split, number, why)
-        elif why.error:
-            self.counts.add_error(split, number, why.error, bad=False)
-        else:
-            self.counts.add(split, "dropped", why.reason)
+                counts.leave_out(name, number, item)
 
     def note_label(self, column: str, meaning: str) -> None:
         self.counts.add(self.chunk.split, "labels", (column, meaning))
@@ -221,23 +216,6 @@ class Task:
             away = held_out(record.prompt_content(), self.options)
             self.placed = number, "eval" if away else self.chunk.split
         return self.placed[1]
-
-    def close(self) -> None:
-        """Closes the parts, and locates the reported rows in the file. Only now are lines before the chunk counted."""
-        counts = self.counts
-        for name, writer in self.writers.items():
-            counts.parts[name] = writer.close()
-            counts.add(name, "rows", number=counts.parts[name][1])
-        named = {id(error): error for error in (*counts.errors.values(), counts.unread) if error}
-        if named:
-            locate([*named.values()], self.chunk)
-
-
-def hopeless(counts: Counts, options: Options) -> bool:
-    """Returns True if enough is known to reject the file: reading hundreds of thousands of bad rows takes minutes."""
-    total = totals([counts])
-    bad = total["bad"].total()
-    return bad > ENOUGH if options.on_error == "raise" else bad > 10 * ENOUGH and not total["kept"].total()
 
 
 def held_out(prompt: str, options: Any) -> bool:
@@ -338,39 +316,27 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
 
     `prompt_tokens` is the length of the prompt that both sides of a pair begin with.
     """
+    decode = tokenizer.decode
     if "labels" in columns:
-        trained = [label != -100 for label in columns["labels"]]
-        return clip(marked(tokenizer, columns["input_ids"], trained), limit)
+        text, tokens = "", zip(columns["input_ids"], columns["labels"], strict=True)
+        for trained, run in itertools.groupby(tokens, lambda token: token[1] != -100):
+            piece = decode([token for token, _ in run])
+            text += f"⟦{piece}⟧" if trained else piece
+        return clip(text, limit)
     if "input_ids" in columns:
-        return clip(tokenizer.decode(columns["input_ids"]), limit)
-    first = columns.get("completion_ids", columns.get("chosen_ids"))
-    sides: tuple[Any, ...] = first, columns.get("rejected_ids")
-    prompt = columns.get("prompt_ids", sides[0][:prompt_tokens])
-    if "prompt_ids" not in columns:
-        sides = sides[0][prompt_tokens:], sides[1][prompt_tokens:]
-    if cut := len(prompt) - whole_characters(tokenizer, prompt, len(prompt)):
-        prompt, sides = prompt[:-cut], tuple(ids and prompt[-cut:] + ids for ids in sides)
-    if sides[1] is None:
-        return clip(tokenizer.decode(prompt) + f"⟦{tokenizer.decode(sides[0])}⟧", limit)
-    texts = [clip(tokenizer.decode(ids), limit // 3) for ids in (prompt, *sides)]
-    return f"{texts[0]}\n  chosen   ⟦{texts[1]}⟧\n  rejected ⟦{texts[2]}⟧"
-
-
-def whole_characters(tokenizer: Any, ids: list[int], at: int) -> int:
-    """Returns the last token border up to `at` that is between two characters: a cut character cannot be decoded."""
-    borders = range(at, max(at - 4, 0), -1)  # UTF-8 has at most 4 bytes, each perhaps a token
-    return next((one for one in borders if not tokenizer.decode(ids[:one]).endswith("\ufffd")), at)
-
-
-def marked(tokenizer: Any, ids: list[int], trained: list[bool]) -> str:
-    """Returns the text of the tokens with ⟦...⟧ around each run of trained tokens."""
-    pieces, start = [], 0
-    for at in range(1, len(ids) + 1):
-        if at == len(ids) or trained[at] != trained[start]:
-            text = tokenizer.decode(ids[start:at])
-            pieces.append(f"⟦{text}⟧" if trained[start] else text)
-            start = at
-    return "".join(pieces)
+        return clip(decode(columns["input_ids"]), limit)
+    names = ("completion_ids", "chosen_ids", "rejected_ids")
+    sides = [columns[name] for name in names if columns.get(name) is not None]
+    before = columns.get("prompt_ids", [])
+    prompt = (before + sides[0])[: len(before) or prompt_tokens]
+    # Its last tokens may be a part of a character, which alone cannot be decoded: UTF-8 has at most 4 bytes
+    heads = (decode(prompt[: max(0, len(prompt) - cut)]) for cut in range(4))
+    head = next((text for text in heads if not text.endswith("\ufffd")), "")
+    texts = [decode(before + side)[len(head) :] for side in sides]
+    if len(texts) == 1:
+        return clip(f"{head}⟦{texts[0]}⟧", limit)
+    head, chosen, rejected = (clip(text, limit // 3) for text in (head, *texts))
+    return f"{head}\n  chosen   ⟦{chosen}⟧\n  rejected ⟦{rejected}⟧"
 
 
 def clip(text: str, limit: int) -> str:

@@ -67,7 +67,10 @@ class Dropped:
 def check_values(value: Any, name: str = "") -> None:
     """Raises RowError for a number that is not finite and text that is not Unicode; RecursionError for deep nesting."""
     if isinstance(value, str):
-        check_text(value, name)
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise RowError("not_utf8", name, "half a surrogate pair (\\ud8..)", "Unicode text") from None
     elif isinstance(value, float | int):
         if not abs(value) <= sys.float_info.max:
             raise RowError("not_finite", name, show(value), "a finite number")
@@ -76,42 +79,39 @@ def check_values(value: Any, name: str = "") -> None:
             check_values(item, f"{name}[{index}]")
     elif isinstance(value, dict):
         for key, item in value.items():
-            check_text(key, name)
+            check_values(key, name)
             check_values(item, f"{name}.{key[:60]}" if name else key[:60])
 
 
-def check_text(value: str, name: str) -> None:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise RowError("not_utf8", name, "half a surrogate pair (\\ud8..)", "Unicode text") from None
+# A number of hundreds of digits is infinite for check_values; Python converts at most 4,300 to an integer.
+_JSON = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 400 else float(digits))
+read_json = _JSON.decode  # text -> value; raises JSONDecodeError or RecursionError
+read_value = _JSON.raw_decode  # (text, begin) -> (value, end); raises the same
 
 
-# A number of thousands of digits is read as infinite, and then rejected with the name of the field.
-DECODER, WIDE = (json.JSONDecoder(parse_int=kind) for kind in (None, float))
-
-
-def read_value(text: str, at: int = 0) -> tuple[Any, int]:
-    """Returns a JSON value and its end in the text. Raises JSONDecodeError or RecursionError."""
-    try:
-        return DECODER.raw_decode(text, at)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:  # https://docs.python.org/3/library/stdtypes.html#int-max-str-digits
-        return WIDE.raw_decode(text, at)
+def decoded(value: Any) -> Any:
+    """Returns the value of a JSON text, or the value itself if it is no JSON text."""
+    if isinstance(value, str):
+        try:
+            return read_json(value)
+        except (ValueError, RecursionError):
+            pass
+    return value
 
 
 def row_json(row: dict[str, Any]) -> str:
     """Returns a row as JSON, in which dates, decimals and bytes of a table are text. Raises TypeError for other objects."""
-    return json.dumps(row, ensure_ascii=False, default=_as_text)
 
+    def as_text(value: Any) -> str:
+        if isinstance(
+            value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal | uuid.UUID
+        ):
+            return str(value)
+        if isinstance(value, bytes):
+            return f"<{len(value):,} bytes>"
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
-def _as_text(value: Any) -> str:
-    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal | uuid.UUID):
-        return str(value)
-    if isinstance(value, bytes):
-        return f"<{len(value):,} bytes>"
-    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return json.dumps(row, ensure_ascii=False, default=as_text)
 
 
 def too_deep() -> RowError:
@@ -126,11 +126,13 @@ def some(keys: Iterable[str]) -> list[str]:
     return [key for key in itertools.islice(keys, 50) if len(key) <= 60]
 
 
-def fields_of(keys: list[str]) -> str:
-    return "fields " + visible(", ".join(keys[:8]), lines=False) if keys else "no fields"
+def fields_of(keys: Iterable[str]) -> str:
+    """Returns the first fields of a row in words."""
+    return "fields " + visible(", ".join(some(keys)[:8]), lines=False) if keys else "no fields"
 
 
 def nearest(name: str, keys: Iterable[str]) -> str:
+    """Returns a question whether one of the keys is a misspelled `name`, or ""."""
     close = difflib.get_close_matches(name, some(keys), 1)
     return f" (is `{visible(close[0], lines=False)}` meant to be `{name}`?)" if close else ""
 
@@ -142,16 +144,6 @@ def setting(key: str, value: str) -> str:
         return f"`{name}: {value}` in the entry {section}"
     quote = '"' if "'" in value else "'"
     return f"{key}={quote}{value}{quote}"
-
-
-TYPES = {
-    "bool": "boolean", "int": "number", "float": "number", "dict": "object", "str": "text", "Decimal": "decimal number",
-    **dict.fromkeys(("datetime", "Timestamp"), "date and time"), **dict.fromkeys(("timedelta", "Timedelta"), "duration"),
-}  # fmt: skip
-
-
-def type_name(value: Any) -> str:
-    return TYPES.get(name := type(value).__name__, name)
 
 
 def show(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 import json
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,6 @@ from pipeline.data.chunks import Chunk
 from pipeline.data.counts import Counts, RowsDigest
 from pipeline.data.report import Report
 from pipeline.data.shapes import kind_of, parse
-from pipeline.data.values import RowError
 
 PPO3, SFT1 = "models:/demo-ppo/3", "models:/demo-sft/1"
 
@@ -64,16 +62,17 @@ def test_a_digest_does_not_depend_on_how_a_file_is_cut(tmp_path, format):
 
 
 def keyed(name: str, split: str, *keys) -> Counts:
-    """The counts of a chunk whose rows have these keys; None: there are too many."""
+    """The counts of a chunk whose rows have these keys."""
     made = Counts(Chunk("x", split))
-    made.keys[name] = bytearray(np.array(keys, dtype=np.uint64).tobytes()) if keys != (None,) else None
+    made.keys[name] = bytearray(np.array(keys, dtype=np.uint64).tobytes())
     return made
 
 
-def test_duplicates_are_counted_over_chunks():
+def test_duplicates_are_counted_over_chunks(monkeypatch):
     assert counts.duplicates([keyed("rows", "train", 1, 2), keyed("rows", "train", 1)]) == 1
     assert counts.duplicates([keyed("rows", "train", 1, 2), keyed("rows", "eval", 1)]) == 0
-    assert counts.duplicates([keyed("rows", "train"), keyed("rows", "train", None)]) is None
+    monkeypatch.setattr(counts, "MAX_COMPARED", 2)
+    assert counts.duplicates([keyed("rows", "train", 1, 2), keyed("rows", "train", 1)]) is None
 
 
 def test_rows_that_cannot_be_read_repeat_no_row(tmp_path):
@@ -83,11 +82,12 @@ def test_rows_that_cannot_be_read_repeat_no_row(tmp_path):
     assert report.splits["train"].kept == 1 and not report.duplicates
 
 
-def test_millions_of_rows_are_compared_in_seconds():
+def test_millions_of_rows_are_compared_in_seconds(monkeypatch):
     train = np.arange(2_000_000, dtype=np.uint64).repeat(2)
-    eval = keyed("records", "eval", 1, 7, 5, 5, 9_999_999, 1)
-    assert counts.overlap([keyed("records", "train", *train), eval]) == (2, 2 + 1)
-    assert counts.overlap([keyed("records", "train", None), eval]) is None
+    both = [keyed("records", "train", *train), keyed("records", "eval", 1, 7, 5, 5, 9_999_999, 1)]
+    assert counts.overlap(both) == (2, 2 + 1)
+    monkeypatch.setattr(counts, "MAX_COMPARED", 1_999_999)
+    assert counts.overlap(both) is None
 
 
 CHAT = {"messages": [{"role": "user", "content": "question 7"}, {"role": "assistant", "content": "answer 7"}]}
@@ -152,15 +152,3 @@ def test_rows_are_counted_by_version_and_source(tmp_path):
     skipped = write(tmp_path / "bad.jsonl", [pair(1, version=PPO3), {**pair(2, version=SFT1), "chosen": "b"}])
     report = make(tmp_path, "dpo", train=skipped, on_error="skip").report
     assert report.splits["train"].versions == {PPO3: 1}  # of the rows that are kept
-
-
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_file_of_bad_rows_is_not_read_to_its_end(on_error, monkeypatch):
-    monkeypatch.setattr(tasks, "ENOUGH", 100)
-    options, made = SimpleNamespace(on_error=on_error), Counts(Chunk("x", "train"))
-    for number in range(101 if on_error == "raise" else 1001):
-        assert not tasks.hopeless(made, options)
-        made.add_error("train", number, RowError("null", "prompt", "null", "a value"))
-    assert tasks.hopeless(made, options)
-    made.add("train", "kept")  # some rows are good, and the job says to leave the others out
-    assert tasks.hopeless(made, options) == (on_error == "raise")

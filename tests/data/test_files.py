@@ -38,7 +38,7 @@ def test_files_that_are_not_there(tmp_path):
         ("row.jsonl", "rows.jsonl"),
         ("*.txt", "matches no file"),
         ("empty", "holds no data file"),
-        ("rows.jsonl.zst", "run zstd -d"),
+        ("rows.jsonl.zst", "unpack it"),
     ]:
         with pytest.raises(InputError, match=expected) as caught:
             files.find(str(tmp_path / spec), "data.train")

@@ -92,14 +92,11 @@ def test_prompts_of_ppo_are_drawn_epoch_by_epoch(batch):
 
 
 @pytest.mark.parametrize(
-    "sizes,weights,strategy,said",
-    [
-        ([5, 0], [1, 1], "first_exhausted", "b has no rows left"),
-        ([5, 500], [1, 1000], "first_exhausted", "weight of a, 0.001 of all, is less than a row"),
-    ],
+    "sizes,weights,strategy,name",
+    [([5, 0], [1, 1], "first_exhausted", "b"), ([5, 500], [1, 1000], "first_exhausted", "a")],
 )
-def test_weights_that_do_not_fit_the_rows(sizes, weights, strategy, said):
-    with pytest.raises(InputError, match=said):
+def test_weights_that_do_not_fit_the_rows(sizes, weights, strategy, name):
+    with pytest.raises(InputError, match=f"no row of {name} is in an epoch"):
         mix(["a", "b"], sizes, weights, strategy)
 
 
@@ -121,7 +118,7 @@ def test_a_job_of_two_sources(tmp_path):
             sources[0].drawn / 4, abs=1
         )
         assert (
-            sources[0].dropped == 1
+            sources[0].dropped == {"empty_completion": 1}
             and sum(source.tokens for source in sources) == made.report.splits["train"].tokens
         )
         text = made.report.render()

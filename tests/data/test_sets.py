@@ -64,7 +64,7 @@ def test_saved_folders(tmp_path):
     with pytest.raises(InputError, match="no split 'validation'; expected one of"):
         found(tmp_path / "saved/validation")
     (tmp_path / "saved/train/state.json").write_text("{")
-    with pytest.raises(InputError, match=r"state.json cannot be read"):
+    with pytest.raises(InputError, match=r"saved' cannot be read \(JSONDecodeError"):
         found(tmp_path / "saved")
 
 
@@ -164,11 +164,8 @@ def test_a_set_on_the_hub_is_pinned_and_read_where_it_is(folder, tmp_path):
         and "expected one of" in split
         and f"{name}/test_prefs" in split
     )
-    assert (
-        "the Hub has no such dataset" in revision
-        and "the Hub has no such dataset" in none
-        and "there is no file" in file
-    )
+    assert all("cannot be read from the Hub" in error for error in (revision, none))
+    assert "there is no file" in file
     assert all(error.startswith("InputError") for error in (large, split, revision, none, file))
 
 
@@ -177,7 +174,7 @@ def test_a_hub_out_of_reach_and_its_cache(folder, tmp_path):
     name = "hf://datasets/owner/prefs"
     away = in_process([f"{name}:default/train"], tmp_path, HF_ENDPOINT="http://127.0.0.1:9")[0]
     assert (
-        "the hub cannot be reached" in away
+        "cannot be read from the Hub" in away
         and "hf download --repo-type dataset owner/prefs" in away
         and "HF_HUB_OFFLINE=1" in away
     )

@@ -8,7 +8,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from toy_data import NO, ROWS, USER, make, parsed, read_rows, rows_of, write
+from toy_data import ROWS, USER, make, parsed, read_rows, write
 
 from pipeline.data import chunks, files, table_rows
 from pipeline.data.shapes import kind_of
@@ -43,26 +43,19 @@ def test_a_large_row_group_is_not_held_at_once(tmp_path, monkeypatch):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     monkeypatch.setattr(table_rows, "BYTES", 100_000)
     with table_rows._opened(str(tmp_path / "rows.parquet")) as file:
-        sizes = [batch.num_rows for batch in table_rows._batches(file, "parquet", 0, -1)]
+        sizes = [batch.num_rows for _, _, read in table_rows._groups(file, "parquet") for batch in read()]
     assert sum(sizes) == 4000 and max(sizes) <= table_rows.ROWS
 
 
 def test_nested_columns_are_as_in_json(tmp_path):
     """A struct has all keys that it has in any row: those that are null are as absent as they were in the JSON."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"city": "here"}}}
+    called = {"role": "assistant", "tool_calls": [call]}
+    asked = {**USER, "tool_calls": [{"function": {"name": "g", "arguments": {"n": 1.0}}}]}
     rows = [
         {"messages": [USER, {"role": "assistant", "content": "yo"}], "margin": 1.5, "score": 2.0},
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "tool_calls": [call]},
-                {"role": "tool", "content": "3", "weight": 0},
-            ]
-        },
-        {
-            "messages": [{**USER, "tool_calls": [{"function": {"name": "g", "arguments": {"n": 1.0}}}]}],
-            "margin": None,
-        },
+        {"messages": [USER, called, {"role": "tool", "content": "3", "weight": 0}]},
+        {"messages": [asked], "margin": None},
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     read = [row for _, row in read_rows(tmp_path / "rows.parquet")]
@@ -70,9 +63,8 @@ def test_nested_columns_are_as_in_json(tmp_path):
     assert [row["margin"] for row in read] == [1.5, None, None]
     assert parsed({"messages": [*rows[1]["messages"], {"role": "assistant", "content": "so"}]}, "sft")
     datasets.Dataset.from_list(rows[:2]).to_parquet(tmp_path / "hub.parquet")
-    assert [row["messages"] for _, row in read_rows(tmp_path / "hub.parquet")] == [
-        row["messages"] for row in rows[:2]
-    ]
+    read = [row for _, row in read_rows(tmp_path / "hub.parquet")]
+    assert [row["messages"] for row in read] == [row["messages"] for row in rows[:2]]
 
 
 def test_values_of_other_types(tmp_path):
@@ -101,7 +93,7 @@ def test_what_json_has_no_word_for_is_text_for_rewards_and_refused_where_it_is_r
     assert given["image"] == {"bytes": "<4 bytes>"} and given["on"] == "2024-05-01 00:00:00"
     assert given["price"] == "1.50"
     for key, value, shown in [
-        ("chosen", DATE, 'date and time "2024-05-01 00:00:00"'),
+        ("chosen", DATE, 'datetime "2024-05-01 00:00:00"'),
         ("rejected", b"no", "bytes"),
         ("margin", decimal.Decimal("0.5"), '"0.5"'),
     ]:
@@ -118,22 +110,18 @@ def test_files_cut_in_half(tmp_path, name):
     else:
         arrow(path, table, name.removesuffix(".arrow"))
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
-    with pytest.raises(
-        InputError, match=rf"{name}:\d+: found an? (Parquet|Arrow) file that ends or is damaged here"
-    ):
+    ends = "that ends or is damaged here"
+    with pytest.raises(InputError, match=rf"{name}:\d+: found an? (Parquet|Arrow) file {ends}"):
         make(tmp_path, train=str(path))
     if name == "stream.arrow":  # what stands before the damage can be used
-        made = make(tmp_path, train=str(path), on_error="skip").report
-        assert made.splits["train"].kept % 7 == 0 < made.splits["train"].kept < 50
-        assert (
-            made.splits["train"].dropped == {"damaged": 1} and "not read: all that follows" in made.notes[0]
-        )
+        report = make(tmp_path, train=str(path), on_error="skip").report
+        split = report.splits["train"]
+        assert split.kept % 7 == 0 < split.kept < 50 and split.dropped == {"damaged": 1}
+        assert "not read: all that follows" in report.notes[0]
     elif name == "rows.parquet":  # it ends in what describes it: nothing of it can be read
         good = write(tmp_path / "good.jsonl", ROWS)
-        with pytest.raises(
-            InputError,
-            match=r"rows\.parquet:1: .*not read: all that follows; no row of this file can be read; repair it",
-        ):
+        lost = r"rows\.parquet:1: .*not read: all that follows; no row of this file can be read; repair it"
+        with pytest.raises(InputError, match=lost):
             make(tmp_path, train=[good, str(path)], on_error="skip")
 
 
@@ -160,7 +148,7 @@ def test_text_that_is_not_utf8(tmp_path, format):
         arrow(path, pa.table({"prompt": words}), "file")
     (_, first), (number, error), (_, last) = read_rows(path)
     assert (first, last, number) == ({"prompt": "a"}, {"prompt": "c"}, 2)
-    assert (error.kind, error.field, error.found) == ("not_utf8", "prompt", "byte 0xff")
+    assert (error.kind, error.field) == ("not_utf8", "prompt") and "byte 0xff" in error.found
 
 
 def test_two_columns_of_one_name(tmp_path):
@@ -168,30 +156,3 @@ def test_two_columns_of_one_name(tmp_path):
     arrow(tmp_path / "rows.arrow", table, "stream")
     ((number, error),) = read_rows(tmp_path / "rows.arrow")
     assert number == 1 and 'two columns of the name "prompt"' in error.found
-
-
-def test_the_digest_is_that_of_the_rows(tmp_path):
-    digests = set()
-    for name, options in [("a", {}), ("b", {"compression": "zstd", "row_group_size": 1})]:
-        pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / f"{name}.parquet", **options)
-        rows = table_rows.table_rows(str(tmp_path / f"{name}.parquet"), "parquet", 0, -1)
-        digests.add(b"\n".join(raw for _, _, raw in rows))
-    assert len(digests) == 1
-
-
-def test_parquet_trains_like_json(tmp_path):
-    rows = [
-        {"prompt": [USER], "chosen": "yo", "rejected": [NO], "margin": None},
-        {"prompt": "p", "chosen": "a", "rejected": "b"},
-    ]
-    rows = [
-        {**row, "prompt": "hi", "rejected": f"no {i}", "margin": float(i)} for i, row in enumerate(rows * 20)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=9)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = {
-        name: make(tmp_path, "rm", train=str(tmp_path / f"rows.{name}"), eval_fraction=0.0)
-        for name in ("parquet", "jsonl")
-    }
-    assert rows_of(made["parquet"].train) == rows_of(made["jsonl"].train)
-    assert made["parquet"].report.duplicates == 0

@@ -14,15 +14,14 @@ from pipeline.errors import InputError
 
 def write(path, content, zipped=False):
     data = content if isinstance(content, bytes) else content.encode()
-    path.write_bytes(gzip.compress(data) if zipped else data)
+    path.write_bytes(gzip.compress(data, mtime=0) if zipped else data)
     return path
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 3, 17, 64, 1 << 20])
 @pytest.mark.parametrize("end", ["", "\n", "\n\n"])
 def test_byte_ranges_hold_each_line_once_with_its_number(tmp_path, chunk_bytes, end):
-    values = ["x" * (i * 7 % 23) for i in range(20)]
-    lines = [json.dumps(value) for value in values]
+    lines = [json.dumps("x" * (i * 7 % 23)) for i in range(20)]
     lines.insert(5, "")
     path = write(tmp_path / "rows.jsonl", "\n".join(lines) + end)
     expected = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line]
@@ -31,26 +30,21 @@ def test_byte_ranges_hold_each_line_once_with_its_number(tmp_path, chunk_bytes, 
 
 def test_arrays_gzip_and_byte_order_marks(tmp_path, monkeypatch):
     rows = [{"prompt": "é" * i, "completion": "[,]"} for i in range(300)]
-    texts = {"a.json": json.dumps(rows), "b.json": json.dumps(rows, indent=2, ensure_ascii=False)}
+    texts = {
+        "a.json": json.dumps(rows),
+        "b.json": json.dumps(rows, indent=2, ensure_ascii=False),
+        "c.json": " [ ] ",
+    }
     texts["c.jsonl"] = "\ufeff" + "\r\n".join(json.dumps(row) for row in rows)
     for block in (64, text_rows.BLOCK):  # arrays longer than a block, and shorter
         monkeypatch.setattr(text_rows, "BLOCK", block)
         for name, text in texts.items():
             for zipped in (False, True):
                 path = write(tmp_path / (name + ".gz" * zipped), text, zipped)
-                assert read_rows(path) == list(enumerate(rows, 1)), path
+                assert read_rows(path) == ([] if name == "c.json" else list(enumerate(rows, 1))), path
 
 
-def test_repeated_rows_compress_well_and_are_read(tmp_path):
-    row = {"prompt": "a " * 400, "completion": "b"}
-    content = (json.dumps(row).encode() + b"\n") * 32_000
-    array = b"[" + content[:-1].replace(b"\n", b",") + b"]"
-    for name, unpacked in (("a.jsonl.gz", content), ("a.json.gz", array)):
-        packed = gzip.compress(unpacked, 9)
-        assert len(unpacked) > 200 * len(packed) and len(unpacked) > 24 << 20
-        (tmp_path / name).write_bytes(packed)
-        numbered = read_rows(tmp_path / name)
-        assert len(numbered) == 32_000 and numbered[-1] == (32_000, row)
+LINES, TABLE = b'{"a": 1}\n' * 9, b"a,b\n" + b"1,2\n" * 9
 
 
 @pytest.mark.parametrize(
@@ -58,32 +52,30 @@ def test_repeated_rows_compress_well_and_are_read(tmp_path):
     [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "not_json", 2, "column"),
         ("a.jsonl", b'{"a": 1}\n\n{"a": "\xff"}\n', "not_utf8", 3, "byte 0xff"),
-        ("a.json", b'[{"a": 1}, {"a": 2}, {"a"', "not_json", 3, ""),
-        ("a.json", b'[{"a": 1}, {"a": 2}', "not_json", 3, "not closed"),
+        ("a.json", b'[{"a": 1}, {"a": 2}, {"a"', "not_json", 3, "the end of the file"),
+        ("a.json", b'[{"a": 1}, {"a": 2}', "not_json", 3, "the end of the file"),
         ("a.json", b'[{"a": 1}, {"a": "\xff"}]', "not_utf8", 1, "byte 0xff"),
-        ("a.json", b"[{},,{}]", "not_json", 2, "after a comma"),
-        ("a.json", b"[{} {}]", "not_json", 2, "after an element"),
-        ("a.json", b"[{},]", "not_json", 2, "after a comma"),
-        ("a.json", b"[,{}]", "not_json", 1, "after the bracket"),
+        ("a.json", b"[{},,{}]", "not_json", 2, ",{}]"),
+        ("a.json", b"[{} {}]", "not_json", 2, "no comma"),
+        ("a.json", b"[{},]", "not_json", 2, "]"),
+        ("a.json", b"[,{}]", "not_json", 1, ",{}]"),
         ("a.json", b"[{}] x", "not_json", 2, "after the closing bracket"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-12], "truncated_gzip", None, ""),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-12], "truncated_gzip", None, ""),
         ("a.json.gz", gzip.compress(b'[{"a": 1}]', mtime=0)[:-9], "truncated_gzip", None, ""),
-        ("a.csv.gz", gzip.compress(b"a,b\n" + b"1,2\n" * 9, mtime=0)[:-12], "truncated_gzip", None, ""),
-        ("a.jsonl.gz", b'{"a": 1}\n', "truncated_gzip", 1, "ends too early"),
+        ("a.csv.gz", gzip.compress(TABLE, mtime=0)[:-12], "truncated_gzip", None, ""),
+        ("a.jsonl.gz", LINES, "truncated_gzip", 1, "ends too early"),
         ("a.csv", b"a,b\n1,2\n3\n4,5\n", "ragged", 3, "1 value"),
-        ("a.csv", b"a,b\n1,2\n3,4,5\n", "ragged", 3, "3 values"),
         ("a.csv", b'a,b\n"1\n2",2\n3,4,5\n', "ragged", 4, "3 values"),
         ("a.csv", b'a,b\n1,2\n"3,4\n5,6\n', "not_csv", 3, "a quote that is not closed"),
         ("a.csv", b'a,b\n1,2\n"x"y,4\n5,6\n', "not_csv", 3, "expected after"),
-        ("a.csv", b"a,b\n1,2\n3,\xe9\n5,6\n", "not_utf8", 3, "byte 0xe9 at position 3 of line 3"),
+        ("a.csv", b"a,b\n1,2\n3,\xe9\n5,6\n", "not_utf8", 3, "byte 0xe9"),
         ("a.csv", b"\xffa,b", "not_utf8", 1, "byte 0xff"),
         ("a.csv", b"a,b,a\n1,2,3\n", "repeated_key", 1, 'two columns of the name "a"'),
     ],
 )  # fmt: skip
 def test_damaged_files(tmp_path, name, content, kind, line, found):
-    (tmp_path / name).write_bytes(content)
-    errors = [(number, row) for number, row in read_rows(tmp_path / name) if isinstance(row, RowError)]
-    ((number, error),) = errors
+    rows = read_rows(write(tmp_path / name, content))
+    ((number, error),) = [(number, row) for number, row in rows if isinstance(row, RowError)]
     assert error.kind == kind and found in error.found and line in (number, None)
 
 
@@ -91,28 +83,14 @@ def test_an_array_without_end_is_not_decoded_again_and_again(tmp_path, monkeypat
     calls, decode = [], text_rows.read_value
     monkeypatch.setattr(text_rows, "BLOCK", 1 << 10)
     monkeypatch.setattr(
-        text_rows, "read_value", lambda text, at=0: (calls.append(len(text)), decode(text, at))[1]
+        text_rows, "read_value", lambda text, at: (calls.append(len(text)), decode(text, at))[1]
     )
-    ((_, error),) = read_rows(write(tmp_path / "a.json", b'[{"a": "' + b"x" * (1 << 20)))
+    path = write(tmp_path / "a.json", b'[{"a": "' + b"x" * (1 << 20))
+    ((_, error),) = read_rows(path)
     assert error.kind == "not_json" and sum(calls) < 5 << 20, "each block decodes all that was read before it"
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv"])
-def test_a_row_without_end_is_passed_over(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(text_rows, "ROW", 1000)
-    monkeypatch.setattr(text_rows, "BLOCK", 512)
-    good, large = '{"a": 1}', '{"a": "' + "x" * 5000 + '"}'
-    text = {"a.json": f"[{good}, {large}, {good}]", "a.csv": f"a,b\n1,{'x' * 5000}\n3,4\n"}
-    path = write(tmp_path / name, text.get(name, f"{good}\n{large}\n{good}\n"), name.endswith("gz"))
-    for size in (100, 3000, 1 << 20):
-        rows = read_rows(path, size)
-        assert [row.kind for _, row in rows if isinstance(row, RowError)] == ["too_large"]
-        if name == "a.json":  # where it ends is not known
-            assert [n for n, _ in rows] == [1, 2] and str(rows[1][1]).endswith("; not read: all that follows")
-        elif name == "a.csv":
-            assert rows[-1] == (3, {"a": "3", "b": "4"})
-        else:
-            assert rows[::2] == [(1, {"a": 1}), (3, {"a": 1})]
+    monkeypatch.setattr(text_rows, "ROW", 100_000)
+    ((_, error),) = read_rows(path)
+    assert "no end within" in error.found and str(error).endswith("; not read: all that follows")
 
 
 # ---- values that no row may hold -------------------------------------------------------------------------------------
@@ -122,7 +100,6 @@ VALUES = [
     (f'{{{PAIR}, "x": NaN}}', "not_finite", "x"),
     (f'{{{PAIR}, "x": [-Infinity]}}', "not_finite", "x[0]"),
     (f'{{{PAIR}, "margin": 1e400}}', "not_finite", "margin"),
-    (f'{{{PAIR}, "margin": {"9" * 5000}}}', "not_finite", "margin"),
     (f'{{{PAIR}, "x": {{"y": -{"9" * 5000}}}}}', "not_finite", "x.y"),
     (f'{{{PAIR}, "x": "\\ud83d"}}', "not_utf8", "x"),
     (f'{{{PAIR}, "\\udc00": 1}}', "not_utf8", ""),
@@ -154,7 +131,7 @@ EXPECTED = [
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.tsv", "a.tsv.gz", "semicolons.csv", "tabs.csv"])
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.tsv", "semicolons.csv", "tabs.csv"])
 def test_quotes_line_ends_marks_and_delimiters(tmp_path, name, mark):
     text = mark + QUIRKS
     if not name.startswith("a.csv"):
@@ -163,19 +140,11 @@ def test_quotes_line_ends_marks_and_delimiters(tmp_path, name, mark):
     assert read_rows(write(tmp_path / name, text, name.endswith("gz"))) == EXPECTED
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b'a,b\n1\n2,\xff\n"x"y,3\n4,5\n', [2, 3, 4, 5]),  # rows follow a bad one
-        (",prompt\n0," + "x" * 200_000, [2]),  # large values, and an index without a name
-    ],
-)
-def test_numbers_of_rows(tmp_path, content, expected):
-    rows = read_rows(write(tmp_path / "a.csv", content))
-    assert [number for number, _ in rows] == expected
-    last = {"a": ("4", "1,5"), "Unnamed: 0": ("0",)}
-    name, value = next(iter(rows[-1][1].items()))
-    assert value in last[name]
+def test_rows_follow_a_bad_one_and_values_may_be_large(tmp_path):
+    rows = read_rows(write(tmp_path / "a.csv", b'a,b\n1\n2,\xff\n"x"y,3\n4,5\n'))
+    assert [number for number, _ in rows] == [2, 3, 4, 5] and rows[-1][1] == {"a": "4", "b": "5"}
+    large = "x" * 200_000  # and an index without a name, as pandas writes it
+    assert read_rows(write(tmp_path / "a.csv", f",a\n0,{large}\n")) == [(2, {"Unnamed: 0": "0", "a": large})]
 
 
 def test_lists_and_numbers_in_csv_are_json():
@@ -188,11 +157,9 @@ def test_lists_and_numbers_in_csv_are_json():
 def test_csv_trains_and_its_errors_name_the_line(tmp_path):
     path = tmp_path / "rows.csv"
     with open(path, "w", newline="") as file:
-        table = csv.DictWriter(file, ["prompt", "chosen", "rejected", "margin"])
-        table.writeheader()
-        table.writerows(
-            {"prompt": "42", "chosen": "7", "rejected": f"no\n{i}", "margin": i or ""} for i in range(3)
-        )
+        table = csv.writer(file)
+        table.writerow(["prompt", "chosen", "rejected", "margin"])
+        table.writerows(["42", "7", f"no\n{i}", i or ""] for i in range(3))
     made = make(tmp_path, "rm", train=str(path))
     assert [row["margin"] for row in rows_of(made.train)] == [0.0, 1.0, 2.0]
     with open(path, "a") as file:
