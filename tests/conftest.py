@@ -47,7 +47,7 @@ def migrated():
     """An empty MLflow store to copy."""
     from pipeline.registry import store
 
-    return Path(store._empty_database())
+    return Path(store.empty_database())
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,6 @@ goes into `report` in the folder of the last, and draws runs of one stage over e
 runs of its rounds.
 """
 
-import os
-from pathlib import Path
 from typing import Any
 
 from pipeline import report
@@ -21,9 +19,7 @@ def run(first: str, others: list[str]) -> str:
     """Writes the page about these runs and prints its path."""
     references = [first, *others] if first else others
     if not references:
-        newest = sorted(Path("runs").glob("*/job.json"), key=os.path.getmtime, reverse=True)
-        named = " ".join(str(path.parent) for path in newest[:5]) or "none here yet"
-        raise InputError(f"which run? make report RUN=runs/NAME; the newest under runs/: {named}")
+        raise InputError(f"which run? make report RUN=runs/NAME; the newest under runs/: {report.newest()}")
     if len(references) == 1 and (rounds := table.recorded(references[0])):
         return of_iteration(*rounds)
     try:
@@ -36,7 +32,7 @@ def run(first: str, others: list[str]) -> str:
     except Exception as error:
         raise InputError(
             f"{' '.join(references)}: no report can be drawn ({summary(error)}); its result.json, job.json or "
-            "MLflow run has changed since the run, or its folder cannot be written"
+            "MLflow run has changed since the run, or its folder cannot be read or written"
         ) from error
     for one in runs:
         if one.note:

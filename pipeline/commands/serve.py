@@ -90,12 +90,12 @@ def started(work: Work, digests: list[str], name: str) -> Any:
 
 def announcement(work: Work) -> str:
     """Returns the address, the served versions and an example request, as text."""
-    from pipeline.serving.app import versions
+    from pipeline.serving.models import pinned
 
     serve = work.job.serve
     host = f"[{serve.host}]" if ":" in serve.host else serve.host
     url = f"http://{host}:{serve.port}"
-    lines = [f"   {name:<28}{version}" for name, version in versions(work).items()]
+    lines = [f"   {key.partition('.')[2]:<28}{version}" for key, version in pinned(work).items()]
     key = f' -H "Authorization: Bearer ${TOKENS}"' if os.environ.get(TOKENS) else ""
     if serve.policies:
         asked = f'{{"model": "{next(iter(serve.policies))}", "messages": [{{"role": "user", "content": "Hello"}}]}}'

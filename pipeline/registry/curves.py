@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import importlib.util
 import itertools
-import netrc
 import os
 import shutil
 import tempfile
@@ -14,8 +12,8 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from pipeline.config import Job
 from pipeline.errors import InputError, summary
@@ -115,7 +113,7 @@ class WandB(Tracker):
     name = "Weights & Biases"
 
     def __init__(self, run_id: str, job: Job):
-        self.run_id, self.job = run_id, job
+        self.run_id, self.job, self.remote = run_id, job, storage.is_remote(job.folder)
         self.run: Any = None
         self.local = ""
         self.next = 0  # the first step that W&B still accepts
@@ -132,12 +130,8 @@ class WandB(Tracker):
     def _begin(self) -> None:
         import wandb
 
-        self.local = self.local or (
-            tempfile.mkdtemp() if storage.is_remote(self.job.folder) else self.job.folder
-        )
-        for earlier in glob.glob(
-            os.path.join(glob.escape(self.local), "wandb", f"offline-run-*-{self.run_id}")
-        ):
+        self.local = self.local or (tempfile.mkdtemp() if self.remote else self.job.folder)
+        for earlier in Path(self.local, "wandb").glob(f"offline-run-*-{self.run_id}"):
             shutil.rmtree(earlier)
         self.run = wandb.init(
             project=self.job.mlflow.experiment,
@@ -167,7 +161,7 @@ class WandB(Tracker):
             self.run.log(self.row, step=self.next, commit=True)  # an open row would overwrite the summary
             self.run.summary.update(final)
         self.run.finish()
-        if storage.is_remote(self.job.folder) and os.path.isdir(files := os.path.join(self.local, "wandb")):
+        if self.remote and os.path.isdir(files := os.path.join(self.local, "wandb")):
             storage.store_folder(files, storage.join(self.job.folder, "wandb"))
             shutil.rmtree(self.local)
 
@@ -230,11 +224,11 @@ class MetricLog:
                 "hold the curve: if the run continues, the same command sends what is missing",
                 flush=True,
             )
-            self.missing = 0
+            self.missing = 0  # said once
 
     def _send_all(self) -> None:
         batch: list[Point] = []
-        started = False
+        lock: Any = self.FIRST_CALL
         while not self.abandoned:
             limit = self.INTERVAL_S if self.closing else self.MAX_INTERVAL_S
             with self.wake:
@@ -247,9 +241,9 @@ class MetricLog:
                 closing = self.closing
             try:
                 if batch:
-                    with contextlib.nullcontext() if started else self.FIRST_CALL:
+                    with lock:
                         self._send(batch)
-                    started = True
+                    lock = contextlib.nullcontext()
                 elif closing:
                     self.tracker.close(self.final)
                     return
@@ -268,11 +262,11 @@ class MetricLog:
             batch = []
 
     def _send(self, batch: list[Point]) -> None:
-        for key in {point.key for point in batch} - self.known.keys():
-            self.known[key] = self.tracker.recorded(key)
         new: dict[str, dict[int, float]] = defaultdict(dict)
         points = []
         for point in batch:
+            if point.key not in self.known:
+                self.known[point.key] = self.tracker.recorded(point.key)
             before = new[point.key].get(point.step, self.known[point.key].get(point.step))
             if before is None or (point.final and before != point.value):
                 points.append(point)
@@ -314,20 +308,13 @@ def check_trackers(job: Job) -> None:
                 f'".[{name}]" (on every node), or remove it',
                 key="mlflow.also",
             )
-    online = os.environ.get("WANDB_MODE", "online") == "online"
-    if "wandb" in job.mlflow.also and online and not _has_wandb_key():
+    if "wandb" not in job.mlflow.also or os.environ.get("WANDB_MODE", "online") != "online":
+        return
+    from requests.utils import get_netrc_auth  # reads the file that `wandb login` writes
+
+    server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    if not os.environ.get("WANDB_API_KEY") and get_netrc_auth(server) is None:
         raise InputError(
             "found wandb, and no account: export WANDB_API_KEY=..., or WANDB_MODE=offline and upload later with `wandb sync`",
             key="mlflow.also",
         )
-
-
-def _has_wandb_key() -> bool:
-    """Returns True if the environment or the file that `wandb login` writes has an API key."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False

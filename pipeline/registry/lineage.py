@@ -9,6 +9,7 @@ import json
 import os
 import platform
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError
@@ -16,7 +17,6 @@ from pipeline.models import adapter_files, hub
 from pipeline.models.files import json_object
 
 FILE = "lineage.json"
-FIX = "restore the file, remove it (the base is then checked by shape alone), or name another adapter"
 LIBRARIES = ("torch", "transformers", "peft", "trl", "ray", "mlflow")
 
 
@@ -67,13 +67,7 @@ def read(folder: str, reference: str) -> dict[str, Any]:
         files = ", ".join(sorted(os.listdir(folder))[:6]) or "nothing"
         raise InputError(f"{reference}: no adapter in {folder} (expected adapter_config.json, found {files})")
     path = os.path.join(folder, FILE)
-    if not os.path.lexists(path):
-        return {}
-    lineage = json_object(path, FIX)
-    base = lineage.get("base", {})
-    if not isinstance(base, dict) or (base and not base.keys() >= {"name_or_path", "digest"}):
-        raise InputError(f"{path}: base: found {base!r:.80}, expected name_or_path and digest; {FIX}")
-    return lineage
+    return json_object(path, "restore the file, or remove it") if os.path.lexists(path) else {}
 
 
 def is_adapter(folder: str) -> bool:
@@ -82,19 +76,18 @@ def is_adapter(folder: str) -> bool:
 
 def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, reference: str) -> None:
     """Raises InputError, with both names and digests, if an adapter was trained on another base than the job's."""
-    trained_on = lineage.get("base")
+    trained_on, name = lineage.get("base"), base["name_or_path"]
     if trained_on and trained_on["digest"] != base["digest"]:
-        commit = trained_on["digest"].partition("commit:")[2]
-        if commit and trained_on["name_or_path"] == base["name_or_path"]:
-            raise InputError(
-                f"{reference} was trained on {base['name_or_path']} at commit {commit}; the job's base is at another commit "
-                f"({base['digest'].partition(':')[2]}); use model.revision={commit}",
-                key=key,
-            )
+        commit, fix = (
+            trained_on["digest"].partition("commit:")[2],
+            f"name_or_path={trained_on['name_or_path']}",
+        )
+        if commit and trained_on["name_or_path"] == name:
+            fix = f"revision={commit}"
         raise InputError(
             f"{reference} was trained on base {trained_on['name_or_path']} ({trained_on['digest'][:19]}), but "
-            f"model.name_or_path is {base['name_or_path']} ({base['digest'][:19]}). An adapter works on its own base "
-            f"only: set model.name_or_path={trained_on['name_or_path']}, or train a new adapter on this base",
+            f"model.name_or_path is {name} ({base['digest'][:19]}). An adapter works on its own base "
+            f"only: set model.{fix}, or train a new adapter on this base",
             key=key,
         )
 
@@ -106,9 +99,8 @@ def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
     """
     trained_on = str(adapter_files.settings(folder).get("base_model_name_or_path") or "")
     name = base["name_or_path"]
-    if not hub.is_reference(trained_on) or not base["digest"].startswith("commit:"):
-        return
-    if trained_on.lower() != name.lower():
+    on_hub = hub.is_reference(trained_on) and base["digest"].startswith("commit:")
+    if on_hub and trained_on.lower() != name.lower():
         raise InputError(
             f"{reference} was trained on base {trained_on}, but model.name_or_path is {name}. An adapter works on its own base "
             f"only: use model.name_or_path={trained_on}. If {name} holds the same weights, download it and name the folder"
@@ -118,25 +110,21 @@ def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
 def check_head(folder: str, scores: bool, reference: str) -> None:
     """Raises InputError for a policy with a scalar head, and for a reward without one, whose scores would be random."""
     head = adapter_files.settings(folder).get("task_type") == "SEQ_CLS"
-    if scores and not head:
-        raise InputError(
-            f"{reference} is an adapter without a scalar head, so it cannot score a completion; expected one that `rm` "
-            "trained, e.g. models:/rlhf-rm@champion"
-        )
-    if head and not scores:
-        raise InputError(
-            f"{reference} is a reward adapter (it has a scalar head), so it cannot write completions; expected one that "
-            "`sft`, `dpo`, `kto` or `ppo` trained, e.g. models:/rlhf-sft@champion"
-        )
+    if head == scores:
+        return
+    found, stages = ("a reward adapter (it has a scalar head)", "`sft`, `dpo`, `kto` or `ppo`")
+    if scores:
+        found, stages = "an adapter without a scalar head, so it cannot score", "`rm`"
+    raise InputError(
+        f"{reference} is {found}; expected one that {stages} trained, e.g. models:/rlhf-{'rm' if scores else 'sft'}@champion"
+    )
 
 
 def folder_digests(folder: str) -> dict[str, dict[str, Any]]:
     """Returns {relative path: {sha256, bytes}} of every file under a local folder."""
     digests = {}
-    for root, _, files in os.walk(folder):
-        for name in files:
-            path = os.path.join(root, name)
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            digests[os.path.relpath(path, folder)] = {"sha256": digest, "bytes": os.path.getsize(path)}
+    for path in (path for path in Path(folder).rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digests[str(path.relative_to(folder))] = {"sha256": digest, "bytes": path.stat().st_size}
     return digests

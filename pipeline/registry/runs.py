@@ -11,8 +11,9 @@ from typing import Any
 
 from pipeline.config import Job
 from pipeline.config.job import SPLITS, sources_of
-from pipeline.errors import InputError
+from pipeline.errors import InputError, summary
 from pipeline.registry.store import (
+    check_reachable,
     client,
     file_of_uri,
     flatten,
@@ -51,21 +52,16 @@ def mlflow_run(job: Job, digests: dict[str, str], new_run: bool = False) -> Iter
     Args:
         new_run: starts a new run instead. A run that a killed driver left RUNNING is then ended as KILLED.
     """
-    from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
-
     mlflow = client(tracking_uri(job))
-    run_key = storage.absolute(job.folder)
     experiment = _experiment(mlflow, job)
-    newest = _newest(mlflow, [experiment], run_key)
-    unfinished = newest.info if newest and newest.info.status != "FINISHED" else None
-    if unfinished and not new_run:
-        run_id = unfinished.run_id
+    if new_run:
+        end_interrupted(job)
+    newest = _newest(mlflow, [experiment], storage.absolute(job.folder))
+    if newest and newest.info.status != "FINISHED" and not new_run:
+        run_id = newest.info.run_id
         mlflow.update_run(run_id, status="RUNNING")
     else:
-        if unfinished and unfinished.status == "RUNNING":
-            mlflow.set_terminated(unfinished.run_id, "KILLED")
-        tags = _tags(job) | ({MLFLOW_PARENT_RUN_ID: parent} if (parent := _parent.get()) else {})
-        run_id = mlflow.create_run(experiment, run_name=job.run.name, tags=tags).info.run_id
+        run_id = mlflow.create_run(experiment, run_name=job.run.name, tags=_tags(job)).info.run_id
         _log_inputs(mlflow, run_id, job, digests)
     try:
         yield run_id
@@ -74,11 +70,8 @@ def mlflow_run(job: Job, digests: dict[str, str], new_run: bool = False) -> Iter
             try:
                 mlflow.set_terminated(run_id, "FAILED" if isinstance(failure, Exception) else "KILLED")
             except Exception as error:  # the user has to see the failure itself
-                why = type(error).__name__
-                print(
-                    f"warning: cannot mark MLflow run {run_id} as ended: server unreachable ({why})",
-                    flush=True,
-                )
+                why = f"server unreachable ({type(error).__name__})"
+                print(f"warning: cannot mark MLflow run {run_id} as ended: {why}", flush=True)
         raise
     wait_for_server(job)
     mlflow.set_terminated(run_id, "FINISHED")
@@ -100,16 +93,20 @@ def end_interrupted(job: Job) -> None:
 
 
 def _tags(job: Job) -> dict[str, str]:
-    """Returns the tag that finds a run again, and what MLflow's own `start_run` sets: user, source file and commit."""
+    """Returns the tag that finds a run again, and what MLflow's own `start_run` sets: user, source file, commit and parent."""
     from mlflow.tracking.context.registry import resolve_tags  # (mlflow 3.17, not in its public API)
+    from mlflow.utils import mlflow_tags
 
-    ours = {RUN_TAG: storage.absolute(job.folder), "stage": job.stage}
+    tags = {RUN_TAG: storage.absolute(job.folder), "stage": job.stage}
     if job.source:
-        ours["mlflow.source.name"] = job.source
-    return {key: without_credentials(str(value)) for key, value in resolve_tags(ours).items()}
+        tags[mlflow_tags.MLFLOW_SOURCE_NAME] = job.source
+    if parent := _parent.get():
+        tags[mlflow_tags.MLFLOW_PARENT_RUN_ID] = parent
+    return {key: without_credentials(str(value)) for key, value in resolve_tags(tags).items()}
 
 
 def _experiment(mlflow: Any, job: Job) -> str:
+    """Returns the id of the job's experiment, which it creates if missing."""
     from mlflow.exceptions import MlflowException
 
     name, location = job.mlflow.experiment, None
@@ -117,9 +114,9 @@ def _experiment(mlflow: Any, job: Job) -> str:
         path = storage.join(storage.absolute(job.run.storage_path), "artifacts")
         # MLflow reads a plain path with # or %20 as a different path
         location = path if storage.is_remote(path) else Path(path).as_uri()
-    if experiment := mlflow.get_experiment_by_name(name):
-        return experiment.experiment_id
     try:
+        if experiment := mlflow.get_experiment_by_name(name):
+            return experiment.experiment_id
         return mlflow.create_experiment(name, artifact_location=location, tags=KIND)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
@@ -139,15 +136,15 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
     for start in range(0, len(params), 100):  # the store's limit for one call
         mlflow.log_batch(run_id, params=params[start : start + 100])
     inputs = []
-    for context, digest in digests.items():
-        if context not in SPLITS:
-            continue  # a digest of code, not of rows; the lineage has it
+    for context in SPLITS:  # digests of code are in the lineage
+        if context not in digests:
+            continue
         paths = [one.location for one in sources_of(getattr(job.data, context, None) or job.data.train)]
         # MLflow warns that a local path has two equal "local" sources
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             source = mlflow_api.data.dataset_source_registry.resolve_dataset_source(", ".join(paths))
-        dataset = MetaDataset(source, name=context, digest=digest[:36])
+        dataset = MetaDataset(source, name=context, digest=digests[context][:36])
         inputs.append(DatasetInput(Dataset(**dataset.to_dict()), [InputTag("mlflow.data.context", context)]))
     mlflow.log_inputs(run_id, inputs)
 
@@ -193,28 +190,20 @@ def log_figures(uri: str, run_id: str, figures: Mapping[str, Any], step: int) ->
 
 def recorded(uri: str, run_id: str) -> dict[str, Any]:
     """Returns what MLflow has of a run: name, stage, status, folder, and local copies of job and result (or None)."""
-    from mlflow.exceptions import MlflowException
-
-    mlflow = client(uri)
     try:
+        check_reachable(uri)
+        mlflow = client(uri)
         run = mlflow.get_run(run_id)
-    except MlflowException as error:
-        raise InputError(
-            f"{run_id}: no such run in {uri}; name its folder, or its server with MLFLOW_TRACKING_URI"
-        ) from error
-    tags = run.data.tags
+    except Exception as error:  # the store's driver and the network raise any type
+        why = f"no such run in {uri} ({summary(error)}); name its folder, or its server with MLFLOW_TRACKING_URI"
+        raise InputError(f"{run_id}: {why}") from error
     logged = {file.path for file in mlflow.list_artifacts(run_id)}
-    kept = {
-        name: mlflow.download_artifacts(run_id, f"{name}.json") if f"{name}.json" in logged else None
-        for name in ("job", "result")
-    }
-    return {
-        "name": run.info.run_name,
-        "status": run.info.status,
-        "stage": tags.get("stage", "?"),
-        "folder": tags.get(RUN_TAG),
-        **kept,
-    }
+    facts = {"name": run.info.run_name, "status": run.info.status}
+    facts |= {"stage": run.data.tags.get("stage", "?"), "folder": run.data.tags.get(RUN_TAG)}
+    for name in ("job", "result"):
+        file = f"{name}.json"
+        facts[name] = mlflow.download_artifacts(run_id, file) if file in logged else None
+    return facts
 
 
 def log_files(
@@ -226,18 +215,13 @@ def log_files(
         mlflow.log_artifact(run_id, file)
     if plots:
         mlflow.log_artifacts(run_id, plots, "plots")
-    if samples:
-        # MLflow's page would show a column with a dot in its name as empty.
-        rows = [
-            {key.replace(".", "_"): value for key, value in flatten(sample).items()} for sample in samples
-        ]
-        columns = dict.fromkeys(key for row in rows for key in row)
-        mlflow.log_dict(
-            run_id,
-            {"columns": list(columns), "data": [[row.get(c) for c in columns] for row in rows]},
-            "samples.json",
-        )
-        # MLflow's table view needs this tag. MlflowClient.log_table also sets it, but appends to the table on a rerun.
-        mlflow.set_tag(
-            run_id, "mlflow.loggedArtifacts", json.dumps([{"path": "samples.json", "type": "table"}])
-        )
+    if not samples:
+        return
+    # MLflow's page would show a column with a dot in its name as empty.
+    rows = [{key.replace(".", "_"): value for key, value in flatten(sample).items()} for sample in samples]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
+    mlflow.log_dict(run_id, table, "samples.json")
+    # MLflow's table view needs this tag. MlflowClient.log_table also sets it, but appends to the table on a rerun.
+    tag = json.dumps([{"path": "samples.json", "type": "table"}])
+    mlflow.set_tag(run_id, "mlflow.loggedArtifacts", tag)

@@ -96,7 +96,6 @@ def check(job: Job) -> None:
         InputError: if it is not usable, or the experiment was deleted.
     """
     uri, name = tracking_uri(job), job.mlflow.experiment
-    _require_uri(uri)
     file = file_of_uri(uri)
     import_mlflow()  # slow; kept outside the time limit and the lock
     try:
@@ -125,24 +124,11 @@ def check_reachable(uri: str) -> None:
     Raises:
         Exception: any type, saying why nothing can be read there.
     """
-    _require_uri(uri)
     if file := file_of_uri(uri):
-        _require_mlflow(file, "ro", "BEGIN")
+        _try(file, "ro", "BEGIN")
     else:
         import_mlflow()  # slow; kept outside the time limit
         deadline.answer(lambda: client(uri).get_experiment_by_name("Default"))
-
-
-def _require_uri(uri: str) -> None:
-    """Raises InputError for a path: MLflow 3 no longer writes to its stores of plain files, and takes seconds to say so."""
-    if uri.startswith("file:") or not ("://" in uri or uri.startswith("databricks")):
-        path = os.path.abspath(uri.removeprefix("file:"))
-        file = os.path.join(path, "mlflow.db") if os.path.isdir(path) else path
-        raise InputError(
-            f"found {uri!r}, a path; expected the address of a server, e.g. http://HEAD:5000, or of a "
-            f"SQLite file: mlflow.tracking_uri={uri_of_file(file)}",
-            key="mlflow.tracking_uri",
-        )
 
 
 @contextlib.contextmanager
@@ -152,13 +138,13 @@ def _created(path: str) -> Iterator[None]:
     with storage.locked(f"{path}.lock", f"another process to set up {path}"):
         if not os.path.exists(path):
             with contextlib.suppress(OSError):  # without a cache MLflow makes the tables itself, in a second
-                shutil.copyfile(_empty_database(), f"{path}.partial")
+                shutil.copyfile(empty_database(), f"{path}.partial")
                 os.replace(f"{path}.partial", path)
-        _require_mlflow(path, "rwc", "BEGIN IMMEDIATE")
+        _try(path, "rwc", "BEGIN IMMEDIATE")
         yield
 
 
-def _empty_database() -> str:
+def empty_database() -> str:
     """Returns the path of a database with MLflow's tables, made once per user and version: the migrations take a second."""
     path = storage.cache(f"mlflow-{version('mlflow')}.db")
     if not os.path.exists(path):
@@ -174,35 +160,28 @@ def _empty_database() -> str:
     return path
 
 
-def _require_mlflow(path: str, mode: str, begin: str) -> None:
-    """Raises sqlite3.Error or ValueError if a file is no database, is locked or belongs to another application.
-
-    MLflow would retry for more than a minute, or create its tables in the other application's database.
+def _try(path: str, mode: str, begin: str) -> None:
+    """Raises sqlite3.Error if a file is no database or is locked. MLflow would retry for more than a minute.
 
     Args:
         mode: mode of a SQLite URI: ro, rw or rwc.
         begin: the transaction to try; BEGIN IMMEDIATE needs the right to write.
     """
     uri = f"file:{quote(os.path.abspath(path))}?mode={mode}"
-    with contextlib.closing(
-        sqlite3.connect(uri, deadline.SECONDS, isolation_level=None, uri=True)
-    ) as database:
+    connection = sqlite3.connect(uri, deadline.SECONDS, isolation_level=None, uri=True)
+    with contextlib.closing(connection) as database:
         database.execute(begin)
-        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if tables and "experiments" not in tables:
-        raise ValueError(f"it belongs to another application: its tables are {', '.join(sorted(tables)[:5])}")
+        database.execute("SELECT name FROM sqlite_master").fetchall()
 
 
 def wait_for_server(job: Job, minutes: float = 10.0) -> None:
     """Waits until the tracking server answers, at most `minutes`; then the next request fails and says why."""
     give_up, pause = time.monotonic() + 60 * minutes, 1.0
-    while True:
+    while time.monotonic() < give_up:
         try:
             client(tracking_uri(job)).search_experiments(max_results=1)
             return
         except Exception as error:  # the store's driver raises any type
-            if time.monotonic() > give_up:
-                return
             if pause == 1.0:
                 terminal.say(
                     f"MLflow at {tracking_uri(job)} does not answer ({type(error).__name__}); waiting up to "

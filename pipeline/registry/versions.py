@@ -18,7 +18,7 @@ from pipeline.models import hub
 from pipeline.references import Ref
 from pipeline.registry.lineage import folder_digests
 from pipeline.registry.store import client, metric_key, search_filter, tracking_uri, wait_for_server
-from pipeline.system import deadline, storage
+from pipeline.system import storage
 from pipeline.system.credentials import without_credentials
 
 DIGEST = 19  # characters that are shown of `sha256:...` or `commit:...`, and that tell digests apart
@@ -104,14 +104,10 @@ def publish(
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         figures = {k: f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")}
-        tags = _tags(lineage) | {k: v for k, v in figures.items() if not k.endswith(CLOCKS)}
+        figures = {k: v for k, v in figures.items() if not k.endswith(CLOCKS)}
+        tags = _tags(lineage) | figures | {"gate": reason}
         version = mlflow.create_model_version(
-            name,
-            source=source,
-            run_id=run_id,
-            model_id=model_id,
-            tags=tags | {"gate": reason},
-            description=description,
+            name, source, run_id, model_id=model_id, tags=tags, description=description
         ).version
     if ok:
         mlflow.set_registered_model_alias(name, job.mlflow.alias, version)
@@ -145,9 +141,8 @@ def other_base(job: Job, base: dict[str, Any]) -> str | None:
     newest = _newest(client(tracking_uri(job)), name) if name else None
     if newest is None:
         return None
-    trained_on = newest.tags.get("base_name_or_path", "?")
-    digest = newest.tags.get("base_digest")
-    if digest == base["digest"][:DIGEST] or (digest is None and trained_on in ("?", base["name_or_path"])):
+    trained_on, digest = newest.tags.get("base_name_or_path"), newest.tags.get("base_digest")
+    if digest in (None, base["digest"][:DIGEST]):
         return None
     suffix = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(base["name_or_path"].rstrip("/")))
     return (
@@ -207,28 +202,27 @@ def describe(
         run: (experiment id, id, name) of the MLflow run.
     """
     experiment, run_id, name = run
-    base, rows_from = lineage.get("base", {}), most_frequent(lineage.get("rows_from", {}), 8)
-    figures = [figure for figure in STAGE[stage].headline if figure.after in metrics]
+    base, parents = lineage.get("base", {}), lineage.get("parents", {})
     lines = [
         f"- {one.label}: {_shown(metrics.get(one.before), one.unit, ' → ')}**{_shown(metrics[one.after], one.unit)}**"
-        for one in figures
+        for one in STAGE[stage].headline
+        if one.after in metrics
     ]
     lines += [
         f"- gate: {gate}",
         "",
         f"Trained by [{name}](#/experiments/{experiment}/runs/{run_id}) ({stage}) "
         f"on `{base.get('name_or_path', '?')}` ({base.get('digest', '?')[:DIGEST]})"
-        + (", from" if lineage.get("parents") else "."),
-        *(f"- {role}: {_link(source)}" for role, source in lineage.get("parents", {}).items()),
-        *(["", "Learned from the conversations of"] if rows_from else []),
-        *(f"- {_link(version)}: {count(rows)}" for version, rows in rows_from.items()),
-        "",
-        *(
-            f"{title}: {', '.join(f'{key} {value[:12]}' for key, value in lineage[entry].items())}  "
-            for title, entry in (("Data", "data"), ("Libraries", "versions"))
-            if lineage.get(entry)
-        ),
+        + (", from" if parents else "."),
     ]
+    lines += [f"- {role}: {_link(source)}" for role, source in parents.items()]
+    if rows_from := most_frequent(lineage.get("rows_from", {}), 8):
+        lines += ["", "Learned from the conversations of"]
+        lines += [f"- {_link(version)}: {count(rows)}" for version, rows in rows_from.items()]
+    lines.append("")
+    for title, entry in (("Data", "data"), ("Libraries", "versions")):
+        if named := lineage.get(entry):
+            lines.append(f"{title}: {', '.join(f'{key} {value[:12]}' for key, value in named.items())}  ")
     return "\n".join(lines).strip()
 
 
@@ -260,13 +254,13 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
     Raises:
         InputError: if the model, alias or version does not exist; it lists the existing ones.
     """
+    from mlflow.exceptions import MlflowException
+
     if hub.is_reference(reference):
         return hub.pin(reference)
     ref = Ref.parse(reference)
     if not ref.is_registered:
         return reference
-    from mlflow.exceptions import MlflowException
-
     mlflow = client(uri)
     try:
         if ref.alias:
@@ -275,7 +269,21 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
             found = mlflow.get_model_version(ref.name, ref.version)
         return str(Ref(ref.name, version=str(found.version)))
     except MlflowException as error:
-        raise InputError(_not_found(mlflow, ref, uri, job_file)) from error
+        newest, stage = _newest(mlflow, ref.name), ref.name.rpartition("-")[2]
+        if newest is None:
+            known = ", ".join(sorted(m.name for m in mlflow.search_registered_models())) or "none yet"
+            fix = (
+                f"run `{make(stage, job_file)}` first" if stage in TRAINED else "train and register it first"
+            )
+            why = f"no registered model {ref.name!r} in {uri} (registered: {known}); {fix}"
+        else:
+            named = mlflow.get_registered_model(ref.name).aliases
+            known = ", ".join(f"@{alias} -> v{number}" for alias, number in named.items()) or "none"
+            why = (
+                f"no such alias or version of {ref.name!r} (aliases: {known}); the newest is models:/{ref.name}/"
+                f"{newest.version} (gate {newest.tags.get('gate', '?')}); name that to use it anyway"
+            )
+        raise InputError(f"{ref}: {why}") from error
 
 
 def aliases(name: str, uri: str) -> dict[str, str]:
@@ -313,22 +321,6 @@ def version(reference: str, uri: str) -> dict[str, Any]:
     }
 
 
-def _not_found(mlflow: Any, ref: Ref, uri: str, job_file: str) -> str:
-    models = {m.name: m for m in mlflow.search_registered_models()}
-    stage = ref.name.rpartition("-")[2]
-    train_it = f"run `{make(stage, job_file)}` first" if stage in TRAINED else "train and register it first"
-    if ref.name not in models:
-        known = ", ".join(sorted(models)) or "none yet"
-        return f"{ref}: no registered model {ref.name!r} in {uri} (registered: {known}); {train_it}"
-    aliases = ", ".join(f"@{a} -> v{v}" for a, v in models[ref.name].aliases.items()) or "none"
-    if newest := _newest(mlflow, ref.name):
-        train_it = (
-            f"the newest is models:/{ref.name}/{newest.version} (gate {newest.tags.get('gate', '?')}); "
-            "name that to use it anyway"
-        )
-    return f"{ref}: no such alias or version of {ref.name!r} (aliases: {aliases}); {train_it}"
-
-
 def _newest(mlflow: Any, name: str) -> Any:
     """Returns the newest version of a registered model, or None."""
     versions = [v for v in mlflow.search_model_versions(search_filter("name", name)) if v.name == name]
@@ -338,14 +330,11 @@ def _newest(mlflow: Any, name: str) -> Any:
 # --------------------------------------------------------------------------------------------------------- files
 
 
-def fetch(reference: str, uri: str, patient: bool = False) -> str:
+def fetch(reference: str, uri: str) -> str:
     """Returns the local folder of a pinned version (`models:/name/3`) or of a pinned adapter on the hub. Read only.
 
     A local folder is returned as it is, and so is a model on the hub that is no adapter. Files of a bucket or a server are
     downloaded once for all processes and runs of a machine, because a version never changes.
-
-    Args:
-        patient: waits for a store that is slow to answer, for example because many workers download at the same time.
 
     Raises:
         InputError: if its files are missing or cannot be reached.
@@ -358,30 +347,23 @@ def fetch(reference: str, uri: str, patient: bool = False) -> str:
     mlflow = client(uri)
     location = mlflow.get_model_version_download_uri(ref.name, ref.version)
     try:
-        return _download(mlflow, location) if _is_here(location) else _cached(mlflow, location, patient)
+        if _is_here(location):
+            return _download(mlflow, location)
+        copy = storage.cache("versions", hashlib.sha256(location.encode()).hexdigest()[:32])
+        if not os.path.isdir(copy):  # it appears there complete or not at all
+            with tempfile.TemporaryDirectory(dir=os.path.dirname(copy)) as into:
+                folder = _download(mlflow, location, into)
+                try:
+                    os.rename(folder, copy)
+                except OSError:
+                    if not os.path.isdir(copy):  # else another process was first, with the same files
+                        raise
+        return copy
     except Exception as error:  # each artifact store has its own types
         raise InputError(
             f"{reference}: its files cannot be fetched from {without_credentials(location)} ({summary(error)}); restore them, or "
             "use another version"
         ) from error
-
-
-def _cached(mlflow: Any, location: str, patient: bool) -> str:
-    """Returns the copy of a location in the user's cache, which appears there complete or not at all."""
-    copy = storage.cache("versions", hashlib.sha256(location.encode()).hexdigest()[:32])
-    if not os.path.isdir(copy):
-        if not patient:
-            from mlflow import artifacts
-
-            deadline.answer(lambda: artifacts.list_artifacts(location, tracking_uri=mlflow.tracking_uri))
-        with tempfile.TemporaryDirectory(dir=os.path.dirname(copy)) as into:
-            folder = _download(mlflow, location, into)
-            try:
-                os.rename(folder, copy)
-            except OSError:
-                if not os.path.isdir(copy):  # else another process was first, with the same files
-                    raise
-    return copy
 
 
 def _is_here(location: str) -> bool:

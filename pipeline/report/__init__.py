@@ -13,11 +13,11 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.errors import summary
-from pipeline.report.gather import Run, read
+from pipeline.report.gather import Run, newest, read
 from pipeline.system import storage
 
 PAGE = "report.html"
-__all__ = ["PAGE", "Run", "attach", "of_several", "read", "write"]
+__all__ = ["PAGE", "Run", "attach", "newest", "of_several", "read", "write"]
 
 
 def write(

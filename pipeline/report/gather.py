@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pipeline import references, registry
@@ -55,10 +56,14 @@ class Run:
         return {key: self.job[key] for key in INPUTS if isinstance(self.job.get(key), str)}
 
     @property
+    def data(self) -> dict[str, Any]:
+        """Returns the report on the run's rows, or {}."""
+        return (self.result.get("data") or {}).get("report") or {}
+
+    @property
     def rows_from(self) -> dict[str, int]:
         """Returns {models:/name/3: number of training rows from its conversations}."""
-        report = (self.result.get("data") or {}).get("report") or {}
-        return report.get("splits", {}).get("train", {}).get("versions", {})
+        return self.data.get("splits", {}).get("train", {}).get("versions", {})
 
     @property
     def version(self) -> str | None:
@@ -72,68 +77,60 @@ def read(reference: str, runs: str = "runs") -> Run:
     """Returns a run by its folder, its name under `runs`, or its MLflow id. Raises InputError if there is none."""
     given = reference.rstrip("/").removesuffix("/result.json").removesuffix("/report.html")
     for folder in (given, storage.join(runs, given)):
-        if _has_job(folder):
+        path = storage.join(folder, "job.json")
+        storage.reach(path)
+        if storage.exists(path):
             return _from_folder(storage.absolute(folder))
     if re.fullmatch(r"[0-9a-f]{32}", given):
         return _from_mlflow(given, runs)
-    known = ", ".join(_known(runs))
-    hint = f"existing runs: {known}" if known else "train one first, e.g. make sft"
     raise InputError(
-        f"{reference}: no run (a folder with job.json, a name under {runs}/, or an MLflow run id of 32 hex digits); {hint}"
+        f"{reference}: no run (a folder with job.json, a name under {runs}/, or an MLflow run id of 32 hex digits); the "
+        f"newest under {runs}/: {newest(runs)}"
     )
 
 
-def _has_job(folder: str) -> bool:
-    """Returns whether the folder holds a run. Raises InputError if the folder cannot be read, for example because a bucket
-    does not answer.
-    """
-    path = storage.join(folder, "job.json")
-    try:
-        storage.reach(path)
-        return storage.exists(path)
-    except Exception as error:  # pyarrow and each cloud's client raise different types
-        raise InputError(
-            f"{folder}: cannot be read ({summary(error)}); expected a run's folder, its name, or its MLflow id"
-        ) from error
-
-
-def _known(runs: str) -> list[str]:
-    if not os.path.isdir(runs):
-        return []
-    entries = [entry for entry in os.scandir(runs) if os.path.exists(os.path.join(entry.path, "job.json"))]
-    return [entry.name for entry in sorted(entries, key=lambda e: e.stat().st_mtime, reverse=True)[:6]]
+def newest(runs: str = "runs") -> str:
+    """Returns the newest runs of a folder, as text."""
+    found = sorted(Path(runs).glob("*/job.json"), key=os.path.getmtime, reverse=True)
+    return " ".join(str(path.parent) for path in found[:5]) or "none here yet"
 
 
 def _from_folder(folder: str) -> Run:
-    names = ("job.json", "result.json", "failed.json")
-    job, result, failure = (_json(storage.join(folder, name), {}) for name in names)
+    def content(name: str, default: Any) -> Any:
+        path = storage.join(folder, name)
+        return storage.read_json(path) if storage.exists(path) else default
+
+    job, result, failure = (content(name, {}) for name in ("job.json", "result.json", "failed.json"))
     state = "finished" if result else "failed" if failure else "unfinished"
     run = Run(job["run"]["name"], job["stage"], state, job, folder, result, failure=failure)
-    run.metrics = dict(result.get("metrics", {}))
-    run.uri = result.get("tracking_uri") or failure.get("tracking_uri")
+    ended = result or failure
+    run.uri = ended.get("tracking_uri")
     run.uri = run.uri or registry.uri_of(job["mlflow"].get("tracking_uri"), job["run"]["storage_path"])
-    run.run_id = result.get("mlflow_run_id") or failure.get("mlflow_run_id")
+    run.run_id = ended.get("mlflow_run_id")
     if result.get("checkpoint"):
-        run.pairs = _json(storage.join(folder, "final", "pairs.json"), [])
-        run.doubtful = _json(storage.join(folder, "final", "doubtful.json"), [])
+        run.pairs, run.doubtful = content("final/pairs.json", []), content("final/doubtful.json", [])
     if result:
-        run.evaluation = _json(storage.join(folder, "evaluation.json"), {})
-    _add_history(run)
+        run.evaluation = content("evaluation.json", {})
+    _add_curves(run)
     return run
 
 
-def _json(path: str, default: Any) -> Any:
-    """Returns the content of a run's file, or `default` if there is none. Raises InputError if it is damaged."""
-    try:
-        return storage.read_json(path) if storage.exists(path) else default
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path}: found no JSON ({type(error).__name__}: {error}); restore the file, or run the job again with run.fresh=true"
-        ) from error
+def _from_mlflow(run_id: str, runs: str) -> Run:
+    """Returns a run whose folder may be on another machine, from what MLflow stores about it."""
+    uri = registry.uri_of(None, runs)
+    recorded = registry.recorded(uri, run_id)
+    folder = recorded["folder"]
+    if folder and not storage.is_remote(folder) and os.path.exists(f"{folder}/job.json"):
+        return _from_folder(folder)
+    state = {"FINISHED": "finished", "FAILED": "failed"}.get(recorded["status"], "unfinished")
+    job, result = (storage.read_json(path) if (path := recorded[name]) else {} for name in ("job", "result"))
+    run = Run(recorded["name"], recorded["stage"], state, job, None, result, run_id=run_id, uri=uri)
+    _add_curves(run)
+    return run
 
 
-def _add_history(run: Run) -> None:
-    """Adds the curves. If the server does not answer, the report has none and says so."""
+def _add_curves(run: Run) -> None:
+    """Adds curves and metrics. If the server does not answer, the report has no curves and says so."""
     assert run.uri
     try:
         registry.check_reachable(run.uri)
@@ -144,30 +141,9 @@ def _add_history(run: Run) -> None:
         where = without_credentials(run.uri)
         run.note = f"No curves: {where} could not be read ({without_credentials(summary(error))})."
         run.uri = None  # the lineage does not query the server either
-    if not run.metrics:
-        run.metrics = {metric: points[-1][1] for metric, points in run.history.items()}
-
-
-def _from_mlflow(run_id: str, runs: str) -> Run:
-    """Returns a run whose folder may be on another machine, from what MLflow stores about it."""
-    uri = registry.uri_of(None, runs)
-    try:
-        registry.check_reachable(uri)
-    except Exception as error:  # the store's driver and the network raise any type
-        raise InputError(
-            f"{run_id}: {uri} does not answer ({summary(error)}); give the run's folder, or set "
-            "MLFLOW_TRACKING_URI to its server"
-        ) from error
-    recorded = registry.recorded(uri, run_id)
-    folder = recorded["folder"]
-    if folder and not storage.is_remote(folder) and os.path.exists(f"{folder}/job.json"):
-        return _from_folder(folder)
-    state = {"FINISHED": "finished", "FAILED": "failed"}.get(recorded["status"], "unfinished")
-    job, result = (_json(recorded[name], {}) if recorded[name] else {} for name in ("job", "result"))
-    run = Run(recorded["name"], recorded["stage"], state, job, None, result, run_id=run_id, uri=uri)
-    run.metrics = dict(result.get("metrics", {}))
-    _add_history(run)
-    return run
+    run.metrics = dict(run.result.get("metrics", {})) or {
+        metric: points[-1][1] for metric, points in run.history.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------------ lineage
@@ -185,7 +161,6 @@ class Node:
     lines: list[str] = field(default_factory=list)
     parents: dict[str, str] = field(default_factory=dict)  # key of the parent -> its role
     rows_from: dict[str, int] = field(default_factory=dict)  # key of a version -> rows of its conversations
-    tags: dict[str, Any] = field(default_factory=dict)
     kind: str = "version"  # or `run` (registered nothing), `base`, `input`
     depth: int = 0
     row: float = 0.0
@@ -196,23 +171,15 @@ def lineage(runs: list[Run]) -> list[Node]:
     nodes: dict[str, Node] = {}
     for run in runs:
         if run.version and run.uri:
-            _add_version(nodes, run.version, run.uri)
+            _add(nodes, run.version, run.uri)
             continue
         node = Node(f"run {run.name}", f"{run.stage} ({run.state})", [run.name], kind="run")
         nodes[node.key] = node
-        for role, reference in run.inputs.items():
-            node.parents.setdefault(_pinned(reference, run.uri), _role(role))
-            _add_version(nodes, _pinned(reference, run.uri), run.uri)
-        if not node.parents:
-            _add_base(nodes, node, run.job["model"]["name_or_path"], "")
-        _add_rows(nodes, node, run.rows_from, run.uri)
+        parents = {role: _pinned(reference, run.uri) for role, reference in run.inputs.items()}
+        base = {"base_name_or_path": run.job["model"]["name_or_path"]}
+        _connect(nodes, node, parents, base, run.rows_from, run.uri)
     _place(nodes)
     return list(nodes.values())
-
-
-def _role(name: str) -> str:
-    """Returns `reward` for `reward.0`."""
-    return name.partition(".")[0]
 
 
 def _pinned(reference: str, uri: str | None) -> str:
@@ -223,48 +190,55 @@ def _pinned(reference: str, uri: str | None) -> str:
         return reference
 
 
-def _add_version(nodes: dict[str, Node], key: str, uri: str | None) -> None:
+def _add(nodes: dict[str, Node], key: str, uri: str | None) -> None:
+    """Adds the box of a version, and all that it descends from."""
     if key in nodes:
         return
     if not Ref.parse(key).version or uri is None:
         nodes[key] = Node(key, _tail(key), kind="input")
         return
+    node = nodes[key] = Node(key, references.title(key))
     try:
         version = registry.version(key, uri)
     except Exception as error:  # the version was deleted, or the server does not answer
-        nodes[key] = Node(key, references.title(key), [f"unreadable: {type(error).__name__}"], kind="input")
+        node.lines, node.kind = [f"unreadable: {type(error).__name__}"], "input"
         return
-    tags = version["tags"]
-    title = f"{version['name']} v{version['version']}"
-    gate = tags.get("gate", "?")
-    lines = [
-        *(f"@{alias}" for alias in version["aliases"]),
-        "no gate set" if gate == "none set" else f"gate {gate}",
-    ]
-    node = nodes[key] = Node(key, title, lines, tags=tags)
-    for role, parent in tags["parents"].items():
-        if role != "judge":
-            node.parents.setdefault(parent, _role(role))
-            _add_version(nodes, parent, uri)
-    if not node.parents:
-        _add_base(nodes, node, tags.get("base_name_or_path", "base"), tags.get("base_digest", ""))
-    _add_rows(nodes, node, tags["rows_from"], uri)
+    tags, gate = version["tags"], version["tags"].get("gate", "?")
+    node.lines = [f"@{alias}" for alias in version["aliases"]]
+    node.lines.append("no gate set" if gate == "none set" else f"gate {gate}")
+    parents = {role: parent for role, parent in tags["parents"].items() if role != "judge"}
+    _connect(nodes, node, parents, tags, tags["rows_from"], uri)
 
 
-def _add_rows(nodes: dict[str, Node], node: Node, counts: dict[str, int], uri: str | None) -> None:
-    """Adds a box for each version that generated rows for a node; those with few rows share a line of text."""
+def _connect(
+    nodes: dict[str, Node],
+    node: Node,
+    parents: dict[str, str],
+    base: dict[str, str],
+    counts: dict[str, int],
+    uri: str | None,
+) -> None:
+    """Adds the boxes that a node was made from, with arrows: parents, or else the base, and the versions that wrote its rows.
+
+    Args:
+        parents: {role or role.number: version or another input}.
+        base: has the tags base_name_or_path and base_digest, if known.
+        counts: {version: rows of its conversations}. Those with few rows share a line of text.
+    """
+    for role, parent in parents.items():
+        node.parents.setdefault(parent, role.partition(".")[0])
+        _add(nodes, parent, uri)
+    if not parents:
+        name, digest = base.get("base_name_or_path", "base"), base.get("base_digest", "")
+        key, lines = f"base {name}", [_tail(name), digest.removeprefix("sha256:")[:12]]
+        nodes.setdefault(key, Node(key, "base", lines, kind="base"))
+        node.parents[key] = ""
     for version, rows in most_frequent(counts, MAX_ROW_ARROWS).items():
         if Ref.parse(version).version:
             node.rows_from[version] = rows
-            _add_version(nodes, version, uri)
+            _add(nodes, version, uri)
         else:
             node.lines.append(f"{count(rows)} from {version}")
-
-
-def _add_base(nodes: dict[str, Node], child: Node, name: str, digest: str) -> None:
-    key = f"base {name}"
-    nodes.setdefault(key, Node(key, "base", [_tail(name), digest.removeprefix("sha256:")[:12]], kind="base"))
-    child.parents[key] = ""
 
 
 def _tail(path: str) -> str:

@@ -4,6 +4,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import jinja2
+import yaml
+from markupsafe import Markup, escape
+
 from pipeline.config.stages import STAGE
 from pipeline.data.counts import count, versions_in_words
 from pipeline.data.report import name_of
@@ -13,22 +17,14 @@ from pipeline.report.panels import GROUPS
 from pipeline.report.plots import Drawing
 
 MAX_PANELS_WITHOUT_HEADINGS = 8
-BOX, GAP, ROW = (
-    178,
-    74,
-    104,
-)  # pixels of the lineage graph: width of a box, gap between columns, height of a row
+BOX, GAP, ROW = 178, 74, 104  # pixels of the lineage graph: width of a box, gap between columns, row height
 
 
 def render(runs: list[Run], table: list[list[str]] | None = None) -> str:
     """Returns the page as text. `table` comes first; its first row is its head."""
-    import jinja2
-    from markupsafe import Markup
-
-    sections = [section(run, f"r{i}", Markup) for i, run in enumerate(runs)]
-    stages = dict.fromkeys(run.stage for run in runs)
+    sections = [section(run, f"r{i}") for i, run in enumerate(runs)]
+    stages = list(dict.fromkeys(run.stage for run in runs))
     by_stage = [[run for run in runs if run.stage == stage] for stage in stages]
-    shown = next((one for one in reversed(sections) if one["samples"]), None)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("pipeline.report", "."),
         autoescape=True,
@@ -36,18 +32,14 @@ def render(runs: list[Run], table: list[list[str]] | None = None) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template("page.jinja").render(
-        title=title(runs),
+        title=runs[0].name if len(runs) == 1 else " → ".join(stages),
         runs=sections,
         rounds=table or [],
-        first=shown,  # its samples come before everything else
+        first=next((one for one in reversed(sections) if one["samples"]), None),  # its samples come first
         cards=headline.overview(runs) if len(runs) > 1 else headline.cards(runs[0]),
-        compared=[comparison(same, Markup) for same in by_stage if len(same) > 1],
+        compared=[comparison(same) for same in by_stage if len(same) > 1],
         graph=graph(lineage(runs)),
     )
-
-
-def title(runs: list[Run]) -> str:
-    return runs[0].name if len(runs) == 1 else " → ".join(dict.fromkeys(run.stage for run in runs))
 
 
 def stage_title(stage: str) -> str:
@@ -55,7 +47,7 @@ def stage_title(stage: str) -> str:
     return (STAGE[stage].title if stage in STAGE else "") or stage
 
 
-def section(run: Run, anchor: str, safe: Any) -> dict[str, Any]:
+def section(run: Run, anchor: str) -> dict[str, Any]:
     """Returns the content about one run, as plain data for the template."""
     return {
         "run": run,
@@ -64,13 +56,17 @@ def section(run: Run, anchor: str, safe: Any) -> dict[str, Any]:
         "cards": headline.cards(run),
         "facts": headline.facts(run),
         "gate": headline.gate(run),
-        "groups": groups(run, anchor, safe),
+        "groups": groups(run, anchor),
         "samples": run.result.get("samples", []),
         "doubtful": run.doubtful,
         "examples": evaluations.examples(run.evaluation),
         "benchmarks": evaluations.benchmarks(run.evaluation),
         "data": data_tables(run),
-        "rows": [marked(text, safe) for text in _data(run).get("samples", [])],
+        # As the model saw them, with the trained tokens (between ⟦ and ⟧) marked
+        "rows": [
+            Markup(re.sub("⟦([^⟦⟧]*)⟧", r"<mark>\1</mark>", str(escape(text))))
+            for text in run.data.get("samples", [])
+        ],
         "job": as_yaml(run.job),
         "versions": run.result.get("versions") or {},
     }
@@ -107,23 +103,25 @@ def picture(runs: dict[str, Run], group: str) -> bytes:
 
 def pictures(run: Run) -> dict[str, bytes]:
     """Returns {file name: PNG} of a run, one for each group of drawings."""
-    return {f"{name}.png": picture({"": run}, name) for name in drawn({"": run})}
+    return {
+        f"{name}.png": plots.png([one.draw for one in group]) for name, (_, group) in drawn({"": run}).items()
+    }
 
 
-def groups(run: Run, anchor: str, safe: Any) -> list[dict[str, Any]]:
+def groups(run: Run, anchor: str) -> list[dict[str, Any]]:
     """Returns the drawings of a run for the template. Few curves share one heading."""
     made = drawn({"": run})
     curves = {name: made.pop(name) for name in GROUPS if name in made}
     few = [one for _, drawings in curves.values() for one in drawings]
-    if len(few) <= MAX_PANELS_WITHOUT_HEADINGS:
-        curves = {"curves": ("Curves", few)} if few else {}
+    if few and len(few) <= MAX_PANELS_WITHOUT_HEADINGS:
+        curves = {"curves": ("Curves", few)}
     return [
-        {"question": question, "panels": _panels(drawings, f"{anchor}-{name}", safe)}
+        {"question": question, "panels": _panels(drawings, f"{anchor}-{name}")}
         for name, (question, drawings) in (made | curves).items()
     ]
 
 
-def comparison(runs: list[Run], safe: Any) -> dict[str, Any]:
+def comparison(runs: list[Run]) -> dict[str, Any]:
     """Returns panels that compare runs of one stage; letters replace long names."""
     letters = max(len(run.name) for run in runs) > 14
     labels = [chr(ord("A") + i) if letters else run.name for i, run in enumerate(runs)]
@@ -139,15 +137,15 @@ def comparison(runs: list[Run], safe: Any) -> dict[str, Any]:
     ]
     return {
         "stage": stage_title(runs[0].stage),
-        "panels": _panels((one for _, drawings in groups for one in drawings), f"c-{runs[0].stage}", safe),
+        "panels": _panels((one for _, drawings in groups for one in drawings), f"c-{runs[0].stage}"),
         "rows": rows,
         "columns": list(dict.fromkeys(label for row in rows for label in row["cards"])),
     }
 
 
-def _panels(drawings: Iterable[Drawing], prefix: str, safe: Any) -> list[dict[str, Any]]:
+def _panels(drawings: Iterable[Drawing], prefix: str) -> list[dict[str, Any]]:
     return [
-        {"svg": safe(plots.svg(one.draw, f"{prefix}-{i}", f"{one.title}. {one.note}")), "note": one.note}
+        {"svg": Markup(plots.svg(one.draw, f"{prefix}-{i}", f"{one.title}. {one.note}")), "note": one.note}
         for i, one in enumerate(drawings)
     ]
 
@@ -155,35 +153,26 @@ def _panels(drawings: Iterable[Drawing], prefix: str, safe: Any) -> list[dict[st
 # ------------------------------------------------------------------------------------------- data, job, lineage
 
 
-def _data(run: Run) -> dict[str, Any]:
-    return (run.result.get("data") or {}).get("report") or {}
-
-
 def data_tables(run: Run) -> list[dict[str, Any]]:
     """Returns an entry for each split: rows read, kept, dropped and why, and their lengths."""
-    report, digests = _data(run), (run.result.get("data") or {}).get("digests", {})
     tables = []
-    for name, split in report.get("splits", {}).items():
-        dropped = [(name_of(why), count) for why, count in sorted(split["dropped"].items())]
-        lengths = {
-            label: split[key] for label, key in (("prompt", "prompt_tokens"), ("completion", "completion_tokens"))
-            if split[key].get("max")
-        }  # fmt: skip
-        source = run.job.get("data", {}).get(name) or run.job.get("data", {}).get("train")
-        several = report.get("sources", {}).get(name, [])
+    for name, split in run.data.get("splits", {}).items():
+        lengths = {"prompt": split["prompt_tokens"], "completion": split["completion_tokens"]}
+        sources = run.data.get("sources", {}).get(name, [])
+        job, several = run.job.get("data", {}), len(sources) > 1
         tables.append(
             {
+                **{key: split[key] for key in ("read", "kept", "truncated", "tokens")},
                 "name": name,
-                "source": source if len(several) < 2 else f"{len(several)} sources",
-                "sources": [_counted(one) for one in several] if len(several) > 1 else [],
-                "digest": digests.get(name, "")[:12],
+                "source": f"{len(sources)} sources" if several else job.get(name) or job.get("train"),
+                "sources": [_counted(one) for one in sources] if several else [],
+                "digest": run.result["data"].get("digests", {}).get(name, "")[:12],
                 "versions": versions_in_words(found, split["kept"])
                 if (found := split.get("versions"))
                 else "",
-                "dropped": dropped,
-                "lengths": lengths,
+                "dropped": [(name_of(why), count) for why, count in sorted(split["dropped"].items())],
+                "lengths": {label: values for label, values in lengths.items() if values.get("max")},
             }
-            | {key: split[key] for key in ("read", "kept", "truncated", "tokens")}
         )
     return tables
 
@@ -194,17 +183,8 @@ def _counted(source: dict[str, Any]) -> str:
     return f"{source['path']}: {source['kept']:,} of {source['read']:,} kept{drawn}"
 
 
-def marked(text: str, safe: Any) -> Any:
-    """Returns a row as the model saw it, escaped, with its trained tokens (between ⟦ and ⟧) as <mark>."""
-    from markupsafe import escape
-
-    return safe(re.sub("⟦([^⟦⟧]*)⟧", r"<mark>\1</mark>", str(escape(text))))
-
-
 def as_yaml(job: dict[str, Any]) -> str:
     """Returns the job as a file that runs it again, without empty keys."""
-    import yaml
-
     sections: dict[str, Any] = {
         key: value for key, value in job.items() if value not in (None, {}, []) and key != "source"
     }
@@ -239,8 +219,8 @@ def graph(nodes: list[Node]) -> dict[str, Any]:
         "boxes": list(boxes.values()),
         "arrows": arrows,
         "box": BOX,
-        "width": max((box["x"] + BOX + 8 for box in boxes.values()), default=0),
-        "height": max((box["y"] + box["height"] + 8 for box in boxes.values()), default=0),
+        "width": max(box["x"] + BOX + 8 for box in boxes.values()),
+        "height": max(box["y"] + box["height"] + 8 for box in boxes.values()),
     }
 
 

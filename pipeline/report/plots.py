@@ -7,21 +7,18 @@ import io
 import itertools
 import re
 from collections.abc import Callable
+from html import escape
 from typing import Any, NamedTuple
 
 from pipeline.report.panels import History, Panel, Points
 
-# In an SVG they become CSS variables, so that a dark page can lighten them.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, FAINT, GRID = "#1f2328", "#6e7781", "#d8dee4"
-VARIABLES = {
-    **{c: f"var(--c{i})" for i, c in enumerate(COLOURS)},
-    INK: "var(--ink)",
-    FAINT: "var(--faint)",
-    GRID: "var(--grid)",
-}
+# In an SVG they become CSS variables, so that a dark page can lighten them.
+VARIABLES = {colour: f"c{i}" for i, colour in enumerate(COLOURS)} | {INK: "ink", FAINT: "faint", GRID: "grid"}
 SIZE = (3.9, 2.15)  # inches of one panel
 SMOOTH_FROM = 60  # points; longer lines get a running mean over the pale raw line
+DASHED: Any = {"color": FAINT, "linewidth": 0.8, "linestyle": (0, (2, 2)), "zorder": 1}  # a reference line
 Draw = Callable[[Any], None]  # draws into matplotlib axes
 
 
@@ -86,23 +83,20 @@ def png(draws: list[Draw]) -> bytes:
 
 def svg(draw: Draw, prefix: str, label: str) -> str:
     """Returns one panel as an <svg> element. `prefix` makes its ids unique on the page; screen readers use `label`."""
-    from html import escape
-
     import matplotlib
 
     out = io.StringIO()
     with matplotlib.rc_context(STYLE):
         figure([draw]).savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    # Without prologue, metadata and unused ids, with colors as CSS variables
+    # Without prologue, metadata, comments and unused ids, with colors as CSS variables
     text = out.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>\s*|<!--.*?-->\s*", "", text, flags=re.DOTALL)
     used = set(re.findall(r'(?:href="|url\()#([\w-]+)', text))
     text = re.sub(r' id="([\w.-]+)"', lambda m: f' id="{prefix}-{m[1]}"' if m[1] in used else "", text)
     text = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", text)
     for colour, variable in VARIABLES.items():
-        text = re.sub(colour, variable, text, flags=re.IGNORECASE)
-    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
+        text = re.sub(colour, f"var(--{variable})", text, flags=re.IGNORECASE)
     box = re.search(r'viewBox="[^"]*"', text)
     head = f'<svg {box[0] if box else ""} role="img" aria-label="{escape(label)}">'
     return re.sub(r"<svg[^>]*>", head, text, count=1)
@@ -124,58 +118,54 @@ def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = 
     drawable = {name: lines for name, history in runs.items() if (lines := panel.select(history))}
     if not drawable:
         return None
-    if len(drawable) > 1:  # a comparison: one color and one line for each run
-        compared = {name: _telling(lines) for name, lines in drawable.items()}
+    if (
+        len(drawable) > 1
+    ):  # a comparison: one color and one line for each run: held-out, the highest, or the first one
+        telling = ("held-out", "highest so far")
+        compared = {
+            run: next(lines[name] for name in (*telling, *lines) if name in lines)
+            for run, lines in drawable.items()
+        }
         return lambda axes: _lines(axes, panel, compared, axis)
     only = next(iter(drawable.values()))
     if panel.kind == "lines":
-        held_out = {label: points for label, points in only.items() if label in panel.held_out}
-        marks = [(step, value) for points in held_out.values() for step, value in points if step == kept]
+        held_out = [only[label] for label in only if label in panel.held_out]
+        marks = [(step, value) for points in held_out for step, value in points if step == kept]
         return lambda axes: _lines(axes, panel, only, axis, marks)
     kind = {"stack": _stack, "band": _band}[panel.kind]
     return lambda axes: kind(axes, panel, only, axis)
 
 
-def _telling(lines: History) -> Points:
-    """Returns the line of a panel that compares runs: held-out, the highest, or the first one."""
-    return next(
-        (lines[name] for name in ("held-out", "highest so far") if name in lines), next(iter(lines.values()))
-    )
-
-
 def _frame(axes: Any, panel: Panel, axis: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_title(panel.title)
-    axes.set_xlabel(axis)
-    axes.set_ylabel(panel.unit)
+    axes.set(title=panel.title, xlabel=axis, ylabel=panel.unit)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))
     if panel.level is not None:
-        axes.axhline(panel.level, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+        axes.axhline(panel.level, **DASHED)
 
 
 def _lines(axes: Any, panel: Panel, lines: History, axis: str, kept: Points | None = None) -> None:
     _frame(axes, panel, axis)
     for step, value in kept or []:  # the step that was kept
-        axes.axvline(step, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+        axes.axvline(step, **DASHED)
         axes.plot([step], [value], marker="o", markersize=8, markerfacecolor="none", color=INK, linewidth=0)
         foot = axes.get_xaxis_transform()  # x in steps, y a share of the panel's height
         axes.annotate(f"kept: step {step}", (step, 0.04), (4, 0), foot, "offset points", color=FAINT)
     ends = []
-    for index, (name, points) in enumerate(lines.items()):
-        colour = COLOURS[index % len(COLOURS)]
+    for colour, (name, points) in zip(itertools.cycle(COLOURS), lines.items(), strict=False):
         steps, values = [step for step, _ in points], [value for _, value in points]
         if len(values) >= SMOOTH_FROM:
             axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
-            values = _running_mean(values, max(5, len(values) // 20))
-        sparse = len(values) < 8
-        axes.plot(steps, values, color=colour, marker="o" if sparse else None, markersize=3.2)
+            width = max(5, len(values) // 20)  # each point becomes the mean of the last `width` values
+            parts = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
+            values = [sum(part) / len(part) for part in parts]
+        axes.plot(steps, values, color=colour, marker="o" if len(values) < 8 else None, markersize=3.2)
         ends.append((name, values[-1], colour))
     if panel.zero:
-        axes.set_ylim(
-            0, max(axes.get_ylim()[1], 1e-12) if any(v for p in lines.values() for _, v in p) else 1
-        )
+        highest = max(axes.get_ylim()[1], 1e-12) if any(v for p in lines.values() for _, v in p) else 1
+        axes.set_ylim(0, highest)
     _name_ends(axes, ends if len(lines) > 1 else [(number(ends[0][1]), *ends[0][1:])])
 
 
@@ -188,7 +178,7 @@ def _band(axes: Any, panel: Panel, lines: History, axis: str) -> None:
         steps, [v for _, v in lowest], [v for _, v in highest], color=colour, alpha=0.15, linewidth=0
     )
     axes.plot(steps, [v for _, v in mean], color=colour)
-    axes.axhline(0, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+    axes.axhline(0, **DASHED)
     ends = [(low, lowest[-1][1], FAINT), ("mean", mean[-1][1], colour), (high, highest[-1][1], FAINT)]
     _name_ends(axes, ends)
 
@@ -209,25 +199,18 @@ def _stack(axes: Any, panel: Panel, lines: History, axis: str) -> None:
     _name_ends(axes, ends)
 
 
-def _running_mean(values: list[float], width: int) -> list[float]:
-    """Returns the mean of the last `width` values at each point, of fewer at the beginning."""
-    return [sum(part := values[max(0, i + 1 - width) : i + 1]) / len(part) for i in range(len(values))]
-
-
 def _name_ends(axes: Any, ends: list[tuple[str, float, str]]) -> None:
     """Writes each line's name to the right of its last point, moved apart if names would overlap."""
     low, high = axes.get_ylim()
-    apart = 0.1
     placed = sorted(
-        ([min(1.0, max(0.0, (y - low) / (high - low or 1))), name, colour] for name, y, colour in ends)
+        [min(1.0, max(0.0, (y - low) / (high - low or 1))), name, colour] for name, y, colour in ends
     )
     for lower, upper in itertools.pairwise(placed):
-        upper[0] = max(upper[0], lower[0] + apart)
+        upper[0] = max(upper[0], lower[0] + 0.1)
     overshoot = max(0.0, placed[-1][0] - 1.0)
     for y, name, colour in placed:
-        axes.annotate(
-            str(name), (1.015, y - overshoot), xycoords="axes fraction", color=colour, va="center", fontsize=8
-        )
+        at = (1.015, y - overshoot)
+        axes.annotate(str(name), at, xycoords="axes fraction", color=colour, va="center", fontsize=8)
 
 
 def number(value: float | None) -> str:

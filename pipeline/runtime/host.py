@@ -82,4 +82,4 @@ class Host:
 
     def input(self, name: str) -> str:
         """Returns the local folder of an input (`policy`, `reward.0`, ...), fetched to this node if it is registered."""
-        return registry.fetch(self.work.inputs[name], registry.tracking_uri(self.job), patient=True)
+        return registry.fetch(self.work.inputs[name], registry.tracking_uri(self.job))

@@ -1,26 +1,34 @@
-"""One request's answer: its choices as the batch writes them, in one piece or as a stream."""
+"""Answers to requests for completions: choices as the batch writes them, in one piece or as a stream; log-probs of prompts."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from pipeline.errors import in_brief
 from pipeline.inference.rows import Sampling
-from pipeline.serving import protocol
-from pipeline.serving.batching import Batcher, QueueFull, ServedRow, Token
+from pipeline.models.adapters import SharedBase
+from pipeline.models.logprobs import LOGIT_CHUNK
+from pipeline.ppo import forward
+from pipeline.ppo.episodes import collate_ids
+from pipeline.serving.batching import ServedRow, Token
 from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest, CompletionRequest, Refused
 from pipeline.serving.text import Text
+
+# Token id, log-prob in nats (the first token of a prompt has none), and the most likely ids with their log-probs.
+Rated = tuple[int, float | None, list[tuple[int, float]]]
 
 
 @contextlib.asynccontextmanager
@@ -55,14 +63,6 @@ class Mailbox:
             queue.put_nowait(letter)
 
 
-def submit(batcher: Batcher, rows: list[ServedRow]) -> None:
-    """Takes all rows, or none. Raises Refused, 429, if the queue is full."""
-    try:
-        batcher.submit(rows)
-    except QueueFull as error:
-        raise Refused(429, "the queue is full (serve.max_queue); try again") from error
-
-
 class Answer:
     """The choices of one request, while they are written."""
 
@@ -70,13 +70,18 @@ class Answer:
         self, server: Any, asked: ChatRequest | CompletionRequest, prompt: list[int], served: Served
     ) -> None:
         self.server, self.asked, self.prompt, self.version = server, asked, prompt, served.version
-        self.id, self.created = f"chatcmpl-{secrets.token_hex(16)}", int(time.time())
         self.began = time.monotonic()
         self.seed = secrets.randbits(32) if asked.seed is None else asked.seed
         self.texts = [Text(server.tokenizer, asked.stops) for _ in range(asked.n)]
         self.tokens: list[list[Token]] = [[] for _ in range(asked.n)]
         self.reasons: list[str | None] = [None] * asked.n
         self.arrived: asyncio.Queue[tuple[int, Token | BaseException]] = asyncio.Queue()
+        self.head = {
+            "id": f"chatcmpl-{secrets.token_hex(16)}",
+            "created": int(time.time()),
+            "model": asked.model,
+            "system_fingerprint": self.version,
+        }
         usual: Sampling = server.sampling
         sampling = replace(
             usual,
@@ -102,56 +107,34 @@ class Answer:
     async def written(self) -> AsyncIterator[tuple[int, str, list[Token]]]:
         """Yields (choice, more text, its tokens) as they come."""
         unshown: list[list[Token]] = [[] for _ in self.rows]
+        metrics = self.server.metrics
         async with limit(self.server.serve.timeout_s):
             while not all(self.reasons):
                 choice, token = await self.arrived.get()
+                text, row = self.texts[choice], self.rows[choice]
                 if isinstance(token, BaseException):
-                    raise Refused(
-                        503, f"the answer was lost ({in_brief(token)}); try again", code="lost"
-                    ) from token
+                    why = f"the answer was lost ({in_brief(token)}); try again"
+                    raise Refused(503, why, code="lost") from token
                 if self.reasons[choice]:
                     continue  # this token follows a stop text
                 if not any(self.tokens):
-                    self.server.metrics.first_token.observe(time.monotonic() - self.began)
-                more = self._take(choice, token)
+                    metrics.first_token.observe(time.monotonic() - self.began)
+                self.tokens[choice].append(token)
                 unshown[choice].append(token)
+                more = text.add(token.id)
+                if token.last and not text.stopped:
+                    more += text.close()
+                if text.stopped or token.last:
+                    self.reasons[choice] = "stop" if text.stopped or row.ended else "length"
+                    row.cancelled = True
                 if more or self.reasons[choice]:
                     yield choice, more, unshown[choice]
                     unshown[choice] = []
-        self._finish()
-
-    def _take(self, choice: int, token: Token) -> str:
-        text, row = self.texts[choice], self.rows[choice]
-        self.tokens[choice].append(token)
-        more = text.add(token.id)
-        if token.last and not text.stopped:
-            more += text.close()
-        if text.stopped:
-            row.cancelled = True
-        if text.stopped or token.last:
-            self.reasons[choice] = "stop" if text.stopped or row.ended else "length"
-        return more
-
-    def _finish(self) -> None:
-        metrics = self.server.metrics
         metrics.answers.labels(self.asked.model, self.version).inc()
         metrics.prompt_tokens.labels(self.version).inc(len(self.prompt))
-        metrics.completion_tokens.labels(self.version).inc(self.counted)
+        metrics.completion_tokens.labels(self.version).inc(sum(map(len, self.tokens)))
         metrics.seconds.observe(time.monotonic() - self.began)
         self.server.remember(self)
-
-    @property
-    def counted(self) -> int:
-        return sum(map(len, self.tokens))
-
-    @property
-    def head(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "created": self.created,
-            "model": self.asked.model,
-            "system_fingerprint": self.version,
-        }
 
     async def finish(self) -> None:
         """Waits until all choices are written."""
@@ -168,45 +151,67 @@ class Answer:
             {
                 "index": choice,
                 "message": {"role": "assistant", "content": text.text, "refusal": None},
-                "logprobs": protocol.logprobs(self.tokens[choice], self.server.tokenizer)
-                if self.asked.logprobs
-                else None,
+                "logprobs": self._logprobs(self.tokens[choice]),
                 "finish_reason": self.reasons[choice],
             }
             for choice, text in enumerate(self.texts)
         ]
-        return protocol.chat_answer(False, self.head, choices, protocol.usage(len(self.prompt), self.counted))
+        return {"object": "chat.completion", **self.head, "choices": choices, "usage": usage([self])}
 
     async def streamed(self) -> AsyncIterator[bytes]:
         """Yields the answer as server-sent events."""
         wants_usage = bool(self.asked.stream_options and self.asked.stream_options.include_usage)
 
-        def chunk(
-            choice: int, delta: dict[str, Any], tokens: list[Token] | None = None, reason: str | None = None
+        def chunk(choices: list[dict[str, Any]], spent: dict[str, int] | None = None) -> bytes:
+            total = {"usage": spent} if wants_usage else {}
+            return event({"object": "chat.completion.chunk", **self.head, "choices": choices, **total})
+
+        def part(
+            choice: int, delta: dict[str, str], tokens: Iterable[Token] = (), reason: str | None = None
         ) -> bytes:
-            listed = (
-                protocol.logprobs(tokens, self.server.tokenizer) if tokens and self.asked.logprobs else None
-            )
-            one = {"index": choice, "delta": delta, "logprobs": listed, "finish_reason": reason}
-            return protocol.event(
-                protocol.chat_answer(True, self.head, [one]) | ({"usage": None} if wants_usage else {})
-            )
+            logprobs = self._logprobs(tokens) if tokens else None
+            return chunk([{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
 
         try:
             for choice in range(self.asked.n):
-                yield chunk(choice, {"role": "assistant", "content": ""})
+                yield part(choice, {"role": "assistant", "content": ""})
             async for choice, more, tokens in self.written():
-                if more or (tokens and self.asked.logprobs):
-                    yield chunk(choice, {"content": more}, tokens)
-                if self.reasons[choice]:
-                    yield chunk(choice, {}, reason=self.reasons[choice])
+                if more or self.asked.logprobs:
+                    yield part(choice, {"content": more}, tokens)
+                if reason := self.reasons[choice]:
+                    yield part(choice, {}, reason=reason)
             if wants_usage:
-                spent = protocol.usage(len(self.prompt), self.counted)
-                yield protocol.event(protocol.chat_answer(True, self.head, [], spent))
+                yield chunk([], usage([self]))
         except Refused as error:  # too late for another status
-            yield protocol.event(error.body())
+            yield event(error.body())
             return
-        yield protocol.event("[DONE]")
+        yield b"data: [DONE]\n\n"
+
+    def _logprobs(self, tokens: Iterable[Token]) -> dict[str, Any] | None:
+        """Returns OpenAI's list of tokens with their log-probs, and of each the most likely ones, if the request wants it."""
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text = self.server.tokenizer.decode([token])
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        if not self.asked.logprobs:
+            return None
+        content = [
+            {**entry(token.id, token.logprob), "top_logprobs": [entry(*one) for one in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+def usage(answers: list[Answer], prompts: int | None = None) -> dict[str, int]:
+    """Returns the tokens of some answers. `prompts` are those of the prompts, if not all of them have an answer."""
+    prompt = sum(len(answer.prompt) for answer in answers) if prompts is None else prompts
+    completion = sum(len(tokens) for answer in answers for tokens in answer.tokens)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def event(value: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
 
 
 class Stream(StreamingResponse):
@@ -221,3 +226,98 @@ class Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.answer.cancel()
+
+
+# -------------------------------------------------------------------------- completions of prompts as they are
+
+
+async def complete(
+    server: Any, asked: CompletionRequest, prompts: list[list[int]], served: Served
+) -> dict[str, Any]:
+    """Returns the completions of all prompts; with `echo`, each behind its prompt."""
+    writes = asked.most_tokens != 0
+    answers = [Answer(server, asked, prompt, served) for prompt in prompts if writes]
+    rated = await _rate(server, asked, prompts, served) if asked.echo and asked.logprobs is not None else None
+    try:
+        server.batcher.submit([row for answer in answers for row in answer.rows])
+        await asyncio.gather(*(answer.finish() for answer in answers))
+    finally:
+        for answer in answers:
+            answer.cancel()
+    choices: list[dict[str, Any]] = []
+    for index in range(len(prompts) * asked.n):
+        number, choice = divmod(index, asked.n)
+        tokens: list[Rated] = list(rated[number]) if rated else []
+        text = server.tokenizer.decode(prompts[number]) if asked.echo else ""
+        reason: str | None = "length"
+        if writes:
+            answer = answers[number]
+            text += answer.texts[choice].text
+            tokens += [(token.id, token.logprob, token.top) for token in answer.tokens[choice]]
+            reason = answer.reasons[choice]
+        logprobs = None if asked.logprobs is None else text_logprobs(tokens, server.tokenizer)
+        choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})
+    return {
+        "id": f"cmpl-{secrets.token_hex(16)}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": asked.model,
+        "system_fingerprint": served.version,
+        "choices": choices,
+        "usage": usage(answers, sum(map(len, prompts))),
+    }
+
+
+def text_logprobs(tokens: Iterable[Rated], tokenizer: Any) -> dict[str, Any]:
+    """Returns OpenAI's parallel lists of tokens, their log-probs, and of each the most likely ones."""
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    at = 0
+    for token, logprob, most_likely in tokens:
+        text = tokenizer.decode([token])
+        top: dict[str, float] = {}
+        # Several ids may have the same text, such as parts of a character.
+        for other, value in [] if logprob is None else [(token, logprob), *most_likely]:
+            name = tokenizer.decode([other])
+            top[name] = max(value, top.get(name, value))
+        for column, entry in zip(found.values(), (text, logprob, top or None, at), strict=True):
+            column.append(entry)
+        at += len(text)
+    return found
+
+
+async def _rate(
+    server: Any, asked: CompletionRequest, prompts: list[list[int]], served: Served
+) -> list[list[Rated]]:
+    """Computes log-probs of the prompts in the batcher's thread, one batch between two decoding steps."""
+    shared, size = server.models.shared, server.args.local_rollout_forward_batch_size
+    if server.job.rollout_config.engine == "vllm":
+        raise Refused(400, "echo: no log-probs of prompts with rollout.engine=vllm", "echo")
+    found: list[list[Rated]] = []
+    async with limit(server.serve.timeout_s):
+        for start in range(0, len(prompts), size):
+            given = (shared, served.role, prompts[start : start + size], asked.logprobs or 0)
+            found += await asyncio.wrap_future(server.batcher.run(lambda given=given: rate(*given)))
+    return found
+
+
+@torch.no_grad()
+def rate(shared: SharedBase, role: str | None, prompts: list[list[int]], top: int) -> list[list[Rated]]:
+    """Returns for each prompt its tokens with their log-probs at temperature 1 and the `top` most likely ids."""
+    found: list[list[Rated]] = [[(prompt[0], None, [])] for prompt in prompts]
+    longer = [i for i, prompt in enumerate(prompts) if len(prompt) > 1]
+    if not longer:
+        return found
+    ids = [prompts[i] for i in longer]
+    episodes = collate_ids([one[:1] for one in ids], [one[1:] for one in ids], shared.device)
+    size = max(1, LOGIT_CHUNK[shared.device.type] // shared.vocab_size)
+    for rows, part in forward.parts_of(shared, episodes):
+        for row, hidden in zip(rows, forward.states(shared, role, part), strict=True):
+            targets = torch.tensor(ids[row][1:], device=shared.device)
+            for states, actions in zip(hidden[: len(targets)].split(size), targets.split(size), strict=True):
+                with shared.use(role):
+                    logprobs = shared.logits(states).log_softmax(-1)
+                own = logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1).tolist()
+                values, most_likely = (one.tolist() for one in logprobs.topk(top))
+                tops = [list(zip(*one, strict=True)) for one in zip(most_likely, values, strict=True)]
+                found[longer[row]] += zip(actions.tolist(), own, tops, strict=True)
+    return found

@@ -23,22 +23,25 @@ from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from ray import serve
-from ray.exceptions import RayError, TaskCancelledError
+from ray.exceptions import TaskCancelledError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
+from pipeline.data.encode import Encoder, Example
+from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 from pipeline.errors import in_brief
+from pipeline.inference.rows import Sampling
 from pipeline.on_ray import placement
 from pipeline.runtime import memory
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import room_for_prompts
-from pipeline.serving import completions, protocol, start
-from pipeline.serving.answer import Answer, Mailbox, Stream, limit, submit
+from pipeline.serving import answer, protocol
+from pipeline.serving.answer import Answer, Mailbox, Stream, limit
 from pipeline.serving.feedback import FeedbackStore, Reader, folder_of
 from pipeline.serving.metrics import Metrics, Page
-from pipeline.serving.models import BASE, Models, Served
+from pipeline.serving.models import Models, Served, ends, start
 from pipeline.serving.protocol import Asked, ChatRequest, CompletionRequest, Feedback, Refused
 from pipeline.serving.scores import ROWS, Scores, results
 from pipeline.system import console
@@ -47,7 +50,6 @@ from pipeline.system.credentials import without_credentials
 TOO_LONG = "context_length_exceeded"  # the code of OpenAI
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head
-BODY_S = 30  # time for a client to send its body
 FLUSH_S = 0.2  # maximum time until an answer reaches the recorder and can get feedback
 MAX_UNSENT_ANSWERS = 10_000  # answers that wait while the recorder restarts
 HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 413: {"Connection": "close"}}
@@ -62,13 +64,10 @@ def application(work: Work, digests: list[str]) -> Any:
     """
     job = work.job
     low, high = job.workers
-    replicas: dict[str, Any] = (
-        {"num_replicas": low}
-        if low == high
-        else {"num_replicas": "auto", "autoscaling_config": {"min_replicas": low, "max_replicas": high}}
-    )
-    # The replica itself answers 429 if its queue is full. Serve would hold requests back, and answer 503.
-    most = 4 * (job.serve.max_queue + job.args.local_rollout_forward_batch_size) + 64
+    replicas: dict[str, Any] = {"num_replicas": low}
+    if low < high:
+        scaling = {"min_replicas": low, "max_replicas": high}
+        replicas = {"num_replicas": "auto", "autoscaling_config": scaling}
     logging = {"enable_access_log": False, "log_level": "WARNING"}
     recorder = serve.deployment(Recorder).options(
         name="recorder",
@@ -80,18 +79,15 @@ def application(work: Work, digests: list[str]) -> Any:
     server = serve.deployment(Ingress).options(
         name="server",
         ray_actor_options=placement.bundles(job)[0].options(),
-        max_ongoing_requests=most,
+        # The replica itself answers 429 if its queue is full. Serve would hold requests back, and answer 503.
+        max_ongoing_requests=4 * (job.serve.max_queue + job.args.local_rollout_forward_batch_size) + 64,
         graceful_shutdown_timeout_s=min(job.serve.timeout_s, 60.0),
         health_check_period_s=2.0,
         logging_config=logging,
         **replicas,
     )
-    reader = Reader(
-        work.tokenizer,
-        longest_prompt(work) + job.args.response_length,
-        start.ends(Host(work)),
-        job.data.special_tokens,
-    )
+    longest = longest_prompt(work) + job.args.response_length
+    reader = Reader(work.tokenizer, longest, ends(Host(work)), job.data.special_tokens)
     kept = recorder.bind(folder_of(job), job.serve.log_prompts, job.serve.feedback_bytes, reader)
     return server.bind(work, digests, kept)
 
@@ -129,13 +125,12 @@ class Recorder:
         with self.lock:
             self.store.remember(answers)
 
-    def give(self, feedback: dict[str, Any]) -> tuple[dict[str, Any] | None, tuple[Any, ...] | None]:
-        """Returns (what was written, None), or (None, why it was refused)."""
+    def give(self, feedback: dict[str, Any]) -> dict[str, Any] | Refused:
         try:
             with self.lock:
-                return self.store.give(feedback), None
-        except Refused as error:
-            return None, (error.status, error.message, error.param, error.code)
+                return self.store.give(feedback)
+        except Refused as error:  # Ray would log what is raised
+            return error
 
     def metrics(self) -> bytes:
         return self.page.text()
@@ -146,24 +141,23 @@ def answered(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Await
 
     @functools.wraps(handler)  # FastAPI reads its signature
     async def wrapped(self: Any, request: Request, **given: Any) -> Response:
+        path = request.url.path
         try:
-            if request.url.path != "/health":
+            if path != "/health":
                 self.check_sender(request)
             response = await handler(self, request, **given)
-        except Refused as error:
-            headers = HEADERS.get(error.status, {})
-            response = JSONResponse(error.body(), error.status, headers)
-        except RowError as error:
-            response = JSONResponse(Refused(400, str(error), error.field or None, error.kind).body(), 400)
         except (ClientDisconnect, TaskCancelledError):  # the client has disconnected
             response = Response(status_code=499)
         except Exception as error:
-            print(f"a request failed: {in_brief(error)}", flush=True)
-            why = Refused(500, without_credentials(f"{type(error).__name__}: {error}")[:1000])
-            response = JSONResponse(why.body(), 500)
-        self.metrics.requests.labels(
-            request.url.path if request.url.path in PATHS else "other", response.status_code
-        ).inc()
+            if isinstance(error, RowError):
+                refused = Refused(400, str(error), error.field or None, error.kind)
+            elif isinstance(error, Refused):
+                refused = error
+            else:
+                print(f"a request failed: {in_brief(error)}", flush=True)
+                refused = Refused(500, without_credentials(f"{type(error).__name__}: {error}")[:1000])
+            response = JSONResponse(refused.body(), refused.status, HEADERS.get(refused.status))
+        self.metrics.requests.labels(path if path in PATHS else "other", response.status_code).inc()
         return response
 
     return wrapped
@@ -175,53 +169,48 @@ class Server:
     def __init__(self, work: Work, digests: list[str], recorder: DeploymentHandle) -> None:
         bind_to_node_address()
         console.silence_libraries()
-        self.work, self.job, self.serve, self.args = work, work.job, work.job.serve, work.job.args
+        job, host = work.job, Host(work)
+        self.work, self.job, self.serve, self.args = work, job, job.serve, job.args
         self.digests, self.recorder, self.tokenizer = digests, recorder, work.tokenizer
         self.name = secrets.token_hex(4)
-        host = Host(work)
-        with memory.explained(work.job):
-            shared, self.batcher = start.start(host)
+        with memory.explained(job):
+            shared, self.batcher = start(host)
             self.models = Models(host, shared, self.batcher)
-        self.sampling = start.sampling(host)
-        self.context = work.base["context_length"] or 1 << 20
-        self.scores = Scores(host, self.batcher, self.context)
-        self.encoder = self._encoder()
+        stops = ends(host)
+        self.sampling = Sampling(
+            self.args.response_length, tuple(stops), self.args.min_new_tokens, self.args.temperature
+        )
+        self.scores = Scores(host, self.batcher, work.base["context_length"] or 1 << 20)
+        self.encoder = Encoder(
+            self.tokenizer,
+            kind_of("generate"),
+            longest_prompt(work),
+            "error",
+            True,
+            stops,
+            job.data.special_tokens,
+        )
         # Requests are parsed in a separate thread, so that tokenizing a long prompt does not delay other answers.
         self.reader = ThreadPoolExecutor(1, "reader")
         self.metrics = Metrics()
         self.mailbox = Mailbox()
         self.answers: list[dict[str, Any]] = []  # not yet sent to the recorder
         self.flushing = asyncio.Lock()
-        self.tasks = [
-            asyncio.get_running_loop().create_task(one) for one in (self._follow(), self._flush_often())
-        ]
+        self.flusher = asyncio.get_running_loop().create_task(self._flush_often())
+        threading.Thread(target=self.models.watch, args=(self.serve.poll_s,), daemon=True).start()
 
-    def _encoder(self) -> Any:
-        from pipeline.data.encode import Encoder
-        from pipeline.data.shapes import kind_of
+    def check_health(self) -> None:
+        """Raises if the replica is unhealthy. Ray Serve calls it periodically, and restarts the replica if it raises."""
+        if not self.batcher.alive:
+            raise RuntimeError("the thread that has the model has ended")
 
-        special = self.job.data.special_tokens
-        longest = longest_prompt(self.work)
-        return Encoder(
-            self.tokenizer, kind_of("generate"), longest, "error", True, list(self.sampling.eos), special
-        )
+    # ---------------------------------------------------------------------------------------- the recorder
 
-    # -------------------------------------------------------------------------------------- in the background
-
-    async def _follow(self) -> None:
-        said: set[str] = set()
-        while True:
-            await asyncio.sleep(self.serve.poll_s)
-            try:
-                lines = await asyncio.to_thread(self.models.follow)
-            except Exception as error:
-                if isinstance(error, RuntimeError) and "futures after" in str(error):
-                    return  # the replica ends
-                lines = [f"the aliases cannot be followed: {in_brief(error)}"]
-            for line in lines:
-                if line not in said:  # do not repeat a problem that persists
-                    print(line, flush=True)
-            said = set(lines)
+    async def _ask_recorder(self, method: str, *given: Any) -> Any:
+        try:
+            return await getattr(self.recorder, method).remote(*given)
+        except Exception as error:
+            raise Refused(503, "the recorder restarts; try again") from error
 
     async def _flush_often(self) -> None:
         while True:
@@ -233,45 +222,44 @@ class Server:
     async def _flush(self) -> None:
         """Sends metrics and finished answers to the recorder."""
         async with self.flushing:  # when a caller gets the lock, earlier answers have arrived
+            self.metrics.running.set(len(self.batcher.rows))
+            self.metrics.waiting.set(len(self.batcher.waiting))
+            self.metrics.versions.clear()
+            for name, version in self.models.versions.items():
+                self.metrics.versions.labels(name, version).set(1)
             answers, self.answers = self.answers, []
             try:
-                await self.recorder.take.remote(self.name, self._measured(), answers)
-            except Exception as error:
+                await self._ask_recorder("take", self.name, self.metrics.snapshot(), answers)
+            except Refused:
                 self.answers = (answers + self.answers)[-MAX_UNSENT_ANSWERS:]
-                raise Refused(503, "the recorder restarts; try again") from error
+                raise
 
-    def _measured(self) -> Any:
-        self.metrics.running.set(len(self.batcher.rows))
-        self.metrics.waiting.set(len(self.batcher.waiting))
-        self.metrics.versions.clear()
-        for name, version in self.models.versions.items():
-            self.metrics.versions.labels(name, version).set(1)
-        return self.metrics.snapshot()
+    def remember(self, answer: Answer) -> None:
+        """Records a finished answer, so that feedback on it is accepted."""
+        asked = answer.asked
+        if not isinstance(asked, ChatRequest):
+            return  # feedback is only about conversations
+        facts = {"id": answer.head["id"], "time": time.time(), "version": answer.version}
+        facts |= {"model": asked.model, "seed": answer.seed, "choices": asked.n}
+        if self.serve.log_prompts:
+            facts |= {"messages": asked.messages, "texts": [text.text for text in answer.texts]}
+            facts["cut_off"] = [i for i, reason in enumerate(answer.reasons) if reason == "length"]
+        self.answers.append(facts)
 
-    def check_health(self) -> None:
-        """Raises if the replica is unhealthy. Ray Serve calls it periodically, and restarts the replica if it raises."""
-        if not self.batcher.alive:
-            raise RuntimeError("the thread that has the model has ended")
-
-    # ----------------------------------------------------------------------------------------- who may ask
+    # --------------------------------------------------------------------------------- what every request needs
 
     def check_sender(self, request: Request) -> None:
         """Raises Refused: 401 without a valid token, 403 for requests that a web page elsewhere makes a browser send."""
         if self.digests:
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             digest = hashlib.sha256(token.strip().encode()).hexdigest()
-            if scheme.lower() != "bearer" or not any(
-                [hmac.compare_digest(digest, known) for known in self.digests]
-            ):
+            known = [hmac.compare_digest(digest, one) for one in self.digests]
+            if scheme.lower() != "bearer" or not any(known):
                 raise Refused(401, "expected `Authorization: Bearer TOKEN` with a token of this server")
             return
         for header in ("host", "origin"):
             for value in request.headers.getlist(header):
-                try:
-                    name = urlsplit(value if header == "origin" else f"//{value}").hostname
-                except ValueError:
-                    name = None
-                if name not in LOOPBACK:
+                if urlsplit(value if header == "origin" else f"//{value}").hostname not in LOOPBACK:
                     raise Refused(
                         403, f"{header}: found {value[:80]!r}; expected this machine's, e.g. 127.0.0.1"
                     )
@@ -279,18 +267,26 @@ class Server:
     async def _body(self, request: Request) -> Any:
         """Returns the JSON value that was sent. Raises Refused."""
         most, body = self.serve.max_body_bytes, bytearray()
-        given = request.headers.get("content-length", "0")
-        if not given.isdigit() or int(given) > most:
-            raise Refused(413, f"a body of {given[:20]} bytes; expected at most {most}")
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > most:
-                        raise Refused(413, f"a body of more than {most} bytes")
-        except TimeoutError as error:
-            raise Refused(408, f"the body did not arrive within {BODY_S} s") from error
+        too_large = Refused(413, f"a body of more than {most} bytes (serve.max_body_bytes)")
+        if int(request.headers.get("content-length", 0)) > most:
+            raise too_large
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > most:
+                raise too_large
         return protocol.decoded(bytes(body))
+
+    async def _asked(self, request: Request, kind: type[Asked]) -> tuple[Asked, Served]:
+        """Returns a request for completions, and the policy that it names. Raises Refused."""
+        asked = protocol.read(kind, await self._body(request))
+        if asked.model not in self.models.policies:
+            raise protocol.unknown("policy", asked.model, self.models.policies)
+        if asked.n > self.serve.max_choices:
+            raise Refused(400, f"n: found {asked.n}; expected at most {self.serve.max_choices}", "n")
+        return asked, self.models.policies[asked.model]
+
+    async def _read(self, function: Callable[..., Any], *given: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.reader, function, *given)
 
     # -------------------------------------------------------------------------------------------- requests
 
@@ -303,7 +299,7 @@ class Server:
     @answered
     async def prometheus(self, request: Request) -> Response:
         await self._flush()
-        page = await self.recorder.metrics.remote()
+        page = await self._ask_recorder("metrics")
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/models")
@@ -320,19 +316,19 @@ class Server:
 
     def _listed(self, name: str) -> dict[str, Any]:
         kind = "policy" if name in self.models.policies else "reward"
-        return protocol.listed(name, self.models.versions[name], kind)
+        facts = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "rlhf"}
+        return {**facts, "version": self.models.versions[name], "kind": kind}
 
     @app.post("/v1/chat/completions")
     @answered
     async def chat(self, request: Request) -> Response:
         asked, served = await self._asked(request, ChatRequest)
-        prompt = await asyncio.get_running_loop().run_in_executor(self.reader, self._prompt, asked)
-        answer = Answer(self, asked, prompt, served)
-        submit(self.batcher, answer.rows)
-        headers = {"x-model-version": answer.version}
+        written = Answer(self, asked, await self._read(self._prompt, asked), served)
+        self.batcher.submit(written.rows)
+        headers = {"x-model-version": written.version}
         if asked.stream:
-            return Stream(answer, headers)
-        return JSONResponse(await answer.whole(), headers=headers)
+            return Stream(written, headers)
+        return JSONResponse(await written.whole(), headers=headers)
 
     @app.post("/v1/completions")
     @answered
@@ -341,41 +337,29 @@ class Server:
         if len(asked.prompts) * asked.n > self.serve.max_queue:
             most = f"at most {self.serve.max_queue} completions (serve.max_queue)"
             raise Refused(400, f"prompt: found {len(asked.prompts)} prompts; expected {most}", "prompt")
-        prompts = await asyncio.get_running_loop().run_in_executor(self.reader, self._ids, asked)
-        answer = await completions.complete(self, asked, prompts, served)
-        return JSONResponse(answer, headers={"x-model-version": served.version})
-
-    async def _asked(self, request: Request, kind: type[Asked]) -> tuple[Asked, Served]:
-        """Returns a request for completions, and the policy that it names. Raises Refused."""
-        asked = protocol.read(kind, await self._body(request))
-        if asked.model not in self.models.policies:
-            raise protocol.unknown("policy", asked.model, self.models.policies)
-        if asked.n > self.serve.max_choices:
-            raise Refused(400, f"n: found {asked.n}; expected at most {self.serve.max_choices}", "n")
-        return asked, self.models.policies[asked.model]
+        found = await answer.complete(self, asked, await self._read(self._ids, asked), served)
+        return JSONResponse(found, headers={"x-model-version": served.version})
 
     def _ids(self, asked: CompletionRequest) -> list[list[int]]:
         """Returns the token ids of each prompt. Raises Refused."""
-        longest = longest_prompt(self.work) + self.args.response_length
-        most_tokens = self.args.response_length if asked.most_tokens is None else asked.most_tokens
-        room = longest - min(most_tokens, self.args.response_length)
-        vocabulary, prompts = len(self.tokenizer), []
-        for prompt in asked.prompts:
-            ids = self.encoder.ids([(prompt, None)])[0] if isinstance(prompt, str) else prompt
+        most = self.args.response_length
+        writes = most if asked.most_tokens is None else min(asked.most_tokens, most)
+        room, vocabulary = longest_prompt(self.work) + most - writes, len(self.tokenizer)
+        prompts = [
+            self.encoder.ids([(prompt, None)])[0] if isinstance(prompt, str) else prompt
+            for prompt in asked.prompts
+        ]
+        for prompt, ids in zip(asked.prompts, prompts, strict=True):
             if not ids or max(ids) >= vocabulary:
                 why = f"prompt: found {str(prompt)[:80]!r}; expected token ids below {vocabulary}"
                 raise Refused(400, why, "prompt")
             if len(ids) > room:
-                why = f"prompt: {len(ids)} tokens; expected at most {room}"
-                raise Refused(400, why, "prompt", TOO_LONG)
-            prompts.append(ids)
+                raise Refused(400, f"prompt: {len(ids)} tokens; expected at most {room}", "prompt", TOO_LONG)
         return prompts
 
     def _prompt(self, asked: ChatRequest) -> list[int]:
-        """Ids of the messages. Raises Refused."""
-        from pipeline.data.encode import Example
-        from pipeline.data.shapes import parse
-
+        """Returns the token ids of the messages. Raises Refused."""
+        outcome: Any
         try:
             [[outcome]] = self.encoder.encode([parse({"prompt": asked.messages}, self.encoder.kind)])
         except RowError as error:
@@ -398,65 +382,29 @@ class Server:
         if len(rows) > ROWS:
             raise Refused(413, f"found {len(rows)} rows; expected at most {ROWS} a request")
         served = self.models.rewards[name]
-        loop = asyncio.get_running_loop()
-        future, counts = await loop.run_in_executor(self.reader, self.scores.ask, served, rows)
+        future, counts = await self._read(self.scores.ask, served, rows)
         async with limit(self.serve.timeout_s):
             scored = results(await asyncio.wrap_future(future), counts)
-        return JSONResponse(
-            scored if isinstance(sent, list) else scored[0], headers={"x-model-version": served.version}
-        )
+        headers = {"x-model-version": served.version}
+        return JSONResponse(scored if isinstance(sent, list) else scored[0], headers=headers)
 
     @app.post("/v1/feedback")
     @answered
     async def feedback(self, request: Request) -> Response:
         given = protocol.read(Feedback, await self._body(request))
         await self._flush()  # the answer may not have reached the recorder yet
-        try:
-            written, refused = await self.recorder.give.remote(given.model_dump(exclude_none=True))
-        except RayError as error:
-            raise Refused(503, "the recorder restarts; try again") from error
-        if refused:
-            raise Refused(*refused)
+        written = await self._ask_recorder("give", given.model_dump(exclude_none=True))
+        if isinstance(written, Refused):
+            raise written
         return JSONResponse(written)
 
     @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
     @answered
     async def not_found(self, request: Request, path: str) -> Response:
-        known = request.url.path in PATHS
         expected = ", ".join(f"{method} {path}" for path, method in PATHS.items())
-        raise Refused(
-            405 if known else 404, f"not found: {request.method} {request.url.path[:80]}; expected {expected}"
-        )
-
-    def remember(self, answer: Answer) -> None:
-        """Records a finished answer, so that feedback on it is accepted."""
-        if not isinstance(answer.asked, ChatRequest):
-            return  # feedback is only about conversations
-        facts = {"id": answer.id, "time": time.time(), "version": answer.version, "model": answer.asked.model}
-        facts |= {"seed": answer.seed, "choices": answer.asked.n}
-        if self.serve.log_prompts:
-            facts |= {"messages": answer.asked.messages, "texts": [text.text for text in answer.texts]}
-            facts["cut_off"] = [i for i, reason in enumerate(answer.reasons) if reason == "length"]
-        self.answers.append(facts)
+        why = f"not found: {request.method} {request.url.path[:80]}; expected {expected}"
+        raise Refused(405 if request.url.path in PATHS else 404, why)
 
 
-PATHS = {
-    "/v1/chat/completions": "POST",
-    "/v1/completions": "POST",
-    "/v1/models": "GET",
-    "/score": "POST",
-    "/v1/feedback": "POST",
-    "/health": "GET",
-    "/metrics": "GET",
-}
-
-
+PATHS = {route.path: min(route.methods) for route in app.routes if "{" not in route.path}  # type: ignore[attr-defined]
 Ingress = serve.ingress(app)(Server)
-
-
-def versions(work: Work) -> dict[str, str]:
-    """Returns {model id: version} as the driver pinned them."""
-    serve_section = work.job.serve
-    return {name: work.inputs.get(f"policies.{name}", BASE) for name in serve_section.policies} | {
-        name: work.inputs[f"rewards.{name}"] for name in serve_section.rewards
-    }

@@ -14,17 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pipeline.inference.rows import Decoder, Row
+from pipeline.serving.protocol import Refused
 
-
-class QueueFull(Exception):
-    """The queue has no space for these rows."""
-
-
-class Ended(RuntimeError):
-    """The batcher has stopped: it was closed, or its decoder cannot continue."""
-
-    def __init__(self) -> None:
-        super().__init__("the batcher has ended")
+ENDED = "the batcher has ended"  # it was closed, or its decoder cannot continue
 
 
 class Token(NamedTuple):
@@ -49,15 +41,17 @@ class ServedRow(Row):
 
     def deliver_new(self) -> None:
         """Delivers the tokens, and the error, that came since the last call."""
-        for i in range(self.delivered, len(self.tokens)):
-            if self.cancelled:
-                return
-            top = self.tops[i] if self.top else []
-            last = i + 1 == len(self.tokens) and self.done
+        while self.delivered < len(self.tokens) and not self.cancelled:
+            i = self.delivered
             self.delivered += 1
-            self.deliver(Token(self.tokens[i], self.logprobs[i], top, last))
-        if self.error and not self.cancelled:
-            self.deliver(self.error)
+            last = self.delivered == len(self.tokens) and self.done
+            self.deliver(Token(self.tokens[i], self.logprobs[i], self.tops[i] if self.top else [], last))
+        if self.error:
+            self.fail(self.error)
+
+    def fail(self, error: Exception) -> None:
+        if not self.cancelled:
+            self.deliver(error)
 
 
 class Batcher:
@@ -81,11 +75,11 @@ class Batcher:
     # ------------------------------------------------------------------------------------ from other threads
 
     def submit(self, rows: Sequence[ServedRow]) -> None:
-        """Takes all rows of one request, or none. Raises QueueFull."""
+        """Takes all rows of one request, or none. Raises Refused, 429, if the queue is full."""
         with self.condition:
             self._forget_cancelled()
             if len(self.waiting) + len(rows) > self.queue:
-                raise QueueFull
+                raise Refused(429, "the queue is full (serve.max_queue); try again")
             self.waiting.extend(rows)
             self._wake()
 
@@ -114,76 +108,65 @@ class Batcher:
             return {row.role for row in (*self.rows, *self.waiting)}
 
     def _wake(self) -> None:
-        """Wakes the thread. If the batcher is closed, answers what is new."""
-        if self.closed:
-            self._end()
+        """Wakes the thread. If the batcher is closed, answers everything that waits with an error."""
+        while self.closed and self.waiting:
+            self.waiting.popleft().fail(RuntimeError(ENDED))
+        while self.closed and self.requested:
+            self.requested.popleft()[1].set_exception(RuntimeError(ENDED))
         self.condition.notify()
 
     def _forget_cancelled(self) -> None:
         """Removes cancelled rows from the queue, so that they do not count."""
         self.waiting = deque(row for row in self.waiting if not row.cancelled)
 
-    def _end(self) -> None:
-        """Answers everything that waits with Ended."""
-        while self.waiting:
-            row = self.waiting.popleft()
-            if not row.cancelled:
-                row.deliver(Ended())
-        while self.requested:
-            self.requested.popleft()[1].set_exception(Ended())
-
     # ----------------------------------------------------------------------------------------- in its thread
 
     def _work(self) -> None:
         while True:
             with self.condition:
-                while not (self.closed or self.requested or self.waiting or self.decoder.rows):
-                    self.condition.wait()
+                self.condition.wait_for(
+                    lambda: self.closed or self.requested or self.waiting or self.decoder.rows
+                )
                 if self.closed:
-                    self._end()
                     return
-                requested = [self.requested.popleft() for _ in range(len(self.requested))]
+                requested, self.requested = self.requested, deque()
             for function, future in requested:
                 try:
                     future.set_result(function())
                 except BaseException as error:  # the caller handles it; the thread also serves others
                     future.set_exception(error)
-            with self.condition:
-                self._forget_cancelled()
-                joining = self._joining()
-                self.rows += joining
             try:
-                if joining:
+                if joining := self._joining():
                     self.decoder.join(joining)
                     self._deliver()
                 self.decoder.step()
                 self._deliver()
             except Exception as error:  # such as out of memory: the rows are lost, the replica continues
-                self._lose_rows(error)
+                lost, self.rows = self.rows, []
+                for row in lost:
+                    row.fail(error)
+                try:
+                    self.decoder.reset()
+                except RuntimeError:  # the decoder cannot continue
+                    with self.condition:
+                        self.closed = True
+                        self._wake()
 
     def _joining(self) -> list[ServedRow]:
-        """Takes from `waiting` the rows that can join, first come first served."""
+        """Moves the rows that can join from `waiting` to `rows`, first come first served. Returns them."""
         joining: list[ServedRow] = []
         width = 0
-        while self.waiting and self.decoder.fits([*joining], self.waiting[0]):
-            width = max(width, len(self.waiting[0].prompt))
-            if joining and width * (len(joining) + 1) > self.prompt_tokens:
-                break
-            joining.append(self.waiting.popleft())
+        with self.condition:
+            self._forget_cancelled()
+            while self.waiting and self.decoder.fits([*joining], self.waiting[0]):
+                width = max(width, len(self.waiting[0].prompt))
+                if joining and width * (len(joining) + 1) > self.prompt_tokens:
+                    break
+                joining.append(self.waiting.popleft())
+            self.rows += joining
         return joining
 
     def _deliver(self) -> None:
         for row in self.rows:
             row.deliver_new()
         self.rows = [row for row in self.rows if not row.done]
-
-    def _lose_rows(self, error: Exception) -> None:
-        """Delivers the error to all rows that were being written. Closes the batcher if its decoder cannot continue."""
-        lost, self.rows = self.rows, []
-        for row in lost:
-            if not row.cancelled:
-                row.deliver(error)
-        try:
-            self.decoder.reset()
-        except RuntimeError:
-            self.closed = True

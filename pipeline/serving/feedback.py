@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 # {file: (a stage that reads it, the key of the request that makes its rows)}
 READ_BY = {"thumbs": ("kto", "label"), "comparisons": ("rm", "chosen"), "edits": ("sft", "edit")}
 KEY = "serve.feedback_path"
-LOCK = ".lock"
+LOCK, DATABASE = ".lock", "conversations.db"
+BYTES = "LENGTH(CAST(answer AS BLOB))"
 LOCK_S = 10.0  # time for an earlier process to release the folder, such as a recorder that Ray Serve replaces
 KEPT_S = 30 * 24 * 3600  # age at which a conversation is forgotten
 TABLES = """
@@ -76,17 +77,13 @@ class Reader:
     def encoders(self) -> dict[str, Encoder]:
         from pipeline.data.encode import Encoder
 
+        settings = (self.max_length, "error", True, self.ends, self.special_tokens)
         return {
-            file: Encoder(
-                self.tokenizer, kind_of(stage), self.max_length, "error", True, self.ends, self.special_tokens
-            )
-            for file, (stage, _) in READ_BY.items()
+            file: Encoder(self.tokenizer, kind_of(stage), *settings) for file, (stage, _) in READ_BY.items()
         }
 
     def check(self, file: str, row: dict[str, Any]) -> None:
         """Raises Refused, 400, if the stage would stop at the row or leave it out."""
-        if file not in READ_BY:
-            return
         encoder, key = self.encoders[file], READ_BY[file][1]
         try:
             [outcome] = encoder.encode([parse(row, encoder.kind)])[0]
@@ -115,54 +112,40 @@ class FeedbackStore:
         self.reader = reader
         try:
             with contextlib.ExitStack() as opened:
-                self._lock(opened)
+                self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                what = f"another server to release {folder}"
+                opened.enter_context(storage.locked(str(self.folder / LOCK), what, LOCK_S))
                 self.bytes = sum(cut_to_lines(self.folder / f"{name}.jsonl") for name in (*READ_BY, "votes"))
-                self._open_conversations(opened)
+                self.known = sqlite3.connect(self.folder / DATABASE, check_same_thread=False)
+                opened.callback(self.known.close)
+                self.known.executescript(TABLES)
+                [self.conversation_bytes] = self.known.execute(
+                    f"SELECT TOTAL({BYTES}) FROM answers"
+                ).fetchone()
                 self.opened = opened.pop_all()
+        except TimeoutError as error:
+            why = f"another server writes into {folder}; end it, or set another folder: {KEY}=FOLDER"
+            raise InputError(why, key=KEY) from error
         except sqlite3.Error as error:
-            raise InputError(
-                f"{self.folder}/conversations.db: {error}; move conversations.db* elsewhere, and feedback on earlier answers gets 404",
-                key=KEY,
-            ) from error
+            why = f"{folder}/{DATABASE}: {error}; move {DATABASE}* elsewhere, and feedback on earlier answers gets 404"
+            raise InputError(why, key=KEY) from error
         except OSError as error:
-            raise InputError(
-                f"{error.filename or self.folder} cannot be used ({error.strerror}); set another folder: {KEY}=FOLDER",
-                key=KEY,
-            ) from error
+            where = error.filename or folder
+            why = f"{where} cannot be used ({error.strerror}); set another folder: {KEY}=FOLDER"
+            raise InputError(why, key=KEY) from error
 
     def close(self) -> None:
         """Releases the folder, as the end of the process does."""
         self.opened.close()
 
-    def _lock(self, opened: contextlib.ExitStack) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        what = f"another server to release {self.folder}"
-        try:
-            opened.enter_context(storage.locked(str(self.folder / LOCK), what, LOCK_S))
-        except TimeoutError as error:
-            raise InputError(
-                f"another server writes into {self.folder}; end it, or set another folder: {KEY}=FOLDER",
-                key=KEY,
-            ) from error
-
-    def _open_conversations(self, opened: contextlib.ExitStack) -> None:
-        self.known = sqlite3.connect(self.folder / "conversations.db", check_same_thread=False)
-        opened.callback(self.known.close)
-        self.known.executescript(TABLES)
-        [self.conversation_bytes] = self.known.execute(
-            "SELECT COALESCE(SUM(LENGTH(CAST(answer AS BLOB))), 0) FROM answers"
-        ).fetchone()
-
-    # -------------------------------------------------------------------------------------------- answers
-
     def remember(self, answers: list[dict[str, Any]]) -> None:
         """Keeps answers that feedback may be about, with their messages and texts if prompts are logged."""
         if not answers:
             return
-        rows = [(answer["id"], answer["time"], json.dumps(answer, ensure_ascii=False)) for answer in answers]
         held = self.conversation_bytes
         with self.known:  # a transaction
-            for row in rows:  # a replica that missed the reply sends them again
+            for answer in answers:  # a replica that missed the reply sends them again
+                row = (answer["id"], answer["time"], json.dumps(answer, ensure_ascii=False))
                 if self.known.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", row).rowcount:
                     held += len(row[2].encode())
             held -= self._forget("time < ?", time.time() - KEPT_S)
@@ -172,12 +155,8 @@ class FeedbackStore:
 
     def _forget(self, which: str, value: float) -> int:
         """Deletes answers with their feedback. Returns their bytes."""
-        gone = self.known.execute(
-            f"DELETE FROM answers WHERE {which} RETURNING LENGTH(CAST(answer AS BLOB))", (value,)
-        )
+        gone = self.known.execute(f"DELETE FROM answers WHERE {which} RETURNING {BYTES}", (value,))
         return sum(length for (length,) in gone)
-
-    # ------------------------------------------------------------------------------------------- feedback
 
     def give(self, feedback: dict[str, Any]) -> dict[str, Any]:
         """Writes one label, comparison or edit. The same feedback again changes nothing.
@@ -193,62 +172,51 @@ class FeedbackStore:
         answer = json.loads(found[0])
         for key, choice in (("choice", said.choice), ("chosen", said.chosen), ("rejected", said.rejected)):
             if choice is not None and choice >= answer["choices"]:
-                raise Refused(
-                    400, f"{key}: found {choice}, and the answer has {answer['choices']} choices", key
-                )
+                why = f"{key}: found {choice}, and the answer has {answer['choices']} choices"
+                raise Refused(400, why, key)
         what = {"kind": said.kind, **said.model_dump(exclude_none=True, exclude={"id"})}
         if said.edit is not None:
             what["edit"] = hashlib.sha256(said.edit.encode()).hexdigest()[:16]  # the row has its text
-        name = f"{said.id}/{said.choice}" if said.kind != "comparisons" else said.id
+        name = said.id if said.kind == "comparisons" else f"{said.id}/{said.choice}"
         earlier = self.known.execute(
             "SELECT what FROM said WHERE answer = ? AND name = ? AND kind = ?", (said.id, name, said.kind)
         ).fetchone()
         if earlier is not None and json.loads(earlier[0]) != what:
             raise Refused(409, "different feedback was given before; the first one counts", "id")
         if earlier is None:
-            file, row = self._row(answer, said, name, what)
-            if self.reader is not None:
-                self.reader.check(file, row)
+            row = self._row(answer, said)
+            if row and self.reader is not None:
+                self.reader.check(said.kind, row)
+            facts = {"version": answer["version"], "seed": answer["seed"], "time": time.time()}
+            row |= facts | {"id": name, "said": what}
             with self.known:  # if the row cannot be written, this is undone
-                self.known.execute(
-                    "INSERT INTO said VALUES (?, ?, ?, ?)", (said.id, name, said.kind, json.dumps(what))
-                )
-                self._append(file, row)
+                given = (said.id, name, said.kind, json.dumps(what))
+                self.known.execute("INSERT INTO said VALUES (?, ?, ?, ?)", given)
+                self._append(said.kind if "prompt" in row else "votes", row)
         return {"id": said.id, "object": "feedback", "kind": said.kind, "version": answer["version"]}
 
-    def _row(
-        self, answer: dict[str, Any], said: Feedback, name: str, what: dict[str, Any]
-    ) -> tuple[str, dict[str, Any]]:
-        facts = {
-            "version": answer["version"],
-            "seed": answer["seed"],
-            "time": time.time(),
-            "id": name,
-            "said": what,
-        }
+    def _row(self, answer: dict[str, Any], said: Feedback) -> dict[str, Any]:
+        """Returns what a stage learns from; {} if texts are not kept. Raises Refused."""
         if not self.log_prompts or "messages" not in answer:
             if said.kind == "edits":
-                raise Refused(
-                    400, "edit: texts are not kept here (serve.log_prompts is false)", "edit", "no_texts"
-                )
-            return "votes", facts
+                why = "edit: texts are not kept here (serve.log_prompts is false)"
+                raise Refused(400, why, "edit", "no_texts")
+            return {}
         preferred = said.chosen if said.kind == "comparisons" else said.choice if said.label else None
         if preferred in answer["cut_off"]:
             key = READ_BY[said.kind][1]
-            raise Refused(
-                400,
-                f"{key}: choice {preferred} was cut off by its length and would teach the policy to stop there; send an "
-                "edit with its end",
-                key,
-                "cut_off",
+            why = (
+                f"{key}: choice {preferred} was cut off by its length and would teach the policy to stop there; send an edit "
+                "with its end"
             )
-        texts, row = answer["texts"], {"prompt": answer["messages"]}
+            raise Refused(400, why, key, "cut_off")
+        texts, prompt = answer["texts"], {"prompt": answer["messages"]}
         if said.kind == "thumbs":
-            return "thumbs", {**row, "completion": texts[said.choice], "label": said.label, **facts}
+            return prompt | {"completion": texts[said.choice], "label": said.label}
         if said.kind == "edits":
-            return "edits", {**row, "completion": said.edit, "original": texts[said.choice], **facts}
+            return prompt | {"completion": said.edit, "original": texts[said.choice]}
         assert said.chosen is not None and said.rejected is not None
-        return "comparisons", {**row, "chosen": texts[said.chosen], "rejected": texts[said.rejected], **facts}
+        return prompt | {"chosen": texts[said.chosen], "rejected": texts[said.rejected]}
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         """Appends one line and flushes it to disk before returning. Raises Refused if the folder is full."""
@@ -263,9 +231,8 @@ class FeedbackStore:
             os.fsync(file)
         except OSError as error:
             os.ftruncate(file, before)
-            raise Refused(
-                507, f"feedback cannot be written ({error.strerror or error})", code="not_written"
-            ) from error
+            why = f"feedback cannot be written ({error.strerror or error})"
+            raise Refused(507, why, code="not_written") from error
         finally:
             os.close(file)
         self.bytes += len(line)

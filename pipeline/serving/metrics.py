@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,32 +18,19 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter("rlhf_requests", "Answered requests", ["path", "status"], registry=registry)
-        self.answers = Counter(
-            "rlhf_answers",
-            "Chat completions, by model id and version",
-            ["model", "version"],
-            registry=registry,
-        )
-        self.prompt_tokens = Counter(
-            "rlhf_prompt_tokens", "Tokens of prompts", ["version"], registry=registry
-        )
-        self.completion_tokens = Counter(
-            "rlhf_completion_tokens", "Tokens of completions", ["version"], registry=registry
-        )
-        self.first_token = Histogram(
-            "rlhf_first_token_seconds", "Until the first token", buckets=SECONDS, registry=registry
-        )
-        self.seconds = Histogram(
-            "rlhf_answer_seconds", "Until the last token", buckets=SECONDS, registry=registry
-        )
-        self.running = Gauge("rlhf_running_rows", "Completions that are being written", registry=registry)
-        self.waiting = Gauge(
-            "rlhf_waiting_rows", "Completions that wait for a place in the batch", registry=registry
-        )
-        self.versions = Gauge(
-            "rlhf_versions", "1 for the version behind each model id", ["model", "version"], registry=registry
-        )
+        counter = partial(Counter, namespace="rlhf", registry=registry)
+        gauge = partial(Gauge, namespace="rlhf", registry=registry)
+        histogram = partial(Histogram, namespace="rlhf", registry=registry, buckets=SECONDS)
+        models = ("model", "version")
+        self.requests = counter("requests", "Answered requests", ("path", "status"))
+        self.answers = counter("answers", "Chat completions, by model id and version", models)
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts", ("version",))
+        self.completion_tokens = counter("completion_tokens", "Tokens of completions", ("version",))
+        self.first_token = histogram("first_token_seconds", "Until the first token")
+        self.seconds = histogram("answer_seconds", "Until the last token")
+        self.running = gauge("running_rows", "Completions that are being written")
+        self.waiting = gauge("waiting_rows", "Completions that wait for a place in the batch")
+        self.versions = gauge("versions", "1 for the version behind each model id", models)
 
     def snapshot(self) -> list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]:
         """Returns (name, type, help, [(sample, labels, value)]) of each metric."""

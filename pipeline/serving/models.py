@@ -1,24 +1,34 @@
-"""The models of a replica: one base, and the versions behind the model ids. The versions follow aliases that move."""
+"""The models of a replica: one base, a decoder on it, and the versions behind the model ids, which follow aliases that move."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from pipeline import registry
 from pipeline.errors import InputError, in_brief
+from pipeline.models import adapter_files
+from pipeline.models.hub import base_config, base_json
+from pipeline.models.tokenizer import eos_ids
 from pipeline.references import Ref
 from pipeline.registry import lineage
-from pipeline.runtime.host import Host
+from pipeline.runtime import roles
+from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import check_adapters
+from pipeline.serving.batching import Batcher
+from pipeline.serving.protocol import TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from pipeline.models.adapters import SharedBase
     from pipeline.ppo.rewards import Reward
-    from pipeline.serving.batching import Batcher
 
 BASE = "base"  # the version of the bare base
+MAX_ADAPTERS = 8  # adapters per vLLM batch; requests for others wait
+FREE_GPU_FRACTION = 0.1  # GPU memory that vLLM leaves unused
+CACHE_FRACTION = {"cuda": 0.5, "cpu": 0.25}  # share of the free memory for the KV cache
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,9 @@ class Models:
 
     At first they are those that the driver pinned when it checked the job. `follow` replaces them as the registry says. If a
     version cannot be loaded, the previous one stays.
+
+    Args:
+        shared: may be None if no reward needs the base.
     """
 
     def __init__(self, host: Host, shared: SharedBase | None, batcher: Batcher) -> None:
@@ -49,8 +62,7 @@ class Models:
         self.refused: set[tuple[str, str]] = set()  # (input, version) that cannot be served
         self.unused: set[str] = set()  # roles that no model id used at the last poll
         self.loaded = 0
-        for key in host.job.serve.inputs:
-            version = host.work.inputs.get(key, BASE)
+        for key, version in pinned(host.work).items():
             self._serve(key, version, self._checked(key, version))
 
     @property
@@ -82,65 +94,65 @@ class Models:
         """Loads a version, unless another model id has it, and answers with it."""
         kind, _, name = key.partition(".")
         models = self.policies if kind == "policies" else self.rewards
-        loaded = {served.version: served for served in models.values()}
-        if version not in loaded:
+        served = next((one for one in models.values() if one.version == version), None)
+        if served is None:
             self.loaded += 1
-            loaded[version] = (
-                self._policy(version, folder) if models is self.policies else self._reward(key, version)
-            )
-        models[name] = loaded[version]
-
-    def _policy(self, version: str, folder: str | None) -> Served:
-        if folder is None:
-            return Served(version)
-        role = f"version_{self.loaded}"
-        self.batcher.decoder.add(role, folder)
-        self.remove[role] = self.batcher.decoder.remove
-        return Served(version, role)
-
-    def _reward(self, key: str, version: str) -> Served:
-        from pipeline.runtime import roles
-
-        host = Host(replace(self.host.work, inputs={key: version}))
-        reward = roles.reward(host, self.shared, key, f"reward_{self.loaded}")
-        if (role := getattr(reward, "role", None)) and self.shared is not None:
-            self.remove[role] = self.shared.remove
-        return Served(version, role, reward)
+            role, reward = f"{'reward' if kind == 'rewards' else 'policy'}_{self.loaded}", None
+            if kind == "rewards":
+                host = Host(replace(self.host.work, inputs={key: version}))
+                reward = roles.reward(host, self.shared, key, role)
+                if self.shared is not None and hasattr(reward, "role"):
+                    self.remove[role] = self.shared.remove
+            elif folder is not None:
+                self.batcher.decoder.add(role, folder)
+                self.remove[role] = self.batcher.decoder.remove
+            served = Served(version, role if role in self.remove else None, reward)
+        models[name] = served
 
     # ------------------------------------------------------------------------------------------- following
+
+    def watch(self, poll_s: float) -> None:
+        """Follows the registry, and prints what it reports. Does not return."""
+        said: list[str] = []
+        while True:
+            time.sleep(poll_s)
+            try:
+                lines = self.follow()
+            except Exception as error:
+                lines = [f"the aliases cannot be followed: {in_brief(error)}"]
+            for line in lines:
+                if line not in said:  # do not repeat a problem that persists
+                    print(line, flush=True)
+            said = lines
 
     def follow(self) -> list[str]:
         """Checks the registry once, loads the versions that aliases have moved to, and frees versions that nothing uses.
         Returns what to report.
-
-        Blocks; called from a thread of its own.
         """
-        said = [
-            line
-            for key, reference in self.host.job.serve.inputs.items()
-            for line in self._follow(key, reference)
-        ]
+        said = []
+        for key, reference in self.host.job.serve.inputs.items():
+            name, ref = key.partition(".")[2], Ref.parse(reference)
+            before = version = self.versions[name]
+            try:
+                if ref.alias:
+                    version = registry.aliases(ref.name, self.uri).get(ref.alias, before)
+            except Exception as error:
+                said.append(
+                    f"{reference}: the registry cannot be reached ({in_brief(error)}); {before} stays"
+                )
+            if version == before or (key, version) in self.refused:
+                continue
+            try:
+                folder = self._checked(
+                    key, version
+                )  # fetched and checked here, so that the batch does not wait
+                self.batcher.run(partial(self._serve, key, version, folder)).result()
+                said.append(f"{name}: {version}")
+            except Exception as error:
+                self.refused.add((key, version))
+                said.append(f"{version} cannot be served ({in_brief(error)}); {before} stays")
         self.batcher.run(self._remove_unused).result()
         return said
-
-    def _follow(self, key: str, reference: str) -> list[str]:
-        name, before = key.partition(".")[2], self.versions[key.partition(".")[2]]
-        ref = Ref.parse(reference)
-        if not ref.alias:
-            return []
-        try:
-            version = registry.aliases(ref.name, self.uri).get(ref.alias, before)
-        except Exception as error:
-            return [f"{reference}: the registry cannot be reached ({in_brief(error)}); {before} stays"]
-        if version == before or (key, version) in self.refused:
-            return []
-        try:
-            folder = self._checked(key, version)  # fetched and checked here, so that the batch does not wait
-            self.batcher.run(lambda: self._serve(key, version, folder)).result()
-        except Exception as error:
-            self.refused.add((key, version))
-            return [f"{version} cannot be served ({in_brief(error)}); {before} stays"]
-        return [f"{name}: {version}"]
 
     def _remove_unused(self) -> None:
         """Removes roles that no model id has used for two polls and whose completions are all finished.
@@ -154,3 +166,72 @@ class Models:
         for role in unused & self.unused:
             self.remove.pop(role)(role)
         self.unused = unused - self.unused
+
+
+def pinned(work: Work) -> dict[str, str]:
+    """Returns {policies.ID or rewards.ID: version} as the driver pinned them."""
+    return {key: work.inputs.get(key, BASE) for key in work.job.serve.inputs}
+
+
+# ------------------------------------------------------------------------------------------------- the decoder
+
+
+def start(host: Host) -> tuple[SharedBase | None, Batcher]:
+    """Returns the base that this process holds, or None, and the batcher. Both are still without roles.
+
+    vLLM has a copy of the base. The replica then needs the base only for reward models.
+    """
+    job = host.job
+    if job.rollout_config.engine == "vllm":
+        scores = any(not Ref.parse(source).is_function for source in job.serve.rewards.values())
+        return roles.shared_base(host) if scores else None, _vllm(host)
+    from pipeline.inference.decoder import PREFILL_TOKENS, SlotDecoder
+    from pipeline.inference.memory import free_bytes, kv_bytes
+
+    shared = roles.shared_base(host)
+    device, free = shared.device, free_bytes(shared.device)
+    each = kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
+    fits = int(CACHE_FRACTION[device.type] * free / each) if free < float("inf") else 1 << 20
+    decoder = SlotDecoder(
+        shared,
+        job.args.local_rollout_forward_batch_size,
+        host.tokenizer.pad_token_id,
+        max_positions=job.serve.cache_tokens or fits,
+        look=1,  # clients see each token as it comes
+        graphs=False,  # rows join and leave too often
+    )
+    decoder.check()
+    return shared, Batcher(decoder, job.serve.max_queue, PREFILL_TOKENS[device.type])
+
+
+def _vllm(host: Host) -> Batcher:
+    import torch
+
+    from pipeline.inference.vllm import VllmDecoder, accepted_rank, start_llm
+
+    job, rows = host.job, host.job.args.local_rollout_forward_batch_size
+    # One adapter more than policies, because the old version still finishes its completions after an alias has moved.
+    options: dict[str, Any] = {
+        "max_loras": min(len(job.serve.policies) + 1, MAX_ADAPTERS),
+        "max_logprobs": TOP_LOGPROBS,
+        **roles.vllm_options(job, rows),
+    }
+    if host.device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        share = job.rollout_config.gpu_memory_utilization or round(free / total - FREE_GPU_FRACTION, 2)
+        options["gpu_memory_utilization"] = share
+    inputs = [name for name in host.work.inputs if name.startswith("policies.")]
+    rank = accepted_rank(max((adapter_files.rank(host.input(name)) for name in inputs), default=1))
+    llm = start_llm(job.model.name_or_path, host.device, roles.longest_row(host), rank, **options)
+    return Batcher(VllmDecoder(llm, rank, rows), job.serve.max_queue)
+
+
+def ends(host: Host) -> list[int]:
+    """Returns the ids of the base's vocabulary that end a completion, as loading the base finds them."""
+    model = host.job.model
+    config = base_config(model.name_or_path, model.revision)
+    text = config.get("text_config") or config
+    generation = base_json(model.name_or_path, "generation_config.json", model.revision)
+    if generation is None:  # transformers then makes one of config.json
+        generation = {"eos_token_id": text.get("eos_token_id")}
+    return [i for i in eos_ids(host.tokenizer, generation) if i < text.get("vocab_size", i + 1)]

@@ -1,30 +1,25 @@
-"""What a request may say, and how an answer looks: OpenAI's completions, `/score` and `/v1/feedback`."""
+"""What a request may say: OpenAI's completions and `/v1/feedback`. And how it is refused."""
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
-from pipeline.serving.batching import Token
-
+TOP_LOGPROBS = 20  # alternatives to a token, as at OpenAI
 Text = Annotated[str, Field(max_length=1 << 16)]
 TokenId = Annotated[int, Field(ge=0)]
-# Token id, log-prob in nats (the first token of a prompt has none), and the most likely ids with their log-probs.
-Rated = tuple[int, float | None, list[tuple[int, float]]]
+Zero = Annotated[float, Field(ge=0, le=0)]
 Request = TypeVar("Request", bound=BaseModel)
 Asked = TypeVar("Asked", bound="Sampled")
-
 
 # HTTP status of a refused request -> its usual `code`, a word for programs
 CODES = {
     400: "invalid_value",
     401: "invalid_api_key",
     404: "not_found",
-    408: "timeout",
     409: "already_given",
     413: "too_large",
     429: "rate_limit_exceeded",
@@ -45,26 +40,22 @@ class Refused(Exception):
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(status, message, param, code)  # exceptions are pickled by their args
         self.status, self.message, self.param, self.code = status, message, param, code or CODES.get(status)
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def unknown(what: str, name: str, there: Iterable[str]) -> Refused:
-    """Returns the answer to an unknown model id. `there` are the known ids."""
-    known = ", ".join(there)
-    expected = f"; expected one of {known}" if known else "; none is served here"
+def unknown(what: str, name: str, known: Iterable[str]) -> Refused:
+    """Returns the answer to an unknown model id."""
+    expected = ", ".join(known)
+    expected = f"; expected one of {expected}" if expected else "; none is served here"
     return Refused(404, f"no {what} {name[:80]!r}{expected}", "model", "model_not_found")
-
-
-TOP_LOGPROBS = 20  # alternatives to a token, as at OpenAI
-
-
-# Keys of clients that send them always; any other value asks for what is not supported.
-NEUTRAL = ("frequency_penalty", "presence_penalty", "logit_bias", "tools", "response_format", "store")
 
 
 class StreamOptions(BaseModel):
@@ -86,8 +77,8 @@ class Sampled(BaseModel):
     stream_options: StreamOptions | None = None
     # Accepted if they change nothing.
     user: Text | None = None
-    frequency_penalty: Literal[0] | Annotated[float, Field(ge=0, le=0)] | None = None
-    presence_penalty: Literal[0] | Annotated[float, Field(ge=0, le=0)] | None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
 
     @model_validator(mode="after")
@@ -153,6 +144,10 @@ class CompletionRequest(Sampled):
         return self.logprobs
 
 
+# Keys that clients always send; any other value asks for what is not supported.
+NEUTRAL = ("frequency_penalty", "presence_penalty", "logit_bias", "tools", "response_format", "store")
+
+
 class Feedback(BaseModel):
     """Feedback on an answer: a `label`, a comparison of two choices (`chosen`, `rejected`), or a better text (`edit`)."""
 
@@ -167,11 +162,10 @@ class Feedback(BaseModel):
 
     @model_validator(mode="after")
     def _one(self) -> Feedback:
-        if (self.chosen is None) != (self.rejected is None) or (
-            self.chosen is not None and self.chosen == self.rejected
-        ):
+        pair = (self.chosen, self.rejected)
+        if pair != (None, None) and (None in pair or self.chosen == self.rejected):
             raise ValueError("chosen: goes with rejected, the numbers of two choices of the answer")
-        if (self.label is not None) + (self.chosen is not None) + (self.edit is not None) != 1:
+        if (self.label, self.chosen, self.edit).count(None) != 2:
             raise ValueError("label: expected one of label, chosen with rejected, and edit")
         return self
 
@@ -183,16 +177,9 @@ class Feedback(BaseModel):
 def decoded(body: bytes) -> Any:
     """Returns the JSON value of a body. Raises Refused."""
     try:
-        value = json.loads(body, parse_constant=_constant)
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-    except (ValueError, RecursionError) as error:
-        why = f"{type(error).__name__}: {error}"[:200]
-        raise Refused(400, f"the request is not JSON ({why})", code="invalid_json") from error
-    return value
-
-
-def _constant(name: str) -> None:
-    raise ValueError(f"found {name}")
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(400, f"the request is not JSON ({error})", code="invalid_json") from error
 
 
 def read(kind: type[Request], value: Any) -> Request:
@@ -203,78 +190,11 @@ def read(kind: type[Request], value: Any) -> Request:
         return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        path = ".".join(str(part) for part in first["loc"][:1])
+        path = str(first["loc"][0]) if first["loc"] else ""
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden" or (issubclass(kind, Sampled) and path in NEUTRAL):
             message = "is not supported here"
-        if first["loc"] and first["type"] != "missing":
-            message += f"; found {value.get(first['loc'][0])!r:.80}"
+        if path and first["type"] != "missing":
+            message += f"; found {value.get(path)!r:.80}"
         param = path or message.partition(":")[0]
         raise Refused(400, f"{path}: {message}" if path else message, param) from error
-
-
-# ------------------------------------------------------------------------------------------------- answers
-
-
-def chat_answer(
-    chunk: bool, head: dict[str, Any], choices: list[dict[str, Any]], usage: Any = None
-) -> dict[str, Any]:
-    """Returns a chat completion, or a chunk of a streamed one.
-
-    Args:
-        head: id, created, model, system_fingerprint: the version that answered.
-    """
-    kind = "chat.completion.chunk" if chunk else "chat.completion"
-    return {"object": kind, **head, "choices": choices, **({} if usage is None else {"usage": usage})}
-
-
-def usage(prompt: int, completion: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def logprobs(tokens: list[Token], tokenizer: Any) -> dict[str, Any]:
-    """Returns OpenAI's list of tokens with their log-probs, and of each the most likely ones."""
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-    return {
-        "content": [
-            {**entry(token.id, token.logprob), "top_logprobs": [entry(*one) for one in token.top]}
-            for token in tokens
-        ],
-        "refusal": None,
-    }
-
-
-def text_logprobs(tokens: Iterable[Rated], tokenizer: Any) -> dict[str, Any]:
-    """Returns OpenAI's parallel lists of tokens, their log-probs, and of each the most likely ones."""
-    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    at = 0
-    for token, logprob, most_likely in tokens:
-        text = tokenizer.decode([token])
-        top: dict[str, float] = {}
-        # Several ids may have the same text, such as parts of a character.
-        for other, value in [] if logprob is None else [(token, logprob), *most_likely]:
-            name = tokenizer.decode([other])
-            top[name] = max(value, top.get(name, value))
-        for column, entry in zip(found.values(), (text, logprob, top or None, at), strict=True):
-            column.append(entry)
-        at += len(text)
-    return found
-
-
-def event(value: Any) -> bytes:
-    return f"data: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n\n".encode()
-
-
-def listed(name: str, version: str, kind: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "rlhf",
-        "version": version,
-        "kind": kind,
-    }

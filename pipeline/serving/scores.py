@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -15,14 +14,14 @@ from pipeline.references import Ref
 from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import unfilled
 from pipeline.serving.batching import Batcher
-from pipeline.serving.models import Served
+from pipeline.serving.models import Served, ends
 
 if TYPE_CHECKING:
     from pipeline.ppo.rewards import Reward
 
 ROWS = 4096  # most rows of a request
 Sample = tuple[list[int], list[int], dict[str, Any]]  # prompt ids, completion ids, row
-Waiting = deque[tuple[list[Sample], Future[list[float]]]]
+Waiting = tuple[list[Sample], Future[list[float]]]  # one request
 
 
 class Scores:
@@ -30,17 +29,15 @@ class Scores:
 
     def __init__(self, host: Host, batcher: Batcher, context: int) -> None:
         from pipeline.models.template import text_as_chat
-        from pipeline.serving.start import ends
 
-        data, self.tokenizer = host.job.data, host.tokenizer
-        self.ends = ends(host)
+        data, self.tokenizer, self.ends = host.job.data, host.tokenizer, ends(host)
         apply = text_as_chat(host.tokenizer, data.apply_chat_template)
         self.encoder = Encoder(
             host.tokenizer, kind_of("score"), context, data.too_long, apply, self.ends, data.special_tokens
         )
         self.batcher, self.rows = batcher, host.job.args.local_rollout_forward_batch_size
         # Weak keys, so that a reward is freed after its alias has moved.
-        self.waiting: WeakKeyDictionary[Reward, Waiting] = WeakKeyDictionary()
+        self.waiting: WeakKeyDictionary[Reward, deque[Waiting]] = WeakKeyDictionary()
 
     def ask(self, served: Served, rows: list[Any]) -> tuple[Future[list[float]], list[int]]:
         """Scores of the completions of some rows, and how many each row has: one, or two of a pair.
@@ -71,19 +68,19 @@ class Scores:
         return future, counts
 
     def _columns(self, source: str, row: Any, number: int) -> dict[str, Any]:
+        outcome: Any
         try:
             [outcomes] = self.encoder.encode([parse(row, self.encoder.kind)])
+            outcome = outcomes[0]
             if Ref.parse(source).is_function and (wanted := unfilled(source, {*row, "messages"})):
-                raise RowError("missing", wanted, "no such field", f"one, since {source} asks for it")
+                outcome = RowError("missing", wanted, "no such field", f"one, since {source} asks for it")
+            elif isinstance(outcome, Dropped):
+                expected = "a shorter prompt"
+                outcome = RowError(outcome.reason, "", "a pair that is equal once it is truncated", expected)
+            elif len(outcomes) > 1:
+                outcome = RowError("wrong_type", "pos_answers", "several pairs in one row", "one pair a row")
         except RowError as error:
-            outcomes = [error]
-        outcome = outcomes[0]
-        if isinstance(outcome, Dropped):
-            outcome = RowError(
-                outcome.reason, "", "a pair that is equal once it is truncated", "a shorter prompt"
-            )
-        if len(outcomes) > 1:
-            outcome = RowError("wrong_type", "pos_answers", "several pairs in one row", "one pair a row")
+            outcome = error
         if isinstance(outcome, RowError):
             outcome.file, outcome.line, outcome.unit = "request", number, "element"
             raise outcome
@@ -93,7 +90,7 @@ class Scores:
         """Scores all requests that wait for a reward, in batches of one forward. Runs in the batcher's thread."""
         waiting = self.waiting[reward]
         while waiting:
-            batch: list[Any] = []
+            batch: list[Waiting] = []
             while waiting and sum(len(samples) for samples, _ in batch) < self.rows:
                 one = waiting.popleft()
                 if one[1].set_running_or_notify_cancel():  # False if its client has disconnected
@@ -102,14 +99,14 @@ class Scores:
                 for one in batch:  # find the row that cannot be scored
                     self._score(reward, [one])
 
-    def _score(self, reward: Reward, batch: list[tuple[list[Sample], Future[list[float]]]]) -> bool:
+    def _score(self, reward: Reward, batch: list[Waiting]) -> bool:
         """Scores requests together. Returns False if this failed; only a single request gets the error then."""
         from pipeline.evaluation.pairs import samples_of
 
         prompts, completions, rows = zip(*(one for samples, _ in batch for one in samples), strict=True)
         given = samples_of(prompts, completions, rows, self.tokenizer, self.ends)
         try:
-            scores: Iterator[float] = iter(reward.checked(given))
+            scores = iter(reward.checked(given))
         except BaseException as error:  # a reward's sys.exit() too: the thread is needed for the next request
             if len(batch) == 1:
                 batch[0][1].set_exception(error)

@@ -28,7 +28,11 @@ class Text:
         """Returns what can be shown because of one more token."""
         self.ids.append(token)
         self.written += self.stream.step(self.tokenizer.backend_tokenizer, token) or ""
-        return self._show(held_back(self.written, self.stops))
+        # The longest end of the text with which a stop text begins
+        longest = min(max(map(len, self.stops), default=1) - 1, len(self.written))
+        ends = (self.written[-size:] for size in range(longest, 0, -1))
+        waits = (len(end) for end in ends if any(stop.startswith(end) for stop in self.stops))
+        return self._show(next(waits, 0))
 
     def close(self) -> str:
         """Returns what is still to be shown when the last token has come."""
@@ -53,12 +57,3 @@ class Text:
         self.stopped = bool(found)
         more, self.shown = self.written[self.shown : end], max(self.shown, end)
         return more
-
-
-def held_back(text: str, stops: list[str]) -> int:
-    """Returns the length of the longest end of `text` with which a stop text begins."""
-    longest = max(map(len, stops), default=0)
-    for size in range(min(longest - 1, len(text)), 0, -1):
-        if any(stop.startswith(text[-size:]) for stop in stops):
-            return size
-    return 0

@@ -1,5 +1,6 @@
 """Runs in MLflow: which one a job opens, and how it ends. Real MLflow on SQLite."""
 
+import getpass
 import os
 import subprocess
 import sys
@@ -15,31 +16,24 @@ def status(job, run_id):
 
 
 def test_the_same_name_continues_its_run_unless_it_is_finished_or_starts_over(job):
-    with pytest.raises(KeyError), registry.mlflow_run(job, {}) as first:
-        raise KeyError
-    assert status(job, first) == "FAILED"
-    with pytest.raises(Killed), registry.mlflow_run(job, {}) as second:
-        assert second == first and status(job, second) == "RUNNING"
-        raise Killed
-    mlflow(job).update_run(second, status="RUNNING")  # a driver that was killed writes nothing
-    with registry.mlflow_run(job, {}, new_run=True) as third:
-        assert third != second and status(job, second) == "KILLED"
-    with registry.mlflow_run(job, {}) as fourth:
-        assert fourth != third and status(job, third) == "FINISHED"
-
-
-def test_an_interrupted_run_is_killed_and_not_failed(job):
-    for ending in (KeyboardInterrupt, SystemExit):
-        with pytest.raises(ending), registry.mlflow_run(job, {}) as run_id:
+    endings = {KeyError: "FAILED", KeyboardInterrupt: "KILLED", SystemExit: "KILLED", Killed: "KILLED"}
+    opened = set()
+    for ending, expected in endings.items():
+        with pytest.raises(ending), registry.mlflow_run(job, {}) as first:
+            assert status(job, first) == "RUNNING"
             raise ending
-        assert mlflow(job).get_run(run_id).info.status == "KILLED"
+        assert status(job, first) == expected
+        opened.add(first)
+    assert opened == {first}
+    mlflow(job).update_run(first, status="RUNNING")  # a driver that was killed writes nothing
+    with registry.mlflow_run(job, {}, new_run=True) as second:
+        assert second != first and status(job, first) == "KILLED"
+    with registry.mlflow_run(job, {}) as third:
+        assert third != second and status(job, second) == "FINISHED"
 
 
 def test_a_run_says_who_started_it_from_what(job):
     """As MLflow's own start_run does; and MLflow's page opens on runs, not on traces that training does not have."""
-    import getpass
-    import subprocess
-
     with registry.mlflow_run(job, {}) as run_id:
         pass
     tags = mlflow(job).get_run(run_id).data.tags

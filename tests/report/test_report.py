@@ -7,7 +7,6 @@ import re
 import shutil
 import time
 from html.parser import HTMLParser
-from types import SimpleNamespace
 
 import pandas
 import pytest
@@ -105,28 +104,20 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, r
 
 
 def test_several_sources_of_rows_are_listed():
-    counts = {"read": 10, "kept": 9, "rows": 9, "drawn": 7}
+    counts = {"read": 10, "kept": 9, "rows": 9, "drawn": None}
     sources = [{**counts, "path": "a.jsonl"}, {**counts, "path": "b.parquet", "drawn": 3}]
-    run = SimpleNamespace(
-        job={"data": {"train": ["a.jsonl", "b.parquet"]}},
-        result={"data": {"report": {"splits": {"train": SPLIT}}}},
-    )
-    assert page.data_tables(run)[0]["sources"] == []  # of an older run
-    run.result["data"]["report"]["sources"] = {"train": sources}
-    (table,) = page.data_tables(run)
+    rows = {"splits": {"train": SPLIT}, "sources": {"train": sources}}
+    run = gather.Run("a", "sft", "finished", {"data": {"train": []}}, None, {"data": {"report": rows}})
+    [table] = page.data_tables(run)
     assert table["source"] == "2 sources"
-    assert table["sources"][1] == "b.parquet: 9 of 10 kept, 3 of 9 drawn an epoch"
+    assert table["sources"] == ["a.jsonl: 9 of 10 kept", "b.parquet: 9 of 10 kept, 3 of 9 drawn an epoch"]
 
 
 @pytest.fixture(scope="module")
 def runs(store):
     """sft, rm -> ppo -> evaluate, and what each left."""
-    sft = finish(
-        store,
-        begin(store, "one-sft", "sft"),
-        {"loss": [0.6, 0.5], "eval_loss": [0.6, 0.55]},
-        {"eval_loss": 0.5, "before_loss": 0.7},
-    )
+    curves = {"loss": [0.6, 0.5], "eval_loss": [0.6, 0.55]}
+    sft = finish(store, begin(store, "one-sft", "sft"), curves, {"eval_loss": 0.5, "before_loss": 0.7})
     rm = finish(store, begin(store, "one-rm", "rm"), {"accuracy": [0.5, 0.9]}, {"eval_accuracy": 0.975})
     inputs = {"policy": "models:/rlhf-sft/1", "reward.0": "models:/rlhf-rm/1"}
     sample = {
@@ -142,11 +133,7 @@ def runs(store):
         "eval_eos": 0.5,
     }
     ppo = finish(store, begin(store, "one-ppo"), PPO_CURVES, figures, inputs, [sample], timeline=TIMELINE)
-    inputs = {
-        "policy": "models:/rlhf-ppo/1",
-        "baseline": "models:/rlhf-sft/1",
-        "reward.0": "models:/rlhf-rm/1",
-    }
+    inputs |= {"policy": "models:/rlhf-ppo/1", "baseline": "models:/rlhf-sft/1"}
     job = begin(store, "one-evaluate", "evaluate")
     evaluate = finish(store, job, {}, {"eval_judge_win_rate": 0.8}, inputs, publish=False)
     return {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
@@ -178,9 +165,11 @@ def test_an_evaluation_shows_probes_benchmarks_and_the_best_of_n(store, runs):
 
 
 def page_of(store, *names):
-    from pipeline.report import page
-
     return page.render([report.read(str(store / name)) for name in names])
+
+
+def text_of(html):
+    return " ".join(" ".join(checked(html).text).split())
 
 
 class Checker(HTMLParser):
@@ -230,21 +219,19 @@ def checked(html):
 # --------------------------------------------------------------------------------------------------- the page
 
 
-def test_the_page_is_whole_and_loads_nothing(runs, store):
-    html = page_of(store, "one-sft", "one-rm", "one-ppo", "one-evaluate")
-    page = checked(html)
-    assert not page.wrong and not page.open
-    assert (
-        page.loads == []
-        and "@import" not in html
-        and "http" not in re.sub(r"http://www\.w3\.org\S*", "", html)
-    )
-    assert len(page.ids) == len(set(page.ids)), "ids of different drawings collide"
-    assert set(page.refers) <= set(page.ids)
+def test_the_page_is_whole_loads_nothing_and_is_the_same_again(runs, store):
+    names = ("one-sft", "one-rm", "one-ppo", "one-evaluate")
+    html = page_of(store, *names)
+    found = checked(html)
+    assert not found.wrong and not found.open and found.loads == []
+    assert "@import" not in html and "http" not in re.sub(r"http://www\.w3\.org\S*", "", html)
+    assert len(found.ids) == len(set(found.ids)), "ids of different drawings collide"
+    assert set(found.refers) <= set(found.ids)
+    assert page_of(store, *names) == html
 
 
 def test_the_page_says_what_a_reader_looks_for(runs, store):
-    text = " ".join(" ".join(checked(page_of(store, "one-ppo")).text).split())
+    text = text_of(page_of(store, "one-ppo"))
     for words in (
         "one-ppo", "finished", "0.25 → 0.915", "90.0 %", "1 min 15 s", "KL from the reference",
         "Explained variance of the values", "Seconds per update", "Oslo.", "reward 3.50",
@@ -252,25 +239,18 @@ def test_the_page_says_what_a_reader_looks_for(runs, store):
     ):  # fmt: skip
         assert words in text, words
     assert "Implicit rewards" not in text and "Learning rate" not in text  # not of this stage; never changed
+    assert "An update of median length" not in page_of(store, "one-rm")
 
 
-def test_the_timeline_has_a_row_for_each_and_names_each_chunk_by_its_update(runs, store):
+def test_the_timeline_has_a_row_for_each_and_names_each_chunk_by_its_update():
     axes = plots.figure([timeline.drawings(TIMELINE)[0].draw]).axes[0]
-    rows = {
-        label.get_text(): round(at)
-        for at, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
-    }
-    assert rows == {"trainer": 0, "worker 0": 1, "worker 10": 2}
+    rows = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+    assert {name.get_text(): round(at) for at, name in rows} == {"trainer": 0, "worker 0": 1, "worker 10": 2}
     names = {text.get_text(): text.xy for text in axes.texts}
     assert names["update 3"] == (pytest.approx(1.3), 2) and names["waiting"] == (pytest.approx(0.25), 0)
     ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
     assert len(ends) == 4 and max(ends) == axes.get_xlim()[1] == 2.0
     assert timeline.drawings({**TIMELINE, "spans": []}) == []
-    assert "An update of median length" not in page_of(store, "one-rm")
-
-
-def test_the_same_run_gives_the_same_page(runs, store):
-    assert page_of(store, "one-ppo") == page_of(store, "one-ppo")
 
 
 def test_the_lineage_leads_from_the_base_to_the_policy(runs, store):
@@ -324,37 +304,22 @@ def test_the_samples_come_first_also_on_a_page_of_several_runs(runs, store):
         assert html.count("Completions to held-out prompts") == 1
 
 
-def test_on_a_narrow_screen_the_table_of_data_stacks_its_cells(runs, store):
-    """400 px hold no seven columns: each cell is a line that says what it is."""
-    html = page_of(store, "one-ppo")
-    [table] = re.findall(r'<table class="stack">.*?</table>', html, re.DOTALL)
-    columns = table.count("<th")
-    labels = re.findall(r'<td[^>]*data-label="([^"]+)"', table)
-    assert columns == 7 and labels[:6] == ["read", "kept", "dropped", "truncated", "tokens", "tokens per row"]
-    assert re.search(r"@media \(max-width: \d+rem\) \{\s*\.stack tr:first-child \{ display: none", html)
-
-
 def test_runs_of_one_stage_are_drawn_over_each_other(runs, store):
-    finish(
-        store,
-        begin(store, "other-ppo", **{"trainer.kl_coef": 0.5}),
-        PPO_CURVES,
-        {"eval_kl": 0.5},
-        publish=False,
-    )
-    html = page_of(store, "one-ppo", "other-ppo")
-    assert "2 runs compared" in html
-    kl = re.search(r'<svg[^>]*aria-label="KL from the reference.*?</svg>', html, re.DOTALL)[0]
-    assert "one-ppo" in kl and "other-ppo" in kl
+    """Letters stand for long names."""
+
+    def kl_of(*names):
+        html = page_of(store, "one-ppo", *names)
+        assert f"{1 + len(names)} runs compared" in html
+        return re.search(r'<svg[^>]*aria-label="KL from the reference.*?</svg>', html, re.DOTALL)[0]
+
     long = "a-run-with-a-long-name"
-    finish(store, begin(store, long), PPO_CURVES, {"eval_kl": 0.5}, publish=False)
-    kl_of_three = re.search(
-        r'<svg[^>]*aria-label="KL from the reference.*?</svg>',
-        page_of(store, "one-ppo", "other-ppo", long),
-        re.DOTALL,
-    )[0]
-    assert ">A<" in kl_of_three and ">C<" in kl_of_three and long not in kl_of_three
+    for name in ("other-ppo", long):
+        finish(store, begin(store, name), PPO_CURVES, {"eval_kl": 0.5}, publish=False)
+    kl = kl_of("other-ppo")
+    assert "one-ppo" in kl and "other-ppo" in kl
     assert "var(--c0)" in kl and "var(--c1)" in kl and "#0072b2" not in kl.lower()  # colours follow the page
+    kl = kl_of("other-ppo", long)
+    assert ">A<" in kl and ">C<" in kl and long not in kl
 
 
 # ------------------------------------------------------------------------------------- runs that did not finish
@@ -367,17 +332,13 @@ def test_a_failed_run_says_why_and_where(store):
         failure = {
             "error": f"ZeroDivisionError: {SCRIPT}",
             "traceback": "Traceback ...",
-            "seconds": 3,
             "mlflow_run_id": run_id,
         }
         (store / "failed-ppo" / "failed.json").write_text(json.dumps(failure))
         raise ZeroDivisionError
     html = page_of(store, "failed-ppo")
-    text = " ".join("".join(checked(html).text).split())
-    assert (
-        "It failed after step 2." in text and "ZeroDivisionError: <script>" in text and "<script" not in html
-    )
-    assert "KL from the reference" in html, "the curves up to there are shown"
+    assert "It failed after step 2." in html and "ZeroDivisionError: <script>" in text_of(html)
+    assert "<script" not in html and "KL from the reference" in html, "the curves up to there are shown"
 
 
 def test_an_unfinished_run_is_found_in_mlflow_by_its_folder(store):
@@ -418,23 +379,12 @@ def test_a_server_that_is_away_costs_the_curves_and_is_said(runs, store, tmp_pat
     assert "No curves: sqlite:///" in html and "97.5 %" in html
 
 
-DAMAGED = [
-    (file, '{"stage": "rm"', "{file}: found no JSON")
-    for file in ("job.json", "result.json", "final/pairs.json")
-]
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "says"), [*DAMAGED, ("result.json", '{"metrics": 3}', ": no report can be drawn (")]
-)
-def test_a_file_that_is_damaged_is_one_message(file, content, says, runs, store, tmp_path, capsys):
+def test_a_result_that_cannot_be_drawn_is_one_message(runs, store, tmp_path, capsys):
     shutil.copytree(store / "one-rm", tmp_path / "run")
-    (tmp_path / "run/final").mkdir(exist_ok=True)
-    (tmp_path / "run" / file).write_text(content)
+    (tmp_path / "run/result.json").write_text('{"metrics": 3}')
     assert main(["report", str(tmp_path / "run")]) == 2
     errors = capsys.readouterr().err
-    assert errors.startswith(f"error: {tmp_path}/run") and says.format(file=file) in errors
-    assert "Traceback" not in errors
+    assert errors.startswith(f"error: {tmp_path}/run: no report can be drawn (") and "Traceback" not in errors
 
 
 def test_markup_in_any_value_stays_text(runs, store, tmp_path):
@@ -452,10 +402,12 @@ def test_markup_in_any_value_stays_text(runs, store, tmp_path):
 
 
 def test_what_is_no_run_is_one_message(runs, store, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(store.parent)
-    (store.parent / "runs").exists() or (store.parent / "runs").symlink_to(store)
-    given = dict.fromkeys(["", ".", "no\nrun", "models:/a@b", "0" * 31, "/dev/null"], "error: ")
-    for reference, says in (given | {"nope": "existing runs: ", "0" * 32: "no such run in sqlite"}).items():
+    (tmp_path / "runs").symlink_to(store)
+    monkeypatch.chdir(tmp_path)
+    given = dict.fromkeys(
+        [".", "no\nrun", "models:/a@b", "0" * 31, "/dev/null", "nope"], "the newest under runs/: runs/"
+    )
+    for reference, says in (given | {"0" * 32: "no such run in sqlite"}).items():
         assert main(["report", reference]) == 2
         errors = capsys.readouterr().err
         assert errors.startswith("error: ") and says in errors and "Traceback" not in errors
@@ -480,8 +432,8 @@ def test_the_command_writes_a_page_and_pictures(runs, store, capsys):
 
 def test_a_run_is_found_by_name_and_by_its_mlflow_id(runs, store, monkeypatch):
     monkeypatch.chdir(store.parent)
-    assert gather.read("one-ppo", runs=store.name).folder == str(store / "one-ppo")
-    assert gather.read(runs["ppo"]["mlflow_run_id"], runs=store.name).folder == str(store / "one-ppo")
+    for reference in ("one-ppo", runs["ppo"]["mlflow_run_id"]):
+        assert gather.read(reference, runs=store.name).folder == str(store / "one-ppo")
 
 
 def test_a_run_whose_folder_is_gone_is_shown_from_mlflow(store, monkeypatch):
@@ -635,13 +587,7 @@ def test_a_stage_leaves_its_report(tmp_path):
     scores = json.loads((tmp_path / "real-rm/final/pairs.json").read_text())
     assert len(scores) == result["data"]["report"]["splits"]["eval"]["kept"]
     assert preferences.summary(scores)["accuracy"] == result["metrics"]["eval_accuracy"]
-    for words in (
-        "Margins of the held-out pairs",
-        "Calibration",
-        "Length bias",
-        "Accuracy on pairs",
-        "the lowest margins",
-    ):
-        assert words in html
+    drawn = ("Margins of the held-out pairs", "Calibration", "Length bias", "Accuracy on pairs")
+    assert all(words in html for words in (*drawn, "the lowest margins"))
     logged = {f.path for f in client(tmp_path).list_artifacts(result["mlflow_run_id"])}
     assert {"report.html", "plots", "result.json"} <= logged

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect
 from toy_models import tokenizer
 
 from pipeline.inference.rows import Sampling
-from pipeline.serving.answer import Answer, Mailbox, Stream, submit
+from pipeline.serving.answer import Answer, Mailbox, Stream
 from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest
 
@@ -32,7 +32,7 @@ def test_a_client_that_closes_cancels_its_rows_from_the_first_message_on(message
         )
         asked = ChatRequest(model="p", messages=[{"role": "user", "content": "Hi"}], n=3, stream=True)
         answer = Answer(server, asked, [1, 2], Served("models:/p/1", "role"))
-        submit(server.batcher, answer.rows)
+        server.batcher.submit(answer.rows)
         left = iter(range(messages))
 
         async def send(message):

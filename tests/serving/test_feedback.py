@@ -17,6 +17,7 @@ from pipeline.serving.feedback import FeedbackStore, Reader
 from pipeline.serving.protocol import Refused
 
 MESSAGES = [{"role": "user", "content": "What is the capital of Peru?"}]
+ID = {"id": "chatcmpl-1"}
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +26,15 @@ def no_patience(monkeypatch):
 
 
 @pytest.fixture
-def stores():
+def stores(tmp_path):
     """Makes stores of one test, of which each takes the folder over from the one before."""
     made = []
 
-    def store(folder, log_prompts=True, most=1 << 20):
+    def store(*answers, log_prompts=True, most=1 << 20):
         for earlier in made:
             earlier.close()
-        made.append(FeedbackStore(str(folder), log_prompts, most, Reader(tokenizer(), 2048, (), "text")))
+        made.append(FeedbackStore(str(tmp_path), log_prompts, most, Reader(tokenizer(), 2048, (), "text")))
+        made[-1].remember(list(answers))
         return made[-1]
 
     yield store
@@ -40,7 +42,7 @@ def stores():
         one.close()
 
 
-def answer(name="chatcmpl-1", texts=("Lima.", "Cuzco."), time=4e9, log_prompts=True, cut_off=()):
+def answer(name="chatcmpl-1", texts=("Lima.", "Cuzco."), time=4e9, cut_off=()):
     facts = {
         "id": name,
         "time": time,
@@ -49,9 +51,7 @@ def answer(name="chatcmpl-1", texts=("Lima.", "Cuzco."), time=4e9, log_prompts=T
         "seed": 7,
         "choices": len(texts),
     }
-    return facts | (
-        {"messages": MESSAGES, "texts": list(texts), "cut_off": list(cut_off)} if log_prompts else {}
-    )
+    return facts | {"messages": MESSAGES, "texts": list(texts), "cut_off": list(cut_off)}
 
 
 def rows(folder, name):
@@ -59,67 +59,82 @@ def rows(folder, name):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def refused(kept, said, status, says=None):
+    with pytest.raises(Refused, match=says) as error:
+        kept.give({**ID, **said})
+    assert error.value.status == status
+
+
 def test_each_kind_has_its_rows_with_the_version_that_spoke(stores, tmp_path):
-    kept = stores(tmp_path)
-    kept.remember([answer()])
-    kept.give({"id": "chatcmpl-1", "label": True})
-    kept.give({"id": "chatcmpl-1", "label": False, "choice": 1})
-    kept.give({"id": "chatcmpl-1", "chosen": 0, "rejected": 1})
-    assert kept.give({"id": "chatcmpl-1", "edit": "It is Lima."})["version"] == "models:/p/3"
-    facts = {"version": "models:/p/3", "seed": 7}
-    thumbs = [
-        {k: row[k] for k in ("prompt", "completion", "label", "version", "seed")}
-        for row in rows(tmp_path, "thumbs")
-    ]
-    assert thumbs == [
-        {"prompt": MESSAGES, "completion": "Lima.", "label": True, **facts},
-        {"prompt": MESSAGES, "completion": "Cuzco.", "label": False, **facts},
-    ]
-    [pair] = rows(tmp_path, "comparisons")
+    kept = stores(answer())
+    kept.give({**ID, "label": True})
+    kept.give({**ID, "label": False, "choice": 1})
+    kept.give({**ID, "chosen": 0, "rejected": 1})
+    assert kept.give({**ID, "edit": "It is Lima."})["version"] == "models:/p/3"
+    thumbs = [(row["prompt"], row["completion"], row["label"]) for row in rows(tmp_path, "thumbs")]
+    assert thumbs == [(MESSAGES, "Lima.", True), (MESSAGES, "Cuzco.", False)]
+    [pair], [edit] = rows(tmp_path, "comparisons"), rows(tmp_path, "edits")
     assert (pair["chosen"], pair["rejected"]) == ("Lima.", "Cuzco.")
-    [edit] = rows(tmp_path, "edits")
     assert (edit["completion"], edit["original"]) == ("It is Lima.", "Lima.")
+    assert all((row["version"], row["seed"]) == ("models:/p/3", 7) for row in (pair, edit))
 
 
 def test_the_same_again_changes_nothing_and_something_else_is_refused_over_a_restart_too(stores, tmp_path):
-    kept = stores(tmp_path)
-    kept.remember([answer()])
+    kept = stores(answer())
     for _ in range(2):
         for said in ({"label": True}, {"edit": "It is Lima."}, {"chosen": 0, "rejected": 1}):
-            first = kept.give({"id": "chatcmpl-1", **said})
-            assert kept.give({"id": "chatcmpl-1", **said}) == first
+            assert kept.give({**ID, **said}) == kept.give({**ID, **said})
         for said in ({"label": False}, {"edit": "No."}, {"chosen": 1, "rejected": 0}):
-            with pytest.raises(Refused) as refused:
-                kept.give({"id": "chatcmpl-1", **said})
-            assert refused.value.status == 409
-        kept = stores(tmp_path)
+            refused(kept, said, 409)
+        kept = stores()
     assert [len(rows(tmp_path, name)) for name in ("thumbs", "edits", "comparisons")] == [1, 1, 1]
 
 
+LONG = r"no row to learn from: found \d+ tokens; expected at most 2048"
+
+
 @pytest.mark.parametrize(
-    ("said", "status"),
+    ("said", "status", "says"),
     [
-        ({"id": "chatcmpl-9", "label": True}, 404),
-        ({"id": "chatcmpl-1", "label": True, "choice": 2}, 400),
-        ({"id": "chatcmpl-1", "chosen": 0, "rejected": 2}, 400),
-        ({"id": "same", "chosen": 0, "rejected": 1}, 400),
+        ({"id": "chatcmpl-9", "label": True}, 404, "no answer with this id"),
+        ({"label": True, "choice": 3}, 400, "choice: found 3, and the answer has 3 choices"),
+        ({"chosen": 1, "rejected": 3}, 400, "rejected: found 3"),
+        ({"id": "same", "chosen": 0, "rejected": 1}, 400, "chosen: no row to learn from"),
+        # What its stage would stop at
+        ({"label": True}, 400, "label: no row to learn from: `completion` is"),
+        ({"chosen": 1, "rejected": 0}, 400, "chosen: no row to learn from: `rejected` is"),
+        ({"edit": " ", "choice": 1}, 400, "edit: no row to learn from: `completion` is"),
+        ({"edit": "word " * 2048, "choice": 1}, 400, f"edit: {LONG}"),
+        ({"label": False, "choice": 2}, 400, f"label: {LONG}"),
+        ({"chosen": 1, "rejected": 2}, 400, f"chosen: {LONG}"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(stores, said, status, tmp_path):
-    kept = stores(tmp_path)
-    kept.remember([answer(), answer("same", ("Lima.", "Lima."))])
-    with pytest.raises(Refused) as refused:
-        kept.give(said)
-    assert refused.value.status == status and not list(tmp_path.glob("*.jsonl"))
+def test_what_no_stage_can_learn_from_is_refused_and_not_written(stores, tmp_path, said, status, says):
+    kept = stores(answer(texts=("", "Lima.", "word " * 2048)), answer("same", ("Lima.", "Lima.")))
+    for _ in range(2):  # what is refused was not said
+        refused(kept, said, status, says)
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_a_choice_that_was_cut_off_is_never_the_good_one(stores):
+    kept = stores(answer(texts=("Lima is", "Cuzco."), cut_off=[0]))
+    for said in ({"label": True}, {"chosen": 0, "rejected": 1}):
+        refused(kept, said, 400, "choice 0 was cut off by its length")
+    for said in (
+        {"label": False},
+        {"label": True, "choice": 1},
+        {"chosen": 1, "rejected": 0},
+        {"edit": "Lima."},
+    ):
+        assert kept.give({**ID, **said})
 
 
 def test_what_a_killed_writer_left_of_a_line_is_taken_out_and_said(stores, tmp_path, capsys):
-    kept = stores(tmp_path)
-    kept.remember([answer(), answer("chatcmpl-2")])
-    kept.give({"id": "chatcmpl-1", "label": True})
+    kept = stores(answer(), answer("chatcmpl-2"))
+    kept.give({**ID, "label": True})
     whole = (tmp_path / "thumbs.jsonl").read_bytes()
     (tmp_path / "thumbs.jsonl").write_bytes(whole + whole[: len(whole) // 2])
-    kept = stores(tmp_path)
+    kept = stores()
     assert (tmp_path / "thumbs.jsonl").read_bytes() == whole
     said = f"{tmp_path}/thumbs.jsonl: removed an unfinished last line of {len(whole) // 2} bytes"
     assert capsys.readouterr().out.strip() == said
@@ -128,25 +143,21 @@ def test_what_a_killed_writer_left_of_a_line_is_taken_out_and_said(stores, tmp_p
 
 
 def test_a_line_that_is_written_in_part_is_taken_back(stores, tmp_path, monkeypatch):
-    kept, write = stores(tmp_path), os.write
-    kept.remember([answer()])
-    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
-    with pytest.raises(Refused) as refused:
-        kept.give({"id": "chatcmpl-1", "label": True})
-    assert refused.value.status == 507 and (tmp_path / "thumbs.jsonl").read_bytes() == b""
-    monkeypatch.undo()
-    kept.give({"id": "chatcmpl-1", "label": True})
+    kept, write = stores(answer()), os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
+        refused(kept, {"label": True}, 507)
+    assert (tmp_path / "thumbs.jsonl").read_bytes() == b""
+    kept.give({**ID, "label": True})
     assert len(rows(tmp_path, "thumbs")) == 1
 
 
 def test_the_folder_has_a_size_and_old_conversations_make_room(stores, tmp_path):
-    kept = stores(tmp_path, most=1 << 16)
+    kept = stores(most=1 << 16)
     for i in range(40):
         kept.remember([answer(f"chatcmpl-{i}-{j}", ("x" * 200, "y"), time=4e9 + i) for j in range(64)])
     assert kept.conversation_bytes <= 1 << 15
-    with pytest.raises(Refused) as forgotten:
-        kept.give({"id": "chatcmpl-0-0", "label": True})
-    assert forgotten.value.status == 404
+    refused(kept, {"id": "chatcmpl-0-0", "label": True}, 404)
     written = 0
     with pytest.raises(Refused) as full:
         for j in range(64):
@@ -157,83 +168,41 @@ def test_the_folder_has_a_size_and_old_conversations_make_room(stores, tmp_path)
     assert sum(file.stat().st_size for file in tmp_path.glob("*.jsonl")) <= 1 << 15
 
 
-def test_without_log_prompts_no_text_is_on_the_disk(stores, tmp_path):
-    kept = stores(tmp_path, log_prompts=False)
-    kept.remember([answer(log_prompts=False)])
-    kept.give({"id": "chatcmpl-1", "label": True})
-    kept.give({"id": "chatcmpl-1", "chosen": 1, "rejected": 0})
-    with pytest.raises(Refused, match="texts are not kept"):
-        kept.give({"id": "chatcmpl-1", "edit": "It is Lima."})
-    assert [row["said"]["kind"] for row in rows(tmp_path, "votes")] == ["thumbs", "comparisons"]
-    assert not any(
-        b"Lima" in file.read_bytes() or b"capital" in file.read_bytes() for file in tmp_path.iterdir()
-    )
-    assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.glob("*.jsonl"))
-
-
-@pytest.mark.parametrize(
-    ("said", "says"),
-    [
-        ({"label": True}, "label: no row to learn from: `completion` is"),
-        ({"chosen": 1, "rejected": 0}, "chosen: no row to learn from: `rejected` is"),
-        ({"edit": " ", "choice": 1}, "edit: no row to learn from: `completion` is"),
-        ({"edit": "word " * 2048, "choice": 1}, r"edit: no row to learn from: found \d+ tokens; expected at most 2048"),
-        ({"label": False, "choice": 2}, r"label: no row to learn from: found \d+ tokens; expected at most 2048"),
-        ({"chosen": 1, "rejected": 2}, r"chosen: no row to learn from: found \d+ tokens; expected at most 2048"),
-    ],
-)  # fmt: skip
-def test_what_its_stage_would_stop_at_is_refused_and_not_written(stores, tmp_path, said, says):
-    kept = stores(tmp_path)
-    kept.remember([answer(texts=("", "Lima.", "word " * 2048))])
-    for _ in range(2):  # what is refused was not said
-        with pytest.raises(Refused, match=says) as refused:
-            kept.give({"id": "chatcmpl-1", **said})
-    assert refused.value.status == 400 and not list(tmp_path.glob("*.jsonl"))
-
-
-def test_a_choice_that_was_cut_off_is_never_the_good_one(stores, tmp_path):
-    kept = stores(tmp_path)
-    kept.remember([answer(texts=("Lima is", "Cuzco."), cut_off=[0])])
-    for said in ({"label": True}, {"chosen": 0, "rejected": 1}):
-        with pytest.raises(Refused, match="choice 0 was cut off by its length") as refused:
-            kept.give({"id": "chatcmpl-1", **said})
-        assert refused.value.status == 400
-    for said in (
-        {"label": False},
-        {"label": True, "choice": 1},
-        {"chosen": 1, "rejected": 0},
-        {"edit": "Lima."},
-    ):
-        assert kept.give({"id": "chatcmpl-1", **said})
-
-
-def test_answers_that_are_sent_again_or_cannot_be_written_take_no_room(stores, tmp_path):
-    kept = stores(tmp_path, most=4000)
-    sent = [answer("chatcmpl-1"), answer("chatcmpl-2")]
+def test_answers_that_are_sent_again_or_cannot_be_written_take_no_room(stores):
+    kept = stores(most=4000)
     for _ in range(20):
-        kept.remember(sent)
+        kept.remember([answer("chatcmpl-1"), answer("chatcmpl-2")])
     [held] = kept.known.execute("SELECT SUM(LENGTH(answer)) FROM answers").fetchone()
     assert kept.conversation_bytes == held
-    kept.known.execute(
-        "CREATE TRIGGER full AFTER INSERT ON answers BEGIN SELECT RAISE(ABORT, 'disk full'); END"
-    )
+    full = "CREATE TRIGGER full AFTER INSERT ON answers BEGIN SELECT RAISE(ABORT, 'disk full'); END"
+    kept.known.execute(full)
     with pytest.raises(sqlite3.IntegrityError, match="disk full"):
         kept.remember([answer("chatcmpl-3")])
     assert kept.conversation_bytes == held
 
 
+def test_without_log_prompts_no_text_is_on_the_disk(stores, tmp_path):
+    """The replica sends none."""
+    facts = {key: value for key, value in answer().items() if key not in ("messages", "texts", "cut_off")}
+    kept = stores(facts, log_prompts=False)
+    kept.give({**ID, "label": True})
+    kept.give({**ID, "chosen": 1, "rejected": 0})
+    refused(kept, {"edit": "It is Lima."}, 400, "texts are not kept")
+    assert [row["said"]["kind"] for row in rows(tmp_path, "votes")] == ["thumbs", "comparisons"]
+    content = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert b"Lima" not in content and b"capital" not in content
+    assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.glob("*.jsonl"))
+
+
 def test_one_process_at_a_time_has_the_folder(tmp_path):
     writer = "import sys, time; from pipeline.serving import feedback; "
     writer += "kept = feedback.FeedbackStore(sys.argv[1], True, 9); print(1, flush=True); time.sleep(600)"
-    with subprocess.Popen(
-        [sys.executable, "-c", writer, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT
-    ) as other:
+    given = [sys.executable, "-c", writer, str(tmp_path)]
+    with subprocess.Popen(given, stdout=subprocess.PIPE, cwd=ROOT) as other:
         try:
             assert other.stdout.readline() == b"1\n"
-            with pytest.raises(
-                InputError,
-                match=f"^serve.feedback_path: another server .*{tmp_path}.* serve.feedback_path=FOLDER",
-            ):
+            says = f"^serve.feedback_path: another server .*{tmp_path}.* serve.feedback_path=FOLDER"
+            with pytest.raises(InputError, match=says):
                 FeedbackStore(str(tmp_path), True, 1 << 20)
         finally:
             other.kill()
@@ -241,26 +210,20 @@ def test_one_process_at_a_time_has_the_folder(tmp_path):
 
 
 def test_a_recorder_that_is_started_again_waits_for_the_one_before(tmp_path, stores, monkeypatch):
-    before = stores(tmp_path)
-    before.remember([answer()])
-    threading.Timer(0.3, before.close).start()
+    threading.Timer(0.3, stores(answer()).close).start()
     monkeypatch.setattr(feedback, "LOCK_S", 60.0)
     after = FeedbackStore(str(tmp_path), True, 1 << 20)
-    assert after.give({"id": "chatcmpl-1", "label": True})["kind"] == "thumbs"
+    assert after.give({**ID, "label": True})["kind"] == "thumbs"
     after.close()
 
 
-def test_a_damaged_database_is_said_with_its_name(tmp_path):
+def test_a_folder_that_cannot_be_used_is_said(tmp_path):
     (tmp_path / "conversations.db").write_bytes(b"no database" * 1000)
     with pytest.raises(InputError, match=f"{tmp_path}/conversations.db: file is not a database; move"):
         FeedbackStore(str(tmp_path), True, 1 << 20)
     (tmp_path / "conversations.db").unlink()
     FeedbackStore(str(tmp_path), True, 1 << 20).close()  # the one before let go of the folder
-
-
-def test_a_folder_that_cannot_be_used_is_said(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        InputError, match=f"{tmp_path}/file cannot be used .*; set another folder: serve.feedback_path="
-    ):
+    says = f"{tmp_path}/file cannot be used .*; set another folder: serve.feedback_path="
+    with pytest.raises(InputError, match=says):
         FeedbackStore(str(tmp_path / "file"), True, 1 << 20)

@@ -1,15 +1,14 @@
 """The endpoint, on a real Ray Serve: OpenAI's client and plain HTTP, versions that move, feedback, attacks."""
 
-import concurrent.futures
 import json
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -38,6 +37,11 @@ COMPLETIONS = [
     "Why ask me?",
     "Peru is in Asia.",
 ]
+CHAT, COMPLETE, FEEDBACK = "/v1/chat/completions", "/v1/completions", "/v1/feedback"
+
+
+def messages(text=QUESTION):
+    return [{"role": "user", "content": text}]
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +52,7 @@ def models(storage):
 @pytest.fixture(scope="module")
 def server(storage, models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("feedback")
-    settings = (
-        "serve.log_prompts=true",
-        "serve.poll_s=0.3",
-        "serve.max_queue=64",
-    )
+    settings = ("serve.log_prompts=true", "serve.poll_s=0.3", "serve.max_queue=64")
     with served(storage, *settings, f"serve.feedback_path={folder}") as it:
         it.folder, it.uri = folder, registry.tracking_uri(it.job)
         yield it
@@ -65,7 +65,32 @@ def client(server):
         yield made
 
 
-# ------------------------------------------------------------------------------------------ OpenAI's client
+def ended(server, text=QUESTION, **settings):
+    """An answer whose choices all ended by themselves, with the first seed that gives one."""
+    for seed in range(100):
+        _, answer = chat(server.url, text, seed=seed, **settings)
+        if {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}:
+            return answer
+    pytest.fail("no answer ends")
+
+
+@pytest.fixture(scope="module")
+def telling(server):
+    """A question to which the two policies give different answers, the first a long one."""
+    for place in ("Peru", "Chile", "Norway", "Spain", "Cuba", "Nepal", "Ghana", "Kenya", "Japan", "Italy"):
+        for question in (
+            f"Tell me about {place}.",
+            f"Why is {place} so far away?",
+            f"Write a poem about {place}",
+        ):
+            answers = [chat(server.url, question, model, temperature=0)[1] for model in ("toy", "bare")]
+            texts = [answer["choices"][0]["message"]["content"] for answer in answers]
+            if len(texts[0]) > 12 and texts[0] != texts[1]:
+                return question
+    pytest.fail("they always say the same")
+
+
+# ---------------------------------------------------------------------------------------------------- answers
 
 
 def test_openais_client_sees_the_models(client):
@@ -78,82 +103,31 @@ def test_openais_client_sees_the_models(client):
     assert client.models.retrieve("toy").id == "toy"
 
 
-def messages(text=QUESTION):
-    return [{"role": "user", "content": text}]
-
-
-def ended(server, text=QUESTION, **settings):
-    """An answer whose choices all ended by themselves, with the first seed that gives one."""
-    for seed in range(100):
-        _, answer = chat(server.url, text, seed=seed, **settings)
-        if {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}:
-            return answer
-    pytest.fail("no answer ends")
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_are_those_of_the_engine_that_generate_asks(client, models, temperature):
     """tests/commands/test_generate.py compares `generate` with it."""
-    places = ("Peru", "Chile", "Norway", "Spain")
     shared = shared_base()
     shared.add("policy", folder=models["toy-policy"])
-    asked = [
-        tokenizer().apply_chat_template(
-            messages(f"Where is {place}?"), add_generation_prompt=True, return_dict=False
-        )
-        for place in places
-    ]
-    how = Sampling(
-        40, tuple(eos_ids(tokenizer(), shared.base.generation_config)), temperature=temperature, seed=5
-    )
-    decoder = SlotDecoder(shared, pad=tokenizer().pad_token_id)
-    for ids, place in zip(asked, places, strict=True):
-        [expected] = decoder.generate("policy", [ids], [0], how)
-        answer = client.chat.completions.create(
-            model="toy", messages=messages(f"Where is {place}?"), temperature=temperature, seed=5
-        )
-        assert answer.choices[0].message.content == tokenizer().decode(
-            expected.tokens, skip_special_tokens=True
-        )
-        assert answer.choices[0].finish_reason == ("stop" if expected.ended else "length")
-        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
-            len(ids),
-            len(expected.tokens),
-        )
-
-
-@pytest.fixture(scope="module")
-def telling(server):
-    """A question to which the two policies give different answers, the first a long one."""
-    for place in ("Peru", "Chile", "Norway", "Spain", "Cuba", "Nepal", "Ghana", "Kenya", "Japan", "Italy"):
-        for question in (
-            f"Tell me about {place}.",
-            f"Why is {place} so far away?",
-            f"Write a poem about {place}",
-        ):
-            texts = [
-                chat(server.url, question, model, temperature=0)[1]["choices"][0]["message"]["content"]
-                for model in ("toy", "bare")
-            ]
-            if len(texts[0]) > 12 and texts[0] != texts[1]:
-                return question
-    pytest.fail("they always say the same")
+    eos = tuple(eos_ids(tokenizer(), shared.base.generation_config))
+    decoder, how = SlotDecoder(shared, pad=tokenizer().pad_token_id), {"temperature": temperature, "seed": 5}
+    for place in ("Peru", "Chile", "Norway", "Spain"):
+        asked = messages(f"Where is {place}?")
+        ids = tokenizer().apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        [expected] = decoder.generate("policy", [ids], [0], Sampling(40, eos, **how))
+        answer = client.chat.completions.create(model="toy", messages=asked, **how)
+        [choice], text = answer.choices, tokenizer().decode(expected.tokens, skip_special_tokens=True)
+        assert choice.message.content == text
+        assert choice.finish_reason == ("stop" if expected.ended else "length")
+        lengths = (len(ids), len(expected.tokens))
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == lengths
 
 
 def test_a_stream_has_the_same_answer_in_pieces(client):
-    settings = {
-        "model": "toy",
-        "messages": messages(),
-        "seed": 3,
-        "n": 2,
-        "logprobs": True,
-        "top_logprobs": 1,
-    }
-    whole = client.chat.completions.create(**settings)
+    asked = {"model": "toy", "messages": messages(), "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 1}
+    whole = client.chat.completions.create(**asked)
     pieces, reasons, tokens, usage = ["", ""], [None, None], [0, 0], None
-    for chunk in client.chat.completions.create(
-        **settings, stream=True, stream_options={"include_usage": True}
-    ):
+    streamed = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    for chunk in streamed:
         assert chunk.system_fingerprint == "models:/toy-policy/1"
         usage = chunk.usage or usage
         for choice in chunk.choices:
@@ -163,14 +137,14 @@ def test_a_stream_has_the_same_answer_in_pieces(client):
     assert pieces == [choice.message.content for choice in whole.choices] and pieces[0] != pieces[1]
     assert reasons == [choice.finish_reason for choice in whole.choices]
     assert tokens == [len(choice.logprobs.content) for choice in whole.choices] and usage == whole.usage
-    again = client.chat.completions.create(**settings)
+    again = client.chat.completions.create(**asked)
     assert [choice.message.content for choice in again.choices] == pieces, "a seed gives the same again"
 
 
 def test_the_requests_of_the_documents_are_answered(server):
     text = (ROOT / "docs/serving.md").read_text()
     asked = re.findall(r"^curl -s http://127\.0\.0\.1:8000(\S+) -d '(.*)'$", text, re.M)
-    assert [path for path, _ in asked] == ["/v1/chat/completions", "/score", "/v1/feedback"]
+    assert [path for path, _ in asked] == [CHAT, "/score", FEEDBACK]
     answer = ended(server)
     for path, body in asked:
         body = body.replace("rlhf-ppo", "toy").replace("chatcmpl-...", answer["id"])
@@ -185,7 +159,7 @@ def test_a_prompt_is_echoed_with_the_log_probs_of_its_tokens(server, models):
     texts = [QUESTION, "Lima.", "The capital of Peru is Lima. Thank you for asking."]
     prompts = tokenizer()(texts, add_special_tokens=False).input_ids
     asked = {"model": "toy", "echo": True, "logprobs": 1, "temperature": 0}
-    status, _, answer = ask(server.url, "/v1/completions", {**asked, "prompt": prompts, "max_tokens": 1})
+    status, _, answer = ask(server.url, COMPLETE, {**asked, "prompt": prompts, "max_tokens": 1})
     assert (status, answer["object"], len(answer["choices"])) == (200, "text_completion", 3), answer
     for ids, text, choice in zip(prompts, texts, answer["choices"], strict=True):
         with torch.no_grad(), shared.use("policy"):
@@ -200,7 +174,7 @@ def test_a_prompt_is_echoed_with_the_log_probs_of_its_tokens(server, models):
         assert found["text_offset"][1] == len(found["tokens"][0])
     # A text is encoded with the begin token.
     sent = ({**asked, "prompt": p, "max_tokens": 0} for p in (QUESTION, tokenizer()(QUESTION).input_ids))
-    none, same = (ask(server.url, "/v1/completions", one)[2] for one in sent)
+    none, same = (ask(server.url, COMPLETE, one)[2] for one in sent)
     assert none["choices"] == same["choices"] and len(none["choices"][0]["logprobs"]["tokens"]) == 8
     assert none["usage"]["completion_tokens"] == 0
 
@@ -208,112 +182,36 @@ def test_a_prompt_is_echoed_with_the_log_probs_of_its_tokens(server, models):
 def test_a_raw_prompt_is_completed_as_a_conversation_is(server):
     ids = tokenizer().apply_chat_template(messages(), add_generation_prompt=True, return_dict=False)
     asked = {"model": "toy", "prompt": ids, "seed": 3, "n": 2}
-    texts = [choice["text"] for choice in ask(server.url, "/v1/completions", asked)[2]["choices"]]
+    texts = [choice["text"] for choice in ask(server.url, COMPLETE, asked)[2]["choices"]]
     chosen = chat(server.url, seed=3, n=2)[1]["choices"]
     assert texts == [choice["message"]["content"] for choice in chosen]
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"prompt": []}, "^prompt: "),
-        ({"prompt": [[]]}, r"^prompt: found '\[\]'; expected token ids below \d+"),
-        ({"prompt": [10**9]}, r"^prompt: found .*; expected token ids below \d+"),
-        ({"prompt": [5] * 400}, "^prompt: 400 tokens; expected at most 192"),
-        ({"prompt": [[5]] * 65}, "^prompt: found 65 prompts; expected at most 64 completions"),
-        ({"prompt": "a", "max_tokens": -1}, "^max_tokens: "),
-        ({"prompt": "a", "stream": True}, "^stream: "),
-        ({"prompt": "a", "suffix": "b"}, "^suffix: is not supported here"),
-    ],
-)
-def test_a_wrong_completion_request_says_what_is_wrong(server, changes, says):
-    status, _, answer = ask(server.url, "/v1/completions", {"model": "toy", **changes})
-    assert status == 400 and re.search(says, answer["error"]["message"]), answer
 
 
 def test_stop_texts_limits_and_the_most_likely_tokens(client, telling):
     settings = {"model": "toy", "messages": messages(telling), "temperature": 0}
     whole = client.chat.completions.create(**settings, logprobs=True, top_logprobs=2).choices[0]
     text = whole.message.content
-    assert len(text) > 12 and all(len(token.top_logprobs) == 2 for token in whole.logprobs.content)
+    assert all(len(token.top_logprobs) == 2 for token in whole.logprobs.content)
     stopped = client.chat.completions.create(**settings, stop=[text[6:9], "never"]).choices[0]
     assert (stopped.message.content, stopped.finish_reason) == (text[: text.index(text[6:9])], "stop")
     cut = client.chat.completions.create(**settings, max_completion_tokens=2)
     assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 2)
 
 
-def test_policies_and_a_reward_answer_at_once(client, server, telling):
-    alone = {
-        m: client.chat.completions.create(model=m, messages=messages(telling), temperature=0)
-        for m in ("toy", "bare")
-    }
-    scored = ask(server.url, "/score", {"prompt": QUESTION, "completion": "Lima."})[2]
-
+def test_policies_and_a_reward_answer_at_once(server, telling):
     def one(i):
         if i % 3 == 2:
-            return ask(server.url, "/score", {"prompt": QUESTION, "completion": "Lima."})[2]
-        return client.chat.completions.create(
-            model=("toy", "bare")[i % 3], messages=messages(telling), temperature=0
-        )
+            completion = COMPLETIONS[i % 4]
+            return ask(server.url, "/score", {"prompt": QUESTION, "completion": completion})[2]["score"]
+        answer = chat(server.url, telling, ("toy", "bare")[i % 3], temperature=0)[1]
+        return answer["choices"][0]["message"]["content"]
 
-    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+    alone = [one(i) for i in range(12)]
+    assert alone[0] != alone[1] and len(set(alone[2::3])) == 4
+    with ThreadPoolExecutor(24) as pool:
         together = list(pool.map(one, range(48)))
-    texts = {m: alone[m].choices[0].message.content for m in alone}
-    assert texts["toy"] != texts["bare"]
-    for i, answer in enumerate(together):
-        if i % 3 == 2:
-            assert answer["score"] == pytest.approx(scored["score"], abs=1e-5)
-        else:
-            assert answer.choices[0].message.content == texts[("toy", "bare")[i % 3]]
-
-
-# ---------------------------------------------------------------------------------------------- wrong requests
-
-
-@pytest.mark.parametrize(
-    ("changes", "status", "says"),
-    [
-        ({"model": "gpt-4"}, 404, "^no policy 'gpt-4'; expected one of toy, bare$"),
-        ({"model": "toy-rm"}, 404, "^no policy 'toy-rm'; expected one of toy, bare$"),
-        ({"model": "../toy"}, 404, "no policy"),
-        ({"messages": []}, 400, "messages: "),
-        ({"messages": [{"role": "robot", "content": "x"}]}, 400, r"messages\[0\].role: found \"robot\"; expected one of system, "),
-        ({"messages": messages("word " * 400)}, 400, r"messages: \d+ tokens; expected at most 192"),
-        ({"n": 17}, 400, "n: found 17; expected at most 16"),
-        ({"n": 0}, 400, "n: "),
-        ({"n": "2"}, 400, "n: .*found '2'"),
-        ({"temperature": -1}, 400, "temperature: .*found -1"),
-        ({"top_p": 0}, 400, "top_p: "),
-        ({"stop": ["a", "b", "c", "d", "e"]}, 400, "stop: expected up to 4 texts"),
-        ({"top_logprobs": 3}, 400, "top_logprobs: goes with logprobs"),
-        ({"tools": [{"type": "function"}]}, 400, "^tools: is not supported here; found "),
-        ({"presence_penalty": 1}, 400, "^presence_penalty: is not supported here; found 1$"),
-        ({"response_format": {"type": "json_object"}}, 400, "^response_format: is not supported here; found "),
-        ({"prompt": "x"}, 400, "prompt: is not supported here"),
-        ({"seed": -1}, 400, "seed: "),
-    ],
-)  # fmt: skip
-def test_a_wrong_chat_request_says_what_is_wrong(server, changes, status, says):
-    code, answer = (
-        chat(server.url, **({"model": "toy"} | changes))
-        if "messages" not in changes
-        else ask(server.url, "/v1/chat/completions", {"model": "toy", **changes})[::2]
-    )
-    assert code == status and re.search(says, answer["error"]["message"]), answer
-    assert set(answer["error"]) == {"message", "type", "param", "code"}
-
-
-def test_each_path_names_what_it_takes(server):
-    for path, body, says in (
-        (
-            "/score?model=toy",
-            {"prompt": "a", "completion": "b"},
-            "no reward model 'toy'; expected one of toy-rm",
-        ),
-        ("/v1/models/x", None, "no model 'x'; expected one of toy, bare, toy-rm"),
-    ):
-        status, _, answer = ask(server.url, path, body)
-        assert status == 404 and answer["error"]["message"] == says
+    for i, found in enumerate(together):
+        assert found == (pytest.approx(alone[i % 12], abs=1e-5) if i % 3 == 2 else alone[i % 12])
 
 
 def test_neutral_settings_of_clients_are_taken(server):
@@ -328,54 +226,110 @@ def test_neutral_settings_of_clients_are_taken(server):
     assert chat(server.url, max_tokens=1, response_format={"type": "text"}, **neutral)[0] == 200
 
 
-BODIES = {
-    "nothing": (b"", 400),
-    "no JSON": (b"{oh no", 400),
-    "a list": (b"[]", 400),
-    "deep": (b"[" * 100_000, 400),
-    "deep objects": (b'{"a":' * 100_000, 400),
-    "half a surrogate": (b'{"model": "\\ud800", "messages": []}', 400),
-    "no UTF-8": (b'{"model": "\xff", "messages": []}', 400),
-    "NaN": (b'{"model": "toy", "temperature": NaN}', 400),
-    "infinite": (
-        b'{"model": "toy", "messages": [{"role": "user", "content": "x"}], "temperature": 1e400}',
-        400,
-    ),
-    "a long number": (b'{"model": "toy", "n": ' + b"9" * 5000 + b"}", 400),
-    "too large": (b"x" * (2 << 20), 413),
-}
+@pytest.fixture(scope="module")
+def expected(models):
+    """completion -> its score, by the adapter on the shared base, of the text that the chat template makes."""
+    shared = shared_base()
+    shared.add("reward", folder=models["toy-rm"], head=True)
+    scores = {}
+    for completion in COMPLETIONS:
+        turns = [*messages(), {"role": "assistant", "content": completion}]
+        ids = tokenizer().apply_chat_template(turns, return_dict=False)
+        ends = [i for i, token in enumerate(ids) if token in (tokenizer().eos_token_id, 817, 825)]
+        scores[completion] = shared.score("reward", ids[: ends[-1] + 1])
+    return scores
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/score", "/v1/feedback"])
-@pytest.mark.parametrize("kind", BODIES)
-def test_bodies_of_every_kind(server, path, kind):
-    body, status = BODIES[kind]
-    if (path, kind) == ("/score", "a list"):
-        status = 200
-    code, _, answer = ask(server.url, path, body)
-    assert code == status and (code == 200 or set(answer["error"]) == {"message", "type", "param", "code"}), (
-        answer
-    )
+def test_a_row_a_list_and_a_pair_are_scored(server, expected):
+    def scored(body):
+        status, headers, found = ask(server.url, "/score?model=toy-rm", body)
+        assert status == 200 and headers["x-model-version"] == "models:/toy-rm/1"
+        return found
+
+    close = {c: pytest.approx(score, abs=1e-4) for c, score in expected.items()}
+    assert scored({"prompt": QUESTION, "completion": "Lima."}) == {"score": close["Lima."]}
+    many = scored([{"prompt": QUESTION, "completion": completion} for completion in COMPLETIONS])
+    assert [found["score"] for found in many] == [close[c] for c in COMPLETIONS]
+    pair = scored({"prompt": QUESTION, "chosen": COMPLETIONS[1], "rejected": COMPLETIONS[2]})
+    margin = expected[COMPLETIONS[1]] - expected[COMPLETIONS[2]]
+    assert pair["score_margin"] == pytest.approx(margin, abs=1e-4)
+    turns = [*messages(), {"role": "assistant", "content": "Lima."}]
+    assert scored({"messages": turns})["score"] == close["Lima."]
+    assert scored([]) == []
+
+
+# ---------------------------------------------------------------------------------------------- wrong requests
+
+JSON = "^the request is not JSON "
+WRONG = [
+    (CHAT, {"model": "gpt-4"}, 404, "^no policy 'gpt-4'; expected one of toy, bare$"),
+    (CHAT, {"model": "toy-rm"}, 404, "^no policy 'toy-rm'; expected one of toy, bare$"),
+    (CHAT, {"messages": []}, 400, "messages: "),
+    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 400, r"messages\[0\].role: found \"robot\"; expected one of system, "),
+    (CHAT, {"messages": messages("word " * 400)}, 400, r"messages: \d+ tokens; expected at most 192"),
+    (CHAT, {"n": 17}, 400, "n: found 17; expected at most 16"),
+    (CHAT, {"n": "2"}, 400, "n: .*found '2'"),
+    (CHAT, {"stop": ["a", "b", "c", "d", "e"]}, 400, "stop: expected up to 4 texts"),
+    (CHAT, {"top_logprobs": 3}, 400, "top_logprobs: goes with logprobs"),
+    (CHAT, {"tools": [{"type": "function"}]}, 400, "^tools: is not supported here; found "),
+    (CHAT, {"presence_penalty": 1}, 400, "^presence_penalty: is not supported here; found 1$"),
+    (CHAT, {"response_format": {"type": "json_object"}}, 400, "^response_format: is not supported here; found "),
+    (CHAT, {"prompt": "x"}, 400, "prompt: is not supported here"),
+    (COMPLETE, {"prompt": [[]]}, 400, r"^prompt: found '\[\]'; expected token ids below \d+"),
+    (COMPLETE, {"prompt": [10**9]}, 400, r"^prompt: found .*; expected token ids below \d+"),
+    (COMPLETE, {"prompt": [5] * 400}, 400, "^prompt: 400 tokens; expected at most 192"),
+    (COMPLETE, {"prompt": [[5]] * 65}, 400, "^prompt: found 65 prompts; expected at most 64 completions"),
+    (COMPLETE, {"prompt": "a", "stream": True}, 400, "^stream: "),
+    (COMPLETE, {"prompt": "a", "suffix": "b"}, 400, "^suffix: is not supported here"),
+    ("/score", [{"prompt": "a", "completion": "b"}, 7], 400, "request: element 2: found 7; expected a JSON object"),
+    ("/score", {"prompt": "a " * 400, "completion": "b"}, 400, r"request: element 1: found \d+ tokens; expected at most"),
+    ("/score", [0] * 4097, 413, "found 4097 rows; expected at most 4096"),
+    ("/score?model=toy", {"prompt": "a", "completion": "b"}, 404, "^no reward model 'toy'; expected one of toy-rm$"),
+    (FEEDBACK, {"id": "../../etc/passwd", "label": True}, 404, "no answer with this id"),
+    (FEEDBACK, {"id": "x"}, 400, "^label: expected one of"),
+    (FEEDBACK, {"id": "x", "label": True, "edit": "y"}, 400, "^label: expected one of"),
+    (FEEDBACK, {"id": "x", "chosen": 1, "rejected": 1}, 400, "^chosen: goes with rejected"),
+    ("/v1/models/x", None, 404, "^no model 'x'; expected one of toy, bare, toy-rm$"),
+    ("/v1/models/..%2f..%2fetc%2fpasswd", None, 404, "not found"),
+    ("/../../etc/passwd", None, 404, "not found"),
+    ("/openapi.json", None, 404, "not found"),
+    (CHAT, None, 405, "not found: GET"),
+    (CHAT, b"", 400, JSON),
+    (CHAT, b"[]", 400, "found a list, expected an object"),
+    (CHAT, b'{"a":' * 100_000, 400, JSON),
+    (CHAT, b'{"model": "\\ud800", "messages": []}', 400, JSON),
+    (CHAT, b'{"model": "\xff", "messages": []}', 400, JSON),
+    (CHAT, b'{"model": "toy", "temperature": NaN}', 400, JSON),
+    (CHAT, b'{"model": "toy", "messages": [{"role": "user", "content": "x"}], "temperature": 1e400}', 400, "^temperature: "),
+    (CHAT, b'{"model": "toy", "n": ' + b"9" * 5000 + b"}", 400, JSON),
+    (CHAT, b"x" * (2 << 20), 413, "a body of more than 1048576 bytes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "sent", "status", "says"), WRONG)
+def test_a_wrong_request_says_what_is_wrong(server, path, sent, status, says):
+    if isinstance(sent, dict) and path in (CHAT, COMPLETE):
+        sent = {"model": "toy", **({"messages": messages()} if path == CHAT else {}), **sent}
+    code, _, answer = ask(server.url, path, sent)
+    assert code == status and re.search(says, answer["error"]["message"]), answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_load_balancers_may_ask_for_the_health(server):
+    assert [ask(server.url, "/health", method=method)[0] for method in ("GET", "HEAD")] == [200, 200]
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
+    ("header", "value"),
     [
-        ("POST", "/", 404),
-        ("GET", "/v1/chat/completions", 405),
-        ("DELETE", "/v1/models", 405),
-        ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404),
-        ("GET", "/v1/models/%00", 404),
-        ("GET", "/../../etc/passwd", 404),
-        ("GET", "/docs", 404),
-        ("GET", "/openapi.json", 404),
-        ("GET", "/-/routes", 200),
-        ("GET", "/health", 200),
-        ("HEAD", "/health", 200),
+        ("Host", "evil.example"),
+        ("Host", "127.0.0.1.evil.example"),
+        ("Origin", "https://evil.example"),
+        ("Origin", "null"),
     ],
 )
-def test_paths(server, method, path, status):
-    assert ask(server.url, path, method=method)[0] == status
+def test_a_web_page_elsewhere_is_refused(server, header, value):
+    assert ask(server.url, "/v1/models", **{header: value})[0] == 403
 
 
 def test_a_client_that_goes_away_is_no_failure_of_the_server(server, capfd):
@@ -391,33 +345,15 @@ def test_a_client_that_goes_away_is_no_failure_of_the_server(server, capfd):
     assert "failed" not in printed.out + printed.err
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"Host": "evil.example"},
-        {"Host": "127.0.0.1.evil.example"},
-        {"Origin": "https://evil.example"},
-        {"Origin": "null"},
-    ],
-)
-def test_a_web_page_elsewhere_is_refused(server, headers):
-    assert ask(server.url, "/v1/models", **headers)[0] == 403
-
-
-def test_a_body_that_is_announced_too_large_is_not_waited_for(server):
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
-        connection.sendall(b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n")
-        assert connection.recv(64).startswith(b"HTTP/1.1 413 ")
-
-
-def test_slow_and_silent_clients_keep_nobody_waiting(server):
-    host, port = server.url.removeprefix("http://").split(":")
-    slow = [socket.create_connection((host, int(port)), timeout=20) for _ in range(200)]
+def test_large_slow_and_silent_clients_keep_nobody_waiting(server):
+    address = ("127.0.0.1", server.job.serve.port)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    with socket.create_connection(address, timeout=20) as announced:
+        announced.sendall(head % 9999999)
+        assert announced.recv(64).startswith(b"HTTP/1.1 413 ")
+    slow = [socket.create_connection(address, timeout=20) for _ in range(200)]
     for connection in slow[:100]:
-        connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n{"
-        )
+        connection.sendall(head % 500 + b"{")
     assert chat(server.url, max_tokens=2)[0] == 200
     for connection in slow:
         connection.close()
@@ -430,116 +366,27 @@ def test_everything_listens_on_this_machine_only(server):
     assert all(on_loopback(address) for address, _ in found), found
 
 
-# ----------------------------------------------------------------------------------------------------- scores
-
-
-@pytest.fixture(scope="module")
-def expected(models):
-    """completion -> its score, by the adapter on the shared base, of the text that the chat template makes."""
-    shared = shared_base()
-    shared.add("reward", folder=models["toy-rm"], head=True)
-    scores = {}
-    for completion in COMPLETIONS:
-        turns = [*messages(), {"role": "assistant", "content": completion}]
-        ids = tokenizer().apply_chat_template(turns, return_dict=False)
-        ends = [i for i, token in enumerate(ids) if token in (tokenizer().eos_token_id, 817, 825)]
-        scores[completion] = shared.score("reward", ids[: ends[-1] + 1])
-    assert len({round(score, 3) for score in scores.values()}) == len(COMPLETIONS)
-    return scores
-
-
-def test_a_row_a_list_and_a_pair_are_scored(server, expected):
-    def scored(body):
-        status, headers, found = ask(server.url, "/score?model=toy-rm", body)
-        assert status == 200 and headers["x-model-version"] == "models:/toy-rm/1"
-        return found
-
-    close = {c: pytest.approx(score, abs=1e-4) for c, score in expected.items()}
-    assert scored({"prompt": QUESTION, "completion": "Lima."}) == {"score": close["Lima."]}
-    many = scored([{"prompt": QUESTION, "completion": completion} for completion in COMPLETIONS])
-    assert [found["score"] for found in many] == [close[c] for c in COMPLETIONS]
-    pair = scored({"prompt": QUESTION, "chosen": COMPLETIONS[1], "rejected": COMPLETIONS[2]})
-    assert pair["score_margin"] == pytest.approx(
-        expected[COMPLETIONS[1]] - expected[COMPLETIONS[2]], abs=1e-4
-    )
-    assert (
-        scored({"messages": [*messages(), {"role": "assistant", "content": "Lima."}]})["score"]
-        == close["Lima."]
-    )
-    assert scored([]) == []
-
-
-def test_scores_that_are_asked_for_together_are_each_ones_own(server, expected):
-    asked = [COMPLETIONS[i % 4] for i in range(64)]
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        answers = list(
-            pool.map(lambda c: ask(server.url, "/score", {"prompt": QUESTION, "completion": c})[2], asked)
-        )
-    assert [found["score"] for found in answers] == pytest.approx([expected[c] for c in asked], abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "says"),
-    [
-        ({"promt": "a", "completion": "b"}, 400, r"request: element 1: `prompt`: found fields promt.*is `promt` meant to be `prompt`"),
-        ([{"prompt": "a", "completion": "b"}, 7], 400, r"request: element 2: found 7; expected a JSON object"),
-        ({"prompt": "a " * 400, "completion": "b"}, 400, r"request: element 1: found \d+ tokens; expected at most"),
-        ([0] * 4097, 413, "found 4097 rows; expected at most 4096"),
-    ],
-)  # fmt: skip
-def test_a_wrong_row_says_what_is_wrong(server, body, status, says):
-    code, _, answer = ask(server.url, "/score", body)
-    assert code == status and re.search(says, answer["error"]["message"]), answer
-
-
 # ----------------------------------------------------------------------------------------- versions in traffic
 
 
-@pytest.fixture(scope="module")
-def second_version(storage, models):
-    return second(storage)
+def test_a_moved_alias_is_followed_under_load_and_back_again(server, storage):
+    mlflow, found, failed, end = registry.client(server.uri), [], [], time.monotonic() + 4
+    first, moved = "models:/toy-policy/1", "models:/toy-policy/2"
 
-
-def answered(server, seconds):
-    """The versions that answered eight clients for so long, and the requests that failed."""
-    found, failed, end = [], [], time.monotonic() + seconds
-
-    def work():
+    def work(_):
         while time.monotonic() < end:
             status, answer = chat(server.url, max_tokens=3)
-            (found if status == 200 else failed).append(
-                answer["system_fingerprint"] if status == 200 else answer
-            )
+            (found if status == 200 else failed).append(answer.get("system_fingerprint", answer))
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found, failed
-
-
-def wait_for(server, version):
-    for _ in range(200):
-        if chat(server.url, max_tokens=1)[1].get("system_fingerprint") == version:
-            return
-        time.sleep(0.1)
-    pytest.fail(f"{version} never answered")
-
-
-def test_a_moved_alias_is_followed_under_load_and_back_again(server, second_version):
-    mlflow = registry.client(server.uri)
+    move = (mlflow.set_registered_model_alias, ("toy-policy", "champion", second(storage)))
     try:
-        mover = threading.Timer(
-            0.7, mlflow.set_registered_model_alias, ("toy-policy", "champion", second_version)
-        )
-        mover.start()
-        found, failed = answered(server, 4.0)
-        assert not failed and found[0] == "models:/toy-policy/1" and found[-1] == "models:/toy-policy/2"
-        mlflow.set_registered_model_alias("toy-policy", "champion", "1")  # rollback
-        wait_for(server, "models:/toy-policy/1")
+        threading.Timer(0.7, *move).start()
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
+        assert not failed and found[0] == first and found[-1] == moved
     finally:
-        mlflow.set_registered_model_alias("toy-policy", "champion", "1")
+        mlflow.set_registered_model_alias("toy-policy", "champion", "1")  # rollback
+    until(lambda: chat(server.url, max_tokens=1)[1].get("system_fingerprint") == first, "the version before")
 
 
 def test_a_version_that_cannot_be_served_leaves_the_one_before(server, storage, models):
@@ -553,23 +400,16 @@ def test_a_version_that_cannot_be_served_leaves_the_one_before(server, storage, 
         mlflow.set_registered_model_alias("toy-policy", "champion", "1")
 
 
-# --------------------------------------------------------------------------------------------------- feedback
-
-
 def test_feedback_becomes_rows_that_the_stages_read(server, storage, in_root):
     for i in range(6):
         answer = ended(server, f"Question {i}. {QUESTION}", n=2)
         texts = [choice["message"]["content"] for choice in answer["choices"]]
-        given = [
-            {"label": i % 2 == 0},
-            {"edit": "It is Lima."},
-            *([{"chosen": 0, "rejected": 1}] if texts[0] != texts[1] else []),
-        ]
-        for said in given:
-            status, _, found = ask(server.url, "/v1/feedback", {"id": answer["id"], **said})
+        pair = [{"chosen": 0, "rejected": 1}] if texts[0] != texts[1] else []
+        for said in ({"label": i % 2 == 0}, {"edit": "It is Lima."}, *pair):
+            status, _, found = ask(server.url, FEEDBACK, {"id": answer["id"], **said})
             assert status == 200 and found["version"] == answer["system_fingerprint"]
     said = {"id": answer["id"], "choice": 1, "edit": "word " * 256}  # more than sft reads
-    status, _, found = ask(server.url, "/v1/feedback", said)
+    status, _, found = ask(server.url, FEEDBACK, said)
     assert status == 400 and "no row to learn from: found" in found["error"]["message"]
     rows = {}
     for file in server.folder.glob("*.jsonl"):
@@ -580,23 +420,6 @@ def test_feedback_becomes_rows_that_the_stages_read(server, storage, in_root):
     for kind, name in (("kto", "thumbs"), ("rm", "comparisons"), ("dpo", "comparisons"), ("sft", "edits")):
         given = [f"data.train={server.folder}/{name}.jsonl", "data.eval=null", f"run.storage_path={storage}"]
         assert main(["validate", f"jobs/demo/{kind}.yaml", *given]) == 0
-
-
-@pytest.mark.parametrize(
-    ("said", "status"),
-    [
-        ({"id": "chatcmpl-nobody", "label": True}, 404),
-        ({"id": "../../etc/passwd", "label": True}, 404),
-        ({"id": "x"}, 400),
-        ({"id": "x", "label": 1}, 400),
-        ({"id": "x", "label": True, "edit": "y"}, 400),
-        ({"id": "x" * 1000, "label": True}, 400),
-        ({"id": "x", "chosen": 1, "rejected": 1}, 400),
-    ],
-)
-def test_wrong_feedback_is_refused(server, said, status):
-    code, _, answer = ask(server.url, "/v1/feedback", said)
-    assert code == status and answer["error"]["message"]
 
 
 def test_prometheus_reads_the_metrics(server):
@@ -618,53 +441,40 @@ def test_prometheus_reads_the_metrics(server):
 
 
 def test_a_full_queue_is_429_and_what_was_taken_is_answered(server):
-    with concurrent.futures.ThreadPoolExecutor(160) as pool:
+    with ThreadPoolExecutor(160) as pool:
         codes = list(pool.map(lambda _: chat(server.url, n=4)[0], range(160)))
     assert set(codes) == {200, 429}, set(codes)
     assert chat(server.url, max_tokens=1)[0] == 200
 
 
+def kill(deployment):
+    processes = psutil.Process().children(recursive=True)
+    [one] = [p for p in processes if f"ServeReplica:serve:{deployment}" in " ".join(p.cmdline())]
+    os.kill(one.pid, signal.SIGKILL)
+
+
 def test_a_killed_replica_is_started_again_and_a_retry_is_answered(server):
-    [replica] = [
-        p
-        for p in psutil.Process().children(recursive=True)
-        if "ServeReplica:serve:server" in " ".join(p.cmdline())
-    ]
-    answers = []
+    def ask_twice(_):
+        try:
+            status = chat(server.url, max_tokens=3)[0]
+        except OSError:
+            status = 0
+        return status if status == 200 else chat(server.url, max_tokens=3)[0]
 
-    def ask_twice():
-        for _ in range(6):
-            try:
-                status, _ = chat(server.url, max_tokens=3)
-            except OSError:
-                status = 0
-            answers.append(status if status == 200 else chat(server.url, max_tokens=3)[0])
-
-    threads = [threading.Thread(target=ask_twice) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.1)
-    os.kill(replica.pid, signal.SIGKILL)
-    for thread in threads:
-        thread.join()
-    assert answers == [200] * 48
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(ask_twice, range(48))
+        time.sleep(0.1)
+        kill("server")
+        assert list(answers) == [200] * 48
 
 
-ENDING = """
-import asyncio, threading, time
-from types import SimpleNamespace
-from pipeline.serving.app import Server
-
-replica = SimpleNamespace(serve=SimpleNamespace(poll_s=0.01), models=SimpleNamespace(follow=lambda: ["followed"]))
-threading.Thread(target=lambda: asyncio.run(Server._follow(replica)), daemon=True).start()
-time.sleep(0.5)
-threading.Thread(target=time.sleep, args=(0.5,)).start()  # the process ends, but not before this
-"""
-
-
-def test_a_replica_that_ends_has_nothing_to_say_of_the_registry():
-    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "followed\n", done
+def test_a_killed_recorder_is_started_again_and_has_the_folder(server):
+    answer = ended(server, n=2)
+    assert ask(server.url, FEEDBACK, {"id": answer["id"], "label": True})[0] == 200
+    kill("recorder")
+    said = {"id": answer["id"], "label": True, "choice": 1}
+    until(lambda: ask(server.url, FEEDBACK, said)[0] == 200, "a recorder that takes feedback again")
+    assert ask(server.url, FEEDBACK, {"id": answer["id"], "label": False})[0] == 409
 
 
 def test_build_looks_for_places_in_the_cluster(storage, models):
@@ -681,25 +491,10 @@ def test_build_looks_for_places_in_the_cluster(storage, models):
     assert ray.get(deployed.remote()) == "server"
 
 
-def test_a_killed_recorder_is_started_again_and_has_the_folder(server):
-    answer = ended(server, n=2)
-    assert ask(server.url, "/v1/feedback", {"id": answer["id"], "label": True})[0] == 200
-    [recorder] = [
-        p
-        for p in psutil.Process().children(recursive=True)
-        if "ServeReplica:serve:recorder" in " ".join(p.cmdline())
-    ]
-    os.kill(recorder.pid, signal.SIGKILL)
-    said = {"id": answer["id"], "label": True, "choice": 1}
-    until(lambda: ask(server.url, "/v1/feedback", said)[0] == 200, "a recorder that takes feedback again")
-    assert ask(server.url, "/v1/feedback", {"id": answer["id"], "label": False})[0] == 409
+# --------------------------------------------------------------------------------------------- before it starts
 
 
-# ----------------------------------------------------------------------------------------------------- tokens
-
-
-def test_tokens_are_asked_for_and_are_nowhere(storage, models, monkeypatch, capfd, server):
-    """A second application on the same Ray, behind a token: only its replica's class is new."""
+def test_tokens_are_asked_for_and_are_nowhere(monkeypatch, server):
     from pipeline.serving.app import Server
     from pipeline.serving.protocol import Refused
 
@@ -707,51 +502,30 @@ def test_tokens_are_asked_for_and_are_nowhere(storage, models, monkeypatch, capf
     digests = token_digests(server.job)
     assert len(digests) == 2 and "aaaa" not in str(digests)
 
-    class Asked:
-        def __init__(self, value):
-            self.headers = {} if value is None else {"authorization": value}
+    def check(**headers):
+        Server.check_sender(SimpleNamespace(digests=digests), SimpleNamespace(headers=headers))
 
-    class Replica:
-        pass
-
-    Replica.digests = digests
-    check = Server.check_sender.__get__(Replica())
-    check(Asked(f"Bearer {'b' * 20}"))
-    check(Asked(f"bearer {'a' * 20}"))
-    for wrong in (
-        None,
-        "",
-        "Bearer",
-        "Bearer c",
-        f"Basic {'a' * 20}",
-        f"Bearer {'a' * 19}",
-        f"Bearer {digests[0]}",
-    ):
+    check(authorization=f"Bearer {'b' * 20}")
+    check(authorization=f"bearer {'a' * 20}")
+    wrong = ("", "Bearer", "Bearer c", f"Basic {'a' * 20}", f"Bearer {'a' * 19}", f"Bearer {digests[0]}")
+    for headers in ({}, *({"authorization": value} for value in wrong)):
         with pytest.raises(Refused) as refused:
-            check(Asked(wrong))
+            check(**headers)
         assert refused.value.status == 401
 
 
-def test_another_host_needs_tokens_and_a_taken_port_is_said(
-    server, storage, models, monkeypatch, capsys, in_root
-):
+def test_another_host_needs_tokens_and_a_taken_port_is_said(server, storage, monkeypatch, capsys, in_root):
     monkeypatch.delenv(TOKENS, raising=False)
-    with pytest.raises(
-        InputError, match=r"serve.host: found 0\.0\.0\.0, which other machines can reach, and no tokens"
-    ):
+    open_to_all = r"serve.host: found 0\.0\.0\.0, which other machines can reach, and no tokens"
+    with pytest.raises(InputError, match=open_to_all):
         token_digests(load_job("jobs/demo/serve.yaml", ["serve.host=0.0.0.0"], "serve"))
     monkeypatch.setenv(TOKENS, "short")
     with pytest.raises(InputError, match="less than 16 characters"):
         token_digests(load_job("jobs/demo/serve.yaml", [], "serve"))
     monkeypatch.delenv(TOKENS)
     port = server.url.rpartition(":")[2]
-    given = [
-        f"serve.port={port}",
-        "serve.policies={toy: models:/toy-policy/1}",
-        "serve.rewards={}",
-        f"run.storage_path={storage}",
-    ]
-    assert main(["serve", "jobs/demo/serve.yaml", *given]) == 2
+    given = [f"serve.port={port}", "serve.policies={toy: models:/toy-policy/1}", "serve.rewards={}"]
+    assert main(["serve", "jobs/demo/serve.yaml", *given, f"run.storage_path={storage}"]) == 2
     assert f"serve.port: 127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
 
 
@@ -766,7 +540,5 @@ def test_an_adapter_that_cannot_share_a_batch_is_refused(tmp_path, capsys, in_ro
         f"run.storage_path={tmp_path}",
     ]
     assert main(["serve", "jobs/demo/serve.yaml", *given]) == 2
-    assert (
-        "serve.policies.a: it is a DoRA adapter, which peft cannot batch with others"
-        in capsys.readouterr().err
-    )
+    said = "serve.policies.a: it is a DoRA adapter, which peft cannot batch with others"
+    assert said in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import pytest
 from toy_models import tokenizer
 
-from pipeline.serving.text import Text, held_back
+from pipeline.serving.text import Text
 
 TEXTS = ("The capital of Peru is Lima.", "Ünïcode \U0001f600 漢字, and\n\n  spaces ", "a" * 50, "")
 
@@ -45,16 +45,10 @@ def test_special_tokens_are_no_text():
         (("T",), ""),
         (("Chile",), TEXTS[0]),
         (("Lima.x",), TEXTS[0]),
+        (("ita", "tital"), "The cap"),
     ],
 )
 def test_a_stop_text_ends_it_and_nothing_of_it_is_shown(stops, expected):
     shown, whole, stopped = streamed(TEXTS[0], *stops)
     assert "".join(shown) == whole == expected
     assert stopped == (expected != TEXTS[0])
-
-
-def test_what_may_become_a_stop_text_waits():
-    assert held_back("abcEN", ["END"]) == 2
-    assert held_back("abcEND", ["END"]) == 0, "it is there already"
-    assert held_back("aba", ["abab", "bb"]) == 3
-    assert held_back("abc", []) == 0
