@@ -17,6 +17,8 @@ from pipeline.errors import InputError, summary
 from pipeline.system import deadline, storage, terminal
 from pipeline.system.credentials import has_credentials, user_and_password, without_credentials
 
+WAIT_S = 600  # time to wait for a server that does not answer at the end of a run
+
 
 def tracking_uri(job: Job) -> str:
     """Returns a job's tracking URI: the job's own, else the environment's, else a SQLite file in run.storage_path."""
@@ -174,9 +176,9 @@ def _try(path: str, mode: str, begin: str) -> None:
         database.execute("SELECT name FROM sqlite_master").fetchall()
 
 
-def wait_for_server(job: Job, minutes: float = 10.0) -> None:
-    """Waits until the tracking server answers, at most `minutes`; then the next request fails and says why."""
-    give_up, pause = time.monotonic() + 60 * minutes, 1.0
+def wait_for_server(job: Job) -> None:
+    """Waits until the tracking server answers, at most WAIT_S; then the next request fails and says why."""
+    give_up, pause = time.monotonic() + WAIT_S, 1.0
     while time.monotonic() < give_up:
         try:
             client(tracking_uri(job)).search_experiments(max_results=1)
@@ -185,7 +187,7 @@ def wait_for_server(job: Job, minutes: float = 10.0) -> None:
             if pause == 1.0:
                 terminal.say(
                     f"MLflow at {tracking_uri(job)} does not answer ({type(error).__name__}); waiting up to "
-                    f"{minutes:.0f} minutes to register. The adapter is safe in {job.folder}"
+                    f"{WAIT_S // 60} minutes to register. The adapter is safe in {job.folder}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 30.0)

@@ -7,8 +7,8 @@ Every finished run draws its own (`run.report: true`) into its folder and into M
     write(runs, folder) -> path of the page        attach(result) -> the same, for the run that just ended
 """
 
-import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from pipeline import registry
@@ -37,23 +37,18 @@ def write(
     from pipeline.report import page
 
     with tempfile.TemporaryDirectory() as local:
-        plots = os.path.join(local, "plots")
+        plots, html = Path(local, "plots"), Path(local, PAGE)
+        html.write_text(page.render(runs, table), encoding="utf-8")
         for run in runs if pictures else ():
-            os.makedirs(plots, exist_ok=True)
+            plots.mkdir(exist_ok=True)
             for name, picture in page.pictures(run).items():
-                stem = name if len(runs) == 1 else f"{run.name}-{name}"
-                with open(os.path.join(plots, stem), "wb") as file:
-                    file.write(picture)
-        with open(os.path.join(local, PAGE), "w", encoding="utf-8") as html:
-            html.write(page.render(runs, table))
+                (plots / (name if len(runs) == 1 else f"{run.name}-{name}")).write_bytes(picture)
         storage.store_folder(local, folder)
         if result:
-            registry.end_finished(result["tracking_uri"], result["mlflow_run_id"])
-            storage.write_json(os.path.join(local, "result.json"), result)
-            files = [os.path.join(local, name) for name in (PAGE, "result.json")]
-            registry.log_files(
-                result["tracking_uri"], result["mlflow_run_id"], files, result["samples"], plots
-            )
+            uri, run_id, file = result["tracking_uri"], result["mlflow_run_id"], f"{local}/result.json"
+            registry.end_finished(uri, run_id)
+            storage.write_json(file, result)
+            registry.log_files(uri, run_id, [str(html), file], result["samples"], str(plots))
     return storage.join(folder, PAGE)
 
 
@@ -67,7 +62,7 @@ def of_several(
     folder: str,
     table: list[list[str]] | None = None,
     pictures: bool = False,
-    **options: Any,
+    result: dict[str, Any] | None = None,
 ) -> str | None:
     """Draws one page about the runs in `folders` into `folder`. Each run's folder has its own pictures already.
 
@@ -75,7 +70,7 @@ def of_several(
         The path of the page, or None if drawing failed. A message says so, and the run does not fail.
     """
     try:
-        return write([read(one) for one in folders], folder, table, pictures, **options)
+        return write([read(one) for one in folders], folder, table, pictures, result)
     except Exception as error:  # a failed drawing must not lose hours of training
         again = f"try again with: python -m pipeline report {' '.join(folders)}"
         print(f"   no report: {summary(error)}; {again}", flush=True)

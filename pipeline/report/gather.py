@@ -149,6 +149,7 @@ def _add_curves(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------------ lineage
 
 
+BOX, GAP, ROW = 178, 74, 104  # pixels: width of a box, gap between columns, height of a row
 MAX_ROW_ARROWS = 4  # versions whose rows have their own arrow
 
 
@@ -162,8 +163,28 @@ class Node:
     parents: dict[str, str] = field(default_factory=dict)  # key of the parent -> its role
     rows_from: dict[str, int] = field(default_factory=dict)  # key of a version -> rows of its conversations
     kind: str = "version"  # or `run` (registered nothing), `base`, `input`
-    depth: int = 0
-    row: float = 0.0
+    depth: int = 0  # column
+    y: float = 0.0
+
+    @property
+    def x(self) -> int:
+        return 8 + self.depth * (BOX + GAP)
+
+    @property
+    def height(self) -> int:
+        return 28 + 16 * len(self.lines)
+
+    @property
+    def bottom(self) -> float:
+        return self.y + self.height
+
+    @property
+    def arrows(self) -> dict[str, str]:
+        """Returns {key of a box that this one was made from: as what}."""
+        used = {key: [role] for key, role in self.parents.items()}
+        for key, rows in self.rows_from.items():
+            used[key] = [*used.get(key, []), count(rows)]
+        return {key: ", ".join(filter(None, roles)) for key, roles in used.items()}
 
 
 def lineage(runs: list[Run]) -> list[Node]:
@@ -278,4 +299,4 @@ def _place(nodes: dict[str, Node]) -> None:
     tallest = max(map(len, columns.values()))
     for column in columns.values():
         for row, node in enumerate(column):
-            node.row = row + (tallest - len(column)) / 2
+            node.y = 8 + ROW * (row + (tallest - len(column)) / 2)

@@ -1,9 +1,8 @@
-"""The top of a page: a run's headline metrics, its facts, and the conditions of its gate."""
+"""The top of a page: a run's headline metrics and its facts."""
 
 from typing import Any
 
 from pipeline.config.stages import STAGE
-from pipeline.registry import conditions
 from pipeline.report import preferences
 from pipeline.report.gather import Run
 from pipeline.report.plots import number
@@ -42,13 +41,8 @@ def overview(runs: list[Run]) -> list[dict[str, str]]:
 def _card(run: Run, label: str, before: str, after: str, unit: str) -> dict[str, str] | None:
     if after not in run.metrics:
         return None
-    previous = run.metrics.get(before)
-    value = _shown(run.metrics[after], unit)
-    return {
-        "label": f"{label}, {unit}" if unit not in ("", "%") else label,
-        "value": value,
-        "was": _shown(previous, unit) if previous is not None else "",
-    }
+    was, value = (_shown(run.metrics[key], unit) if key in run.metrics else "" for key in (before, after))
+    return {"label": f"{label}, {unit}" if unit not in ("", "%") else label, "value": value, "was": was}
 
 
 def _shown(value: float, unit: str) -> str:
@@ -58,9 +52,9 @@ def _shown(value: float, unit: str) -> str:
 def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-    )
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
@@ -101,17 +95,3 @@ def how_it_ended(result: dict[str, Any]) -> str | None:
     if ended.get("early"):
         parts.append(f"stopped at step {ended.get('step')} of {ended.get('of')}: {ended['early']}")
     return "; ".join(parts) or None
-
-
-def gate(run: Run) -> list[dict[str, Any]]:
-    """Returns each condition of the gate with the value of its metric."""
-    found = conditions(run.job.get("gate", {}), run.result.get("metrics", {}))
-    return [
-        {
-            "metric": metric,
-            "condition": condition,
-            "value": number(value),
-            "holds": holds if run.result else None,
-        }
-        for metric, condition, value, holds in found
-    ]

@@ -5,6 +5,7 @@ writes them to pairs.json.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 from pipeline.figures import calibration, correlation, mean
@@ -39,25 +40,7 @@ def summary(pairs: list[Pair]) -> dict[str, float | None]:
 
 
 def drawings(pairs: list[Pair]) -> list[Drawing]:
-    return [
-        Drawing(
-            "Margins of the held-out pairs",
-            "Chosen minus rejected score of each pair. Left of 0 the model prefers the wrong completion.",
-            lambda axes: draw_margins(axes, pairs),
-        ),
-        Drawing(
-            "Calibration",
-            "Confidence in the preferred completion against accuracy; larger dots are more pairs. Above the diagonal the model "
-            "is underconfident, below it overconfident.",
-            lambda axes: draw_calibration(axes, pairs),
-        ),
-        Drawing(
-            "Length bias",
-            "Each dot is a pair: how many tokens longer the chosen completion is, and its margin. A slope means that length itself "
-            "is rewarded.",
-            lambda axes: draw_lengths(axes, pairs),
-        ),
-    ]
+    return [Drawing(title, note, partial(draw, pairs=pairs)) for title, note, draw in DRAWINGS]
 
 
 def picture(pairs: list[Pair], title: str) -> bytes:
@@ -97,10 +80,8 @@ def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
 def draw_lengths(axes: Any, pairs: list[Pair]) -> None:
     axes.axhline(0, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
     # Many dots become a bitmap inside the SVG, because each dot would be an element of the page.
-    many = len(pairs) > 500
-    axes.scatter(
-        longer(pairs), margins(pairs), s=9, alpha=0.5, color=COLOURS[0], linewidths=0, rasterized=many
-    )
+    dots = {"s": 9, "alpha": 0.5, "color": COLOURS[0], "linewidths": 0, "rasterized": len(pairs) > 500}
+    axes.scatter(longer(pairs), margins(pairs), **dots)
     axes.set(title="Length bias", xlabel="chosen longer by, tokens", ylabel="margin")
     axes.margins(y=0.2)
     _remark(axes, f"correlation {number(summary(pairs)['margin to length, correlation']) or 'none'}")
@@ -109,3 +90,15 @@ def draw_lengths(axes: Any, pairs: list[Pair]) -> None:
 def _remark(axes: Any, text: str, top: bool = False) -> None:
     position = {"xy": (0.98, 0.95 if top else 0.06), "va": "top" if top else "baseline"}
     axes.annotate(text, xycoords="axes fraction", ha="right", color=COLOURS[0], fontsize=8.5, **position)
+
+
+DRAWINGS = (
+    ("Margins of the held-out pairs",
+     "Chosen minus rejected score of each pair. Left of 0 the model prefers the wrong completion.", draw_margins),
+    ("Calibration",
+     "Confidence in the preferred completion against accuracy; larger dots are more pairs. Above the diagonal the model "
+     "is underconfident, below it overconfident.", draw_calibration),
+    ("Length bias",
+     "Each dot is a pair: how many tokens longer the chosen completion is, and its margin. A slope means that length itself "
+     "is rewarded.", draw_lengths),
+)  # fmt: skip

@@ -25,16 +25,23 @@ def drawings(timeline: dict[str, Any] | None) -> list[Drawing]:
 
 
 def draw(axes: Any, timeline: dict[str, Any]) -> None:
-    spans, seconds = timeline["spans"], timeline["seconds"]
+    spans, seconds, update = timeline["spans"], timeline["seconds"], timeline.get("update")
     names = sorted({span["who"] for span in spans}, key=_place)
     rows = {name: row for row, name in enumerate(names[: 1 + MOST_WORKERS])}
     for span in spans:
-        if span["who"] in rows:
-            _bar(axes, span, rows[span["who"]], seconds, timeline.get("update"))
-    axes.set_title(TITLE + (f": update {timeline['update']}" if timeline.get("update") else ""))
-    axes.set_xlabel(
-        "seconds" if len(rows) == len(names) else f"seconds; and {len(names) - len(rows)} more workers"
-    )
+        if span["who"] not in rows:
+            continue
+        what, begin, width, row = span["what"], span["begin"], span["end"] - span["begin"], rows[span["who"]]
+        colour = {"waiting": GRID, "lost": INK}.get(what) or COLOURS[PHASES.get(what, 3)]
+        if what.startswith("update "):  # a chunk is lighter if it belongs to a later update
+            colour = COLOURS[0] if what == f"update {update}" else COLOURS[5]
+        # Bars are pale, because names are written on them; the edge separates them.
+        axes.barh(row, width, 0.7, begin, color=(colour, 0.4), edgecolor=colour, linewidth=0.6)
+        if width >= NARROW * seconds:
+            axes.annotate(what, (begin + width / 2, row), color=INK, ha="center", va="center", fontsize=7)
+    axes.set_title(TITLE + (f": update {update}" if update else ""))
+    more = len(names) - len(rows)
+    axes.set_xlabel(f"seconds; and {more} more workers" if more else "seconds")
     axes.set_xlim(0, seconds)
     axes.set_ylim(max(len(rows), 3) - 0.5, -0.5)  # rows from the top; a bar takes at most a third
     axes.set_yticks(list(rows.values()), list(rows))
@@ -45,22 +52,3 @@ def _place(who: str) -> tuple[bool, int, str]:
     """Returns a sort key: the trainer first, then the workers by number."""
     number = who.rpartition(" ")[2]
     return who != "trainer", int(number) if number.isdecimal() else 0, who
-
-
-def _bar(axes: Any, span: dict[str, Any], row: int, seconds: float, update: float | None) -> None:
-    what, width = span["what"], span["end"] - span["begin"]
-    colour = _colour(what, update)
-    # Bars are pale, because names are written on them; the edge separates them.
-    axes.barh(row, width, 0.7, span["begin"], color=(colour, 0.4), edgecolor=colour, linewidth=0.6)
-    if width >= NARROW * seconds:
-        axes.annotate(what, (span["begin"] + width / 2, row), color=INK, ha="center", va="center", fontsize=7)
-
-
-def _colour(what: str, update: float | None) -> str:
-    if what == "waiting":
-        return GRID
-    if what == "lost":
-        return INK
-    if what.startswith("update "):  # a chunk is lighter if it belongs to a later update
-        return COLOURS[0] if what == f"update {update}" else COLOURS[5]
-    return COLOURS[PHASES.get(what, 3)]

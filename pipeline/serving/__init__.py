@@ -3,7 +3,7 @@
     make serve    or    python -m pipeline serve jobs/demo/serve.yaml
 
 A request passes `app.py` (HTTP, a Ray Serve application), `answer.py` (its choices, in one piece or streamed) and
-`batching.py` (the rows of all requests) on its way to a decoder of pipeline.inference, which `start.py` starts.
-`protocol.py` reads requests, `models.py` holds the versions of a replica, `scores.py` runs reward models, `feedback.py`
-keeps what users think of the answers, and `metrics.py` counts.
+`batching.py` (the rows of all requests) on its way to a decoder of pipeline.inference. `protocol.py` reads requests,
+`models.py` starts the decoder and holds the versions of a replica, `scores.py` runs reward models, `feedback.py` keeps
+what users think of the answers, and `metrics.py` counts.
 """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +32,14 @@ FREE_GPU_FRACTION = 0.1  # GPU memory that vLLM leaves unused
 CACHE_FRACTION = {"cuda": 0.5, "cpu": 0.25}  # share of the free memory for the KV cache
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Served:
     """A loaded version. A policy has a role in the batch, the bare base None."""
 
     version: str
     role: str | None = None
     reward: Reward | None = None
+    scoring: deque[Any] = field(default_factory=deque)  # requests to /score that wait
 
 
 class Models:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from pipeline.data.encode import Encoder
 from pipeline.data.shapes import kind_of, parse
@@ -15,9 +13,6 @@ from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import unfilled
 from pipeline.serving.batching import Batcher
 from pipeline.serving.models import Served, ends
-
-if TYPE_CHECKING:
-    from pipeline.ppo.rewards import Reward
 
 ROWS = 4096  # most rows of a request
 Sample = tuple[list[int], list[int], dict[str, Any]]  # prompt ids, completion ids, row
@@ -36,8 +31,6 @@ class Scores:
             host.tokenizer, kind_of("score"), context, data.too_long, apply, self.ends, data.special_tokens
         )
         self.batcher, self.rows = batcher, host.job.args.local_rollout_forward_batch_size
-        # Weak keys, so that a reward is freed after its alias has moved.
-        self.waiting: WeakKeyDictionary[Reward, deque[Waiting]] = WeakKeyDictionary()
 
     def ask(self, served: Served, rows: list[Any]) -> tuple[Future[list[float]], list[int]]:
         """Scores of the completions of some rows, and how many each row has: one, or two of a pair.
@@ -56,15 +49,13 @@ class Scores:
         if not samples:
             future.set_result([])
             return future, counts
-        assert served.reward is not None
-        reward = served.reward
-        self.waiting.setdefault(reward, deque()).append((samples, future))
+        served.scoring.append((samples, future))
 
         def pass_on(turn: Future[None]) -> None:  # the batcher may have ended
             if (error := turn.exception()) and not future.done():
                 future.set_exception(error)
 
-        self.batcher.run(lambda: self._answer(reward)).add_done_callback(pass_on)
+        self.batcher.run(lambda: self._answer(served)).add_done_callback(pass_on)
         return future, counts
 
     def _columns(self, source: str, row: Any, number: int) -> dict[str, Any]:
@@ -86,27 +77,28 @@ class Scores:
             raise outcome
         return outcome.columns
 
-    def _answer(self, reward: Reward) -> None:
+    def _answer(self, served: Served) -> None:
         """Scores all requests that wait for a reward, in batches of one forward. Runs in the batcher's thread."""
-        waiting = self.waiting[reward]
+        waiting = served.scoring
         while waiting:
             batch: list[Waiting] = []
             while waiting and sum(len(samples) for samples, _ in batch) < self.rows:
                 one = waiting.popleft()
                 if one[1].set_running_or_notify_cancel():  # False if its client has disconnected
                     batch.append(one)
-            if batch and not self._score(reward, batch):
+            if batch and not self._score(served, batch):
                 for one in batch:  # find the row that cannot be scored
-                    self._score(reward, [one])
+                    self._score(served, [one])
 
-    def _score(self, reward: Reward, batch: list[Waiting]) -> bool:
+    def _score(self, served: Served, batch: list[Waiting]) -> bool:
         """Scores requests together. Returns False if this failed; only a single request gets the error then."""
         from pipeline.evaluation.pairs import samples_of
 
+        assert served.reward is not None
         prompts, completions, rows = zip(*(one for samples, _ in batch for one in samples), strict=True)
         given = samples_of(prompts, completions, rows, self.tokenizer, self.ends)
         try:
-            scores = iter(reward.checked(given))
+            scores = iter(served.reward.checked(given))
         except BaseException as error:  # a reward's sys.exit() too: the thread is needed for the next request
             if len(batch) == 1:
                 batch[0][1].set_exception(error)

@@ -1,6 +1,5 @@
-"""`/score` without a server: what it keeps of a reward, and what it says of a row."""
+"""`/score` without a server: what happens to requests that wait, and what is said of a row."""
 
-import weakref
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -14,62 +13,41 @@ from pipeline.serving.models import Served
 from pipeline.serving.scores import Scores
 
 ROW = {"prompt": "What is the capital of Peru?", "completion": "Lima."}
-
-
-class Reward:
-    def checked(self, samples):
-        return [1.0] * len(samples.prompts)
+REWARD = SimpleNamespace(checked=lambda samples: [1.0] * len(samples.prompts))
 
 
 @pytest.fixture(scope="module")
 def scores():
     given = ["serve.policies={p: base}", "serve.rewards={}"]
     host = load_host(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve"))
-    return Scores(host, SimpleNamespace(run=run), 256)
+    return Scores(host, SimpleNamespace(), 256)
 
 
-def run(function):
-    """As a batcher does, at once."""
-    future = Future()
-    function()
-    future.set_result(None)
-    return future
-
-
-def test_a_request_whose_client_has_gone_blocks_no_other(scores, monkeypatch):
-    reward, turns = Reward(), []
-    monkeypatch.setattr(scores.batcher, "run", lambda function: turns.append(function) or Future())
-    (gone, _), (waits, _) = (scores.ask(Served("models:/rm/1", reward=reward), [ROW]) for _ in range(2))
+def test_a_request_whose_client_has_gone_blocks_no_other(scores):
+    served, turns = Served("models:/rm/1", reward=REWARD), []
+    scores.batcher.run = lambda function: turns.append(function) or Future()
+    (gone, _), (waits, _) = (scores.ask(served, [ROW]) for _ in range(2))
     assert gone.cancel()
     turns[0]()
     assert waits.result(timeout=0) == [1.0]
 
 
-def test_a_batcher_that_has_ended_is_an_error_at_once(scores, monkeypatch):
+def test_a_batcher_that_has_ended_is_an_error_at_once(scores):
     ended = Future()
     ended.set_exception(RuntimeError("ended"))
-    monkeypatch.setattr(scores.batcher, "run", lambda function: ended)
-    future, _ = scores.ask(Served("models:/rm/1", reward=Reward()), [ROW])
+    scores.batcher.run = lambda function: ended
+    future, _ = scores.ask(Served("models:/rm/1", reward=REWARD), [ROW])
     with pytest.raises(RuntimeError, match="ended"):
         future.result(timeout=0)
 
 
-def test_a_reward_that_another_version_replaced_is_freed(scores):
-    reward = Reward()
-    future, counts = scores.ask(Served("models:/rm/1", reward=reward), [ROW])
-    assert (future.result(), counts) == ([1.0], [1])
-    kept = weakref.ref(reward)
-    del reward
-    assert kept() is None
-
-
-def test_a_column_is_suggested_once_and_as_a_request_can_name_it(scores):
-    with pytest.raises(RowError) as refused:
-        scores.ask(Served("models:/rm/1", reward=Reward()), [{"promt": "a", "completion": "b"}])
-    assert refused.value.found.endswith("(is `promt` meant to be `prompt`?)"), refused.value
-    assert "data.columns" not in refused.value.expected
-
-
-def test_a_value_that_is_no_row_is_answered_with_the_shortest_one(scores):
-    with pytest.raises(RowError, match=r'such as \{"prompt": \.\.\., "completion": \.\.\.\}'):
-        scores.ask(Served("models:/rm/1", reward=Reward()), [7])
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"promt": "a", "completion": "b"}, r"\(is `promt` meant to be `prompt`\?\); (?!.*data.columns)"),
+        (7, r'such as \{"prompt": \.\.\., "completion": \.\.\.\}'),
+    ],
+)
+def test_a_wrong_row_says_what_a_request_can_change(scores, row, says):
+    with pytest.raises(RowError, match=says):
+        scores.ask(Served("models:/rm/1", reward=REWARD), [row])
