@@ -61,11 +61,9 @@ def store(tmp_path_factory):
     return folder
 
 
-def begin(store, name, verb="ppo", **overrides):
-    changed = [f"{key}={value}" for key, value in overrides.items()]
-    job = load_job(
-        ROOT / f"jobs/demo/{verb}.yaml", [f"run.storage_path={store}", f"run.name={name}", *changed], verb
-    )
+def begin(store, name, verb="ppo"):
+    given = [f"run.storage_path={store}", f"run.name={name}"]
+    job = load_job(ROOT / f"jobs/demo/{verb}.yaml", given, verb)
     (store / name).mkdir()
     (store / name / "job.json").write_text(json.dumps(job.to_dict()))
     return job
@@ -124,13 +122,8 @@ def runs(store):
         "before": {"completion": "Oslo.", "reward": 0.25, "judge": 0.5},
         "after": {"completion": "Oslo & <b>thanks</b>", "reward": 3.5, "judge": 1.0},
     }
-    figures = {
-        "before_judge": 0.25,
-        "eval_judge": 0.915,
-        "eval_win_rate": 0.9,
-        "eval_kl": 2.5,
-        "eval_eos": 0.5,
-    }
+    judged = {"before_judge": 0.25, "eval_judge": 0.915}
+    figures = judged | {"eval_win_rate": 0.9, "eval_kl": 2.5, "eval_eos": 0.5}
     ppo = finish(store, begin(store, "one-ppo"), PPO_CURVES, figures, inputs, [sample], timeline=TIMELINE)
     inputs |= {"policy": "models:/rlhf-ppo/1", "baseline": "models:/rlhf-sft/1"}
     job = begin(store, "one-evaluate", "evaluate")
@@ -261,10 +254,8 @@ def test_the_lineage_leads_from_the_base_to_the_policy(runs, store):
     assert list(nodes["models:/rlhf-rm/1"].parents) == ["base jobs/demo/model"]
     # The baseline and the reward are ancestors of the policy: the arrow from the policy implies them.
     assert nodes["run one-evaluate"].parents == {"models:/rlhf-ppo/1": "policy"}
-    assert [
-        nodes[key].depth
-        for key in ("base jobs/demo/model", "models:/rlhf-sft/1", ppo.key, "run one-evaluate")
-    ] == [0, 1, 2, 3]
+    way = ("base jobs/demo/model", "models:/rlhf-sft/1", ppo.key, "run one-evaluate")
+    assert [nodes[key].depth for key in way] == [0, 1, 2, 3]
 
 
 def test_the_lineage_draws_the_loop(migrated, tmp_path):
@@ -281,12 +272,11 @@ def test_the_lineage_draws_the_loop(migrated, tmp_path):
     run = report.read(str(tmp_path / "two"))
     nodes = {node.key: node for node in gather.lineage([run])}
     assert nodes[first].parents == nodes[second].parents == {sft: "policy"}
-    assert nodes[first].rows_from == {sft: 300}
-    assert nodes[second].rows_from == {first: 200, sft: 100, "models:/gone/1": 3}  # none of itself
     assert nodes[second].depth == 1 + nodes[first].depth == 2 + nodes[sft].depth
     assert "9 rows from others" in nodes[second].lines
     assert nodes[first].arrows == {sft: "policy, 300 rows"}
-    assert nodes[second].arrows == {first: "200 rows", sft: "policy, 100 rows", "models:/gone/1": "3 rows"}
+    rows = {first: "200 rows", sft: "policy, 100 rows", "models:/gone/1": "3 rows"}
+    assert nodes[second].arrows == rows, "none of itself"
     assert "200 rows from models:/rlhf-dpo/1, 100 rows from models:/rlhf-sft/1" in page_of(tmp_path, "two")
 
 

@@ -50,17 +50,12 @@ def test_completions_that_leave_no_room_for_prompts_are_said_before_anything_sta
     assert "starting Ray" not in said.out
 
 
-@pytest.mark.parametrize(
-    "given", [["serve.feedback_path=s3://bucket/feedback"], ["run.storage_path=s3://bucket"]]
-)
-def test_a_bucket_cannot_have_the_feedback(given, in_root):
-    with pytest.raises(
-        InputError, match=r"serve\.feedback_path: .* \(s3://bucket.*set serve.feedback_path=FOLDER$"
-    ):
-        load_job("jobs/demo/serve.yaml", given, "serve")
-    load_job(
-        "jobs/demo/serve.yaml", ["run.storage_path=s3://bucket", "serve.feedback_path=feedback"], "serve"
-    )
+def test_a_bucket_cannot_have_the_feedback(in_root):
+    bucket, folder = "run.storage_path=s3://bucket", "serve.feedback_path=feedback"
+    for given in (["serve.feedback_path=s3://bucket/feedback"], [bucket]):
+        with pytest.raises(InputError, match=r"serve\.feedback_path: .*set serve.feedback_path=FOLDER$"):
+            load_job("jobs/demo/serve.yaml", given, "serve")
+    load_job("jobs/demo/serve.yaml", [bucket, folder], "serve")
 
 
 @pytest.mark.parametrize("profile", ["demo", "own", "llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora"])
