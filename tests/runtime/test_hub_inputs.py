@@ -168,7 +168,7 @@ def test_a_base_on_the_hub_is_pinned_for_all_workers(hub, storage, in_root, mode
     assert (made.job.model.name_or_path, made.job.model.revision) == ("org/base", old)
     assert made.work.base["digest"] == f"commit:{old}"
     facts = {"base": {"name_or_path": "org/base", "digest": "commit:" + "a" * 40}}
-    with pytest.raises(InputError, match=f"use model.revision={'a' * 40}"):
+    with pytest.raises(InputError, match=f"set model.revision={'a' * 40}"):
         lineage.check_base(facts, made.work.base, "policy", "org/mine")
 
 
