@@ -16,15 +16,11 @@ SMALL = [
 
 def steps_of(folder: Path) -> tuple[dict[int, collections.Counter], list[int]]:
     """({step: its rows}, number of workers of each attempt). Of a step that was made again, the last time counts."""
+    written = [text for path in folder.glob("*.jsonl") for text in path.read_text().splitlines()]
     lines = [
-        json.loads(text)
-        for path in folder.glob("*.jsonl")
-        for text in path.read_text().splitlines()
-        if text.endswith("}")  # the last line of a process that was killed may break off
-    ]
-    last = collections.defaultdict(float)
-    for line in lines:
-        last[line["step"]] = max(last[line["step"]], line["attempt"])
+        json.loads(text) for text in written if text.endswith("}")
+    ]  # of a killed process, the last may break off
+    last = {line["step"]: line["attempt"] for line in sorted(lines, key=lambda line: line["attempt"])}
     rows: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)
     for line in lines:
         if line["attempt"] == last[line["step"]]:
@@ -63,11 +59,9 @@ def test_every_row_once_an_epoch_while_workers_come_and_go(tmp_path):
     found, workers = steps_of(tmp_path / "rows-elastic")
     assert one == [1] and workers[0] == 2 and {1, 2} <= set(workers[1:]), workers
     assert found == expected, "a step took other rows than with one worker"
-    a_pass = len(expected) // EPOCHS
-    every = [
-        sum((found[step] for step in range(1 + epoch * a_pass, 1 + (epoch + 1) * a_pass)), collections.Counter())
-        for epoch in range(EPOCHS)
-    ]  # fmt: skip
+    every, size = [collections.Counter() for _ in range(EPOCHS)], len(expected) // EPOCHS
+    for step, rows in found.items():
+        every[(step - 1) // size].update(rows)
     assert every[0] == every[1] == every[2] and every[0].total() == 60
     metrics = [run.result()["metrics"]["train_loss"] for run in (untouched, elastic)]
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-3)
