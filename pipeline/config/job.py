@@ -256,9 +256,8 @@ class Job:
     policy: str | None = None
     # Of dpo: the frozen adapter that training stays close to; by default the policy that it starts from.
     reference: str | None = None
-    reward: str | list[str | dict[str, Any]] | None = (
-        None  # one, or a list of names and {reward: name, weight: number}
-    )
+    # one, or a list of names and {reward: name, weight: number}
+    reward: str | list[str | dict[str, Any]] | None = None
     baseline: str | None = None
     judge: str | None = None  # a Python function or a second reward model: reported, never trained on
     source: str = ""  # the job file

@@ -5,7 +5,6 @@ The tables have what those classes lack: useful numbers and words, and keys that
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import enum
 import importlib
@@ -14,13 +13,10 @@ import json
 import re
 import runpy
 import sys
-import textwrap
-import tokenize
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from io import StringIO
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pipeline.config.schema import FILE, LIBRARIES, SECTIONS, TYPES, class_of, document
@@ -30,60 +26,47 @@ from pipeline.intervals import table
 JOB = class_of("job", "")
 OTHERS = (JOB, class_of("source", ""), "pipeline.sweep.space.Settings", "pipeline.iteration.plan.Settings")  # fmt: skip
 
-_MODEL = "the `model` section decides how the base is loaded"
+_MODEL = "the `model` section decides how base and tokenizer are loaded"
 # Keys of the libraries that would break guarantees of the pipeline.
 REFUSED: dict[str, dict[str, str]] = {
     "trainer": table(
         {
             "checkpoints go to <run.storage_path>/<run.name>": "output_dir",
             "use run.name": "run_name",
-            "metrics go to MLflow, and to what mlflow.also names (wandb, tensorboard)": """report_to project trackio_space_id
-                trackio_bucket_id trackio_static_space_id""",
+            "metrics go to MLflow, and to what mlflow.also names": """report_to project trackio_space_id trackio_bucket_id
+                trackio_static_space_id""",
             "the same command with the same run.name continues; run.fresh=true starts over": "resume_from_checkpoint",
             "use run.num_to_keep": "save_total_limit",
-            "a checkpoint without optimizer and random state cannot be resumed exactly": "save_only_model",
             "use run.keep=best, run.metric_for_best_model and run.greater_is_better": """load_best_model_at_end
                 metric_for_best_model greater_is_better""",
-            "use data.max_length and data.too_long, which count and report rows that are cut or dropped": "max_length truncation_mode",
+            "use data.max_length and data.too_long": "max_length truncation_mode",
             "it would change the global batch; set trainer.per_device_train_batch_size": "auto_find_batch_size",
-            _MODEL: "model_init_kwargs trust_remote_code chat_template_path",
-            "the end-of-sequence and the pad token are the tokenizer's own": "eos_token pad_token",
-            "packed rows contain complete conversations, best fit first": "packing_strategy eval_packing",
+            _MODEL: "model_init_kwargs trust_remote_code chat_template_path eos_token pad_token use_cache",
             "the reference is the frozen sft adapter, which never changes": "sync_ref_model",
-            "training needs no cache, and with one, packed rows would attend to each other": "use_cache",
-            "the pipeline draws the batches, so that an epoch has each row once and a resumed run continues exactly": """
-                ignore_data_skip train_sampling_strategy length_column_name shuffle_dataset dataloader_drop_last accelerator_config""",
-            "the `data` section reads, templates and tokenizes rows once, before training": """dataset_text_field dataset_kwargs
-                dataset_num_proc label_names remove_unused_columns""",
-            "only the completions are trained; the labels are made with the data": "completion_only_loss assistant_only_loss",
+            "the `data` section reads and tokenizes rows once, and each epoch has each row once": """dataset_text_field
+                dataset_kwargs dataset_num_proc label_names remove_unused_columns completion_only_loss assistant_only_loss
+                packing_strategy eval_packing ignore_data_skip train_sampling_strategy length_column_name shuffle_dataset
+                dataloader_drop_last accelerator_config""",
             "adapters train data-parallel over scaling.num_workers; model.fsdp shards the frozen base": """deepspeed fsdp
-                fsdp_config parallelism_config ddp_find_unused_parameters""",
-            "Ray Train sets it for each worker": "local_rank ddp_backend",
-            "the stage decides it": "do_train do_eval do_predict batch_eval_metrics disable_tqdm enable_jit_checkpoint",
+                fsdp_config parallelism_config ddp_find_unused_parameters local_rank ddp_backend""",
+            "the stage decides it": """do_train do_eval do_predict batch_eval_metrics disable_tqdm enable_jit_checkpoint
+                save_only_model""",
             "models go to the MLflow registry (mlflow.registered_model)": """push_to_hub hub_token hub_private_repo hub_model_id
                 hub_strategy hub_always_push hub_revision""",
         }
     ),
     "lora": table(
         {
-            "the base stays frozen and shared; the score head of a reward is always trained and saved": "modules_to_save",
-            "it changes the base, which all adapters share": "layer_replication trainable_token_indices",
+            "the base stays frozen and shared": """modules_to_save layer_replication trainable_token_indices loftq_config
+                eva_config corda_config lora_ga_config""",
             "the stage sets it": "task_type peft_type peft_version auto_mapping inference_mode",
-            _MODEL: "base_model_name_or_path revision",
-            "the base is a transformers model": "megatron_config megatron_core",
-            "an initialization from data rewrites base weights that all adapters share": """loftq_config eva_config corda_config
-                lora_ga_config""",
+            _MODEL: "base_model_name_or_path revision megatron_config megatron_core",
             "an experimental kind of LoRA, which the shared base does not support": """arrow_config kasa_config velora_config
                 monteclora_config use_bdlora runtime_config alora_invocation_tokens use_qalora qalora_group_size target_parameters
                 ensure_weight_tying""",
         }
     ),
-    "scaling": table(
-        {
-            "Ray Train 2 no longer has it; the driver takes no CPU": "trainer_resources",
-            "workers train on CPUs or on NVIDIA GPUs": "use_tpu topology",
-        }
-    ),
+    "scaling": table({"workers train on CPUs or on NVIDIA GPUs": "trainer_resources use_tpu topology"}),
 }
 
 SEED = "[0, 4294967295]"  # numpy's
@@ -126,30 +109,28 @@ LIMITS: dict[str, dict[str, str]] = {
         }
     ),
 }
-# Allowed words of text keys, of a class or of a section. The libraries check them late.
-WORDS = {
-    "SFTConfig.loss_type": "nll dft chunked_nll",
-    "DPOConfig.loss_type": """sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down
-        discopop sft sigmoid_norm""",
-    "KTOConfig.loss_type": "kto apo_zero_unpaired",
-    "trainer.f_divergence_type": "reverse_kl forward_kl js_divergence alpha_divergence",
-    "trainer.pad_to_multiple_of": "auto",
-    "scaling.placement_strategy": "PACK SPREAD STRICT_PACK STRICT_SPREAD",
-}
-
-
 NUMBERS = {"type": "object", "additionalProperties": {"type": "number"}}
-# Schemas of keys that mean less here than in the libraries, or more.
+# Schemas of keys, of a class or of a section, where the libraries take more or check late.
 KINDS: dict[str, dict[str, Any]] = {
+    "SFTConfig.loss_type": {"enum": "nll dft chunked_nll".split()},
+    "DPOConfig.loss_type": {
+        "type": "array",
+        "items": {
+            "enum": """sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop
+                sft sigmoid_norm""".split()
+        },
+    },
+    "KTOConfig.loss_type": {"enum": "kto apo_zero_unpaired".split()},
+    "trainer.f_divergence_type": {"enum": "reverse_kl forward_kl js_divergence alpha_divergence".split()},
+    # by default, planning/plan.py decides
+    "trainer.gradient_checkpointing": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    "trainer.save_strategy": {"enum": "no steps epoch".split()},  # instead of `best`, run.keep=best
     "lora.alpha_pattern": NUMBERS,
     "lora.bias": {"enum": ["none"]},  # others train biases of the base, which all adapters share
     "lora.init_lora_weights": {"anyOf": [{"type": "boolean"}, {"enum": ["gaussian", "orthogonal"]}]},
     "lora.rank_pattern": NUMBERS,
+    "scaling.placement_strategy": {"enum": "PACK SPREAD STRICT_PACK STRICT_SPREAD".split()},
     "scaling.resources_per_worker": {"anyOf": [NUMBERS, {"type": "null"}]},
-    "trainer.gradient_checkpointing": {
-        "anyOf": [{"type": "boolean"}, {"type": "null"}]
-    },  # null: planning/plan.py decides
-    "trainer.save_strategy": {"enum": ["no", "steps", "epoch"]},  # instead of `best`, run.keep=best
 }
 
 
@@ -216,9 +197,8 @@ def of_class(dotted: str, section: str) -> dict[str, Any]:
         hint, allowed = hints[field.name], ranges.get(field.name)
         if get_origin(hint) is Annotated:
             hint, allowed = get_args(hint)
-        schema = KINDS.get(f"{section}.{field.name}") or of_type(hint) or {}
-        if words := WORDS.get(f"{name}.{field.name}") or WORDS.get(f"{section}.{field.name}"):
-            schema = _with_words(schema, words.split())
+        own = KINDS.get(f"{name}.{field.name}") or KINDS.get(f"{section}.{field.name}")
+        schema = own or of_type(hint) or {}
         keys[field.name] = schema | _facts(field, allowed, help_of.get(field.name, ""))
     return keys
 
@@ -276,17 +256,6 @@ def _of_union(parts: tuple[Any, ...]) -> dict[str, Any] | None:
     return {"anyOf": flat} if len(flat) > 1 else flat[0]
 
 
-def _with_words(schema: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    """Returns the schema with these words instead of any text."""
-    if schema == {"type": "string"}:
-        return {"enum": words}
-    return {
-        key: [_with_words(one, words) for one in value] if key == "anyOf"
-        else _with_words(value, words) if key == "items" else value
-        for key, value in schema.items()
-    }  # fmt: skip
-
-
 def _facts(field: Any, allowed: str | None, text: str) -> dict[str, Any]:
     """Returns default, range and meaning of a field."""
     facts: dict[str, Any] = {}
@@ -306,29 +275,20 @@ def _facts(field: Any, allowed: str | None, text: str) -> dict[str, Any]:
     return facts | ({"description": " ".join(str(text).split()).replace("%%", "%")} if text else {})
 
 
+# Comments above a field of a dataclass, its name, the comment behind it, and the docstring below it
+FIELD = re.compile(
+    r'((?:^    #.*\n)*)^    (\w+): .*?(?:  # (.*))?\n(?: {8}.*\n)*(?:    [\])].*\n)?(?:    """([^"]*)""")?',
+    re.MULTILINE,
+)
+
+
 def comments(cls: type) -> dict[str, str]:
     """Returns {field: meaning} from the docstring below a field, or from the comments above and behind it."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
-        source = textwrap.dedent(inspect.getsource(base))
-        noted = {
-            token.start[0]: token.string.lstrip("# ")
-            for token in tokenize.generate_tokens(StringIO(source).readline)
-            if token.type == tokenize.COMMENT and not token.string.startswith("# ---")
-        }
-        lines = source.splitlines()
-        body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
-        for node, after in zip(body, [*body[1:], None], strict=True):
-            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-                continue
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                found[node.target.id] = str(after.value.value)
-                continue
-            first = node.lineno
-            while first - 1 in noted and lines[first - 2].lstrip().startswith("#"):
-                first -= 1
-            span = range(first, (node.end_lineno or node.lineno) + 1)
-            found[node.target.id] = " ".join(noted[line] for line in span if line in noted)
+        for above, name, behind, below in FIELD.findall(inspect.getsource(base)):
+            lines = [line.lstrip("# ") for line in above.splitlines() if "# ---" not in line]
+            found[name] = below or " ".join([*lines, behind]).strip()
     return found
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 
 import psutil
@@ -226,26 +225,17 @@ def test_secrets_go_by_name_and_are_not_shown(monkeypatch):
 
 # ------------------------------------------------------------------------------------------------------- real jobs
 
-SAY = """
-import sys, time
-for n in range({lines}):
-    print("line", n, flush=True)
-    time.sleep({pause})
-sys.exit({status})
-"""
-
 
 def say(api, name, lines=3, pause=0.0, status=0):
-    """Submits a small script in place of a stage."""
-    code = SAY.format(lines=lines, pause=pause, status=status)
-    api.submit(submission_id=name, entrypoint=shlex.join(["python", "-c", code]), metadata={"run": name})
+    """Submits a line of shell in place of a stage."""
+    code = f"for n in $(seq 0 {lines - 1}); do echo line $n; sleep {pause}; done; exit {status}"
+    api.submit(submission_id=name, entrypoint=code, metadata={"run": name})
 
 
 def test_the_status_of_a_job_is_ours(cluster, capsys):
     api = submit.Api(cluster.address)
     for status in (0, 1, 2):
         say(api, f"status-{status}", status=status)
-    for status in (0, 1, 2):
         assert submit.follow(api, f"status-{status}") == status
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line")]
         assert lines == ["line 0", "line 1", "line 2"]
@@ -253,17 +243,12 @@ def test_the_status_of_a_job_is_ours(cluster, capsys):
 
 def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monkeypatch):
     proxy = Proxy(cluster.port)
-    monkeypatch.setenv("RAY_ADDRESS", proxy.address)
+    monkeypatch.setenv("RAY_ADDRESS", proxy.address)  # Ray's client prefers it
     api = submit.Api(proxy.address)
-    say(api, "cut", lines=40, pause=0.2)
+    say(api, "cut", lines=40, pause=0.3)
 
-    def cut_and_mend():
-        time.sleep(5)
-        proxy.cut()
-        time.sleep(2)
-        proxy.mend()
-
-    threading.Thread(target=cut_and_mend).start()
+    for seconds, change in ((5, proxy.cut), (7, proxy.mend)):
+        threading.Timer(seconds, change).start()
     assert submit.follow(api, "cut") == 0
     shown = capsys.readouterr()
     assert "the connection was lost" in shown.err

@@ -12,13 +12,13 @@ import toy_ppo as toy
 from running import ROOT
 
 from pipeline.config import load_job
-from pipeline.config.schema_of import WORDS
+from pipeline.config.schema_of import KINDS
 from pipeline.data.feed import ExactBatches
 from pipeline.data.kl_pairs import PairedBatches
 from pipeline.runtime import training, trl_checks
 from pipeline.stages.kto import sampling
 
-LOSSES = WORDS["DPOConfig.loss_type"].split()
+LOSSES = KINDS["DPOConfig.loss_type"]["items"]["enum"]
 # Of the losses, those that CI's quick tests train with: of the logistic ones, with a label smoothing, with a running mean,
 # over a whole batch, and a mixture of others. The rest is slow.
 QUICK = "sigmoid robust bco_pair aot discopop".split()
@@ -96,7 +96,7 @@ def test_each_loss_is_explained_and_can_be_named_alone(in_root):
         assert job.trainer["loss_type"] == [loss]
 
 
-@pytest.mark.parametrize("loss", WORDS["KTOConfig.loss_type"].split())
+@pytest.mark.parametrize("loss", KINDS["KTOConfig.loss_type"]["enum"])
 def test_rows_of_kto_are_shuffled(loss, tmp_path):
     rows = [{"prompt_ids": [3], "completion_ids": [4 + i, 5], "label": bool(i % 2)} for i in range(32)]
     settings = {"loss_type": loss, "train_sampling_strategy": sampling(loss)}
