@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipeline.config import Job
+from pipeline.data.encode import Encoder, Example
+from pipeline.data.shapes import Record, kind_of
+from pipeline.data.values import RowError
 from pipeline.errors import InputError, visible
 from pipeline.models.template import text_as_chat
 from pipeline.runtime.host import Host
@@ -51,8 +54,6 @@ class Chat:
     """A conversation: its messages, and the models that answer and judge them."""
 
     def __init__(self, host: Host):
-        from pipeline.data.encode import Encoder
-        from pipeline.data.shapes import kind_of
         from pipeline.inference.decoder import SlotDecoder
         from pipeline.inference.rows import Sampling
         from pipeline.models.tokenizer import eos_ids
@@ -66,8 +67,7 @@ class Chat:
         self.decoder = SlotDecoder(self.shared, 1, host.tokenizer.pad_token_id, look=1)
         self.room = room_for_prompts(host.job, host.work.base["context_length"]) or sys.maxsize
         ends = eos_ids(host.tokenizer, self.shared.base.generation_config)
-        special = host.job.data.special_tokens
-        kind = kind_of("generate")
+        special, kind = host.job.data.special_tokens, kind_of("generate")
         self.encoder = Encoder(host.tokenizer, kind, self.room, "error", True, ends, special)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []
@@ -92,9 +92,10 @@ class Chat:
     def answer(self, text: str) -> None:
         """Prints the completion to `text` as it is sampled, and its reward. Remembers both turns."""
         from pipeline.inference.rows import Row
+        from pipeline.ppo.rewards import Samples, weighted
 
         self.turns.append({"role": "user", "content": text})
-        prompt = self._prompt()
+        prompt = self.prompt()
         if prompt is None:
             self.turns.pop()
             return
@@ -111,54 +112,35 @@ class Chat:
             self.decoder.reset()
             print(" (stopped)", end="")
         self.completions += 1
-        tokens, ended = row.tokens, row.ended
-        completion = writer.close(tokens)
-        notes = (
-            []
-            if ended or not tokens
-            else [f"cut off at trainer.response_length={self.sampling.max_new_tokens}"]
-        )
-        if self.rewards and tokens:
-            notes.insert(0, f"reward {self._reward(prompt, tokens, ended):.2f}")
+        completion, notes = writer.close(row.tokens), []
+        if self.rewards and row.tokens:
+            given = [{"prompt": [*self.system, *self.turns]}]
+            samples = Samples([prompt], [row.tokens], [row.ended], given, self.host.tokenizer)
+            notes.append(f"reward {weighted(self.rewards, samples, normalize=False)[0][0]:.2f}")
+        if row.tokens and not row.ended:
+            notes.append(f"cut off at trainer.response_length={self.sampling.max_new_tokens}")
         print(f"   ({', '.join(notes)})\n" if notes else "", flush=True)
         self.turns.append({"role": "assistant", "content": completion})
 
-    def _prompt(self) -> list[int] | None:
+    def prompt(self) -> list[int] | None:
         """Returns the token ids, or None if the text cannot be encoded. Forgets the oldest turns if they no longer fit."""
-        from pipeline.data.encode import Example
-        from pipeline.data.shapes import Record
-        from pipeline.data.values import RowError
-
-        kept = list(self.turns)
-        while True:
-            [[outcome]] = self.encoder.encode([Record([*self.system, *kept])])
+        for start in range(0, len(self.turns), 2):  # without the oldest questions and their answers
+            [[outcome]] = self.encoder.encode([Record([*self.system, *self.turns[start:]])])
             if isinstance(outcome, Example):
-                if forgotten := len(self.turns) - len(kept):
-                    print(f"   (the model's context is full: the oldest {forgotten} messages are forgotten)")
-                self.turns = kept
+                if start:
+                    print(f"   (the model's context is full: the oldest {start} messages are forgotten)")
+                self.turns = self.turns[start:]
                 return outcome.columns["input_ids"]
             assert isinstance(outcome, RowError)
             if outcome.kind != "too_long":
-                print(
-                    f"   (invalid message: found {visible(outcome.found)}; expected {visible(outcome.expected)})",
-                    flush=True,
-                )
-                return None
-            if len(kept) < 2:
-                print(
-                    f"   (too long: {outcome.found}, but {self.room} fit next to a completion of "
-                    f"trainer.response_length={self.sampling.max_new_tokens}; shorten it, or lower this key)",
-                    flush=True,
-                )
-                return None
-            del kept[:2]  # the oldest question and its answer
-
-    def _reward(self, prompt: list[int], tokens: list[int], ended: bool) -> float:
-        from pipeline.ppo.rewards import Samples, weighted
-
-        row = {"prompt": [*self.system, *self.turns]}
-        samples = Samples([prompt], [tokens], [ended], [row], self.host.tokenizer)
-        return weighted(self.rewards, samples, normalize=False)[0][0]
+                why = f"invalid message: found {visible(outcome.found)}; expected {visible(outcome.expected)}"
+                break
+            why = (
+                f"too long: {outcome.found}, but {self.room} fit next to a completion of "
+                f"trainer.response_length={self.sampling.max_new_tokens}; shorten it, or lower this key"
+            )
+        print(f"   ({why})", flush=True)
+        return None
 
 
 class Writer:

@@ -10,6 +10,7 @@ the policy that wrote it, the `reward_version` that scored it, and the seed. The
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from random import Random
 from typing import Any
 
@@ -24,6 +25,7 @@ from pipeline.runtime.inference import Answer, Record, Verb, launch
 REPLACED = """messages conversations system completion chosen rejected pos_answers neg_answers label kto_tag margin score
     score_chosen score_rejected version reward_version seed""".split()
 Sample = dict[str, Any]  # completion, score, completion_tokens, ended
+SCORE = itemgetter("score")
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -122,14 +124,14 @@ def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
     left = distinct(samples)
     finished = [one for one in left if one["ended"]]
     if args.select == "best":
-        return [(max(finished, key=_score),)] if finished else []
+        return [(max(finished, key=SCORE),)] if finished else []
     pairs: list[tuple[Sample, ...]] = [
         (better, worse)
         for better, worse in itertools.product(finished, left)
         if better["score"] > worse["score"] and better["score"] - worse["score"] >= args.min_margin
     ]
     if args.select == "best_worst":
-        return [max(pairs, key=lambda pair: (_score(pair[0]), -_score(pair[1])))] if pairs else []
+        return [max(pairs, key=lambda pair: (SCORE(pair[0]), -SCORE(pair[1])))] if pairs else []
     return pairs
 
 
@@ -146,10 +148,6 @@ def is_dialogue(completion: str) -> bool:
     return repeats_prompt(completion) or completion.lstrip().startswith("[{")
 
 
-def _score(sample: Sample) -> float:
-    return float(sample["score"])
-
-
 # ------------------------------------------------------------------------------------------------------ figures
 
 
@@ -158,45 +156,43 @@ def count(args: Collect, record: Record) -> dict[str, int]:
 
     `ties` are pairs of different completions with equal scores, `close` pairs whose scores differ by less than min_margin.
     """
-    samples, left = record["samples"], distinct(record["samples"])
-    rows = len(selected(args, samples))
+    samples = record["samples"]
+    rows, texts = len(selected(args, samples)), [one["completion"].strip() for one in samples]
     counts = {
         "prompts_with_rows": int(rows > 0),
         "rows": rows,
         "completions": len(samples),
-        "empty": sum(not one["completion"].strip() for one in samples),
+        "empty": texts.count(""),
         "cut_off": sum(not one["ended"] for one in samples),
+        "dialogues": sum(is_dialogue(one["completion"]) for one in samples),
+        "duplicates": len(list(filter(None, texts))) - len({*texts} - {""}),
     }
-    counts["dialogues"] = sum(is_dialogue(one["completion"]) for one in samples)
-    counts["duplicates"] = (
-        len(samples) - len({one["completion"].strip() for one in samples} | {""}) + 1 - counts["empty"]
-    )
     if args.select == "best":
         return counts
-    margins = [abs(one["score"] - other["score"]) for one, other in itertools.combinations(left, 2)]
+    scores = map(SCORE, distinct(samples))
+    margins = [abs(one - other) for one, other in itertools.combinations(scores, 2)]
     return counts | {
-        "ties": sum(margin == 0 for margin in margins),
+        "ties": margins.count(0),
         "close": sum(0 < margin < args.min_margin for margin in margins),
     }
 
 
 def measure(args: Collect, record: Record) -> dict[str, float]:
     """Returns the metrics of a prompt: mean, best and worst score, completion length, shares of samples, margin of pairs."""
-    scores = [_score(one) for one in record["samples"]]
-    counts, number = count(args, record), len(scores)
+    samples = record["samples"]
+    scores, counts, number = [*map(SCORE, samples)], count(args, record), len(samples)
     figures = {
         "score": sum(scores) / number,
         "score_best": max(scores),
         "score_worst": min(scores),
-        "completion_tokens": sum(one["completion_tokens"] for one in record["samples"]) / number,
+        "completion_tokens": sum(one["completion_tokens"] for one in samples) / number,
         "share_cut_off": counts["cut_off"] / number,
         "share_duplicates": counts["duplicates"] / number,
         "share_tied": float(max(scores) == min(scores)),  # so they form no pair
         "share_with_rows": float(counts["rows"] > 0),
     }
-    pairs = selected(args, record["samples"]) if args.select != "best" else []
-    if pairs:
-        figures["margin"] = sum(_score(better) - _score(worse) for better, worse in pairs) / len(pairs)
+    if args.select != "best" and (pairs := selected(args, samples)):
+        figures["margin"] = sum(SCORE(better) - SCORE(worse) for better, worse in pairs) / len(pairs)
     return figures
 
 
@@ -207,14 +203,13 @@ def why_none(args: Collect, counts: Mapping[str, int]) -> str:
             f"none of {counts['completions']} completions ended within trainer.response_length={args.response_length}; raise it if "
             "rows are longer. If not, the policy has not learned to end: train sft on rows that end, and look at its eos_accuracy"
         )
-    completions = f"of {counts['completions']} completions"
     reasons = {
-        "cut_off": f"{completions} were cut off; use a larger trainer.response_length",
-        "duplicates": f"{completions} repeat another one; use a higher trainer.temperature",
-        "dialogues": f"{completions} are whole dialogues; use model.chat_template=plain or another policy",
-        "empty": f"{completions} are empty; use trainer.min_new_tokens=1",
+        "cut_off": "were cut off; use a larger trainer.response_length",
+        "duplicates": "repeat another one; use a higher trainer.temperature",
+        "dialogues": "are whole dialogues; use model.chat_template=plain or another policy",
+        "empty": "are empty; use trainer.min_new_tokens=1",
         "ties": "pairs have equal scores; use a higher trainer.num_generations, or another reward",
         "close": f"pairs differ by less than trainer.min_margin={args.min_margin:g}; use a smaller one",
     }
     name = max(reasons, key=lambda name: counts.get(name, 0))
-    return f"{counts.get(name)} {reasons[name]}"
+    return f"of {counts['completions']} completions, {counts.get(name)} {reasons[name]}"

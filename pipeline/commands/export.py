@@ -11,11 +11,9 @@ completion) and a model card. It appears only after plain transformers has loade
 in float32 with the same greedy text and scores within 1e-5, in a shorter dtype within its rounding.
 """
 
-import contextlib
 import gc
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +54,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def export(job: Job) -> dict[str, Any]:
-    """Merges what the job names, in this process. Returns the content of result.json."""
+    """Writes the folders of what the job names, in this process. Returns the content of result.json."""
     with open_run(job) as run:
         if job.args.merge:
             print(announcement(run.job.model.name_or_path, run.job.model.revision), flush=True)
@@ -67,54 +65,59 @@ def export(job: Job) -> dict[str, Any]:
         exported = {}
         for name in ("policy", "reward.0"):
             if name in run.work.inputs:
-                folder = storage.join(run.folder, name.removesuffix(".0"))
-                figures = write(host, name, folder) if job.args.merge else copy(host, name, folder)
-                exported[name.removesuffix(".0")] = {"folder": folder, **figures}
+                kind = name.removesuffix(".0")
+                folder = storage.join(run.folder, kind)
+                exported[kind] = {"folder": folder, **write(host, name, folder)}
         return run.finish(exported=exported)
 
 
 def write(host: Host, name: str, folder: str) -> dict[str, float]:
-    """Merges one adapter into `folder` and returns the differences. Raises Failure, and leaves no folder, if too large."""
-    from pipeline.models.base import load_base
+    """Writes one adapter to `folder`, merged or as it is. Returns the differences of the merged model from the adapter.
 
-    model = replace(host.job.model, load_in_4bit=False)
-    expected = expectations(host, name)
-    with complete_or_none(folder) as partial:
-        base = load_base(model, host.tokenizer if name != "policy" else None, host.device)
-        merged = merge(base, host.input(name), model.dtype)
-        describe(merged, host.tokenizer)
-        merged.save_pretrained(partial)
-        host.tokenizer.save_pretrained(partial)
-        del base, merged
-        gc.collect()  # a large model must fit only once into memory
-        differences = compare(host, name, partial, expected)
-        Path(partial, "README.md").write_text(hub.card(host, name, differences), encoding="utf-8")
-    shown = "  ".join(f"{k} {v:.3g}" for k, v in differences.items())
-    print(f"   {name.removesuffix('.0')}  {folder}  {shown}", flush=True)
-    return differences
+    The folder appears only when it is complete.
 
-
-def copy(host: Host, name: str, folder: str) -> dict[str, float]:
-    """Copies the adapter with its tokenizer and a card to `folder`."""
-    with complete_or_none(folder) as partial:
-        host.tokenizer.save_pretrained(partial)
-        for file in ADAPTER:
-            if os.path.isfile(source := os.path.join(host.input(name), file)):
-                shutil.copyfile(source, os.path.join(partial, file))
-        Path(partial, "README.md").write_text(hub.card(host, name), encoding="utf-8")
-    print(f"   {name.removesuffix('.0')}  {folder}  the adapter", flush=True)
-    return {}
-
-
-@contextlib.contextmanager
-def complete_or_none(folder: str) -> Iterator[str]:
-    """Yields the path of a folder to fill, which becomes `folder` at the block's end, and is deleted after an error."""
-    partial = f"{folder}.partial"
+    Raises:
+        Failure: if a difference is too large.
+    """
+    differences, partial = None, f"{folder}.partial"
     try:
-        yield partial
+        host.tokenizer.save_pretrained(partial)
+        if host.job.args.merge:
+            expected = expectations(host, name)
+            save_merged(host, name, partial)
+            gc.collect()  # a large model must fit only once into memory
+            differences = compare(host, name, partial, expected)
+        else:
+            for file in ADAPTER:
+                if os.path.isfile(source := os.path.join(host.input(name), file)):
+                    shutil.copyfile(source, os.path.join(partial, file))
+        Path(partial, "README.md").write_text(hub.card(host, name, differences), encoding="utf-8")
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    shown = "  ".join(f"{key} {value:.3g}" for key, value in (differences or {}).items())
+    print(f"   {name.removesuffix('.0')}  {folder}  {shown or 'the adapter'}", flush=True)
+    return differences or {}
+
+
+def save_merged(host: Host, name: str, folder: str) -> None:
+    """Saves the merged model, with its padding token and the tokens that end a completion."""
+    from transformers import GenerationConfig
+
+    from pipeline.models.base import load_base
+    from pipeline.models.tokenizer import eos_ids
+
+    model, tokenizer = replace(host.job.model, load_in_4bit=False), host.tokenizer
+    base = load_base(model, tokenizer if name != "policy" else None, host.device)
+    merged = merge(base, host.input(name), model.dtype)
+    merged.config.pad_token_id = merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if merged.can_generate():
+        merged.generation_config = GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=eos_ids(tokenizer, merged.generation_config),
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    merged.save_pretrained(folder)
 
 
 def merge(base: Any, adapter: str, dtype: str) -> Any:
@@ -134,40 +137,20 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
     return model.unload().to(getattr(torch, dtype))
 
 
-def describe(model: Any, tokenizer: Any) -> None:
-    """Sets how to pad, and which tokens end a completion."""
-    from transformers import GenerationConfig
-
-    from pipeline.models.tokenizer import eos_ids
-
-    model.config.pad_token_id = model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    if model.can_generate():
-        ends = eos_ids(tokenizer, model.generation_config)
-        model.generation_config = GenerationConfig(
-            bos_token_id=tokenizer.bos_token_id, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
-        )
-
-
 # ------------------------------------------------------------------------------------------- the comparison
 
 
-def probes(host: Host) -> list[list[int]]:
-    """Returns token ids of the PROBES, as the chat template writes them."""
+def probes(host: Host) -> tuple[list[list[int]], int]:
+    """Returns the token ids of the PROBES, as the chat template writes them, and the maximum length of a completion."""
     encode = host.tokenizer.apply_chat_template
     turns = ([{"role": "user", "content": text}] for text in PROBES)
-    return [[*encode(one, add_generation_prompt=True, return_dict=False)] for one in turns]
-
-
-def completion_length(host: Host, rows: list[list[int]]) -> int:
-    """Returns the maximum number of new tokens: the job's, or what the context leaves after the probes."""
-    context = host.work.base["context_length"]
-    most = host.job.args.response_length
-    return min(most, context - max(map(len, rows))) if context else most
+    rows = [[*encode(one, add_generation_prompt=True, return_dict=False)] for one in turns]
+    context, most = host.work.base["context_length"], host.job.args.response_length
+    return rows, min(most, context - max(map(len, rows))) if context else most
 
 
 def expectations(host: Host, name: str) -> list[Any]:
     """Returns what the adapter on its frozen base answers to each probe: a greedy completion, or a score."""
-
     from pipeline.inference.decoder import SlotDecoder
     from pipeline.inference.rows import Sampling
     from pipeline.models.tokenizer import eos_ids
@@ -176,13 +159,12 @@ def expectations(host: Host, name: str) -> list[Any]:
     work = replace(host.work, job=replace(host.job, model=replace(host.job.model, load_in_4bit=False)))
     shared = roles.shared_base(Host(work))
     shared.add("exported", folder=host.input(name), head=name != "policy")
-    rows = probes(host)
+    rows, length = probes(host)
     if name != "policy":
         return [shared.score("exported", row) for row in rows]
     ends = tuple(eos_ids(host.tokenizer, shared.base.generation_config))
-    greedy = Sampling(completion_length(host, rows), ends, temperature=0.0)
     decoder = SlotDecoder(shared, 1, host.tokenizer.pad_token_id)
-    return decoder.generate("exported", rows, range(len(rows)), greedy)
+    return decoder.generate("exported", rows, range(len(rows)), Sampling(length, ends, temperature=0.0))
 
 
 def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str, float]:
@@ -191,58 +173,39 @@ def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str
     import transformers
 
     dtype = host.job.model.dtype
-    kind = "AutoModelForCausalLM" if name == "policy" else "AutoModelForSequenceClassification"
-    model = getattr(transformers, kind).from_pretrained(
+    auto = "AutoModelForCausalLM" if name == "policy" else "AutoModelForSequenceClassification"
+    model = getattr(transformers, auto).from_pretrained(
         folder, dtype=getattr(torch, dtype), trust_remote_code=host.job.model.trust_remote_code
     )
     model = model.to(host.device).eval()
+
+    def batch(ids: list[int]) -> dict[str, Any]:
+        row = torch.tensor([ids], device=model.device)
+        return {"input_ids": row, "attention_mask": torch.ones_like(row)}
+
+    rows, length = probes(host)
     score_limit, text_limit = TOLERANCE[dtype]
-    if name != "policy":
-        differences = [_score(model, row) - score for row, score in zip(probes(host), expected, strict=True)]
-        worst = max(abs(d) / max(1.0, abs(s)) for d, s in zip(differences, expected, strict=True))
-        if not worst <= score_limit:
-            raise Failure(
-                f"the exported reward differs from the adapter by {worst:.3g} (limit {score_limit:g}); nothing was exported"
-            )
-        return {"largest_score_difference": worst}
-    pairs = list(zip(probes(host), expected, strict=True))
-    same = [_greedy(host, model, row) == completion.tokens for row, completion in pairs]
-    apart = max(
-        abs(_logprob(model, row, completion.tokens) - sum(completion.logprobs)) / len(completion.tokens)
-        for row, completion in pairs
-    )
-    if not apart <= text_limit or (dtype == "float32" and not all(same)):
+    with torch.no_grad():
+        if name != "policy":
+            scores = [model(**batch(row)).logits.float().item() for row in rows]
+            pairs = list(zip(scores, expected, strict=True))
+            worst = max(abs(score - known) / max(1.0, abs(known)) for score, known in pairs)
+            if not worst <= score_limit:
+                raise Failure(
+                    f"the exported reward differs from the adapter by {worst:.3g} (limit {score_limit:g}); nothing was exported"
+                )
+            return {"largest_score_difference": worst}
+        same, differences = 0, []
+        for row, known in zip(rows, expected, strict=True):
+            written = model.generate(**batch(row), do_sample=False, max_new_tokens=length)
+            same += written[0, len(row) :].tolist() == known.tokens
+            logprobs = model(**batch(row + known.tokens)).logits.float()[0, len(row) - 1 : -1].log_softmax(-1)
+            chosen = logprobs.gather(-1, torch.tensor(known.tokens, device=model.device)[:, None])
+            differences.append(abs(chosen.sum().item() - sum(known.logprobs)) / len(known.tokens))
+    apart = max(differences)
+    if not apart <= text_limit or (dtype == "float32" and same < len(rows)):
         raise Failure(
-            f"the exported policy differs from the adapter: {sum(same)} of {len(same)} greedy completions are equal, log-probs "
+            f"the exported policy differs from the adapter: {same} of {len(rows)} greedy completions are equal, log-probs "
             f"differ by {apart:.3g} per token (limit {text_limit:g}); nothing was exported"
         )
-    return {"same_greedy_completions": sum(same) / len(same), "largest_logprob_difference": apart}
-
-
-def _score(model: Any, row: list[int]) -> float:
-    import torch
-
-    ids = torch.tensor([row], device=model.device)
-    with torch.no_grad():
-        return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float().item()
-
-
-def _greedy(host: Host, model: Any, row: list[int]) -> list[int]:
-    import torch
-
-    ids = torch.tensor([row], device=model.device)
-    most = completion_length(host, probes(host))
-    out = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most
-    )
-    return out[0, len(row) :].tolist()
-
-
-def _logprob(model: Any, row: list[int], completion: list[int]) -> float:
-    """Returns the log-prob of a completion: the sum over its tokens, in nats."""
-    import torch
-
-    ids = torch.tensor([row + completion], device=model.device)
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits.float()[0, len(row) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, ids[0, len(row) :, None]).sum().item()
+    return {"same_greedy_completions": same / len(rows), "largest_logprob_difference": apart}

@@ -27,165 +27,14 @@ from pipeline.runtime.host import Host
 from pipeline.system import deadline, storage
 from pipeline.system.credentials import without_credentials
 
+CARD = Path(__file__).with_name("card.jinja")
 MADE_HERE = "rlhf-pipeline"  # the tag by which a push recognizes a repository of an earlier export
-TOKENS = "https://huggingface.co/settings/tokens"
+MAKE_TOKEN = (
+    "make one with write access at https://huggingface.co/settings/tokens, then `export HF_TOKEN=...`"
+)
 CARD_LINES = 24  # lines of the model card that a dry run shows
-ASK = """\
-messages = [{"role": "user", "content": "What is the capital of Peru?"}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-completion = model.generate(**inputs, do_sample=False, max_new_tokens=128)
-print(tokenizer.decode(completion[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
-SCORE = """\
-messages = [{"role": "user", "content": "What is the capital of Peru?"}, {"role": "assistant", "content": "Lima."}]
-inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
-print(model(**inputs).logits.item())"""
-# How to use a folder, by kind: the class of transformers, and Python that asks the model.
-USE = {"policy": ("AutoModelForCausalLM", ASK), "reward": ("AutoModelForSequenceClassification", SCORE)}
-# How to load it: {(kind, merged): Python}.
-LOAD = {
-    ("policy", True): 'model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")',
-    ("reward", True): """\
-# It has one label: the score
-model = AutoModelForSequenceClassification.from_pretrained(FOLDER, dtype="auto")""",
-    ("policy", False): """\
-base = AutoModelForCausalLM.from_pretrained(BASE, dtype="auto")
-model = PeftModel.from_pretrained(base, FOLDER)""",
-    ("reward", False): """\
-base = AutoModelForSequenceClassification.from_pretrained(BASE, num_labels=1, dtype="float32")  # bfloat16 rounds scores
-base.config.pad_token_id = tokenizer.pad_token_id
-model = PeftModel.from_pretrained(base, FOLDER)  # with the adapter comes its scalar head""",
-}
 
 # ---------------------------------------------------------------------------------------------------- the card
-
-
-def card(host: Host, name: str, compared: dict[str, float] | None = None) -> str:
-    """Returns the README.md for the input `name` (`policy` or `reward.0`) of an export job.
-
-    Args:
-        compared: differences of the merged model, loaded back, from the adapter, or None if the folder holds the adapter.
-    """
-    kind, base = name.removesuffix(".0"), host.work.base
-    uri, reference = registry.tracking_uri(host.job), host.work.inputs[name]
-    tags = registry.version(reference, uri)["tags"] if Ref.parse(reference).version else {}
-    figures = {k: v for k, v in tags.items() if k.startswith("eval_")}
-    repo, made_from = host.job.args.hub_model_id, list(ancestors(reference, uri))
-    title = repo or reference.removeprefix("models:/")
-    if compared is not None:
-        what = f"merged into {base['name_or_path']} ({host.job.model.dtype}), loadable in plain transformers."
-    else:
-        what = (
-            f"{'with a scalar head ' if kind == 'reward' else ''}on {base['name_or_path']}, loadable in plain peft. In a job of "
-            f"this pipeline on the same base: `{kind}: {title}`."
-        )
-    if registry.parameters(reference, uri).get("model.load_in_4bit") == "True":
-        what += " Its base was in 4 bits (nf4) in training."
-    auto, ask = USE[kind]
-    code = "\n".join(
-        [
-            *(["from peft import PeftModel"] if compared is None else []),
-            f"from transformers import {auto}, AutoTokenizer\n\ntokenizer = AutoTokenizer.from_pretrained(FOLDER)",
-            LOAD[kind, compared is not None],
-            ask,
-        ]
-    ).replace("FOLDER", f'"{repo or "."}"')
-    revision = f", revision `{base['revision']}`" if base["revision"] else ""
-    lines = [
-        f"# {title}",
-        "",
-        f"A {kind} model: a LoRA adapter {what}",
-        "",
-        "```python",
-        code.replace("BASE", f'"{base["name_or_path"]}"'),
-        "```",
-        "",
-        "## Lineage",
-        "",
-        f"base `{base['name_or_path']}`{revision}",
-        f"(`{base['digest']}`)",
-        "",
-        *(line for one in made_from for line in _shown(one)),
-        "",
-        "## Evaluation, when it was registered",
-        "",
-        *([f"- {k}: {v}" for k, v in sorted(figures.items())] or ["none is recorded"]),
-        "",
-    ]
-    if compared is not None:
-        differences = ", ".join(f"{k.replace('_', ' ')} {v:.3g}" for k, v in compared.items())
-        checked = "Loaded back with plain transformers and compared with the adapter on its base"
-        lines += ["## Checked at export", "", f"{checked}: {differences}.", ""]
-    lines += [
-        "## License",
-        "",
-        f"These weights are a derivative of `{base['name_or_path']}`. Its license and use policy apply to them, and so may the "
-        'licenses of the data above. (Models built on Llama carry Llama in their name and the notice "Built with Llama".)',
-        "",
-    ]
-    return f"---\n{_metadata(host, kind, compared is not None, figures, made_from)}\n---\n" + "\n".join(lines)
-
-
-def _metadata(
-    host: Host, kind: str, merged: bool, figures: dict[str, str], made_from: "list[Ancestor]"
-) -> str:
-    """Returns the card's metadata as YAML: library, base, datasets, metrics, tags."""
-    from huggingface_hub import EvalResult, ModelCardData
-
-    base, uri = host.work.base["name_or_path"], registry.tracking_uri(host.job)
-    title = host.job.args.hub_model_id or host.work.inputs["policy" if kind == "policy" else "reward.0"]
-    on_hub = hub.is_reference(base) and not hub.local(base).is_dir()  # the hub rejects a folder as base
-    task = "text-generation" if kind == "policy" else "text-classification"
-    stages = [str(one.facts["stage"]) for one in made_from if "stage" in one.facts]
-    parameters = [registry.parameters(one.reference, uri) for one in made_from]
-    rows = [value for found in parameters for key, value in found.items() if key.startswith("data.train")]
-    datasets = [found["repo"] for value in rows if (found := DATA_SET.fullmatch(value))]
-    results = [
-        EvalResult(
-            task_type=task,
-            dataset_type="held-out",
-            dataset_name="held-out rows",
-            metric_type=key.removeprefix("eval_"),
-            metric_value=float(value),
-        )
-        for key, value in sorted(figures.items())
-    ]
-    tags = [
-        MADE_HERE,
-        "trl",
-        "lora",
-        *dict.fromkeys(stages),
-        *["reward-model"] * (kind == "reward"),
-        *["merged"] * merged,
-    ]
-    data = ModelCardData(
-        library_name="transformers" if merged else "peft",
-        pipeline_tag=task,
-        base_model=base if on_hub else None,
-        base_model_relation=("finetune" if merged else "adapter") if on_hub else None,
-        datasets=list(dict.fromkeys(datasets)) or None,
-        tags=tags,
-        model_name=title if results else None,
-        eval_results=results or None,
-        **_license(base, host.job.model.revision),
-    )
-    return data.to_yaml()
-
-
-def _license(base: str, revision: str | None) -> dict[str, Any]:
-    """Returns the license of the base, as its card names it."""
-    from huggingface_hub import ModelCard
-
-    data: Any = {}
-    try:
-        path = hub.base_file(base, "README.md", revision)
-        if path:
-            data = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
-    except (InputError, ValueError, OSError):  # the Hub is unreachable, or has no card
-        pass
-    if not data.get("license"):
-        return {"license": "other", "license_name": "that-of-the-base-model"}
-    keys = ("license", "license_name", "license_link")
-    return {key: str(data.get(key)) for key in keys if data.get(key)}
 
 
 class Ancestor(NamedTuple):
@@ -197,6 +46,77 @@ class Ancestor(NamedTuple):
     role: str = ""  # in its child: policy, reward, ...
 
 
+def card(host: Host, name: str, differences: dict[str, float] | None = None) -> str:
+    """Returns the README.md for the input `name` (`policy` or `reward.0`) of an export job.
+
+    Args:
+        differences: of the merged model, loaded back, from the adapter, or None if the folder holds the adapter.
+    """
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+    kind, base, model = name.removesuffix(".0"), host.work.base, host.job.model
+    uri, reference = registry.tracking_uri(host.job), host.work.inputs[name]
+    tags = registry.version(reference, uri)["tags"] if Ref.parse(reference).version else {}
+    figures = {key: value for key, value in sorted(tags.items()) if key.startswith("eval_")}
+    repo, made_from = host.job.args.hub_model_id, list(ancestors(reference, uri))
+    parameters = [registry.parameters(one.reference, uri) for one in made_from]
+    rows = [value for found in parameters for key, value in found.items() if key.startswith("data.train")]
+    datasets = dict.fromkeys(found["repo"] for value in rows if (found := DATA_SET.fullmatch(value)))
+    stages = dict.fromkeys(str(one.facts["stage"]) for one in made_from if "stage" in one.facts)
+    task, merged = "text-generation" if kind == "policy" else "text-classification", differences is not None
+    extra = ["reward-model"] * (kind == "reward") + ["merged"] * merged
+    path = base["name_or_path"]
+    on_hub = hub.is_reference(path) and not hub.local(path).is_dir()  # the hub rejects a folder as base
+    title = repo or reference.removeprefix("models:/")
+    data = ModelCardData(
+        library_name="transformers" if merged else "peft",
+        pipeline_tag=task,
+        base_model=path if on_hub else None,
+        base_model_relation=("finetune" if merged else "adapter") if on_hub else None,
+        datasets=list(datasets) or None,
+        tags=[MADE_HERE, "trl", "lora", *stages, *extra],
+        model_name=(repo or reference) if figures else None,
+        eval_results=[
+            EvalResult(task, "held-out", "held-out rows", key.removeprefix("eval_"), float(value))
+            for key, value in figures.items()
+        ]
+        or None,
+        **_license(path, model.revision),
+    )
+    made = ModelCard.from_template(
+        data,
+        str(CARD),
+        title=title,
+        kind=kind,
+        base=base,
+        dtype=model.dtype,
+        folder=repo or ".",
+        in_4_bits=parameters[0].get("model.load_in_4bit") == "True",
+        ancestors=made_from,
+        figures=figures,
+        differences=differences,
+        count=count,
+        most_frequent=most_frequent,
+    )
+    return f"{made}\n"
+
+
+def _license(base: str, revision: str | None) -> dict[str, Any]:
+    """Returns the license of the base, as its card names it."""
+    from huggingface_hub import ModelCard
+
+    data: Any = {}
+    try:
+        if path := hub.base_file(base, "README.md", revision):
+            data = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
+    except (InputError, ValueError, OSError):  # the Hub is unreachable, or has no card
+        pass
+    if not data.get("license"):
+        return {"license": "other", "license_name": "that-of-the-base-model"}
+    keys = ("license", "license_name", "license_link")
+    return {key: str(data.get(key)) for key in keys if data.get(key)}
+
+
 def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Iterator[Ancestor]:
     """Yields a version and its ancestors, each before its parents."""
     facts: dict[str, Any] = {}
@@ -206,22 +126,6 @@ def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Itera
     yield Ancestor(reference, facts, depth, role)
     for name, parent in facts.get("parents", {}).items():
         yield from ancestors(parent, uri, depth + 1, name.removesuffix(".0"))
-
-
-def _shown(one: Ancestor) -> list[str]:
-    """Returns a card's lines about an ancestor: data digests, sources of rows, libraries."""
-    indent = "    " * one.depth
-    lines = [f"{indent[2:]}- as its {one.role}:"] if one.depth else []
-    if Ref.parse(one.reference).is_function:
-        return [*lines, f"{indent}- `{one.reference}`"]
-    data = ", ".join(f"{name} `sha256:{digest[:16]}`" for name, digest in one.facts.get("data", {}).items())
-    stage = one.facts.get("stage", "unknown stage")
-    lines.append(f"{indent}- `{one.reference}` ({stage}): data {data or 'unknown'}")
-    rows_from = most_frequent(one.facts.get("rows_from", {}), 8)
-    lines += [f"{indent}  - {count(rows)} from `{version}`" for version, rows in rows_from.items()]
-    if not one.depth and "versions" in one.facts:
-        lines.append("  made with " + ", ".join(f"{k} {v}" for k, v in one.facts["versions"].items()))
-    return lines
 
 
 # ---------------------------------------------------------------------------------------------------- the push
@@ -238,26 +142,27 @@ def check(job: Job) -> str | None:
     """
     if not job.args.push_to_hub:
         return None
-    token = os.environ.get("HF_TOKEN", "").strip()
-    if not token:
-        raise InputError(
-            f"HF_TOKEN is not set; make a token with write access at {TOKENS}, then `export HF_TOKEN=...`",
-            "trainer.push_to_hub",
-        )
+    if not os.environ.get("HF_TOKEN", "").strip():
+        raise InputError(f"HF_TOKEN is not set; {MAKE_TOKEN}", "trainer.push_to_hub")
     try:
-        return deadline.answer(_replaced, job, token)  # type: ignore[no-any-return]
+        return deadline.answer(_replaced, job)  # type: ignore[no-any-return]
     except InputError:
         raise
     except Exception as error:  # the HTTP client raises its own types
         raise InputError(_explained(job, error), "trainer.push_to_hub") from error
 
 
-def _replaced(job: Job, token: str) -> str | None:
-    from huggingface_hub import HfApi, ModelCard
+def _api() -> Any:
+    from huggingface_hub import HfApi
+
+    return HfApi(token=os.environ["HF_TOKEN"].strip())
+
+
+def _replaced(job: Job) -> str | None:
+    from huggingface_hub import ModelCard
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    api: Any = HfApi(token=token)
-    repo = job.args.hub_model_id
+    api, repo = _api(), job.args.hub_model_id
     api.whoami()
     try:
         if job.args.hub_private_repo and not api.repo_info(repo).private:
@@ -271,8 +176,8 @@ def _replaced(job: Job, token: str) -> str | None:
     files = {file.rfilename for file in found.siblings or []} - {".gitattributes"}
     tags: list[str] = []
     if "README.md" in files:
-        card = Path(api.hf_hub_download(repo, "README.md", revision=found.sha))
-        text = card.read_text(encoding="utf-8", errors="replace")
+        path = Path(api.hf_hub_download(repo, "README.md", revision=found.sha))
+        text = path.read_text(encoding="utf-8", errors="replace")
         try:
             tags = ModelCard(text, ignore_metadata_errors=True).data.get("tags") or []
         except Exception:  # damaged YAML: no export wrote this card
@@ -295,49 +200,41 @@ def push(job: Job, result: dict[str, Any], before: str | None) -> dict[str, Any]
     Raises:
         Failure: if the hub rejects it, or stops answering.
     """
-    kind = "policy" if job.policy else "reward"
+    from huggingface_hub import constants
+
+    kind, repo, branch = "policy" if job.policy else "reward", job.args.hub_model_id, job.args.hub_revision
     if kind not in result["exported"]:
         raise InputError(
             f"{result['name']!r} exported no {kind}; set run.fresh=true or another run.name", key="run.name"
         )
     folder = result["exported"][kind]["folder"]
+    address = f"{constants.ENDPOINT}/{repo}, branch {branch or 'main'}"
     if not job.args.push_to_hub:
-        _print_dry_run(job, folder)
+        _print_dry_run(job, folder, address)
         return result
-    print(f"pushing {folder} to {_address(job)}", flush=True)
+    print(f"pushing {folder} to {address}", flush=True)
+    api = _api()
     try:
-        commit = _send(job, folder, result["name"], before)
-    except Exception as error:  # the HTTP client and the uploader raise their own types
-        again = f"the same command with run.name={result['name']} continues without merging again"
-        raise Failure(f"{_explained(job, error)}; {again}") from error
-    print(f"   {_address(job)}  commit {commit[:12]}", flush=True)
-    where = {"repo_id": job.args.hub_model_id, "revision": job.args.hub_revision or "main", "commit": commit}
-    result = result | {"hub": where}
-    storage.write_json(storage.join(result["folder"], "result.json"), result)
-    return result
-
-
-def _send(job: Job, folder: str, run: str, before: str | None) -> str:
-    """Creates repository and branch if necessary, and replaces their files with the folder's. Returns the commit."""
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=os.environ["HF_TOKEN"].strip())
-    repo, branch = job.args.hub_model_id, job.args.hub_revision
-    if before is None:
-        api.create_repo(repo, private=job.args.hub_private_repo, exist_ok=True)
-        if branch:
-            api.create_branch(repo, branch=branch, exist_ok=True)
-        before = api.repo_info(repo, revision=branch).sha
-    return str(
-        api.upload_folder(
+        if before is None:
+            api.create_repo(repo, private=job.args.hub_private_repo, exist_ok=True)
+            if branch:
+                api.create_branch(repo, branch=branch, exist_ok=True)
+            before = api.repo_info(repo, revision=branch).sha
+        commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
             revision=branch,
             parent_commit=before,  # the Hub rejects the push if another one came in between
             delete_patterns="*",  # an adapter of an earlier push would be loaded onto merged weights
-            commit_message=f"{'Merged model' if job.args.merge else 'Adapter'} from {run}",
+            commit_message=f"{'Merged model' if job.args.merge else 'Adapter'} from {result['name']}",
         ).oid
-    )
+    except Exception as error:  # the HTTP client and the uploader raise their own types
+        again = f"the same command with run.name={result['name']} continues without merging again"
+        raise Failure(f"{_explained(job, error)}; {again}") from error
+    print(f"   {address}  commit {commit[:12]}", flush=True)
+    result = result | {"hub": {"repo_id": repo, "revision": branch or "main", "commit": str(commit)}}
+    storage.write_json(storage.join(result["folder"], "result.json"), result)
+    return result
 
 
 def _explained(job: Job, error: Exception) -> str:
@@ -347,9 +244,8 @@ def _explained(job: Job, error: Exception) -> str:
     repo, found = job.args.hub_model_id, without_credentials(in_brief(error))
     changed = f"{repo} was changed by another push, and nothing was replaced"
     known = {
-        401: f"the hub does not know this HF_TOKEN; make one with write access at {TOKENS}, then `export HF_TOKEN=...`",
-        403: f"the account of this HF_TOKEN may not write to {repo}: use a token with write access to "
-        f"{repo.partition('/')[0]!r} ({TOKENS}), or another owner in trainer.hub_model_id",
+        401: f"the hub does not know this HF_TOKEN; {MAKE_TOKEN}",
+        403: f"the account of this HF_TOKEN may not write to {repo}; {MAKE_TOKEN}, or set another owner",
         409: changed,
         412: changed,
     }
@@ -360,20 +256,20 @@ def _explained(job: Job, error: Exception) -> str:
     return f"the hub cannot be reached ({found})" if unreachable else f"the upload failed ({found})"
 
 
-def _print_dry_run(job: Job, folder: str) -> None:
+def _print_dry_run(job: Job, folder: str, address: str) -> None:
     """Prints what a push would do, without contacting the hub."""
     text = Path(folder, "README.md").read_text(encoding="utf-8")
-    sizes = {one.name: one.stat().st_size for one in sorted(os.scandir(folder), key=lambda one: one.name)}
+    sizes = {one.name: one.stat().st_size for one in sorted(Path(folder).iterdir())}
     width = max(map(len, sizes))
     visibility = "private" if job.args.hub_private_repo else "public"
     owner, token = job.args.hub_model_id.partition("/")[0], "set" if os.environ.get("HF_TOKEN") else "not set"
     lines = [
         "",
         "dry run: nothing was sent. With trainer.push_to_hub=true this goes",
-        f"   to     {_address(job)}, {visibility} if it has to be made",
+        f"   to     {address}, {visibility} if it has to be made",
         f"   as     a user who may write to {owner!r}: HF_TOKEN, which is {token}",
         f"   in     {len(sizes)} files, {tqdm.format_sizeof(sum(sizes.values()), 'B')}",
-        *(f"          {name:{width}}  {tqdm.format_sizeof(count, 'B'):>8}" for name, count in sizes.items()),
+        *(f"          {name:{width}}  {tqdm.format_sizeof(size, 'B'):>8}" for name, size in sizes.items()),
         "   under  the card",
         *(f"          {line}" for line in text.splitlines()[:CARD_LINES]),
     ]
@@ -381,9 +277,3 @@ def _print_dry_run(job: Job, folder: str) -> None:
         base = job.model.name_or_path
         lines.append(f"warning: the base is a folder, {base}: others cannot load an adapter on it")
     print("\n".join(lines), flush=True)
-
-
-def _address(job: Job) -> str:
-    from huggingface_hub import constants
-
-    return f"{constants.ENDPOINT}/{job.args.hub_model_id}, branch {job.args.hub_revision or 'main'}"

@@ -81,8 +81,8 @@ class Source:
         return next((kind for kind, stage in READER.items() if stage in self.stages), "")
 
 
-def run(path: str, options: list[str]) -> list[Path]:
-    """Writes jobs/NAME, and prints what to run next. Returns the paths of the jobs.
+def run(path: str, options: list[str]) -> None:
+    """Writes jobs/NAME, and prints what to run next.
 
     Args:
         path: path of a file, a folder, or a dataset.
@@ -117,12 +117,11 @@ def run(path: str, options: list[str]) -> list[Path]:
     for source in sources:
         readers = ", ".join(source.stages) or f"no stage; its columns are {', '.join(some(source.first))}"
         print(f"  {source.path}: {source.kind or 'skipped'}, read by {readers}")
-    jobs = with_lengths(folder, with_template(folder, jobs))
+    set_lengths(folder, jobs)
     if "evaluate" in jobs:
-        jobs |= with_prompts(folder, jobs, any(source.for_eval for source in chosen(sources, "ppo")))
+        set_prompts(folder, jobs, any(source.for_eval for source in chosen(sources, "ppo")))
     write(folder, jobs)
     print_next(folder, jobs)
-    return [folder / f"{job}.yaml" for job in jobs]
 
 
 def write(folder: Path, jobs: dict[str, str]) -> None:
@@ -346,51 +345,44 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
 # ---- chat template, lengths and held-out prompts -----------------------------------------------------------------
 
 
-def with_template(folder: Path, jobs: dict[str, str]) -> dict[str, str]:
-    """Returns the jobs with the built-in chat template if a stage reads messages and the base has no template.
+def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
+    """Sets the smallest lengths, in steps of 64 tokens, that 99 % of the first rows fit into.
 
-    Plain text then becomes messages in every job, so that policy and reward model see one format.
+    If a stage reads messages and the base has no chat template, all jobs get the built-in one: plain text then becomes messages
+    too, so that policy and reward model see one format. If the tokenizer or rows cannot be read, prints why and keeps the
+    lengths of the profile.
     """
-    with contextlib.suppress(InputError):  # with_lengths prints the error
-        for stage in (stage for stage in TAKES if stage in jobs):
-            job = loaded(folder, stage)
-            if text_as_chat(tokenizer_of(job), job.data.apply_chat_template):
-                return jobs
-            if any(not isinstance(record.prompt, str) for _, record in first_records(job)):
-                jobs = {job: with_key(text, "model.chat_template", "plain") for job, text in jobs.items()}
-                write(folder, jobs)
-                return jobs
-    return jobs
-
-
-def with_lengths(folder: Path, jobs: dict[str, str]) -> dict[str, str]:
-    """Returns the jobs with the smallest lengths, in steps of 64 tokens, that 99 % of the first rows fit into.
-
-    If the tokenizer cannot be loaded or rows cannot be read, prints why and keeps the lengths of the profile.
-    """
-    sizes = {}
+    sizes, warnings = {}, []
     for stage in (stage for stage in TAKES if stage in jobs):
         try:
-            sizes[stage] = longest(loaded(folder, stage))
-        except InputError as error:
-            print(f"warning: {stage} keeps the lengths of the profile: {error}")
-    completions = max((sizes[stage][1] for stage in ("sft", "rm", "kto") if stage in sizes), default=0)
-    made = {}
-    for job, text in jobs.items():
-        if (stage := ROWS_OF.get(job, job)) in sizes:
-            prompt, completion, room = sizes[stage]
-            if stage == "ppo":  # completions are not part of data.max_length
-                answer = -(-completions // 16) * 16 or yaml.safe_load(text)["trainer"]["response_length"]
-                answer = min(answer, room // 2)
-                text = with_key(text, "trainer.response_length", answer, "tokens of a completion")
-                room -= answer
-            wanted = -(-(prompt + completion) // 64) * 64
-            fits = (
-                "99 % of the first rows fit" if wanted <= room else "the model's context; longer rows exist"
+            job = loaded(folder, stage)
+            model, records = job.model, [*first_records(job)]
+            tokenizer = load_tokenizer(
+                model.name_or_path, model.revision, model.chat_template, model.trust_remote_code
             )
-            text = with_key(text, "data.max_length", min(wanted, room), f"tokens; {fits}")
-        made[job] = text
-    return made
+            as_chat = text_as_chat(tokenizer, job.data.apply_chat_template)
+            if not as_chat and any(not isinstance(record.prompt, str) for _, record in records):
+                jobs |= {name: with_key(text, "model.chat_template", "plain") for name, text in jobs.items()}
+                write(folder, jobs)
+                set_lengths(folder, jobs)
+                return
+            sizes[stage] = longest(job, tokenizer, as_chat, records)
+        except InputError as error:
+            warnings.append(f"warning: {stage} keeps the lengths of the profile: {error}\n")
+    print(*warnings, sep="", end="")
+    completions = max((sizes[stage][1] for stage in ("sft", "rm", "kto") if stage in sizes), default=0)
+    for job_name, text in jobs.items():
+        if (stage := ROWS_OF.get(job_name, job_name)) not in sizes:
+            continue
+        prompt, completion, room = sizes[stage]
+        if stage == "ppo":  # completions are not part of data.max_length
+            answer = -(-completions // 16) * 16 or yaml.safe_load(text)["trainer"]["response_length"]
+            answer = min(answer, room // 2)
+            text = with_key(text, "trainer.response_length", answer, "tokens of a completion")
+            room -= answer
+        wanted = -(-(prompt + completion) // 64) * 64
+        fits = "99 % of the first rows fit" if wanted <= room else "the model's context; longer rows exist"
+        jobs[job_name] = with_key(text, "data.max_length", min(wanted, room), f"tokens; {fits}")
 
 
 def loaded(folder: Path, stage: str) -> Job:
@@ -398,21 +390,14 @@ def loaded(folder: Path, stage: str) -> Job:
     return load_job(folder / f"{stage}.yaml", ["reward=models:/any/1"] if stage == "ppo" else [], stage)
 
 
-def tokenizer_of(job: Job) -> Any:
-    model = job.model
-    return load_tokenizer(model.name_or_path, model.revision, model.chat_template, model.trust_remote_code)
-
-
-def longest(job: Job) -> tuple[int, int, int]:
+def longest(
+    job: Job, tokenizer: Any, as_chat: bool, records: list[tuple[Kind, Record]]
+) -> tuple[int, int, int]:
     """Returns how many tokens cover 99 % of the prompts, how many cover 99 % of the completions, and the model's context."""
-    tokenizer = tokenizer_of(job)
     context = context_length(base_config(job.model.name_or_path, job.model.revision)) or 1 << 20
-    as_chat = text_as_chat(tokenizer, job.data.apply_chat_template)
-    examples = []
-    for kind, found in itertools.groupby(first_records(job), key=itemgetter(0)):
-        encoder = Encoder(
-            tokenizer, kind, context, "truncate", as_chat, eos_ids(tokenizer), job.data.special_tokens
-        )
+    ends, special, examples = eos_ids(tokenizer), job.data.special_tokens, []
+    for kind, found in itertools.groupby(records, key=itemgetter(0)):
+        encoder = Encoder(tokenizer, kind, context, "truncate", as_chat, ends, special)
         outcomes = itertools.chain.from_iterable(encoder.encode([record for _, record in found]))
         examples += [outcome for outcome in outcomes if isinstance(outcome, Example)]
     if not examples:
@@ -447,8 +432,8 @@ def unlabeled(one: Preprocess) -> Preprocess:
     return replace(one, columns=columns)
 
 
-def with_prompts(folder: Path, jobs: dict[str, str], have_eval: bool) -> dict[str, str]:
-    """Returns the evaluate job on ppo's held-out prompts, and the iterate job with at most as many prompts as there are.
+def set_prompts(folder: Path, jobs: dict[str, str], have_eval: bool) -> None:
+    """Makes evaluate read ppo's held-out prompts, and limits the prompts of an iterate job to those that there are.
 
     Args:
         have_eval: whether the rows come with prompts for evaluation, which the evaluate job names already.
@@ -456,19 +441,17 @@ def with_prompts(folder: Path, jobs: dict[str, str], have_eval: bool) -> dict[st
     job = loaded(folder, "ppo")
     data: Any = job.data
     prompts = {record.prompt_content(): record.prompt for _, record in first_records(job)}
-    made = {"evaluate": jobs["evaluate"]}
     if "iterate" in jobs:
-        drawn = re.compile(r"num_prompts: (\d+)")
-        made["iterate"] = drawn.sub(
-            lambda found: found[0] if int(found[1]) <= len(prompts) else "num_prompts: null", jobs["iterate"]
-        )
-    if not have_eval:
-        away = [prompt for content, prompt in prompts.items() if held_out(content, data)][:EVAL_PROMPTS]
-        path = folder / "eval_prompts.jsonl"
-        lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in away]
-        path.write_text("".join(lines), encoding="utf-8")
-        made["evaluate"] = with_key(jobs["evaluate"], "data.eval", str(path))
-        if job.data.columns:  # these are the source's columns; the new file has `prompt`
-            made["evaluate"] = with_key(made["evaluate"], "data.columns", None)
-        print(f"  {path}: {len(away)} prompts that ppo holds out, for evaluate")
-    return made
+        drawn = re.search(r"num_prompts: (\d+)", jobs["iterate"])
+        if drawn and int(drawn[1]) > len(prompts):
+            jobs["iterate"] = jobs["iterate"].replace(drawn[0], "num_prompts: null")
+    if have_eval:
+        return
+    away = [prompt for content, prompt in prompts.items() if held_out(content, data)][:EVAL_PROMPTS]
+    path = folder / "eval_prompts.jsonl"
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in away]
+    path.write_text("".join(lines), encoding="utf-8")
+    jobs["evaluate"] = with_key(jobs["evaluate"], "data.eval", str(path))
+    if data.columns:  # these are the source's columns; the new file has `prompt`
+        jobs["evaluate"] = with_key(jobs["evaluate"], "data.columns", None)
+    print(f"  {path}: {len(away)} prompts that ppo holds out, for evaluate")

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline import registry, report
 from pipeline.commands import collect
-from pipeline.config import Job, libraries
+from pipeline.config import libraries
 from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError
 from pipeline.iteration import plan as plans
@@ -24,14 +24,8 @@ from pipeline.on_ray.session import session
 from pipeline.references import Ref
 from pipeline.runtime import resume
 from pipeline.runtime.host import Work
-from pipeline.runtime.inputs import (
-    by_version,
-    check_columns,
-    check_paths,
-    pin_inputs,
-    room_for_prompts,
-)
-from pipeline.runtime.preparation import check_models, ray_for_rows, tokenize
+from pipeline.runtime.inputs import by_version, check_paths, pin_inputs, room_for_prompts
+from pipeline.runtime.preparation import check_models, tokenize
 from pipeline.system import console, storage
 
 
@@ -58,11 +52,10 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
         registry.check(plan.jobs[plan.train])
     essence = plan.essence()  # with the aliases that the job names
     plan, inputs = pinned(plan, left)
-    first = plan.jobs[plan.train]
     with libraries.asked(*plan.jobs.values()) as check_libraries:
         with console.waiting("checking the models"):
             works = check_steps(plan, inputs)
-        with session(first):
+        with session(plan.jobs[plan.train]):
             print("reading the rows of all steps", flush=True)
             check_rows(plan, works)
             check_libraries()
@@ -74,18 +67,16 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
 
 def _in_one_home(plan: Plan) -> Plan:
     """Returns the plan with jobs that use the registry and the cache of rows of the iteration's storage path."""
-    home = storage.absolute(plan.storage_path)
-
-    def at_home(job: Job) -> Job:
-        uri, cache = registry.tracking_uri(job), job.data.cache_dir or storage.join(home, "data")
-        return replace(
+    home, jobs = storage.absolute(plan.storage_path), {}
+    for step, job in plan.jobs.items():
+        cache = job.data.cache_dir or storage.join(home, "data")
+        jobs[step] = replace(
             job,
             run=replace(job.run, storage_path=home),
             data=replace(job.data, cache_dir=cache),
-            mlflow=replace(job.mlflow, tracking_uri=uri),
+            mlflow=replace(job.mlflow, tracking_uri=registry.tracking_uri(job)),
         )
-
-    return replace(plan, storage_path=home, jobs={step: at_home(job) for step, job in plan.jobs.items()})
+    return replace(plan, storage_path=home, jobs=jobs)
 
 
 def recorded(plan: Plan) -> dict[str, Any]:
@@ -96,14 +87,11 @@ def recorded(plan: Plan) -> dict[str, Any]:
     left = table.read(path)
     # Keys of a step that no round has completed may be edited.
     unused = plan.jobs.keys() - plans.used(plan)
-    changed = [
-        key for key in plans.changed(left["plan"], plan.essence()) if key.partition(".")[0] not in unused
-    ]
-    if changed:
+    changed = plans.changed(left["plan"], plan.essence())
+    if changed := [key for key in changed if key.partition(".")[0] not in unused]:
         raise InputError(
-            f"{plan.name!r} is an iteration of other jobs: {', '.join(changed[:5])}"
-            f"{f' and {len(changed) - 5} more' if len(changed) > 5 else ''} changed since it began; restore them, choose "
-            "another name, or set run.fresh=true",
+            f"{plan.name!r} is an iteration of other jobs: {', '.join(changed[:5])}{', ...' * (len(changed) > 5)} changed since "
+            "it began; restore them, choose another name, or set run.fresh=true",
             key="run.name",
         )
     return left
@@ -132,7 +120,7 @@ def check_steps(plan: Plan, inputs: dict[str, dict[str, str]]) -> dict[str, Work
     """Checks the models and the first rows of all steps before the first round: a round takes hours.
 
     Returns:
-        {step: base, tokenizer and pinned inputs}
+        {step: base, tokenizer and pinned inputs}; the job that trains is without the rows that a round will collect.
 
     Raises:
         InputError: with STEP.section.key.
@@ -143,56 +131,41 @@ def check_steps(plan: Plan, inputs: dict[str, dict[str, str]]) -> dict[str, Work
     for step, job in plan.jobs.items():
         with plans.of_step(step):
             registry.check_trackers(job)
-            works[step] = work = check_models(job, inputs[step])
+            work = check_models(job, inputs[step])
+            if step == plan.train:
+                work = replace(work, job=replace(work.job, data=replace(work.job.data, train=None)))
             room = room_for_prompts(work.job, work.base["context_length"])
-            packing = bool(job.trainer.get("packing"))
-            plan_reading(step, _there(plan, work.job).data, work.tokenizer, room, packing)
+            plan_reading(step, work.job.data, work.tokenizer, room, bool(job.trainer.get("packing")))
+            works[step] = work
     return works
 
 
 def check_rows(plan: Plan, works: dict[str, Work]) -> None:
     """Reads the rows of all steps that exist before the first round. Raises InputError with STEP.section.key."""
-    from pipeline.data.read import prepare
-
-    job = plan.jobs["collect"]
+    job, trained = plan.jobs["collect"], works[plan.train]
     with plans.of_step("collect"):
         prompts = tokenize(works["collect"])[2].splits["train"]
         collect.choose(job.args, job.data.seed, prompts.kept)  # InputError if there are too few
-    _check_room(plan, works[plan.train], prompts.prompt_tokens.get("max", 0))
+    _check_room(plan, trained, prompts.prompt_tokens.get("max", 0))
     with plans.of_step(plan.train):
-        work = works[plan.train]
-        job = _there(plan, work.job)
-        if job.data.eval:
-            room = room_for_prompts(job, work.base["context_length"])
-            packing = bool(job.trainer.get("packing"))
-            cache, start_ray = str(job.data.cache_dir), ray_for_rows(job)
-            data = prepare(job.stage, job.data, work.tokenizer, room, cache, packing, start_ray)
-            if STAGE[job.stage].scores:
-                check_columns(job, {"eval": data.eval})
+        if trained.job.data.eval:
+            tokenize(trained)
     with plans.of_step("evaluate"):
         tokenize(works["evaluate"])
-
-
-def _there(plan: Plan, job: Job) -> Job:
-    """Returns the job without the rows that a round will collect."""
-    return replace(job, data=replace(job.data, train=None)) if job.stage == plan.train else job
 
 
 def _check_room(plan: Plan, work: Work, longest: int) -> None:
     """Raises InputError if rows that may be collected are too long for training; the longest prompt has `longest` tokens."""
     job, args = work.job, plan.jobs["collect"].args
-    written = 0 if STAGE[job.stage].writes else args.response_length
+    tokens = longest + (0 if STAGE[job.stage].writes else args.response_length)
     limit: Any = job.data.max_length or work.base["context_length"]
-    if job.data.too_long != "error" or not limit or longest + written <= limit:
-        return
-    rows = f"prompts of up to {longest} tokens"
-    if written:
-        rows += f" and completions of up to {written} (collect.trainer.response_length)"
-    raise InputError(
-        f"collected rows may have more than {limit} tokens: {rows}; set {plan.train}.data.max_length={longest + written}, "
-        f"or {plan.train}.data.too_long=drop",
-        key=f"{plan.train}.data.max_length",
-    )
+    if job.data.too_long == "error" and limit and tokens > limit:
+        raise InputError(
+            f"collected rows may have {tokens} tokens, more than {limit}: the longest prompt has {longest}, and a completion up "
+            f"to collect.trainer.response_length={args.response_length}; set {plan.train}.data.max_length={tokens}, or "
+            f"{plan.train}.data.too_long=drop",
+            key=f"{plan.train}.data.max_length",
+        )
 
 
 # --------------------------------------------------------------------------------------------- the rounds
@@ -204,27 +177,28 @@ def through(plan: Plan, left: dict[str, Any], begun_with: dict[str, Any]) -> dic
     itself = replace(trained, run=replace(trained.run, name=plan.name, storage_path=plan.storage_path))
     uri, path = registry.tracking_uri(itself), storage.join(plan.folder, table.FILE)
     rounds: list[dict[str, Any]] = list(left.get("rounds", []))
-    with registry.mlflow_run(itself, {}, new_run=not left) as run_id, registry.nested_under(run_id):
-        summary: dict[str, Any] = {
+
+    def keep(ended: bool = False) -> dict[str, Any]:
+        summary = {
             "stage": "iterate",
             "name": plan.name,
             "folder": plan.folder,
             **begun_with,
             "rounds": rounds,
             "goes_on": not rounds or goes_on(plan, rounds[-1]),
-            "ended": False,
+            "ended": ended,
             "version": newest(plan, rounds),
             "tracking_uri": uri,
             "mlflow_run_id": run_id,
         }
         storage.write_json(path, summary)
-        while summary["goes_on"] and len(rounds) < plan.settings.rounds:
+        return summary
+
+    with registry.mlflow_run(itself, {}, new_run=not left) as run_id, registry.nested_under(run_id):
+        while keep()["goes_on"] and len(rounds) < plan.settings.rounds:
             rounds.append(one_round(plan, len(rounds) + 1, newest(plan, rounds)))
             registry.log_figures(uri, run_id, rounds[-1], step=len(rounds))
-            summary |= {"goes_on": goes_on(plan, rounds[-1]), "version": newest(plan, rounds)}
-            storage.write_json(path, summary)
-        summary["ended"] = True
-        storage.write_json(path, summary)
+        summary = keep(ended=True)
         if plan.report:
             draw(plan, rounds)
     return summary
@@ -232,7 +206,7 @@ def through(plan: Plan, left: dict[str, Any], begun_with: dict[str, Any]) -> dic
 
 def draw(plan: Plan, rounds: list[dict[str, Any]]) -> None:
     with console.waiting("drawing the report"):
-        report.of_several(table.drawn(rounds), plan.folder, [list(table.HEADER), *table.cells(rounds)])
+        report.of_several(table.drawn(rounds), plan.folder, [table.HEADER, *table.cells(rounds)])
 
 
 def newest(plan: Plan, rounds: list[dict[str, Any]]) -> str:
@@ -253,22 +227,21 @@ def one_round(plan: Plan, number: int, policy: str) -> dict[str, Any]:
     Raises:
         Failure: if nothing was collected.
     """
-    with plans.of_step("collect"):
-        collected = collect.run(plans.job_of_round(plan, number, "collect", policy))
+
+    def run_step(step: str, version: str | None = None) -> dict[str, Any]:
+        folder = "commands" if step == "collect" else "stages"
+        with plans.of_step(step):
+            job = plans.job_of_round(plan, number, step, policy, version)
+            return importlib.import_module(f"pipeline.{folder}.{step}").run(job)  # type: ignore[no-any-return]
+
+    collected = run_step("collect")
     if not collected["counts"]["rows"]:
         raise Failure(
             f"round {number} has no rows to learn from; {collected['folder']} has what was collected"
         )
-    with plans.of_step(plan.train):
-        trained = _stage(plan.train).run(plans.job_of_round(plan, number, plan.train, policy))
-    version = str(Ref(trained["registered_model"], version=trained["version"]))
-    with plans.of_step("evaluate"):
-        evaluated = _stage("evaluate").run(plans.job_of_round(plan, number, "evaluate", policy, version))
+    trained = run_step(plan.train)
+    evaluated = run_step("evaluate", str(Ref(trained["registered_model"], version=trained["version"])))
     return table.row(number, collected, trained, evaluated)
-
-
-def _stage(name: str) -> Any:
-    return importlib.import_module(f"pipeline.stages.{name}")
 
 
 def closing(plan: Plan, summary: dict[str, Any]) -> str:

@@ -40,23 +40,29 @@ def run(job: Job) -> dict[str, Any]:
     loras = {name.split(".")[0]: adapter_files.settings(at) for name, at in folders.items()}
     planned = plan.make(job, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
-    print("\n".join(table(planned)))
+    print(
+        f"   {planned.shape.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn. "
+        "Memory of one worker, rows at their longest:"
+    )
+    for item in planned.items:
+        when = "" if item.phase == "always" else f"  ({item.phase})"
+        print(f"   {item.size / GIB:>8.2f} GiB  {item.what}{when}")
+    print(f"   {planned.peak / GIB:>8.2f} GiB  peak, including what the allocator loses")
+    print(f"   {planned.checkpoint / 1e9:>8.3f} GB   a checkpoint on disk; run.num_to_keep of them are kept")
     if planned.shape.unread:
         notes.append(
             f"the base's shape is built in, since its config.json cannot be read: {planned.shape.unread}"
         )
-    for note in notes:
-        print(f"   note: {note}")
-    print()
-    if not job.scaling.get("use_gpu"):
-        wanted, fits = [], on_this_machine(planned)
-        print(rented_instead(job, loras))
-    else:
-        wanted = named(job)
-        fits = on_gpus(planned, wanted)
-    if not fits:
-        largest = max((GPUS[name].memory for name in wanted), default=None)
-        raise Failure(advice(job, loras, planned, largest * GIB if largest else None))
+    print("".join(f"   note: {note}\n" for note in notes))
+    memory = on_gpus(planned, named(job)) if job.scaling.get("use_gpu") else on_this_machine(planned, loras)
+    if planned.peak > memory:
+        needs = f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}"
+        if (fitted := plan.fit_into(job, memory, loras)) is None:
+            raise Failure(
+                f"{needs}; no setting makes it fit: use larger GPUs, a smaller model, or a shorter data.max_length"
+            )
+        changes, smaller = fitted
+        raise Failure(f"{needs}; with {' '.join(changes)} it needs {smaller.peak / GIB:.1f}")
     if job.rollout_config.workers[1]:
         print(of_rollout_workers(job, plan.make(job, loras, learns=False)))
     return {"peak_bytes": planned.peak, "items": [vars(item) for item in planned.items]}
@@ -124,37 +130,28 @@ def check(job: Job, folders: dict[str, str]) -> None:
         check_lora(base, job.lora)
 
 
-def table(planned: Plan) -> list[str]:
-    """Returns a line for each item: its size, and its phase if it is temporary."""
-    lines = [
-        f"   {planned.shape.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn. "
-        "Memory of one worker, rows at their longest:"
-    ]
-    for item in planned.items:
-        when = "" if item.phase == "always" else f"  ({item.phase})"
-        lines.append(f"   {item.size / GIB:>8.2f} GiB  {item.what}{when}")
-    lines.append(f"   {planned.peak / GIB:>8.2f} GiB  peak, including what the allocator loses")
-    lines.append(
-        f"   {planned.checkpoint / 1e9:>8.3f} GB   a checkpoint on disk; run.num_to_keep of them are kept"
-    )
-    return lines
-
-
-def on_this_machine(planned: Plan) -> bool:
-    """Prints and returns whether all workers and Ray fit into this machine's memory."""
-    workers, memory = planned.job.workers[1], memory_here()
+def on_this_machine(planned: Plan, loras: dict[str, dict[str, Any]]) -> float:
+    """Prints whether all workers and Ray fit into this machine's memory, and the prices. Returns a worker's bytes."""
+    job, workers = planned.job, planned.job.workers[1]
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = (total - FOR_RAY) / workers
     needed = workers * planned.peak + FOR_RAY
-    fits = needed <= memory
     print(
         f"   {workers} worker{'s' * (workers > 1)} on the CPU and Ray: {needed / GIB:.1f} GiB; this machine has "
-        f"{memory / GIB:.1f} GiB: {'fits' if fits else 'does not fit'}"
+        f"{total / GIB:.1f} GiB: {'fits' if planned.peak <= memory else 'does not fit'}"
     )
     print(f"   {price_of_this_machine()}")
-    return fits
-
-
-def memory_here() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    scaling = {"use_gpu": True, "num_workers": job.workers[0] or 1}
+    trainer = {key: value for key, value in job.trainer.items() if key != "use_cpu"} | {"bf16": True}
+    rented = plan.make(replace(job, scaling=scaling, trainer=trainer), loras)
+    rows = rows_of(rented)[0]
+    costs = [plan.cost(rented, name, rows) for name in plan.fitting(rented)]
+    shown = "; ".join(
+        f"{one.node.instance} {prices.in_dollars(one.dollars)} in {max(1, round(60 * one.hours))} min"
+        for one in sorted(costs, key=lambda cost: cost.dollars)[:3]
+    )
+    print(f"   A rented GPU instead, at prices of {prices.read().date}: {shown or 'none is large enough'}")
+    return memory
 
 
 def price_of_this_machine(hours: float | None = None) -> str:
@@ -167,24 +164,8 @@ def price_of_this_machine(hours: float | None = None) -> str:
     return f"This machine: {prices.in_dollars(hours * machine)} at ${machine:.2f} an hour"
 
 
-def rented_instead(job: Job, loras: dict[str, dict[str, Any]]) -> str:
-    """Returns in words what a CPU job would cost on rented GPUs: the three cheapest."""
-    scaling = {"use_gpu": True, "num_workers": job.workers[0] or 1}
-    trainer = {key: value for key, value in job.trainer.items() if key != "use_cpu"} | {"bf16": True}
-    planned = plan.make(replace(job, scaling=scaling, trainer=trainer), loras)
-    rows = rows_of(planned)[0]
-    costs = sorted(
-        (plan.cost(planned, name, rows) for name in plan.fitting(planned)), key=lambda c: c.dollars
-    )
-    shown = "; ".join(
-        f"{one.node.instance} {prices.in_dollars(one.dollars)} in {max(1, round(60 * one.hours))} min"
-        for one in costs[:3]
-    )
-    return f"   A rented GPU instead, at prices of {prices.read().date}: {shown or 'none is large enough'}"
-
-
-def on_gpus(planned: Plan, names: list[str]) -> bool:
-    """Prints for each kind of GPU whether a worker fits, and the time and cost of the run. Returns whether any fits."""
+def on_gpus(planned: Plan, names: list[str]) -> float:
+    """Prints for each kind of GPU whether a worker fits, and the time and cost of the run. Returns the bytes of the largest."""
     import torch
 
     fitting, workers = plan.fitting(planned), planned.job.workers[1]
@@ -192,30 +173,29 @@ def on_gpus(planned: Plan, names: list[str]) -> bool:
     completions = f"; completions of {planned.tokens[1]:,} tokens, the longest" if planned.tokens[1] else ""
     print(f"   data: {how}{completions}\n")
     print(f"   {'GPU':<10} {'GiB':>5}  {'fits':<4}  the run on {workers}: about")
+    costs = {name: plan.cost(planned, name, rows) for name in names if name in fitting}
     for name in names:
-        gpu = GPUS[name]
-        if name not in fitting:
-            print(f"   {name:<10} {gpu.memory:>5.0f}  no")
+        about_it = f"   {name:<10} {GPUS[name].memory:>5.0f}"
+        if name not in costs:
+            print(f"{about_it}  no")
             continue
-        cost = plan.cost(planned, name, rows)
+        cost = costs[name]
         print(
-            f"   {name:<10} {gpu.memory:>5.0f}  yes   {cost.hours:>6.1f} h  ${cost.dollars:>5.0f} on demand "
-            f"({cost.billed(workers)})"
+            f"{about_it}  yes   {cost.hours:>6.1f} h  ${cost.dollars:>5.0f} on demand ({cost.billed(workers)})"
         )
         print("".join(over_network(planned, name)), end="")
     if workers == 1 and torch.cuda.is_available():
         for label in {*prices.read().labels(torch.cuda.get_device_name())} & {*fitting}:
             print(f"   {price_of_this_machine(plan.cost(planned, label, rows).hours)}")
-    if planned.job.stage == "ppo" and (fits := [name for name in names if name in fitting]):
-        print(rollout_workers(plan.cost(planned, fits[0], rows)))
-    shown = [name for name in names if name in fitting and planned.gathered]
-    links = ", ".join(f"{plan.GPUS[name].link:g} GB/s on {name}" for name in shown)
+    if planned.job.stage == "ppo" and costs:
+        print(rollout_workers(next(iter(costs.values()))))
+    links = ", ".join(f"{GPUS[name].link:g} GB/s on {name}" for name in costs if planned.gathered)
     links = f"layers gathered at {links},\n   " if links else ""
     print(
         f"   Assumed: {plan.UTILIZATION:.0%} of the peak in matrix products, decoding at the memory's "
         f"bandwidth,\n   {links}and list prices of {prices.read().date}. Measure instead: `doctor` times a rollout and a minibatch of a ppo job."
     )
-    return bool(set(names) & set(fitting))
+    return GIB * max(GPUS[name].memory for name in names)
 
 
 def rows_of(planned: Plan) -> tuple[Rows, str]:
@@ -279,17 +259,3 @@ def rollout_workers(cost: plan.Cost) -> str:
         f"   Sampling and scoring take {cost.sampling:.0%} of the time. With rollout.staleness=1 and rollout.num_workers={count} for each "
         f"worker,\n   on separate GPUs, the run would take about {overlapped:.2f} of it on {1 + count} times the GPUs."
     )
-
-
-def advice(job: Job, loras: dict[str, dict[str, Any]], planned: Plan, memory: float | None) -> str:
-    """Returns what to change in a job that does not fit."""
-    if memory is None:
-        on_gpu = job.scaling.get("use_gpu")
-        largest = max(gpu.memory for gpu in GPUS.values()) * GIB
-        memory = largest if on_gpu else (memory_here() - FOR_RAY) / job.workers[1]
-    fitted = plan.fit_into(job, memory, loras)
-    needs = f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}"
-    if fitted is None:
-        return f"{needs}; no setting makes it fit: use larger GPUs, a smaller model, or a shorter data.max_length"
-    changes, smaller = fitted
-    return f"{needs}; with {' '.join(changes)} it needs {smaller.peak / GIB:.1f}"

@@ -47,7 +47,7 @@ def of_iteration(folder: str, rounds: list[dict[str, Any]]) -> str:
         raise InputError(
             f"{folder}: no round of this iteration has ended yet; make report RUN={folder}/round-1-dpo shows its run"
         )
-    path = report.of_several(table.drawn(rounds), folder, [list(table.HEADER), *table.cells(rounds)])
+    path = report.of_several(table.drawn(rounds), folder, [table.HEADER, *table.cells(rounds)])
     if path is None:
         raise InputError(f"{folder}: no report could be drawn; the reason is above")
     print(path)

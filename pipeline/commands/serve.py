@@ -50,6 +50,7 @@ def serving(job: Job) -> Iterator[Work]:
     from ray import serve
 
     from pipeline.serving import feedback
+    from pipeline.serving.app import application
 
     digests = token_digests(job)
     work = load_host(with_port(job)).work
@@ -64,28 +65,20 @@ def serving(job: Job) -> Iterator[Work]:
         limits = {"request_timeout_s": job.serve.timeout_s + 5, "keep_alive_timeout_s": 30}
         listen = {"host": job.serve.host, "port": job.serve.port, **limits}
         serve.start(http_options=listen, logging_config={"log_level": "WARNING", "enable_access_log": False})
+        name = job.run.name or "serve"
         try:
             with console.waiting("loading the models"):
-                started(work, digests, job.run.name or "serve")
+                serve.run(application(work, digests), name=name, route_prefix="/")
+        except RuntimeError as error:
+            deployments = serve.status().applications[name].deployments.values()
+            said = next((one.message for one in deployments if one.message.strip()), str(error))
+            why = said.strip().splitlines()[-1].strip()  # of the replica's traceback
+            raise Failure(f"the application does not start: {why}") from error
+        else:
             yield work
         finally:
             with console.native_lines_filtered():
                 serve.shutdown()
-
-
-def started(work: Work, digests: list[str], name: str) -> Any:
-    """Starts the application and returns its handle. Raises Failure with the message of a replica."""
-    from ray import serve
-
-    from pipeline.serving.app import application
-
-    try:
-        return serve.run(application(work, digests), name=name, route_prefix="/")
-    except RuntimeError as error:
-        status = serve.status().applications[name]
-        said = [one.message for one in status.deployments.values() if one.message] or [str(error)]
-        lines = [line for line in said[0].strip().splitlines() if line.strip()]
-        raise Failure(f"the application does not start: {lines[-1].strip() if lines else error}") from error
 
 
 def announcement(work: Work) -> str:

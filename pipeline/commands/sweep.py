@@ -56,17 +56,18 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
     return summary
 
 
+def _each(sweep: Sweep, change: Callable[[Job], Job]) -> Sweep:
+    return replace(sweep, trials=[replace(one, job=change(one.job)) for one in sweep.trials])
+
+
 def _here(sweep: Sweep) -> Sweep:
     """Returns the sweep with trials that run here and use the sweep job's registry."""
     uri = registry.tracking_uri(sweep.job)
-    return _each(
-        sweep,
-        lambda job: placement.for_this_machine(replace(job, mlflow=replace(job.mlflow, tracking_uri=uri))),
-    )
 
+    def here(job: Job) -> Job:
+        return placement.for_this_machine(replace(job, mlflow=replace(job.mlflow, tracking_uri=uri)))
 
-def _each(sweep: Sweep, change: Callable[[Job], Job]) -> Sweep:
-    return replace(sweep, trials=[replace(one, job=change(one.job)) for one in sweep.trials])
+    return _each(sweep, here)
 
 
 def recorded(sweep: Sweep) -> dict[str, Any]:
@@ -136,8 +137,14 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
             raise Failure(
                 f"no trial finished; {sweep.folder} has what each one left, and the same command tries again"
             )
-        outcome = {"registered": register(sweep, best), "command": command(sweep, best)}
-        summary = keep(state, died, ended=True, best=best["trial"], **outcome)
+        # Only now the version is registered, if the gate passes; the trial's result.json names it.
+        result = storage.read_json(file := storage.join(best["folder"], "result.json"))
+        version = runs.described(runs.publish(sweep.job, result))
+        storage.write_json(file, result | version)
+        values = [f"{key}={value}" for key, value in best["values"].items()]
+        typed = [one for one in sweep.arguments if not one.startswith(("run.name=", "run.fresh="))]
+        again = shlex.join(["python", "-m", "pipeline", sweep.job.stage, sweep.job.source, *typed, *values])
+        summary = keep(state, died, ended=True, best=best["trial"], registered=version, command=again)
         try:
             with console.waiting("drawing the plot"):
                 table.attach(sweep, summary)
@@ -170,22 +177,6 @@ def _quietly(sweep: Sweep) -> Iterator[None]:
             yield
         finally:
             console.attach(JOBS)
-
-
-def register(sweep: Sweep, best: dict[str, Any]) -> dict[str, Any]:
-    """Registers the best trial's adapter, if the gate passes, and adds the version to the trial's result.json."""
-    path = storage.join(best["folder"], "result.json")
-    result = storage.read_json(path)
-    facts = runs.described(runs.publish(sweep.job, result))
-    storage.write_json(path, result | facts)
-    return facts
-
-
-def command(sweep: Sweep, best: dict[str, Any]) -> str:
-    """Returns the command that trains the best trial as a separate run."""
-    typed = [*sweep.arguments, *(f"{key}={value}" for key, value in best["values"].items())]
-    typed = [one for one in typed if not one.startswith(("run.name=", "run.fresh="))]
-    return shlex.join(["python", "-m", "pipeline", sweep.job.stage, sweep.job.source, *typed])
 
 
 def closing(sweep: Sweep, summary: dict[str, Any]) -> str:

@@ -25,20 +25,18 @@ from pipeline.system import storage
 
 TRAINS = ("sft", "dpo", "kto", "ppo")  # stages that train a policy on the collected rows
 OWN = ("stage", "policy", "iterate", "run", "mlflow")
-SHARED = {"run": ("storage_path",), "mlflow": ("tracking_uri", "experiment")}  # keys set once, for all jobs
-SEED_STEP = 1000  # added to data.seed per round; iterations with the seeds 1, 2, 3 then share no seed
-# Keys that a step cannot set, and why.
-OF_THE_ROUND = {
-    "policy": "a round gives it; `policy` is the first round's",
-    "baseline": "iterate.baseline says which one it is: newest or first",
-    "run.name": "the runs of the rounds have their own",
-    "run.fresh": "run.fresh starts the whole iteration over",
-    "run.storage_path": "run.storage_path is that of all steps",
-    "mlflow.tracking_uri": "mlflow.tracking_uri is that of all steps",
-    "mlflow.experiment": "mlflow.experiment is that of all steps",
-    "data.train": "a round trains on the rows that it has collected",
+SHARED = ("run.name", "run.fresh", "run.storage_path", "mlflow.tracking_uri", "mlflow.experiment")
+# {key that a step cannot set: where an iteration takes it from}
+GIVEN = {
+    "policy": "policy and the rounds",
+    "baseline": "iterate.baseline",
+    "reference": "iterate.reference",
+    "data.train": "the rows that it collects",
+    **{key: key for key in SHARED},
 }
-AS_THEY_ARE = ("columns", "transform", "label", "group_by")  # keys that collected rows do not need
+# Matches keys of a job in a message, except in paths and after a step's name.
+KEY = re.compile(r"(?<![\w./@:-])(?:[a-z_]+\.[a-z_]\w*|(?:reward|judge)(?==))(?![\w/])")
+SEED_STEP = 1000  # added to data.seed per round; iterations with the seeds 1, 2, 3 then share no seed
 
 
 @dataclass(frozen=True)
@@ -105,18 +103,30 @@ def read(path: str, overrides: list[str]) -> Plan:
             "stage",
             f"found {show(tree.data.get('stage'))}, expected `stage: iterate`, as in jobs/demo/iterate.yaml",
         )
-    train = _train(tree)
+    given = [stage for stage in TRAINS if tree.data.get(stage) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        key = given[-1] if given else "stage"
+        raise tree.error(key, f"found {found}; expected one section of {', '.join(TRAINS)}")
+    train = given[0]
     steps = ("collect", train, "evaluate")
     for key, value in tree.data.items():
         if value is not None and key not in (*OWN, *steps):
-            raise _unknown(tree, key, steps)
+            known = ", ".join((*OWN, *steps))
+            raise tree.error(
+                key,
+                f"unknown section, expected one of {known}; keys of a step are {train}.data.max_length, ...",
+            )
     settings = _settings(tree, train)
     policy = tree.data.get("policy")
     if not isinstance(policy, str) or not policy:
         raise tree.error(
             "policy", "missing; the first round collects from it: policy: models:/rlhf-sft@champion"
         )
-    run, mlflow = Run(**_section(tree, "run", Run)), MLflow(**_section(tree, "mlflow", MLflow))
+    run = Run(**_section(tree, "run", "name", "fresh", "report", "storage_path"))
+    if problem := rules.name_problem(run.name):
+        raise tree.error("run.name", problem)
+    mlflow = MLflow(**_section(tree, "mlflow", "tracking_uri", "experiment"))
     jobs = {step: _job(tree, step, Path(path), policy, run, mlflow) for step in steps}
     _check(tree, jobs, train)
     plan = Plan("", run.storage_path, run.fresh, run.report, policy, settings, train, jobs)
@@ -124,55 +134,21 @@ def read(path: str, overrides: list[str]) -> Plan:
     return replace(plan, name=run.name or f"iterate-{train}-{digest}")
 
 
-def _unknown(tree: Tree, key: str, steps: tuple[str, ...]) -> InputError:
-    """Returns the error for a section that an iteration does not have, but a step may have."""
-    typed = next((name for name in tree.where if name.startswith(f"{key}.")), key)
-    takers = [
-        f"{step}.{typed}"
-        for step in steps
-        if typed in {*schema.keys_of(step), *STAGE[step].inputs} - STAGE[step].unused.keys()
-    ]
-    known = (
-        f"did you mean {' or '.join(takers)}?" if takers else f"expected one of {', '.join((*OWN, *steps))}"
-    )
-    return InputError(f"unknown section; {known}", key, tree.error(typed, "").where)
-
-
 @contextlib.contextmanager
 def of_step(step: str) -> Iterator[None]:
     """Names the step in an InputError of the block: the job's key `data.train` becomes `collect.data.train`."""
+    keys = {*schema.keys_of(step), *STAGE[step].inputs} - {*SHARED}
+
+    def named(found: re.Match[str]) -> str:
+        return f"{step}.{found[0]}" if found[0] in keys or found[0].startswith("gate.") else found[0]
+
     try:
         yield
     except InputError as error:
-        key = _in_iteration(step, error.key) if error.key else ""
-        raise InputError(
-            _WORD.sub(lambda found: _in_iteration(step, found[0]), error.message), key, error.where
-        ) from error
-
-
-# Matches keys of a job, except in paths and after a step's name.
-_WORD = re.compile(r"(?<![\w./@:-])(?:[a-z_]+\.[a-z_]\w*|(?:reward|judge)(?==))(?![\w/])")
-
-
-def _in_iteration(step: str, key: str) -> str:
-    """Returns `collect.data.train` for `data.train`; keys that all steps share, or that the step lacks, stay."""
-    section, *names = key.split(".")
-    shared = {"run": ("name", "fresh", "storage_path"), "mlflow": SHARED["mlflow"]}
-    if section in ("reward", "judge"):
-        known = section in STAGE[step].inputs
-    else:
-        known = section == "gate" or ".".join([section, *names[:1]]) in schema.keys_of(step)
-    return f"{step}.{key}" if known and not set(names[:1]) & set(shared.get(section, ())) else key
-
-
-def _train(tree: Tree) -> str:
-    given = [stage for stage in TRAINS if tree.data.get(stage) is not None]
-    if len(given) != 1:
-        found = " and ".join(given) or "none"
-        raise tree.error(
-            given[-1] if given else "stage", f"found {found}; expected one section of {', '.join(TRAINS)}"
-        )
-    return given[0]
+        key = error.key
+        if key and key not in (*SHARED, "policy", "baseline") and not key.startswith(f"{step}."):
+            key = f"{step}.{key}"
+        raise InputError(KEY.sub(named, error.message), key, error.where) from error
 
 
 def _settings(tree: Tree, train: str) -> Settings:
@@ -188,61 +164,37 @@ def _settings(tree: Tree, train: str) -> Settings:
     return Settings(**values)
 
 
-def _section(tree: Tree, section: str, kind: type) -> dict[str, Any]:
-    """Returns the keys of `run` or `mlflow` that apply to the iteration: its name, and what all its runs share."""
-    own = {"run": ("name", "fresh", "report"), "mlflow": ()}[section] + SHARED[section]
-    known = {key: schema.keys(f"pipeline.config.job.{kind.__name__}")[key] for key in own}
-    rest = f"expected one of {', '.join(own)}; each job has the others"
-    values = schema.checked(tree, section, known, lambda key: rest)
-    if problem := rules.name_problem(values.get("name")):
-        raise tree.error("run.name", problem)
-    return values
+def _section(tree: Tree, section: str, *own: str) -> dict[str, Any]:
+    """Returns the keys of `run` or `mlflow` that apply to the iteration."""
+    known = {key: schema.keys(schema.class_of(section, ""))[key] for key in own}
+    return schema.checked(
+        tree, section, known, lambda _: f"expected one of {', '.join(own)}; each job has the others"
+    )
 
 
 def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflow) -> Job:
     """Returns the job of a step, without the versions, the rows and the seed of a round."""
     section = section_tree(tree, step, path.parent)
-    _refuse_replaced(tree, step)
+    for key, source in GIVEN.items():
+        # The job that a section extends may have the other keys; it runs alone, too.
+        value = section.data if key in ("reference", "run.name") else tree.data[step]
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None and (key != "data.train" or step in TRAINS):
+            raise InputError(
+                f"found {show(value)}, but an iteration takes it from {source}; remove the key",
+                f"{step}.{key}",
+                section.error(key, "").where,
+            )
     section.data["stage"] = section.data.get("stage", step)
-    if named := section.data.get("reference"):
-        raise tree.error(
-            f"{step}.reference",
-            f"found {show(named)}; iterate.reference says which one it is: start or first",
-        )
-    if "policy" in STAGE[step].inputs:
-        section.data["policy"] = policy
-    if "baseline" in STAGE[step].inputs:
-        section.data["baseline"] = policy
-    try:
-        with of_step(step):
-            job = job_of(section, step, str(path))
-    except InputError as error:  # the step's section may have unknown keys, too
-        key = error.key if error.key.startswith(f"{step}.") else f"{step}.{error.key}".rstrip(".")
-        raise InputError(error.message, key, error.where) from error
-    if job.run.name is not None:
-        raise InputError(
-            f"found {show(job.run.name)}, but {OF_THE_ROUND['run.name']}; remove the key",
-            f"{step}.run.name",
-            section.error("run.name", "").where,
-        )
+    section.data |= {key: policy for key in ("policy", "baseline") if key in STAGE[step].inputs}
+    with of_step(step):
+        job = job_of(section, step, str(path))
     return replace(
         job,
         run=replace(job.run, storage_path=run.storage_path, fresh=False),
         mlflow=replace(job.mlflow, tracking_uri=mlflow.tracking_uri, experiment=mlflow.experiment),
     )
-
-
-def _refuse_replaced(tree: Tree, step: str) -> None:
-    """Raises InputError for keys in a step's section (not in the job that it extends) that no run would use."""
-    for key, why in OF_THE_ROUND.items():
-        if key == "data.train" and step not in TRAINS:
-            continue
-        section, _, name = key.partition(".")
-        given = tree.data[step].get(section)
-        if name:
-            given = given.get(name) if isinstance(given, dict) else None
-        if given is not None:
-            raise tree.error(f"{step}.{key}", f"found {show(given)}, but {why}; remove the key")
 
 
 def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
@@ -258,7 +210,7 @@ def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
         raise tree.error(
             "collect.trainer.select", f"found {select}; set {wanted}, which `{train}` learns from"
         )
-    for key in AS_THEY_ARE:
+    for key in ("columns", "transform", "label", "group_by"):
         if getattr(trained.data, key) is not None:
             raise tree.error(
                 f"{train}.data.{key}",
@@ -288,10 +240,6 @@ def used(plan: Plan) -> set[str]:
     return steps
 
 
-def run_name(number: int, step: str) -> str:
-    return f"round-{number}-{step}"
-
-
 def job_of_round(plan: Plan, number: int, step: str, newest: str, version: str | None = None) -> Job:
     """Returns the job of a step of round `number`, counted from 1.
 
@@ -300,7 +248,7 @@ def job_of_round(plan: Plan, number: int, step: str, newest: str, version: str |
         version: the version that the round has trained, for `evaluate`.
     """
     job, settings = plan.jobs[step], plan.settings
-    job = replace(job, run=replace(job.run, name=run_name(number, step), storage_path=plan.folder))
+    job = replace(job, run=replace(job.run, name=f"round-{number}-{step}", storage_path=plan.folder))
     if step == "evaluate":  # the same prompts and the same random numbers for all rounds
         return replace(job, policy=version, baseline=newest if settings.baseline == "newest" else plan.policy)
     seed = job.trainer.get("seed", schema.keys(STAGE[job.stage].trainer)["seed"]["default"])
@@ -309,7 +257,7 @@ def job_of_round(plan: Plan, number: int, step: str, newest: str, version: str |
         if prompts := job.args.num_prompts:
             trainer["skip_prompts"] = job.args.skip_prompts + (number - 1) * prompts
         return replace(job, policy=newest, trainer=trainer)
-    rows = storage.join(plan.folder, run_name(number, "collect"), "rows.jsonl")
+    rows = storage.join(plan.folder, f"round-{number}-collect", "rows.jsonl")
     job = replace(job, trainer=trainer, data=replace(job.data, train=rows))
     if "policy" in STAGE[step].inputs:
         job = replace(job, policy=newest if settings.start == "newest" else plan.policy)

@@ -9,19 +9,7 @@ from pipeline.system import storage
 from pipeline.text import number, table
 
 FILE = "iterate.json"
-HEADER = (
-    "round",
-    "prompts",
-    "rows",
-    "score",
-    "best",
-    "reward",
-    "judge",
-    "win rate",
-    "version",
-    "gate",
-    "seconds",
-)
+HEADER = "round|prompts|rows|score|best|reward|judge|win rate|version|gate|seconds".split("|")
 
 
 def row(

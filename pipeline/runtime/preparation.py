@@ -156,9 +156,9 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
     if STAGE[job.stage].scores:
         checks.check_columns(job, rows)
     checks.check_row_format(job, work.inputs.get("policy"), report.row_format())
-    if job.stage == "kto":
+    if job.data.train and job.stage == "kto":
         checks.check_labels(job, *report.labels())
-    if job.stage == "ppo":
+    if job.data.train and job.stage == "ppo":
         checks.check_updates(job, len(mixture) if mixture else report.splits["train"].kept)
     digests = {name: tokenized.digests[split] for name, (tokenized, split) in sets.items()}
     if through := transforms(job.data):

@@ -25,21 +25,9 @@ from pipeline.system import storage
 
 RANGE = re.compile(r"(loguniform|uniform|randint)\(([^,()]+),([^,()]+)\)")
 EXAMPLE = "for example trainer.learning_rate=1e-4,3e-4"
-# Why a key, or all keys of a section, cannot be varied.
-FIXED = {
-    "stage": "a sweep is of one stage",
-    "extends": "a sweep is of one job",
-    "run": "it names and keeps the run; one value holds for all trials",
-    "mlflow": "all trials are in one experiment, and the best one is registered once",
-    "gate": "it decides about the best trial, when the sweep has ended",
-    "scaling": "it says where a trial runs, not what comes out",
-    "data": "all trials are compared on the same held-out rows; only data.batch_size may vary",
-    "judge": "the trials would be compared by different judges",
-    "trainer.eval_strategy": "all trials are compared at the same points",
-    "trainer.eval_steps": "all trials are compared at the same points",
-    "trainer.eval_on_start": "it changes nothing that is learned",
-    "trainer.per_device_eval_batch_size": "it changes nothing that is learned",
-}
+# Keys and sections that cannot be varied, except for data.batch_size: they change what trials are compared on or where they run.
+FIXED = """stage extends run mlflow gate scaling data judge trainer.eval_strategy trainer.eval_steps trainer.eval_on_start
+    trainer.per_device_eval_batch_size""".split()
 # Keys that change what the held-out loss measures, so that losses do not compare. Implicit rewards are multiples of beta.
 LOSS = """trainer.beta trainer.loss_type trainer.loss_weights trainer.label_smoothing trainer.label_smoothing_factor
     trainer.center_rewards_coefficient trainer.desirable_weight trainer.undesirable_weight trainer.f_divergence_type
@@ -124,11 +112,12 @@ def read(path: str, arguments: list[str]) -> Sweep:
     if base.stage not in TRAINED:
         raise InputError(f"{path}: `{base.stage}` trains nothing; a sweep is of one of {', '.join(TRAINED)}")
     for key in varied:
-        why = FIXED.get(key) or FIXED.get(key.partition(".")[0])
-        if why and key != "data.batch_size":
-            raise InputError(f"a sweep cannot vary it: {why}", key=key)
-    combinations = _combinations(varied, known, int(base.trainer.get("seed", 42)))
-    jobs = _load_all(path, shared, combinations)
+        if {key, key.partition(".")[0]} & {*FIXED} and key != "data.batch_size":
+            raise InputError(
+                "a sweep cannot vary it, because trials differ only in what is learned; give one value",
+                key=key,
+            )
+    jobs = _load_all(path, shared, _combinations(varied, known, int(base.trainer.get("seed", 42))))
     metric, greater = _figure(base, varied)
     # The default name follows from what is swept, so that the same command resumes.
     content = [
@@ -168,8 +157,6 @@ def split(text: str) -> list[str]:
 def _checked(key: str, values: list[str]) -> list[str]:
     if not all(values):
         raise InputError(f"found {show(','.join(values))}: a value is missing at a comma, {EXAMPLE}", key=key)
-    if repeated := [value for value in values if values.count(value) > 1]:
-        raise InputError(f"found {repeated[0]} twice; list each value once", key=key)
     if match := next(filter(None, map(RANGE.fullmatch, values)), None):
         try:
             low, high = (float(bound) for bound in match.groups()[1:])
@@ -202,7 +189,7 @@ def _combinations(varied: dict[str, list[str]], settings: Settings, seed: int) -
     grid = list(itertools.product(*listed.values())) * settings.num_samples
     columns = dict(zip(listed, zip(*grid, strict=True), strict=True)) | drawn
     combinations = [{key: str(columns[key][index]) for key in varied} for index in range(count)]
-    return [one for i, one in enumerate(combinations) if one not in combinations[:i]]  # draws may repeat
+    return [one for i, one in enumerate(combinations) if one not in combinations[:i]]  # values may repeat
 
 
 def _draw(given: re.Match[str], count: int, seed: int) -> list[str]:

@@ -1,7 +1,6 @@
 """The results of a sweep: a row for each trial, on the terminal, in sweep.json, as CSV and Markdown, and a plot."""
 
 import csv
-import io
 import math
 import tempfile
 from pathlib import Path
@@ -25,36 +24,33 @@ def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict
         state: what Rungs.state returns.
         died: {trial: why its process died more often than run.max_failures allows}.
     """
-    return [_row(sweep, trial, state, died) for trial in sweep.trials]
-
-
-def _row(sweep: Sweep, trial: Trial, state: dict[str, Any], died: dict[str, str]) -> dict[str, Any]:
-    [newest] = state["reports"].get(trial.name, [])[-1:] or [dict.fromkeys(("step", "of", "figure"))]
-    failure = state["failures"].get(trial.name) or died.get(trial.name)
-    row = {
-        "trial": trial.name,
-        "values": trial.values,
-        "state": "failed" if failure else "unfinished",
-        "figure": newest["figure"],
-        "step": newest["step"],
-        "of": newest["of"],
-        "seconds": None,
-        "why": failure or "interrupted: the same command continues it",
-        "folder": trial.job.folder,
-        "mlflow_run_id": None,
-    }
-    if (result := result_of(trial)) is None:
-        return row
-    ended = result["ended"]
-    return row | {
-        "state": "stopped" if ended["early"] else "finished",
-        "figure": result["metrics"].get(sweep.metric),
-        "step": ended["step"],
-        "of": ended["of"],
-        "seconds": result["seconds"],
-        "why": ended["early"] or "",
-        "mlflow_run_id": result["mlflow_run_id"],
-    }
+    made = []
+    for trial in sweep.trials:
+        last = (state["reports"].get(trial.name) or [{}])[-1]
+        failure = state["failures"].get(trial.name) or died.get(trial.name)
+        row = {
+            "trial": trial.name,
+            "values": trial.values,
+            "state": "failed" if failure else "unfinished",
+            **{key: last.get(key) for key in ("figure", "step", "of")},
+            "seconds": None,
+            "why": failure or "interrupted: the same command continues it",
+            "folder": trial.job.folder,
+            "mlflow_run_id": None,
+        }
+        if result := result_of(trial):
+            ended = result["ended"]
+            row |= {
+                "state": "stopped" if ended["early"] else "finished",
+                "figure": result["metrics"].get(sweep.metric),
+                "step": ended["step"],
+                "of": ended["of"],
+                "seconds": result["seconds"],
+                "why": ended["early"] or "",
+                "mlflow_run_id": result["mlflow_run_id"],
+            }
+        made.append(row)
+    return made
 
 
 def result_of(trial: Trial) -> dict[str, Any] | None:
@@ -98,21 +94,19 @@ def attach(sweep: Sweep, summary: dict[str, Any]) -> None:
         summary: the content of sweep.json.
     """
     cells = _cells(sweep, summary["trials"])
-    sheet = io.StringIO()
-    csv.writer(sheet).writerows(cells)
     ruled = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
-    markdown = "\n".join(f"| {' | '.join(c.replace('|', '/') for c in line)} |" for line in ruled)
-    files = {"table.csv": sheet.getvalue(), "table.md": f"{markdown}\n"}
+    markdown = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in ruled]
     with tempfile.TemporaryDirectory() as folder:
         local, plot = Path(folder), Path(folder, "plots")
-        for name, content in files.items():
-            (local / name).write_text(content, encoding="utf-8", newline="")
+        with open(local / "table.csv", "w", encoding="utf-8", newline="") as sheet:
+            csv.writer(sheet).writerows(cells)
+        (local / "table.md").write_text("".join(markdown), encoding="utf-8")
         plot.mkdir()
         (plot / "sweep.png").write_bytes(plots.png(_draws(sweep, summary)))
         storage.store_folder(folder, sweep.folder)
         storage.write_json(str(local / FILE), summary)
-        named = [str(local / name) for name in (FILE, *files)]
-        registry.log_files(summary["tracking_uri"], summary["mlflow_run_id"], named, [], str(plot))
+        files = [str(local / name) for name in (FILE, "table.csv", "table.md")]
+        registry.log_files(summary["tracking_uri"], summary["mlflow_run_id"], files, [], str(plot))
 
 
 def _draws(sweep: Sweep, summary: dict[str, Any]) -> list[plots.Draw]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import libraries
-from pipeline.errors import Failure, InputError, causes, in_brief, summary
+from pipeline.errors import in_brief, summary
 from pipeline.on_ray import placement, session
 from pipeline.runtime.host import SweepHandle
 from pipeline.runtime.resume import hold_worker_lock
@@ -63,8 +63,10 @@ def run(sweep: Sweep, handle: SweepHandle) -> dict[str, str]:
             verbose=0,
         ),
     )
-    of = "" if len(waiting) == len(sweep.trials) else f" of {len(sweep.trials)}"
-    print(f"running {len(waiting)}{of} trials, {min(room, len(waiting))} at a time", flush=True)
+    print(
+        f"running {len(waiting)} of {len(sweep.trials)} trials, {min(room, len(waiting))} at a time",
+        flush=True,
+    )
     ended = tuner.fit()
     storage.remove(storage.join(sweep.folder, TUNE))
     return {one.config["trial"]: in_brief(one.error) for one in ended if one.error and one.config}
@@ -104,17 +106,11 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
             with registry.nested_under(handle.run_id):
                 launch(job, train, sweep=handle, companion=rollout_pool)
         except Exception as error:
-            failure = without_credentials(reason(error))
+            failure = without_credentials(summary(error))
             print(f"failed: {failure}", flush=True)
         ray.get(handle.rungs.end.remote(name, failure))
 
     return trial
-
-
-def reason(error: BaseException) -> str:
-    """Returns why a run failed, on one line: the pipeline's message, else the innermost cause."""
-    ours = next((one for one in causes(error) if isinstance(one, InputError | Failure)), None)
-    return " ".join(str(ours).split())[:500] if ours else summary(error)[:500]
 
 
 @contextlib.contextmanager

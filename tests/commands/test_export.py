@@ -110,6 +110,6 @@ def test_a_probe_leaves_room_in_a_short_context(models):
     settings = ["trainer.response_length=250", f"model.name_or_path={BASE}"]
     job = load_job(ROOT / "jobs/demo/export.yaml", settings, "export")
     host = Host(Work(job, tokenizer(), {"context_length": 256}, {}, {}, ""))
-    rows = exporting.probes(host)
-    assert exporting.completion_length(host, rows) == 256 - max(map(len, rows))
-    assert exporting.completion_length(Host(replace(host.work, base={"context_length": None})), rows) == 250
+    rows, length = exporting.probes(host)
+    assert length == 256 - max(map(len, rows))
+    assert exporting.probes(Host(replace(host.work, base={"context_length": None})))[1] == 250

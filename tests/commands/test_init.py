@@ -10,10 +10,8 @@ from running import ROOT
 
 from pipeline.__main__ import main
 from pipeline.commands import validate
-from pipeline.commands.init import EXAMPLES, name_of
+from pipeline.commands.init import EXAMPLES
 from pipeline.config import load_job
-from pipeline.data import preview
-from pipeline.data.files import find
 
 MODEL = str(ROOT / "jobs/demo/model")
 PAIRS = [
@@ -44,20 +42,18 @@ def init(*given):
     return lambda name, stage: load_job(f"jobs/{name}/{stage}.yaml", [], stage)
 
 
+def next_commands(shown):
+    """The subcommands that `init` prints at its end; in `make test` they are targets of make."""
+    return re.findall(r"(\w+) (?:JOB=)?jobs/", shown.partition("Run next:")[2])
+
+
 def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
     assert main(["init", rows(here / "my.pairs.jsonl", PAIRS)]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"rm (JOB=)?jobs/my/rm.yaml", shown)  # in `make test`, it is a target of make
+    assert "rm" in next_commands(capsys.readouterr().out)
     job = load_job("jobs/my/rm.yaml", [], "rm")
     columns = {"prompt": "question", "first": "output_1", "second": "output_2", "label": "preference"}
-    own = load_job(ROOT / "jobs/own/rm.yaml")
     assert (job.data.train, job.data.columns) == ("my.pairs.jsonl", columns)
-    assert job.model.name_or_path == own.model.name_or_path
-    # the rows can be read with it, as they could not without
-    files = {"train": find(job.data.train, "data.train")}
-    preview.resolve_labels(preview.preprocessing("rm", job.data), files, "rm")
-    with pytest.raises(Exception, match="no format of `rm`"):
-        preview.resolve_labels(preview.preprocessing("rm", own.data), files, "rm")
+    assert job.model.name_or_path == load_job(ROOT / "jobs/own/rm.yaml").model.name_or_path
     # Jobs that are there are not overwritten.
     (here / "jobs/my/rm.yaml").write_text("mine\n")
     assert main(["init", "my.pairs.jsonl"]) == 2
@@ -76,8 +72,7 @@ def test_demonstrations_alone_make_a_policy_of_another_profile(here, capsys):
     shown = capsys.readouterr().out
     assert "set `reward` in jobs/talks/ppo.yaml" in shown  # no pairs, so no reward model
     assert "warning: sft keeps the lengths of the profile: " in shown  # the model is gated
-    commands = re.findall(r"(\w+) (?:JOB=)?jobs/", shown.partition("Run next:")[2])
-    assert commands == ["validate", "sft", "chat", "serve", "export"]
+    assert next_commands(shown) == ["validate", "sft", "chat", "serve", "export"]
 
 
 def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
@@ -103,7 +98,6 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
         "serve": (None, None, 64),
         "export": (None, None, None),
     }
-    assert {job.model.name_or_path for job in jobs.values()} == {MODEL}
     assert jobs["ppo"].trainer["response_length"] == jobs["serve"].trainer["response_length"] == 32
     assert (
         jobs["ppo"].policy == jobs["dpo"].policy == jobs["evaluate"].baseline == "models:/velo-sft@champion"
@@ -111,9 +105,7 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
     assert jobs["serve"].serve.policies.keys() == {"velo-ppo", "velo-sft"}
     assert "num_prompts: null" in (here / "jobs/velo/iterate.yaml").read_text()
     assert "rlhf-own" not in "".join(path.read_text() for path in (here / "jobs/velo").iterdir())
-    shown = capsys.readouterr().out
-    commands = re.findall(r"(\w+) (?:JOB=)?jobs/", shown.partition("Run next:")[2])
-    assert commands == ["validate", "sft", "rm", "ppo", "evaluate"]
+    assert next_commands(capsys.readouterr().out) == ["validate", "sft", "rm", "ppo", "evaluate"]
     assert main(["validate", "jobs/velo/ppo.yaml"]) == 0
 
 
@@ -160,26 +152,16 @@ def test_what_cannot_become_a_job_is_refused(made, more, message, here, capsys):
     assert message in error and ":0:" not in error and not (here / "jobs").exists()
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [("a/own.jsonl", "own_rows"), ("hf://datasets/org/set@main:config/train", "set"), ("a/b c.csv.gz", "b_c"), ("s3://x/rows/", "rows")],
-)  # fmt: skip
-def test_the_folder_of_the_jobs_is_no_profiles(path, name):
-    assert name_of(path) == name
-
-
 def test_held_out_files_are_not_trained_on(here):
     """Of a folder with files of both, and of a set with a split for it."""
     for name in ("train-0", "train-1", "test"):
         rows(here / f"both/{name}.jsonl", PAIRS)
-    assert main(["init", "both"]) == 0
-    data = load_job("jobs/both/rm.yaml", [], "rm").data
+    data = init("both")("both", "rm").data
     assert (data.train, data.eval) == ("both/train-*.jsonl", "both/test.jsonl")
     assert data.eval_fraction == 0
     one = datasets.Dataset.from_list(PAIRS)
     datasets.DatasetDict(train=one, validation=one).save_to_disk(here / "saved")
-    assert main(["init", "saved"]) == 0
-    data = load_job("jobs/saved/rm.yaml", [], "rm").data
+    data = init("saved")("saved", "rm").data
     assert (data.train, data.eval) == ("saved", "saved/validation")
 
 
@@ -195,17 +177,15 @@ def test_each_file_goes_to_the_stages_that_can_read_it(here, capsys):
     assert main(["validate", "jobs/two/dpo.yaml"]) == 0
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_rows_of_an_example_are_read_as_in_the_example(name, here):
     stage, _, example = name.partition("/")
     (path,) = (ROOT / "tests/data/shapes").glob(f"{example}.*")
-    assert main(["init", str(path), "--name", "mine"]) == 0
-    ours = load_job(f"jobs/mine/{stage}.yaml", [], stage).data
+    ours = init(str(path), "--name", "mine")("mine", stage).data
     theirs = load_job(ROOT / f"jobs/examples/{example}.yaml", [], stage).data
     assert ours.train == str(path) and (theirs.transform or theirs.label)
-    assert all(
-        getattr(ours, key) == getattr(theirs, key) for key in ("columns", "label", "transform", "group_by")
-    )
+    for key in ("columns", "label", "transform", "group_by"):
+        assert getattr(ours, key) == getattr(theirs, key)
     assert (here / f"jobs/examples/{example}.yaml").exists() == bool(theirs.transform)
 
 
@@ -217,8 +197,7 @@ def test_every_example_with_a_transform_is_known_by_its_columns():
 
 def test_answers_labelled_as_bad_are_not_imitated(here):
     made = [{"question": f"Say {n}.", "answer": f"It is {n}.", "feedback": ("up", "down")[n % 2]} for n in range(8)]  # fmt: skip
-    assert main(["init", rows(here / "support.jsonl", made)]) == 0
-    data = load_job("jobs/support/sft.yaml", [], "sft").data
+    data = init(rows(here / "support.jsonl", made))("support", "sft").data
     assert data.columns == {"prompt": "question", "completion": "answer", "label": "feedback"}
     assert data.on_error == "skip"  # so the answers labelled as bad are left out
 

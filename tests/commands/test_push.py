@@ -10,19 +10,16 @@ import pytest
 from huggingface_hub import ModelCard
 from model_hub import READER, TOKEN, connected, of_folder
 from running import stage
-from toy_models import BASE, tokenizer
+from toy_models import BASE, shared_base, tokenizer
 
 from pipeline import registry
 from pipeline.commands import export
-from pipeline.commands import hub as cards
 from pipeline.config import load_job
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Sampling
 from pipeline.models.base import base_identity
 from pipeline.models.tokenizer import eos_ids
 from pipeline.registry import lineage
-from pipeline.runtime import roles
-from pipeline.runtime.preparation import load_host
 
 POLICY = ["policy=models:/toy-policy@champion", "reward=null"]
 REWARD = ["policy=null", "reward=models:/toy-rm@champion"]
@@ -31,13 +28,13 @@ PUSH = "trainer.push_to_hub=true"
 
 
 @pytest.fixture
-def hub(tmp_path):
+def hub(tmp_path, monkeypatch):
     with connected(tmp_path / "hub") as hub:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield hub
 
 
-def test_a_dry_run_sends_nothing(models, storage, hub, capsys, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
+def test_a_dry_run_sends_nothing(models, storage, hub, capsys):
     result = stage("export", storage, "dry", *POLICY, *ADAPTER)
     assert hub.requests == []
     said = capsys.readouterr().out
@@ -50,7 +47,6 @@ def test_a_dry_run_sends_nothing(models, storage, hub, capsys, monkeypatch):
 
 @pytest.mark.parametrize("lfs", [True, False])
 def test_a_push_arrives_whole_and_private(models, storage, hub, capsys, monkeypatch, lfs):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", lfs)
     hub.lfs = lfs
     result = stage("export", storage, f"pushed-{lfs}", *POLICY, *ADAPTER, PUSH)
@@ -58,23 +54,18 @@ def test_a_push_arrives_whole_and_private(models, storage, hub, capsys, monkeypa
     assert of_folder(folder).items() <= hub.files("owner/mine").items()
     assert hub.repos["owner/mine"]["private"]
     assert {sent for _, path, sent in hub.requests if not path.startswith("/lfs/")} == {f"Bearer {TOKEN}"}
-    assert result["hub"] == {
-        "repo_id": "owner/mine",
-        "revision": "main",
-        "commit": hub.repos["owner/mine"]["branches"]["main"],
-    }
+    commit = hub.repos["owner/mine"]["branches"]["main"]
+    assert result["hub"] == {"repo_id": "owner/mine", "revision": "main", "commit": commit}
     commits = hub.repos["owner/mine"]["commits"]
     stage("export", storage, f"pushed-{lfs}", *POLICY, *ADAPTER, PUSH)  # again: nothing changes
     assert hub.repos["owner/mine"]["commits"] == commits and len(commits) == 2
-    files = b"".join(path.read_bytes() for path in (storage / f"pushed-{lfs}").rglob("*") if path.is_file())
-    assert TOKEN.encode() not in files and TOKEN not in "".join(capsys.readouterr())
+    files = [path.read_bytes() for path in (storage / f"pushed-{lfs}").rglob("*") if path.is_file()]
+    assert TOKEN.encode() not in b"".join(files) and TOKEN not in "".join(capsys.readouterr())
 
 
-def test_a_version_replaces_the_files_of_the_one_before(models, storage, hub, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    merged = ["trainer.hub_model_id=owner/mine", PUSH]
+def test_a_version_replaces_the_files_of_the_one_before(models, storage, hub):
     stage("export", storage, "first", *POLICY, *ADAPTER, PUSH)
-    stage("export", storage, "second", *POLICY, *merged)
+    stage("export", storage, "second", *POLICY, "trainer.hub_model_id=owner/mine", PUSH)
     there = set(hub.files("owner/mine"))
     assert "model.safetensors" in there and ".gitattributes" in there
     assert not [name for name in there if name.startswith("adapter") or name == "lineage.json"]
@@ -82,7 +73,6 @@ def test_a_version_replaces_the_files_of_the_one_before(models, storage, hub, mo
 
 
 def test_a_push_during_the_merge_is_not_replaced(models, storage, hub, capsys, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
     stage("export", storage, "before", *POLICY, *ADAPTER, PUSH)
     merge = export.write
 
@@ -97,29 +87,26 @@ def test_a_push_during_the_merge_is_not_replaced(models, storage, hub, capsys, m
 
 
 @pytest.mark.parametrize(
-    ("token", "repo", "overrides", "says"),
+    ("token", "repo", "says"),
     [
-        (None, "owner/mine", [], r"trainer\.push_to_hub: HF_TOKEN is not set; make a token with write access at https://"),
-        ("hf_" + "xX1" * 11, "owner/mine", [], "HTTP 401: the hub does not know this HF_TOKEN"),
-        (TOKEN, "owner/theirs", [], r"owner/theirs holds files that do not come from an export \(README\.md, model\.safetensors\)"),
-        (TOKEN, "owner/open", [], r"owner/open exists and is public; set trainer\.hub_private_repo=false"),
+        ("", "owner/mine", r"trainer\.push_to_hub: HF_TOKEN is not set; make a token with write access at https://"),
+        ("hf_" + "xX1" * 11, "owner/mine", "HTTP 401: the hub does not know this HF_TOKEN"),
+        (TOKEN, "owner/theirs", r"owner/theirs holds files that do not come from an export \(README\.md, model\.safetensors\)"),
+        (TOKEN, "owner/open", r"owner/open exists and is public; set trainer\.hub_private_repo=false"),
     ],
 )  # fmt: skip
 def test_a_push_that_cannot_be_is_refused_before_anything_is_merged(
-    token, repo, overrides, says, models, storage, hub, capsys, monkeypatch
+    token, repo, says, models, storage, hub, capsys, monkeypatch
 ):
     hub.put("owner/theirs", {"README.md": b"---\ntags: [x]\n---\n", "model.safetensors": b"1"}, private=True)
     hub.put("owner/open", {".gitattributes": b""})
-    if token:
-        monkeypatch.setenv("HF_TOKEN", token)
-    where = [f"trainer.hub_model_id={repo}", PUSH, *overrides]
-    stage("export", storage, "refused", *POLICY, *where, status=2)
+    monkeypatch.setenv("HF_TOKEN", token)
+    stage("export", storage, "refused", *POLICY, f"trainer.hub_model_id={repo}", PUSH, status=2)
     assert re.search(says, said := capsys.readouterr().err), said
     assert hub.writes() == [] and not (storage / "refused").exists()
 
 
 def test_a_push_into_the_house_of_others_fails_in_one_line(models, storage, hub, capsys, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
     where = ["trainer.merge=false", "trainer.hub_model_id=others/mine", PUSH]
     stage("export", storage, "theirs", *POLICY, *where, status=1)
     said = capsys.readouterr().err.strip().splitlines()[-1]
@@ -132,7 +119,6 @@ def test_a_push_into_the_house_of_others_fails_in_one_line(models, storage, hub,
 
 
 def test_a_push_that_was_cut_off_goes_on(models, storage, hub, capsys, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     hub.lfs, hub.broken_after = True, 4  # create, validate-yaml, preupload, lfs batch; not the file itself
     stage("export", storage, "cut", *POLICY, *ADAPTER, PUSH, status=1)
@@ -145,8 +131,7 @@ def test_a_push_that_was_cut_off_goes_on(models, storage, hub, capsys, monkeypat
     assert of_folder(Path(result["exported"]["policy"]["folder"])).items() <= hub.files("owner/mine").items()
 
 
-def test_a_branch_of_its_own_leaves_what_others_put_there(models, storage, hub, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
+def test_a_branch_of_its_own_leaves_what_others_put_there(models, storage, hub):
     hub.put("owner/theirs", {"README.md": b"theirs", "model.safetensors": b"1"}, private=True)
     where = ["trainer.merge=false", "trainer.hub_model_id=owner/theirs", "trainer.hub_revision=mine", PUSH]
     stage("export", storage, "branch", *POLICY, *where)
@@ -156,7 +141,6 @@ def test_a_branch_of_its_own_leaves_what_others_put_there(models, storage, hub, 
 
 
 def test_without_network_nothing_is_merged(models, storage, hub, capsys, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     stage("export", storage, "offline", *POLICY, *ADAPTER, PUSH, status=2)
     assert "trainer.push_to_hub: the hub cannot be reached (ConnectError" in capsys.readouterr().err
@@ -166,47 +150,41 @@ def test_without_network_nothing_is_merged(models, storage, hub, capsys, monkeyp
     assert not (storage / "offline").exists()
 
 
-def printed(code: str, folder: Path) -> str:
-    """What the Python of a card prints, in the folder that it is about."""
-    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as said:
-        exec(code, {})
-    return said.getvalue().strip()
-
-
 @pytest.mark.parametrize("models_of", [POLICY, REWARD], ids=["policy", "reward"])
 @pytest.mark.parametrize("merge", ["true", "false"])
 def test_the_code_of_a_card_says_what_the_adapter_says(models_of, merge, models, storage, in_root):
     """On the demo's base, named by its folder, with plain peft and transformers."""
     kind = "policy" if models_of is POLICY else "reward"
-    name = f"card-{kind}-{merge}"
-    folder = Path(
-        stage("export", storage, name, *models_of, f"trainer.merge={merge}")["exported"][kind]["folder"]
-    )
+    made = stage("export", storage, f"card-{kind}-{merge}", *models_of, f"trainer.merge={merge}")["exported"]
+    folder = Path(made[kind]["folder"])
     code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
-    said = printed(code.replace('"jobs/demo/model"', f'"{BASE}"'), folder)
-    host = load_host(load_job("jobs/demo/export.yaml", [*models_of, f"run.storage_path={storage}"], "export"))
-    shared = roles.shared_base(host)
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(code.replace('"jobs/demo/model"', f'"{BASE}"'), {})
+    shared = shared_base()
     turns = [{"role": "user", "content": "What is the capital of Peru?"}]
     if kind == "reward":
-        shared.add("it", folder=host.input("reward.0"), head=True)
+        shared.add("it", folder=models["toy-rm"], head=True)
         turns.append({"role": "assistant", "content": "Lima."})
-        ids = host.tokenizer.apply_chat_template(turns, return_dict=False)
-        assert float(said) == pytest.approx(shared.score("it", ids), abs=1e-4)
+        ids = tokenizer().apply_chat_template(turns, return_dict=False)
+        assert float(said.getvalue()) == pytest.approx(shared.score("it", ids), abs=1e-4)
         return
-    shared.add("it", folder=host.input("policy"))
-    ids = host.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    greedy = Sampling(128, tuple(eos_ids(host.tokenizer, shared.base.generation_config)), temperature=0.0)
-    [completion] = SlotDecoder(shared, 1, host.tokenizer.pad_token_id).generate("it", [ids], [0], greedy)
-    assert said == host.tokenizer.decode(completion.tokens, skip_special_tokens=True).strip()
+    shared.add("it", folder=models["toy-policy"])
+    ids = tokenizer().apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    greedy = Sampling(128, tuple(eos_ids(tokenizer(), shared.base.generation_config)), temperature=0.0)
+    [completion] = SlotDecoder(shared, 1, tokenizer().pad_token_id).generate("it", [ids], [0], greedy)
+    assert said.getvalue().strip() == tokenizer().decode(completion.tokens, skip_special_tokens=True).strip()
 
 
 def test_a_card_has_what_the_hub_reads(models, storage, hub, in_root):
-    """Of an adapter on a base on the hub: its license, and the datasets of it and its parents."""
+    """Of an adapter on a base on the hub: its license, the datasets of it and its parents, and who wrote its rows."""
     readme = b"---\nlicense: llama3.1\nlicense_link: https://x.org/licence\n---\nA base."
     hub.put("org/base", of_folder(Path(BASE)) | {"README.md": readme})
     folder = storage / "on-the-hub"
     shutil.copytree(models["toy-rm"], folder)
-    facts = lineage.describe("rm", base_identity("org/base"), tokenizer(), {}, {"train": "ab" * 32})
+    wrote = {"models:/demo-ppo/3": 300, "models:/demo-sft/1": 1}
+    facts = lineage.describe(
+        "rm", base_identity("org/base"), tokenizer(), {}, {"train": "ab" * 32}, rows_from=wrote
+    )
     lineage.write(str(folder), facts)
     settings = [
         f"run.storage_path={storage}", "run.name=made-hub-rm", "mlflow.registered_model=hub-rm", "gate={}",
@@ -228,12 +206,4 @@ def test_a_card_has_what_the_hub_reads(models, storage, hub, in_root):
     [figure] = data["model-index"][0]["results"][0]["metrics"]
     assert (figure["type"], figure["value"]) == ("accuracy", 0.75)
     assert "Its base was in 4 bits (nf4) in training." in text and "`reward: owner/mine`" in text
-
-
-def test_a_card_says_which_versions_wrote_the_rows(models, storage, tmp_path):
-    folder = shutil.copytree(models["toy-policy"], tmp_path / "adapter")
-    facts = lineage.read(str(folder), "adapter")
-    lineage.write(str(folder), {**facts, "rows_from": {"models:/demo-ppo/3": 300, "models:/demo-sft/1": 1}})
-    [first, *_] = cards.ancestors(str(folder), f"sqlite:///{storage}/mlflow.db")
-    lines = cards._shown(first)
-    assert lines[1:3] == ["  - 300 rows from `models:/demo-ppo/3`", "  - 1 row from `models:/demo-sft/1`"]
+    assert "  - 300 rows from `models:/demo-ppo/3`\n  - 1 row from `models:/demo-sft/1`\n" in text
