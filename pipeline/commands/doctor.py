@@ -31,13 +31,10 @@ def run(job: Job) -> dict[str, Any]:
             "doctor loads the full base into one process; set model.fsdp=false if it fits, or check the job with a smaller base",
             key="model.fsdp",
         )
-    job = resume.named(replace(job, run=replace(job.run, name=None, max_failures=0)))
-    job = replace(
-        job,
-        # a separate folder, so that the run itself stays as it is
-        run=replace(job.run, name=f"doctor-{job.run.name}"),
-        scaling={**job.scaling, "num_workers": 0 if job.in_process else 1},
-    )
+    scaling = {**job.scaling, "num_workers": 0 if job.in_process else 1}
+    # a separate folder, so that the run itself stays as it is
+    name = f"doctor-{resume.named(replace(job, run=replace(job.run, name=None))).run.name}"
+    job = resume.named(replace(job, scaling=scaling, run=replace(job.run, name=name, max_failures=0)))
     storage.require_writable(job.run.storage_path)
     announce(job, "doctor")
     try:
@@ -76,13 +73,6 @@ def train(worker: Worker) -> dict[str, Any]:
         trainer = PPOTrainer(shared, worker.tokenizer, args, worker.rows("train"), rewards, decoder=decoder)
         print("checking one rollout and one minibatch", flush=True)
         findings, phases = doctor.examine(trainer, roles.folders(worker, shared))
-    return worker.finish(
-        {},
-        samples=[
-            {
-                "table": doctor.render(findings, phases, completions, asked),
-                "findings": [asdict(finding) for finding in findings],
-                "phases": phases,
-            }
-        ],
-    )
+    table = doctor.render(findings, phases, completions, asked)
+    found = [asdict(finding) for finding in findings]
+    return worker.finish({}, samples=[{"table": table, "findings": found, "phases": phases}])

@@ -175,15 +175,14 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
                     return
         return
     files = [file.path for file in find(path, "data.train")]
-    names = files
-    while files:
-        pattern = re.sub(r"\d+", "*", files[0])
-        group = [file for file in files if re.sub(r"\d+", "*", file) == pattern]
-        if len(group) == 1 or group != fnmatch.filter(names, pattern):
-            pattern, group = files[0], files[:1]
-        files = [file for file in files if file not in group]
-        words = re.split(r"[^a-z]+", os.path.relpath(pattern, path if len(names) > 1 else ".").lower())
-        yield pattern, bool({*words} & {*EVAL_NAMES})
+    groups: dict[str, list[str]] = {}
+    for file in files:
+        groups.setdefault(re.sub(r"\d+", "*", file), []).append(file)
+    for pattern, group in groups.items():
+        as_glob = len(group) > 1 and group == fnmatch.filter(files, pattern)
+        for name in [pattern] if as_glob else group:
+            words = re.split(r"[^a-z]+", os.path.relpath(name, path if len(files) > 1 else ".").lower())
+            yield name, bool({*words} & {*EVAL_NAMES})
 
 
 def source_of(path: str, for_eval: bool) -> Source:

@@ -47,17 +47,13 @@ def run(job: Job) -> dict[str, Any]:
 
 def without_absent_models(job: Job) -> Job:
     """Returns the job without the models that do not exist yet, after a note about each."""
+    none: dict[str, Any] = dict.fromkeys(INPUTS)
     for name in INPUTS:
-        none: dict[str, Any] = dict.fromkeys(INPUTS)
         try:
             pin_inputs(replace(job, **{**none, name: getattr(job, name)}))
         except InputError as error:
             if name in functions(job):
                 raise  # a Python function that is not here is nowhere
-            print(
-                f"note: {error}; the rows are read without it, with the template of the base",
-                flush=True,
-            )
-            absent: dict[str, Any] = {name: None}
-            job = replace(job, **absent)
+            print(f"note: {error}; the rows are read without it, with the template of the base", flush=True)
+            job = replace(job, **{name: None})  # type: ignore[arg-type]
     return job

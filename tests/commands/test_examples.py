@@ -1,7 +1,6 @@
 """The jobs of jobs/examples on small files of the shapes that public sets have (tests/data/shapes)."""
 
 import importlib
-import json
 from pathlib import Path
 
 import pytest
@@ -81,18 +80,10 @@ def test_imdb_has_two_public_forms(good, bad):
     assert continued(good) == {"prompt": "It is good.", "completion": " "} and continued(bad) is None
 
 
-@pytest.mark.parametrize(
-    ("verb", "name"), [pytest.param("rm", "pandalm", marks=pytest.mark.slow), ("sft", "imdb")]
-)
-def test_an_example_trains(verb, name, tmp_path, embedded_ray):
+def test_an_example_with_a_transform_trains(tmp_path, embedded_ray):
     short = ["trainer.max_steps=2", "data.batch_size=4", "mlflow.registered_model=null"]
-    given = [*small(name, tmp_path)[:-1], *short]
-    result = stage(verb, tmp_path, name, *given, job=f"jobs/examples/{name}.yaml")
-    assert result["data"]["report"]["splits"]["train"]["kept"] == KEPT[name][0]
+    given = [*small("imdb", tmp_path)[:-1], *short]
+    result = stage("sft", tmp_path, "imdb", *given, job="jobs/examples/imdb.yaml")
+    assert result["data"]["report"]["splits"]["train"]["kept"] == KEPT["imdb"][0]
     assert result["metrics"]["train_loss"] > 0 and "eval_loss" not in result["metrics"]
-    assert ("transform" in result["data"]["digests"]) == (name == "imdb")
-    # what result.json says of a run that keeps its last step
-    assert result["kept"] == {"step": 2, "by": None}
-    assert result["ended"]["early"] is None
-    lineage = json.loads((tmp_path / name / "final/adapter/lineage.json").read_text())
-    assert lineage["step"] == result["ended"]["step"] == 2
+    assert "transform" in result["data"]["digests"]

@@ -37,14 +37,8 @@ def prompts(tmp_path):
 
 
 def iterate(storage: Path, name: str, *overrides: str, status: int = 0) -> dict:
-    arguments = [
-        "iterate",
-        "jobs/demo/iterate.yaml",
-        *TINY,
-        f"run.storage_path={storage}",
-        f"run.name={name}",
-    ]
-    assert main([*arguments, *overrides]) == status
+    named = [f"run.storage_path={storage}", f"run.name={name}"]
+    assert main(["iterate", "jobs/demo/iterate.yaml", *TINY, *named, *overrides]) == status
     path = storage / name / "iterate.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -134,8 +128,7 @@ def test_a_round_that_fails_its_gate(then, storage, in_root, prompts, capsys):
 
 def test_versions_are_those_that_the_aliases_meant_when_it_began(storage, in_root):
     registered(storage)
-    rewards = "[{reward: models:/toy-rm@champion, weight: 2}, models:/other-rm@champion]"
-    given = [*TINY, f"run.storage_path={storage}", f"collect.reward={rewards}"]
+    given = [*TINY, f"run.storage_path={storage}"]
     plan = command._in_one_home(plans.read("jobs/demo/iterate.yaml", given))
     homes = {
         (job.run.storage_path, job.data.cache_dir, job.mlflow.tracking_uri) for job in plan.jobs.values()
@@ -144,8 +137,7 @@ def test_versions_are_those_that_the_aliases_meant_when_it_began(storage, in_roo
     fixed, inputs = command.pinned(plan, {})
     policies = {fixed.policy, fixed.jobs["dpo"].policy, fixed.jobs["evaluate"].baseline}
     assert policies == {"models:/toy-policy/1"}
-    assert fixed.jobs["collect"].rewards == [("models:/toy-rm/1", 2.0), ("models:/other-rm/1", 1.0)]
-    assert fixed.jobs["evaluate"].reward == "models:/toy-rm/1"
+    assert fixed.jobs["collect"].reward == fixed.jobs["evaluate"].reward == "models:/toy-rm/1"
     # the alias has moved since
     known = {
         step: {name: one.replace("/1", "/7") for name, one in named.items()} for step, named in inputs.items()
@@ -159,10 +151,8 @@ NO_PROMPT = '{"question": "What is the capital of Peru?"}\n'
 LATE = [
     (["evaluate.data.max_length=250"], True, r"evaluate\.data\.max_length: 250 is more than .*evaluate\.trainer\.response_length=12; use evaluate\.data\.max_length=244"),
     (["evaluate.judge=models:/toy-policy@champion"], True, r"evaluate\.judge: "),
-    (["evaluate.data.eval={rows}"], True, r"evaluate\.data\.eval: .*question"),
     (["dpo.data.eval={rows}"], True, r"dpo\.data\.eval: .*question"),
-    (["dpo.data.max_length=4096"], True, r"dpo\.data\.max_length: 4096 is more than .* use dpo\.data\.max_length="),
-    (["dpo.data.max_length=24"], False, r"dpo\.data\.max_length: collected rows may have more than 24 tokens: .* set dpo\.data\.max_length=\d+, or dpo"),
+    (["dpo.data.max_length=24"], False, r"dpo\.data\.max_length: collected rows may have \d+ tokens, more than 24: .* set dpo\.data\.max_length=\d+, or dpo"),
     (["collect.trainer.num_prompts=500", "collect.data.train={prompts}"], False,
      r"collect\.trainer\.num_prompts: found 500, but collect\.data\.train has 3 prompts"),
     (["evaluate.data.eval={long}", "evaluate.data.max_length=20"], False, r"evaluate\.data\.eval: .*long\.jsonl:1"),

@@ -10,20 +10,18 @@ import pytest
 from huggingface_hub import ModelCard
 from model_hub import READER, TOKEN, connected, of_folder
 from running import stage
-from toy_models import BASE, shared_base, tokenizer
+from toy_models import BASE, tokenizer
 
 from pipeline import registry
 from pipeline.commands import export
 from pipeline.config import load_job
-from pipeline.inference.decoder import SlotDecoder
-from pipeline.inference.rows import Sampling
 from pipeline.models.base import base_identity
-from pipeline.models.tokenizer import eos_ids
 from pipeline.registry import lineage
 
 POLICY = ["policy=models:/toy-policy@champion", "reward=null"]
 REWARD = ["policy=null", "reward=models:/toy-rm@champion"]
 ADAPTER = ["trainer.merge=false", "trainer.hub_model_id=owner/mine"]
+QUESTION = "What is the capital of Peru?"
 PUSH = "trainer.push_to_hub=true"
 
 
@@ -152,7 +150,7 @@ def test_without_network_nothing_is_merged(models, storage, hub, capsys, monkeyp
 
 @pytest.mark.parametrize("models_of", [POLICY, REWARD], ids=["policy", "reward"])
 @pytest.mark.parametrize("merge", ["true", "false"])
-def test_the_code_of_a_card_says_what_the_adapter_says(models_of, merge, models, storage, in_root):
+def test_the_code_of_a_card_says_what_the_adapter_says(models_of, merge, engine, storage, in_root):
     """On the demo's base, named by its folder, with plain peft and transformers."""
     kind = "policy" if models_of is POLICY else "reward"
     made = stage("export", storage, f"card-{kind}-{merge}", *models_of, f"trainer.merge={merge}")["exported"]
@@ -160,19 +158,10 @@ def test_the_code_of_a_card_says_what_the_adapter_says(models_of, merge, models,
     code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as said:
         exec(code.replace('"jobs/demo/model"', f'"{BASE}"'), {})
-    shared = shared_base()
-    turns = [{"role": "user", "content": "What is the capital of Peru?"}]
     if kind == "reward":
-        shared.add("it", folder=models["toy-rm"], head=True)
-        turns.append({"role": "assistant", "content": "Lima."})
-        ids = tokenizer().apply_chat_template(turns, return_dict=False)
-        assert float(said.getvalue()) == pytest.approx(shared.score("it", ids), abs=1e-4)
-        return
-    shared.add("it", folder=models["toy-policy"])
-    ids = tokenizer().apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    greedy = Sampling(128, tuple(eos_ids(tokenizer(), shared.base.generation_config)), temperature=0.0)
-    [completion] = SlotDecoder(shared, 1, tokenizer().pad_token_id).generate("it", [ids], [0], greedy)
-    assert said.getvalue().strip() == tokenizer().decode(completion.tokens, skip_special_tokens=True).strip()
+        assert float(said.getvalue()) == pytest.approx(engine.score(QUESTION, "Lima."), abs=1e-4)
+    else:
+        assert said.getvalue().strip() == engine.greedy(QUESTION, length=128).strip()
 
 
 def test_a_card_has_what_the_hub_reads(models, storage, hub, in_root):

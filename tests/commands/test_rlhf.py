@@ -11,14 +11,9 @@ from pipeline.errors import InputError
 
 def test_the_end_shows_what_the_profile_has():
     """Without a judge PPO's first figure is the reward, and what to type next is of that profile."""
-    store = {"tracking_uri": "http://mlflow:5000"}
-    ppo = {
-        "stage": "ppo",
-        "metrics": {"before_reward": 0.25, "eval_reward": 0.5},
-        "folder": "s3://b/runs/ppo-1",
-    }
-    last = {"stage": "evaluate", "metrics": {"eval_win_rate": 0.75}, "folder": "s3://b/runs/evaluate-1"}
-    results = [ppo | store, last | store]
+    common = {"tracking_uri": "http://mlflow:5000", "folder": "s3://b/runs/x"}
+    ppo = {"stage": "ppo", "metrics": {"before_reward": 0.25, "eval_reward": 0.5}}
+    results = [ppo | common, {"stage": "evaluate", "metrics": {"eval_win_rate": 0.75}} | common]
     text = rlhf.closing(results, "jobs/llama3-8b", seconds=12.0, page=None)
     assert "Done in 0:12. ppo: reward 0.25 -> 0.5; evaluate: reward win rate 0.75\n" in text
     assert "jobs/llama3-8b/ppo.yaml" in text and 'make ppo PROFILE=llama3-8b ARGS="' in text
@@ -30,15 +25,11 @@ def test_the_time_of_a_stage_is_that_of_its_newest_run_or_the_demos(in_root, tmp
     job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft")
     assert rlhf.expected_seconds(job, "jobs/demo") == rlhf.DEMO_SECONDS["sft"]
     assert rlhf.expected_seconds(job, "mine") is None
-    for name, seconds, source in (
-        ("sft-1", 3.0, job.source),
-        ("sft-2", 4.0, job.source),
-        ("sft-3", 5.0, "x"),
-    ):
-        (tmp_path / name).mkdir()
-        result = {"seconds": seconds, "job": {"source": source}}
-        (tmp_path / name / "result.json").write_text(json.dumps(result))
-    assert rlhf.expected_seconds(job, "mine") == 4.0
+    for number, source in enumerate((job.source, job.source, "x"), 1):
+        (tmp_path / f"sft-{number}").mkdir()
+        result = {"seconds": float(number), "job": {"source": source}}
+        (tmp_path / f"sft-{number}/result.json").write_text(json.dumps(result))
+    assert rlhf.expected_seconds(job, "mine") == 2.0
 
 
 def test_the_time_of_the_stages_that_follow_is_scaled_by_the_speed_so_far():

@@ -11,23 +11,16 @@ from pathlib import Path
 
 import pytest
 from running import ROOT, stage
-from toy_models import registered, shared_base, tokenizer
+from toy_models import tokenizer
 
 from pipeline.commands import collect, generate
 from pipeline.config import Collect
-from pipeline.inference.decoder import SlotDecoder
-from pipeline.inference.rows import Sampling
-from pipeline.models.tokenizer import eos_ids
 from pipeline.ppo.rewards import AdapterReward, Samples
 
 POLICY, REWARD = "policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"
+pytestmark = pytest.mark.usefixtures("embedded_ray")
 PLACES = ("Peru", "Chile", "Norway", "Spain", "Cuba", "Nepal", "Ghana", "Kenya", "Iran", "Iraq", "Japan")
 OUTPUT = {"generate": "completions.jsonl", "collect": "rows.jsonl", "score": "scores.jsonl"}
-
-
-@pytest.fixture(scope="module")
-def models(storage, embedded_ray):
-    return registered(storage)
 
 
 def run(verb: str, storage: Path, name: str, rows: list[dict], *overrides: str) -> tuple[dict, list[dict]]:
@@ -40,20 +33,12 @@ def run(verb: str, storage: Path, name: str, rows: list[dict], *overrides: str) 
     return result, [json.loads(line) for line in (storage / name / OUTPUT[verb]).read_text().splitlines()]
 
 
-def by_the_engine(models, rows: list[dict], several: int, temperature: float) -> list[list[dict]]:
+def by_the_engine(engine, rows: list[dict], several: int, temperature: float) -> list[list[dict]]:
     """Returns completions and scores of each row, sampled in one batch."""
-    shared = shared_base()
-    shared.add("policy", folder=models["toy-policy"])
-    shared.add("reward", folder=models["toy-rm"], head=True)
-    turns = [[{"role": "user", "content": row["prompt"]}] for row in rows for _ in range(several)]
-    encode = tokenizer().apply_chat_template
-    ids = [encode(one, add_generation_prompt=True, return_dict=False) for one in turns]
-    ends = tuple(eos_ids(tokenizer(), shared.base.generation_config))
-    how = Sampling(40, ends, temperature=temperature, seed=5)
-    decoder = SlotDecoder(shared, len(ids), tokenizer().pad_token_id)
-    done = decoder.generate("policy", ids, range(len(ids)), how)
+    ids = [engine.ids(row["prompt"]) for row in rows for _ in range(several)]
+    done = engine.sample(ids, 40, temperature=temperature, seed=5)
     samples = Samples(ids, [d.tokens for d in done], [d.ended for d in done], [{}] * len(ids), tokenizer())
-    scores = AdapterReward(shared).score(samples)
+    scores = AdapterReward(engine.shared).score(samples)
     made = [
         {"completion": text, "score": score, "completion_tokens": len(one.tokens), "ended": one.ended}
         for text, score, one in zip(samples.completions, scores, done, strict=True)
@@ -61,11 +46,11 @@ def by_the_engine(models, rows: list[dict], several: int, temperature: float) ->
     return [made[start : start + several] for start in range(0, len(made), several)]
 
 
-def test_generate_writes_the_row_and_the_engines_completion(models, storage, capsys):
+def test_generate_writes_the_row_and_the_engines_completion(engine, storage, capsys):
     rows = [{"prompt": f"What is the capital of {place}?", "completion": place} for place in PLACES]
     settings = ["trainer.temperature=0", "trainer.local_rollout_forward_batch_size=2"]
     result, lines = run("generate", storage, "plain", rows, *settings)
-    expected = [one for [one] in by_the_engine(models, rows, 1, 0.0)]
+    expected = [one for [one] in by_the_engine(engine, rows, 1, 0.0)]
     for line, row, one in zip(lines, rows, expected, strict=True):
         assert (line["prompt"], line["reference_completion"]) == (row["prompt"], row["completion"])
         for key in ("completion", "completion_tokens", "ended"):
@@ -111,7 +96,7 @@ def by_kill(folder, given):
 
 @pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_interrupted_in_the_middle_it_continues_to_the_same_rows(
-    killed, models, storage, monkeypatch, capsys
+    killed, engine, storage, monkeypatch, capsys
 ):
     name, count = f"interrupted-{killed}", 160 if killed else 40
     asked = "Question {}. What is the capital of {}?".format
@@ -131,16 +116,16 @@ def test_interrupted_in_the_middle_it_continues_to_the_same_rows(
     result, lines = run("generate", storage, name, rows, *settings, f"scaling.num_workers={2 * killed}")
     assert [line["number"] for line in lines] == list(range(count))
     assert 0 < result["rows_done_now"] <= count - 8 * (done - 1)
-    expected = by_the_engine(models, rows, 1, 1.0)
+    expected = by_the_engine(engine, rows, 1, 1.0)
     assert [line["completion"] for line in lines] == [one["completion"] for [one] in expected]
 
 
-def test_collect_selects_from_the_engines_completions(models, storage, capfd):
+def test_collect_selects_from_the_engines_completions(engine, storage, capfd):
     rows = [{"prompt": f"What is the capital of {place}?", "number": i} for i, place in enumerate(PLACES)]
     settings = ["trainer.seed=5", "trainer.num_generations=3", "trainer.local_rollout_forward_batch_size=6"]
     pairs = ["trainer.select=pairs", "scaling.num_workers=2"]
     result, lines = run("collect", storage, "pairs", rows, *settings, *pairs)
-    expected = by_the_engine(models, rows, 3, 1.0)
+    expected = by_the_engine(engine, rows, 3, 1.0)
     selected = [collect.selected(Collect(num_generations=3, select="pairs"), samples) for samples in expected]
     numbered = [(i, *pair) for i, pairs in enumerate(selected) for pair in pairs]
     assert [(line["number"], line["chosen"], line["rejected"]) for line in lines] == [
@@ -176,22 +161,9 @@ QUESTION = "What is the capital of Peru?"
 ANSWERS = ["Lima.", "The capital of Peru is Lima. Thank you for asking.", "Why ask me?", "Peru is in Asia."]
 
 
-@pytest.fixture(scope="module")
-def expected(models):
-    """Returns {completion: its score by the adapter on the shared base, of the text that the chat template makes}."""
-    shared = shared_base()
-    shared.add("reward", folder=models["toy-rm"], head=True)
-    scores = {}
-    for completion in ANSWERS:
-        turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": completion}]
-        ids = tokenizer().apply_chat_template(turns, return_dict=False)
-        ends = [i for i, token in enumerate(ids) if token in (tokenizer().eos_token_id, 817, 825)]
-        scores[completion] = shared.score("reward", ids[: ends[-1] + 1])
-    assert len({round(score, 3) for score in scores.values()}) == len(ANSWERS)
-    return scores
-
-
-def test_score_reads_completions_pairs_and_several_answers(expected, storage, tmp_path):
+def test_score_reads_completions_pairs_and_several_answers(engine, storage, tmp_path):
+    expected = {text: engine.score(QUESTION, text) for text in ANSWERS}
+    assert len({round(score, 3) for score in expected.values()}) == len(ANSWERS)
     completions = [{"prompt": QUESTION, "completion": text, "id": i} for i, text in enumerate(ANSWERS)]
     order = [(0, 1), (1, 2), (2, 3), (3, 1), (0, 3)]
     pairs = [
