@@ -203,13 +203,14 @@ def why_none(args: Collect, counts: Mapping[str, int]) -> str:
             f"none of {counts['completions']} completions ended within trainer.response_length={args.response_length}; raise it if "
             "rows are longer. If not, the policy has not learned to end: train sft on rows that end, and look at its eos_accuracy"
         )
+    completions = f"of {counts['completions']} completions"
     reasons = {
-        "cut_off": "were cut off; use a larger trainer.response_length",
-        "duplicates": "repeat another one; use a higher trainer.temperature",
-        "dialogues": "are whole dialogues; use model.chat_template=plain or another policy",
-        "empty": "are empty; use trainer.min_new_tokens=1",
+        "cut_off": f"{completions} were cut off; use a larger trainer.response_length",
+        "duplicates": f"{completions} repeat another one; use a higher trainer.temperature",
+        "dialogues": f"{completions} are whole dialogues; use model.chat_template=plain or another policy",
+        "empty": f"{completions} are empty; use trainer.min_new_tokens=1",
         "ties": "pairs have equal scores; use a higher trainer.num_generations, or another reward",
         "close": f"pairs differ by less than trainer.min_margin={args.min_margin:g}; use a smaller one",
     }
     name = max(reasons, key=lambda name: counts.get(name, 0))
-    return f"of {counts['completions']} completions, {counts.get(name)} {reasons[name]}"
+    return f"{counts.get(name)} {reasons[name]}"

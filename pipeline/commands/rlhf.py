@@ -37,17 +37,12 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     named = [(job.run.storage_path, job.run.name) for job in jobs.values() if job.run.name]
     if twice := next((name for name in named if named.count(name) > 1), None):
         apart = " ".join(f"{stage}.run.name={twice[1]}-{stage}" for stage in ORDER)
-        raise InputError(
-            f"found {twice[1]!r} for several stages, and each is a separate run; use {apart}",
-            key="run.name",
-        )
+        raise InputError(f"found {twice[1]!r} for several runs; use {apart}", key="run.name")
     for job in jobs.values():  # before the first stage starts, not an hour later
         check_paths(job)
-    for job in jobs.values():
         placement.check_scaling(job)
     expected = {stage: expected_seconds(job, folder) for stage, job in jobs.items()}
-    known = [seconds for seconds in expected.values() if seconds is not None]
-    time_needed = f", about {terminal.clock(sum(known))}" if len(known) == len(jobs) else ""
+    time_needed = f", about {terminal.clock(sum(expected.values()))}" if all(expected.values()) else ""
     logs = f"logs and reports: {jobs['sft'].run.storage_path}/NAME/"
     terminal.say(f"{folder}: {', '.join(jobs)}{time_needed}; {logs}")
     results: list[dict[str, Any]] = []
@@ -79,8 +74,8 @@ def load(folder: str, overrides: list[str]) -> dict[str, Job]:
     return {stage: load_job(Path(folder) / f"{stage}.yaml", mine, stage) for stage, mine in given.items()}
 
 
-def expected_seconds(job: Job, folder: str) -> float | None:
-    """Returns the seconds of this job file's newest finished run, else the demo's seconds, or None if unknown."""
+def expected_seconds(job: Job, folder: str) -> float:
+    """Returns the seconds of this job file's newest finished run, else the demo's seconds, or 0 if unknown."""
     path = job.run.storage_path
     for name in sorted(storage.folders(path), reverse=True) if storage.exists(path) else ():
         file = storage.join(path, name, "result.json")
@@ -88,17 +83,17 @@ def expected_seconds(job: Job, folder: str) -> float | None:
             result = storage.read_json(file)
             if result["job"]["source"] == job.source:
                 return float(result["seconds"])
-    return DEMO_SECONDS[job.stage] if Path(folder).name == "demo" else None
+    return DEMO_SECONDS[job.stage] if Path(folder).name == "demo" else 0.0
 
 
-def following(stage: str, expected: dict[str, float | None], results: list[dict[str, Any]]) -> float:
+def following(stage: str, expected: dict[str, float], results: list[dict[str, Any]]) -> float:
     """Returns the seconds that the stages after this one will take, at the speed of those before, or 0 if that is unknown."""
-    later = [expected[name] for name in list(ORDER)[list(ORDER).index(stage) + 1 :]]
-    if None in expected.values():
+    if not all(expected.values()):
         return 0.0
-    done = sum(expected[result["stage"]] or 0.0 for result in results)
+    later = list(ORDER)[list(ORDER).index(stage) + 1 :]
+    done = sum(expected[result["stage"]] for result in results)
     slower = sum(result.get("seconds", 0.0) for result in results) / done if done else 1.0
-    return slower * sum(seconds or 0.0 for seconds in later)
+    return slower * sum(expected[name] for name in later)
 
 
 def overrides_of(stage: str, overrides: list[str]) -> list[str]:

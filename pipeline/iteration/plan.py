@@ -112,11 +112,9 @@ def read(path: str, overrides: list[str]) -> Plan:
     steps = ("collect", train, "evaluate")
     for key, value in tree.data.items():
         if value is not None and key not in (*OWN, *steps):
-            known = ", ".join((*OWN, *steps))
-            raise tree.error(
-                key,
-                f"unknown section, expected one of {known}; keys of a step are {train}.data.max_length, ...",
-            )
+            typed = next((name for name in tree.where if name.startswith(f"{key}.")), key)
+            hint = f"expected one of {', '.join((*OWN, *steps))}; keys of a step are {train}.data.max_length, ..."
+            raise InputError(f"unknown section, {hint}", key, tree.error(typed, "").where)
     settings = _settings(tree, train)
     policy = tree.data.get("policy")
     if not isinstance(policy, str) or not policy:

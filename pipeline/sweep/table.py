@@ -1,6 +1,8 @@
 """The results of a sweep: a row for each trial, on the terminal, in sweep.json, as CSV and Markdown, and a plot."""
 
+import contextlib
 import csv
+import functools
 import math
 import tempfile
 from pathlib import Path
@@ -119,31 +121,17 @@ def _draws(sweep: Sweep, summary: dict[str, Any]) -> list[plots.Draw]:
     }
     panel = Panel("Held-out figure", sweep.metric, {sweep.metric: "held-out"}, "")
     drawn = plots.curve(panel, curves, "step")
-    return [*([drawn] if drawn else []), *(_against(sweep, key, numbered) for key in sweep.keys)]
 
-
-def _against(sweep: Sweep, key: str, rows: list[dict[str, Any]]) -> plots.Draw:
-    def draw(axes: Any) -> None:
-        given = list(dict.fromkeys(row["values"][key] for row in rows))
-        try:
-            places = {value: float(value) for value in given}
-            if all(place > 0 for place in places.values()):
-                axes.set_xscale("log")
-            given = sorted(given, key=float)
-        except ValueError:  # not numbers
-            places = {value: float(i) for i, value in enumerate(given)}
-        axes.set_xticks([places[value] for value in given], given)
-        axes.minorticks_off()
-        axes.scatter(
-            [places[row["values"][key]] for row in rows],
-            [row["figure"] for row in rows],
-            s=14,
-            color=plots.COLOURS[0],
-        )
+    def against(key: str, axes: Any) -> None:
+        rows = numbered
+        with contextlib.suppress(ValueError):  # values that are not numbers stay in the order of the trials
+            rows = sorted(numbered, key=lambda row: float(row["values"][key]))
+        values, figures = [row["values"][key] for row in rows], [row["figure"] for row in rows]
+        axes.scatter(values, figures, s=14, color=plots.COLOURS[0])
         axes.set_title(key)
         axes.set_ylabel(sweep.metric)
 
-    return draw
+    return [*([drawn] if drawn else []), *(functools.partial(against, key) for key in sweep.keys)]
 
 
 def _is_number(figure: float | None) -> bool:

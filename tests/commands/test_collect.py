@@ -61,7 +61,7 @@ def test_what_would_be_read_as_a_conversation_is_left_out(text):
     ("cut_off", "says"),
     [
         (8, "none of 8 completions ended .*train sft on rows that end"),
-        (7, "^of 8 completions, 7 were cut off"),
+        (7, "^7 of 8 completions were cut off"),
     ],
 )
 def test_a_policy_that_never_ends_gets_advice_that_helps(cut_off, says):

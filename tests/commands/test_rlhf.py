@@ -24,7 +24,7 @@ def test_the_end_shows_what_the_profile_has():
 def test_the_time_of_a_stage_is_that_of_its_newest_run_or_the_demos(in_root, tmp_path):
     job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft")
     assert rlhf.expected_seconds(job, "jobs/demo") == rlhf.DEMO_SECONDS["sft"]
-    assert rlhf.expected_seconds(job, "mine") is None
+    assert rlhf.expected_seconds(job, "mine") == 0.0
     for number, source in enumerate((job.source, job.source, "x"), 1):
         (tmp_path / f"sft-{number}").mkdir()
         result = {"seconds": float(number), "job": {"source": source}}
@@ -36,11 +36,11 @@ def test_the_time_of_the_stages_that_follow_is_scaled_by_the_speed_so_far():
     expected = {"sft": 10.0, "rm": 20.0, "ppo": 30.0, "evaluate": 1.0}
     assert rlhf.following("sft", expected, []) == 51.0
     assert rlhf.following("rm", expected, [{"stage": "sft", "seconds": 20.0}]) == 62.0
-    assert rlhf.following("rm", {**expected, "ppo": None}, []) == 0.0
+    assert rlhf.following("rm", {**expected, "ppo": 0.0}, []) == 0.0
 
 
 def test_one_name_for_four_runs_is_refused_before_the_first(in_root, tmp_path):
-    with pytest.raises(InputError, match=r"run\.name: found 'x' for several stages.*sft\.run\.name="):
+    with pytest.raises(InputError, match=r"run\.name: found 'x' for several runs; use sft\.run\.name="):
         rlhf.run("jobs/demo", ["run.name=x", f"run.storage_path={tmp_path}"])
     assert not list(tmp_path.iterdir())
 
