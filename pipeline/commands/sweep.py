@@ -9,14 +9,13 @@ and at 50 percent of their steps. The same command resumes a sweep that was inte
 
 import contextlib
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from pipeline import registry
-from pipeline.config import JOBS, Job, libraries
+from pipeline.config import JOBS, libraries
 from pipeline.errors import Failure, InputError, in_brief
-from pipeline.on_ray import placement
 from pipeline.runtime import resume
 from pipeline.runtime import run as runs
 from pipeline.runtime.host import SweepHandle, Work
@@ -30,7 +29,7 @@ from pipeline.system import console, process, storage
 
 def run(path: str, arguments: list[str]) -> dict[str, Any]:
     """Runs a sweep. Returns the content of sweep.json. Nothing has started if one of its jobs is wrong."""
-    sweep = _here(space.read(path, arguments))
+    sweep = space.read(path, arguments)
     resume.check_folder(sweep.folder, "a sweep", "sweep")
     seen = resume.state(sweep.folder)
     left = recorded(sweep)
@@ -56,20 +55,6 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
     return summary
 
 
-def _each(sweep: Sweep, change: Callable[[Job], Job]) -> Sweep:
-    return replace(sweep, trials=[replace(one, job=change(one.job)) for one in sweep.trials])
-
-
-def _here(sweep: Sweep) -> Sweep:
-    """Returns the sweep with trials that run here and use the sweep job's registry."""
-    uri = registry.tracking_uri(sweep.job)
-
-    def here(job: Job) -> Job:
-        return placement.for_this_machine(replace(job, mlflow=replace(job.mlflow, tracking_uri=uri)))
-
-    return _each(sweep, here)
-
-
 def recorded(sweep: Sweep) -> dict[str, Any]:
     """Returns sweep.json of an earlier driver, or {}. Raises InputError if the folder's sweep is of another job."""
     job, path = sweep.job, storage.join(sweep.folder, table.FILE)
@@ -88,7 +73,7 @@ def recorded(sweep: Sweep) -> dict[str, Any]:
 def _pinned(sweep: Sweep, inputs: dict[str, str]) -> Sweep:
     """Returns the sweep with every alias replaced by the version that it named when the sweep began."""
     shared = {name: version for name, version in inputs.items() if name.partition(".")[0] not in sweep.keys}
-    return _each(sweep, lambda job: by_version(job, shared))
+    return replace(sweep, trials=[replace(one, job=by_version(one.job, shared)) for one in sweep.trials])
 
 
 def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:

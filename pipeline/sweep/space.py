@@ -15,11 +15,13 @@ import re
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+from pipeline import registry
 from pipeline.config import Job, load_job, schema
 from pipeline.config.gates import default_metric, greater_is_better, metric_problems
 from pipeline.config.stages import TRAINED
 from pipeline.config.yaml_tree import Tree
 from pipeline.errors import InputError, show
+from pipeline.on_ray import placement
 from pipeline.runtime.resume import essence
 from pipeline.system import storage
 
@@ -256,18 +258,14 @@ def _trial(base: Job, job: Job, values: dict[str, str]) -> Trial:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", typed)
     if name != typed or len(name) > 80:  # it must be the name of a folder, and unique
         name = f"{name[:70].strip('-')}-{_digest(typed)[:6]}"
-    return Trial(
-        name,
-        values,
-        replace(
-            job,
-            run=replace(job.run, name=name, storage_path=base.folder, fresh=False),
-            # A trial never runs in the sweep's process
-            scaling={**job.scaling, "num_workers": job.scaling.get("num_workers", 1) or 1},
-            mlflow=replace(job.mlflow, registered_model=None),
-            data=replace(
-                job.data, cache_dir=job.data.cache_dir or storage.join(base.run.storage_path, "data")
-            ),
-            gate={},
-        ),
+    cache = job.data.cache_dir or storage.join(base.run.storage_path, "data")
+    job = replace(
+        job,
+        run=replace(job.run, name=name, storage_path=base.folder, fresh=False),
+        # A trial never runs in the sweep's process
+        scaling={**job.scaling, "num_workers": job.scaling.get("num_workers", 1) or 1},
+        mlflow=replace(job.mlflow, registered_model=None, tracking_uri=registry.tracking_uri(base)),
+        data=replace(job.data, cache_dir=cache),
+        gate={},
     )
+    return Trial(name, values, placement.for_this_machine(job))
