@@ -29,9 +29,7 @@ from pipeline.system.credentials import without_credentials
 
 CARD = Path(__file__).with_name("card.jinja")
 MADE_HERE = "rlhf-pipeline"  # the tag by which a push recognizes a repository of an earlier export
-MAKE_TOKEN = (
-    "make one with write access at https://huggingface.co/settings/tokens, then `export HF_TOKEN=...`"
-)
+ADVICE = "make a token with write access at https://huggingface.co/settings/tokens; export HF_TOKEN=..."
 CARD_LINES = 24  # lines of the model card that a dry run shows
 
 # ---------------------------------------------------------------------------------------------------- the card
@@ -143,7 +141,7 @@ def check(job: Job) -> str | None:
     if not job.args.push_to_hub:
         return None
     if not os.environ.get("HF_TOKEN", "").strip():
-        raise InputError(f"HF_TOKEN is not set; {MAKE_TOKEN}", "trainer.push_to_hub")
+        raise InputError(f"HF_TOKEN is not set; {ADVICE}", "trainer.push_to_hub")
     try:
         return deadline.answer(_replaced, job)  # type: ignore[no-any-return]
     except InputError:
@@ -244,8 +242,8 @@ def _explained(job: Job, error: Exception) -> str:
     repo, found = job.args.hub_model_id, without_credentials(in_brief(error))
     changed = f"{repo} was changed by another push, and nothing was replaced"
     known = {
-        401: f"the hub does not know this HF_TOKEN; {MAKE_TOKEN}",
-        403: f"the account of this HF_TOKEN may not write to {repo}; {MAKE_TOKEN}, or set another owner",
+        401: f"the hub does not know this HF_TOKEN; {ADVICE}",
+        403: f"the account of this HF_TOKEN may not write to {repo}; {ADVICE}, or set another owner",
         409: changed,
         412: changed,
     }
