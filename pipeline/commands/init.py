@@ -181,7 +181,7 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
     for pattern, group in groups.items():
         as_glob = len(group) > 1 and group == fnmatch.filter(files, pattern)
         for name in [pattern] if as_glob else group:
-            words = re.split(r"[^a-z]+", os.path.relpath(name, path if len(files) > 1 else ".").lower())
+            words = re.split(r"[^a-z]+", os.path.relpath(name, path).lower())  # none of a single file
             yield name, bool({*words} & {*EVAL_NAMES})
 
 
