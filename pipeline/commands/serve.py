@@ -57,7 +57,7 @@ def serving(job: Job) -> Iterator[Work]:
     job = work.job
     room_for_prompts(job, work.base["context_length"])
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, the recorder checks the folder on the head
-        feedback.check_folder(feedback.folder_of(job))
+        feedback.FeedbackStore(feedback.folder_of(job), log_prompts=False, max_bytes=0).close()
     with session(job):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(job)

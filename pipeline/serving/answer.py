@@ -8,8 +8,9 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,11 +47,11 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.letters: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self.letters: deque[tuple[asyncio.Queue[Any], int, Any]] = deque()
         self.waking = False
 
-    def put(self, queue: asyncio.Queue[Any], letter: Any) -> None:
-        self.letters.append((queue, letter))
+    def put(self, queue: asyncio.Queue[Any], choice: int, token: Token | BaseException) -> None:
+        self.letters.append((queue, choice, token))
         if not self.waking:
             self.waking = True
             with contextlib.suppress(RuntimeError):  # the loop is closed, because the replica ends
@@ -59,7 +60,7 @@ class Mailbox:
     def _empty(self) -> None:
         self.waking = False
         while self.letters:
-            queue, letter = self.letters.popleft()
+            queue, *letter = self.letters.popleft()
             queue.put_nowait(letter)
 
 
@@ -75,7 +76,7 @@ class Answer:
         self.texts = [Text(server.tokenizer, asked.stops) for _ in range(asked.n)]
         self.tokens: list[list[Token]] = [[] for _ in range(asked.n)]
         self.reasons: list[str | None] = [None] * asked.n
-        self.arrived: asyncio.Queue[tuple[int, Token | BaseException]] = asyncio.Queue()
+        self.arrived: asyncio.Queue[Any] = asyncio.Queue()  # of [choice, token or error]
         self.head = {
             "id": f"chatcmpl-{secrets.token_hex(16)}",
             "created": int(time.time()),
@@ -90,14 +91,11 @@ class Answer:
             top_p=1.0 if asked.top_p is None else asked.top_p,
             seed=self.seed,
         )
+        deliver = partial(server.mailbox.put, self.arrived)
         self.rows = [
-            ServedRow(prompt, choice, sampling, served.role, asked.top, deliver=self._deliver(choice))
-            for choice in range(asked.n)
+            ServedRow(prompt, i, sampling, served.role, asked.top, deliver=partial(deliver, i))
+            for i in range(asked.n)
         ]
-
-    def _deliver(self, choice: int) -> Callable[[Token | BaseException], None]:
-        mailbox, arrived = self.server.mailbox, self.arrived
-        return lambda token: mailbox.put(arrived, (choice, token))
 
     def cancel(self) -> None:
         """Removes the rows from the batch. Rows that have ended have left it already."""

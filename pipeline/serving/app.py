@@ -39,7 +39,7 @@ from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import room_for_prompts
 from pipeline.serving import answer, protocol
 from pipeline.serving.answer import Answer, Mailbox, Stream, limit
-from pipeline.serving.feedback import FeedbackStore, Reader, folder_of
+from pipeline.serving.feedback import FeedbackStore, encoders, folder_of
 from pipeline.serving.metrics import Metrics, Page
 from pipeline.serving.models import Models, Served, ends, start
 from pipeline.serving.protocol import Asked, ChatRequest, CompletionRequest, Feedback, Refused
@@ -87,8 +87,8 @@ def application(work: Work, digests: list[str]) -> Any:
         **replicas,
     )
     longest = longest_prompt(work) + job.args.response_length
-    reader = Reader(work.tokenizer, longest, ends(Host(work)), job.data.special_tokens)
-    kept = recorder.bind(folder_of(job), job.serve.log_prompts, job.serve.feedback_bytes, reader)
+    reading = (work.tokenizer, longest, ends(Host(work)), job.data.special_tokens)
+    kept = recorder.bind(folder_of(job), job.serve.log_prompts, job.serve.feedback_bytes, reading)
     return server.bind(work, digests, kept)
 
 
@@ -115,9 +115,9 @@ def bind_to_node_address() -> None:
 class Recorder:
     """The only writer of the feedback folder, and the newest metrics of each replica."""
 
-    def __init__(self, folder: str, log_prompts: bool, max_bytes: int, reader: Reader) -> None:
+    def __init__(self, folder: str, log_prompts: bool, max_bytes: int, reading: tuple[Any, ...]) -> None:
         bind_to_node_address()
-        self.store, self.page = FeedbackStore(folder, log_prompts, max_bytes, reader), Page()
+        self.store, self.page = FeedbackStore(folder, log_prompts, max_bytes, encoders(*reading)), Page()
         self.lock = threading.Lock()  # Ray Serve may call from several threads
 
     def take(self, replica: str, metrics: Any, answers: list[dict[str, Any]]) -> None:

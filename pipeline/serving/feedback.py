@@ -11,7 +11,6 @@ has only the labels. One process at a time uses the folder. A line is on disk be
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import mmap
@@ -19,19 +18,16 @@ import os
 import sqlite3
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pipeline.config import Job
+from pipeline.data.encode import Encoder
 from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.serving.protocol import Feedback, Refused
 from pipeline.system import storage
-
-if TYPE_CHECKING:
-    from pipeline.config import Job
-    from pipeline.data.encode import Encoder
 
 # {file: (a stage that reads it, the key of the request that makes its rows)}
 READ_BY = {"thumbs": ("kto", "label"), "comparisons": ("rm", "chosen"), "edits": ("sft", "edit")}
@@ -55,44 +51,14 @@ def folder_of(job: Job) -> str:
     return job.serve.feedback_path or f"{job.run.storage_path}/feedback"
 
 
-def check_folder(folder: str) -> None:
-    """Raises InputError if no recorder could use the folder."""
-    FeedbackStore(folder, log_prompts=False, max_bytes=0).close()
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Reads a row as the stage does that will learn from it.
+def encoders(tokenizer: Any, max_length: int, ends: Sequence[int], special_tokens: str) -> dict[str, Encoder]:
+    """Returns for each file the encoder of the stage that will learn from its rows.
 
     Args:
         max_length: tokens of the longest conversation that the server can write.
     """
-
-    tokenizer: Any
-    max_length: int
-    ends: Sequence[int]
-    special_tokens: str
-
-    @functools.cached_property
-    def encoders(self) -> dict[str, Encoder]:
-        from pipeline.data.encode import Encoder
-
-        settings = (self.max_length, "error", True, self.ends, self.special_tokens)
-        return {
-            file: Encoder(self.tokenizer, kind_of(stage), *settings) for file, (stage, _) in READ_BY.items()
-        }
-
-    def check(self, file: str, row: dict[str, Any]) -> None:
-        """Raises Refused, 400, if the stage would stop at the row or leave it out."""
-        encoder, key = self.encoders[file], READ_BY[file][1]
-        try:
-            [outcome] = encoder.encode([parse(row, encoder.kind)])[0]
-        except RowError as error:
-            outcome = error
-        if isinstance(outcome, RowError):
-            field = f"`{outcome.field}` is " if outcome.field else "found "
-            why = f"{key}: no row to learn from: {field}{outcome.found}; expected {outcome.expected}"
-            raise Refused(400, why, key)
+    settings = (max_length, "error", True, ends, special_tokens)
+    return {file: Encoder(tokenizer, kind_of(stage), *settings) for file, (stage, _) in READ_BY.items()}
 
 
 class FeedbackStore:
@@ -101,15 +67,17 @@ class FeedbackStore:
     Args:
         max_bytes: half of it for the rows, the other half for the conversations. A row beyond its half is refused. Beyond
             theirs, the oldest conversations are deleted.
-        reader: None accepts every row.
+        encoders: None accepts every row.
 
     Raises:
         InputError: if another process has the folder, or it cannot be used.
     """
 
-    def __init__(self, folder: str, log_prompts: bool, max_bytes: int, reader: Reader | None = None) -> None:
+    def __init__(
+        self, folder: str, log_prompts: bool, max_bytes: int, encoders: dict[str, Encoder] | None = None
+    ) -> None:
         self.folder, self.log_prompts, self.max_bytes = Path(folder), log_prompts, max_bytes
-        self.reader = reader
+        self.encoders = encoders
         try:
             with contextlib.ExitStack() as opened:
                 self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -185,8 +153,8 @@ class FeedbackStore:
             raise Refused(409, "different feedback was given before; the first one counts", "id")
         if earlier is None:
             row = self._row(answer, said)
-            if row and self.reader is not None:
-                self.reader.check(said.kind, row)
+            if row and self.encoders is not None:
+                self._check(said.kind, row)
             facts = {"version": answer["version"], "seed": answer["seed"], "time": time.time()}
             row |= facts | {"id": name, "said": what}
             with self.known:  # if the row cannot be written, this is undone
@@ -217,6 +185,20 @@ class FeedbackStore:
             return prompt | {"completion": said.edit, "original": texts[said.choice]}
         assert said.chosen is not None and said.rejected is not None
         return prompt | {"chosen": texts[said.chosen], "rejected": texts[said.rejected]}
+
+    def _check(self, kind: str, row: dict[str, Any]) -> None:
+        """Raises Refused, 400, if the stage would stop at the row or leave it out."""
+        assert self.encoders is not None
+        encoder, key = self.encoders[kind], READ_BY[kind][1]
+        outcome: Any
+        try:
+            [outcome] = encoder.encode([parse(row, encoder.kind)])[0]
+        except RowError as error:
+            outcome = error
+        if isinstance(outcome, RowError):
+            field = f"`{outcome.field}` is " if outcome.field else "found "
+            why = f"{key}: no row to learn from: {field}{outcome.found}; expected {outcome.expected}"
+            raise Refused(400, why, key)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         """Appends one line and flushes it to disk before returning. Raises Refused if the folder is full."""

@@ -13,7 +13,7 @@ from toy_models import tokenizer
 
 from pipeline.errors import InputError
 from pipeline.serving import feedback
-from pipeline.serving.feedback import FeedbackStore, Reader
+from pipeline.serving.feedback import FeedbackStore, encoders
 from pipeline.serving.protocol import Refused
 
 MESSAGES = [{"role": "user", "content": "What is the capital of Peru?"}]
@@ -33,7 +33,8 @@ def stores(tmp_path):
     def store(*answers, log_prompts=True, most=1 << 20):
         for earlier in made:
             earlier.close()
-        made.append(FeedbackStore(str(tmp_path), log_prompts, most, Reader(tokenizer(), 2048, (), "text")))
+        reading = encoders(tokenizer(), 2048, (), "text")
+        made.append(FeedbackStore(str(tmp_path), log_prompts, most, reading))
         made[-1].remember(list(answers))
         return made[-1]
 

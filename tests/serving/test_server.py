@@ -215,15 +215,8 @@ def test_policies_and_a_reward_answer_at_once(server, telling):
 
 
 def test_neutral_settings_of_clients_are_taken(server):
-    neutral = {
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "logit_bias": {},
-        "tools": [],
-        "store": False,
-        "user": "me",
-    }
-    assert chat(server.url, max_tokens=1, response_format={"type": "text"}, **neutral)[0] == 200
+    zeros = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": [], "store": False}
+    assert chat(server.url, max_tokens=1, response_format={"type": "text"}, user="me", **zeros)[0] == 200
 
 
 @pytest.fixture(scope="module")
@@ -263,45 +256,33 @@ def test_a_row_a_list_and_a_pair_are_scored(server, expected):
 JSON = "^the request is not JSON "
 WRONG = [
     (CHAT, {"model": "gpt-4"}, 404, "^no policy 'gpt-4'; expected one of toy, bare$"),
-    (CHAT, {"model": "toy-rm"}, 404, "^no policy 'toy-rm'; expected one of toy, bare$"),
-    (CHAT, {"messages": []}, 400, "messages: "),
     (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 400, r"messages\[0\].role: found \"robot\"; expected one of system, "),
     (CHAT, {"messages": messages("word " * 400)}, 400, r"messages: \d+ tokens; expected at most 192"),
     (CHAT, {"n": 17}, 400, "n: found 17; expected at most 16"),
-    (CHAT, {"n": "2"}, 400, "n: .*found '2'"),
     (CHAT, {"stop": ["a", "b", "c", "d", "e"]}, 400, "stop: expected up to 4 texts"),
     (CHAT, {"top_logprobs": 3}, 400, "top_logprobs: goes with logprobs"),
     (CHAT, {"tools": [{"type": "function"}]}, 400, "^tools: is not supported here; found "),
-    (CHAT, {"presence_penalty": 1}, 400, "^presence_penalty: is not supported here; found 1$"),
-    (CHAT, {"response_format": {"type": "json_object"}}, 400, "^response_format: is not supported here; found "),
     (CHAT, {"prompt": "x"}, 400, "prompt: is not supported here"),
     (COMPLETE, {"prompt": [[]]}, 400, r"^prompt: found '\[\]'; expected token ids below \d+"),
     (COMPLETE, {"prompt": [10**9]}, 400, r"^prompt: found .*; expected token ids below \d+"),
     (COMPLETE, {"prompt": [5] * 400}, 400, "^prompt: 400 tokens; expected at most 192"),
     (COMPLETE, {"prompt": [[5]] * 65}, 400, "^prompt: found 65 prompts; expected at most 64 completions"),
     (COMPLETE, {"prompt": "a", "stream": True}, 400, "^stream: "),
-    (COMPLETE, {"prompt": "a", "suffix": "b"}, 400, "^suffix: is not supported here"),
     ("/score", [{"prompt": "a", "completion": "b"}, 7], 400, "request: element 2: found 7; expected a JSON object"),
     ("/score", {"prompt": "a " * 400, "completion": "b"}, 400, r"request: element 1: found \d+ tokens; expected at most"),
     ("/score", [0] * 4097, 413, "found 4097 rows; expected at most 4096"),
     ("/score?model=toy", {"prompt": "a", "completion": "b"}, 404, "^no reward model 'toy'; expected one of toy-rm$"),
     (FEEDBACK, {"id": "../../etc/passwd", "label": True}, 404, "no answer with this id"),
-    (FEEDBACK, {"id": "x"}, 400, "^label: expected one of"),
     (FEEDBACK, {"id": "x", "label": True, "edit": "y"}, 400, "^label: expected one of"),
     (FEEDBACK, {"id": "x", "chosen": 1, "rejected": 1}, 400, "^chosen: goes with rejected"),
     ("/v1/models/x", None, 404, "^no model 'x'; expected one of toy, bare, toy-rm$"),
-    ("/v1/models/..%2f..%2fetc%2fpasswd", None, 404, "not found"),
     ("/../../etc/passwd", None, 404, "not found"),
     ("/openapi.json", None, 404, "not found"),
     (CHAT, None, 405, "not found: GET"),
-    (CHAT, b"", 400, JSON),
     (CHAT, b"[]", 400, "found a list, expected an object"),
     (CHAT, b'{"a":' * 100_000, 400, JSON),
-    (CHAT, b'{"model": "\\ud800", "messages": []}', 400, JSON),
-    (CHAT, b'{"model": "\xff", "messages": []}', 400, JSON),
     (CHAT, b'{"model": "toy", "temperature": NaN}', 400, JSON),
     (CHAT, b'{"model": "toy", "messages": [{"role": "user", "content": "x"}], "temperature": 1e400}', 400, "^temperature: "),
-    (CHAT, b'{"model": "toy", "n": ' + b"9" * 5000 + b"}", 400, JSON),
     (CHAT, b"x" * (2 << 20), 413, "a body of more than 1048576 bytes"),
 ]  # fmt: skip
 
@@ -315,21 +296,15 @@ def test_a_wrong_request_says_what_is_wrong(server, path, sent, status, says):
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
-def test_load_balancers_may_ask_for_the_health(server):
+def test_a_web_page_elsewhere_is_refused_and_a_load_balancer_is_not(server):
+    hosts = ("evil.example", "127.0.0.1.evil.example")
+    for headers in (
+        *({"Host": host} for host in hosts),
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+    ):
+        assert ask(server.url, "/v1/models", **headers)[0] == 403
     assert [ask(server.url, "/health", method=method)[0] for method in ("GET", "HEAD")] == [200, 200]
-
-
-@pytest.mark.parametrize(
-    ("header", "value"),
-    [
-        ("Host", "evil.example"),
-        ("Host", "127.0.0.1.evil.example"),
-        ("Origin", "https://evil.example"),
-        ("Origin", "null"),
-    ],
-)
-def test_a_web_page_elsewhere_is_refused(server, header, value):
-    assert ask(server.url, "/v1/models", **{header: value})[0] == 403
 
 
 def test_a_client_that_goes_away_is_no_failure_of_the_server(server, capfd):
@@ -428,10 +403,9 @@ def test_prometheus_reads_the_metrics(server):
     chat(server.url, max_tokens=2)
     status, headers, page = ask(server.url, "/metrics")
     assert status == 200 and headers["content-type"].startswith("text/plain")
+    families = text_string_to_metric_families(page.decode())
     samples = {
-        (sample.name, sample.labels.get("version")): sample.value
-        for family in text_string_to_metric_families(page.decode())
-        for sample in family.samples
+        (one.name, one.labels.get("version")): one.value for family in families for one in family.samples
     }
     assert samples["rlhf_completion_tokens_total", "models:/toy-policy/1"] >= 2
     assert samples["rlhf_answer_seconds_count", None] >= 1
