@@ -3,9 +3,9 @@
 A panel appears if at least one of its metrics was logged, so one list serves every stage.
 """
 
+import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 Points = list[tuple[int, float]]  # (step, value), ascending
 History = dict[str, Points]  # metric -> its points
@@ -32,15 +32,12 @@ class Panel:
         """Returns {name of the line: its points} of a run, empty if it has none of this panel's metrics."""
         selected = {}
         for pattern, label in self.lines.items():
-            for metric in sorted(history) if "*" in pattern else [pattern]:
-                if fnmatchcase(metric, pattern) and self.when(points := history.get(metric, [])):
-                    selected[label or _middle(metric)] = points
+            for metric in sorted(fnmatch.filter(history, pattern)):
+                if self.when(history[metric]):
+                    # `reward` for `rewards/reward/mean`, `rollout` for `time/rollout`
+                    name = metric.split("/")[min(1, metric.count("/"))].replace("_", " ")
+                    selected[label or name] = history[metric]
         return selected
-
-
-def _middle(metric: str) -> str:
-    """Returns `reward` for `rewards/reward/mean`, `rollout` for `time/rollout`."""
-    return metric.split("/")[min(1, metric.count("/"))].replace("_", " ")
 
 
 def varies(points: Points) -> bool:

@@ -41,13 +41,6 @@ def test_a_batcher_that_has_ended_is_an_error_at_once(scores):
         future.result(timeout=0)
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ({"promt": "a", "completion": "b"}, r"\(is `promt` meant to be `prompt`\?\); (?!.*data.columns)"),
-        (7, r'such as \{"prompt": \.\.\., "completion": \.\.\.\}'),
-    ],
-)
-def test_a_wrong_row_says_what_a_request_can_change(scores, row, says):
-    with pytest.raises(RowError, match=says):
-        scores.ask(Served("models:/rm/1", reward=REWARD), [row])
+def test_a_column_is_suggested_as_a_request_can_name_it(scores):
+    with pytest.raises(RowError, match=r"\(is `promt` meant to be `prompt`\?\); (?!.*data.columns)"):
+        scores.ask(Served("models:/rm/1", reward=REWARD), [{"promt": "a", "completion": "b"}])
