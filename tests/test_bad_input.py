@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -23,11 +22,9 @@ from pipeline.__main__ import main
 from pipeline.config import load_job
 
 # Small enough that a mistake that is not found costs seconds, not the demo's minutes.
+ONE_STEP = ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL]
 TINY = {
-    "sft": ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL],
-    "rm": ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL],
-    "dpo": ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL, "policy=base"],
-    "kto": ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL, "policy=base"],
+    **{"sft": ONE_STEP, "rm": ONE_STEP, "dpo": [*ONE_STEP, "policy=base"], "kto": [*ONE_STEP, "policy=base"]},
     "ppo": [
         "trainer.total_episodes=4", "trainer.batch_size=4", "trainer.num_mini_batches=1", "trainer.response_length=8",
         "data.eval=null", "policy=base", "reward=python:bad_rewards:length", "judge=null",
@@ -38,13 +35,13 @@ TINY = {
 
 @dataclass
 class Case:
-    """One wrong thing. `{...}` in overrides and patterns are the paths that the fixture `world` makes."""
+    """One wrong thing. `{...}` in overrides are the paths that the fixture `world` makes."""
 
     name: str
     verb: str
     says: tuple[str, ...]  # patterns, all of which the message has to match
     overrides: list[str] = field(default_factory=list)
-    rows: Any = None  # content of data.train: bytes, or rows to be written as JSON Lines
+    rows: Any = None  # content of `key`: bytes, or rows to be written as JSON Lines
     file: str = "rows.jsonl"
     key: str = "data.train"
 
@@ -67,14 +64,8 @@ ROWS = [
     case("empty file", "sft", r"rows\.jsonl\b", "empty file", "no rows", "at least one row", rows=b""),
     case("not JSON", "sft", r"rows\.jsonl:2: found .*promt.*column 10.*expected one JSON object on each line", MEND,
          rows=jsonl([GOOD]) + b'{"promt" "a"}\n'),
-    case("wrong field", "sft", r"rows\.jsonl: row 1 matches no format of `sft`; the columns are promt, completion; set data\.columns='\{prompt: promt\}'$",
-         rows=[{"promt": "a", "completion": "b"}]),
-    case("preferences for sft", "sft", r"rows\.jsonl: row 1 matches no format of `sft`; the columns are prompt, chosen, rejected; such rows fit rm, dpo, kto and ppo as they are", rows=[PAIR]),
-    case("null", "sft", r"rows\.jsonl:3: `completion`: found null; expected", MEND, rows=[GOOD, GOOD, {**GOOD, "completion": None}]),
     case("longer than the context", "sft", r"rows\.jsonl:2: found \d{3,} tokens; expected at most 256 .*context", r"data\.too_long=truncate",
          rows=[GOOD, {**GOOD, "completion": "Lima. " * 300}], overrides=["data.max_length=null"]),
-    case("no label", "kto", r"rows\.jsonl: rows 1-2 match no format of `kto`; the columns are prompt, completion; such rows fit sft and ppo as they are",
-         rows=[GOOD, GOOD]),
     case("template that changes words", "dpo", r"rows\.jsonl:2: `messages\[0\]`: found a chat template that cuts or changes the words of", MEND,
          rows=[{**PAIR, "prompt": "a", "chosen": "b", "rejected": "c"}, PAIR], overrides=["model.chat_template={lower}"]),
     case("prompt that leaves no room", "ppo", r"rows\.jsonl:1: found \d{3} tokens; expected at most 192", rows=[{**ASK, "prompt": "Peru? " * 150}]),
@@ -84,42 +75,30 @@ ROWS = [
          rows=[{**PAIR, "chosen": None}], overrides=["reward={judging}"]),
     case("missing file", "sft", r"data\.train: there is no file 'jobs/demo/data/demonstration\.jsonl'; did you mean '.*demonstrations\.jsonl'\?; expected a path",
          overrides=["data.train=jobs/demo/data/demonstration.jsonl"]),
-    case("unknown scheme", "sft", r"data\.train: .*'ftps://host/rows\.jsonl'.*expected a path, a glob, a folder, or s3:// gs:// hf://",
-         overrides=["data.train=ftps://host/rows.jsonl"]),
 ]  # fmt: skip
 
 JOB = [
-    case("unknown key", "sft", r"command line: trainer\.learning_rat: unknown key; did you mean trainer\.learning_rate\?", overrides=["trainer.learning_rat=1e-4"]),
     case("no such job", "sft", r"jobs/demo/stf\.yaml: no such job file.*for example jobs/demo/sft\.yaml", key="jobs/demo/stf.yaml"),
     case("name of a run of another stage", "rm", r"run\.name: 'done' is .*finished sft run in .*run\.name=rm-done", overrides=["run.name=done"]),
     case("name of an unfinished run of another stage", "rm", r"run\.name: 'halfway' is .*sft run in .*run\.name=rm-halfway", overrides=["run.name=halfway"]),
-    case("settings that TRL refuses", "sft", r"jobs/demo/sft\.yaml: trainer\.optim_args: found 'foo'; SFTConfig says: not enough values", overrides=["trainer.optim_args=foo"]),
     case("critic warmed up for the whole run", "ppo", r"trainer\.critic_warmup_steps: found 9, but the run has 9 updates \(\d+ prompts\): the policy would never learn",
          overrides=["trainer.critic_warmup_steps=9", "trainer.total_episodes=72", "trainer.batch_size=8"]),
     # models
     case("no such base", "sft", r"model\.name_or_path: there is no folder '/nowhere/model'; expected a model folder or a hub id", overrides=["model.name_or_path=/nowhere/model"]),
-    case("pickled base", "sft", r"model\.name_or_path: '.*pickled' has pickled weights only.*model\.allow_pickle=true", overrides=["model.name_or_path={pickled}"]),
     case("base that is a file", "sft", r"model\.name_or_path: 'pyproject\.toml' is a file; expected the folder", overrides=["model.name_or_path=pyproject.toml"]),
     # damaged files of a base, and what does not fit it (in detail: tests/models)
-    case("broken template", "sft", r"model\.chat_template: .*broken\.jinja:1: ", overrides=["model.chat_template={broken}"]),
-    case("max_length above the context", "sft", r"data\.max_length: 512 is more than the model's context of 256.*use data\.max_length=256", overrides=["data.max_length=512"]),
     case("no room for a prompt", "ppo", r"trainer\.response_length: 256 tokens leave no room.*context of 256; set trainer\.response_length=128", overrides=["trainer.response_length=256"]),
     case("no room for prompt and completion", "ppo", r"data\.max_length: 192 .*context of 256 tokens less trainer\.response_length=100; use data\.max_length=156", overrides=["trainer.response_length=100"]),
     # inputs
-    case("no such registered model", "ppo", r"policy: models:/nothing-sft@champion: no registered model 'nothing-sft' in sqlite.*registered: held-back-rm.*run `make sft` first",
-         overrides=["policy=models:/nothing-sft@champion"]),
     case("alias that the gate held back", "ppo", r"reward: models:/held-back-rm@champion: no such alias.*newest is models:/held-back-rm/1 \(gate failed: eval_accuracy = 0\.5, required >= 0\.95\); name that to use it anyway",
          overrides=["reward=models:/held-back-rm@champion"]),
     case("version whose files are gone", "ppo", r"reward: models:/held-back-rm/1: .*cannot be fetched from .*/gone .*use another version", overrides=["reward=models:/held-back-rm/1"]),
     case("no such policy folder", "dpo", r"policy: /nowhere/adapter: no such folder; give a folder, or models:/NAME@ALIAS", overrides=["policy=/nowhere/adapter"]),
     case("policy folder without adapter", "dpo", r"policy: jobs/demo/model: no adapter in .*expected adapter_config\.json, found ", overrides=["policy=jobs/demo/model"]),
-    case("policy of another base", "ppo", r"policy: .*/other was trained on base tiny-other \(sha256:.*\), but model\.name_or_path is jobs/demo/model.*set model\.name_or_path=tiny-other",
-         overrides=["policy={other}"]),
     case("reward without a head", "ppo", r"reward\.1: .*/plain is an adapter without a scalar head.*rm", overrides=["reward=[python:bad_rewards:length, {plain}]"]),
     case("messages for a policy of plain text", "dpo", r"policy: .*/plain was trained by sft on plain text, and this job has rows of messages", overrides=["policy={plain}"]),
     case("policy that is a reward", "ppo", r"policy: .*/judging is a reward adapter.*sft", overrides=["policy={judging}"]),
     case("reward that is no reward model", "ppo", r"reward: 'jobs/demo/model'.*LlamaForCausalLM.*expected", overrides=["reward=jobs/demo/model"]),
-    case("no such reward function", "ppo", r"reward: python:bad_rewards:polite: cannot be imported from .*module 'bad_rewards' has no attribute 'polite'", overrides=["reward=python:bad_rewards:polite"]),
     case("reward asks for a missing column", "ppo", r"reward: python:bad_rewards:needs_weight asks for `weight`, which the rows of data\.train do not have; expected one of prompts, completions, completion_ids, seeds, answer\.", overrides=["reward=python:bad_rewards:needs_weight"]),
     # the machine
     *[case(f"vLLM where there is none, {verb}", verb, r"rollout\.engine: vLLM is not installed here; run .*\[vllm\]", overrides=["rollout.engine=vllm", *more])
@@ -132,8 +111,6 @@ JOB = [
     case("storage below a file", "sft", r"run\.storage_path: '/dev/null/runs' cannot be written.*e\.g\. run\.storage_path=\./runs", overrides=["run.storage_path=/dev/null/runs"]),
     case("cache that cannot be written", "sft", r"data\.cache_dir: '/dev/null/cache/.* cannot be written .*e\.g\. data\.cache_dir=\./cache", overrides=["data.cache_dir=/dev/null/cache"]),
     case("bucket without a tracking server", "sft", r"mlflow\.tracking_uri: missing; a bucket \(run\.storage_path=memory://runs\)", overrides=["run.storage_path=memory://runs"]),
-    case("tracking server that does not answer", "sft", r"mlflow\.tracking_uri: 'http://127\.0\.0\.1:9' does not answer.*start the server, or leave the key out",
-         overrides=["mlflow.tracking_uri=http://127.0.0.1:9"]),
     case("rlhf without its jobs", "rlhf", r"pipeline/sft\.yaml: no such job file", key="pipeline"),
 ]  # fmt: skip
 
@@ -143,55 +120,32 @@ JOB = [
 
 @pytest.fixture(scope="module")
 def world(embedded_ray, tmp_path_factory) -> dict[str, str]:
-    """Folders that cases name, and a storage path whose registry holds one version that its gate kept back."""
-    home = tmp_path_factory.mktemp("world")
-    for name in ("storage", "pickled"):
-        (home / name).mkdir()
-    shutil.copy(ROOT / "jobs/demo/model/config.json", home / "pickled")
-    (home / "pickled/pytorch_model.bin").write_bytes(b"\x80\x02.")
-    (home / "broken.jinja").write_text("{% if %}")
-    (home / "lower.jinja").write_text(
-        "{% for m in messages %}{{ m.role }}: {{ m.content | lower }}<|eot_id|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    adapters(home)
-    for name, file in (("done", "result.json"), ("halfway", "job.json")):
-        (home / "storage" / name).mkdir()
-        (home / "storage" / name / file).write_text(json.dumps({"stage": "sft", "name": name}))
-    store = client(home / "storage")
-    store.create_registered_model("held-back-rm")
-    store.create_model_version(
-        "held-back-rm",
-        source=str(home / "gone"),
-        tags={"gate": "failed: eval_accuracy = 0.5, required >= 0.95"},
-    )
-    names = "storage pickled other plain judging broken.jinja lower.jinja".split()
-    return {name.split(".")[0]: str(home / name) for name in names}
-
-
-def adapters(home: Path) -> None:
-    """`other`: of another base, with a head; `plain` and `judging`: of the demo's base, without a head and with one."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    """Returns folders that cases name, and a storage path whose registry holds one version that its gate kept back."""
+    from transformers import AutoModelForCausalLM
 
     from pipeline.models.adapters import SharedBase
     from pipeline.models.base import base_identity
     from pipeline.registry import lineage
 
-    tiny = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    home, demo = tmp_path_factory.mktemp("world"), ROOT / "jobs/demo/model"
+    (home / "lower.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content | lower }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    LlamaForCausalLM(tiny).save_pretrained(home / "tiny")
-    other = {**base_identity(str(home / "tiny")), "name_or_path": "tiny-other"}
-    demo = base_identity(str(ROOT / "jobs/demo/model"))
-    for name, where, base, head in (
-        ("other", home / "tiny", other, True),
-        ("plain", ROOT / "jobs/demo/model", demo, False),
-        ("judging", ROOT / "jobs/demo/model", demo, True),
-    ):
-        shared = SharedBase(AutoModelForCausalLM.from_pretrained(where))
+    for name, head in (("plain", False), ("judging", True)):
+        shared = SharedBase(AutoModelForCausalLM.from_pretrained(demo))
         shared.add(name, lora={"r": 2, "target_modules": "all-linear"}, head=head)
         shared.save(name, home / name)
-        lineage.write(str(home / name), {"stage": "rm" if head else "sft", "base": base, "rows": "text"})
+        described = {"stage": "rm" if head else "sft", "base": base_identity(str(demo)), "rows": "text"}
+        lineage.write(str(home / name), described)
+    for name, file in (("done", "result.json"), ("halfway", "job.json")):
+        (home / "storage" / name).mkdir(parents=True)
+        (home / "storage" / name / file).write_text(json.dumps({"stage": "sft", "name": name}))
+    store, held = client(home / "storage"), {"gate": "failed: eval_accuracy = 0.5, required >= 0.95"}
+    store.create_registered_model("held-back-rm")
+    store.create_model_version("held-back-rm", source=str(home / "gone"), tags=held)
+    names = ("storage", "plain", "judging", "lower.jinja")
+    return {name.split(".")[0]: str(home / name) for name in names}
 
 
 def registry(storage: str) -> dict[str, Any]:
@@ -207,11 +161,8 @@ def registry(storage: str) -> dict[str, Any]:
 
 def arguments(one: Case, world: dict[str, str], folder: Path) -> list[str]:
     job = one.key if "/" in one.key or one.verb == "rlhf" else f"jobs/demo/{one.verb}.yaml"
-    given = [
-        f"run.storage_path={world['storage']}",
-        f"run.name=bad-{re.sub('[^a-z]+', '-', one.name.lower())}",
-        *TINY.get(one.verb, []),
-    ]
+    name = re.sub("[^a-z]+", "-", one.name.lower())
+    given = [f"run.storage_path={world['storage']}", f"run.name=bad-{name}", *TINY.get(one.verb, [])]
     if one.rows is not None:
         path = folder / one.file
         path.write_bytes(one.rows if isinstance(one.rows, bytes) else jsonl(one.rows))
@@ -294,25 +245,17 @@ NAN = (
 
 @pytest.mark.parametrize(
     ("verb", "function", "says"),
-    [
-        ("ppo", "raises", RAISES),
-        ("ppo", "nan", NAN),
-        ("evaluate", "raises", RAISES),
-        ("generate", "raises", RAISES),
-        ("score", "raises", RAISES),
-        ("score", "nan", NAN),
-    ],
-)
+    [("ppo", "raises", RAISES), ("evaluate", "raises", RAISES), ("generate", "raises", RAISES), ("score", "nan", NAN)],
+)  # fmt: skip
 def test_a_reward_that_fails_ends_the_run_with_one_message(
-    verb, function, says, world, tmp_path, capsys, in_root, embedded_ray
+    verb, function, says, world, tmp_path, capsys, in_root
 ):
-    before = registry(world["storage"])
+    before, name = registry(world["storage"]), f"reward-{verb}-{function}"
     (tmp_path / "rows.jsonl").write_bytes(jsonl([ASK, {**ASK, "prompt": "What is Peru?"}]))
     (tmp_path / "completions.jsonl").write_bytes(jsonl([GOOD, {**GOOD, "completion": "Quito."}]))
     key, file = {"score": ("train", "completions"), "evaluate": ("eval", "rows")}.get(verb, ("train", "rows"))
     given = [*TINY.get(verb, []), f"data.{key}={tmp_path}/{file}.jsonl", "gate={}"]
     given += ["policy=base"] if verb == "generate" else []
-    name = f"reward-{verb}-{function}"
     given += [
         f"reward=python:bad_rewards:{function}",
         f"run.storage_path={world['storage']}",
@@ -328,10 +271,9 @@ def test_a_reward_that_fails_ends_the_run_with_one_message(
     statuses = [after["runs"][run] for run in after["runs"].keys() - before["runs"].keys()]
     assert statuses == (["FAILED"] if verb in ("ppo", "evaluate") else [])
     assert (after["models"], after["versions"]) == (before["models"], before["versions"])
-    assert not Path(world["storage"], name, "result.json").exists()
-    assert json.loads(Path(world["storage"], name, "failed.json").read_text())["error"].startswith(
-        "Failure: "
-    )
+    folder = Path(world["storage"], name)
+    assert not (folder / "result.json").exists()
+    assert json.loads((folder / "failed.json").read_text())["error"].startswith("Failure: ")
 
 
 def test_fewer_prompts_than_a_batch_are_answered_several_times(world, tmp_path, in_root):
@@ -349,14 +291,11 @@ def test_fewer_prompts_than_a_batch_are_answered_several_times(world, tmp_path, 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["ppo", "jobs/demo/ppo.yaml", "trainer.kl_cof=0.1"], "command line: trainer.kl_cof: unknown key; did you mean trainer.kl_coef?"),
         (["sft", "jobs/demo/sft.yaml", "data.train=/nowhere.jsonl"], "data.train: there is no file '/nowhere.jsonl'"),
-        (["sft", "jobs/demo/sft.yaml", "data.eval=/nowhere/*.jsonl"], "data.eval: the pattern '/nowhere/*.jsonl' matches no file"),
         (["rm", "jobs/demo/rm.yaml", "model.name_or_path=/nowhere"], "model.name_or_path: there is no folder '/nowhere'"),
-        (["validate", "jobs/demo/sft.yaml", "data.train=/nowhere.jsonl"], "data.train: there is no file '/nowhere.jsonl'"),
         (["rlhf", "jobs/demo", "ppo.data.train=/nowhere.jsonl"], "data.train: there is no file '/nowhere.jsonl'"),
     ],
-    ids=["key", "rows", "pattern", "model", "validate", "rlhf"],
+    ids=["rows", "model", "rlhf"],
 )  # fmt: skip
 def test_what_is_misnamed_is_answered_without_the_heavy_libraries(given, says, tmp_path):
     """In seconds even on a slow disk: none of them is imported before the job's keys and paths are found to be right."""

@@ -3,7 +3,6 @@
 import filecmp
 import json
 from collections import Counter
-from types import SimpleNamespace
 
 import make
 import pytest
@@ -11,6 +10,7 @@ import torch
 from running import ROOT
 
 from pipeline import demo
+from pipeline.config import Model
 from pipeline.models.base import base_identity, load_base
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
@@ -23,19 +23,6 @@ CHAT = [
 
 def rows(name: str) -> list[dict]:
     return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
-
-
-def settings() -> SimpleNamespace:
-    return SimpleNamespace(
-        name_or_path=str(MODEL),
-        revision=None,
-        chat_template=None,
-        dtype="float32",
-        load_in_4bit=False,
-        attn_implementation=None,
-        trust_remote_code=False,
-        allow_pickle=False,
-    )
 
 
 @pytest.mark.parametrize(
@@ -66,11 +53,8 @@ def test_gold_rule_takes_rendered_prompts_and_further_columns():
 
 
 def test_world():
-    assert (
-        len(demo.FACTS)
-        == len({fact.country for fact in demo.FACTS})
-        == len({fact.capital for fact in demo.FACTS})
-    )
+    countries, capitals = ({fact[i] for fact in demo.FACTS} for i in range(2))
+    assert len(demo.FACTS) == len(countries) == len(capitals)
     assert len({question.text for question in demo.questions()}) == 10 * len(demo.FACTS)
     held = {question.fact.country for question in demo.questions(held_out=True)}
     assert held == set(demo.HELD_OUT)
@@ -106,10 +90,8 @@ def test_hold_out_is_disjoint():
 def test_demonstrations_leave_something_to_learn():
     """Every manner occurs, and the gold mean is middling: PPO and DPO have 0.4 and more to gain."""
     answers = {question.text: question.answer for question in demo.questions()}
-    asked, completions = zip(
-        *((m[0]["content"], m[1]["content"]) for m in (r["messages"] for r in rows("demonstrations"))),
-        strict=True,
-    )
+    turns = [[turn["content"] for turn in row["messages"]] for row in rows("demonstrations")]
+    asked, completions = zip(*turns, strict=True)
     scores = demo.gold(asked, completions, answer=[answers[text] for text in asked])
     assert set(Counter(scores)) == {0.0, 0.25, 0.5, 1.0}
     assert 0.2 < sum(scores) / len(scores) < 0.4
@@ -165,23 +147,18 @@ def test_model_is_small():
 
 def test_model_answers():
     """Greedily it knows nearly every fact, held-out countries too, and stops; its manners are still mixed."""
-    model, tokenizer = load_base(settings()), load_tokenizer(str(MODEL))
+    model, tokenizer = load_base(Model(str(MODEL), dtype="float32")), load_tokenizer(str(MODEL))
     asked = [question for question in demo.questions() if question.kind == "capital"][::4]
     completions = []
     for question in asked:
-        prompt = [{"role": "user", "content": question.text}]
-        ids = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        written = model.generate(
-            **ids, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.pad_token_id
-        )
-        completions.append(written[0, ids["input_ids"].shape[1] :].tolist())
+        chat = [{"role": "user", "content": question.text}]
+        how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        given = tokenizer.apply_chat_template(chat, **how)
+        how = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+        completions.append(model.generate(**given, **how)[0, given["input_ids"].shape[1] :].tolist())
     assert all(completion[-1] == tokenizer.eos_token_id for completion in completions)
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    right = [question.answer in text for question, text in zip(asked, texts, strict=True)]
+    texts, answers = tokenizer.batch_decode(completions, skip_special_tokens=True), [q.answer for q in asked]
+    right = [answer in text for answer, text in zip(answers, texts, strict=True)]
     assert sum(right) >= 0.9 * len(asked)
-    scores = demo.gold(
-        [question.text for question in asked], texts, answer=[question.answer for question in asked]
-    )
+    scores = demo.gold([question.text for question in asked], texts, answer=answers)
     assert sum(scores) / len(scores) < 0.6

@@ -18,12 +18,13 @@ import shutil
 import signal
 import sqlite3
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from running import ROOT
+from running import NO_EVAL, ROOT, stage
 
 from pipeline.__main__ import main
 from pipeline.config import JOBS, load_job, schema
@@ -58,29 +59,27 @@ PLAUSIBLE = [
     0, 1, 2, 8, 64, 0.1, 0.5, 1e-4, 1.5, True, False, None, "auto", "no", "steps", "cosine", "plain", [1, 2], ["q_proj"],
 ]  # fmt: skip
 NASTY = [*TEXTS, *NUMBERS, *OTHERS]
+NAMES = ["label", "tools", "prompt", "margin", "chosen", "", "x" * 300, "a.b", "\ud800"]
 
 
 # ------------------------------------------------------------------------------------------------------ rows
 
 
-def good_row(stage, number):
-    place = random.Random(number).choice(["Peru", "Mali", "Oman", "Cuba"])
+def good_row(kind, number):
+    draw = random.Random(number)
+    place = draw.choice(["Peru", "Mali", "Oman", "Cuba"])
     prompt, right, wrong = f"What is the capital of {place}? ({number})", f"It is far from {place}.", "No."
-    if stage == "sft":
-        return random.Random(number).choice([
-            {"prompt": prompt, "completion": right},
-            {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": right}]},
-            {"instruction": prompt, "input": "", "output": right},
-        ])  # fmt: skip
-    if stage == "ppo":
-        return {"prompt": prompt}
-    if stage == "kto":
-        return {"prompt": prompt, "completion": right if number % 2 else wrong, "label": bool(number % 2)}
-    return random.Random(number).choice([
-        {"prompt": prompt, "chosen": right, "rejected": wrong},
-        {"prompt": prompt, "chosen": right, "rejected": wrong, "margin": 0.5},
-        {"prompt": prompt, "pos_answers": [right], "neg_answers": [wrong]},
-    ])  # fmt: skip
+    pair = {"prompt": prompt, "chosen": right, "rejected": wrong}
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": right}]
+    several = {"prompt": prompt, "pos_answers": [right], "neg_answers": [wrong]}
+    row = {"prompt": prompt, "completion": right}
+    labelled = {**row, "completion": right if number % 2 else wrong, "label": bool(number % 2)}
+    shapes = {
+        "sft": [row, {"messages": turns}, {"instruction": prompt, "input": "", "output": right}],
+        "kto": [labelled],
+        "ppo": [{"prompt": prompt}],
+    }
+    return draw.choice(shapes.get(kind, [pair, {**pair, "margin": 0.5}, several]))
 
 
 def places(value, path=()):
@@ -111,11 +110,7 @@ def mutated(draw, value):
         elif what == "drop":
             del holder[last]
         elif isinstance(holder, dict):
-            name = draw(
-                st.sampled_from(
-                    ["label", "tools", "prompt", "margin", "chosen", "", "x" * 300, "a.b", "\ud800"]
-                )
-            )
+            name = draw(st.sampled_from(NAMES))
             holder[name] = holder.pop(last) if what == "rename" else draw(st.sampled_from(NASTY))
     return value
 
@@ -130,42 +125,42 @@ def damaged(draw, content):
     if not content:
         return content
     at = draw(st.integers(0, len(content) - 1))
+    junk = st.sampled_from([b"\xff\xfe", b"\0" * 9, b"{", b"]", b"\n", b"{}\n[]\n"])
     what = draw(st.sampled_from(["cut", "flip", "insert", "empty"]))
-    if what == "cut":
-        return content[:at]
     if what == "flip":
         return content[:at] + draw(st.binary(min_size=1, max_size=8)) + content[at + 1 :]
     if what == "insert":
-        return (
-            content[:at]
-            + draw(st.sampled_from([b"\xff\xfe", b"\0" * 9, b"{", b"]", b"\n", b"{}\n[]\n"]))
-            + content[at:]
-        )
-    return b""
+        return content[:at] + draw(junk) + content[at:]
+    return content[:at] if what == "cut" else b""
 
 
-def file_of_rows(draw, stage, folder):
-    """Writes a file of rows, some of them mutated. Returns overrides."""
-    rows = [good_row(stage, number) for number in range(draw(st.integers(2, 6)))]
+def rarely(draw, one_in):
+    return draw(st.integers(1, one_in)) == 1
+
+
+def wrong_rows(draw, kind, folder, inputs):
+    """Returns a command whose file of rows has some that are mutated."""
+    rows = [good_row(kind, number) for number in range(draw(st.integers(2, 6)))]
     for index in draw(st.lists(st.integers(0, len(rows) - 1), max_size=3)):
         rows[index] = mutated(draw, rows[index])
-    kind = draw(st.sampled_from(["lines", "lines", "lines", "array"]))
-    content = as_text(rows) if kind == "array" else "\n".join(as_text(row) for row in rows)
+    array = rarely(draw, 4)
+    content = as_text(rows) if array else "\n".join(as_text(row) for row in rows)
     data = content.encode("utf-8", "surrogatepass")
-    if draw(st.integers(0, 4)) == 0:
+    if rarely(draw, 5):
         data = damaged(draw, data)
     name = draw(st.sampled_from(["rows.jsonl", "rows.jsonl", "a b.json", "%20'?.jsonl", "ä\u202e.jsonl"]))
-    if draw(st.integers(0, 5)) == 0:
+    if rarely(draw, 6):
         data, name = gzip.compress(data, mtime=0), name + ".gz"
         if draw(st.booleans()):
             data = damaged(draw, data)
-    path = folder / name
-    path.write_bytes(data)
+    (folder / name).write_bytes(data)
     options = draw(st.lists(st.sampled_from([
         "data.on_error=skip", "data.too_long=drop", "data.too_long=truncate", "data.max_length=24", "data.eval_fraction=0.3",
         "model.chat_template=plain", "data.apply_chat_template=true",
     ]), max_size=3, unique_by=lambda option: option.partition("=")[0]))  # fmt: skip
-    return [f"data.train={json.dumps(str(path))}", *options]
+    held_out = ["data.eval=null", *(["trainer.eval_strategy=no"] if kind != "ppo" else [])]
+    rows = f"data.train={json.dumps(str(folder / name))}"
+    return ["validate", f"jobs/demo/{kind}.yaml", *inputs, *held_out, rows, *options]
 
 
 # ------------------------------------------------------------------------------------------------- job files
@@ -180,57 +175,69 @@ WAITS = {"run.storage_path", "mlflow.tracking_uri"}  # the walk's own
 TOP = "policy reward judge baseline gate gate.eval_loss gate.nothing stage nothing data".split()
 
 
-def keys_of(stage):
+def keys_of(kind):
     keys = [f"{section}.{key}" for section, dotted in SECTIONS.items() for key in schema.keys(dotted)]
-    keys += [f"trainer.{key}" for key in schema.keys(STAGE[stage].trainer)] + TOP
+    keys += [f"trainer.{key}" for key in schema.keys(STAGE[kind].trainer)] + TOP
     return sorted(set(keys) - WAITS)
 
 
-def job_of(draw, stage, folder):
-    """Writes a shipped job with keys set to anything. Returns (job file, overrides)."""
-    job = yaml.safe_load((ROOT / f"jobs/demo/{stage}.yaml").read_text())
+def wrong_job(draw, kind, folder, inputs):
+    """Returns a command with a shipped job, of which keys are set to anything."""
+    job = yaml.safe_load((ROOT / f"jobs/demo/{kind}.yaml").read_text())
     overrides = []
-    for key in draw(st.lists(st.sampled_from(keys_of(stage)), min_size=1, max_size=2)):
+    for key in draw(st.lists(st.sampled_from(keys_of(kind)), min_size=1, max_size=2)):
         value = draw(st.sampled_from(draw(st.sampled_from([NASTY, PLAUSIBLE]))))
         section, _, name = key.rpartition(".")
         if draw(st.booleans()):
             text = as_text(value)
-            overrides.append(f"{key}={value if isinstance(value, str) and draw(st.booleans()) else text}")
+            text = value if isinstance(value, str) and draw(st.booleans()) else text
+            overrides.append(f"{key}={text}".encode("utf-8", "replace").decode())
         elif section and isinstance(job.setdefault(section, {}), dict):
             job[section][name] = value
         elif not section:
             job[key] = value
     data = yaml.safe_dump(job, allow_unicode=True).encode("utf-8", "surrogatepass")
-    if draw(st.integers(0, 4)) == 0:
-        data = damaged(draw, data)
     path = folder / "job.yaml"
-    path.write_bytes(data)
-    return str(path), [one.encode("utf-8", "replace").decode() for one in overrides]
+    path.write_bytes(damaged(draw, data) if rarely(draw, 5) else data)
+    command = draw(st.sampled_from(["validate", "validate", "plan"]))
+    return [command, str(path), *inputs, *overrides]
 
 
 # ---------------------------------------------------------------------------------------------------- models
 
 
-def damage_folder(draw, source, folder):
-    """Copies a model or an adapter and corrupts one or two of its files."""
-    shutil.copytree(source, folder)
+def corrupt_one(draw, folder):
+    """Corrupts or removes a file of a model or an adapter."""
+    victim = draw(st.sampled_from(sorted(path for path in folder.rglob("*") if path.is_file())))
+    what = draw(st.sampled_from(["json", "json", "json", "bytes", "bytes", "gone"]))
+    if what == "gone":
+        victim.unlink()
+        return
+    if what == "json" and victim.suffix == ".json":
+        with contextlib.suppress(ValueError, RecursionError):  # corrupted already
+            value = json.loads(victim.read_bytes())
+            value = value if isinstance(value, dict) else {"": value}  # corrupted already
+            small = {k: v for k, v in value.items() if k not in ("model", "added_tokens")}
+            changed = mutated(draw, small) if small else {}
+            kept = {k: v for k, v in value.items() if k not in small}
+            victim.write_bytes(as_text({**kept, **changed}).encode("utf-8", "surrogatepass"))
+            return
+    victim.write_bytes(damaged(draw, victim.read_bytes()))
+
+
+def wrong_model(draw, kind, folder, inputs):
+    """Returns a command whose base or one of whose inputs is a folder with one or two corrupted files."""
+    key, source = "model.name_or_path", str(ROOT / "jobs/demo/model")
+    named = [one for one in inputs if one != "judge=null"]
+    if named and not rarely(draw, 4):
+        chosen = draw(st.sampled_from(named))
+        key, source = chosen.split("=")
+        inputs = [one for one in inputs if one != chosen]
+    copied = Path(shutil.copytree(source, folder / "corrupted"))
     for _ in range(draw(st.integers(1, 2))):
-        victim = draw(st.sampled_from(sorted(path for path in folder.rglob("*") if path.is_file())))
-        what = draw(st.sampled_from(["json", "json", "json", "bytes", "bytes", "gone"]))
-        if what == "gone":
-            victim.unlink()
-            break
-        if what == "json" and victim.suffix == ".json":
-            with contextlib.suppress(ValueError, RecursionError):  # corrupted already
-                value = json.loads(victim.read_bytes())
-                value = value if isinstance(value, dict) else {"": value}  # corrupted already
-                small = {k: v for k, v in value.items() if k not in ("model", "added_tokens")}
-                changed = mutated(draw, small) if small else {}
-                kept = {k: v for k, v in value.items() if k not in small}
-                victim.write_bytes(as_text({**kept, **changed}).encode("utf-8", "surrogatepass"))
-                continue
-        victim.write_bytes(damaged(draw, victim.read_bytes()))
-    return folder
+        if any(path.is_file() for path in copied.rglob("*")):
+            corrupt_one(draw, copied)
+    return ["validate", f"jobs/demo/{kind}.yaml", *inputs, f"{key}={copied}"]
 
 
 # ------------------------------------------------------------------------------------------------------ the walk
@@ -249,10 +256,8 @@ def registered(store):
     if not store.exists():
         return 0, 0
     with contextlib.closing(sqlite3.connect(store)) as database:
-        return tuple(
-            database.execute(f"select count(*) from {table}").fetchone()[0]
-            for table in ("runs", "model_versions")
-        )
+        counts = (f"select count(*) from {table}" for table in ("runs", "model_versions"))
+        return tuple(database.execute(count).fetchone()[0] for count in counts)
 
 
 def verdict(arguments, runs):
@@ -261,33 +266,31 @@ def verdict(arguments, runs):
     before = registered(runs / "mlflow.db")
     signal.signal(signal.SIGALRM, alarm)
     signal.alarm(SECONDS)
-    status, wrong = None, None
+    status, escaped = None, None
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = main(arguments)
     except Late:
-        wrong = f"did not end within {SECONDS} s"
+        escaped = f"did not end within {SECONDS} s"
     except BaseException as error:  # the walk is about what escapes
-        wrong = f"{type(error).__name__} escaped: {str(error)[:300]}"
+        escaped = f"{type(error).__name__} escaped: {str(error)[:300]}"
     finally:
         signal.alarm(0)
-    said = err.getvalue()
-    errors = [line for line in said.splitlines() if line.startswith(("error: ", "failed: "))]
-    if wrong is None and status not in (0, 2):
-        wrong = f"status {status}"
-    elif wrong is None and "Traceback" in said + out.getvalue():
-        wrong = "a traceback"
-    elif wrong is None and status == 2 and len(errors) != 1:
-        wrong = f"{len(errors)} messages"
-    elif wrong is None and any(ord(c) < 32 and c not in "\n\t" for c in said + out.getvalue()):
-        wrong = "control characters on the terminal"
-    if wrong is None and registered(runs / "mlflow.db") != before:
-        wrong = "something was registered"
-    return status, wrong, (out.getvalue() + said)[-1500:]
+    said = out.getvalue() + err.getvalue()
+    messages = [line for line in err.getvalue().splitlines() if line.startswith(("error: ", "failed: "))]
+    wrong = {
+        escaped: escaped is not None,
+        f"status {status}": status not in (0, 2),
+        "a traceback": "Traceback" in said,
+        f"{len(messages)} messages": status == 2 and len(messages) != 1,
+        "control characters on the terminal": any(ord(c) < 32 and c not in "\n\t" for c in said),
+        "something was registered": registered(runs / "mlflow.db") != before,
+    }
+    return status, next((what for what, holds in wrong.items() if holds), None), said[-1500:]
 
 
-def walk(cases, make, runs):
-    """Runs `cases` cases. Returns [(arguments, what is wrong, what was printed)], and how many ended with 0 and with 2."""
+def check(cases, make, runs):
+    """Runs `cases` cases, all of which have to end well, and not all alike."""
     failures, ended = [], {0: 0, 2: 0}
 
     @seed(SEED)
@@ -298,22 +301,14 @@ def walk(cases, make, runs):
         arguments = [*make(data.draw), f"run.storage_path={runs}", "run.report=false"]
         status, wrong, said = verdict(arguments, runs)
         if wrong:
-            failures.append((arguments, wrong, said))
-            print(f"\nWALK {wrong}\n  {arguments!r:.1500}\n  {said}", file=sys.__stdout__, flush=True)
+            failures.append(wrong)
         else:
             ended[status] += 1
-        if os.environ.get("WALK_SHOW"):
-            print(f"\n{status} {arguments!r:.400}\n  {said.strip()[-300:]}", file=sys.__stdout__, flush=True)
+        if wrong or os.environ.get("WALK_SHOW"):
+            print(f"\n{wrong or status} {arguments!r:.1500}\n  {said}", file=sys.__stdout__, flush=True)
 
     one()
-    return failures, ended
-
-
-def check(cases, make, runs):
-    failures, ended = walk(cases, make, runs)
-    assert not failures, f"{len(failures)} of {cases} cases: " + "; ".join(
-        sorted({wrong for _, wrong, _ in failures})
-    )
+    assert not failures, f"{len(failures)} of {cases} cases: {sorted(set(failures))}"
     assert ended[0] > cases // 50 and ended[2] > cases // 10, f"the walk is one-sided: {ended}"
 
 
@@ -321,15 +316,15 @@ def loaded(cases, seed):
     """Returns the accepted jobs of random keys with random values; all others raise an InputError on one line."""
     dice, accepted = random.Random(seed), []
     for _ in range(cases):
-        stage = dice.choice(JOBS)
-        keys, values = [*schema.keys_of(stage), *TOP], [*NASTY, *PLAUSIBLE]
+        kind = dice.choice(JOBS)
+        keys, values = [*schema.keys_of(kind), *TOP], [*NASTY, *PLAUSIBLE]
         given = [f"{dice.choice(keys)}={as_text(dice.choice(values))}" for _ in range(dice.choice((1, 1, 2)))]
         try:
-            accepted.append(load_job(f"jobs/demo/{stage}.yaml", given, stage))
+            accepted.append(load_job(f"jobs/demo/{kind}.yaml", given, kind))
         except InputError as error:
             assert "\n" not in str(error) and len(str(error)) < 1500, (given, str(error))
         except BaseException as error:
-            raise AssertionError(f"{stage} {given}: {error!r}") from error
+            raise AssertionError(f"{kind} {given}: {error!r}") from error
     return accepted
 
 
@@ -348,88 +343,22 @@ def test_the_libraries_accept_the_rest_or_name_the_key(in_root):
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory, embedded_ray, adapters):
-    """Returns the walk's (scratch folder, storage path)."""
-    return tmp_path_factory.mktemp("walk"), tmp_path_factory.mktemp("walked")
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory, embedded_ray):
-    """Returns {stage: folder} of adapters that real stages trained for one step."""
-    from running import NO_EVAL, stage
-
+def inputs(tmp_path_factory, embedded_ray):
+    """Returns {stage: overrides} that name adapters that real stages trained for one step."""
     storage = tmp_path_factory.mktemp("adapters")
     short = ["trainer.max_steps=1", "mlflow.registered_model=null", *NO_EVAL]
-    return {name: stage(name, storage, f"one-{name}", *short)["adapter"] for name in ("sft", "rm")}
-
-
-def fresh(folder):
-    """Returns an empty folder for one case."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
-
-
-def given_inputs(stage, adapters):
-    named = {
-        "dpo": [f"policy={adapters['sft']}"],
-        "kto": [f"policy={adapters['sft']}"],
-        "ppo": [f"policy={adapters['sft']}", f"reward={adapters['rm']}", "judge=null"],
-    }
-    return named.get(stage, [])
+    sft, rm = (stage(name, storage, f"one-{name}", *short)["adapter"] for name in ("sft", "rm"))
+    policy = [f"policy={sft}"]
+    return {"dpo": policy, "kto": policy, "ppo": [*policy, f"reward={rm}", "judge=null"]}
 
 
 @pytest.mark.slow
-def test_rows(scene, adapters, in_root_for_module):
-    folder, runs = scene
-
+@pytest.mark.parametrize("wrong", [wrong_rows, wrong_job, wrong_model])
+def test_a_command_ends_with_status_0_or_2(wrong, inputs, tmp_path, in_root):
     def make(draw):
-        stage = draw(st.sampled_from(STAGES))
-        rows = file_of_rows(draw, stage, fresh(folder / "rows"))
-        held_out = ["data.eval=null", "trainer.eval_strategy=no"] if stage != "ppo" else ["data.eval=null"]
-        return ["validate", f"jobs/demo/{stage}.yaml", *given_inputs(stage, adapters), *held_out, *rows]
+        shutil.rmtree(tmp_path / "case", ignore_errors=True)
+        (tmp_path / "case").mkdir()
+        kind = draw(st.sampled_from(STAGES))
+        return wrong(draw, kind, tmp_path / "case", inputs.get(kind, []))
 
-    check(CASES * 2 // 5, make, runs)
-
-
-@pytest.mark.slow
-def test_job_files(scene, adapters, in_root_for_module):
-    folder, runs = scene
-
-    def make(draw):
-        stage = draw(st.sampled_from(STAGES))
-        job, overrides = job_of(draw, stage, fresh(folder / "jobs"))
-        verb = draw(st.sampled_from(["validate", "validate", "plan"]))
-        return [verb, job, *given_inputs(stage, adapters), *overrides]
-
-    check(CASES * 2 // 5, make, runs)
-
-
-@pytest.mark.slow
-def test_models_and_adapters(scene, adapters, in_root_for_module):
-    folder, runs = scene
-
-    def make(draw):
-        shutil.rmtree(folder / "spoilt", ignore_errors=True)
-        stage = draw(st.sampled_from(STAGES))
-        inputs = given_inputs(stage, adapters)
-        if stage in ("sft", "rm") or draw(st.integers(0, 3)) == 0:
-            spoilt = [
-                f"model.name_or_path={damage_folder(draw, ROOT / 'jobs/demo/model', folder / 'spoilt')}"
-            ]
-        else:
-            key = draw(st.sampled_from(["policy", "reward"] if stage == "ppo" else ["policy"]))
-            source = adapters["sft" if key == "policy" else "rm"]
-            inputs = [one for one in inputs if not one.startswith(key)]
-            spoilt = [f"{key}={damage_folder(draw, source, folder / 'spoilt')}"]
-        return ["validate", f"jobs/demo/{stage}.yaml", *inputs, *spoilt]
-
-    check(CASES - 2 * (CASES * 2 // 5), make, runs)
-
-
-@pytest.fixture(scope="module")
-def in_root_for_module():
-    before = os.getcwd()
-    os.chdir(ROOT)
-    yield
-    os.chdir(before)
+    check(CASES // 5 if wrong is wrong_model else CASES * 2 // 5, make, tmp_path / "runs")

@@ -1,5 +1,9 @@
-"""Every command in a block of the README and of docs/ is run, on a copy of the repository, with settings that make it short."""
+"""Every command in a block of the README and of docs/ is run, on a copy of the repository, with settings that make it short.
 
+What the pages name, link to and quote exists.
+"""
+
+import contextlib
 import os
 import re
 import shlex
@@ -20,6 +24,7 @@ from sockets import on_loopback, sockets
 
 from pipeline.config.schema import keys_of
 from pipeline.data.shapes import DEMONSTRATIONS, PREFERENCES, PROMPTS
+from tests.chaos.runs import until
 
 README = (ROOT / "README.md").read_text()
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -37,30 +42,17 @@ TRANSCRIPT = re.search(r"```\n(jobs/demo: .*?)```", PAGES["runs.md"], re.DOTALL)
 TUTORIAL = commands_of(PAGES["tutorial.md"])  # run in their order, by a test of their own
 COMMANDS = commands_of("".join(text for name, text in TEXTS.items() if name != "tutorial.md"))
 TRL = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
-PPO = "gate={} trainer.total_episodes=64"
 # What shortens each target; a command keeps its own ARGS before these.
 SHORT = {
     "rlhf": "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.max_steps=2 ppo.trainer.total_episodes=64",
-    "init": "",
-    "validate": "",
-    "sft": TRL,
-    "rm": TRL,
-    "dpo": TRL,
-    "kto": TRL,
-    "ppo": PPO,
-    "evaluate": "",
-    "sweep": TRL,
+    **dict.fromkeys(("init", "validate", "evaluate", "doctor", "generate", "score", "export"), ""),
+    **dict.fromkeys(("sft", "rm", "dpo", "kto", "sweep"), TRL),
+    "ppo": "gate={} trainer.total_episodes=64",
     # The profile's model is gated, and its lengths are those of a larger one.
     "plan": "model.name_or_path=jobs/demo/model trainer.response_length=40 data.max_length=192",
-    "doctor": "",
-    "generate": "",
     "collect": "trainer.num_prompts=8",
     "iterate": "iterate.rounds=1 dpo.trainer.max_steps=2 dpo.trainer.eval_strategy=no dpo.trainer.save_strategy=no evaluate.gate={}",
-    "score": "",
-    "export": "",
 }
-
-
 INIT = "make init DATA=my NAME=velo MODEL=jobs/demo/model"  # the README's, with a model that is here
 
 
@@ -76,14 +68,16 @@ def commands_with(*starts):
     return [command for command in dict.fromkeys(COMMANDS) if command.startswith(starts)]
 
 
+def tracked():
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return files.stdout.rstrip("\0").split("\0")
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """A copy of the tracked files, in which `make` finds this environment already set up, and somebody's own data."""
     folder = tmp_path_factory.mktemp("copy")
-    files = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    for name in filter(None, files.split("\0")):
+    for name in tracked():
         if (ROOT / name).is_file() or (ROOT / name).is_symlink():  # pipeline/jobs is a link to jobs
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
@@ -97,12 +91,15 @@ def copy(tmp_path_factory):
     return folder
 
 
+def shortened(command):
+    """Returns the command with the demo's model and the settings that make it short."""
+    given = f"{arguments_of(command)} {SHORT.get(target(command), '')}".strip()
+    return re.sub(r"MODEL=\S+", "MODEL=jobs/demo/model", command) + f" ARGS={shlex.quote(given)}"
+
+
 def shell(command, copy, **more):
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS", "MAKEFLAGS", "MAKELEVEL", "ARGS")
-    }
+    outside = ("MLFLOW_TRACKING_URI", "RAY_ADDRESS", "MAKEFLAGS", "MAKELEVEL", "ARGS")
+    clean = {name: value for name, value in os.environ.items() if name not in outside}
     return subprocess.run(
         command, shell=True, cwd=copy, capture_output=True, text=True, env=clean, timeout=900, **more
     )
@@ -123,17 +120,11 @@ def test_a_line_of_a_page_fits_a_window(page):
     assert not [line for line in wide if "https://" not in line]
 
 
-def test_every_file_of_the_tree_exists():
+def test_every_file_of_the_tree_is_in_its_folder():
     tree = re.search(r"```\n(pipeline/.*?)```", PAGES["architecture.md"], re.DOTALL)[1]
     named = re.findall(r"^\s*([\w./-]+\.(?:py|yaml|jinja|toml|txt|ipynb)|[\w-]+/)", tree, re.MULTILINE)
-    assert len(named) > 15
-    known = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    missing = [name for name in named if name not in known]
-    assert not missing
-
-
-def test_every_file_that_the_tree_describes_is_in_its_folder():
-    tree = re.search(r"```\n(pipeline/.*?)```", PAGES["architecture.md"], re.DOTALL)[1]
+    known = "\n".join(tracked())
+    assert len(named) > 15 and not [name for name in named if name not in known]
     folder, found = ROOT / "pipeline", 0
     for line in tree.splitlines()[1:]:
         if starts := re.match(r"  (\w+)/ ", line):
@@ -149,9 +140,7 @@ def test_every_file_that_the_tree_describes_is_in_its_folder():
 @pytest.mark.parametrize("page", TEXTS)
 def test_source_files_that_a_page_names_exist(page):
     named = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|ipynb|jinja))`", TEXTS[page])
-    assert [
-        name for name in named if not ((ROOT / name).exists() or (ROOT / "pipeline" / name).exists())
-    ] == []
+    assert not [name for name in named if not any((ROOT / at / name).exists() for at in ("", "pipeline"))]
 
 
 @pytest.mark.parametrize("page", reference.PAGES)
@@ -226,12 +215,9 @@ def test_each_command_for_own_data_names_their_profile():
     "command", [c for c in dict.fromkeys(COMMANDS) if re.match(r"make \w+", c) and target(c) in SHORT]
 )
 def test_a_make_command(command, copy):
-    name = target(command)
-    own = arguments_of(command)
-    command = re.sub(r"MODEL=\S+", "MODEL=jobs/demo/model", command)
-    if "velo" in command and name != "init" and not (copy / "jobs/velo").exists():
+    if "velo" in command and target(command) != "init" and not (copy / "jobs/velo").exists():
         assert shell(INIT, copy).returncode == 0
-    done = shell(f"{command} ARGS={shlex.quote(f'{own} {SHORT[name]}'.strip())}", copy)
+    done = shell(shortened(command), copy)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     if command == "make rlhf":  # its gates are open here, and its time another
         assert TRANSCRIPT.count("\n") <= 45 and done.stdout.count("\n") <= 45
@@ -243,10 +229,7 @@ def test_the_tutorial_runs_from_top_to_bottom(copy):
     """With the demo's model and rows, few steps, and open gates: the page says what its own output comes from."""
     assert [target(command) for command in TUTORIAL[:3]] == ["init", "validate", "sft"]
     for command in TUTORIAL:
-        name = target(command)
-        command = re.sub(r"MODEL=\S+", "MODEL=jobs/demo/model", command)
-        given = f"{arguments_of(command)} {SHORT.get(name, '')}".strip()
-        done = shell(f"{command} ARGS={shlex.quote(given)}", copy, input="Hello.\n/quit\n")
+        done = shell(shortened(command), copy, input="Hello.\n/quit\n")
         assert done.returncode == 0, command + done.stdout[-2000:] + done.stderr[-4000:]
 
 
@@ -271,21 +254,19 @@ def test_a_service_answers(command, copy, monkeypatch):
     words = [*shlex.split(command), "PORT=8077"]
     if target(command) == "serve":
         words.append(f"ARGS={arguments_of(command)} serve.port=8077")
+
+    def answers():
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen("http://127.0.0.1:8077/health", timeout=2) as answer,
+        ):
+            return answer.status == 200
+
     with subprocess.Popen(words, cwd=copy, start_new_session=True) as server:
         try:
-            for _ in range(120):
-                time.sleep(1)
-                try:
-                    with urllib.request.urlopen("http://127.0.0.1:8077/health", timeout=2) as answer:
-                        assert answer.status == 200
-                        listening = sockets(psutil.Process(server.pid))
-                        private = [on_loopback(address) for address, _ in listening]
-                        assert private and ("0.0.0.0" in command or all(private))
-                        break
-                except OSError:
-                    continue
-            else:
-                pytest.fail(f"{command} did not answer within two minutes")
+            until(answers, command, patience=120, every=1)
+            private = [on_loopback(address) for address, _ in sockets(psutil.Process(server.pid))]
+            assert private and ("0.0.0.0" in command or all(private))
         finally:
             os.killpg(server.pid, 15)
 
@@ -324,10 +305,7 @@ def test_every_command_is_covered():
         *("make gpu", "SMALL=1 make gpu"),  # gpu/test_rehearsal.py
         *("make up", "make dashboard", "make down"),  # cluster/test_ray_up.py
         "hf jobs run --dry-run",  # cloud/test_launchers.py
-        *(
-            ".venv/bin/ray get-auth-token",
-            "aws cloudformation deploy",
-        ),  # below, and cloud/test_clusterfile.py
+        *(".venv/bin/ray get-auth-token", "aws cloudformation deploy"),  # cloud/test_clusterfile.py, below
         *("RAY_ADDRESS=http", "RAY_ADDRESS=auto"),  # tests/cloud/test_submit.py, and above
         "curl -s http://127.0.0.1:8000",  # serving/test_server.py
         *("lm_eval --model", "RLHF_BASE_URL="),  # serving/test_eval_tools.py
@@ -341,11 +319,8 @@ def test_the_stack_of_the_readme_gets_what_it_asks_for():
     [command] = [command for command in COMMANDS if command.startswith("aws cloudformation")]
     file = ROOT / shlex.split(command)[shlex.split(command).index("--template-file") + 1]
     parameters = re.search(r"^Parameters:\n(.*?)^Resources:", file.read_text(), re.M | re.S)[1]
-    asked = [
-        one.split(":")[0].strip()
-        for one in re.split(r"^  (?=\w)", parameters, flags=re.M)
-        if one.strip() and "Default:" not in one
-    ]
+    every = re.split(r"^  (?=\w)", parameters, flags=re.M)[1:]
+    asked = [one.split(":")[0] for one in every if "Default:" not in one]
     assert asked == re.findall(r"(\w+)=", command.partition("--parameter-overrides")[2])
 
 

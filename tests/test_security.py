@@ -12,7 +12,6 @@ import threading
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 from running import NO_EVAL, ROOT
@@ -30,13 +29,8 @@ SECRETS = {
     "MLFLOW_TRACKING_PASSWORD": "planted-mlflow-password-7f3a",
     "AWS_SECRET_ACCESS_KEY": "plantedAWS/secret+access/key0123456789ab",
 }
-
-
 PASSWORD = "planted-pass-7f3a"
-
-
-def files(folder):
-    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+SMALL = ["trainer.max_steps=2", "data.batch_size=8", "trainer.per_device_train_batch_size=8", *NO_EVAL]
 
 
 def pipeline(*given, **environment):
@@ -52,8 +46,10 @@ def pipeline(*given, **environment):
 
 
 def leaks(folder, *runs):
-    """What was written below a folder, or printed by these runs, and holds a secret."""
-    written = {str(path.relative_to(folder)): path.read_bytes() for path in files(folder)}
+    """Returns what was written below a folder, or printed by these runs, and holds a secret."""
+    written = {
+        str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
     for number, run in enumerate(runs):
         written |= {f"stdout {number}": run.stdout, f"stderr {number}": run.stderr}
     secrets = [secret.encode() for secret in (*SECRETS.values(), PASSWORD)]
@@ -73,19 +69,15 @@ class Guard(BaseHTTPRequestHandler):
             status, kind, said = 401, "text/plain", b"who are you?"
         else:
             headers = {k: v for k, v in self.headers.items() if k not in ("Host", "Content-Length")}
-            asked = urllib.request.Request(
-                self.server.behind + self.path, body or None, headers, method=self.command
-            )
+            url = self.server.behind + self.path
+            asked = urllib.request.Request(url, body or None, headers, method=self.command)
             try:
                 reply = urllib.request.urlopen(asked, timeout=60)
             except urllib.error.HTTPError as error:
                 reply = error
             with reply:
-                status, kind, said = (
-                    reply.status,
-                    reply.headers.get("Content-Type", "text/plain"),
-                    reply.read(),
-                )
+                status, kind = reply.status, reply.headers.get("Content-Type", "text/plain")
+                said = reply.read()
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(said)))
@@ -115,13 +107,7 @@ def test_a_server_behind_a_password_is_used_and_its_password_is_nowhere(tmp_path
     """A run that ends well, one whose error quotes the environment, their report, and a job that reads what they left."""
     with Server(tmp_path) as mlflow, guarded(mlflow.uri) as uri:
         given = [f"run.storage_path={tmp_path / 'runs'}", "gate={}", "trainer.logging_steps=1"]
-        small = [
-            "trainer.max_steps=2",
-            "data.batch_size=8",
-            "trainer.per_device_train_batch_size=8",
-            *NO_EVAL,
-        ]
-        well = pipeline("sft", "jobs/demo/sft.yaml", *given, *small, "run.name=well", MLFLOW_TRACKING_URI=uri)
+        well = pipeline("sft", "jobs/demo/sft.yaml", *given, *SMALL, "run.name=well", MLFLOW_TRACKING_URI=uri)
         assert well.returncode == 0, well.stderr.decode()[-3000:]
         recorded = json.loads((tmp_path / "runs/well/result.json").read_text())["tracking_uri"]
         assert recorded == uri.replace(f"me:{PASSWORD}@", "")
@@ -175,15 +161,13 @@ def test_a_note_about_a_failure_quotes_no_secret(tmp_path, monkeypatch):
 def test_a_whole_run_writes_no_secret_anywhere(tmp_path):
     """The real command with secrets in its environment: log, checkpoints, MLflow's database and artifacts, result.json."""
     given = [
-        "sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}", "run.name=secret", "gate={}", "trainer.max_steps=2",
-        "data.batch_size=8", "trainer.per_device_train_batch_size=8", "trainer.save_strategy=steps", "trainer.save_steps=1",
-        "trainer.logging_steps=1", *NO_EVAL,
+        "sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}", "run.name=secret", "gate={}", *SMALL,
+        "trainer.save_strategy=steps", "trainer.save_steps=1", "trainer.logging_steps=1",
     ]  # fmt: skip
     done = pipeline(*given)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
-    written = {str(path.relative_to(tmp_path)) for path in files(tmp_path)}
-    assert {"mlflow.db", "secret/result.json", "secret/job.json"} <= written
-    assert any(name.endswith("adapter_model.safetensors") for name in written)
+    written = {path.name for path in tmp_path.rglob("*")}
+    assert {"mlflow.db", "result.json", "job.json", "adapter_model.safetensors"} <= written
     assert leaks(tmp_path, done) == []
 
 
@@ -227,27 +211,12 @@ class Touches:
         return (os.system, (f"touch {self.path}",))
 
 
-@pytest.mark.parametrize("file", ["optimizer.pt", "rng_0_of_1.pt"])
-def test_a_state_of_ppo_that_would_run_code_is_refused(file, tmp_path):
-    """What `restore` reads, it reads with weights_only."""
-    import torch
-
-    from pipeline.ppo import trainer as ppo
-
-    path = tmp_path / file
-    torch.save({"state": Touches(tmp_path / "ran")}, path)
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        torch.load(path, weights_only=True)
-    assert not (tmp_path / "ran").exists()
-    source = Path(ppo.__file__).read_text()
-    loads = re.findall(r"torch\.load\((?:[^()]|\([^()]*\))*\)", source)
-    assert len(loads) == source.count("torch.load(") >= 2
-    assert all("weights_only=True" in load for load in loads)
-
-
 @pytest.mark.parametrize("file", ["optimizer.pt", "rng_state.pth", "scheduler.pt"])
 def test_a_state_of_a_transformers_trainer_that_would_run_code_is_refused(file, tmp_path):
-    """The installed transformers allow-lists a few numpy types for random states, and nothing that runs."""
+    """The installed transformers allow-lists a few numpy types for random states, and nothing that runs.
+
+    Ours reads with weights_only, as the next test says.
+    """
     import torch
     from transformers import Trainer, TrainingArguments
 
@@ -274,13 +243,16 @@ def test_no_source_file_unpickles_or_evaluates():
         "pipeline/rollout/client.py",
         "pipeline/rollout/worker.py",
     }
-    wanted = re.compile(
-        r"\bpickle\.loads?\(|\byaml\.(unsafe_)?load\(|\beval\(|\bexec\(|weights_only=False|shell=True"
+    unsafe = re.compile(
+        r"\bpickle\.loads?\(|\byaml\.(unsafe_)?load\(|(?<!\.)\beval\(|\bexec\(|weights_only=False|shell=True"
     )
-    found = {
-        str(path.relative_to(ROOT))
-        for path in sorted((ROOT / "pipeline").rglob("*.py"))
-        for line in path.read_text().splitlines()
-        if wanted.search(line) and not line.strip().endswith(".eval()") and ".eval(" not in line
-    }
+    sources = {path: path.read_text() for path in (ROOT / "pipeline").rglob("*.py")}
+    found = {str(path.relative_to(ROOT)) for path, source in sources.items() if unsafe.search(source)}
     assert found == own_tasks
+    loads = [
+        call
+        for source in sources.values()
+        for call in re.findall(r"torch\.load\((?:[^()]|\([^()]*\))*\)", source)
+    ]
+    assert len(loads) == sum(source.count("torch.load(") for source in sources.values()) >= 2
+    assert all("weights_only=True" in call for call in loads)

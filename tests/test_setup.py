@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import tomllib
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,12 @@ def pins(lines):
     for line in lines:
         match = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[[\w,]+\])?==([0-9][\w.]*)", line)
         assert match, f"not an exact pin: {line}"
-        found[re.sub(r"[-_.]+", "-", match[1]).lower()] = match[2]
+        found[plain(match[1])] = match[2]
     return found
+
+
+def plain(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def locked_in(file):
@@ -34,10 +39,8 @@ def locked_in(file):
 def test_every_requirement_is_pinned_and_locked():
     locked = locked_in("constraints.txt")
     extras = PROJECT["optional-dependencies"]
-    shown = extras["tensorboard"] + extras["wandb"]
-    wanted = pins(PROJECT["dependencies"]) | pins(
-        extras["dev"] + extras["notebook"] + extras["cloud"] + shown
-    )
+    tested = ("dev", "notebook", "cloud", "tensorboard", "wandb")
+    wanted = pins([*PROJECT["dependencies"], *(one for extra in tested for one in extras[extra])])
     assert {name: locked.get(name) for name in wanted} == wanted
     # vLLM has a file of its own: it needs other versions of these than were tested
     with_vllm = locked_in("constraints-vllm.txt")
@@ -49,8 +52,6 @@ def test_every_requirement_is_pinned_and_locked():
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
 def test_what_the_pinned_packages_ask_for_is_pinned_on_linux(python):
     """By the metadata of what is installed here, read for another Python; torch's here may be that of its CPU build."""
-    from importlib.metadata import requires
-
     from packaging.requirements import Requirement
 
     locked = locked_in("constraints.txt")
@@ -63,24 +64,18 @@ def test_what_the_pinned_packages_ask_for_is_pinned_on_linux(python):
     met, unpinned = set(), set()
     while waiting:
         one = waiting.pop()
-        name = re.sub(r"[-_.]+", "-", one.name).lower()
+        name = plain(one.name)
         if name not in locked:
             unpinned.add(name)
         elif (name, extras := frozenset(one.extras)) not in met and installed(name):
             met.add((name, extras))
             asked = [Requirement(text) for text in requires(name) or []]
-            waiting += [
-                need
-                for need in asked
-                if not need.marker
-                or any(need.marker.evaluate({**there, "extra": extra}) for extra in extras or {""})
-            ]
+            here = [{**there, "extra": extra} for extra in extras or {""}]
+            waiting += [n for n in asked if not n.marker or any(map(n.marker.evaluate, here))]
     assert len(met) > 100 and not unpinned
 
 
 def installed(name):
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return bool(version(name))
     except PackageNotFoundError:  # of another platform's, or of the CUDA build
@@ -91,29 +86,22 @@ def test_the_libraries_that_torch_loads_on_a_gpu_are_pinned():
     """The CPU build's metadata does not name them, but its source does."""
     import torch
 
-    source = Path(torch.__file__).read_text()
-    loaded = set(
-        re.findall(r'^        \("(\w+)", "lib', source[source.index("cuda_libs: list") :], re.MULTILINE)
-    )
-    locked = locked_in("constraints.txt")
-    names = {name.replace("_", "-") for name in loaded}
+    source, locked = Path(torch.__file__).read_text(), locked_in("constraints.txt")
+    loaded = re.findall(r'^        \("(\w+)", "lib', source[source.index("cuda_libs: list") :], re.MULTILINE)
+    names = {plain(name) for name in loaded}
     assert len(names) > 8
     assert not {n for n in names if f"nvidia-{n}" not in locked and f"nvidia-{n}-cu13" not in locked}
     assert "triton" in locked and "cuda-toolkit" in locked
 
 
 def test_the_installed_versions_are_the_pinned_ones():
-    from importlib.metadata import version
-
     installed = {name: version(name).partition("+")[0] for name in pins(PROJECT["dependencies"])}
     assert installed == pins(PROJECT["dependencies"])
 
 
 def test_licence_is_the_whole_apache_2():
-    text = (ROOT / "LICENSE").read_bytes()
-    assert (
-        hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
-    )
+    digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
+    assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
     assert PROJECT["license"] == "Apache-2.0"
 
 
@@ -163,14 +151,8 @@ def make(tmp_path):
 
     def run(*arguments, **env):
         command = ["make", f"PYTHON={fake}", *([] if "PATH" in env else ["UV=false"]), *arguments]
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=clean | {"FAKE_LOG": str(log), **env},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        env = clean | {"FAKE_LOG": str(log), **env}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
         done.installs = log.read_text().splitlines()
         return done
 
@@ -247,18 +229,14 @@ def test_too_old_a_python_is_named(make):
 
 def test_stages_run_the_job_of_the_profile(make):
     lines = {
-        ("sft",): "ran: -m pipeline sft jobs/demo/sft.yaml",
-        (
-            "rm",
-            "PROFILE=llama3-8b",
-            "ARGS=a.b=1 c.d=2",
-        ): "ran: -m pipeline rm jobs/llama3-8b/rm.yaml a.b=1 c.d=2",
-        ("ppo", "JOB=x/mine.yaml"): "ran: -m pipeline ppo x/mine.yaml",
-        ("validate",): "ran: -m pipeline validate jobs/demo/sft.yaml",
-        ("validate", "JOB=jobs/demo/rm.yaml"): "ran: -m pipeline validate jobs/demo/rm.yaml",
-        ("sweep", "SWEEP=lora.r=8,16"): "ran: -m pipeline sweep jobs/demo/sft.yaml lora.r=8,16",
-        ("chat", "PROFILE=own"): "ran: -m pipeline chat jobs/own/generate.yaml",
-        ("rlhf", "ARGS=run.fresh=true"): "ran: -m pipeline rlhf jobs/demo run.fresh=true",
+        "sft": "sft jobs/demo/sft.yaml",
+        "rm PROFILE=llama3-8b ARGS=a.b=1": "rm jobs/llama3-8b/rm.yaml a.b=1",
+        "ppo JOB=x/mine.yaml": "ppo x/mine.yaml",
+        "validate": "validate jobs/demo/sft.yaml",
+        "validate JOB=jobs/demo/rm.yaml": "validate jobs/demo/rm.yaml",
+        "sweep SWEEP=lora.r=8,16": "sweep jobs/demo/sft.yaml lora.r=8,16",
+        "chat PROFILE=own": "chat jobs/own/generate.yaml",
+        "rlhf ARGS=run.fresh=true": "rlhf jobs/demo run.fresh=true",
     }
     for arguments, line in lines.items():
-        assert make(*arguments).stdout.splitlines()[-1] == line
+        assert make(*arguments.split()).stdout.splitlines()[-1] == f"ran: -m pipeline {line}"

@@ -5,18 +5,14 @@ of ours that relies on it: read that file's comment, then adapt it or drop the w
 """
 
 import inspect
-import json
 import os
 import pkgutil
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
-import toy_ppo as toy
-from toy_models import tokenizer
 
 from pipeline.errors import InputError
 from pipeline.on_ray import placement, session
@@ -171,137 +167,16 @@ def test_the_hidden_command_that_drains_a_node_still_takes_our_options():
     assert set(ours.split()) <= options
 
 
-# ------------------------------------------------------------------------------------------------ TRL and transformers
+# ---------------------------------------------------------------------------------------------- other libraries
 
 
-def settings(kind, folder, **more):
-    return kind(
-        output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, bf16=False, max_length=None,
-        per_device_train_batch_size=2, **more,
-    )  # fmt: skip
-
-
-def tiny(kind="AutoModelForCausalLM", **changes):
-    import transformers
-
-    torch.manual_seed(0)
-    config = toy.config(vocab_size=len(tokenizer()), **changes)
-    return getattr(transformers, kind).from_config(config)
-
-
-@pytest.fixture(scope="module")
-def sft(tmp_path_factory):
-    """An SFTTrainer after three steps of two micro-batches, which saved the sums of its log with its checkpoint."""
-    import datasets
-    from peft import LoraConfig
-    from transformers import TrainerCallback
-    from trl import SFTConfig, SFTTrainer
-
-    from pipeline.runtime.training import save_sums
-
-    folder = tmp_path_factory.mktemp("sft")
-
-    class Saved(TrainerCallback):
-        def on_save(self, args, state, control, **_):
-            save_sums(trainer, str(folder / "sums.json"))
-
-    args = settings(
-        SFTConfig, folder, max_steps=3, logging_steps=2, save_steps=3, gradient_accumulation_steps=2,
-        dataset_kwargs={"skip_prepare_dataset": True},
-    )  # fmt: skip
-    rows = [{"input_ids": [5, 6, 7, 8 + i], "labels": [-100, 6, 7, 8 + i]} for i in range(8)]
-    rows = datasets.Dataset.from_list(rows)
-    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-    trainer = SFTTrainer(tiny(), args, train_dataset=rows, processing_class=tokenizer(), peft_config=lora)
-    trainer.add_callback(Saved())
-    trainer.train()
-    return SimpleNamespace(trainer=trainer, folder=folder)
-
-
-def test_the_sums_between_two_lines_of_the_log_are_still_where_they_are_saved_from(sft, tmp_path):
-    """pipeline/runtime/training.py, save_sums and restore_sums. If this fails, curves break where a run is resumed."""
-    from pipeline.runtime.training import restore_sums, save_sums
-
-    trainer, log = sft.trainer, sft.trainer.state.log_history
-    saved = json.loads((sft.folder / "sums.json").read_text())
-    (logged,) = (entry for entry in log if "loss" in entry)
-    assert logged["step"] == saved["last_logged"] == 2
-    assert saved["total_loss"] == pytest.approx(2 * logged["loss"], rel=1e-3)
-    assert saved["tr_loss"] > 0, "the third step's loss, not logged yet"
-    assert saved["total_loss"] + saved["tr_loss"] == pytest.approx(3 * log[-1]["train_loss"])
-    assert saved["tokens"] == 3 * 2 * 2 * 4
-    assert len(saved["metrics"]["train"]["mean_token_accuracy"]) == 2, "of the third step's micro-batches"
-    assert trainer._total_loss_scalar == pytest.approx(3 * log[-1]["train_loss"]), "of all steps, at the end"
-    restore_sums(trainer, str(sft.folder / "sums.json"))
-    save_sums(trainer, str(tmp_path / "again.json"))
-    assert json.loads((tmp_path / "again.json").read_text()) == saved
-
-
-def test_a_checkpoint_still_has_what_a_run_killed_after_its_last_step_ends_with(sft, tmp_path, monkeypatch):
-    """pipeline/runtime/training.py, _train and _history: it loads the adapter and makes no step.
-
-    pipeline/runtime/worker.py: every rank of a node writes its random state into one folder.
-    """
-    from transformers import TrainerState
-
-    from pipeline.runtime.training import _history
-
-    folder = sft.folder / "checkpoint-3"
-    state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
-    assert state.global_step == state.max_steps == 3 and state.epoch
-    assert [step for step, numbers in _history(state) if "loss" in numbers] == [2]
-
-    head = next(p for name, p in sft.trainer.model.named_parameters() if "lora_B" in name)
-    trained = head.detach().clone()
-    with torch.no_grad():
-        head.zero_()
-    sft.trainer._load_from_checkpoint(str(folder))
-    assert trained.any() and torch.equal(head, trained)
-
-    monkeypatch.setattr(type(sft.trainer.args), "world_size", property(lambda _: 2))
-    monkeypatch.setattr(type(sft.trainer.args), "process_index", property(lambda _: 1))
-    sft.trainer._save_rng_state(str(tmp_path))
-    assert os.listdir(tmp_path) == ["rng_state_1.pth"]
-
-
-def test_the_reward_trainer_still_puts_the_chosen_first(tmp_path):
+def test_the_reward_trainer_still_puts_the_chosen_first():
     """pipeline/stages/rm.py, score_pairs: scores.chunk(2) is (chosen, rejected). If this fails, accuracies are upside down."""
     from trl.trainer.reward_trainer import DataCollatorForPreference
 
     rows = [{"chosen_ids": [7, 8 + i], "rejected_ids": [9, 7]} for i in range(4)]
     ids = DataCollatorForPreference(pad_token_id=0)(rows)["input_ids"].tolist()
     assert ids == [*(row["chosen_ids"] for row in rows), *(row["rejected_ids"] for row in rows)]
-
-
-def test_a_chat_template_is_still_compiled_as_it_is_applied():
-    """pipeline/models/tokenizer.py, _template_file: _compile_jinja_template, with transformers' own tags."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    _compile_jinja_template(
-        "{% for m in x %}{% generation %}{{ strftime_now(m) }}{% endgeneration %}{% break %}{% endfor %}"
-    )
-
-
-def test_rows_that_share_a_packed_row_still_do_not_see_each_other(tmp_path):
-    """pipeline/data/tasks.py, `seq_lengths`: TRL's collator makes position_ids of it, from which transformers makes the mask."""
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    first, second = [5, 6, 7], [8, 9, 10, 11, 12]
-    packed = {"input_ids": [first + second], "labels": [first + second], "seq_lengths": [[3, 5]]}
-    args = settings(SFTConfig, tmp_path, packing=True, dataset_kwargs={"skip_prepare_dataset": True})
-    model = tiny()
-    trainer = SFTTrainer(model, args, train_dataset=Dataset.from_dict(packed), processing_class=tokenizer())
-    (batch,) = trainer.get_train_dataloader()
-    batch.pop("labels")
-    model.eval()
-    with torch.no_grad():
-        together = model(**batch).logits[0]
-        alone = [model(torch.tensor([ids])).logits[0] for ids in (first, second)]
-    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=0)
-
-
-# ------------------------------------------------------------------------------------------------ the others
 
 
 def test_a_prepared_loader_still_keeps_its_last_batch_whole():
@@ -323,24 +198,3 @@ def test_a_prepared_loader_still_keeps_its_last_batch_whole():
         for _ in loader:
             remainders.append(loader.remainder)
     assert remainders == [1] * 3 + [-1] * 3
-
-
-def test_mlflows_own_asynchronous_log_still_drops_a_batch_that_failed():
-    """pipeline/registry/curves.py. If this fails, MLflow sends again what a server missed: MetricLog may not be needed."""
-    from mlflow.entities import Metric
-    from mlflow.utils.async_logging.async_logging_queue import AsyncLoggingQueue
-
-    calls = []
-
-    def away(**batch):
-        calls.append(batch)
-        raise ConnectionError("refused")
-
-    log = AsyncLoggingQueue(away)
-    log.activate()
-    sent = log.log_batch_async("run", params=[], tags=[], metrics=[Metric("loss", 1.0, 0, 1)])
-    log.flush()
-    log.shut_down_async_logging()
-    with pytest.raises(Exception, match="refused"):
-        sent.wait()
-    assert len(calls) == 1
