@@ -18,8 +18,8 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 if os.environ.get("SMALL"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -28,7 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from tests.gpu import models
 from tests.gpu.experiments import about, experiments, isolated, run
-from tests.gpu.record import Record, markdown, reason
+from tests.gpu.record import Record, markdown
 
 MINUTES = 25
 LIMIT = 480  # seconds of one experiment
@@ -45,34 +45,26 @@ def main() -> int:
     if not models.CUDA and not models.SMALL:
         parser.error("there is no GPU that torch can use; SMALL=1 rehearses everything on the CPU")
     options.out.mkdir(parents=True, exist_ok=True)
-    found_machine, records = isolated(LIMIT, about), list[Record]()
+    machine, records = isolated(LIMIT, about), list[Record]()
     method = "fork" if models.SMALL else "spawn"
     end = time.monotonic() + 60 * MINUTES
     for name in options.names or every:
         left = end - time.monotonic()
         try:
-            late = f"{MINUTES} minutes were over"
-            record = (
-                Record(name, skipped=late)
-                if left < 30
-                else isolated(min(left, LIMIT), run, name, method=method)
-            )
+            record = Record(name, skipped=f"{MINUTES} minutes were over")
+            if left >= 30:
+                record = isolated(min(left, LIMIT), run, name, method=method)
         except RuntimeError as error:
             record = Record(name, error=str(error))
         records.append(record)
-        print(f"{record.outcome:<8} {name:<16} {record.seconds:6.1f} s  {reason(record)}", flush=True)
-        write(options.out, found_machine, records)
-    failed = [record.name for record in records if record.outcome == "FAILED"]
-    skipped = sum(record.outcome == "skipped" for record in records)
-    passed = len(records) - len(failed) - skipped
-    print(f"\n{passed} passed, {skipped} skipped, {len(failed)} failed; {options.out}/gpu.md", flush=True)
-    return 1 if failed else 0
-
-
-def write(folder: Path, machine: dict[str, Any], records: list[Record]) -> None:
-    (folder / "gpu.md").write_text(markdown(machine, records), encoding="utf-8")
-    results = {"machine": machine, "experiments": [record.to_dict() for record in records]}
-    (folder / "gpu.json").write_text(json.dumps(results, indent=1, default=str), encoding="utf-8")
+        print(f"{record.outcome:<8} {name:<16} {record.seconds:6.1f} s  {record.reason}", flush=True)
+        (options.out / "gpu.md").write_text(markdown(machine, records), encoding="utf-8")
+        results = {"machine": machine, "experiments": [one.to_dict() for one in records]}
+        (options.out / "gpu.json").write_text(json.dumps(results, indent=1, default=str), encoding="utf-8")
+    counts = Counter(record.outcome for record in records)
+    numbers = f"{counts['passed']} passed, {counts['skipped']} skipped, {counts['FAILED']} failed"
+    print(f"\n{numbers}; {options.out}/gpu.md", flush=True)
+    return 1 if counts["FAILED"] else 0
 
 
 if __name__ == "__main__":

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable
-from functools import partial
+import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pipeline.config import Data, Job, Model
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Completion, Sampling
 from pipeline.models import probes
@@ -51,9 +49,8 @@ def doctors(record: Record, precision: str) -> None:
     # Backward sums in any order on a GPU; what comes before it must be the same.
     before = [n for n in expected if n.startswith(("objective/", "completions/", "val/num", "val/sampler"))]
     differ = [name for name in before if expected[name] != again[name]]
-    record.check(
-        "an update is repeated from a checkpoint: rollout, scores, KL", differ or "to the bit", not differ
-    )
+    what = "an update is repeated from a checkpoint: rollout, scores, KL"
+    record.check(what, differ or "to the bit", not differ)
     norms = max(abs(again[n] / expected[n] - 1) for n in expected if n.startswith("grad_norm/"))
     record.check("and its gradient norms to 1e-2", norms, norms < (1e-2 if DEVICE.type == "cuda" else 1e-9))
 
@@ -93,12 +90,8 @@ def _one_minibatch(device: torch.device) -> dict[str, torch.Tensor]:
     trainer = models.trainer(shared, 4, (20, 40), 16)
     rows = [row["input_ids"] for row in trainer.prompts[:4]]
     draw = torch.Generator().manual_seed(2)
-    completions = [
-        Completion(
-            torch.randint(5, models.VOCABULARY // 2, (16,), generator=draw).tolist(), False, [0.0] * 16
-        )
-        for _ in rows
-    ]
+    texts = [torch.randint(5, models.VOCABULARY // 2, (16,), generator=draw).tolist() for _ in rows]
+    completions = [Completion(text, False, [0.0] * 16) for text in texts]
     episodes = collate(rows, completions, range(4), models.PAD, device)
     episodes.scores = torch.ones(4, device=device)
     trainer.logprobs_and_values(episodes)
@@ -112,23 +105,20 @@ def _one_minibatch(device: torch.device) -> dict[str, torch.Tensor]:
 
 def ranks(record: Record) -> None:
     """Two workers (gloo, on one device) end two updates with the figures of one worker."""
+    from torch.multiprocessing import start_processes
+
     with tempfile.TemporaryDirectory() as folder:
         for world in (1, 2):
-            _start(_rank, world, folder)
+            # Forked if nothing has computed yet: that is quick.
+            method = "fork" if SMALL else "spawn"
+            start_processes(_rank, (world, folder), nprocs=world, start_method=method)
         one, two = (json.loads(Path(folder, f"{world}.json").read_text()) for world in (1, 2))
     # A loss is a sum of terms that cancel out: what is smaller than 0.01 is compared with that.
     off = {name: abs(two[name] - value) / max(abs(value), 0.01) for name, value in one.items()}
     worst = max(off, key=lambda name: off[name])
-    limit = 1e-2 if DEVICE.type == "cuda" else 1e-4
+    limit = 1e-2 if models.CUDA else 1e-4
     found = f"{worst}: {one[worst]:.6g} and {two[worst]:.6g}"
     record.check(f"all metrics agree to {limit:g}", found, off[worst] < limit)
-
-
-def _start(work: Callable[..., None], world: int, *args: Any) -> None:
-    """Runs `work(rank, world, *args)` in `world` processes. Forked where nothing has computed yet: that is quick."""
-    from torch.multiprocessing import start_processes
-
-    start_processes(work, (world, *args), nprocs=world, start_method="fork" if SMALL else "spawn")
 
 
 def _join(rank: int, world: int, folder: str, backend: str) -> None:
@@ -151,24 +141,19 @@ def _rank(rank: int, world: int, folder: str) -> None:
 
 def collectives(record: Record) -> None:
     """The collectives that the pipeline uses, over NCCL in a group of one (a GPU takes one rank); gloo on a CPU."""
-    backend = "nccl" if DEVICE.type == "cuda" else "gloo"
+    backend = "nccl" if models.CUDA else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         _join(0, 1, folder, backend)
-        _collect(record, backend)
-
-
-def _collect(record: Record, backend: str) -> None:
-    x, parts = torch.ones(3, dtype=torch.float64, device=DEVICE), [None]
-    dist.all_reduce(x)
-    dist.all_reduce(x, op=dist.ReduceOp.MAX)
-    dist.broadcast(x, 0)
-    dist.barrier()
-    dist.all_gather_object(parts, {"a": 1})
-    right = x.tolist() == [1.0] * 3 and parts == [{"a": 1}]
-    record.check(
-        f"{backend}: all_reduce, broadcast, barrier, all_gather_object", "as sent" if right else parts, right
-    )
-    dist.destroy_process_group()
+        x, parts = torch.ones(3, dtype=torch.float64, device=DEVICE), [None]
+        dist.all_reduce(x)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        dist.broadcast(x, 0)
+        dist.barrier()
+        dist.all_gather_object(parts, {"a": 1})
+        right = x.tolist() == [1.0] * 3 and parts == [{"a": 1}]
+        what = f"{backend}: all_reduce, broadcast, barrier, all_gather_object"
+        record.check(what, "as sent" if right else parts, right)
+        dist.destroy_process_group()
 
 
 def random_state(record: Record) -> None:
@@ -227,28 +212,15 @@ def nf4_load(record: Record) -> None:
     from pipeline.models.base import load_base
 
     models.need("bitsandbytes")
+    seconds = {}
     with tempfile.TemporaryDirectory() as folder:
         models.base(layers=LAYERS, device="cpu").save_pretrained(folder)
-        settings = SimpleNamespace(
-            name_or_path=folder,
-            revision=None,
-            dtype="bfloat16",
-            load_in_4bit=True,
-            attn_implementation=None,
-            trust_remote_code=False,
-            allow_pickle=False,
-        )
-        load: Callable[[Any], Any] = partial(load_base, settings)  # type: ignore[arg-type]
-        seconds = {}
         for device in dict.fromkeys((DEVICE, torch.device("cpu"))):
-            where: set[str] = set()
-            seconds[str(device)] = models.timed(
-                lambda device=device, where=where: where.update(
-                    p.device.type for p in load(device=device).parameters()
-                ),
-                rounds=1,
-                warm_up=0,
-            )
+            start = time.perf_counter()
+            loaded = load_base(Model(folder, dtype="bfloat16", load_in_4bit=True), device=device)
+            models.synchronize()
+            seconds[str(device)] = time.perf_counter() - start
+            where = {parameter.device.type for parameter in loaded.parameters()}
             record.check(f"all weights are on {device}", ", ".join(where), where == {device.type})
     record.row(**{f"seconds on {device}": taken for device, taken in seconds.items()})
     if models.CUDA:
@@ -257,17 +229,16 @@ def nf4_load(record: Record) -> None:
 
 def out_of_memory(record: Record) -> None:
     """An update that does not fit ends in a message with its phase and what to change; afterwards the process goes on."""
-    from pipeline.config import Data, Job, Model
     from pipeline.errors import OutOfMemory
     from pipeline.runtime.memory import explained
 
-    shared = models.shared_base(precision="fp32", layers=LAYERS)
-    trainer = models.trainer(shared, 4, (20, 40), 16)
+    # Bytes that this device certainly lacks
+    limit = 4 * torch.cuda.get_device_properties(DEVICE).total_memory if models.CUDA else 1 << 50
+    trainer = models.trainer(models.shared_base(precision="fp32", layers=LAYERS), 4, (20, 40), 16)
     trainer.run_update()
     job = Job("ppo", Model("random"), data=Data(max_length=64), trainer=vars(trainer.args), source="job.yaml")
-    limits = _little_memory()
-    learn, trainer.learn = trainer.learn, lambda *args, **more: _too_much(limits)  # type: ignore[assignment,method-assign]
-    said = ""
+    said, learn = "", trainer.learn
+    trainer.learn = lambda *_, **__: torch.empty(limit, dtype=torch.uint8, device=DEVICE)  # type: ignore[assignment,method-assign]
     try:
         with explained(job):
             trainer.run_update()
@@ -277,17 +248,5 @@ def out_of_memory(record: Record) -> None:
     record.check("the message names the phase", said[:120] or "no error", "in phase 'update'" in said)
     advice = "trainer.per_device_train_batch_size=2"
     record.check("and the setting to change", advice, advice in said)
-    metrics = trainer.run_update()
-    record.check(
-        "an update after it is sound", metrics["loss/policy_avg"], math.isfinite(metrics["loss/policy_avg"])
-    )
-
-
-def _little_memory() -> int:
-    """Bytes that this device certainly lacks."""
-    return 4 * torch.cuda.get_device_properties(DEVICE).total_memory if models.CUDA else 1 << 50
-
-
-def _too_much(size: int) -> dict[str, float]:
-    torch.empty(size, dtype=torch.uint8, device=DEVICE)
-    return {}
+    loss = trainer.run_update()["loss/policy_avg"]
+    record.check("an update after it is sound", loss, math.isfinite(loss))

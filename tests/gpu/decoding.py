@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from peft.tuners.lora.layer import Linear
@@ -10,7 +11,6 @@ from peft.tuners.lora.layer import Linear
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Sampling
 from pipeline.models import lora
-from pipeline.models.adapters import SharedBase
 from tests.gpu import models
 from tests.gpu.correct import distance, sampler_drift
 from tests.gpu.models import CUDA, DEVICE, small
@@ -31,11 +31,9 @@ def rows_at_once(record: Record, precision: str) -> None:
             decoder = SlotDecoder(shared, rows, models.PAD)
             prefill, step = step_seconds(decoder, prompts)
             speed[rows, shortest] = rows / step
+            figures = {"prefill_s": prefill, "ms_a_step": 1e3 * step, "tokens_s": rows / step}
             lengths = "one" if shortest == PROMPT else "different"
-            figures = dict(
-                prefill_s=prefill, ms_a_step=1e3 * step, tokens_s=rows / step, peak_GiB=models.allocated()
-            )
-            record.row(rows=rows, lengths=lengths, **figures)
+            record.row(rows=rows, lengths=lengths, **figures, peak_GiB=models.allocated())
     few, many = speed[ROWS[0], PROMPT], speed[ROWS[-1], PROMPT]
     record.check("all batches were decoded", f"{len(speed)}", len(speed) == 2 * len(ROWS))
     if CUDA:
@@ -93,37 +91,26 @@ def fused_lora(record: Record, backward: bool) -> None:
 
     for name in ("fused", "peft"):
         if name == "peft":
-            unfuse(shared)
+            for layer in shared.base.modules():
+                if type(layer) is lora.FusedLinear:
+                    layer.__class__ = Linear
         results[name] = torch.cat([part.float().flatten() for part in step()])
         prompts = models.prompts(small(64, 2), small(256, 8), small(256, 8))
         decoding = {} if backward else {"decoding_ms": 1e3 * step_seconds(SlotDecoder(shared), prompts)[1]}
         record.row(layer=name, kernels=kernels(step), seconds=models.timed(step, 5), **decoding)
-    ours, pefts = record.rows
     off = distance(results["fused"], results["peft"])
     record.check("relative difference below 3e-2", off, off < 3e-2)
-    record.check(
-        "fewer kernels", f"{ours['kernels']} and {pefts['kernels']}", ours["kernels"] < pefts["kernels"]
-    )
+    counts, seconds = ([row[key] for row in record.rows] for key in ("kernels", "seconds"))
+    record.check("fewer kernels", f"{counts[0]} and {counts[1]}", counts[0] < counts[1])
     if CUDA:
-        record.check(
-            "less time",
-            f"{ours['seconds']:.4f} and {pefts['seconds']:.4f} s",
-            ours["seconds"] < pefts["seconds"],
-        )
+        record.check("less time", f"{seconds[0]:.4f} and {seconds[1]:.4f} s", seconds[0] < seconds[1])
 
 
-def unfuse(shared: SharedBase) -> None:
-    """Puts peft's layers back."""
-    for layer in shared.base.modules():
-        if type(layer) is lora.FusedLinear:
-            layer.__class__ = Linear
-
-
-def kernels(work: object) -> int:
-    """How many kernels a call starts; on a CPU, operations."""
+def kernels(work: Callable[[], object]) -> int:
+    """Returns how many kernels a call starts; on a CPU, operations."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if CUDA else activity.CPU]) as profile:
-        work()  # type: ignore[operator]
+        work()
         models.synchronize()
     return sum(event.count for event in profile.key_averages())
 

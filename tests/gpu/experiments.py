@@ -61,9 +61,8 @@ def machine(record: Record) -> None:
     record.row(bf16_TFLOPs=tflops, tf32=torch.get_float32_matmul_precision())
     record.check("a product of bf16 matrices", f"{tflops:.3g} TFLOP/s", tflops > 0)
     if sheet := peak_flops(models.DEVICE):
-        record.check(
-            f"half of the datasheet's {sheet / 1e12:.0f} TFLOP/s", tflops, 2 * tflops >= sheet / 1e12
-        )
+        sheet /= 1e12
+        record.check(f"half of the datasheet's {sheet:.0f} TFLOP/s", tflops, 2 * tflops >= sheet)
 
 
 def about() -> dict[str, Any]:

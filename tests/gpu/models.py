@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +38,12 @@ LAYER = {
 LAYERS = {"8b": 32, "70b": 80}
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 REWARD_LORA = {**LORA, "r": 8}
+ROLES: dict[str, dict[str, Any]] = {
+    "policy": dict(lora=LORA, trainable=True),
+    "reward": dict(lora=REWARD_LORA, head=True),
+    "reference": dict(copy_of="policy"),
+    "critic": dict(copy_of="reward", head=True, trainable=True),
+}
 
 
 def small(full: int, tiny: int) -> int:
@@ -110,7 +116,7 @@ def shared_base(
     precision: str = "bf16",
     layers: int | None = None,
     device: Any = None,
-    roles: Sequence[str] = ("policy", "reward", "reference", "critic"),
+    roles: Iterable[str] = ROLES,
     spread: float = 2e-3,
 ) -> SharedBase:
     """PPO's four roles, or some of them, on one base.
@@ -120,14 +126,8 @@ def shared_base(
     """
     autocast = None if precision == "fp32" else torch.bfloat16
     shared = SharedBase(base(shape, precision, layers, device), autocast=autocast)
-    add: dict[str, Callable[[], None]] = {
-        "policy": lambda: shared.add("policy", lora=LORA, trainable=True),
-        "reward": lambda: shared.add("reward", lora=REWARD_LORA, head=True),
-        "reference": lambda: shared.add("reference", copy_of="policy"),
-        "critic": lambda: shared.add("critic", copy_of="reward", head=True, trainable=True),
-    }
     for role in roles:
-        add[role]()
+        shared.add(role, **ROLES[role])
         if role in ("policy", "reward"):
             for key, parameter in shared._adapter(role).items():
                 if "lora_B" in key:
@@ -173,13 +173,8 @@ def trainer(
     args = PPOConfig(**{**given, **settings})
     rows = [{"input_ids": ids, "row": '{"prompt": "random"}'} for ids in prompts(episodes * 8, *prompt)]
     ends = range(VOCABULARY - (1 if full_length else max(4, VOCABULARY // 256)), VOCABULARY)
-    tokenizer = SimpleNamespace(
-        pad_token_id=PAD,
-        eos_token_id=VOCABULARY - 1,
-        generation_eos=ends,
-        chat_template=None,
-        get_added_vocab=dict,
-    )
+    ids = {"pad_token_id": PAD, "eos_token_id": VOCABULARY - 1, "generation_eos": ends}
+    tokenizer = SimpleNamespace(**ids, chat_template=None, get_added_vocab=dict)
     return PPOTrainer(shared, tokenizer, args, rows, [AdapterReward(shared)])
 
 

@@ -46,6 +46,18 @@ class Record:
         passed = self.checks and not self.error and all(check.holds for check in self.checks)
         return "passed" if passed else "FAILED"
 
+    @property
+    def reason(self) -> str:
+        """Why it was skipped or failed, on one line."""
+        if self.skipped or self.error:
+            return self.skipped or self.error.strip().splitlines()[-1][:160]
+        return "; ".join(f"{check.what} ({check.found})" for check in self.checks if not check.holds)
+
+    def summary(self) -> dict[str, Any]:
+        hold = f"{sum(check.holds for check in self.checks)} of {len(self.checks)}" if self.checks else ""
+        times = {"experiment": self.name, "outcome": self.outcome, "seconds": round(self.seconds, 1)}
+        return {**times, "checks": hold, "why": self.reason}
+
     def to_dict(self) -> dict[str, Any]:
         return {"outcome": self.outcome, **asdict(self)}
 
@@ -62,40 +74,19 @@ def show(value: Any) -> str:
 def markdown(about: dict[str, Any], records: list[Record]) -> str:
     """The page of a run: the machine, one line for each experiment, then figures and checks of each."""
     lines = [f"# {about['device']}", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
-    lines += table(
-        [
-            {
-                "experiment": one.name,
-                "outcome": one.outcome,
-                "seconds": round(one.seconds, 1),
-                "checks": f"{sum(check.holds for check in one.checks)} of {len(one.checks)}"
-                if one.checks
-                else "",
-                "why": reason(one),
-            }
-            for one in records
-        ]
-    )
+    lines += table([one.summary() for one in records])
     for one in records:
         if one.skipped:
             continue
         lines += ["", f"## {one.name}", ""]
-        lines += [
-            f"- {'holds' if c.holds else '**does not hold**'}: {c.what} ({c.found})" for c in one.checks
-        ]
+        words = {True: "holds", False: "**does not hold**"}
+        lines += [f"- {words[check.holds]}: {check.what} ({check.found})" for check in one.checks]
         if one.rows:
             lines += ["", *table(one.rows)]
         lines += [f"\n{note}" for note in one.notes]
         if one.error:
             lines += ["", "```", one.error.strip(), "```"]
     return "\n".join(lines) + "\n"
-
-
-def reason(record: Record) -> str:
-    """Why an experiment was skipped or failed, on one line."""
-    if record.skipped or record.error:
-        return record.skipped or record.error.strip().splitlines()[-1][:160]
-    return "; ".join(f"{check.what} ({check.found})" for check in record.checks if not check.holds)
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,8 @@ from tests.gpu.models import CUDA, DEVICE, small
 from tests.gpu.record import Record, Skipped
 
 TOLERANCE = 0.15  # of a peak: measured against planned
-SAMPLES_A_SECOND = (
-    1.0  # of PPO at 8B in bf16 on an H200, with the lengths of jobs/llama3-8b: 1.4 to 1.7 are expected
-)
+# Of PPO at 8B in bf16 on an H200, with the lengths of jobs/llama3-8b: 1.4 to 1.7 are expected
+SAMPLES_A_SECOND = 1.0
 PHASES = ("rollout", "score", "values", "update")
 
 
@@ -55,18 +54,14 @@ def compare(record: Record, planned: float, above_only: bool = False) -> None:
         return
     off = measured / planned - 1
     said = f"{measured:.1f} GiB, planned {planned:.1f}: {off:+.0%}"
-    if above_only:
-        record.check(f"the peak is at most {TOLERANCE:.0%} above the planned one", said, off <= TOLERANCE)
-    else:
-        record.check(f"the peak is within {TOLERANCE:.0%} of the planned one", said, abs(off) <= TOLERANCE)
+    where = f"at most {TOLERANCE:.0%} above" if above_only else f"within {TOLERANCE:.0%} of"
+    record.check(f"the peak is {where} the planned one", said, (off if above_only else abs(off)) <= TOLERANCE)
 
 
 def ppo(record: Record, precision: str) -> None:
     """One PPO update at 8B: a worker's share of jobs/llama3-8b, 128 completions of 512 tokens to prompts of 512."""
-    settings = dict(
-        num_ppo_epochs=2, gradient_checkpointing=True, local_rollout_forward_batch_size=small(128, 4)
-    )
-    _ppo(record, "8b", precision, small(128, 4), small(512, 12), small(512, 8), settings)
+    settings = dict(num_ppo_epochs=2, local_rollout_forward_batch_size=small(128, 4))
+    _ppo(record, "8b", precision, small(128, 4), small(512, 12), small(512, 8), **settings)
     samples = record.rows[0]["completions_s"]
     h200 = CUDA and "H200" in torch.cuda.get_device_name()
     if precision == "bf16" and h200:
@@ -78,10 +73,9 @@ def ppo(record: Record, precision: str) -> None:
 
 def ppo_70b(record: Record) -> None:
     """PPO with four roles on a 70B base in nf4, on one GPU: does it fit, and what does an update take?"""
-    settings = dict(gradient_checkpointing=True, per_device_train_batch_size=1)
     if CUDA and torch.cuda.get_device_properties(0).total_memory < 75 * models.GIB:
         raise Skipped("needs a GPU of 80 GB or more")
-    _ppo(record, "70b", "nf4", small(16, 4), small(300, 12), small(96, 8), settings)
+    _ppo(record, "70b", "nf4", small(16, 4), small(300, 12), small(96, 8), per_device_train_batch_size=1)
 
 
 def _ppo(
@@ -91,14 +85,15 @@ def _ppo(
     episodes: int,
     prompt: int,
     completion: int,
-    settings: dict[str, Any],
+    **settings: Any,
 ) -> None:
-    """One update with rows of full length; its phases as rows, its peak beside the plan's."""
+    """Makes one update with rows of full length; its phases are rows, its peak is compared with the plan's."""
+    settings |= {"full_length": True, "gradient_checkpointing": True}
     start = time.perf_counter()
     shared = models.shared_base(shape, precision)
     models.synchronize()
     seconds = time.perf_counter() - start
-    trainer = models.trainer(shared, episodes, (prompt, prompt), completion, full_length=True, **settings)
+    trainer = models.trainer(shared, episodes, (prompt, prompt), completion, **settings)
     models.fresh()
     metrics = trainer.run_update()
     planned = planned_peak("ppo", shape, precision, prompt, vars(trainer.args))
@@ -122,7 +117,7 @@ def reward_model(record: Record, precision: str) -> None:
         return -logsigmoid(chosen - rejected).mean()
 
     head = torch.nn.Linear(models.config().hidden_size, 1, bias=False, device=DEVICE)
-    _step(record, "rm", precision, loss, 2 * pairs, length, list(head.parameters()), rows=pairs)
+    _step(record, "rm", precision, loss, pairs, length, 2, list(head.parameters()))
 
 
 def supervised(record: Record, precision: str) -> None:
@@ -131,7 +126,7 @@ def supervised(record: Record, precision: str) -> None:
     def loss(model: Any, ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=ids, use_cache=False).loss
 
-    _step(record, "sft", precision, loss, small(2, 2), small(1024, 16), [], rows=small(2, 2))
+    _step(record, "sft", precision, loss, 2, small(1024, 16))
 
 
 def _step(
@@ -139,12 +134,12 @@ def _step(
     stage: str,
     precision: str,
     loss: Callable[[Any, Tensor], Tensor],
-    sequences: int,
-    length: int,
-    further: list[Any],
     rows: int,
+    length: int,
+    sides: int = 1,
+    further: Sequence[Any] = (),
 ) -> None:
-    """Steps of AdamW on one batch: the loss falls, and the peak is the plan's."""
+    """Makes steps of AdamW on one batch of `sides` sequences to a row: the loss falls, and the peak is the plan's."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(models.base(precision=precision), LoraConfig(task_type="CAUSAL_LM", **models.LORA))
@@ -155,7 +150,7 @@ def _step(
     for parameter in learning:
         parameter.data = parameter.data.float()  # as the pipeline's stages do
     optimizer = torch.optim.AdamW([*learning, *further], lr=1e-3)
-    ids = torch.tensor(models.prompts(sequences, length, length), device=DEVICE)
+    ids = torch.tensor(models.prompts(sides * rows, length, length), device=DEVICE)
     losses: list[float] = []
 
     def step() -> None:
@@ -168,7 +163,7 @@ def _step(
 
     models.fresh()
     seconds = models.timed(step, rounds=3)
-    record.row(seconds=seconds, tokens_s=sequences * length / seconds, rows=rows, length=length)
+    record.row(seconds=seconds, tokens_s=sides * rows * length / seconds, rows=rows, length=length)
     found = f"{losses[0]:.3f} to {losses[-1]:.3f}"
     record.check("the loss falls on a batch that is seen four times", found, losses[-1] < losses[0])
     trainer = dict(per_device_train_batch_size=rows, gradient_checkpointing=True, bf16=True)
@@ -178,34 +173,24 @@ def _step(
 
 def installed_pipeline(record: Record) -> None:
     """Where Ray, TRL and MLflow are installed: the demo's sft on this device, by the command line."""
-
     if not CUDA:
         raise Skipped("on a CPU this is `make sft`, which has tests of its own")
     models.need("ray", "trl", "mlflow")
     with tempfile.TemporaryDirectory() as folder:
-        short = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no".split()
-        command = [
-            sys.executable,
-            "-m",
-            "pipeline",
-            "sft",
-            "jobs/demo/sft.yaml",
-            "scaling.use_gpu=true",
-            *short,
-        ]
+        settings = "scaling.use_gpu=true gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
         where = [f"run.storage_path={folder}", "run.name=gpu", "run.report=false"]
-        done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=400)
-        record.check("exit status 0", done.stderr[-300:] if done.returncode else 0, done.returncode == 0)
+        _succeeds(record, "exit status 0", "pipeline", "sft", "jobs/demo/sft.yaml", *settings.split(), *where)
         result = json.loads(Path(folder, "gpu/result.json").read_text())
-        record.row(
-            **{key: value for key, value in result["metrics"].items() if isinstance(value, int | float)}
-        )
+        numbers = {key: value for key, value in result["metrics"].items() if isinstance(value, int | float)}
+        record.row(**numbers)
 
 
 def installed_vllm(record: Record) -> None:
     """Where vLLM and pytest are installed: the tests of its engine, on this device."""
-
     models.need("vllm", "pytest")
-    command = [sys.executable, "-m", "pytest", "-rs", "tests/inference/test_vllm.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    record.check("its tests pass", done.stdout[-300:] if done.returncode else 0, done.returncode == 0)
+    _succeeds(record, "its tests pass", "pytest", "-rs", "tests/inference/test_vllm.py")
+
+
+def _succeeds(record: Record, what: str, *module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *module], capture_output=True, text=True, timeout=600)
+    record.check(what, (done.stderr or done.stdout)[-300:] if done.returncode else 0, done.returncode == 0)

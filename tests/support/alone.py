@@ -22,12 +22,12 @@ from pipeline.registry import lineage
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.worker import require_reload
 
-NO_EVAL = ["trainer.eval_strategy=no", "trainer.eval_on_start=false", "trainer.save_strategy=no"]
+ONE_STEP = [
+    *("trainer.max_steps=1", "data.batch_size=8", "trainer.per_device_train_batch_size=8"),
+    *("trainer.eval_strategy=no", "trainer.eval_on_start=false", "trainer.save_strategy=no"),
+]
 QUICK = {
-    "sft": ["trainer.max_steps=1", "data.batch_size=8", "trainer.per_device_train_batch_size=8", *NO_EVAL],
-    "rm": ["trainer.max_steps=1", "data.batch_size=8", "trainer.per_device_train_batch_size=8", *NO_EVAL],
-    "dpo": ["trainer.max_steps=1", "data.batch_size=8", "trainer.per_device_train_batch_size=8", *NO_EVAL],
-    "kto": ["trainer.max_steps=1", "data.batch_size=8", "trainer.per_device_train_batch_size=8", *NO_EVAL],
+    **dict.fromkeys(("sft", "rm", "dpo", "kto"), ONE_STEP),
     "ppo": ["trainer.total_episodes=64", "trainer.batch_size=64", "trainer.response_length=16"],
 }
 ROWS = 24  # of the demo's files that a stage gets
@@ -55,9 +55,6 @@ class Alone(Host):
 
     def log(self, metrics, step, total):
         self.lines.append((step, metrics))
-
-    def replay(self, history):
-        raise AssertionError("nothing is resumed here")
 
     def checkpoint(self, source, step):
         shutil.rmtree(source, ignore_errors=True)

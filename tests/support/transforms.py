@@ -39,12 +39,3 @@ def not_json(row):
 
 def two_arguments(row, tokenizer):
     return row
-
-
-async def waits(row):
-    return row
-
-
-class Kind:
-    def __init__(self, row):
-        pass
