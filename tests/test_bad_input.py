@@ -75,6 +75,8 @@ ROWS = [
          rows=[{**PAIR, "chosen": None}], overrides=["reward={judging}"]),
     case("missing file", "sft", r"data\.train: there is no file 'jobs/demo/data/demonstration\.jsonl'; did you mean '.*demonstrations\.jsonl'\?; expected a path",
          overrides=["data.train=jobs/demo/data/demonstration.jsonl"]),
+    case("unknown scheme", "sft", r"data\.train: .*'ftps://host/rows\.jsonl'.*expected a path, a glob, a folder, or s3:// gs:// hf://",
+         overrides=["data.train=ftps://host/rows.jsonl"]),
 ]  # fmt: skip
 
 JOB = [
