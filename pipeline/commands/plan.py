@@ -122,7 +122,7 @@ def check(job: Job, folders: dict[str, str]) -> None:
     if unread:
         return  # there is only the built-in shape to compare with
     weights = bool(weight_files(local(job.model.name_or_path)))
-    base = check_base(job.model, gpu=bool(job.scaling.get("use_gpu")), weights=weights)
+    base = check_base(job.model, weights=weights)
     for name, folder in folders.items():
         with about(key_of(job, name)):
             adapter_files.check(base, folder, scores=name != "policy")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.errors import InputError
-from pipeline.inference.graphs import Recorder, Steps
+from pipeline.errors import InputError, in_brief
+from pipeline.inference.graphs import Steps
 from pipeline.inference.rows import Completion, Decoder, Row, Sampling, Settings, draw
 from pipeline.inference.slots import SlotCache, live_first
 from pipeline.models.adapters import SharedBase
@@ -61,7 +61,7 @@ class SlotDecoder(Decoder):
         self.masked = self._takes_masks(config)
         # A graph cannot contain the collectives that gather shards.
         wanted = device == "cuda" and not shared.sharded if graphs is None else graphs
-        self.graphs = Steps(self._forward, self._take_back, Recorder()) if wanted and self.masked else None
+        self.graphs = Steps(self._forward, self._take_back) if wanted and self.masked else None
         self.look = look
         self.rows: list[Row] = []
         self.cache: Any = None  # a SlotCache while there are rows
@@ -314,36 +314,35 @@ class SlotDecoder(Decoder):
         Raises:
             InputError: if they differ, so that the base's rows cannot be batched in this way.
         """
-        size = min(self.shared.vocab_size, 97)
+        shared, size = self.shared, min(self.shared.vocab_size, 97)
         prompts = [[(7 * i + 3 * j) % size for i in range(2 + 3 * j)] for j in range(3)]
         rows = [
             Row(prompt, j, Sampling(1 + 2 * (j % 2) + j, (), temperature=0.0), top=1)
             for j, prompt in enumerate(prompts)
         ]
+        limit = 1e-3 if shared.autocast is None and shared.base.dtype == torch.float32 else 0.2
+        why = "its log-probs differ from those of a whole forward"
         try:
-            waiting = list(rows)
+            waiting, worst = list(rows), 0.0
             while waiting or self.rows:
                 if waiting and self.fits([], waiting[0]):
                     self.join([waiting.pop(0)])
                 self.step()
+            for row in rows:
+                ids = torch.tensor([[*row.prompt, *row.tokens]], device=shared.device)
+                starts = torch.tensor([len(row.prompt)], device=shared.device)
+                actions = torch.ones(1, len(row.tokens), dtype=torch.bool, device=shared.device)
+                with torch.no_grad():
+                    expected = shared.logprobs(None, ids, starts, actions)[0][0]
+                found = torch.tensor(row.logprobs, device=shared.device)
+                worst = max(worst, float((found - expected).abs().max().nan_to_num(torch.inf)))
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise self._unsupported(f"{type(error).__name__}: {error}"[:200]) from error
-        exact = self.shared.autocast is None and self.shared.base.dtype == torch.float32
-        for row in rows:
-            ids = torch.tensor([[*row.prompt, *row.tokens]], device=self.shared.device)
-            starts = torch.tensor([len(row.prompt)], device=self.shared.device)
-            actions = torch.ones(1, len(row.tokens), dtype=torch.bool, device=self.shared.device)
-            with torch.no_grad():
-                expected = self.shared.logprobs(None, ids, starts, actions)[0][0].tolist()
-            worst = max(abs(a - b) for a, b in zip(expected, row.logprobs, strict=True))
-            if not worst <= (1e-3 if exact else 0.2):
-                raise self._unsupported("its log-probs differ from those of a whole forward")
-
-    def _unsupported(self, why: str) -> InputError:
-        return InputError(
-            f"{type(self.shared.base).__name__}: rows cannot be decoded together on it ({why}); expected a decoder-only model "
-            "such as Llama, Mistral, Gemma or Qwen",
-            key="model.name_or_path",
-        )
+            worst, why = torch.inf, in_brief(error)
+        if worst > limit:
+            raise InputError(
+                f"{type(shared.base).__name__}: rows cannot be decoded together on it ({why}); expected a decoder-only model "
+                "such as Llama, Mistral, Gemma or Qwen",
+                key="model.name_or_path",
+            )

@@ -20,30 +20,27 @@ TOLERANCE = 1e-2  # relative difference between the first replay and the step th
 
 
 class Steps:
-    """Runs steps, and replays them while their shape stays the same.
+    """Runs steps, and replays them while their shape stays the same. After a failure it replays none.
 
     Args:
         step: returns (B, H) hidden states for (rows, positions). It reads and writes the same tensors each time.
         take_back: undoes the change of state of a step, so that the step can run again.
-        record: makes graphs.
     """
 
-    def __init__(
-        self, step: Callable[[int, int], Tensor], take_back: Callable[[int], None], record: Recorder
-    ) -> None:
-        self.step, self.take_back, self.record = step, take_back, record
+    def __init__(self, step: Callable[[int, int], Tensor], take_back: Callable[[int], None]) -> None:
+        self.step, self.take_back = step, take_back
+        self.works = True
         self.proved = False  # whether a replay has been compared with the step that it repeats
         self.key: Hashable = None
         self.replay: Callable[[], None] | None = None
         self.output: Tensor = torch.empty(0)  # the tensor that a replay writes
-
-    @property
-    def works(self) -> bool:
-        return self.record.works
+        self.pool: Any = None  # of memory, for all graphs
+        self.stream: Any = None  # one stream for all graphs, because cuBLAS keeps a workspace for each
+        self.graph: Any = None  # the newest graph, kept because it owns the memory
 
     def forget(self) -> None:
         """Drops the graph: the tensors that it uses no longer exist."""
-        self.key = self.replay = self.record.graph = None
+        self.key = self.replay = self.graph = None
 
     def __call__(self, key: Hashable, rows: int, seen: int, ahead: int) -> Tensor:
         """Returns the (B, H) hidden states of a step. The next call overwrites them.
@@ -58,45 +55,31 @@ class Steps:
         if key != self.key:
             self.key, self.replay = key, None
         hidden = self.step(rows, seen)
-        if ahead >= FEWEST_REPLAYS and (recorded := self.record(lambda: self.step(rows, seen))):
-            self.replay, self.output = recorded
-            if not self.proved:
+        if ahead < FEWEST_REPLAYS or not self.works:
+            return hidden
+        try:
+            self.replay, self.output = self._capture(lambda: self.step(rows, seen))
+        except (RuntimeError, ValueError) as error:
+            why = str(error).partition("\n")[0][:200] or type(error).__name__
+            self._fail(f"a step cannot be recorded ({why})")
+            return hidden
+        if not self.proved:
+            self.take_back(rows)
+            self.replay()
+            self.proved = True
+            if not (self.output - hidden).norm() <= TOLERANCE * hidden.norm():
+                self._fail("a replayed step gives other hidden states")
                 self.take_back(rows)
-                self.replay()
-                self.proved = True
-                if not (self.output - hidden).norm() <= TOLERANCE * hidden.norm():
-                    self.record.fail("a replayed step gives other hidden states")
-                    self.forget()
-                    self.take_back(rows)
-                    hidden = self.step(rows, seen)
+                hidden = self.step(rows, seen)
         return hidden
 
-
-class Recorder:
-    """Records steps as CUDA graphs in one pool of memory. After a failure it records none."""
-
-    def __init__(self) -> None:
-        self.works = True
-        self.pool: Any = None
-        self.stream: Any = None  # one stream for all graphs, because cuBLAS keeps a workspace for each
-        self.graph: Any = None  # the newest graph, kept because it owns the memory
-
-    def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor] | None:
-        """Returns (replay, the tensor that a replay writes), or None if the step cannot be recorded. Reports that once."""
-        if not self.works:
-            return None
-        try:
-            return self._capture(step)
-        except (RuntimeError, ValueError) as error:
-            why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            self.fail(f"a step cannot be recorded ({why})")
-            return None
-
-    def fail(self, why: str) -> None:
-        self.works, self.graph = False, None
+    def _fail(self, why: str) -> None:
+        self.works = False
+        self.forget()
         print(f"note: decoding without CUDA graphs: {why}", flush=True)
 
     def _capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Records a step. Returns (replay, the tensor that a replay writes)."""
         # Not `with torch.cuda.graph`, which takes a second each time to collect garbage and return free memory to the device.
         graph = torch.cuda.CUDAGraph()
         self.pool = self.pool or torch.cuda.graph_pool_handle()

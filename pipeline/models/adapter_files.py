@@ -1,4 +1,4 @@
-"""The folder of an adapter in peft's format: writing it, reading it, and comparing it with a base (no torch import).
+"""The folder of an adapter in peft's format: writing it, reading it, and comparing it with a base.
 
 Only what this pipeline itself reads is checked here; peft checks the other settings when it loads the adapter.
 """
@@ -12,19 +12,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import InputError
-from pipeline.models.files import HEAD_NAMES, SETTINGS, TENSORS, json_object
-from pipeline.models.weights import FLOATING, Stored, not_finite, numbers_in, stored_in
+from pipeline.models.compatibility import shapes_in
+from pipeline.models.hub import HEAD_NAMES, SETTINGS, TENSORS, json_object
 
 if TYPE_CHECKING:
     from peft import LoraConfig
     from torch import Tensor
 
-    from pipeline.models.compatibility import Base
+    from pipeline.models.compatibility import Base, Shapes
 
 PREFIX = "base_model.model."  # peft's prefix of every name in an adapter file
 HEAD = f"{PREFIX}score.weight"  # name of the scalar head in files written here
 FIX = "save the adapter again, or name another adapter"
-CHANGES_BASE = ("layer_replication", "trainable_token_indices", "alora_invocation_tokens")
+# Settings of adapters that change the base.
+CHANGES_BASE = (
+    "bias",
+    "modules_to_save",
+    "layer_replication",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+)
 
 
 def is_head(key: str) -> bool:
@@ -70,20 +77,13 @@ def settings(folder: str | Path) -> dict[str, Any]:
         InputError: if it is missing or damaged, of another kind of adapter, or changes the base that all roles share.
     """
     path = Path(folder) / SETTINGS
-    if not os.path.lexists(path):
-        raise InputError(f"{folder}: no adapter_config.json in it; expected the folder of a LoRA adapter")
     config = json_object(path, FIX)
     if config.get("peft_type") != "LORA":
         raise InputError(f"{path}: peft_type is {config.get('peft_type')!r:.80}; expected 'LORA'")
-    if type(config.get("r")) is not int or config["r"] < 1:
-        raise InputError(
-            f"{path}: r: found {config.get('r')!r:.80}, expected an integer of at least 1; {FIX}"
-        )
     for key in CHANGES_BASE:
-        if config.get(key):
-            raise InputError(
-                f"{path}: {key}: found {config[key]!r:.80}: such an adapter changes what all roles share; {FIX}"
-            )
+        value = config.get(key)
+        if value and value != "none" and not (key == "modules_to_save" and set(value) <= set(HEAD_NAMES)):
+            raise InputError(f"{path}: {key}: found {value!r:.80}, which changes what all roles share; {FIX}")
     return config
 
 
@@ -93,31 +93,19 @@ def rank(folder: str | Path) -> int:
     return max([given["r"], *(given.get("rank_pattern") or {}).values()])
 
 
-def tensors(folder: str | Path) -> dict[str, Stored]:
-    """Returns {name: dtype and shape} of the tensors in adapter_model.safetensors.
-
-    Raises:
-        InputError: if it is missing or damaged, or a tensor does not hold finite floating-point numbers.
-    """
+def shapes(folder: str | Path) -> Shapes:
+    """Returns the shapes of an adapter's tensors. Raises InputError if its file is missing or damaged."""
     path = Path(folder) / TENSORS
     if not os.path.lexists(path):
         raise InputError(
             f"{path}: not there. Adapters are read from safetensors only (a pickled adapter_model.bin can run any code); "
             "save it again with safe_serialization=True"
         )
-    stored = stored_in(path, FIX)
-    for name, tensor in stored.items():
-        if tensor.dtype not in FLOATING:
-            raise InputError(
-                f"{path}: {name} is of dtype {tensor.dtype}, expected one of {', '.join(FLOATING)}; {FIX}"
-            )
-    if damaged := not_finite(path):
-        raise InputError(f"{path}: {damaged} holds NaN or infinity: its training diverged; {FIX}")
-    return stored
+    return shapes_in(path, FIX)
 
 
 def check(base: Base, folder: str | Path, scores: bool) -> None:
-    """Rejects an adapter whose files are damaged or contradict each other, or whose shapes do not match this base.
+    """Rejects an adapter whose files are damaged, whose head is missing or unknown, or that was trained on another base.
 
     Args:
         scores: whether it must have a scalar head, or must have none.
@@ -125,30 +113,18 @@ def check(base: Base, folder: str | Path, scores: bool) -> None:
     Raises:
         InputError: with the file and what is wrong in it.
     """
-    config, stored = settings(folder), tensors(folder)
-    path = Path(folder) / TENSORS
-    heads = {key: tensor.shape for key, tensor in stored.items() if is_head(key)}
-    if bool(heads) != scores:
+    settings(folder)
+    path, found = Path(folder) / TENSORS, shapes(folder)
+    if any(map(is_head, found)) != scores:
         problem = "lacks the scalar head that" if scores else "holds a scalar head, unknown to"
         raise InputError(f"{path}: {problem} {SETTINGS}{' promises' * scores}; {FIX}")
-    width = base.config.get("hidden_size")
-    if scores and width and list(heads.values()) != [(1, width)]:
-        shape = next(iter(heads.values()))
-        raise InputError(
-            f"{path}: head {', '.join(heads)} of shape {shape}; expected one weight of shape (1, {width})"
-        )
-    for key, tensor in stored.items():
-        matrix = "lora_A" if ".lora_A." in key else "lora_B"
-        if f".{matrix}." not in key or len(tensor.shape) != 2:
-            continue
-        rank, width = tensor.shape if matrix == "lora_A" else tensor.shape[::-1]
-        if rank != config["r"] and not config.get("rank_pattern"):
-            raise InputError(f"{path}: {key} is of rank {rank}, but {SETTINGS} says r={config['r']}; {FIX}")
-        adapted = base.weight_shape(key.removeprefix(PREFIX).partition(f".{matrix}.")[0])
-        if adapted is not None and width not in adapted:
+    for key, shape in found.items():
+        module, is_lora_a, _ = key.removeprefix(PREFIX).partition(".lora_A.")
+        adapted = base.weight_shape(module) if is_lora_a else None
+        if adapted is not None and shape[-1] not in adapted:
             raise InputError(
-                f"{path}: {key} has shape {tensor.shape}, and the weight that it adapts has {adapted}: "
-                "the adapter was trained on another base"
+                f"{path}: {key} has shape {shape}, and the weight that it adapts has {adapted}: the adapter was trained on "
+                "another base"
             )
 
 
@@ -160,12 +136,13 @@ def learned(folder: str | Path, start: str | Path | None) -> bool:
     Args:
         start: the folder that it started from. None: it started as a new adapter, whose B matrices are 0.
     """
-    import numpy as np
+    import torch
+    from safetensors.torch import load_file
 
+    after = load_file(Path(folder) / TENSORS)
     if start is None:
-        return any(values.any() for name, values in numbers_in(Path(folder) / TENSORS) if "lora_B" in name)
-    before = dict(numbers_in(Path(start) / TENSORS))
-    after = dict(numbers_in(Path(folder) / TENSORS))
+        return any(tensor.any() for name, tensor in after.items() if "lora_B" in name)
+    before = load_file(Path(start) / TENSORS)
     return before.keys() != after.keys() or not all(
-        np.array_equal(before[name], after[name]) for name in after
+        torch.equal(before[name].float(), after[name].float()) for name in after
     )

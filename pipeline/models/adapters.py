@@ -30,7 +30,7 @@ from pipeline.errors import InputError, in_brief
 from pipeline.models import adapter_files
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.models.base import freeze
-from pipeline.models.files import HEAD_NAMES, SETTINGS, TENSORS
+from pipeline.models.hub import SETTINGS, TENSORS
 from pipeline.models.logprobs import per_action
 from pipeline.models.lora import FusedLinear, MixedBatch, fuse
 from pipeline.models.packing import Batch, alone, packed
@@ -108,7 +108,7 @@ class SharedBase(nn.Module):
         adapter in memory.
 
         Args:
-            lora: the fields of peft.LoraConfig, of a new adapter.
+            lora: the fields of peft.LoraConfig, of a new adapter; give one of lora, folder, copy_of and head_on.
             folder: the folder of a saved adapter. Its head, if any, is always loaded.
             copy_of: the role to copy.
             head_on: a role whose adapter this role uses without owning it. This role only adds a head of zeros.
@@ -118,61 +118,45 @@ class SharedBase(nn.Module):
 
         Raises:
             InputError: if the adapter does not fit this base.
-            ValueError: if the role exists, or not exactly one of lora, folder, copy_of and head_on is given.
         """
-        if role in self._stored:
-            raise ValueError(f"role {role!r} exists; roles: {self.roles}")
-        if sum(x is not None for x in (lora, folder, copy_of, head_on)) != 1:
-            raise ValueError(f"role {role!r}: give exactly one of lora, folder, copy_of, head_on")
-        if head_on is not None:
-            self._stored[role], head = self._stored[head_on], True
-        elif folder is not None:
-            key = str(Path(folder).resolve())
-            if not trainable and key in self._folders and (not head or self._folders[key] in self.heads):
-                self._stored[role] = self._folders[key]
-                return
-            self._inject(role, _read_config(Path(folder)), trainable, str(folder))
-            try:
+        key = str(Path(folder).resolve()) if folder is not None and not trainable else ""
+        if key in self._folders and (not head or self._folders[key] in self.heads):
+            self._stored[role] = self._folders[key]
+            return
+        try:
+            if head_on is not None:
+                self._stored[role], head = self._stored[head_on], True
+            elif folder is not None:
+                adapter_files.settings(folder)
+                with _errors_of_peft(str(Path(folder) / SETTINGS)):
+                    config = PeftConfig.from_pretrained(str(folder))
+                    self._inject(role, config, trainable)
                 self.load(role, folder)
-            except Exception:
+            elif copy_of is not None:
+                self._inject(role, LoraConfig(**self.configs[self._stored[copy_of]].to_dict()), trainable)
+                if head and self._head_of(copy_of) is not None:
+                    self._new_head(role)
+                self.fill(role, self._named(copy_of))
+            else:
+                with _errors_of_peft("lora"):
+                    self._inject(role, LoraConfig(**{"task_type": "CAUSAL_LM", **(lora or {})}), trainable)
+        except Exception:
+            if role in self._stored:
                 self.remove(role)
-                raise
-            if not trainable:
-                self._folders[key] = role
-        elif copy_of is not None:
-            source = self._stored[copy_of]
-            self._inject(role, LoraConfig(**self.configs[source].to_dict()), trainable)
-            for name, parameter in self._adapter(role).items():
-                parameter.data.copy_(self._adapter(source)[name].data)
-            if head and source in self.heads:
-                self._new_head(role, self.heads[source].weight.data.clone())
-        else:
-            self._inject(role, LoraConfig(**{"task_type": "CAUSAL_LM", **(lora or {})}), trainable)
+            raise
+        if key:
+            self._folders[key] = role
         if head and role not in self.heads:
-            self._new_head(role, torch.zeros(1, self.hidden_size))
+            self._new_head(role)
         self.set_trainable(role, trainable)
 
-    def _inject(self, role: str, config: LoraConfig, trainable: bool, where: str = "lora") -> None:
-        """Adds the adapter's layers, newly initialized, to the base.
-
-        Args:
-            where: where the settings come from, for messages.
-        """
-        if config.bias != "none" or (set(config.modules_to_save or []) - set(HEAD_NAMES)):
-            raise InputError(
-                f"{where}: bias={config.bias!r}, modules_to_save={config.modules_to_save}: these train weights of the base, "
-                "which all roles share; expected bias: none and no modules_to_save except the head"
-            )
+    def _inject(self, role: str, config: Any, trainable: bool) -> None:
+        """Adds the adapter's layers, newly initialized, to the base."""
         config.lora_dropout = 0.0  # dropout makes the first ratio differ from 1 and the KL from 0
         config.modules_to_save, config.inference_mode = None, False
         self.configs[role], self._stored[role] = config, role
-        try:
-            inject_adapter_in_model(config, self.base, role)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            self.remove(role)
-            raise InputError(f"{where}: peft rejects these settings ({in_brief(error)}); fix them") from error
+        inject_adapter_in_model(config, self.base, role)
         fuse(self.base)
-        self._layers = self._tuner_layers()
         # `use_each` hooks all layers again, the new ones included
         self._mixing = [handle.remove() for handle in self._mixing][:0]
         for parameter in self._adapter(role).values():
@@ -180,14 +164,15 @@ class SharedBase(nn.Module):
         for name in self.configs:  # injecting changes requires_grad of the other adapters
             self.set_trainable(name, self.trainable.get(name, trainable))
         self.base.eval()
+        self._layers_changed()
+
+    def _layers_changed(self) -> None:
+        self._layers = [module for module in self.base.modules() if isinstance(module, BaseTunerLayer)]
         self._switch(self._role)
 
-    def _tuner_layers(self) -> list[BaseTunerLayer]:
-        return [module for module in self.base.modules() if isinstance(module, BaseTunerLayer)]
-
-    def _new_head(self, role: str, weight: Tensor) -> None:
-        head = nn.Linear(weight.shape[1], 1, bias=False, device=self.device, dtype=torch.float32)
-        head.weight.data.copy_(weight)
+    def _new_head(self, role: str) -> None:
+        head = nn.Linear(self.hidden_size, 1, bias=False, device=self.device, dtype=torch.float32)
+        head.weight.data.zero_()
         self.heads[role] = head
 
     def set_trainable(self, role: str, trainable: bool) -> None:
@@ -202,12 +187,16 @@ class SharedBase(nn.Module):
 
     def parameters_of(self, role: str) -> list[nn.Parameter]:
         """Returns the adapter and head parameters that a role owns, in a fixed order."""
-        return [*self._own_adapter(role).values(), *(self._head_of(role) or nn.ParameterList()).parameters()]
+        return list(self._named(role).values())
 
-    def _own_adapter(self, role: str) -> dict[str, nn.Parameter]:
-        return {} if self.is_head(role) else self._adapter(self._stored[role])
+    def _named(self, role: str) -> dict[str, nn.Parameter]:
+        """Returns the parameters that a role owns, by their names in peft's files."""
+        named = {} if self.is_head(role) else dict(self._adapter(self._stored[role]))
+        if (head := self._head_of(role)) is not None:
+            named[HEAD] = head.weight
+        return named
 
-    def _head_of(self, role: str) -> nn.Module | None:
+    def _head_of(self, role: str) -> Any:
         """Returns the scalar head of the role, or of the adapter that frozen roles share, or None."""
         for name in (role, self._stored[role]):
             if name in self.heads:
@@ -255,15 +244,12 @@ class SharedBase(nn.Module):
             self._mixing = [
                 layer.register_forward_pre_hook(self._mix, with_kwargs=True) for layer in self._layers
             ]
-        index = {
-            name: [i for i, one in enumerate(names) if one == name]
+        rows_of = {
+            name: torch.tensor([i for i, one in enumerate(names) if one == name], device=self.device)
             for name in dict.fromkeys(names)
             if name is not None
         }
-        self._rows = MixedBatch(
-            {name: torch.tensor(rows, device=self.device) for name, rows in index.items()},
-            ["__base__" if name is None else name for name in names],
-        )
+        self._rows = MixedBatch(rows_of, ["__base__" if name is None else name for name in names])
         previous = self._role
         self._switch(next(role for role in roles if role is not None))
         try:
@@ -280,23 +266,21 @@ class SharedBase(nn.Module):
         return args, {**kwargs, **({"mixed": self._rows} if mixed else {"adapter_names": self._rows.names})}
 
     def remove(self, role: str) -> None:
-        """Removes a role, and its adapter unless another role uses it. Raises ValueError for the role in use."""
-        if role == self._role:
-            raise ValueError(f"role {role!r} is in use")
+        """Removes a role that is not in use, and its adapter unless another role uses it."""
         if self.is_head(role):
             del self.heads[role]
         stored = self._stored.pop(role)
         if stored in self._stored.values():
             return
-        self._layers = self._tuner_layers()
-        for layer in self._layers:
-            layer._active_adapter = []  # otherwise peft warns that it chooses another adapter
-            layer.delete_adapter(stored)
+        for module in self.base.modules():
+            if isinstance(module, BaseTunerLayer):
+                module._active_adapter = []  # otherwise peft warns that it chooses another adapter
+                module.delete_adapter(stored)
         for known in (self.configs, self.trainable, self._parameters_by_key, self.heads):
             if stored in known:
                 del known[stored]
         self._folders = {folder: name for folder, name in self._folders.items() if name != stored}
-        self._switch(self._role)
+        self._layers_changed()
 
     def _switch(self, role: str | None) -> None:
         stored = None if role is None else self._stored[role]
@@ -328,48 +312,38 @@ class SharedBase(nn.Module):
 
     def tensors_of(self, role: str) -> dict[str, Tensor]:
         """Returns the role's adapter and head by their names in peft's files, on the CPU."""
-        tensors = {key: p.data.contiguous().cpu() for key, p in self._own_adapter(role).items()}
-        if (head := self._head_of(role)) is not None:
-            tensors[HEAD] = head.weight.data.contiguous().cpu()
-        return tensors
+        return {key: parameter.data.contiguous().cpu() for key, parameter in self._named(role).items()}
 
-    @torch.no_grad()
     def fill(self, role: str, tensors: Mapping[str, Tensor]) -> None:
         """Copies into an existing role what `tensors_of` returned for it, or for the same role on another base of this kind."""
-        for key, parameter in self._own_adapter(role).items():
+        for key, parameter in self._named(role).items():
             parameter.data.copy_(tensors[key])
-        if (head := self._head_of(role)) is not None:
-            head.weight.data.copy_(tensors[HEAD])
 
     def load(self, role: str, folder: str | Path) -> None:
-        """Fills an existing role from an adapter folder. Raises InputError unless names and shapes match exactly."""
-        adapter_files.tensors(folder)
-        path, head = Path(folder) / TENSORS, self._head_of(role)
-        tensors = load_file(path)
-        heads = [key for key in tensors if is_head(key)]
-        if heads:
-            weight = tensors.pop(heads[0])
-            if len(heads) > 1 or weight.shape != (1, self.hidden_size):
-                raise InputError(
-                    f"{path}: head {heads} of shape {tuple(weight.shape)}; expected one weight of shape (1, {self.hidden_size})"
-                )
-            if head is not None:
-                head.weight.data.copy_(weight)
-            else:
-                self._new_head(self._stored[role], weight)
-        elif head is not None:
-            raise InputError(f"{path}: role {role!r} has a scalar head, and there is none in this file")
-        parameters = self._own_adapter(role)
-        expected, found = ({k: tuple(t.shape) for k, t in each.items()} for each in (parameters, tensors))
+        """Fills an existing role from an adapter folder, whose head is added if the role has none.
+
+        Raises:
+            InputError: unless names and shapes match exactly, and all numbers are finite.
+        """
+        adapter_files.shapes(folder)
+        path = Path(folder) / TENSORS
+        tensors = {HEAD if is_head(key) else key: tensor for key, tensor in load_file(path).items()}
+        if HEAD in tensors and self._head_of(role) is None:
+            self._new_head(self._stored[role])
+        expected, found = (
+            {key: tuple(tensor.shape) for key, tensor in each.items()}
+            for each in (self._named(role), tensors)
+        )
         if different := sorted(k for k in expected | found if expected.get(k) != found.get(k)):
             key = different[0]
             raise InputError(
-                f"{path}: not an adapter for this base ({type(self.base).__name__}): {len(different)} tensors differ, for example "
-                f"{key} has shape {found.get(key, 'none')}, and this base takes {expected.get(key, 'none')}; "
-                "use the base that it was trained on"
+                f"{path}: not an adapter for this role and base ({type(self.base).__name__}): {len(different)} tensors differ, for "
+                f"example {key} has shape {found.get(key, 'none')}; expected {expected.get(key, 'none')}; use the base that it "
+                "was trained on"
             )
-        for key, parameter in parameters.items():
-            parameter.data.copy_(tensors[key])
+        if damaged := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise InputError(f"{path}: {damaged[0]} holds NaN or infinity: its training diverged")
+        self.fill(role, tensors)
 
     # ------------------------------------------------------------------------------------------- computing
 
@@ -500,14 +474,9 @@ class SharedBase(nn.Module):
         )
 
     def head(self, role: str, hidden: Tensor) -> Tensor:
-        """Returns the (...) fp32 output of the role's scalar head on hidden states (..., H). Raises ValueError if it has none."""
-        head = self._head_of(role)
-        if head is None:
-            raise ValueError(
-                f"role {role!r} has no scalar head; add it with head=True or from a reward adapter"
-            )
+        """Returns the (...) fp32 output of the role's scalar head on hidden states (..., H)."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return head(hidden.float()).squeeze(-1)
+            return self._head_of(role)(hidden.float()).squeeze(-1)
 
     @torch.no_grad()
     def score(self, role: str, ids: Sequence[int]) -> float:
@@ -551,12 +520,16 @@ class SharedBase(nn.Module):
             )
 
 
-def _read_config(folder: Path) -> LoraConfig:
-    adapter_files.settings(folder)
+@contextmanager
+def _errors_of_peft(where: str) -> Iterator[None]:
+    """Turns any error of peft over an adapter's settings into an InputError.
+
+    Args:
+        where: where the settings come from.
+    """
     try:
-        config = PeftConfig.from_pretrained(str(folder))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        path = folder / SETTINGS
-        raise InputError(f"{path}: peft rejects it ({in_brief(error)}); {adapter_files.FIX}") from error
-    assert isinstance(config, LoraConfig)
-    return config
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise InputError(f"{where}: peft rejects these settings ({in_brief(error)}); fix them") from error

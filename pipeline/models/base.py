@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import InputError, in_brief
 from pipeline.models.compatibility import Base, check_weights
-from pipeline.models.files import HEAD_NAMES
-from pipeline.models.hub import KEY, base_config, base_file, local, source, weight_files
+from pipeline.models.hub import HEAD_NAMES, KEY, base_config, base_file, local, source, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +34,8 @@ VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype"
 CONTEXT_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "max_sequence_length",
 )  # fmt: skip
+# A layer of a language model
+LAYER = re.compile(r"(?:(?:model|transformer|gpt_neox)\.)?(?:layers|h)\.(\d+)\.")
 # Distance of two rows of an lm head, relative to their norm, below which they count as equal. Trained rows are about 1 apart.
 MIN_DISTANCE = 0.01
 KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hidden state stay unquantized
@@ -80,24 +82,16 @@ def _folder_digest(folder: Path, config: dict[str, Any]) -> str:
     lasting = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
     digest = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode())
     for path in weight_files(folder):
-        try:
-            digest.update(path.name.encode() + _file_digest(path))
-        except OSError as error:
-            raise InputError(
-                f"{path} cannot be read ({error.strerror}); make it readable for this user",
-                key="model.name_or_path",
-            ) from error
+        digest.update(path.name.encode() + _file_digest(path))
     return digest.hexdigest()
 
 
 def _file_digest(path: Path) -> bytes:
-    digest, size = hashlib.sha256(), path.stat().st_size
+    size = path.stat().st_size
     with path.open("rb") as file:
         if size <= WHOLE_FILE_BYTES:
-            while piece := file.read(1 << 22):
-                digest.update(piece)
-            return digest.digest()
-        digest.update(str(size).encode())
+            return hashlib.file_digest(file, "sha256").digest()
+        digest = hashlib.sha256(str(size).encode())
         for index in range(SAMPLES + 1):  # the first piece is the header, the last the file's end
             file.seek(index * (size - SAMPLE_BYTES) // SAMPLES)
             digest.update(file.read(SAMPLE_BYTES))
@@ -137,7 +131,7 @@ def load_base(
         "use_safetensors": None if model.allow_pickle else True,
         "trust_remote_code": model.trust_remote_code,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # reported instead, and rejected by check_loaded
+        "ignore_mismatched_sizes": True,  # reported instead, and rejected below
         "tqdm_class": Bar,
     }
     if model.attn_implementation is not None:
@@ -147,10 +141,17 @@ def load_base(
     if device is not None:
         options["device_map"] = {"": device}
     where = source(model.name_or_path)
-    # The report also names a scorer's new head, but check_loaded rejects only what is really missing.
     with without_load_report(), loading_shown(), unreadable(model):
         loaded, info = auto.from_pretrained(where, **options)
-    check_loaded(where, info, scorer)
+    # transformers only warns about these weights, and initializes them at random.
+    wrong = {f"{key} (of another shape than config.json promises)" for key, *_ in info["mismatched_keys"]}
+    wrong |= {key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES))}
+    if wrong:
+        raise InputError(
+            f"the weight files of {where!r} lack or misshape {len(wrong)} of its tensors, for example {min(wrong)}; fetch or "
+            "save the model again",
+            KEY,
+        )
     freeze(loaded)
     if model.load_in_4bit:
         _one_nf4_path(loaded)
@@ -159,96 +160,68 @@ def load_base(
     return loaded
 
 
-def check_base(model: Model, scorer: bool = False, gpu: bool = False, weights: bool = True) -> Base:
+def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base:
     """Checks the files of a base.
 
     Args:
         scorer: whether it is a reward model, with a scalar head.
-        gpu: whether the run uses GPUs, which this process may lack.
         weights: whether to check its weights, or config.json alone.
 
     Raises:
         InputError: with the file, tensor or key that is wrong.
     """
     config = base_config(model.name_or_path, model.revision)
-    if model.attn_implementation not in (None, "eager", "sdpa"):
-        _check_attention(model, scorer, gpu)
-    tensors = check_weights(model) if weights else {}
-    heads = [tensor for name, tensor in tensors.items() if name.startswith(HEAD_NAMES)]
-    if scorer and tensors and not any(head.shape[:1] == (1,) for head in heads):
-        raise InputError(  # transformers would make a random head
-            f"the weight files of {model.name_or_path!r} have no head of one score, such as score.weight of shape (1, hidden size); "
-            "use the folder of a trained reward model",
+    shapes = check_weights(model) if weights else {}
+    base = Base(model, config, shapes)
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    found = max((int(match[1]) + 1 for name in shapes if (match := LAYER.match(name))), default=0)
+    # Layers that predict further tokens (DeepSeek-V3) follow the others; transformers leaves them out.
+    if base.plain_names and layers and found > layers + (config.get("num_nextn_predict_layers") or 0):
+        raise InputError(  # transformers would leave out the last layers
+            f"the weight files of {model.name_or_path!r} have {found} layers, and config.json promises {layers}; fetch or save the "
+            "model again",
             KEY,
         )
-    return Base(model, config, tensors)
+    heads = [shape for name, shape in shapes.items() if name.startswith(HEAD_NAMES)]
+    if scorer and shapes and not any(head[:1] == (1,) for head in heads):
+        raise InputError(  # transformers would make a random head
+            f"the weight files of {model.name_or_path!r} have no head of one score, such as score.weight of shape (1, hidden size); "
+            "use a trained reward model",
+            KEY,
+        )
+    return base
 
 
-def _check_attention(model: Model, scorer: bool, gpu: bool) -> None:
-    """Raises InputError if `model.attn_implementation` is unknown, not for this architecture, or its package is missing."""
-    import importlib.util
+def configured(model: Model, scorer_tokenizer: PreTrainedTokenizerBase | None) -> tuple[Any, Any]:
+    """Returns the transformers configuration of a base, without dropout, and the Auto class to load it with.
 
-    import torch
-
-    attention = model.attn_implementation
-    config, auto = architecture(model, scorer)
-    try:
-        with torch.device("meta"):
-            auto.from_config(config, attn_implementation=attention)
-        if attention == "flex_attention" and not gpu:
-            raise ValueError("it has no backward on a CPU")
-    except Exception as error:  # the hub, kernels and each package raise different types
-        if importlib.util.find_spec("flash_attn") and gpu and not torch.cuda.is_available():
-            return  # installed; it needs a GPU, which the workers have
-        raise InputError(
-            f"{attention!r} cannot be used with {config.model_type} here ({in_brief(error)}); remove the key, or set "
-            "model.attn_implementation=sdpa (or eager)",
-            key="model.attn_implementation",
-        ) from error
-
-
-def configured(model: Model, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[Any, Any]:
-    """Returns the configuration and the Auto class of a base, without dropout and with a scorer's pad token. Checks its files."""
-    config, auto = architecture(model, scorer_tokenizer is not None)
-    check_weights(model)
-    # Attention reads its dropout from the configuration and not from a module.
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        for key, value in part.to_dict().items():
-            if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
-                setattr(part, key, 0.0)
-    if scorer_tokenizer is not None:
-        config.get_text_config().pad_token_id = scorer_tokenizer.pad_token_id
-    return config, auto
-
-
-def architecture(model: Model, scorer: bool) -> tuple[Any, Any]:
-    """Returns the base's transformers configuration, with one label for a scorer, and the Auto class to load it with.
+    Args:
+        scorer_tokenizer: as of `load_base`. The configuration of a scorer has one label, and its pad token.
 
     Raises:
         InputError: if transformers does not know the architecture, or rejects config.json.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    raw = base_config(model.name_or_path, model.revision)
-    kind = raw.get("model_type")
-    if raw.get("auto_map") and kind not in CONFIG_MAPPING and not model.trust_remote_code:
-        raise InputError(  # transformers would ask the user on the terminal
-            f"{model.name_or_path!r} ({kind!r}) runs its own Python code; read it, then set model.trust_remote_code=true",
-            key="model.name_or_path",
-        )
     with without_load_report(), unreadable(model):
         config = AutoConfig.from_pretrained(
             source(model.name_or_path), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-    if scorer:
-        config.num_labels = 1
-    return config, AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
+    # Attention reads its dropout from the configuration and not from a module.
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for key, value in part.to_dict().items():
+            if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
+                setattr(part, key, 0.0)
+    if scorer_tokenizer is None:
+        return config, AutoModelForCausalLM
+    config.num_labels = 1
+    config.get_text_config().pad_token_id = scorer_tokenizer.pad_token_id
+    return config, AutoModelForSequenceClassification
 
 
 @contextmanager
 def unreadable(model: Model) -> Iterator[None]:
-    """Turns any error of transformers over a model's files into an InputError."""
+    """Turns any error of transformers over a model's files, or over its kind of attention, into an InputError."""
     import torch
 
     try:
@@ -256,10 +229,12 @@ def unreadable(model: Model) -> Iterator[None]:
     except (InputError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        attention = model.attn_implementation
+        remedy = "fix its files, or fetch the model again; Python code of its own needs model.trust_remote_code=true"
         raise InputError(
-            f"transformers cannot make a model of {model.name_or_path!r} ({in_brief(error)}); fix its "
-            "config.json or generation_config.json, or fetch the model again",
-            key="model.name_or_path",
+            f"transformers cannot make a model of {model.name_or_path!r} ({in_brief(error)}); "
+            + ("remove the key, or set model.attn_implementation=sdpa" if attention else remedy),
+            key="model.attn_implementation" if attention else KEY,
         ) from error
 
 
@@ -311,21 +286,6 @@ def without_load_report() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def check_loaded(where: str, info: dict[str, Any], scorer: bool) -> None:
-    """Raises InputError if weights were missing or misshapen: transformers only warns, and initializes them at random."""
-    missing = sorted(key for key in info["missing_keys"] if not (scorer and key.startswith(HEAD_NAMES)))
-    problems = [f"{key!r} is missing" for key in missing] + [
-        f"{key!r} has shape {tuple(shape)} and config.json promises {tuple(promised)}"
-        for key, shape, promised in sorted(info["mismatched_keys"])
-    ]
-    if problems:
-        raise InputError(
-            f"the weight files of {where!r} lack or misshape {len(problems)} of its tensors: {problems[0]}; "
-            "fetch or save the model again",
-            key="model.name_or_path",
-        )
-
-
 def check_ends(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> None:
     """Raises InputError if the lm head, which stays frozen, has the same row for an end token as for other tokens.
 
@@ -349,7 +309,7 @@ def check_ends(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, ends:
                 "it was never trained, it stays frozen, and no completion would end. Use a base whose end token was trained "
                 "(an instruct version), or name such a token as eos_token in tokenizer_config.json (model.chat_template: the "
                 "token after an answer)",
-                key="model.name_or_path",
+                KEY,
             )
 
 

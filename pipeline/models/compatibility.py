@@ -1,10 +1,7 @@
-"""Checks a base's weights, its config.json, `lora` settings and adapters against each other, before a run starts.
-
-    base = base.check_base(job.model)   # its files are complete, with as many layers as its config.json states
-    check_lora(base, job.lora)     # the settings of a new adapter match modules of the base
+"""Checks a base's weights and a `lora` section against each other, before a run starts (no torch import).
 
 Everything is read from the headers of the safetensors files, in milliseconds and for any architecture. Deeper contradictions
-are found when a worker loads the model: transformers, peft and `base.check_loaded` then reject them.
+are found when a worker loads the model: transformers, peft and `base.load_base` then reject them.
 """
 
 from __future__ import annotations
@@ -12,19 +9,18 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import InputError, about
-from pipeline.models.files import HEAD_NAMES
-from pipeline.models.hub import KEY, base_config, base_file, base_json, local, weight_files
-from pipeline.models.weights import INDEX, SINGLE, Stored, stored_by_index, stored_in
+from pipeline.errors import InputError, about, in_brief
+from pipeline.models.hub import HEAD_NAMES, KEY, base_file, base_json, local
 
 if TYPE_CHECKING:
     from pipeline.config.job import Model
 
-# A layer of a language model
-LAYER = re.compile(r"(?:(?:model|transformer|gpt_neox)\.)?(?:layers|h)\.(\d+)\.")
-EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight", "gpt_neox.embed_in.weight")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+Shapes = dict[str, tuple[int, ...]]  # of the tensors of files, by name
 
 
 @dataclass(frozen=True)
@@ -33,104 +29,59 @@ class Base:
 
     model: Model
     config: dict[str, Any]
-    tensors: dict[str, Stored]  # empty if its weights are not local, or not safetensors
+    shapes: Shapes  # empty if its weights are not local, or not safetensors
 
     @property
     def plain_names(self) -> bool:
         """Returns False if transformers may rename or repack the tensors as it loads them."""
         special = self.config.get("quantization_config") or self.config.get("text_config")
         return not (
-            special or self.model.trust_remote_code or any(".experts." in name for name in self.tensors)
+            special or self.model.trust_remote_code or any(".experts." in name for name in self.shapes)
         )
 
     def weight_shape(self, module: str) -> tuple[int, ...] | None:
         """Returns the shape of a module's weight, or None if the files have no such name."""
         # Some files of GPT-2 lack the `transformer.` before each name.
         names = (f"{module}.weight", f"{module.partition('.')[2]}.weight")
-        stored = next((self.tensors[name] for name in names if name in self.tensors), None)
-        return stored.shape if stored and self.plain_names else None
+        return next((self.shapes[name] for name in names if name in self.shapes and self.plain_names), None)
 
 
-def check_weights(model: Model) -> dict[str, Stored]:
-    """Returns {name: dtype and shape} of a base's tensors, from the headers of its files.
+def shapes_in(file: Path, fix: str = "fetch or save the model again") -> Shapes:
+    """Returns the shapes in a safetensors file. Raises InputError, which ends with `fix`, if the file is damaged."""
+    from safetensors import SafetensorError, safe_open
 
-    The result is empty for pickles, and for weights on the hub that are split into several files.
+    try:
+        # Opening checks header, offsets, sizes and the file's length.
+        with safe_open(file, framework="numpy") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{file}: not a complete safetensors file ({in_brief(error)}); {fix}") from error
+
+
+def check_weights(model: Model) -> Shapes:
+    """Returns the shapes of a base's tensors, or {} for pickles, and for weights on the hub that are split into several files.
 
     Raises:
-        InputError: if a file is damaged or missing, the weights are pickles without `allow_pickle`, or config.json states
-            another number of layers.
+        InputError: if a file is damaged or missing, or the weights are pickles without `allow_pickle`.
     """
     name, revision = model.name_or_path, model.revision
     single = base_file(name, SINGLE, revision)
     index = None if single else base_json(name, INDEX, revision)
-    if single is None and index is None:
-        _check_pickles(model)
-        return {}
-    tensors, file_of = dict[str, Stored](), (index or {}).get("weight_map", {})
+    if single is None and index is None and not model.allow_pickle:
+        raise InputError(
+            f"{name!r} has neither {SINGLE} nor {INDEX}; fetch or save the model again. Pickled weights (pytorch_model.bin) can "
+            "run any code when loaded: convert them to safetensors, or, if you trust them, set model.allow_pickle=true",
+            KEY,
+        )
+    files = [single] if single else []
+    if index and os.path.isdir(local(name)):
+        files = [local(name) / file for file in sorted(set(index.get("weight_map", {}).values()))]
     with about(KEY):
-        if single is not None:
-            tensors = stored_in(single)
-        elif os.path.isdir(local(name)):
-            tensors = stored_by_index(local(name), file_of)
-    _check_layers(Base(model, base_config(name, revision), tensors), list(tensors or file_of))
-    return tensors
-
-
-def _check_pickles(model: Model) -> None:
-    """Raises InputError if a base has no weights under their usual names, or pickled ones without `allow_pickle`."""
-    name, folder = model.name_or_path, local(model.name_or_path)
-    files = weight_files(folder) if os.path.isdir(folder) else []
-    if os.path.isdir(folder) and not files:
-        raise InputError(f"{name!r} holds no weights; expected *.safetensors in it", KEY)
-    if files and files[0].suffix == ".safetensors":
-        raise InputError(
-            f"{name!r} holds {files[0].name}, but neither {SINGLE} nor {INDEX}; fetch or save the model again",
-            KEY,
-        )
-    if not model.allow_pickle:
-        raise InputError(
-            f"{name!r} has pickled weights only (pytorch_model.bin), which can run any code when loaded; convert them to "
-            "safetensors, or, if you trust them, set model.allow_pickle=true",
-            KEY,
-        )
-
-
-def _check_layers(base: Base, names: list[str]) -> None:
-    """Compares the number of layers with config.json: transformers drops the layers that it does not build.
-
-    Args:
-        names: the names of all tensors.
-    """
-    config = base.config
-    if not base.plain_names:
-        return
-    layers = config.get("num_hidden_layers", config.get("n_layer"))
-    found = max((int(match[1]) + 1 for name in names if (match := LAYER.match(name))), default=0)
-    # Layers that predict further tokens (DeepSeek-V3) follow the others; transformers leaves them out.
-    most = (layers or 0) + (config.get("num_nextn_predict_layers") or 0)
-    if found and layers is not None and not layers <= found <= most:
-        raise InputError(
-            f"the weight files of {base.model.name_or_path!r} have {found} layers, and config.json promises {layers}; fetch or save the model again",
-            KEY,
-        )
-
-
-def _matching(name: str, given: Any, modules: list[str]) -> set[str]:
-    """Returns the modules that a name or pattern of a setting matches, as peft matches.
-
-    Args:
-        given: the setting. peft compares the names in a list with the end of a module's name, and reads others as patterns.
-    """
-    if isinstance(given, list):  # the files of some bases lack the beginning of each name
-        return {one for one in modules if f".{one}".endswith(f".{name}") or f".{name}".endswith(f".{one}")}
-    pattern = name if isinstance(given, str) else rf"(.*\.)?({name})"
-    return {module for module in modules if re.fullmatch(pattern, module)}
+        return {name: shape for file in files for name, shape in shapes_in(file).items()}
 
 
 def check_lora(base: Base, lora: dict[str, Any]) -> None:
-    """Checks that the names and patterns of a new adapter match modules of the base, at least one in total.
-
-    peft ignores some names that match none.
+    """Checks that each name and pattern of a new adapter matches a module of the base; peft ignores some that match none.
 
     Args:
         lora: the job's `lora` section.
@@ -138,39 +89,28 @@ def check_lora(base: Base, lora: dict[str, Any]) -> None:
     Raises:
         InputError: with the name or pattern.
     """
-    modules = [name.removesuffix(".weight") for name, tensor in base.tensors.items() if len(tensor.shape) > 1]
+    modules = [name.removesuffix(".weight") for name, shape in base.shapes.items() if len(shape) > 1]
     modules = [name for name in modules if not name.startswith(HEAD_NAMES)]
     if not base.plain_names or not modules:
         return
     modules.append("lm_head")  # it has no tensor if it is tied to the embedding
-    endings = list(dict.fromkeys(name.rpartition(".")[2] for name in modules))
-    chosen: dict[str, set[str]] = {}
     for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
         given = lora.get(key)
         for name in [given] if isinstance(given, str) else given or ():
-            if name == "all-linear":
-                continue
             try:
-                matches = _matching(name, given, modules)
+                matches = name == "all-linear" or any(_matches(name, given, module) for module in modules)
             except re.error as error:
                 raise InputError(f"{name!r} is no regular expression ({error})", f"lora.{key}") from error
             if not matches:
+                endings = dict.fromkeys(module.rpartition(".")[2] for module in modules)
                 raise InputError(
-                    f"{name!r} matches no module of this base; expected "
-                    + "all-linear, or " * (key == "target_modules")
-                    + f"some of {', '.join(endings)}",
+                    f"{name!r} matches no module of this base; expected some of {', '.join(endings)}",
                     f"lora.{key}",
                 )
-            chosen[key] = chosen.get(key, set()) | matches
-    linear = set(modules) - {name.removesuffix(".weight") for name in EMBEDDINGS} - {"lm_head"}
-    if "exclude_modules" in chosen and chosen.get("target_modules", linear) <= chosen["exclude_modules"]:
-        raise InputError(
-            f"{lora['exclude_modules']!r} excludes every module of lora.target_modules, so nothing would be trained; exclude fewer",
-            "lora.exclude_modules",
-        )
-    layers, count = lora.get("layers_to_transform"), base.config.get("num_hidden_layers")
-    for layer in [layers] if isinstance(layers, int) else layers or ():
-        if count is not None and not 0 <= layer < count:
-            raise InputError(
-                f"found {layer}, but this base has the layers 0 to {count - 1}", "lora.layers_to_transform"
-            )
+
+
+def _matches(name: str, given: Any, module: str) -> bool:
+    """Returns whether a module matches as in peft: a list's names are ends of its name, all other settings patterns."""
+    if isinstance(given, list):  # the files of some bases lack the beginning of each name
+        return f".{module}".endswith(f".{name}") or f".{name}".endswith(f".{module}")
+    return bool(re.fullmatch(name if isinstance(given, str) else rf"(.*\.)?({name})", module))

@@ -13,24 +13,15 @@ in ppo, each runs the backward of a forward before its next forward. TRL's ranks
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 NOTHING, WITHOUT_GRADIENTS = 0, 1 << 20  # between them: 1 + number of the forward's role
-
-
-class Roles(Protocol):
-    """Several adapters on the base, the same on all ranks: models.adapters.SharedBase."""
-
-    roles: list[str]
-    role: str | None
-
-    def use(self, role: str | None) -> AbstractContextManager[Any]: ...
 
 
 class Lockstep:
@@ -42,7 +33,8 @@ class Lockstep:
 
     def __init__(self, body: nn.Module) -> None:
         self.body = body
-        self.shared: Roles | None = None  # unset if the base has one adapter, which is always in use
+        # A SharedBase, with the same roles on all ranks. None: the base has one adapter, which is always in use.
+        self.shared: Any = None
         # On the CPU for shards on any device, because agreeing must not wait for a GPU. It has no short timeout: a rank may wait
         # for another one that waits for rollout workers. The process that starts the ranks notices if one dies.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
@@ -50,15 +42,13 @@ class Lockstep:
         body.register_forward_pre_hook(self._before, prepend=True)  # runs before FSDP gathers anything
 
     def _before(self, body: nn.Module, args: Any) -> None:
-        if not self.joining:
-            mine = self._mine()
-            while (wanted := self._agree(mine)) != mine:
-                self._join(wanted)
-
-    def _mine(self) -> int:
-        if not torch.is_grad_enabled():
-            return WITHOUT_GRADIENTS
-        return 1 + (self._roles.index(self.shared.role) if self.shared else 0)
+        if self.joining:
+            return
+        mine = WITHOUT_GRADIENTS
+        if torch.is_grad_enabled():
+            mine = 1 + (self._roles.index(self.shared.role) if self.shared else 0)
+        while (wanted := self._agree(mine)) != mine:
+            self._join(wanted)
 
     @property
     def _roles(self) -> list[str | None]:

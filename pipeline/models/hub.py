@@ -7,33 +7,23 @@ folder = fetch(reference)              # of an adapter: its folder in the hub's 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InputError, about
-from pipeline.models.files import SETTINGS, TENSORS, json_object
+from pipeline.errors import InputError, about, in_brief
+
+SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # peft's names of an adapter's files
+HEAD_NAMES = ("score", "classifier", "classification_head")  # transformers' names of a scalar head
 
 SCHEME = "hf://"
 REFERENCE = re.compile(rf"(?:{SCHEME})?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 # The files of an adapter that a job reads. The tokenizer comes from its base, and a pickle is never read.
 ADAPTER = (SETTINGS, TENSORS, "lineage.json", "chat_template.jinja")
 KEY = "model.name_or_path"
-
-# The fix for each error of huggingface_hub. The first class that matches counts.
-ERRORS = {
-    "GatedRepoError": "is gated (HTTP {status}); accept its license at https://huggingface.co/{repo}, and set HF_TOKEN to a "
-    "token of the account that did",
-    "RepositoryNotFoundError": "is neither a folder here nor a model on the hub (HTTP {status}); check the spelling, and set "
-    "HF_TOKEN if the repository is private",
-    "HFValidationError": "is neither a folder here nor a possible hub id ('owner/name')",
-    "LocalEntryNotFoundError": "is not a folder here, and the hub cannot be reached nor is it in the hub cache; give a folder, "
-    "or run `hf download {repo}` on a machine with a network (HF_HUB_OFFLINE must be unset)",
-    "HTTPError": "cannot be read: the hub answered with an error: {line}",
-}
-
 
 # ---------------------------------------------------------------------------------------------- files of a base
 
@@ -52,16 +42,12 @@ def source(name_or_path: str) -> str:
 def require_local(name_or_path: str) -> None:
     """Raises InputError if the name is a file, or a folder that does not exist."""
     folder = local(name_or_path)
-    if os.path.isdir(folder):
-        return
-    if os.path.lexists(folder):
+    path_like = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
+    if not os.path.isdir(folder) and (path_like or os.path.lexists(folder)):
         raise InputError(
-            f"{name_or_path!r} is a file; expected the folder with config.json and "
-            f"*.safetensors in it, perhaps {str(folder.parent)!r}",
+            f"there is no folder {name_or_path!r}; expected a folder with config.json and *.safetensors in it, or a hub id",
             KEY,
         )
-    if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1:
-        raise InputError(f"there is no folder {name_or_path!r}; expected a model folder or a hub id", KEY)
 
 
 def base_file(name_or_path: str, filename: str, revision: str | None = None) -> Path | None:
@@ -87,10 +73,6 @@ def _hub_file(repo: str, filename: str, revision: str | None) -> Path | None:
         return Path(
             hf_hub_download(repo, filename, revision=revision, local_files_only=offline, tqdm_class=Bar)
         )
-    except errors.RevisionNotFoundError as error:
-        raise InputError(
-            f"{repo!r} has no revision {revision!r}; leave it out for the newest", key="model.revision"
-        ) from error
     except (errors.HTTPError, errors.HFValidationError, errors.EntryNotFoundError) as error:
         if isinstance(error, errors.EntryNotFoundError):
             away = isinstance(error, errors.LocalEntryNotFoundError)
@@ -98,11 +80,12 @@ def _hub_file(repo: str, filename: str, revision: str | None) -> Path | None:
             # Offline, a cached model that lacks an optional file raises LocalEntryNotFoundError, too.
             if not away or (filename != "config.json" and isinstance(cached, str)):
                 return None
-        text = next(text for name, text in ERRORS.items() if isinstance(error, getattr(errors, name)))
-        status = getattr(getattr(error, "response", None), "status_code", None)
         where = f"{repo!r}" + (f" (revision {revision!r})" if revision else "")
-        message = text.format(repo=repo, status=status, line=next(iter(str(error).splitlines()), ""))
-        raise InputError(f"{where} {message}", KEY) from error
+        raise InputError(
+            f"{where} is not a folder here, and cannot be read from the hub ({in_brief(error, 400)}); check the name, set "
+            f"HF_TOKEN if it is private or gated, or run `hf download {repo}` on a machine with a network",
+            KEY,
+        ) from error
 
 
 @cache
@@ -126,6 +109,19 @@ def base_json(name_or_path: str, filename: str, revision: str | None = None) -> 
         return json_object(path)
 
 
+def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[str, Any]:
+    """Returns the content of a JSON file. Raises InputError, which ends with `fix`, if it is no JSON object."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); {fix}") from error
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({in_brief(error)}); {fix}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: found {type(content).__name__}, expected a JSON object; {fix}")
+    return content
+
+
 def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
     """Returns the base's config.json. Raises InputError if there is none, as in the folder of an adapter."""
     config = base_json(name_or_path, "config.json", revision)
@@ -142,19 +138,12 @@ def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any
 
 def announcement(name_or_path: str, revision: str | None = None) -> str:
     """Returns the line that announces the loading of a base, with its size, or that it is downloaded first."""
-    from huggingface_hub import try_to_load_from_cache
     from tqdm import tqdm
 
-    folder = local(name_or_path)
-    if not os.path.isdir(folder):
-        cached = try_to_load_from_cache(name_or_path, "config.json", revision=revision)
-        folder = Path(cached).parent if isinstance(cached, str) else folder
-    total = sum(file.stat().st_size for file in weight_files(folder))
-    return (
-        f"loading {name_or_path} ({tqdm.format_sizeof(total, 'B')})"
-        if total
-        else f"downloading and loading {name_or_path}"
-    )
+    config = base_file(name_or_path, "config.json", revision)
+    total = sum(file.stat().st_size for file in weight_files(config.parent)) if config else 0
+    size = f" ({tqdm.format_sizeof(total, 'B')})" if total else ""
+    return f"{'' if total else 'downloading and '}loading {name_or_path}{size}"
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -199,10 +188,7 @@ def pin(name: str) -> str:
             f"{name}: ambiguous: a folder {repo!r} exists here. Use ./{repo} for the folder; for the hub's model, run this in "
             "another directory"
         )
-    try:
-        found = base_file(repo, SETTINGS, revision) or base_file(repo, "config.json", revision)
-    except InputError as error:  # the error names the key of the base
-        raise InputError(error.message) from error
+    found = base_file(repo, SETTINGS, revision) or base_file(repo, "config.json", revision)
     if found is None:
         raise InputError(
             f"{name} holds neither {SETTINGS} nor config.json; expected a repository with an adapter or a model"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -14,21 +14,8 @@ from torch.utils.checkpoint import checkpoint
 LOGIT_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits computed at once: 16 MiB and 256 MiB of fp32
 
 
-class WithLmHead(Protocol):
-    """The part of `SharedBase` that this file reads."""
-
-    base: Any
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-    def checkpoint_contexts(self) -> Any: ...
-
-
 def per_action(
-    shared: WithLmHead,
+    shared: Any,
     hidden: Tensor,
     targets: Tensor,
     early: Tensor,
@@ -41,6 +28,7 @@ def per_action(
     The logits of a chunk of rows exist at a time, once for both, and none are kept for backward.
 
     Args:
+        shared: the SharedBase.
         hidden: (N, H) hidden states, each one position before its action.
         targets: (N,) token ids of the actions.
         early: (N,) bool, on for actions in which `barred` token ids have probability 0.
@@ -95,7 +83,7 @@ class _RowWise(torch.autograd.Function):
 
 
 def _from_logits(
-    shared: WithLmHead,
+    shared: Any,
     targets: Tensor,
     early: Tensor,
     temperature: float,

@@ -79,7 +79,7 @@ class FusedLinear(Linear):
             return self._mixed(x, mixed)
         device = x.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        if args or kwargs or not self._plain(x, autocast):
+        if args or kwargs or not self._fused(x, autocast):
             return super().forward(x, *args, **kwargs)
         base, name = self.get_base_layer(), self.active_adapters[0]
         A, B = self.lora_A[name].weight, self.lora_B[name].weight
@@ -89,14 +89,8 @@ class FusedLinear(Linear):
         return y if base.bias is None else y + base.bias.to(y.dtype)
 
     def mixes(self, batch: MixedBatch) -> bool:
-        """Returns whether `_mixed` applies: all adapters are plain, as in `_plain`."""
-        return not self.merged and all(
-            name not in self.lora_variant
-            and self.lora_B[name].bias is None
-            and isinstance(self.lora_dropout[name], nn.Identity)
-            for name in batch.rows_of
-            if name in self.lora_A
-        )
+        """Returns whether `_mixed` applies."""
+        return not self.merged and all(self._plain(name) for name in batch.rows_of if name in self.lora_A)
 
     def _mixed(self, x: Tensor, batch: MixedBatch) -> Tensor:
         """Returns (B, ..., N) for rows x (B, ..., K), each with its own adapter, or with none."""
@@ -108,19 +102,21 @@ class FusedLinear(Linear):
                 y.index_add_(0, index, more.to(y.dtype))
         return y
 
-    def _plain(self, x: Tensor, autocast: torch.dtype | None) -> bool:
-        """Returns whether the fused forward applies to input `x`."""
-        names = self.active_adapters
-        if self.disable_adapters or self.merged or len(names) != 1 or names[0] not in self.lora_A:
-            return False
-        name, weight = names[0], self.get_base_layer().weight
+    def _plain(self, name: str) -> bool:
+        """Returns whether an adapter is a product of two matrices and nothing else."""
         return (
             name not in self.lora_variant
             and self.lora_B[name].bias is None
             and isinstance(self.lora_dropout[name], nn.Identity)
-            and not weight.requires_grad
-            and (autocast is not None or x.dtype == weight.dtype == self.lora_A[name].weight.dtype)
         )
+
+    def _fused(self, x: Tensor, autocast: torch.dtype | None) -> bool:
+        """Returns whether the fused forward applies to input `x`."""
+        names, weight = self.active_adapters, self.get_base_layer().weight
+        if self.disable_adapters or self.merged or len(names) != 1 or names[0] not in self.lora_A:
+            return False
+        same_dtype = x.dtype == weight.dtype == self.lora_A[names[0]].weight.dtype
+        return self._plain(names[0]) and not weight.requires_grad and (autocast is not None or same_dtype)
 
 
 def _product(

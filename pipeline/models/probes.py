@@ -38,4 +38,4 @@ def read(folder: str) -> list[tuple[list[int], float]]:
         return []
     with open(path, encoding="utf-8") as file:
         rows = json.load(file)
-    return [(row["input_ids"], row["output"]) for row in rows if "output" in row]
+    return [(row["input_ids"], row["output"]) for row in rows]

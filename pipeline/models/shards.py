@@ -10,22 +10,23 @@ Every forward and backward gathers one layer at a time from all ranks. fsdp_sync
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
 
 from pipeline.errors import InputError
 from pipeline.models import fsdp_sync
 from pipeline.models.base import configured, fp32_head, freeze, score_head, unreadable
-from pipeline.models.files import HEAD_NAMES
-from pipeline.models.hub import base_file, base_json, source
-from pipeline.models.weights import INDEX, SINGLE, stored_in
+from pipeline.models.compatibility import INDEX, SINGLE
+from pipeline.models.hub import HEAD_NAMES, base_file, base_json, source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -59,31 +60,28 @@ def load_shards(
     with torch.device("meta"), unreadable(model):
         base = auto.from_config(config, trust_remote_code=model.trust_remote_code, **options)
     base.requires_grad_(False)
-    _shard(base, mesh)
-    _allocate(base, device)
-    _fill(base, _weight_files(model), model.name_or_path)
-    freeze(base)
-    if scorer_tokenizer is not None:
-        fp32_head(base)
-    else:
-        _read_generation_config(base, model)
-    fsdp_sync.start(base.base_model)
-    return base
-
-
-def _shard(base: PreTrainedModel, mesh: DeviceMesh) -> None:
-    body = base.base_model
-    layers = getattr(body, "layers", None)
+    layers = getattr(base.base_model, "layers", None)
     if layers is None:
         raise InputError(
-            f"{type(body).__name__} has no `layers` to shard one by one; set model.fsdp=false",
+            f"{type(base.base_model).__name__} has no `layers` to shard one by one; set model.fsdp=false",
             key="model.fsdp",
         )
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     # Not the ForCausalLM, because SharedBase.body calls the body, and only a called module's hooks run. It is resharded
     # after each forward, because the backward may come much later; by default FSDP2 keeps the outermost module gathered.
-    fully_shard(body, mesh=mesh, reshard_after_forward=True)
+    fully_shard(base.base_model, mesh=mesh, reshard_after_forward=True)
+    _allocate(base, device)
+    _fill(base, _weight_files(model), model.name_or_path)
+    freeze(base)
+    if scorer_tokenizer is not None:
+        fp32_head(base)
+    elif base_file(model.name_or_path, "generation_config.json", model.revision) is not None:
+        with unreadable(model):  # it may name more tokens that end a completion
+            where = source(model.name_or_path)
+            base.generation_config = GenerationConfig.from_pretrained(where, revision=model.revision)
+    fsdp_sync.start(base.base_model)
+    return base
 
 
 def _allocate(base: nn.Module, device: torch.device) -> None:
@@ -116,40 +114,32 @@ def _weight_files(model: Model) -> list[Path]:
             f"{name!r} has no safetensors, and shards cannot be read from other files; set model.fsdp=false",
             key="model.fsdp",
         )
-    found = {file: base_file(name, file, revision) for file in sorted(set(index["weight_map"].values()))}
-    if missing := [file for file, path in found.items() if path is None]:
-        raise InputError(
-            f"{name!r} has no {missing[0]}, which its {INDEX} names; fetch the model again",
-            key="model.name_or_path",
-        )
-    return [path for path in found.values() if path is not None]
+    files = [base_file(name, file, revision) for file in sorted(set(index["weight_map"].values()))]
+    return [file for file in files if file is not None]
 
 
 @torch.no_grad()
 def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
     """Reads this rank's rows of each parameter. safetensors maps the files, so the other rows are not copied."""
-    parameters = dict(base.named_parameters())
-    # If files repeat a name, the last one counts, as in transformers
-    place = {name: file for file in files for name in stored_in(file)}
-    source = {name: name for name in parameters if name in place}
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    head, embedding, twins = base.get_output_embeddings(), base.get_input_embeddings(), dict[str, str]()
     if head is not None and base.config.get_text_config().tie_word_embeddings:
         # The files have one tensor for both. Here they are two, because both are frozen.
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        pair = names[id(embedding.weight)], names[id(head.weight)]
-        for name, twin in (pair, pair[::-1]):
-            if twin in place:
-                source.setdefault(name, twin)
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name, stored in source.items():
-                if place[stored] == file:
-                    _read(tensors.get_slice(stored), parameters[name], f"{file}: {stored}")
-    missing = parameters.keys() - source.keys()
-    if heads := [name for name in missing if name.startswith(HEAD_NAMES)]:
-        # A scorer's new head is random, and equal on all ranks: each stage sets the same seed before it loads its base.
-        base._init_weights(score_head(base))
-        missing -= set(heads)
+        pair = [name for name, p in base.named_parameters() if p is head.weight or p is embedding.weight]
+        twins = dict(zip(pair, pair[::-1], strict=True))
+    missing = []
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+        # If files repeat a name, the last one counts, as in transformers
+        place = {name: tensors for tensors in opened for name in tensors.keys()}  # noqa: SIM118  (not a dict)
+        for name, parameter in base.named_parameters():
+            stored = name if name in place else twins.get(name, name)
+            if stored in place:
+                _read(place[stored].get_slice(stored), parameter, f"{where}: {stored}")
+            elif not name.startswith(HEAD_NAMES):
+                missing.append(name)
+            else:
+                # A scorer's new head is random, and equal on all ranks: each stage sets the same seed before it loads its base.
+                base._init_weights(score_head(base))
     if missing:
         raise InputError(
             f"the weight files of {where!r} lack {len(missing)} tensors, for example {min(missing)!r}. Fetch the model again; if "
@@ -158,16 +148,11 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
         )
 
 
-def _read(stored: Any, parameter: nn.Parameter, where: str) -> None:
-    """Copies this rank's rows of a tensor. FSDP2 splits the rows as torch.chunk does.
-
-    Args:
-        stored: the tensor in its file, a slice of safetensors.
-        where: file and name, for messages.
-    """
+def _read(stored: Any, parameter: nn.Parameter, name: str) -> None:
+    """Copies this rank's rows of a tensor, a slice of safetensors. FSDP2 splits the rows as torch.chunk does."""
     if tuple(stored.get_shape()) != tuple(parameter.shape):
         raise InputError(
-            f"{where} has shape {tuple(stored.get_shape())} and config.json promises {tuple(parameter.shape)}; fetch or save the "
+            f"{name} has shape {tuple(stored.get_shape())} and config.json promises {tuple(parameter.shape)}; fetch or save the "
             "model again",
             key="model.name_or_path",
         )
@@ -177,14 +162,3 @@ def _read(stored: Any, parameter: nn.Parameter, where: str) -> None:
         mine, begin = parameter.to_local(), int(mesh.get_local_rank()) * -(-len(parameter) // mesh.size())
     if mine.numel():
         mine.copy_(stored[begin : begin + len(mine)])
-
-
-def _read_generation_config(base: PreTrainedModel, model: Model) -> None:
-    """Reads the generation configuration, which may name more tokens that end a completion, as from_pretrained does."""
-    from transformers import GenerationConfig
-
-    if base_file(model.name_or_path, "generation_config.json", model.revision) is not None:
-        with unreadable(model):
-            base.generation_config = GenerationConfig.from_pretrained(
-                source(model.name_or_path), revision=model.revision
-            )

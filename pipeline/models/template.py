@@ -37,12 +37,11 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
         InputError: if the template cannot be read, or renders none of the PROBES.
     """
     plain, own = _plain(tokenizer), tokenizer.chat_template
-    if isinstance(own, dict):  # several named templates, of which "default" is the one for chats
+    if isinstance(own, dict):  # several named templates
         names, own = ", ".join(sorted(own)), own.get("default")
         if own is None and chat_template is None:
             raise InputError(
-                f"{where!r} has several chat templates ({names}) and none is called default; save one of them as a Jinja file, "
-                "and set model.chat_template=FILE",
+                f"{where!r} has several chat templates ({names}) and none is called default; set model.chat_template=FILE",
                 key="model.name_or_path",
             )
     tokenizer.text_as_chat = chat_template is not None or own not in (None, plain)
@@ -52,10 +51,12 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
         key, named = "model.name_or_path", f"the chat template of {where!r}"
     else:
         tokenizer.chat_template = plain if chat_template == "plain" else _read(chat_template)
-    if tokenizer.chat_template != plain and (problem := try_out(tokenizer)):
+    if tokenizer.chat_template != plain and (error := _error(tokenizer)):
+        line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
         raise InputError(
-            f"{named}{problem}; fix it, or set another model.chat_template (plain is built in)", key
-        )
+            f"{named} cannot be rendered ({in_brief(error)}{line}); fix it, or set another model.chat_template (plain is built in)",
+            key,
+        ) from error
 
 
 def _plain(tokenizer: Any) -> str:
@@ -68,24 +69,15 @@ def _plain(tokenizer: Any) -> str:
 
 
 def _read(path: str) -> str:
-    """Returns the text of a Jinja file. Raises InputError if it is missing, empty or not UTF-8."""
-    file = Path(os.path.expanduser(path))
-    if not file.is_file():
-        raise InputError(
-            f"there is no file {path!r}; expected a Jinja file, 'plain', or null", key="model.chat_template"
-        )
+    file, expected = Path(os.path.expanduser(path)), "expected a Jinja file in UTF-8, 'plain', or null"
+    if not file.is_file():  # reading a pipe would not end
+        raise InputError(f"there is no file {path!r}; {expected}", key="model.chat_template")
     try:
-        text = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"{path} cannot be read as UTF-8 text ({in_brief(error)}); save it as UTF-8",
-            key="model.chat_template",
+            f"{path!r} cannot be read ({in_brief(error)}); {expected}", key="model.chat_template"
         ) from error
-    if not text.strip():
-        raise InputError(
-            f"{path} is empty; expected a Jinja template, 'plain', or null", key="model.chat_template"
-        )
-    return text
 
 
 def is_plain(tokenizer: Any) -> bool:
@@ -105,24 +97,22 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
     )
 
 
-def try_out(tokenizer: Any) -> str | None:
-    """Returns what is wrong with the tokenizer's template, or None if it renders one of the PROBES, or rejects one."""
-    from jinja2 import TemplateError, TemplateSyntaxError
+def _error(tokenizer: Any) -> Exception | None:
+    """Returns the first error of the tokenizer's template, or None if it renders one of the PROBES, or itself rejects one."""
+    from jinja2 import TemplateError
 
-    problems: list[str | None] = []
+    errors = []
     for turns in PROBES:
-        prompts = turns[-1]["role"] == "user"
         try:
-            tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts)
-        except TemplateSyntaxError as error:
-            problems.append(f":{error.lineno}: {error.message}")
+            tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=turns[-1]["role"] == "user"
+            )
+            return None
         except Exception as error:
-            # Raised by the template's own `raise_exception`; it may accept other conversations.
-            refused = type(error) is TemplateError
-            problems.append(None if refused else f": cannot be rendered ({in_brief(error)})")
-        else:
-            problems.append(None)
-    return problems[0] if all(problems) else None
+            if type(error) is TemplateError:  # the template's own `raise_exception`
+                return None
+            errors.append(error)
+    return errors[0]
 
 
 def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:

@@ -60,15 +60,16 @@ def load_tokenizer(
     )
     rows: Any = (config.get("text_config") or config).get("vocab_size")
     tokenizer = _read(name_or_path, revision, settings, trust_remote_code)
-    for file, content in (("generation_config", generation), ("config", config)):
-        beyond = [index for index in _as_list(content.get("eos_token_id")) if rows and not 0 <= index < rows]
-        if beyond:
+    if tokenizer.eos_token_id is None:
+        ends = [*_as_list(generation.get("eos_token_id")), *_as_list(config.get("eos_token_id"))]
+        tokens = [tokenizer.convert_ids_to_tokens(i) for i in ends if 0 <= i < len(tokenizer)]
+        if not tokens:
             raise InputError(
-                f"eos_token_id in {file}.json of {name_or_path!r}: found {beyond[0]}, expected ids from 0 to {rows - 1}, the last "
-                "row of the embedding; fix it there",
+                f"the tokenizer of {name_or_path!r} has no end-of-sequence token; name one as eos_token in its "
+                "tokenizer_config.json",
                 KEY,
             )
-    _set_eos(tokenizer, name_or_path, [generation, config])
+        tokenizer.eos_token = tokens[0]
     set_template(tokenizer, chat_template, name_or_path)
     _check_ids(tokenizer, rows, name_or_path)
     tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # a row ends where generation stops
@@ -134,29 +135,12 @@ def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
         token, index = beyond[0]
         raise InputError(
             f"the tokenizer of {where!r} has {len(beyond)} tokens beyond the {rows} rows of the embedding (vocab_size in "
-            f"config.json), for example {token!r:.80} with id {index}; use the tokenizer that belongs to these weights, or resize "
-            "the embedding and save the model again",
+            f"config.json), for example {token!r:.80} with id {index}; use the tokenizer that belongs to these weights",
             KEY,
         )
 
 
 # ------------------------------------------------------------------------------------------- eos and pad rules
-
-
-def _set_eos(tokenizer: Any, where: str, configs: list[dict[str, Any] | None]) -> None:
-    """Sets eos_token from the configurations if the tokenizer has none. Raises InputError if they have none either."""
-    if tokenizer.eos_token_id is not None:
-        return
-    for config in configs:
-        ids = _as_list((config or {}).get("eos_token_id"))
-        if ids and ids[0] < len(tokenizer):
-            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[0])
-            return
-    raise InputError(
-        f"the tokenizer of {where!r} has no end-of-sequence token; name one as eos_token in its "
-        "tokenizer_config.json",
-        KEY,
-    )
 
 
 def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
@@ -173,7 +157,7 @@ def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     added = tokenizer.get_added_vocab()
     ids |= {added[token] for token in END_OF_TURN if token in added and token in template}
-    return sorted(ids)
+    return sorted(i for i in ids if i >= 0)  # some configurations have -1 for none
 
 
 def warn_of_endless(ended: float, completions: str) -> None:
@@ -214,9 +198,8 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
         if index is not None and index not in ends and (rows is None or index < rows):
             return token
     raise InputError(
-        f"the tokenizer of {where!r} has no pad token, because each candidate also ends a completion; name a "
-        "token that no text produces as pad_token in its tokenizer_config.json (its id must be below "
-        f"{rows}, the rows of the embedding)",
+        f"the tokenizer of {where!r} has no pad token, because each candidate also ends a completion; name a token that no "
+        "text produces as pad_token in its tokenizer_config.json",
         KEY,
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.errors import InputError
 from pipeline.models import adapter_files, hub
-from pipeline.models.files import json_object
+from pipeline.models.hub import json_object
 
 FILE = "lineage.json"
 LIBRARIES = ("torch", "transformers", "peft", "trl", "ray", "mlflow")

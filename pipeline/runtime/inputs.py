@@ -271,7 +271,7 @@ def check_reward_model(job: Job, where: str) -> None:
     if not classifies or labels != 1:
         raise InputError(f"{where!r} is a {kind}{f' with {labels} labels' * classifies}; {expected}")
     model = replace(job.model, name_or_path=name, revision=revision, load_in_4bit=False)
-    check_base(model, scorer=True, gpu=bool(job.scaling.get("use_gpu")))
+    check_base(model, scorer=True)
     load_tokenizer(name, revision, trust_remote_code=job.model.trust_remote_code)
 
 

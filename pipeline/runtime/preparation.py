@@ -188,7 +188,7 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
     if sampler:
         checks.check_sampler(job)
     model = job.model
-    files = check_base(model, gpu=bool(job.scaling.get("use_gpu")))
+    files = check_base(model)
     if model.fsdp and files.config.get("quantization_config"):
         raise InputError(
             f"{model.name_or_path!r} has quantized weights, which FSDP cannot gather; set model.fsdp=false",

@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.data.kl_pairs import paired
 from pipeline.findings import Finding, same_tensors
 from pipeline.models.adapter_files import is_head
-from pipeline.models.files import TENSORS
+from pipeline.models.hub import TENSORS
 from pipeline.models.template import GENERATION, user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
 from pipeline.runtime.worker import Worker

@@ -56,7 +56,7 @@ class Models:
         from pipeline.models.base import check_base
 
         self.host, self.shared, self.batcher = host, shared, batcher
-        self.files = check_base(host.job.model, gpu=bool(host.job.scaling.get("use_gpu")))
+        self.files = check_base(host.job.model)
         self.uri = registry.tracking_uri(host.job)
         self.policies: dict[str, Served] = {}  # model id -> policy
         self.rewards: dict[str, Served] = {}

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 from datasets import Dataset, DatasetDict
+from model_hub import of_folder, serve
 from running import ROOT
 from toy_data import ROWS, make, read_rows
-from toy_hub import COMMIT, hub
 
 from pipeline.data import files
 from pipeline.errors import InputError
@@ -147,18 +147,20 @@ def test_a_set_on_the_hub_is_pinned_and_read_where_it_is(folder, tmp_path):
         "hf://datasets/nobody/none:a/train",
         f"{name}/data/none.jsonl",
     ]
-    with hub(folder) as address:
+    with serve() as hub:
+        commits = {hub.put("datasets/owner/prefs", of_folder(folder), branch=one) for one in ("main", "v1")}
         *right, large, split, revision, none, file = in_process(
-            [*sets, *wrong], tmp_path, HF_ENDPOINT=address
+            [*sets, *wrong], tmp_path, HF_ENDPOINT=hub.address
         )
-    pinned = f"{name}@{COMMIT}"
+    (commit,) = commits
+    pinned = f"{name}@{commit}"
     train, test, small = (
         "data/train-00000-of-00001.parquet",
         "data/test-00000-of-00001.parquet",
         "small.jsonl",
     )
     expected = [(train, 30), (train, 30), (train, 30), (test, 20), (small, 3), (small, 3)]
-    assert right == [[[f"{pinned}/{path}", COMMIT], count] for path, count in expected]
+    assert right == [[[f"{pinned}/{path}", commit], count] for path, count in expected]
     assert (
         "Available: ['default', 'small']" in large
         and "expected one of" in split
@@ -181,11 +183,12 @@ def test_a_hub_out_of_reach_and_its_cache(folder, tmp_path):
     cold = in_process([name], tmp_path, HF_HUB_OFFLINE="1")[0]
     assert "is not in the cache of this machine" in cold and "hf download" in cold
     download = "from huggingface_hub import snapshot_download as s; s('owner/prefs', repo_type='dataset')"
-    with hub(folder) as address:
-        settings = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+    with serve() as hub:
+        commit = hub.put("datasets/owner/prefs", of_folder(folder))
+        settings = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0"}
         subprocess.run(
             [sys.executable, "-c", download], env={**os.environ, **settings}, check=True, timeout=120
         )
     items = [name, f"{name}/test_prefs", f"{name}:small", f"{name}/small.jsonl"]
     made = in_process(items, tmp_path, HF_HUB_OFFLINE="1")
-    assert [one[0][1] for one in made] == [COMMIT] * 4 and [one[1] for one in made] == [30, 20, 3, 3]
+    assert [one[0][1] for one in made] == [commit] * 4 and [one[1] for one in made] == [30, 20, 3, 3]

@@ -11,7 +11,7 @@ from pipeline.errors import InputError
 from pipeline.inference import decoder as decoders
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Row, Sampling, draw, uniforms
-from pipeline.inference.slots import SlotCache, live_first
+from pipeline.inference.slots import live_first
 from pipeline.models.adapters import SharedBase
 
 ENDS = (2, 3, 4, 5, 6, 7)
@@ -30,10 +30,8 @@ def with_convolutions():
     return shared
 
 
-def base(kind="llama", spread=0.1, critic=False):
-    return (
-        with_convolutions() if kind == "convolutions" else toy.shared_base(kind, critic=critic, spread=spread)
-    )
+def base(kind="llama", critic=False):
+    return with_convolutions() if kind == "convolutions" else toy.shared_base(kind, critic, spread=0.1)
 
 
 def alone(shared, row):
@@ -68,9 +66,8 @@ def test_rows_are_what_they_are_alone_whoever_joins_and_leaves(kind):
     roles = (None, "policy") if kind == "convolutions" else (None, "policy", "reference")
     rows = []
     for i in range(24):
-        prompt = (
-            rows[-1].prompt if i % 5 == 4 else [dice.randrange(8, 64) for _ in range(dice.randrange(1, 20))]
-        )
+        if i % 5 < 4:
+            prompt = [dice.randrange(8, 64) for _ in range(dice.randrange(1, 20))]
         how = Sampling(4 + i % 7, ENDS, i % 3, (0.0, 1.0, 0.7)[i % 3], seed=5)
         rows.append(Row(prompt, i, how, roles[i // 3 % len(roles)]))
     decoder, waiting, most = SlotDecoder(shared, 6), list(rows), 0
@@ -232,26 +229,7 @@ def test_prompts_go_through_the_model_in_parts_of_similar_width(kind, monkeypatc
 
 
 def test_rows_that_stay_keep_their_slot():
-    live = [False, True, True, False, True, False, True]
-    assert live_first(live) == [6, 1, 2, 4] and live_first([True] * 3) == [0, 1, 2]
-    cache = SlotCache(toy.config(), 7, 5, torch.device("cpu"))
-    cache.joining = torch.arange(7), torch.arange(7)
-    states = torch.randn(2, 7, 2, 4, 3)
-    for layer in cache.layers:
-        layer.update(*states)
-    cache.lengths[:] = torch.arange(7)
-    assert cache.keep(live_first(live), 4).tolist() == [6, 1, 2, 4] and cache.lengths[:4].tolist() == [
-        6,
-        1,
-        2,
-        4,
-    ]
-    for layer in cache.layers:
-        assert torch.equal(layer.keys[:4, :, :4], states[0][[6, 1, 2, 4]])
-    cache.reserve(9, 6)
-    assert (cache.slots, cache.positions) == (14, 10)
-    for layer in cache.layers:
-        assert layer.values.shape[0::2] == (14, 10) and torch.equal(layer.values[1, :, :4], states[1][1])
+    assert live_first([False, True, True, False, True, False, True]) == [6, 1, 2, 4]
 
 
 # --------------------------------------------------------------------------------------------------- other bases

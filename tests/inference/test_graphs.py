@@ -10,10 +10,10 @@ from pipeline.inference import decoder, graphs
 from pipeline.inference.rows import Sampling
 
 
-def made(kind="llama", look=4, record=None):
-    one = decoder.SlotDecoder(toy.shared_base(kind, critic=False, spread=0.1), look=look, graphs=bool(record))
-    if record:
-        one.graphs.record = record
+def made(kind="llama", look=4, steps=None):
+    one = decoder.SlotDecoder(toy.shared_base(kind, critic=False, spread=0.1), look=look, graphs=bool(steps))
+    if steps:
+        one.graphs = steps(one._forward, one._take_back)
     return one
 
 
@@ -22,13 +22,15 @@ def written(decoder, rows=slice(None)):
     return decoder.generate("policy", prompts, range(len(prompts)), Sampling(12, (2, 3, 4, 5, 6, 7), seed=7))
 
 
-class Replayed(graphs.Recorder):
+def tokens(completions):
+    return [one.tokens for one in completions]
+
+
+class Replayed(graphs.Steps):
     """What a CUDA graph does, without one: a replay runs the step and leaves its result where the recording's was."""
 
-    def __init__(self, wrong=0.0):
-        super().__init__()
-        self.recorded = self.replays = 0
-        self.wrong = wrong  # added to what a replay writes
+    recorded = replays = 0
+    wrong = 0.0  # added to what a replay writes
 
     def _capture(self, step):
         output = torch.full((1, 1), float("nan"))
@@ -48,51 +50,42 @@ def test_replayed_steps_sample_what_other_steps_sample(kind, rows):
     plain = written(made(kind), rows)
     assert len({len(one.tokens) for one in plain}) > 1 or kind in ("gemma2", "gpt2"), "no row left the batch"
     for look in (1, 4, 9, 100):
-        record = Replayed()
-        replayed = written(made(kind, look, record), rows)
-        assert [one.tokens for one in replayed] == [one.tokens for one in plain]
-        for one, other in zip(replayed, plain, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        one = made(kind, look, Replayed)
+        replayed, steps = written(one, rows), one.graphs
+        assert tokens(replayed) == tokens(plain)
+        for ours, other in zip(replayed, plain, strict=True):
+            assert ours.logprobs == pytest.approx(other.logprobs, abs=1e-4)
         if look >= 9:
-            assert record.recorded and record.replays >= graphs.FEWEST_REPLAYS * record.recorded
+            assert steps.recorded and steps.replays >= graphs.FEWEST_REPLAYS * steps.recorded
 
 
 def test_a_replay_that_gives_other_states_is_noticed_at_once(capsys):
-    record = Replayed(wrong=1.0)
-    one = made(look=9, record=record)
-    assert [x.tokens for x in written(one)] == [x.tokens for x in written(made(look=9))]
-    assert record.replays == 1 and not one.graphs.works
+    one = made(look=9, steps=Replayed)
+    one.graphs.wrong = 1.0
+    assert tokens(written(one)) == tokens(written(made(look=9)))
+    assert one.graphs.replays == 1 and not one.graphs.works
     assert "without CUDA graphs: a replayed step gives other hidden states" in capsys.readouterr().out
-
-
-def test_a_step_that_cannot_be_recorded_runs_as_before(capsys):
-    class Fails(graphs.Recorder):
-        def _capture(self, step):
-            raise RuntimeError("operation not permitted when stream is capturing\nCUDA error")
-
-    one = made(look=9, record=Fails())
-    completions = written(one)
-    assert [x.tokens for x in completions] == [x.tokens for x in written(made())]
-    assert not one.graphs.works and [x.tokens for x in written(one)] == [x.tokens for x in completions]
-    said = capsys.readouterr().out
-    assert said.count("without CUDA graphs") == 1 and "not permitted" in said and "CUDA error" not in said
 
 
 class FakeGraph:
     """A CUDAGraph whose recording fails again at its end, as CUDA's does after a step that cannot be recorded."""
 
+    fails, capturing = True, False
+
     def capture_begin(self, **options):
-        pass
+        FakeGraph.capturing = True
 
     def capture_end(self):
-        raise RuntimeError("capture_end: the recording was invalidated")
+        FakeGraph.capturing = False
+        if self.fails:
+            raise RuntimeError("capture_end: the recording was invalidated")
 
     def replay(self):
         pass
 
 
 @pytest.fixture
-def fake_cuda(monkeypatch):
+def streams(monkeypatch):
     """Streams and graphs without a GPU; the list of streams that were made."""
     streams = []
 
@@ -114,19 +107,26 @@ def fake_cuda(monkeypatch):
     return streams
 
 
-def test_all_steps_are_recorded_on_one_stream(fake_cuda, monkeypatch):
-    """cuBLAS keeps a workspace for each stream that it has seen."""
-    monkeypatch.setattr(FakeGraph, "capture_end", lambda self: None)
-    recorder = graphs.Recorder()
-    for _ in range(3):
-        recorder(lambda: torch.zeros(1))
-    assert recorder.works and len(fake_cuda) == 1
+def test_a_step_that_cannot_be_recorded_runs_as_before_and_says_what_failed_first(streams, capsys):
+    one = made(look=9, steps=graphs.Steps)
 
+    def step(*shape):
+        if FakeGraph.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing\nCUDA error")
+        return one._forward(*shape)
 
-def test_a_failed_recording_says_what_failed_first(fake_cuda, capsys):
-    def step():
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    assert graphs.Recorder()(step) is None
+    one.graphs.step = step
+    completions = written(one)
+    assert tokens(completions) == tokens(written(made())) == tokens(written(one))
     said = capsys.readouterr().out
-    assert "(operation not permitted when stream is capturing)" in said and "capture_end" not in said
+    assert not one.graphs.works and said.count("without CUDA graphs") == 1
+    assert "(operation not permitted when stream is capturing)" in said
+
+
+def test_all_steps_are_recorded_on_one_stream(streams, monkeypatch):
+    """cuBLAS keeps a workspace for each stream that it has seen."""
+    monkeypatch.setattr(FakeGraph, "fails", False)
+    steps = graphs.Steps(lambda rows, seen: torch.zeros(1), lambda rows: None)
+    for key in range(3):
+        steps(key, 1, 1, graphs.FEWEST_REPLAYS)
+    assert steps.works and len(streams) == 1

@@ -28,74 +28,64 @@ def test_rows_are_as_many_as_half_of_the_free_memory_holds(monkeypatch):
         assert memory.decoding_rows(shared, 64, 100)[0] == rows
 
 
-def written(folder, **files):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text)
-
-
 def test_the_limit_of_a_container_counts_and_its_cached_files_do_not(tmp_path, monkeypatch):
+    def free_of_node(folder=tmp_path, **files):
+        folder.mkdir(exist_ok=True)
+        for name, text in files.items():
+            (folder / name.replace("memory_", "memory.", 1)).write_text(text)
+        return memory.free_of_node()
+
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    unlimited = memory.free_of_node()
+    unlimited = free_of_node()
     assert MIB < unlimited < math.inf or not memory.Path("/proc/meminfo").exists()
     stat = f"anon {3 * MIB}\ninactive_file {2 * MIB}\n"
-    written(tmp_path, memory__max="max\n", memory__current=f"{5 * MIB}\n", memory__stat=stat)
-    assert memory.free_of_node() > 6 * MIB
-    written(tmp_path, memory__max=f"{8 * MIB}\n")
-    assert memory.free_of_node() == 5 * MIB
+    assert free_of_node(memory_max="max\n", memory_current=f"{5 * MIB}\n", memory_stat=stat) > 6 * MIB
+    assert free_of_node(memory_max=f"{8 * MIB}\n") == 5 * MIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert memory.free_bytes(torch.device("cpu")) == 2.5 * MIB
-    files = dict(memory__limit_in_bytes=str(4 * MIB), memory__usage_in_bytes=str(MIB), memory__stat=stat)
-    written(tmp_path / "memory", **files)
-    assert memory.free_of_node() == 5 * MIB
-    written(tmp_path / "memory", memory__usage_in_bytes=str(3 * MIB))
-    assert memory.free_of_node() == 3 * MIB
+    files = dict(memory_limit_in_bytes=str(4 * MIB), memory_usage_in_bytes=str(3 * MIB), memory_stat=stat)
+    assert free_of_node(tmp_path / "memory", **files) == 3 * MIB  # version 1
+
+
+def free_rows(monkeypatch, rows):
+    """Leaves memory for so many rows of a toy trainer."""
+    row = memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2.0 * rows * row)
 
 
 def test_a_resumed_run_decodes_as_many_rows_as_before(tmp_path, monkeypatch, capsys):
-    def free(rows):
-        row = memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
-        monkeypatch.setattr(memory, "free_bytes", lambda device: 2.0 * rows * row)
+    def resumed(free, **changes):
+        free_rows(monkeypatch, free)
+        trainer = toy.trainer(**changes)
+        trainer.restore(tmp_path)
+        return trainer.sampler.rows
 
-    free(100)
+    free_rows(monkeypatch, 100)
     assert toy.trainer().sampler.rows == 16  # the whole update
     assert toy.trainer(local_rollout_forward_batch_size=4).sampler.rows == 4
     assert "at once" not in capsys.readouterr().out
-    free(5)
+    free_rows(monkeypatch, 5)
     first = toy.trainer()
     assert first.sampler.rows == 5
     assert "decoding 5 of a chunk's 16 completions at once" in capsys.readouterr().out
     first.save(tmp_path)
-    free(9)
-    second = toy.trainer()
-    second.restore(tmp_path)
-    assert second.sampler.rows == 5
-    free(4)
-    smaller = toy.trainer()
-    smaller.restore(tmp_path)
-    assert smaller.sampler.rows == 4  # instead of running out of memory
-    free(9)
-    explicit = toy.trainer(local_rollout_forward_batch_size=3)
-    explicit.restore(tmp_path)
-    assert explicit.sampler.rows == 3
+    assert resumed(9) == 5
+    assert resumed(4) == 4  # instead of running out of memory
+    assert resumed(9, local_rollout_forward_batch_size=3) == 3
     state = json.loads((tmp_path / "ppo_state.json").read_text())
     assert state["decoding"] == {"workers": 1, "rows": 5}
     (tmp_path / "ppo_state.json").write_text(json.dumps(state | {"decoding": {"workers": 2, "rows": 5}}))
-    elastic = toy.trainer()
-    elastic.restore(tmp_path)  # another share of the completions
-    assert elastic.sampler.rows == 9
+    assert resumed(9) == 9  # another share of the completions
 
 
 def test_chunks_do_not_follow_memory(monkeypatch):
     """Else a smaller GPU would give a reward that draws other numbers, and its rollout workers other work."""
-
-    def chunks(rows):
-        row = memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
-        monkeypatch.setattr(memory, "free_bytes", lambda device: 2.0 * rows * row)
+    found = []
+    for rows in (100, 5):
+        free_rows(monkeypatch, rows)
         trainer = toy.trainer()
-        return trainer.rollout().chunks, trainer.sampler.rows
-
-    (large, most), (small, fewer) = chunks(100), chunks(5)
+        found.append((trainer.rollout().chunks, trainer.sampler.rows))
+    (large, most), (small, fewer) = found
     assert large == small and (most, fewer) == (16, 5)
 
 

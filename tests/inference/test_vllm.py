@@ -69,24 +69,14 @@ def test_greedy_completions_are_those_of_the_adapter_as_it_is_now(shared, decode
 
 
 def test_samples_hang_on_seed_and_episode(decoder):
+    def sampled(seed, prompts):
+        how = Sampling(12, EOS, seed=seed)
+        return [r.tokens for r in decoder.generate("policy", prompts, range(12), how)]
+
     decoder.changed("policy")
-    first = decoder.generate("policy", prompts(), range(12), Sampling(12, EOS, seed=1))
-    assert [
-        r.tokens for r in decoder.generate("policy", prompts(), range(12), Sampling(12, EOS, seed=1))
-    ] == [r.tokens for r in first]
-    assert [
-        r.tokens for r in decoder.generate("policy", prompts(), range(12), Sampling(12, EOS, seed=2))
-    ] != [r.tokens for r in first]
-    same_prompt = [prompts(1)[0]] * 12
-    assert (
-        len(
-            {
-                tuple(r.tokens)
-                for r in decoder.generate("policy", same_prompt, range(12), Sampling(12, EOS, seed=1))
-            }
-        )
-        > 3
-    )
+    first = sampled(1, prompts())
+    assert sampled(1, prompts()) == first != sampled(2, prompts())
+    assert len(set(map(tuple, sampled(1, prompts(1) * 12)))) > 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "min_new_tokens": 4}])

@@ -1,15 +1,14 @@
 """SharedBase: roles on one base, log-probs, scores, files in peft's format, gradients under checkpointing."""
 
-import importlib.util
 import json
-from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
 import toy_ppo as toy
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from toy_models import settings
 
 from pipeline.errors import InputError
 from pipeline.models.adapters import SharedBase
@@ -68,18 +67,10 @@ def test_every_dropout_is_off_in_train_mode_too():
 # ---------------------------------------------------------------------------------------------- files
 
 
-@pytest.fixture
-def folder_of_base(tmp_path):
-    def save(kind):
-        toy.base(kind).save_pretrained(tmp_path / kind)
-        return str(tmp_path / kind)
-
-    return save
-
-
 @pytest.mark.parametrize("kind", toy.KINDS)
-def test_a_reward_adapter_trained_by_peft_gives_the_same_scores_here(kind, folder_of_base, tmp_path):
-    where = folder_of_base(kind)
+def test_a_reward_adapter_trained_by_peft_gives_the_same_scores_here(kind, tmp_path):
+    where = str(tmp_path / kind)
+    toy.base(kind).save_pretrained(where)
     torch.manual_seed(1)
     scorer = transformers.AutoModelForSequenceClassification.from_pretrained(where, num_labels=1)
     scorer = peft.get_peft_model(
@@ -97,72 +88,47 @@ def test_a_reward_adapter_trained_by_peft_gives_the_same_scores_here(kind, folde
     shared = SharedBase(transformers.AutoModelForCausalLM.from_pretrained(where))
     shared.add("policy", lora=toy.LORA, trainable=True)
     shared.add("reward", folder=tmp_path / "rm")
-    ours = [
-        shared.score("reward", row[: row_mask.sum()])
-        for row, row_mask in zip(ids.tolist(), mask, strict=True)
-    ]
+    ours = [shared.score("reward", row[:count]) for row, count in zip(ids.tolist(), (12, 9, 4), strict=True)]
     assert ours == pytest.approx(expected.tolist(), abs=1e-5)
 
     shared.save("reward", tmp_path / "again")  # and back, by both of peft's ways
-    auto = peft.AutoPeftModelForSequenceClassification.from_pretrained(
-        tmp_path / "again", num_labels=1
-    ).eval()
-    torch.testing.assert_close(
-        auto(input_ids=ids, attention_mask=mask.long()).logits[:, 0], expected, rtol=1e-5, atol=1e-5
-    )
+    auto = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "again", num_labels=1)
     plain = transformers.AutoModelForSequenceClassification.from_pretrained(where, num_labels=1)
-    loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "again").eval()
-    torch.testing.assert_close(
-        loaded(input_ids=ids, attention_mask=mask.long()).logits[:, 0], expected, rtol=1e-5, atol=1e-5
-    )
-    assert (
-        load_file(tmp_path / "again" / "adapter_model.safetensors").keys()
-        == load_file(tmp_path / "rm" / "adapter_model.safetensors").keys()
-    )
-
-
-@pytest.mark.parametrize("kind", toy.KINDS)
-def test_a_policy_adapter_goes_to_peft_and_comes_back(kind, folder_of_base, tmp_path):
-    where = folder_of_base(kind)
-    shared = SharedBase(transformers.AutoModelForCausalLM.from_pretrained(where))
-    shared.add("policy", lora=toy.LORA, trainable=True)
-    for parameter in shared.parameters_of("policy"):
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    ids, starts, counts, mask = toy.batch()
-    shared.save("policy", tmp_path / "policy")
-    model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "policy").eval()
-    ours = shared.logprobs("policy", ids, starts, mask)[0]
-    assert ours[1, :7].tolist() == pytest.approx(toy.plain_logprobs(model, ids, starts, counts)[1], abs=1e-4)
-    shared.add("reference", folder=tmp_path / "policy")
-    assert torch.equal(ours, shared.logprobs("reference", ids, starts, mask)[0])
-    assert not any(p.requires_grad for p in shared.parameters_of("reference"))
+    for model in (auto, peft.PeftModel.from_pretrained(plain, tmp_path / "again")):
+        scores = model.eval()(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
+        torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+    names = [set(load_file(tmp_path / name / "adapter_model.safetensors")) for name in ("again", "rm")]
+    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize(
-    "extra", [dict(use_rslora=True), dict(use_dora=True), dict(lora_bias=True), dict(r=1, lora_alpha=3)]
+    ("kind", "extra"),
+    [
+        *[(kind, {}) for kind in toy.KINDS],
+        ("llama", dict(use_rslora=True)),
+        ("llama", dict(use_dora=True)),
+        ("llama", dict(lora_bias=True)),
+        ("llama", dict(r=1, lora_alpha=3)),
+    ],
 )
-def test_kinds_of_lora_survive_save_copy_and_load(extra, tmp_path):
-    shared = SharedBase(toy.base())
+def test_a_policy_adapter_survives_save_copy_and_load_here_and_in_peft(kind, extra, tmp_path):
+    shared = SharedBase(toy.base(kind))
     shared.add("policy", lora={**toy.LORA, **extra}, trainable=True)
     for parameter in shared.parameters_of("policy"):
         parameter.data += 0.1 * torch.randn_like(parameter)
-    ids, starts, _, mask = toy.batch()
+    ids, starts, counts, mask = toy.batch()
     ours = shared.logprobs("policy", ids, starts, mask)[0]
     shared.save("policy", tmp_path)
     shared.add("copied", copy_of="policy")
     shared.add("loaded", folder=tmp_path)
-    loaded = peft.PeftModel.from_pretrained(toy.base(), tmp_path).eval()
-    again = SharedBase(toy.base())
-    again.add("x", folder=tmp_path)
-    for other in (
-        shared.logprobs("copied", ids, starts, mask)[0],
-        shared.logprobs("loaded", ids, starts, mask)[0],
-    ):
-        assert torch.equal(ours, other)
-    assert torch.equal(ours, again.logprobs("x", ids, starts, mask)[0])
-    assert ours[1, :7].tolist() == pytest.approx(
-        toy.plain_logprobs(loaded, ids, starts, mask.sum(-1))[1], abs=1e-4
-    )
+    again = SharedBase(toy.base(kind))
+    again.add("loaded", folder=tmp_path)
+    for other, role in ((shared, "copied"), (shared, "loaded"), (again, "loaded")):
+        assert torch.equal(ours, other.logprobs(role, ids, starts, mask)[0])
+        assert not any(p.requires_grad for p in other.parameters_of(role))
+    peft_s = peft.PeftModel.from_pretrained(toy.base(kind), tmp_path).eval()
+    expected = toy.plain_logprobs(peft_s, ids, starts, counts)[1]
+    assert ours[1, :7].tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def test_two_frozen_roles_of_one_folder_are_one_adapter(tmp_path):
@@ -222,35 +188,12 @@ def test_a_role_that_is_removed_takes_its_adapter_along_unless_another_has_it(tm
         assert torch.equal(shared.hidden("policy", ids), expected)
         shared.add("one", folder=tmp_path)
         assert torch.equal(shared.hidden("one", ids), expected)
-    with shared.use("one"), pytest.raises(ValueError, match="in use"):
-        shared.remove("one")
-    with pytest.raises(KeyError):
-        shared.hidden("two", ids)
-
-
-def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
-    shared = toy.shared_base()
-    shared.save("critic", tmp_path / "critic")
-    other = SharedBase(toy.base(intermediate_size=64))
-    for _ in range(2):  # nothing of the role stays, so it can be added again
-        with pytest.raises(InputError, match=r"tensors differ, for example .* and this base takes"):
-            other.add("x", folder=tmp_path / "critic")
-    with pytest.raises(InputError, match="adapter_config"):
-        shared.add("y", folder=tmp_path)
-    tensors = load_file(tmp_path / "critic" / "adapter_model.safetensors")
-    save_file(
-        {k: v for k, v in tensors.items() if "score" not in k},
-        tmp_path / "critic" / "adapter_model.safetensors",
-    )
-    with pytest.raises(InputError, match="scalar head"):
-        shared.load("critic", tmp_path / "critic")
 
 
 def test_pickled_adapters_are_not_read(tmp_path):
     shared = toy.shared_base()
     shared.save("policy", tmp_path)
-    torch.save(load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_model.bin")
-    (tmp_path / "adapter_model.safetensors").unlink()
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
     with pytest.raises(InputError, match="safetensors only"):
         shared.add("x", folder=tmp_path)
 
@@ -269,16 +212,9 @@ def test_a_head_that_changes_its_logits_in_an_unknown_way_is_refused():
         SharedBase(model)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 def test_an_nf4_base_learns_and_shares(tmp_path):
     toy.base(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
-    model = load_base(
-        SimpleNamespace(
-            name_or_path=str(tmp_path / "base"), revision=None, dtype="float32", load_in_4bit=True,
-            attn_implementation=None, trust_remote_code=False, allow_pickle=False,
-        )
-    )  # fmt: skip
-    shared = SharedBase(model)
+    shared = SharedBase(load_base(settings(tmp_path / "base", dtype="float32", load_in_4bit=True)))
     shared.add("policy", lora=toy.LORA, trainable=True)
     shared.add("critic", lora=toy.LORA, head=True, trainable=True)
     ids, starts, _, mask = toy.batch()

@@ -1,6 +1,5 @@
 """Loading a base, and telling one base from another."""
 
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +10,11 @@ import torch
 import toy_data
 import toy_models
 import toy_ppo as toy
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from pipeline.errors import InputError
 from pipeline.models import base as base_module
-from pipeline.models import hub
-from pipeline.models.base import base_identity, load_base, score_head
+from pipeline.models.base import base_identity, check_base, load_base, score_head
 from pipeline.models.tokenizer import load_tokenizer
 
 FAMILIES = ("gpt2", "qwen3", "mistral", "gemma")
@@ -121,57 +119,6 @@ def test_identity_follows_the_weights(folders, copied, sampled, monkeypatch):
     assert base_identity(str(copied))["digest"] != before["digest"]
 
 
-def test_pickled_weights_need_a_word(copied):
-    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
-    (copied / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"model\.allow_pickle=true"):
-        load_base(settings(copied))
-    assert load_base(settings(copied, allow_pickle=True)) is not None
-    assert base_identity(str(copied))["digest"].startswith("sha256:")
-
-
-def test_missing_weights_are_refused_not_made_up(copied):
-    weights = load_file(copied / "model.safetensors")
-    weights.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_base(settings(copied))
-
-
-def test_what_is_no_base(tmp_path):
-    with pytest.raises(InputError, match=r"no config\.json"):
-        base_identity(str(tmp_path))
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match="is an adapter, not a base"):
-        base_identity(str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(InputError, match="holds no weights"):
-        load_base(settings(tmp_path))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InputError, match="not valid JSON"):
-        base_identity(str(tmp_path))
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}})
-    )
-    with pytest.raises(InputError, match=r"model\.trust_remote_code=true"):
-        load_base(settings(tmp_path))
-
-
-def test_hub_id_is_its_commit(monkeypatch, folders, tmp_path):
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    snapshot = tmp_path / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_bytes((folders["qwen3"] / "config.json").read_bytes())
-
-    def download(repo, filename, **_):
-        return str(snapshot / filename)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    monkeypatch.setattr(hub, "_hub_answers", lambda: True)
-    identity = base_identity("owner/model", "main")
-    assert identity["digest"] == f"commit:{commit}" and identity["revision"] == commit
-
-
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_a_base_whose_end_token_was_never_trained_is_refused(family, folders):
     model, tokenizer = load_base(settings(folders[family])), load_tokenizer(str(folders[family]))
@@ -183,3 +130,29 @@ def test_a_base_whose_end_token_was_never_trained_is_refused(family, folders):
         base_module.check_ends(model, tokenizer, {tokenizer.eos_token_id})
     base_module.check_ends(model, tokenizer, {tokenizer.eos_token_id, 7, 9})  # each ends a completion
     base_module.check_ends(model, tokenizer, {8})
+
+
+def test_pickled_weights_need_a_word(copied):
+    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"model\.allow_pickle=true"):
+        check_base(settings(copied))
+    with pytest.raises(InputError, match=r"no file named model\.safetensors"):
+        load_base(settings(copied))
+    assert load_base(settings(copied, allow_pickle=True)) is not None
+    assert base_identity(str(copied))["digest"].startswith("sha256:")
+
+
+def test_what_is_no_base(tmp_path):
+    with pytest.raises(InputError, match=r"no config\.json"):
+        base_identity(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match="is an adapter, not a base"):
+        base_identity(str(tmp_path))
+    for content, says in (("{", "not valid JSON"), ('{"model_type": "llama"}', "has neither")):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(InputError, match=says):
+            check_base(settings(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}')
+    with pytest.raises(InputError, match=r"contains custom code .*model\.trust_remote_code=true"):
+        load_base(settings(tmp_path))

@@ -210,32 +210,22 @@ def private_bytes():
     return int(size) * 1024
 
 
-class Peak:
-    """`with Peak() as peak`: `peak.bytes` is the most that the process held during the block."""
-
-    def __enter__(self):
-        self.bytes, self.done = 0, threading.Event()
-        self.thread = threading.Thread(target=self.watch)
-        self.thread.start()
-        return self
-
-    def watch(self):
-        while not self.done.wait(0.03):
-            self.bytes = max(self.bytes, private_bytes())
-
-    def __exit__(self, *error):
-        self.done.set()
-        self.thread.join()
-
-
 def peak_of(load):
     """Bytes, more than before, of loading a base and a step of a role on it."""
-    before = private_bytes()
-    with Peak() as peak:
-        shared = with_roles(load())
-        ids, starts, _, mask = toy.batch()
-        shared.logprobs("policy", ids, starts, mask)[0].sum().backward()
-    return peak.bytes - before
+    held, done = [private_bytes()], threading.Event()
+
+    def watch():
+        while not done.wait(0.03):
+            held.append(private_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    shared = with_roles(load())
+    ids, starts, _, mask = toy.batch()
+    shared.logprobs("policy", ids, starts, mask)[0].sum().backward()
+    done.set()
+    thread.join()
+    return max(held) - held[0]
 
 
 def weighed(rank, port, folder):

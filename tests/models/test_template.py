@@ -10,50 +10,31 @@ from pipeline.errors import InputError
 from pipeline.models.tokenizer import load_tokenizer
 
 BROKEN = {
-    "an unknown function": ("{{ nope() }}", r"cannot be rendered \(UndefinedError: 'nope' is undefined\)"),
-    "an error": ("{{ 1 / 0 }}", r"cannot be rendered \(ZeroDivisionError"),
-    "a syntax error": ("one\n{% if %}", r":2: Expected an expression"),
-    "no loop that long": ("{% for i in range(10**9) %}{% endfor %}", r"cannot be rendered \(OverflowError: Range too big"),
-    "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"cannot be rendered \(RecursionError"),
-    "an attribute that leads out": ("{{ ''.__class__.__mro__ }}", r"cannot be rendered \(SecurityError"),
-    "nothing": (" \n", r"is empty; expected a Jinja template"),
+    "an unknown function": (b"{{ nope() }}", r"cannot be rendered \(UndefinedError: 'nope' is undefined\)"),
+    "a syntax error": (b"one\n{% if %}", r"cannot be rendered \(TemplateSyntaxError: Expected an expression.*line 2"),
+    "no loop that long": (b"{% for i in range(10**9) %}{% endfor %}", r"cannot be rendered \(OverflowError: Range too big"),
+    "an attribute that leads out": (b"{{ ''.__class__.__mro__ }}", r"cannot be rendered \(SecurityError"),
+    "not UTF-8": (b"\xff\xfe{{ 1 }}", r"' cannot be read \(UnicodeDecodeError"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_template_that_cannot_be_used(kind, tmp_path):
     text, says = BROKEN[kind]
-    (tmp_path / "chat.jinja").write_text(text)
-    with pytest.raises(InputError, match=rf"^model\.chat_template: .*chat\.jinja:? ?{says}"):
+    (tmp_path / "chat.jinja").write_bytes(text)
+    with pytest.raises(InputError, match=rf"^model\.chat_template: .*chat\.jinja ?{says}"):
         load_tokenizer(str(DEMO), chat_template=str(tmp_path / "chat.jinja"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{{ messages[1].content }}",
-        "{{ raise_exception('after a tool only') }}",
-        "{{ messages[0].content }}",
-    ],
-)
+@pytest.mark.parametrize("text", ["{{ messages[1].content }}", "{{ raise_exception('after a tool only') }}"])
 def test_what_only_some_conversations_break_is_left_to_the_rows(text, tmp_path):
     (tmp_path / "chat.jinja").write_text(text)
     assert load_tokenizer(str(DEMO), chat_template=str(tmp_path / "chat.jinja")).chat_template == text
 
 
-def test_a_template_that_is_not_utf_8(tmp_path):
-    (tmp_path / "chat.jinja").write_bytes(b"\xff\xfe{{ 1 }}")
-    with pytest.raises(
-        InputError, match=r"^model\.chat_template: .*chat\.jinja cannot be read as UTF-8 text"
-    ):
-        load_tokenizer(str(DEMO), chat_template=str(tmp_path / "chat.jinja"))
-
-
 def test_the_bases_own_template_is_tried_too(tmp_path):
     base = Path(shutil.copytree(DEMO, tmp_path / "base"))
     (base / "chat_template.jinja").write_text("{{ nope() }}")
-    with pytest.raises(
-        InputError, match=r"^model\.name_or_path: the chat template of .*/base': cannot be rendered"
-    ):
+    with pytest.raises(InputError, match=r"^model\.name_or_path: the chat template of .* cannot be rendered"):
         load_tokenizer(str(base))
     load_tokenizer(str(base), chat_template="plain")

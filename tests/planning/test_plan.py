@@ -324,7 +324,7 @@ def test_a_gpu_has_the_names_that_nodes_advertise():
         ("llama3-8b/sft", [], 0, r"data: 10,000 rows an epoch and full-length rows of 2,048 tokens assumed \(data\.train is not on"),
         ("llama3-8b-qlora/sft", ["scaling.accelerator_type=A100"], 0, r"GPU .*\n   A100-40G .* yes .*\n   A100-80G .* yes .*\n   Assumed"),
         # what cannot be planned, or a run would refuse
-        ("llama3-8b/sft", ["model.name_or_path=some/model"], 2, "hub cannot be reached"),
+        ("llama3-8b/sft", ["model.name_or_path=some/model"], 2, "cannot be read from the hub"),
         ("demo/evaluate", ["run.name=x"], 2, "stage: found evaluate"),
         ("llama3-8b/sft", ["scaling.accelerator_type=TPU"], 2, r"scaling\.accelerator_type: found 'TPU'"),
         ("llama3-8b/sft", ["scaling.label_selector={ray.io/accelerator-type: T4}"], 2, "plan knows L4, A10G"),

@@ -120,10 +120,10 @@ def test_what_cannot_be_an_input_is_refused_with_what_to_type(adapter, hub, stor
     hub.put("org/gated", plain, gated=True)
     for policy, says in {
         "org/pickled": r"hf://org/pickled@\w+ has no adapter_model\.safetensors\. Adapters are read from safetensors only",
-        "org/gated": r"'org/gated' is gated \(HTTP 401\); accept its license",
+        "org/gated": r"'org/gated' is not a folder here, and cannot be read from the hub \(GatedRepoError: 401 .*HF_TOKEN",
         "org/empty": r"org/empty holds neither adapter_config\.json nor config\.json",
-        "org/none": r"'org/none' is neither a folder here nor a model on the hub",
-        "org/mine@v9": r"'org/mine' has no revision 'v9'",
+        "org/none": r"'org/none' is not a folder here, and cannot be read from the hub \(RepositoryNotFoundError: 401",
+        "org/mine@v9": r"'org/mine' \(revision 'v9'\) .*RevisionNotFoundError: ",
         "hf://org": r"found 'hf://org', expected hf://OWNER/NAME",
     }.items():
         refuses(storage, f"policy: {says}", f"policy={policy}", "reward=null")
@@ -138,7 +138,7 @@ def test_what_cannot_be_an_input_is_refused_with_what_to_type(adapter, hub, stor
 def test_offline_an_adapter_comes_from_the_cache_or_not_at_all(adapter, hub, storage, monkeypatch, in_root):
     commit = hub.put("org/mine", adapter)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refuses(storage, r"policy: 'org/mine' is not a folder here, and the hub cannot be reached nor is it in the hub cache",
+    refuses(storage, r"policy: 'org/mine' is not a folder here, and cannot be read from the hub .*run `hf download org/mine`",
             "policy=org/mine", "reward=null")  # fmt: skip
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     from pipeline.models.hub import _hub_answers

@@ -22,7 +22,7 @@ from pipeline.data import encode, kl_pairs, tasks
 from pipeline.data.template import ChatTemplate
 from pipeline.inference import decoder, rows
 from pipeline.inference.rows import Sampling
-from pipeline.models import adapter_files, adapters, base
+from pipeline.models import adapter_files, base
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo import forward, functional, losses, rewards, rollouts, sampler
 from pipeline.ppo import trainer as ppo
@@ -356,8 +356,8 @@ FAULTS = [
           lambda call, self, role: setattr(self, "_role", role), quick=True),
     Fault("adapters are off outside of training", "ppo", "policy writes as when it was trained", SWITCH,
           lambda call, self, role: call(self, role if torch.is_grad_enabled() else None)),
-    Fault("LoRA's scaling is lost on loading", "ppo", "as when it was trained.*scaling", (adapters, "_read_config"),
-          afterwards(lambda config, folder: setattr(config, "lora_alpha", 1)), quick=True),
+    Fault("LoRA's scaling is lost on loading", "ppo", "as when it was trained.*scaling", (SharedBase, "_inject"),
+          lambda call, self, role, config, on: (setattr(config, "lora_alpha", 1), call(self, role, config, on)), quick=True),
     Fault("an adapter is loaded onto another base", "ppo", "as when it was trained.*[Aa]nother base", (base, "load_base"),
           afterwards(lambda model, *_: model.model.layers[0].mlp.down_proj.weight.data.mul_(1.5))),
     Fault("the reward's head is lost on loading", "ppo", f"{OF_FILE}|reward scores as when", (SharedBase, "load"),

@@ -1,22 +1,24 @@
-"""A hub of models on a port of this machine: as much of the hub's HTTP interface as pushing a model and loading it takes."""
+"""A hub on a port of this machine: as much of its HTTP interface as pushing a model, loading it and reading a data set takes."""
 
 import base64
 import hashlib
 import json
+import os
 import re
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlparse
+from urllib.parse import parse_qs, unquote, urlparse
 
 import pytest
 
 TOKEN = "hf_" + "aB3" * 11  # of the user who may write
+REPO = r"((?:datasets/)?[\w.-]+/[\w.-]+)"
 READER = "hf_" + "rO7" * 11  # of one who may not
 
 
 class ModelHub:
-    """Repositories by name; their files by branch and by commit."""
+    """Repositories by name, data sets as `datasets/owner/name`; their files by branch and by commit."""
 
     def __init__(self):
         self.repos = {}  # {name: {"private": bool, "gated": bool, "branches": {name: commit}, "commits": {commit: files}}}
@@ -100,9 +102,9 @@ class Handler(BaseHTTPRequestHandler):
             self.send(200)
         elif found := re.fullmatch(r"/([\w.-]+/[\w.-]+)\.git/info/lfs/objects/batch", path):
             self.lfs_batch(json.loads(body))
-        elif found := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/(\w[\w-]*)(?:/(.*))?)?", path):
+        elif found := re.fullmatch(rf"/api/(?:models/)?{REPO}(?:/(\w[\w-]*)(?:/(.*))?)?", path):
             self.repository(found[1], found[2], found[3], body, user)
-        elif found := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/([^/]+)/(.+)", path):
+        elif found := re.fullmatch(rf"/{REPO}/resolve/([^/]+)/(.+)", path):
             self.file(found[1], found[2], found[3], user)
         else:
             self.send(404, {"error": path})
@@ -159,13 +161,20 @@ class Handler(BaseHTTPRequestHandler):
         kept, commit = there
         files = kept["commits"][commit]
         if verb in (None, "revision"):
-            siblings = [{"rfilename": name} for name in files]
-            facts = {"id": repo, "sha": commit, "siblings": siblings, "private": kept["private"], "tags": []}
+            facts = {
+                "id": repo.removeprefix("datasets/"), "sha": commit, "siblings": [{"rfilename": name} for name in files],
+                "private": kept["private"], "tags": [], "downloads": 0,
+            }  # fmt: skip
             self.send(200, facts, Content_Type="application/json")
         elif verb == "tree":
-            inside = (rest or "").partition("/")[2]
-            entries = [self.entry(name, data) for name, data in files.items() if name.startswith(inside)]
+            entries = self.tree(files, (rest or "").partition("/")[2], "recursive=true" in self.path.lower())
             self.send(200, entries) if entries else self.refuse(404, "EntryNotFound")
+        elif verb == "paths-info":
+            asked = json.loads(body)["paths"] if body.startswith(b"{") else parse_qs(body.decode())["paths"]
+            entries = [
+                one for path in {os.path.dirname(path) for path in asked} for one in self.tree(files, path)
+            ]
+            self.send(200, [one for one in entries if one["path"] in asked])
         elif verb == "preupload":
             modes = [
                 {
@@ -193,8 +202,19 @@ class Handler(BaseHTTPRequestHandler):
             return hashlib.sha256(data).hexdigest()
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
-    def entry(self, name, data):
-        return {"type": "file", "oid": hashlib.sha1(data).hexdigest(), "size": len(data), "path": name}
+    def tree(self, files, inside="", recursive=False):
+        """The files and folders in a folder, or all below it."""
+        found = {}
+        for name, data in files.items():
+            if not inside or name.startswith(f"{inside}/"):
+                first = name.removeprefix(inside).lstrip("/").partition("/")
+                folder = f"{inside}/{first[0]}".lstrip("/")
+                if first[1]:
+                    found[folder] = {"type": "directory", "oid": "0", "size": 0, "path": folder}
+                if recursive or not first[1]:
+                    oid = hashlib.sha1(data).hexdigest()
+                    found[name] = {"type": "file", "oid": oid, "size": len(data), "path": name}
+        return list(found.values())
 
     def branch(self, repo, name, user):
         kept = self.hub.repos[repo]
@@ -249,7 +269,17 @@ class Handler(BaseHTTPRequestHandler):
         if data is None:
             self.send(404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
             return
-        self.send(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=commit)
+        headers = {
+            "ETag": f'"{hashlib.sha1(data).hexdigest()}"',
+            "X_Repo_Commit": commit,
+            "Accept_Ranges": "bytes",
+        }
+        if asked := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            first, last = int(asked[1]), int(asked[2] or len(data) - 1)
+            headers["Content_Range"] = f"bytes {first}-{min(last, len(data) - 1)}/{len(data)}"
+            self.send(206, data[first : last + 1], **headers)
+        else:
+            self.send(200, data, **headers)
 
 
 @contextmanager
