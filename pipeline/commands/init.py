@@ -103,7 +103,9 @@ def run(path: str, options: list[str]) -> None:
         raise InputError(
             f"{folder} exists or cannot be written; remove it, or choose another name: --name NAME"
         )
-    sources = look(path)
+    if (Path(path) / "config.json").exists():
+        raise InputError(f"{path} is the folder of a model; expected files of rows")
+    sources = [source_of(item, for_eval) for item, for_eval in parts(path)]
     jobs = profile_of(sources, name, profile, model)
     if not jobs:
         raise InputError(guess.misfit([sources[0].first], "sft", sources[0].path))
@@ -151,13 +153,6 @@ def print_next(folder: Path, jobs: dict[str, str]) -> None:
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
-
-
-def look(path: str) -> list[Source]:
-    """Returns what a path holds. Raises InputError for a file without rows."""
-    if (Path(path) / "config.json").exists():
-        raise InputError(f"{path} is the folder of a model; expected files of rows")
-    return [source_of(item, for_eval) for item, for_eval in parts(path)]
 
 
 def parts(path: str) -> Iterator[tuple[str, bool]]:

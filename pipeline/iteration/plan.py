@@ -197,7 +197,7 @@ def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflo
 
 def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
     """Raises InputError for jobs that do not fit together."""
-    collect, trained, evaluate = jobs.values()
+    collect, trained = jobs["collect"], jobs[train]
     if not trained.mlflow.registered_model:
         raise tree.error(
             f"{train}.mlflow.registered_model",
@@ -214,15 +214,6 @@ def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
                 f"{train}.data.{key}",
                 "collected rows have the columns that training reads; set null, and give the key to a source of data.eval",
             )
-    bases = {(job.model.name_or_path, job.model.revision) for job in jobs.values()}
-    if len(bases) > 1:
-        named = ", ".join(sorted(str(name) for name, _ in bases))
-        raise InputError(
-            f"the jobs have several bases ({named}), but an adapter works only on the base that it was trained on",
-            key="model.name_or_path",
-        )
-    if not evaluate.data.eval:
-        raise tree.error("evaluate.data.eval", "missing; each round's policy answers these prompts")
 
 
 # ---------------------------------------------------------------------------------------------------- a round

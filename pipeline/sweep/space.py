@@ -100,8 +100,6 @@ def read(path: str, arguments: list[str]) -> Sweep:
         if key.startswith("sweep."):
             settings[key.removeprefix("sweep.")] = text
         elif len(values) > 1 or (values and RANGE.fullmatch(values[0])):
-            if key in varied:
-                raise InputError("found twice on the command line; list all values once", key=key)
             varied[key] = _checked(key, values)
         else:
             shared.append(argument)
@@ -131,11 +129,6 @@ def read(path: str, arguments: list[str]) -> Sweep:
     home = storage.absolute(base.run.storage_path)
     base = replace(base, run=replace(base.run, name=name, storage_path=home))
     trials = [_trial(base, job, values) for job, values in jobs]
-    names: dict[str, str] = {}
-    for trial in trials:
-        same = names.setdefault(json.dumps(essence(trial.job, "gate")), trial.name)
-        if same != trial.name:
-            raise InputError(f"{same} and {trial.name} are the same job; list each value once")
     return Sweep(base, known, trials, metric, greater, shared)
 
 

@@ -40,7 +40,8 @@ def test_the_wheel_names_the_command_and_carries_profiles_and_demo(wheel):
     listed = subprocess.run(["git", "ls-files", "jobs"], cwd=ROOT, capture_output=True, text=True)
     tracked = listed.stdout.split()
     assert tracked and not [name for name in tracked if not (wheel / "pipeline" / name).is_file()]
-    assert (wheel / "pipeline/models/plain.jinja").is_file()
+    for template in ("models/plain.jinja", "commands/card.jinja"):
+        assert (wheel / "pipeline" / template).is_file()
 
 
 def test_demo_writes_its_files_where_it_is_typed_and_keeps_those_that_are_there(wheel, tmp_path):

@@ -141,8 +141,6 @@ WRONG = [
     ([*SFT, "iterate.start=null"], r"collect\.trainer\.select: found best_worst; set best, which `sft` learns from"),
     (["dpo.mlflow.registered_model=null"], r"dpo\.mlflow\.registered_model: missing; a round continues the version"),
     (["dpo.data.columns={prompt: question}"], r"dpo\.data\.columns: collected rows have the columns that training reads"),
-    (["dpo.model.name_or_path=other"], r"model\.name_or_path: the jobs have several bases \(jobs/demo/model, other\)"),
-    (["evaluate.data.eval=null"], r"evaluate\.data\.eval: missing"),
 ]  # fmt: skip
 
 
