@@ -1,5 +1,6 @@
-"""The jobs of an iteration: read from one file, checked before anything starts, and what each round makes of them."""
+"""The jobs of an iteration: read from one file, checked before anything starts, made into rounds, and continued."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -174,3 +175,84 @@ def test_a_job_of_another_stage_is_refused(capsys):
     assert main(["iterate", "jobs/demo/dpo.yaml"]) == 2
     says = r"stage: found 'dpo', expected `stage: iterate`, as in jobs/demo/iterate\.yaml"
     assert re.search(says, capsys.readouterr().err)
+
+
+# ----------------------------------------------------------------- what an earlier command left under a name
+
+
+def left_in(storage, *overrides: str, **changes) -> dict:
+    """Writes and returns iterate.json of an iteration named `it`, whose only round has ended."""
+    plan = plans.read(DEMO, [f"run.storage_path={storage}", "run.name=it", *overrides])
+    left = {"plan": plan.essence(), "pinned": {}, "rounds": [row(1)], "goes_on": True, "ended": True}
+    left |= {"version": "models:/rlhf-dpo/1"} | changes
+    (storage / "it").mkdir()
+    (storage / "it/iterate.json").write_text(json.dumps(left))
+    return left
+
+
+@pytest.mark.parametrize("fresh", ["true", "false"])
+def test_a_name_is_that_of_a_run_or_of_an_iteration_or_of_a_sweep(fresh, tmp_path, capsys):
+    commands = {
+        "job.json": ("a run", ["collect", "jobs/demo/collect.yaml"]),
+        "iterate.json": ("an iteration", ["iterate", DEMO]),
+        "sweep.json": ("a sweep", ["sweep", "jobs/demo/rm.yaml", "lora.r=8,16"]),
+    }
+    for file, (owner, _) in commands.items():
+        folder = tmp_path / file / "x"
+        folder.mkdir(parents=True)
+        (folder / file).write_text("{}")
+        for typed in (typed for kind, typed in commands.values() if kind != owner):
+            name = [f"run.storage_path={folder.parent}", "run.name=x", f"run.fresh={fresh}"]
+            assert main([*typed, *name]) == 2
+            said = rf"run\.name: 'x' is the name of {owner} \(.*/x\); choose another name"
+            assert re.search(said, error := capsys.readouterr().err), error
+            assert [path.name for path in folder.iterdir()] == [file]
+
+
+def test_what_no_finished_step_has_used_may_be_edited(tmp_path):
+    """evaluate failed in the first round: its job is edited, and collect and dpo are not repeated."""
+    left = left_in(tmp_path, ended=False, rounds=[])
+
+    def recorded(*overrides: str) -> dict:
+        return iterate.recorded(plans.read(DEMO, [f"run.storage_path={tmp_path}", "run.name=it", *overrides]))
+
+    def finish(step: str) -> None:
+        (tmp_path / f"it/round-1-{step}").mkdir()
+        (tmp_path / f"it/round-1-{step}/result.json").write_text("{}")
+
+    edited = ["evaluate.data.max_length=200", "evaluate.judge=null"]
+    finish("collect")
+    finish("dpo")
+    assert recorded(*edited) == left
+    for changed in ("dpo.trainer.beta=0.5", "iterate.baseline=first"):
+        says = f"'it' is an iteration of other jobs: {changed.partition('=')[0]} changed since it began"
+        with pytest.raises(InputError, match=says):
+            recorded(*edited, changed)
+    finish("evaluate")
+    with pytest.raises(InputError, match=r"jobs: evaluate\.data\.max_length, evaluate\.judge changed"):
+        recorded(*edited)
+    assert recorded() == left
+
+
+def test_an_edited_input_is_pinned_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(iterate, "pin_inputs", lambda job, known: (job, {"reward.0": "models:/rm/3"} | known))
+    evaluate = {"policy": FIRST, "baseline": FIRST, "judge": "models:/old/1", "reward.0": "models:/rm/3"}
+    left = left_in(tmp_path, "evaluate.judge=models:/old@champion", pinned={"evaluate": evaluate})
+    for judge, kept in (("old", evaluate), ("new", {k: v for k, v in evaluate.items() if k != "judge"})):
+        plan = plans.read(DEMO, [f"run.storage_path={tmp_path}", f"evaluate.judge=models:/{judge}@champion"])
+        assert iterate.pinned(plan, left)[1]["evaluate"] == kept
+
+
+def test_an_iteration_that_has_ended_draws_its_report_if_it_was_not_drawn(tmp_path, monkeypatch, capsys):
+    drawn = []
+    monkeypatch.setattr(
+        iterate.report, "of_several", lambda runs, folder, table: drawn.append((folder, runs))
+    )
+    left_in(tmp_path)
+    again = ["iterate", DEMO, f"run.storage_path={tmp_path}", "run.name=it", "iterate.rounds=1"]
+    assert main([*again, "run.report=false"]) == 0 and not drawn
+    assert re.search(r"iteration it has ended.*models:/rlhf-dpo/1", capsys.readouterr().out, re.DOTALL)
+    assert main(again) == 0
+    assert drawn == [(f"{tmp_path}/it", ["f1", "f1"])]
+    (tmp_path / "it/report.html").write_text("x")
+    assert main(again) == 0 and len(drawn) == 1
