@@ -24,7 +24,7 @@ TINY = [
     "evaluate.judge=null", "collect.trainer.num_generations=3", "collect.trainer.response_length=12",
     "collect.trainer.num_prompts=24", "evaluate.trainer.response_length=12", "evaluate.gate={}", "iterate.rounds=2",
     "dpo.trainer.max_steps=3", "dpo.trainer.save_strategy=steps", "dpo.trainer.save_steps=1", "dpo.data.batch_size=16",
-    "dpo.data.eval=null", "dpo.mlflow.registered_model=toy-dpo",
+    "dpo.mlflow.registered_model=toy-dpo",
 ]  # fmt: skip
 
 
