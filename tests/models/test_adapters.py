@@ -131,19 +131,6 @@ def test_a_policy_adapter_survives_save_copy_and_load_here_and_in_peft(kind, ext
     assert ours[1, :7].tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_two_frozen_roles_of_one_folder_are_one_adapter(tmp_path):
-    shared = toy.shared_base()
-    shared.save("reward", tmp_path)
-    before = sum(p.numel() for p in shared.parameters())
-    shared.add("judge", folder=tmp_path)
-    shared.add("judge2", folder=tmp_path)
-    added = sum(p.numel() for p in shared.parameters()) - before
-    assert added == sum(p.numel() for p in shared.parameters_of("judge"))
-    assert shared.parameters_of("judge2")[0] is shared.parameters_of("judge")[0]
-    shared.add("student", folder=tmp_path, trainable=True)
-    assert shared.parameters_of("student")[0] is not shared.parameters_of("judge")[0]
-
-
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("extra", [{}, {"lora_bias": True}, {"target_modules": ["q_proj"]}], ids=str)
 def test_rows_of_one_batch_have_adapters_of_their_own(extra, autocast):
@@ -172,22 +159,27 @@ def test_rows_of_one_batch_have_adapters_of_their_own(extra, autocast):
     assert torch.equal(again, alone[:1]), "afterwards one role is in use, as before"
 
 
-def test_a_role_that_is_removed_takes_its_adapter_along_unless_another_has_it(tmp_path):
+def test_frozen_roles_of_one_folder_are_one_adapter_which_goes_with_the_last(tmp_path):
     shared = toy.shared_base(spread=0.2)
-    shared.save("policy", tmp_path)
-    ids = torch.tensor([[5, 9, 30, 7]])
-    size = sum(p.numel() for p in shared.base.parameters())
+    shared.save("reward", tmp_path)
+
+    def size():
+        return sum(p.numel() for p in shared.parameters())
+
+    ids, before = torch.tensor([[5, 9, 30, 7]]), size()
     shared.add("one", folder=tmp_path)
     shared.add("two", folder=tmp_path)
+    assert size() - before == sum(p.numel() for p in shared.parameters_of("one"))
     with torch.no_grad():
         expected = shared.hidden("one", ids)
         shared.remove("one")
         assert torch.equal(shared.hidden("two", ids), expected)
         shared.remove("two")
-        assert sum(p.numel() for p in shared.base.parameters()) == size
-        assert torch.equal(shared.hidden("policy", ids), expected)
+        assert size() == before and torch.equal(shared.hidden("reward", ids), expected)
         shared.add("one", folder=tmp_path)
-        assert torch.equal(shared.hidden("one", ids), expected)
+        shared.add("student", folder=tmp_path, trainable=True)
+        assert torch.equal(shared.hidden("student", ids), expected)
+    assert shared.parameters_of("student")[0] is not shared.parameters_of("one")[0]
 
 
 def test_pickled_adapters_are_not_read(tmp_path):

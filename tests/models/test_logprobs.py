@@ -74,17 +74,6 @@ def test_entropies_cost_no_second_pass_through_the_lm_head():
         assert counted.count == products
 
 
-def test_entropies_are_finite_where_a_token_is_barred():
-    shared = toy.shared_base(spread=0.1)
-    ids, starts, _, mask = toy.batch()
-    logprobs, h = shared.logprobs("policy", ids, starts, mask, 1.0, (2, 3), 2, entropy=True)
-    assert torch.equal(
-        logprobs, shared.logprobs("policy", ids, starts, mask, barred=(2, 3), barred_steps=2)[0]
-    )
-    h.sum().backward()
-    assert h[mask].gt(0).all() and all(p.grad.isfinite().all() for p in shared.parameters_of("policy"))
-
-
 def test_an_adapter_on_the_lm_head_learns():
     shared = SharedBase(toy.base())
     shared.add("policy", lora=dict(r=2, target_modules=["q_proj", "lm_head"]), trainable=True)
@@ -98,16 +87,18 @@ def test_an_adapter_on_the_lm_head_learns():
     )
 
 
-def test_barred_tokens_have_no_probability_in_the_first_steps():
-    shared = toy.shared_base()
+def test_barred_tokens_have_no_probability_in_the_first_steps_and_entropies_are_finite():
+    shared = toy.shared_base(spread=0.1)
     ids, starts, _, mask = toy.batch()
-    ids[0, 3] = 2
-    assert shared.logprobs("policy", ids, starts, mask, barred=(2, 3), barred_steps=2)[0][0, 0] == float(
-        "-inf"
-    )
+    barring = dict(barred=(2, 3), barred_steps=2)
     free = shared.logprobs("policy", ids, starts, mask)[0]
-    barred = shared.logprobs("policy", ids, starts, mask, barred=(2, 3), barred_steps=2)[0]
+    barred, h = shared.logprobs("policy", ids, starts, mask, **barring, entropy=True)
     assert (barred[1, :2] > free[1, :2]).all() and torch.equal(barred[:, 2:], free[:, 2:])
+    assert torch.equal(barred, shared.logprobs("policy", ids, starts, mask, **barring)[0])
+    h.sum().backward()
+    assert h[mask].gt(0).all() and all(p.grad.isfinite().all() for p in shared.parameters_of("policy"))
+    ids[0, 3] = 2
+    assert shared.logprobs("policy", ids, starts, mask, **barring)[0][0, 0] == float("-inf")
 
 
 def test_rows_without_actions_are_harmless():

@@ -44,27 +44,14 @@ def registered(storage: Path) -> dict[str, str]:
     """{name: folder} of models:/toy-policy@champion, models:/toy-rm@champion and models:/other-rm@champion under `storage`."""
     folders = {}
     for seed, name in enumerate(("toy-policy", "toy-rm", "other-rm")):
-        folders[name] = str(storage / f"made-{name}")
-        make(folders[name], seed, head=name.endswith("rm"))
+        folder = folders[name] = str(storage / f"made-{name}")
+        head = name.endswith("rm")
+        make(folder, seed, head)
         parents = {"policy": "models:/toy-policy/1"} if name == "toy-rm" else {}
         facts = lineage.describe(
-            "rm" if name.endswith("rm") else "ppo",
-            base_identity(BASE),
-            tokenizer(),
-            parents,
-            {"train": "ab" * 32},
+            "rm" if head else "ppo", base_identity(BASE), tokenizer(), parents, {"train": "ab" * 32}
         )
-        lineage.write(folders[name], facts)
-        tokenizer().save_pretrained(folders[name])
-        settings = [
-            f"run.storage_path={storage}",
-            f"run.name=made-{name}",
-            f"mlflow.registered_model={name}",
-            "gate={}",
-        ]
-        job = load_job(ROOT / "jobs/demo/sft.yaml", settings, "sft")
-        with registry.mlflow_run(job, {}) as run_id:
-            registry.publish(job, run_id, folders[name], {"eval_accuracy": 0.75}, facts)
+        register(storage, name, folder, facts, {"eval_accuracy": 0.75})
     return folders
 
 
@@ -74,13 +61,21 @@ def second(storage: Path) -> str:
     folder = str(storage / "made-second")
     make(folder, seed=9, head=False)
     facts = lineage.read(registered(storage)["toy-policy"], "models:/toy-policy/1")
+    return str(register(storage, "toy-policy", folder, facts, {}, "mlflow.alias=other").version)
+
+
+def register(storage: Path, name: str, folder: str, facts: dict, metrics: dict, *more: str):
+    """Registers an adapter as a run would; the version."""
     lineage.write(folder, facts)
     tokenizer().save_pretrained(folder)
-    settings = [f"run.storage_path={storage}", "run.name=made-second"]
-    settings += ["mlflow.registered_model=toy-policy", "mlflow.alias=other", "gate={}"]
-    job = load_job(ROOT / "jobs/demo/sft.yaml", settings, "sft")
+    settings = [
+        f"run.storage_path={storage}",
+        f"run.name={Path(folder).name}",
+        f"mlflow.registered_model={name}",
+    ]
+    job = load_job(ROOT / "jobs/demo/sft.yaml", [*settings, "gate={}", *more], "sft")
     with registry.mlflow_run(job, {}) as run_id:
-        return str(registry.publish(job, run_id, folder, {}, facts).version)
+        return registry.publish(job, run_id, folder, metrics, facts)
 
 
 def make(folder: str, seed: int, head: bool) -> None:
