@@ -99,9 +99,7 @@ def check(file: Path) -> dict[str, Any]:
     config = read(file)
     for tool, package in TOOLS.items():
         if not shutil.which(tool):
-            raise InputError(
-                f"`ray up` needs {tool}, which is not installed here: install the package {package}"
-            )
+            raise InputError(f"`ray up` needs {tool}; install the package {package}")
     lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
     if unedited := [f"{file}:{n}: {line.strip()}" for n, line in lines if EDIT in line.split("#")[0]]:
         raise InputError("fill in these lines; the comment at each says how:\n  " + "\n  ".join(unedited))
@@ -154,9 +152,8 @@ def check_account(config: dict[str, Any]) -> None:
 
             google.auth.default()
     except ModuleNotFoundError as error:
-        raise InputError(
-            f"{error.name} is not installed here; run .venv/bin/pip install {package}"
-        ) from error
+        what = f"{error.name} is not installed here"
+        raise InputError(f"{what}; run .venv/bin/pip install {package}") from error
     except Exception as error:  # each cloud's library raises its own types
         raise InputError(f"{kind} does not let you in ({in_brief(error)}); {how}") from error
 
@@ -176,11 +173,8 @@ def check_security_group(config: dict[str, Any]) -> None:
         "SecurityGroups"
     ]
     if not any(group["IpPermissions"] for group in groups):
-        raise InputError(
-            f"{name!r} does not exist in {provider['region']}, and Ray would make one that is open to the world; deploy the "
-            "stack of jobs/cloud/aws.yaml",
-            key="provider.security_group",
-        )
+        why = f"{name!r} does not exist in {provider['region']}, and Ray would make one that is open to the world"
+        raise InputError(f"{why}; deploy the stack of jobs/cloud/aws.yaml", key="provider.security_group")
 
 
 # ----------------------------------------------------------------------------------------------------- verbs

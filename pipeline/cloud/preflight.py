@@ -93,8 +93,7 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
     if (version, python) != (ray.__version__, here):
         raise InputError(
             f"the cluster at {address} runs Ray {version} and Python {python}, this environment has {ray.__version__} and {here}; "
-            "jobs, checkpoints and objects that travel between them need the same ones: run make up with the pinned image, or "
-            f"make setup PYTHON=python{python} with ray=={version}",
+            f"run make up with the pinned image, or make setup PYTHON=python{python} with ray=={version}",
             key="RAY_ADDRESS",
         )
     listed = get("/api/v0/nodes?detail=1&limit=10000")["data"]["result"]["result"]
@@ -125,19 +124,15 @@ def check_storage(job: Job, cluster: Cluster) -> None:
     elif not storage.is_remote(path) and cluster.several and _on_local_disk(path):
         why = "is on this machine's own disk, but the cluster has or may get several nodes"
     if why:
-        raise InputError(
-            f"{path!r} {why}; use a bucket or a folder that every node mounts, e.g. run.storage_path=s3://BUCKET/runs",
-            key="run.storage_path",
-        )
+        advice = "use a folder that every node mounts, or a bucket: run.storage_path=s3://BUCKET/runs"
+        raise InputError(f"{path!r} {why}; {advice}", key="run.storage_path")
     uri = registry.tracking_uri(job)
     host = urlsplit(uri).hostname or ""
     own = uri.lower().startswith("sqlite:") or host in ("localhost", "0.0.0.0", "::", "::1")
     if cluster.several and (own or host.startswith("127.")):
-        raise InputError(
-            f"{uri} means another file or machine on each node, and the cluster has or may get several; name a server as the nodes "
-            f"see it, e.g. mlflow.tracking_uri={cluster.tracking_uri or 'http://HEAD:5000'}",
-            "mlflow.tracking_uri",
-        )
+        why = f"{uri} means another file or machine on each node, and the cluster has or may get several"
+        server = cluster.tracking_uri or "http://HEAD:5000"
+        raise InputError(f"{why}; name a server as the nodes see it, e.g. {server}", "mlflow.tracking_uri")
 
 
 def _on_local_disk(path: str) -> bool:
@@ -218,10 +213,8 @@ def _check_gpus(job: Job, group: Group, cluster: Cluster) -> None:
         advice = (
             f'set "{section}.label_selector={text}" (a cluster without such nodes needs them), or {advice}'
         )
-    raise InputError(
-        f"a {group.who} needs {planned.peak / plan.GIB:.0f} GiB, but Ray may place it on {listed}; {advice}",
-        key=f"{section}.label_selector",
-    )
+    needs = f"a {group.who} needs {planned.peak / plan.GIB:.0f} GiB, but Ray may place it on {listed}"
+    raise InputError(f"{needs}; {advice}", key=f"{section}.label_selector")
 
 
 # -------------------------------------------------------------------------------------------------- the files
@@ -258,21 +251,15 @@ def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
             continue
         if os.path.isabs(path) and os.path.relpath(path).startswith(".."):
             if _on_local_disk(path):
-                raise InputError(
-                    f"{path!r} is on this machine's own disk, which the nodes do not have; move it below "
-                    f"{os.getcwd()}, or into a bucket, e.g. s3://BUCKET/data",
-                    key=key,
-                )
+                why = f"{path!r} is on this machine's own disk, which the nodes do not have"
+                raise InputError(f"{why}; move it below {os.getcwd()}, or into a bucket", key=key)
             continue  # a folder that the nodes mount; the job checks it before it starts a worker
         found = glob.glob(path, recursive=True) or [path]
         inside = [[one, *glob.glob(os.path.join(one, "**"), recursive=True)] for one in found]
         names = [os.path.relpath(one) for one in itertools.chain(*inside) if os.path.isfile(one)]
         if missing := [name for name in names if name not in files]:
-            raise InputError(
-                f"{missing[0]!r} would not be uploaded, because .rayignore or .gitignore names it; change the "
-                "pattern there, or put the file into a bucket, e.g. s3://BUCKET/data",
-                key=key,
-            )
+            why = f"{missing[0]!r} would not be uploaded, because .rayignore or .gitignore names it"
+            raise InputError(f"{why}; change that, or put the file into a bucket", key=key)
 
 
 def local_paths(job: Job) -> list[tuple[str, str]]:

@@ -69,11 +69,8 @@ def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
     """
     storage_path = job.run.storage_path
     if not storage.is_remote(storage_path) and not os.path.isabs(storage_path):
-        raise InputError(
-            f"{storage_path!r} would lie inside one pod; use run.storage_path=s3://BUCKET/runs, or "
-            f"run.storage_path=/mnt/runs for the claim {CLAIM}",
-            key="run.storage_path",
-        )
+        advice = f"use s3://BUCKET/runs, or /mnt/runs for the claim {CLAIM}"
+        raise InputError(f"{storage_path!r} would lie inside one pod; {advice}", key="run.storage_path")
     given = job.run.name or f"{Path(path).parent.name or 'rlhf'}-{job.stage}"  # profile and stage
     name = re.sub(r"[^a-z0-9-]+", "-", given.lower()).strip("-")[:NAME].rstrip("-")
     ray = version("ray")
@@ -150,9 +147,8 @@ def labels_of(each: Bundle, section: str) -> dict[str, str]:
         fitting = [name for name in names if placement.matches(wanted, {key: name})]
         if not fitting:
             what = "GPU" if key == placement.GPU_LABEL else key
-            raise InputError(
-                f"{what}: found {', '.join(names)}, expected one of {value}", key=f"{section}.label_selector"
-            )
+            found = f"{what}: found {', '.join(names)}, expected one of {value}"
+            raise InputError(found, key=f"{section}.label_selector")
         labels[key] = fitting[0]
     return labels
 
@@ -204,9 +200,7 @@ def pod(
 def main(arguments: list[str]) -> int:
     try:
         if not arguments:
-            raise InputError(
-                "expected a job file: python -m pipeline.cloud.rayjob jobs/demo/sft.yaml run.storage_path=..."
-            )
+            raise InputError("expected a job file, for example jobs/demo/sft.yaml run.storage_path=...")
         path, *overrides = arguments
         job = load_job(path, overrides)
         rayjob = manifest(job, path, overrides)

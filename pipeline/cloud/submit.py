@@ -134,12 +134,9 @@ def next_attempt(api: "Api", name: str) -> tuple[str, int]:
     """
     earlier = [job for job in api.jobs() if (job.metadata or {}).get("run") == name]
     if running := [job for job in earlier if not job.status.is_terminal()]:
-        raise InputError(
-            f"{name!r} is {running[0].status.value.lower()} on this cluster already "
-            f"({running[0].submission_id}); follow it: make logs NAME={name}, end it: make stop NAME={name}, or choose "
-            "another name",
-            key="run.name",
-        )
+        state = f"{running[0].status.value.lower()} on this cluster already ({running[0].submission_id})"
+        advice = f"follow it: make logs NAME={name}, end it: make stop NAME={name}, or choose another name"
+        raise InputError(f"{name!r} is {state}; {advice}", key="run.name")
     attempt = len(earlier) + 1
     return (name if attempt == 1 else f"{name}.{attempt}"), attempt
 
@@ -160,11 +157,11 @@ def check_address(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except (OSError, ValueError, OverflowError) as error:
-        raise InputError(
-            f"nothing answers at {address!r} ({in_brief(error)}); expected http://HEAD:8265 to submit jobs to a cluster, auto or "
-            "HOST:6379 on one of its nodes, or nothing: unset RAY_ADDRESS",
-            key="RAY_ADDRESS",
-        ) from error
+        expected = (
+            "http://HEAD:8265 to submit jobs to a cluster, auto or HOST:6379 on one of its nodes, or nothing"
+        )
+        found = f"nothing answers at {address!r} ({in_brief(error)})"
+        raise InputError(f"{found}; expected {expected}", key="RAY_ADDRESS") from error
 
 
 def token() -> str | None:
@@ -307,10 +304,7 @@ def main(arguments: list[str]) -> int:
     try:
         verb, name = (*arguments, "", "")[:2]
         if verb not in ("logs", "stop", "jobs") or len(arguments) > 2 or (verb == "stop" and not name):
-            found = shlex.join(arguments) or "nothing"
-            raise InputError(
-                f"expected logs [NAME], stop NAME or jobs, found {found}; make jobs lists the names"
-            )
+            raise InputError(f"expected logs [NAME], stop NAME or jobs, found {shlex.join(arguments)!r}")
         api = Api(os.environ.get("RAY_ADDRESS", ""))
         jobs = api.jobs()
         if verb == "jobs":

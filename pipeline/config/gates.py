@@ -66,9 +66,7 @@ def parse_gate(rule: Any) -> tuple[str, float]:
     pattern = r"\s*(>=|<=|>|<)\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*"
     match = re.fullmatch(pattern, rule) if isinstance(rule, str) else None
     if match is None or not math.isfinite(float(match[2])):
-        raise ValueError(
-            f'found {show(rule)}, expected a comparison in quotes: ">= 0.95" (operators >= <= > <)'
-        )
+        raise ValueError(f'found {show(rule)}, expected a comparison in quotes, with >= <= > or <: ">= 0.95"')
     return match[1], float(match[2])
 
 
@@ -188,11 +186,8 @@ def _keep_problems(job: Job) -> Problems:
     else:
         evaluates, wanted = bool(job.trainer.get("eval_steps")), "trainer.eval_steps=10"
     if not (evaluates and job.held_out):
-        yield (
-            f"run.{key}",
-            f"found {show(getattr(run, key))}, but there are no evaluations to compare: set data.eval or data.eval_fraction, and "
-            f"{wanted}, or remove this key",
-        )
+        found = f"found {show(getattr(run, key))}, but there are no evaluations to compare"
+        yield f"run.{key}", f"{found}: set data.eval or data.eval_fraction, and {wanted}, or remove this key"
     yield from metric_problems(job)
     for metric, rule in run.stop_if.items():
         key = f"run.stop_if.{short(metric)}"

@@ -26,6 +26,7 @@ from pipeline.references import Ref
 # What run.storage_path contains in addition to the folders of runs.
 RESERVED = ("artifacts", "data", "feedback", "mlflow.db", "report")
 MODEL_ID = r"[A-Za-z0-9][\w.-]{0,63}"  # how a request to `serve` may name a model
+LABELS = ({"good", "bad"}, {"first", "second"}, {"first", "second", "tie"})  # keys of data.label
 MAX_WORKERS = 1000
 
 
@@ -113,19 +114,16 @@ def _too_few_prompts(job: Job) -> int:
 RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
     # model and lora
     ("", "rollout.engine", lambda job: job.model.fsdp and job.rollout.get("engine") == "vllm",
-     "found vllm together with model.fsdp: each process with vLLM also loads the full base on one device; set "
-     "rollout.engine=transformers, or model.fsdp=false if the base fits on one device"),
+     "found vllm together with model.fsdp, but with vLLM each process loads the full base; set rollout.engine=transformers"),
     ("trl", "lora.target_modules", lambda job: adapts_lm_head(job.lora.get("target_modules")),
      "found lm_head, to which TRL's trainers apply no adapter; remove it"),
     # data
     ("reads_train", "data.train", lambda job: not job.data.train and job.stage,
      "missing; `{}` needs rows, for example data.train=jobs/demo/data/*.jsonl"),
     ("evaluate", "data.eval", lambda job: not job.data.eval and not ((job.data.pairs or job.data.benchmarks) and not job.policy),
-     "missing; `evaluate` needs prompts, for example data.eval=jobs/demo/data/prompts_eval.jsonl (or, for a reward model "
-     "alone, data.pairs and policy=null)"),
+     "missing; `evaluate` needs prompts (for a reward model alone, set data.pairs and policy=null)"),
     ("evaluate", "policy", lambda job: job.data.eval and not job.policy,
-     "missing; `evaluate` needs it to answer data.eval: models:/rlhf-ppo@champion (or `base`: no adapter); for a reward "
-     "model alone set data.eval=null"),
+     "missing; `evaluate` needs it to answer data.eval: models:/NAME@ALIAS or `base`; for a reward model alone set data.eval=null"),
     ("", "scaling.num_workers", lambda job: not 1 <= job.workers[0] <= job.workers[1] <= MAX_WORKERS,
      f"found {{value}}, expected 0 (in this process), at least 1, or [min, max] with 1 <= min <= max <= {MAX_WORKERS}"),
     ("trl", "data.batch_size", lambda job: job.data.batch_size is None and job.workers[0] < job.workers[1],
@@ -137,8 +135,7 @@ RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
       for what in ("eval", "save", "logging")),
     # TRL raises this only in a worker, after it has loaded the model.
     ("kto", "trainer.per_device_train_batch_size", _in_kto_loss("per_device_train_batch_size", 1),
-     "found 1: the kto loss needs the completions of other rows for its KL term; expected 2 or more, or "
-     "trainer.loss_type=apo_zero_unpaired, which has none"),
+     "found 1: the KL term needs completions of other rows; expected 2 or more, or trainer.loss_type=apo_zero_unpaired"),
     ("kto", "trainer.precompute_ref_log_probs", _in_kto_loss("precompute_ref_log_probs", True),
      "each epoch pairs different rows for the KL term, so their log-probs cannot be computed before training; remove it"),
     ("ppo", "trainer.batch_size", _too_few_prompts,
@@ -206,12 +203,9 @@ def _unused(job: Job) -> Problems:
 
 def _settings(job: Job) -> Problems:
     """Yields what our own config classes reject when they are made."""
-    for section, make in (
-        ("trainer", lambda: job.stage == "ppo" and job.args),
-        ("rollout", lambda: job.rollout_config),
-    ):
+    for section in ("trainer", "rollout") if job.stage == "ppo" else ("rollout",):
         try:
-            make()
+            _ = job.args if section == "trainer" else job.rollout_config
         except InputError as error:
             yield f"{section}.{error.key}", error.message
 
@@ -230,22 +224,14 @@ def _rows(job: Job) -> Problems:
     for name in SPLITS:
         sources = zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
         for index, (source, full) in enumerate(sources):
-            keys = {
-                key: f"data.{name}.{index}.{key}" for key, value in vars(source).items() if value is not None
-            }
-            if full.label is not None and full.label.keys() not in (
-                {"good", "bad"},
-                {"first", "second"},
-                {"first", "second", "tie"},
-            ):
+            own = {key for key, value in vars(source).items() if value is not None}
+            keys = {key: f"data.{name}.{index}.{key}" if key in own else f"data.{key}" for key in known}
+            if full.label is not None and full.label.keys() not in LABELS:
                 forms = "{first: VALUE, second: VALUE} and perhaps tie: VALUE, or {good: VALUE, bad: VALUE} for ratings"
-                yield keys.get("label", "data.label"), f"found {show(full.label)}, expected {forms}"
+                yield keys["label"], f"found {show(full.label)}, expected {forms}"
             if full.group_by and not full.transform:
                 found = f"found {show(full.group_by)}; only a transform can read several rows at once"
-                yield (
-                    keys.get("group_by", "data.group_by"),
-                    f"{found}: also set transform: python:MODULE:FUNCTION",
-                )
+                yield keys["group_by"], f"{found}: also set transform: python:MODULE:FUNCTION"
             if source.revision and (not source.path.startswith(HUB) or "@" in source.path):
                 expected = f"only a dataset on the hub ({HUB}NAME) has a revision, and it is given once"
                 yield keys["revision"], f"found {show(source.revision)} for {show(source.path)}; {expected}"
@@ -255,10 +241,8 @@ def _rows(job: Job) -> Problems:
     if not any(weights) and data.stopping_strategy != "first_exhausted":
         yield "data.stopping_strategy", "no source of data.train has a weight: there is nothing to draw from"
     if any(weights) and None in weights:
-        yield (
-            "data.train",
-            f"{weights.count(None)} of {len(weights)} sources have no weight; expected one for each, or for none",
-        )
+        missing = f"{weights.count(None)} of {len(weights)} sources have no weight"
+        yield "data.train", f"{missing}; expected one for each, or for none"
 
 
 def _selectors(job: Job) -> Problems:
@@ -268,10 +252,8 @@ def _selectors(job: Job) -> Problems:
         for selector in selectors if isinstance(selectors, list) else [selectors]:
             for name, value in selector.items():
                 if " " in value:
-                    yield (
-                        f"{section}.label_selector.{name}",
-                        f"found {show(value)}, expected {value.replace(' ', '')}",
-                    )
+                    fixed = value.replace(" ", "")
+                    yield f"{section}.label_selector.{name}", f"found {show(value)}, expected {fixed}"
 
 
 def _batches(job: Job) -> Problems:
@@ -283,12 +265,10 @@ def _batches(job: Job) -> Problems:
     low, high = job.workers
     step = device * math.lcm(*range(low, high + 1))
     if size % step:
-        workers = f"any of {low} to {high} workers" if low < high else f"{low} workers"
-        found = f"found {size}, expected a multiple of {step}, to be divisible by trainer.{key}={device} on {workers}"
-        yield (
-            "data.batch_size",
-            f"{found}; set data.batch_size={math.ceil(size / step) * step} or a smaller trainer.{key}",
-        )
+        workers = f"any of {low} to {high} workers" if low < high else f"workers ({low})"
+        expected = f"a multiple of {step}, for trainer.{key}={device} on {workers}"
+        usual = math.ceil(size / step) * step
+        yield "data.batch_size", f"found {size}, expected {expected}; set data.batch_size={usual}"
 
 
 def _inputs(job: Job) -> Problems:
@@ -312,12 +292,9 @@ def _inputs(job: Job) -> Problems:
             expected = f"python:{name} for a Python function"
         else:
             continue
-        if key in job.serve.inputs:
-            key = f"serve.{key}"
-        yield (
-            "reward" if key == "reward.0" and isinstance(job.reward, str) else key,
-            f"found {show(name)}, expected {expected}",
-        )
+        if key == "reward.0" and isinstance(job.reward, str):
+            key = "reward"
+        yield f"serve.{key}" if key in job.serve.inputs else key, f"found {show(name)}, expected {expected}"
 
 
 # ---------------------------------------------------------------- settings that follow from others

@@ -122,9 +122,7 @@ def _extended(tree: Tree, folder: Path) -> Tree:
         return tree
     names = names if isinstance(names, list) else [names]
     if not names or not all(isinstance(name, str) for name in names):
-        raise tree.error(
-            "extends", f"found {show(names)}, expected one or several job files, for example ../own/rm.yaml"
-        )
+        raise tree.error("extends", f"found {show(names)}, expected job files, for example ../own/rm.yaml")
     below = Tree(tree.source)
     for name, one in [*((name, _tree(folder / name)) for name in names), ("", tree)]:
         if "extends" in one.data:
@@ -153,9 +151,8 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         raise InputError(f"{position}: not valid YAML: {error.problem or error.context}") from None
     # PyYAML's constructors raise all of these
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
-        raise InputError(
-            f"{name}: not valid YAML: a character, a tag (!!) or an alias that cannot be read; remove it"
-        ) from None
+        what = "a character, a tag (!!) or an alias that cannot be read"
+        raise InputError(f"{name}: not valid YAML: {what}; remove it") from None
 
 
 def _walk(node: yaml.Node, key: str, name: str, where: dict[str, str]) -> None:
@@ -193,9 +190,8 @@ def _override(tree: Tree, text: str) -> None:
     if _is_secret(text):
         raise InputError(f"command line: {'an override' if _is_secret(key) else key}: {NO_SECRETS}")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[^.\s]+)*", key):
-        raise InputError(
-            f"command line: {short(text)}: expected section.key=value, for example trainer.learning_rate=1e-4"
-        )
+        expected = "expected section.key=value, for example trainer.learning_rate=1e-4"
+        raise InputError(f"command line: {short(text)}: {expected}")
     where: dict[str, str] = {}
     if re.match(r"(\w+\.)?gate\.", key) and value not in ("", "null"):
         parsed: Any = value.strip("'\"")

@@ -226,12 +226,9 @@ def require_writable(path: str, key: str = "run.storage_path", example: str = ".
         write_json(probe := probe_in(path), {})
         remove(probe)
     except Exception as error:  # pyarrow and each cloud's client raise their own types
-        raise InputError(
-            without_credentials(
-                f"{key}: {path!r} cannot be written ({error}); choose a folder or bucket that this user may write to, e.g. "
-                f"{key}={example}"
-            )
-        ) from error
+        advice = f"choose a folder or bucket that this user may write to, e.g. {key}={example}"
+        why = without_credentials(f"{path!r} cannot be written ({error})")
+        raise InputError(f"{key}: {why}; {advice}") from error
 
 
 def probe_in(folder: str) -> str:
