@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
 
 TRAINER = "trainer"
-SHORTEST_S = 1e-4  # shorter spans get no bar
+SHORTEST_S = 1e-4  # shorter spans of the trainer get no bar
 
 
 @dataclass(frozen=True)
@@ -51,36 +52,23 @@ class Timeline:
         do not have.
         """
         begin, end = self.window
-        inside = [span for span in _apart(self.spans) if span.begin < end and span.end > begin]
-        spans = [
+        spans = [span for span in self.spans if span.who != TRAINER and span.begin < end and span.end > begin]
+        own = [span for span in self.spans if span.who == TRAINER]
+        for start, stop in pairwise(sorted({at for span in own for at in (span.begin, span.end)})):
+            inside = [span for span in own if span.begin <= start and stop <= span.end]
+            if inside and stop - start >= SHORTEST_S:
+                innermost = max(inside, key=lambda span: (span.begin, -span.end))
+                spans.append(replace(innermost, begin=start, end=stop))
+        rows = [
             {
                 "who": span.who,
                 "what": span.what,
                 "begin": round(max(span.begin, begin) - begin, 4),
                 "end": round(min(span.end, end) - begin, 4),
             }
-            for span in sorted(inside, key=lambda span: (span.begin, -span.end))
+            for span in sorted(spans, key=lambda span: (span.begin, -span.end))
         ]
-        return {"update": self.update, "seconds": round(end - begin, 4), "spans": spans}
-
-
-def _apart(spans: Sequence[Span]) -> list[Span]:
-    """Returns the spans; a span of the trainer that contains others of the trainer is split into the pieces between them."""
-    apart = []
-    for span in spans:
-        within = [
-            one
-            for one in spans
-            if one is not span
-            and one.who == span.who == TRAINER
-            and span.begin <= one.begin <= one.end <= span.end
-        ]
-        at = span.begin
-        for one in sorted(within, key=lambda one: one.begin):
-            apart.append(replace(span, begin=at, end=one.begin))
-            at = one.end
-        apart.append(replace(span, begin=at))
-    return [span for span in apart if span.end - span.begin >= SHORTEST_S]
+        return {"update": self.update, "seconds": round(end - begin, 4), "spans": rows}
 
 
 def typical(timelines: Sequence[Timeline]) -> dict[str, Any] | None:

@@ -193,7 +193,9 @@ def collate(
     width, actions = max(map(len, token_ids)), max(len(c.tokens) for c in completions)
     counts = torch.tensor([len(c.tokens) for c in completions], device=device)
     mask = torch.arange(actions, device=device) < counts.unsqueeze(-1)
-    zeros, row_zeros = torch.zeros(mask.shape, device=device), torch.zeros(len(completions), device=device)
+    of_actions = ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+    later = {name: torch.zeros(mask.shape, device=device) for name in of_actions}
+    later |= {n: torch.zeros(len(mask), device=device) for n in ("scores", "greedy_scores", "bootstrap")}
     first: dict[tuple[int, ...], int] = {}
     same = [first.setdefault(tuple(p), index) for p, index in zip(prompts, indices, strict=True)]
     sampler_logprobs = [c.logprobs + [0.0] * (actions - len(c.tokens)) for c in completions]
@@ -206,16 +208,8 @@ def collate(
         ended=torch.tensor([c.ended for c in completions], device=device),
         mask=mask,
         sampler_logprobs=torch.tensor(sampler_logprobs, device=device),
-        scores=row_zeros.clone(),
-        greedy_scores=row_zeros.clone(),
-        old_logprobs=zeros.clone(),
-        ref_logprobs=zeros.clone(),
-        values=zeros.clone(),
-        bootstrap=row_zeros.clone(),
-        rewards=zeros.clone(),
-        advantages=zeros.clone(),
-        returns=zeros.clone(),
         learn=mask.clone(),
+        **later,
     )
 
 

@@ -102,7 +102,7 @@ class Pool:
         self.failures = [0] * len(self.slots)  # consecutive failures of each slot's workers to load
         self.alone_since: float | None = time.monotonic()  # when the last worker was lost
         self.displaced_since: float | None = None  # when the trainers began to wait for resources
-        self.reported, self.report_interval = time.monotonic(), placement.REPORT_INTERVAL_S
+        self.next_report = placement.REPORT_INTERVAL_S  # seconds that a worker waits until a line says so
         self.broken: BaseException | None = None
         self.measured, self.bytes, self.lost = time.monotonic(), 0, 0
         self.assignments: list[Assignment] = []  # that have not ended before `measured`
@@ -402,9 +402,9 @@ class Pool:
         now = time.monotonic()
         waits = [now - slot.waits_since for slot in self.slots if slot.waits_since is not None]
         if not waits:
-            self.reported, self.report_interval = now, placement.REPORT_INTERVAL_S
-        elif now - self.reported >= self.report_interval:
-            self.reported, self.report_interval = now, min(2 * self.report_interval, MAX_REPORT_INTERVAL_S)
+            self.next_report = placement.REPORT_INTERVAL_S
+        elif max(waits) >= self.next_report:
+            self.next_report = max(waits) + min(max(waits), MAX_REPORT_INTERVAL_S)
             need = placement.rollout_bundle(self.work.job)
             there = await asyncio.to_thread(placement.describe_cluster)
             terminal.say(
