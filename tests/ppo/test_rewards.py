@@ -43,15 +43,14 @@ def test_a_function_that_does_not_import(text, says, tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------- what they return
 
 
-def samples(count: int = 3) -> Samples:
+def samples(count: int = 3, first: int = 0) -> Samples:
     class Tokenizer:
         def decode(self, ids, skip_special_tokens=True):
             return f"completion {ids[0]}"
 
     rows = [{"prompt": f"question {i}", "answer": i} for i in range(count)]
-    return Samples(
-        [[i] for i in range(count)], [[i] for i in range(count)], [True] * count, rows, Tokenizer()
-    )
+    completions = [[first + i] for i in range(count)]
+    return Samples([[i] for i in range(count)], completions, [True] * count, rows, Tokenizer())
 
 
 def checked(returned):
@@ -212,8 +211,7 @@ def test_rows_that_are_scored_side_by_side_keep_their_order():
             two.wait()
         return [float(completion_ids[0][0])]
 
-    asked = samples(6)
-    asked.completion_ids = [[60 + i] for i in range(6)]
+    asked = samples(6, first=60)
     row_by_row = FunctionReward(slow, timeout_s=30, threads=2, name="slow").checked(asked)
     assert row_by_row == [60.0, 61.0, 62.0, 63.0, 64.0, 65.0] and sorted(called) == [60, 61, 62, 63, 64, 65]
 
@@ -227,8 +225,7 @@ def test_a_row_whose_reward_hangs_ends_the_run_and_is_named():
             never.wait(60)
         return [0.0]
 
-    asked = samples(5)
-    asked.completion_ids = [[60 + i] for i in range(5)]
+    asked = samples(5, first=60)
     says = r"reward 'hung' \(.*hangs\) took more than 0\.3 s \(trainer\.reward_timeout_s\) for prompt .* \(sample 1 of 5\)"
     with pytest.raises(Failure, match=says):
         FunctionReward(hangs, timeout_s=0.3, threads=1, name="hung").checked(asked)
@@ -245,8 +242,7 @@ def test_a_row_whose_reward_raises_is_named_without_being_asked_again():
             raise KeyError("no such place")
         return [0.0]
 
-    asked = samples(3)
-    asked.completion_ids = [[60 + i] for i in range(3)]
+    asked = samples(3, first=60)
     with pytest.raises(Failure, match=r"raised KeyError: 'no such place' for prompt .* \(sample 2 of 3\)"):
         FunctionReward(picky, timeout_s=30, threads=1).checked(asked)
     assert asked_for == [60, 61, 62]

@@ -236,21 +236,22 @@ def test_rewards_with_seeds_draw_the_same_numbers_however_an_update_is_split(cha
 # ------------------------------------------------------------------------------------------ planted faults
 
 
-class Forgetful(Elsewhere):
-    """Samples every chunk from the first version, and says so in no way (a stale prefix cache)."""
-
-    def make(self, chunk):
-        self.sampler.shared.fill("policy", self.versions[min(self.versions)])
-        sampled = self.sampler.sample_and_score(chunk, digest(self.versions[chunk.version]))
-        return sampled
-
-
 class Skewed(Elsewhere):
     """Samples every chunk from the first version, and reports the parameters that it has."""
 
+    def digest(self, chunk):
+        return digest(self.sampler.shared.tensors_of("policy"))
+
     def make(self, chunk):
         self.sampler.shared.fill("policy", self.versions[min(self.versions)])
-        return self.sampler.sample_and_score(chunk, digest(self.sampler.shared.tensors_of("policy")))
+        return self.sampler.sample_and_score(chunk, self.digest(chunk))
+
+
+class Forgetful(Skewed):
+    """... or says so in no way (a stale prefix cache)."""
+
+    def digest(self, chunk):
+        return digest(self.versions[chunk.version])
 
 
 class Twice(Elsewhere):

@@ -63,10 +63,6 @@ def manners(completions, answer, **_):
     return [float(a in c) * min(len(c.split()), 6) / 6 for c, a in zip(completions, answer, strict=True)]
 
 
-async def manners_later(completions, answer):
-    return manners(completions, answer)
-
-
 @pytest.fixture(scope="module")
 def trained(embedded_ray, tmp_path_factory, request):
     """Folders of the demo's sft and reward adapters, and the table of gains, printed at the end."""
@@ -138,15 +134,9 @@ def test_several_rewards_with_weights(trained):
     )
 
 
-@pytest.mark.parametrize("function", [manners, manners_later])
-def test_a_python_reward(function, trained):
-    learn(
-        trained,
-        f"python reward {function.__name__}, no model",
-        {},
-        lambda *_: [FunctionReward(function, weight=3.0)],
-        least=0.05,  # it knows of sentences, and not of courtesy
-    )
+def test_a_python_reward(trained):
+    # It knows of sentences, and not of courtesy
+    learn(trained, "python reward", {}, lambda *_: [FunctionReward(manners, weight=3.0)], least=0.05)
 
 
 def test_a_reward_model_that_is_not_on_this_base(trained):
