@@ -53,7 +53,11 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
     config = base_config(name_or_path, revision)
     folder = local(name_or_path)
     if os.path.isdir(folder):
-        digest = "sha256:" + _folder_digest(folder, config)
+        lasting = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
+        covered = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode())
+        for weights in weight_files(folder):
+            covered.update(weights.name.encode() + _file_digest(weights))
+        digest = f"sha256:{covered.hexdigest()}"
     else:
         path = base_file(name_or_path, "config.json", revision)
         assert path is not None
@@ -76,14 +80,6 @@ def context_length(config: dict[str, Any]) -> int | None:
             if isinstance(part.get(key), int):
                 return int(part[key])
     return None
-
-
-def _folder_digest(folder: Path, config: dict[str, Any]) -> str:
-    lasting = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
-    digest = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode())
-    for path in weight_files(folder):
-        digest.update(path.name.encode() + _file_digest(path))
-    return digest.hexdigest()
 
 
 def _file_digest(path: Path) -> bytes:

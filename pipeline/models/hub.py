@@ -60,30 +60,28 @@ def base_file(name_or_path: str, filename: str, revision: str | None = None) -> 
     if os.path.isdir(folder):
         return folder / filename if os.path.lexists(folder / filename) else None
     require_local(name_or_path)
-    return _hub_file(name_or_path, filename, revision)
-
-
-def _hub_file(repo: str, filename: str, revision: str | None) -> Path | None:
     from huggingface_hub import errors, hf_hub_download, try_to_load_from_cache
 
     from pipeline.system.progress import Bar
 
-    offline = not _hub_answers()
+    options: dict[str, Any] = {
+        "revision": revision,
+        "local_files_only": not _hub_answers(),
+        "tqdm_class": Bar,
+    }
     try:
-        return Path(
-            hf_hub_download(repo, filename, revision=revision, local_files_only=offline, tqdm_class=Bar)
-        )
+        return Path(hf_hub_download(name_or_path, filename, **options))
     except (errors.HTTPError, errors.HFValidationError, errors.EntryNotFoundError) as error:
         if isinstance(error, errors.EntryNotFoundError):
             away = isinstance(error, errors.LocalEntryNotFoundError)
-            cached = away and try_to_load_from_cache(repo, "config.json", revision=revision)
+            cached = away and try_to_load_from_cache(name_or_path, "config.json", revision=revision)
             # Offline, a cached model that lacks an optional file raises LocalEntryNotFoundError, too.
             if not away or (filename != "config.json" and isinstance(cached, str)):
                 return None
-        where = f"{repo!r}" + (f" (revision {revision!r})" if revision else "")
+        where = f"{name_or_path!r}" + (f" (revision {revision!r})" if revision else "")
         raise InputError(
             f"{where} is not a folder here, and cannot be read from the hub ({in_brief(error, 400)}); check the name, set "
-            f"HF_TOKEN if it is private or gated, or run `hf download {repo}` on a machine with a network",
+            f"HF_TOKEN if it is private or gated, or run `hf download {name_or_path}` on a machine with a network",
             KEY,
         ) from error
 
