@@ -20,7 +20,6 @@ from pipeline.registry.runs import (
 from pipeline.registry.store import check, check_reachable, client, file_of_uri, tracking_uri, uri_of
 from pipeline.registry.versions import (
     Version,
-    aliases,
     conditions,
     evaluate_gate,
     fetch,
@@ -33,7 +32,7 @@ from pipeline.registry.versions import (
 )
 
 __all__ = [
-    "Curves", "MLflowRun", "MetricLog", "Version", "aliases", "check", "check_reachable", "check_trackers", "client", "conditions",
+    "Curves", "MLflowRun", "MetricLog", "Version", "check", "check_reachable", "check_trackers", "client", "conditions",
     "end_finished", "end_interrupted", "evaluate_gate", "fetch", "file_of_uri", "find_run", "history", "log_figures", "log_files",
     "mlflow_run", "nested_under", "other_base", "parameters", "pin", "promote", "publish", "recorded", "tracking_uri",
     "uri_of", "version",

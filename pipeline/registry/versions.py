@@ -286,12 +286,6 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
         raise InputError(f"{ref}: {why}") from error
 
 
-def aliases(name: str, uri: str) -> dict[str, str]:
-    """Returns {alias: models:/name/VERSION} of a registered model. Raises MLflow's errors."""
-    found = client(uri).get_registered_model(name).aliases
-    return {alias: str(Ref(name, version=version)) for alias, version in found.items()}
-
-
 def parameters(reference: str, uri: str) -> dict[str, str]:
     """Returns {section.key: value} of the job behind a pinned version, or {} for a folder or if MLflow lost the run."""
     from mlflow.exceptions import MlflowException

@@ -14,9 +14,7 @@ OVERVIEW = (("rm", 0), ("dpo", 0), ("kto", 0), ("ppo", 0), ("ppo", 1), ("evaluat
 
 def cards(run: Run) -> list[dict[str, str]]:
     """Returns the headline of a run: metrics of its stage and of its held-out pairs, and its wall clock."""
-    # MLflow may contain runs of other programs.
-    figures = STAGE[run.stage].headline if run.stage in STAGE else ()
-    shown = [card for figure in figures if (card := _card(run, *figure))]
+    shown = [card for figure in STAGE[run.stage].headline if (card := _card(run, *figure))]
     if run.pairs:
         held_out = preferences.summary(run.pairs)
         for label, unit in (("calibration error", "%"), ("margin to length, correlation", "")):
@@ -59,30 +57,30 @@ def duration(seconds: float) -> str:
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """Returns facts about the run as (name, value) pairs."""
-    model, result = run.job.get("model", {}), run.result
-    entries = [("base", " ".join(filter(None, (model.get("name_or_path"), model.get("revision")))))]
-    entries += [(role, reference) for role, reference in run.inputs.items()]
+    model, scaling, result = run.job["model"], run.job.get("scaling", {}), run.result
+    registered = None
     if result.get("version"):
-        unmoved = " (the alias stays where it was)" if run.stage == "evaluate" else " (no alias)"
-        alias = f" @{result['alias']}" if result.get("alias") else unmoved
-        entries.append(("registered", f"{result['registered_model']} v{result['version']}{alias}"))
-    if ended := how_it_ended(result):
-        entries.append(("ended", ended))
-    scaling = run.job.get("scaling", {})
+        unmoved = "(the alias stays where it was)" if run.stage == "evaluate" else "(no alias)"
+        alias = f"@{result['alias']}" if result.get("alias") else unmoved
+        registered = f"{result['registered_model']} v{result['version']} {alias}"
     workers = scaling.get("num_workers", 1) or "in process,"
-    entries.append(("workers", f"{workers} {'with a GPU each' if scaling.get('use_gpu') else 'on CPUs'}"))
-    if peak := result.get("peak_memory_bytes"):
-        entries.append(("peak memory", f"{peak / 2**30:.2f} GiB in the largest worker"))
-    if seconds := result.get("train_seconds"):
-        name = "training" if run.stage in STAGE and STAGE[run.stage].learns else "work"
-        entries.append((name, f"{duration(seconds)} of {duration(result['seconds'])}"))
-    if cost := result.get("cost"):
-        entries.append(("cost", prices.in_words(cost)))
-    if run.run_id:
-        entries.append(("MLflow run", run.run_id))
-    if run.folder:
-        entries.append(("folder", run.folder))
-    return entries
+    peak, seconds, cost = (result.get(key) for key in ("peak_memory_bytes", "train_seconds", "cost"))
+    entries = [
+        ("base", " ".join(filter(None, (model["name_or_path"], model.get("revision"))))),
+        *run.inputs.items(),
+        ("registered", registered),
+        ("ended", how_it_ended(result)),
+        ("workers", f"{workers} {'with a GPU each' if scaling.get('use_gpu') else 'on CPUs'}"),
+        ("peak memory", peak and f"{peak / 2**30:.2f} GiB in the largest worker"),
+        (
+            "training" if STAGE[run.stage].learns else "work",
+            seconds and f"{duration(seconds)} of {duration(result['seconds'])}",
+        ),
+        ("cost", cost and prices.in_words(cost)),
+        ("MLflow run", run.run_id),
+        ("folder", run.folder),
+    ]
+    return [(name, value) for name, value in entries if value]
 
 
 def how_it_ended(result: dict[str, Any]) -> str | None:

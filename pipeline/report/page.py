@@ -48,7 +48,7 @@ def render(runs: list[Run], table: list[list[str]] | None = None) -> str:
 
 def title_of(stage: str) -> str:
     """Returns `Reward model` for `rm`, or the stage's name if it has no title."""
-    return (STAGE[stage].title if stage in STAGE else "") or stage
+    return STAGE[stage].title or stage
 
 
 def marked(text: str) -> Markup:

@@ -137,17 +137,14 @@ class Models:
             before = version = self.versions[name]
             try:
                 if ref.alias:
-                    version = registry.aliases(ref.name, self.uri).get(ref.alias, before)
-            except Exception as error:
-                said.append(
-                    f"{reference}: the registry cannot be reached ({in_brief(error)}); {before} stays"
-                )
+                    version = registry.pin(reference, self.uri)
+            except Exception as error:  # the registry cannot be reached, or the alias was deleted
+                said.append(f"{reference}: {in_brief(error)}; {before} stays")
             if version == before or (key, version) in self.refused:
                 continue
             try:
-                folder = self._checked(
-                    key, version
-                )  # fetched and checked here, so that the batch does not wait
+                # Fetched and checked here, so that the batch does not wait
+                folder = self._checked(key, version)
                 self.batcher.run(partial(self._serve, key, version, folder)).result()
                 said.append(f"{name}: {version}")
             except Exception as error:
