@@ -82,13 +82,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
     return difference.abs()
 
 
-def last_action(mask: Tensor) -> Tensor:
-    """Returns a mask (batch, time) that is on at the last action of each row; a row without actions has none."""
-    mask = mask.bool()
-    remaining = mask.flip(-1).cumsum(-1).flip(-1)  # number of actions from here on
-    return mask & (remaining == 1)
-
-
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """Returns the reward of every action: -kl_coef * kl on each, plus the row's score (batch,) once, on the last one.
 
@@ -96,7 +89,8 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     """
     mask = mask.bool()
     rewards = (-kl_coef * kl.float()).where(mask, 0.0).to(scores.dtype)
-    paid = scores.unsqueeze(-1).expand_as(rewards).where(last_action(mask), 0.0)
+    remaining = mask.flip(-1).cumsum(-1).flip(-1)  # number of actions from here on
+    paid = scores.unsqueeze(-1).expand_as(rewards).where(mask & (remaining == 1), 0.0)
     return rewards + paid
 
 
@@ -125,11 +119,6 @@ def gae(
         next_value = torch.where(on, values[:, t], next_value)
         advantages[:, t] = next_advantage.where(on, 0.0)
     return advantages, advantages + values
-
-
-def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """Returns the discounted sum of the rewards from each action on: GAE with lam = 1 and no critic."""
-    return gae(rewards, torch.zeros_like(rewards, dtype=torch.float32), mask, gamma, 1.0)[0]
 
 
 def loss_weights(

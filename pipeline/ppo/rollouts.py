@@ -201,9 +201,3 @@ def assembled(
     ]
     indices, prompts, completions = zip(*sorted(rows, key=lambda row: row[0]), strict=True)
     return Rollout(list(chunks), list(sampled), collate(prompts, completions, list(indices), pad, device))
-
-
-def rows_of(chunk: Chunk) -> list[int]:
-    """Returns the indices of a chunk's completions in the episodes of the share."""
-    each = chunk.generations
-    return [place * each + g for place in chunk.places for g in range(each)]

@@ -50,6 +50,12 @@ class Chunk:
         """Returns the number of completions to each prompt."""
         return len(self.episodes) // len(self.prompt_ids)
 
+    @property
+    def rows(self) -> list[int]:
+        """Returns the indices of the completions in the episodes of the share."""
+        each = self.generations
+        return [place * each + g for place in self.places for g in range(each)]
+
 
 @dataclass
 class Sampled:

@@ -46,7 +46,7 @@ from pipeline.ppo.losses import POLICY_STATS, VALUE_STATS, RunningMoments
 from pipeline.ppo.metrics import episode_metrics, off_policy_metrics, seconds_at_peak
 from pipeline.ppo.rewards import AdapterReward, Reward, combined
 from pipeline.ppo.rng import kept_rng_state, rng_state, set_rng_state
-from pipeline.ppo.rollouts import Rollout, Rollouts, RolloutWorkers, Versions, assembled, rows_of
+from pipeline.ppo.rollouts import Rollout, Rollouts, RolloutWorkers, Versions, assembled
 from pipeline.ppo.sampler import Chunk, Sampler, split_into_chunks
 from pipeline.ppo.selfcheck import rollout as checks
 
@@ -286,7 +286,7 @@ class PPOTrainer:
         for chunk, sampled in zip(rollout.chunks, rollout.sampled, strict=True):
             if sampled.raw is None:
                 self.sampler.score(chunk, sampled)
-            rows = rows_of(chunk)
+            rows = chunk.rows
             for name, scores in (sampled.raw or {}).items():
                 for row, score in zip(rows, scores, strict=True):
                     raw[name][row] = score
@@ -312,7 +312,7 @@ class PPOTrainer:
                 self.sampler.reference_logprobs(chunk, sampled)
             assert sampled.ref_logprobs is not None
             width = sampled.ref_logprobs.shape[1]
-            rollout.episodes.ref_logprobs[rows_of(chunk), :width] = sampled.ref_logprobs.to(self.device)
+            rollout.episodes.ref_logprobs[chunk.rows, :width] = sampled.ref_logprobs.to(self.device)
 
     @torch.no_grad()
     def logprobs_and_values(self, episodes: Episodes) -> None:

@@ -92,9 +92,8 @@ def test_critic_starts_from_the_reward_and_is_warmed_up_alone():
         assert trainer.values(episodes)[1].tolist() == pytest.approx(episodes.scores.tolist(), abs=1e-5)
     policy, critic = toy.weights(shared, ["policy"]), toy.weights(shared, ["critic"])
     trainer.run_update()
-    assert torch.equal(policy, toy.weights(shared, ["policy"])) and not torch.equal(
-        critic, toy.weights(shared, ["critic"])
-    )
+    assert torch.equal(policy, toy.weights(shared, ["policy"]))
+    assert not torch.equal(critic, toy.weights(shared, ["critic"]))
     trainer.run_update()
     assert not torch.equal(policy, toy.weights(shared, ["policy"]))
 
@@ -131,17 +130,13 @@ def test_each_role_warms_up_when_it_begins_to_learn(critic_warmup_steps):
 def test_reference_is_the_frozen_adapter_and_the_first_kl_is_zero():
     shared = toy.shared_base()
     for parameter in [*shared.parameters_of("reference"), *shared.parameters_of("policy")]:
-        parameter.data += 0.1 * torch.randn(
-            parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())
-        )
+        parameter.data += 0.1 * torch.sin(torch.arange(parameter.numel())).view_as(parameter)
     trainer = toy.trainer(shared)  # both moved alike: an sft adapter, not the bare base
     frozen = toy.weights(shared, ["reference"])
     assert trainer.run_update()["objective/kl"] == pytest.approx(0, abs=1e-4)
     assert trainer.run_update()["objective/kl"] != pytest.approx(0, abs=1e-4)
     assert torch.equal(frozen, toy.weights(shared, ["reference"]))
-    with pytest.raises(
-        SelfCheckFailed, match="KL to the reference is 0 before the first step: log-probs differ"
-    ):
+    with pytest.raises(SelfCheckFailed, match=r"KL to the reference is 0 .*: log-probs differ"):
         toy.trainer(toy.shared_base(spread=0.1)).run_update()
     toy.trainer(toy.shared_base(spread=0.1), check_reference=False).run_update()
 
@@ -159,17 +154,9 @@ def test_log_ratio_loss_heads_and_adapters_are_fp32_over_a_bf16_base():
         *settings, *trainer.sampler.logprobs("policy", episodes), trainer.kl_coef
     )
     value, _ = losses.value_objective(*settings, trainer.values(episodes)[0], trainer.moments)
-    floats = (
-        loss,
-        value,
-        *stats,
-        episodes.old_logprobs,
-        episodes.values,
-        episodes.advantages,
-    )
-    assert {x.dtype for x in floats} == {torch.float32}
     logits = shared.logits(shared.hidden("policy", episodes.input_ids))
-    assert logits.dtype == torch.float32
+    floats = (loss, value, *stats, episodes.old_logprobs, episodes.values, episodes.advantages, logits)
+    assert {x.dtype for x in floats} == {torch.float32}
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step(monkeypatch):
