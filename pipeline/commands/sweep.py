@@ -22,7 +22,6 @@ from pipeline.runtime.host import SweepHandle, Work
 from pipeline.runtime.inputs import by_version, check_paths
 from pipeline.runtime.preparation import prepared
 from pipeline.sweep import space, table, trials
-from pipeline.sweep.rungs import Rungs
 from pipeline.sweep.space import Sweep
 from pipeline.system import console, process, storage
 
@@ -83,7 +82,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
     settings = sweep.settings
     # On the head, which outlives spot nodes
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    rungs = ray.remote(num_cpus=0, scheduling_strategy=here)(Rungs).remote(
+    rungs = ray.remote(num_cpus=0, scheduling_strategy=here)(trials.Rungs).remote(
         sweep.metric,
         sweep.greater,
         settings.grace_period,

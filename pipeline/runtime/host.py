@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class SweepHandle:
     """The sweep that a run is a trial of."""
 
-    rungs: Any  # the actor that every evaluation is reported to (pipeline/sweep/rungs.py)
+    rungs: Any  # the actor that every evaluation is reported to (pipeline/sweep/trials.py)
     run_id: str  # the MLflow run that is the parent of the trials' runs
 
 
