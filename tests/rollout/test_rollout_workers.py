@@ -9,18 +9,9 @@ from dying import (
     killed_and_replaced,
     rollout_workers_killed,
 )
-from resumed import MEASURED, numbers, touched
-from running import client, stage
+from resumed import assert_equal, touched
+from running import stage
 
-ROLLOUT = (
-    "rollout/waited",
-    "rollout/waiting",
-    "rollout/idle",
-    "rollout/queue",
-    "rollout/bytes",
-    "rollout/workers",
-    "rollout/lost_workers",
-)
 PPO = [
     "policy=base", "reward=python:pipeline.demo:gold", "judge=null", "data.eval=null", "mlflow.registered_model=null",
     "trainer.total_episodes=40", "trainer.batch_size=8", "trainer.response_length=8", "trainer.local_rollout_forward_batch_size=4",
@@ -31,28 +22,6 @@ AHEAD = [*PPO, "rollout.staleness=1", "rollout.heartbeat_timeout_s=3"]
 
 def run(storage, name, *overrides):
     return stage("ppo", storage, name, *overrides)
-
-
-def assert_equal(storage, expected, result):
-    """The adapter's bits, the figures and the curve, but for what the clock decides."""
-    weights = [Path(one["adapter"], "adapter_model.safetensors").read_bytes() for one in (expected, result)]
-    assert weights[0] == weights[1], "the adapters differ"
-    mlflow = client(storage)
-
-    def curve(one):
-        keys = [
-            k
-            for k in mlflow.get_run(one["mlflow_run_id"]).data.metrics
-            if not MEASURED.search(k) and k not in ROLLOUT
-        ]
-        return {
-            k: [(p.step, p.value) for p in mlflow.get_metric_history(one["mlflow_run_id"], k)] for k in keys
-        }
-
-    assert curve(expected) == curve(result) and len(curve(result)) > 10
-    assert {k: v for k, v in numbers(expected["metrics"]).items() if k not in ROLLOUT} == {
-        k: v for k, v in numbers(result["metrics"]).items() if k not in ROLLOUT
-    }
 
 
 def timeline(result):

@@ -7,7 +7,7 @@ from pathlib import Path
 import dying
 from running import client
 
-MEASURED = re.compile(r"runtime|per_second|time|memory|flos")
+MEASURED = re.compile(r"runtime|per_second|time|memory|flos|rollout/(wait|idle|queue|bytes|workers|lost)")
 
 
 def touched(monkeypatch, verb, step, once, happens):
