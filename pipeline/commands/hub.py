@@ -18,7 +18,7 @@ from tqdm import tqdm
 from pipeline import registry
 from pipeline.config import Job
 from pipeline.data.counts import count, most_frequent
-from pipeline.data.sets import NAME as DATA_SET
+from pipeline.data.files import NAME as DATA_SET
 from pipeline.errors import Failure, InputError, in_brief
 from pipeline.models import hub
 from pipeline.references import Ref

@@ -25,9 +25,10 @@ import yaml
 
 from pipeline.commands import shipped
 from pipeline.config import Job, load_job
-from pipeline.data import chunks, guess, preview, sets
+from pipeline.data import chunks, guess, preview
 from pipeline.data.encode import Encoder, Example
-from pipeline.data.files import find
+from pipeline.data.files import NAME as DATA_SET
+from pipeline.data.files import files_of, find
 from pipeline.data.reshape import Preprocess
 from pipeline.data.shapes import Kind, Record, kind_of
 from pipeline.data.tasks import checked, held_out
@@ -160,12 +161,12 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
 
     Files whose names differ only in numbers (`train-00000-of-00002.parquet`) become one glob.
     """
-    if sets.files_of(path, "data.train"):
+    if files_of(path, "data.train"):
         yield path, False
         for name in EVAL_NAMES:
             split = f"{path.rstrip('/').removesuffix('/train')}/{name}"
             with contextlib.suppress(InputError):
-                if sets.files_of(split, "data.eval"):
+                if files_of(split, "data.eval"):
                     yield split, True
                     return
         return
@@ -214,7 +215,7 @@ def source_of(path: str, for_eval: bool) -> Source:
 
 def name_of(path: str) -> str:
     """Derives the profile's name from a path or URI; no shipped profile has this name."""
-    on_hub = sets.NAME.fullmatch(path)
+    on_hub = DATA_SET.fullmatch(path)
     last = (on_hub["repo"] if on_hub else path.rstrip("/")).rpartition("/")[2]
     name = re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_") or "data"
     return f"{name}_rows" if (shipped.JOBS / name).exists() else name

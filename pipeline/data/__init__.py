@@ -2,7 +2,7 @@
 
 A row passes through the files in this order:
 
-    files, sets, chunks      the files of a job -> chunks that tasks read
+    files, chunks            the files of a job -> chunks that tasks read
     text_rows, table_rows    a chunk of JSON Lines, a JSON array, CSV, Parquet or Arrow -> decoded rows with their numbers
     preview, reshape         what the job makes of a decoded row: its function, its names of columns, the side that a label picks
     shapes, messages         a row of any accepted shape -> a Record

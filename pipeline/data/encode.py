@@ -75,7 +75,28 @@ class Encoder:
 
     def encode(self, records: Sequence[Record]) -> list[list[Outcome]]:
         """Returns for each record its examples (one for each pair of completions), or what is wrong with it."""
-        return self._demonstrations(records) if "labels" in self.kind.columns else self._completions(records)
+        marks_tokens = "labels" in self.kind.columns
+        rendered: list[Any] = []
+        for record in records:
+            try:
+                rendered.append((self._spans if marks_tokens else self._texts)(record))
+            except RowError as error:
+                rendered.append(error)
+        good = [item for item in rendered if not isinstance(item, RowError)]
+        if marks_tokens:
+            encodings = iter(self.encodings([item[0] for item in good], self.backend.encode_batch))
+        else:
+            ids = iter(self.ids([text for item in good for pair in item for text in pair]))
+        outcomes: list[list[Outcome]] = []
+        for record, item in zip(records, rendered, strict=True):
+            if isinstance(item, RowError):
+                outcomes.append([item])
+            elif marks_tokens:
+                outcomes.append([self._labelled(next(encodings), *item)])
+            else:
+                made = [self._fit(record, at, [next(ids) for _ in pair]) for at, pair in enumerate(item)]
+                outcomes.append(self._distinct(made))
+        return outcomes
 
     def special_in(self, record: Record) -> list[str]:
         """Returns the special tokens in the text of a row."""
@@ -144,34 +165,18 @@ class Encoder:
 
     # ---- prompts, completions and pairs of them -----------------------------------------------------------------
 
-    def _completions(self, records: Sequence[Record]) -> list[list[Outcome]]:
-        rendered = [self._render(record) for record in records]
-        texts = [text for item in rendered if isinstance(item, list) for pair in item for text in pair]
-        ids = iter(self.ids(texts))
-        outcomes: list[list[Outcome]] = []
-        for record, item in zip(records, rendered, strict=True):
-            if isinstance(item, RowError):
-                outcomes.append([item])
-            else:
-                made = [self._fit(record, at, [next(ids) for _ in pair]) for at, pair in enumerate(item)]
-                outcomes.append(self._distinct(made))
-        return outcomes
-
-    def _render(self, record: Record) -> list[list[Rendered]] | RowError:
+    def _texts(self, record: Record) -> list[list[Rendered]]:
         """Returns for each pair of completions the text of the prompt, and of the prompt with each completion."""
         texts = []
-        try:
-            for completions in record.pairs or [()]:
-                prompt, completions, escaping = self.turns(record, completions)
-                if isinstance(prompt, str):
-                    wholes = [prompt, *(prompt + str(completion) for completion in completions)]
-                else:
-                    chat = self.chat.offering(record.tools)
-                    both = [chat.whole(prompt, list(completion)) for completion in completions]  # type: ignore[arg-type]
-                    wholes = [both[0][0] if both else chat.asking(prompt), *(whole for _, whole in both)]
-                texts.append([(whole, escaping) for whole in wholes])
-        except RowError as error:
-            return error
+        for completions in record.pairs or [()]:
+            prompt, completions, escaping = self.turns(record, completions)
+            if isinstance(prompt, str):
+                wholes = [prompt, *(prompt + str(completion) for completion in completions)]
+            else:
+                chat = self.chat.offering(record.tools)
+                both = [chat.whole(prompt, list(completion)) for completion in completions]  # type: ignore[arg-type]
+                wholes = [both[0][0] if both else chat.asking(prompt), *(whole for _, whole in both)]
+            texts.append([(whole, escaping) for whole in wholes])
         return texts
 
     def _fit(self, record: Record, at: int, ids: list[list[int]]) -> Outcome:
@@ -228,41 +233,28 @@ class Encoder:
 
     # ---- demonstrations ----------------------------------------------------------------------------------------
 
-    def _demonstrations(self, records: Sequence[Record]) -> list[list[Outcome]]:
-        """Returns one example for each record. `labels` are the ids of the trained tokens, and -100 for other tokens."""
-        rendered = [self._render_spans(record) for record in records]
-        texts = [item[0] for item in rendered if not isinstance(item, RowError)]
-        encodings = iter(self.encodings(texts, self.backend.encode_batch))
-        return [
-            [item if isinstance(item, RowError) else self._labelled(next(encodings), item[0][0], *item[1:])]
-            for item in rendered
-        ]
-
-    def _render_spans(self, record: Record) -> tuple[Rendered, list[Span], bool] | RowError:
+    def _spans(self, record: Record) -> tuple[Rendered, list[Span], bool]:
         """Returns the text, its trained spans, and whether its last turn is trained."""
-        try:
-            prompt, (completion,), escaping = self.turns(record, record.pairs[0])
-            if isinstance(prompt, str):
-                whole = prompt + str(completion)
-                return (whole, escaping), [(len(prompt), len(whole))], True
-            turns = [*prompt, *completion]
-            first = 0 if record.all_turns else len(prompt)
-            chat = self.chat.offering(record.tools)
-            whole, spans = chat.spans(turns, first, record.untrained)  # type: ignore[arg-type]
-            if not holds(whole, prompt[-1]["content"].strip()):
-                # Raises RowError if the template leaves out or changes the last turn of the prompt
-                chat.asking(prompt)
-            return (whole, escaping), spans, len(turns) - 1 not in record.untrained
-        except RowError as error:
-            return error
+        prompt, (completion,), escaping = self.turns(record, record.pairs[0])
+        if isinstance(prompt, str):
+            whole = prompt + str(completion)
+            return (whole, escaping), [(len(prompt), len(whole))], True
+        turns = [*prompt, *completion]
+        chat = self.chat.offering(record.tools)
+        whole, spans = chat.spans(turns, 0 if record.all_turns else len(prompt), record.untrained)  # type: ignore[arg-type]
+        if not holds(whole, prompt[-1]["content"].strip()):
+            # Raises RowError if the template leaves out or changes the last turn of the prompt
+            chat.asking(prompt)
+        return (whole, escaping), spans, len(turns) - 1 not in record.untrained
 
-    def _labelled(self, encoding: Any, whole: str, spans: list[Span], trains_end: bool) -> Outcome:
+    def _labelled(self, encoding: Any, text: Rendered, spans: list[Span], trains_end: bool) -> Outcome:
+        """Returns the example of a text. `labels` are the ids of the trained tokens, and -100 for other tokens."""
         ids, offsets = encoding.ids, encoding.offsets
         starts, trained = [start for start, _ in offsets], [False] * len(ids)
         for begin, stop in spans:  # a token that spans the border of prompt and completion is not trained
             first, last = bisect_left(starts, begin), bisect_left(starts, stop)
             trained[first:last] = [True] * (last - first)
-        self._train_ends(ids, trained, whole, offsets)
+        self._train_ends(ids, trained, text[0], offsets)
         kept = len(self.ended(ids)) if ids and ids[-1] not in self.ends else len(ids)
         if kept > len(ids):
             ids, trained = [*ids, self.eos], [*trained, trains_end]

@@ -20,8 +20,8 @@ from typing import Any
 from pipeline.config.job import sources_of
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.counts import Counts, RowsDigest, of_split, totals
+from pipeline.data.feed import Mixture, mixture_of
 from pipeline.data.files import File, find
-from pipeline.data.mixture import Mixture, mixture_of
 from pipeline.data.preview import preprocessing, resolve_labels
 from pipeline.data.report import Report, add_empty_files, check, report_of
 from pipeline.data.shapes import kind_of

@@ -28,35 +28,8 @@ from pipeline.data.values import Dropped, RowError, decoded, fields_of, nearest,
 from pipeline.errors import InputError, in_brief
 from pipeline.system.functions import imported
 
-# ---- data.transform --------------------------------------------------------------------------------------------------
-
-
-EXPECTED = "a row (dict), a list of rows, or None to leave it out"
+EXPECTED = "a row (dict), a list of rows, or None to leave it out"  # what data.transform may return
 function = cache(imported)  # of `python:module:function`
-
-
-def transformed(row: Any, source: str) -> Iterator[Any]:
-    """Yields what the function makes of a row, or of the list of rows of a group: rows, Dropped or RowError."""
-    try:
-        made = function(source)(row)
-        made = list(made) if isinstance(made, list | tuple | types.GeneratorType) else [made]
-    except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        yield RowError("transform", "", in_brief(error) + place, f"{EXPECTED}, from {source}")
-        return
-    if not made or made == [None]:
-        yield Dropped("left_out")
-        return
-    for one in made:
-        try:
-            found = f"{type(one).__name__} {show(one)}"
-            if isinstance(one, dict):
-                yield json.loads(row_json(one))  # as JSON has it: with text keys and without tuples
-                continue
-        except (TypeError, ValueError, RecursionError) as error:
-            found = f"a row that is not JSON ({in_brief(error, 100)})"
-        yield RowError("transform", "", f"{found} returned by {source}", EXPECTED)
 
 
 # ---- data.columns ----------------------------------------------------------------------------------------------------
@@ -298,10 +271,30 @@ class Preprocess:
                 yield error
 
     def transformed(self, row: Any) -> Iterator[Any]:
-        """Yields what data.transform makes of a decoded row: rows, RowError or Dropped."""
+        """Yields what data.transform makes of a row, or of the list of rows of a group: rows, RowError or Dropped."""
         if self.transform is None or isinstance(row, RowError):
-            return iter([row])
-        return transformed(row, self.transform)
+            yield row
+            return
+        try:
+            made = function(self.transform)(row)
+            made = list(made) if isinstance(made, list | tuple | types.GeneratorType) else [made]
+        except Exception as error:
+            frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
+            place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+            yield RowError("transform", "", in_brief(error) + place, f"{EXPECTED}, from {self.transform}")
+            return
+        if not made or made == [None]:
+            yield Dropped("left_out")
+            return
+        for one in made:
+            try:
+                found = f"{type(one).__name__} {show(one)}"
+                if isinstance(one, dict):
+                    yield json.loads(row_json(one))  # as JSON has it: with text keys and without tuples
+                    continue
+            except (TypeError, ValueError, RecursionError) as error:
+                found = f"a row that is not JSON ({in_brief(error, 100)})"
+            yield RowError("transform", "", f"{found} returned by {self.transform}", EXPECTED)
 
     def _labelled(self, row: dict[str, Any], has_pairs: bool, note_label: NoteLabel | None) -> Any:
         """Returns the row with the side that its label or scores pick, or Dropped if neither is better."""

@@ -126,13 +126,9 @@ class Kind:
         row = record.row
         if row and len(record.pairs) > 1:  # a row with several answers gives several pairs
             row = json.dumps({**json.loads(row), "pair": at}, ensure_ascii=False)
-        values: dict[str, Any] = {
-            "prompt_ids": prompt,
-            "input_ids": prompt,
-            "row": row,
-            "margin": record.margin,
-        }
+        values: dict[str, Any] = dict.fromkeys(("prompt_ids", "input_ids"), prompt)
         values |= {"completion_ids": chosen, "chosen_ids": chosen, "rejected_ids": rejected}
+        values |= {"row": row, "margin": record.margin}
         if "margin" in self.columns:  # a reward model reads prompt and completion as one sequence
             values |= {"chosen_ids": prompt + sides[0], "rejected_ids": prompt + sides[1]}
         if record.labels:
@@ -191,18 +187,14 @@ def demonstration(row: dict[str, Any], shape: str) -> Record:
     if shape in ("messages", "conversations"):
         turns = messages(row[shape], shape, system=row.get("system"))
         check_last(turns, shape)
-        prompt: Text = turns[:-1]
         check_prompt(turns[:-1], shape)
         excluded = untrained(row[shape], turns, shape)
-        return Record(prompt, [(turns[-1:],)], all_turns=True, untrained=excluded)
-    if shape == "instruction+output":
-        prompt = instruction(row)
-        return Record(prompt, [(completion_text(row["output"], "output", prompt),)])
-    prompt = prompt_text(row["prompt"], system=row.get("system"))
-    key = shape.removeprefix("prompt+")
-    completion = completion_text(row[key], key, prompt)
-    excluded = frozenset()
-    if isinstance(row[key], list | dict):
+        return Record(turns[:-1], [(turns[-1:],)], all_turns=True, untrained=excluded)
+    key = shape.split("+")[1]
+    asked = shape == "instruction+output"
+    prompt = instruction(row) if asked else prompt_text(row["prompt"], system=row.get("system"))
+    completion, excluded = completion_text(row[key], key, prompt), frozenset()
+    if isinstance(row[key], list | dict) and not asked:
         items = row[key] if isinstance(row[key], list) else [row[key]]
         excluded = untrained(items, messages(items, key), key)
         if excluded and isinstance(prompt, str):
@@ -502,13 +494,11 @@ def unpacked(field: str, value: Any) -> Any:
     """Returns the messages in a JSON text, as in CSV files, or in a conversation's field. Returns other values unchanged."""
     if field in ("messages", "conversations"):
         return dialogue(value)
-    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
-        return value
-    items = decoded(value)
-    is_chat = isinstance(items, list) and all(
-        isinstance(item, dict) and item.keys() & {"role", "from"} for item in items
+    items = decoded(value) if isinstance(value, str) and value.lstrip().startswith("[{") else value
+    chat = isinstance(items, list) and all(
+        isinstance(one, dict) and one.keys() & {"role", "from"} for one in items
     )
-    return items if is_chat else value
+    return items if chat else value
 
 
 def shape_of(row: dict[str, Any], kind: Kind) -> str | None:

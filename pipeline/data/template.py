@@ -164,12 +164,10 @@ def holds(text: str, content: str, start: int = 0) -> bool:
     """
     if text.find(content, max(0, start - len(content) + 1)) >= 0:
         return True
-    words, prompt_end = squeezed(content), squeezed(text[max(0, start - BEGUN) : start])
-    return words in prompt_end[max(0, len(prompt_end) - len(words) + 1) :] + squeezed(text[start:])
-
-
-def squeezed(text: str) -> str:
-    return "".join(text.split())
+    words, prompt_end, rest = (
+        "".join(one.split()) for one in (content, text[max(0, start - BEGUN) : start], text[start:])
+    )
+    return words in prompt_end[max(0, len(prompt_end) - len(words) + 1) :] + rest
 
 
 # ---- what is wrong with a row and its template -----------------------------------------------------------------

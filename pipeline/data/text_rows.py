@@ -40,7 +40,7 @@ def text_rows(raw: Any, format: str, zipped: bool, start: int = 0, stop: int = -
         rows = delimited_rows(stream, DELIMITERS[format])
     else:
         rows = array_rows(stream) if format == "array" else json_rows(stream, start, stop)
-    number = 0
+    number = int(format in DELIMITERS)  # the header is a line, but no row
     try:
         for number, row, data in rows:
             yield number, row, data

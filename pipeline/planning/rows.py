@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pipeline.config import Job
 from pipeline.config.job import sources_of
 from pipeline.data.chunks import Chunk, plan
+from pipeline.data.feed import mixture_of
 from pipeline.data.files import find
-from pipeline.data.mixture import mixture_of
 from pipeline.data.preview import resolve_labels
 from pipeline.data.read import options_of
 from pipeline.data.report import split_of

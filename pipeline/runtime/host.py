@@ -11,7 +11,7 @@ from pipeline.config import Job, Model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from pipeline.data.mixture import Mixture
+    from pipeline.data.feed import Mixture
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import Job
-from pipeline.config.job import transforms
+from pipeline.config.job import HUB, transforms
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError, about
 from pipeline.models import hub
@@ -80,7 +80,6 @@ def by_version(job: Job, inputs: Mapping[str, str]) -> Job:
 def check_paths(job: Job) -> None:
     """Raises InputError if rows, a transform or the model's folder do not exist, or a bucket or hub does not answer."""
     from pipeline.data import files, preview
-    from pipeline.data.sets import HUB
 
     for key, source in transforms(job.data).items():
         with about(key):

@@ -132,13 +132,12 @@ def test_versions_beyond_the_most_frequent_are_counted_together():
 
 
 def test_rows_are_counted_by_version_and_source(tmp_path):
-    def pair(i, **more):
-        return {"prompt": f"q{i}", "chosen": f"a{i}", "rejected": "b", **more}
+    def pair(i, version, **more):
+        row = {"prompt": f"q{i}", "chosen": f"a{i}", "rejected": "b", "version": version}
+        return row | more
 
-    one = write(tmp_path / "one.jsonl", [pair(i, version=PPO3) for i in range(5)])
-    two = write(
-        tmp_path / "two.jsonl", [pair(9, version=SFT1), pair(10, version=PPO3), pair(11, version="v2")]
-    )
+    one = write(tmp_path / "one.jsonl", [pair(i, PPO3) for i in range(5)])
+    two = write(tmp_path / "two.jsonl", [pair(9, SFT1), pair(10, PPO3), pair(11, "v2")])
     report = make(tmp_path, "dpo", train=[one, two]).report
     split, sources = report.splits["train"], report.sources["train"]
     assert split.versions == {PPO3: 6, SFT1: 1} and split.unread == {"version": 1}
@@ -149,6 +148,6 @@ def test_rows_are_counted_by_version_and_source(tmp_path):
     again = make(tmp_path, "dpo", train=[one, two]).report
     assert again.reused and again.splits["train"].versions == split.versions
     assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
-    skipped = write(tmp_path / "bad.jsonl", [pair(1, version=PPO3), {**pair(2, version=SFT1), "chosen": "b"}])
+    skipped = write(tmp_path / "bad.jsonl", [pair(1, PPO3), pair(2, SFT1, chosen="b")])
     report = make(tmp_path, "dpo", train=skipped, on_error="skip").report
     assert report.splits["train"].versions == {PPO3: 1}  # of the rows that are kept

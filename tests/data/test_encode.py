@@ -85,9 +85,9 @@ def test_what_is_trained(stage, row, options, expected):
         assert one.truncated == ("max_length" in options)
         ids = one.columns.get("input_ids", one.columns.get("prompt_ids", one.columns.get("chosen_ids")))
         assert ids.count(tok.bos_token_id) == options.get("bos", True)
-        assert {*zip(one.columns.get("labels", []), ids, strict=False)} <= {(b, b) for b in ids} | {
-            (-100, b) for b in ids
-        }
+        assert all(
+            label in (-100, token) for label, token in zip(one.columns.get("labels", []), ids, strict=False)
+        )
     if stage == "kto" and "chosen" in row:
         assert [one.columns["label"] for one in examples] == [True, False]
 
@@ -109,9 +109,8 @@ def test_turns_that_are_not_to_be_trained(turns, more, words):
 
 @pytest.mark.parametrize("stage", ["rm", "dpo", "score", "ppo"])
 def test_every_kind_of_row_shows_its_tools(stage):
-    row = {"prompt": [USER], "tools": [WEATHER]} | (
-        {} if stage == "ppo" else {"chosen": [CALLED], "rejected": [NO]}
-    )
+    row = {"prompt": [USER], "tools": [WEATHER]}
+    row |= {} if stage == "ppo" else {"chosen": [CALLED], "rejected": [NO]}
     tok, (example,) = encoded(stage, row, template=CALLING)
     ids = next(ids for ids in example.columns.values() if isinstance(ids, list))
     assert '"name": "weather"' in tok.decode(ids)
@@ -183,6 +182,5 @@ def test_a_token_that_spans_the_border_belongs_to_the_completion():
         example = made.encode([parsed(pair, stage)])[0][0]
         assert tok.decode(example.columns[name]).endswith("ab is north</s>") and example.prompt_tokens == 2
     _, (example,) = encoded("rm", {"prompt": "q", "chosen": " the north", "rejected": " the nose"})
-    assert sample(tok, example.columns, example.prompt_tokens) == (
-        "<s>q\n  chosen   ⟦ the north</s>⟧\n  rejected ⟦ the nose</s>⟧"
-    )
+    shown = "<s>q\n  chosen   ⟦ the north</s>⟧\n  rejected ⟦ the nose</s>⟧"
+    assert sample(tok, example.columns, example.prompt_tokens) == shown

@@ -38,11 +38,7 @@ def ranks(rows, size, world, seed, epoch, **options):
 def test_each_row_once_and_equal_steps(rows, size, world, seed, epoch):
     batches = ranks(rows, size, world, seed, epoch)
     one = ranks(rows, size * world, 1, seed, epoch)[0]
-    assert (
-        {len(of_rank) for of_rank in batches}
-        == {len(one)}
-        == {len(ExactBatchSampler(rows, size, 0, world, seed))}
-    )
+    assert {*map(len, batches), len(ExactBatchSampler(rows, size, 0, world, seed))} == {len(one)}
     for step, whole in enumerate(one):
         parts = [of_rank[step] for of_rank in batches]
         assert flat(parts) == whole  # the same rows in each step as one worker with the whole batch
@@ -73,9 +69,10 @@ def test_held_out_batches_do_not_depend_on_workers(rows, size, world):
 def test_a_batch_of_no_rows_has_no_weight():
     import torch
 
-    collator = CountedCollator(
-        lambda rows: {"labels": torch.tensor([row["labels"] for row in rows])}, {"labels": [1, 2]}
-    )
+    def collate(rows):
+        return {"labels": torch.tensor([row["labels"] for row in rows])}
+
+    collator = CountedCollator(collate, {"labels": [1, 2]})
     assert collator([{"labels": [3, 4]}, {"labels": [5, 6]}])["rows"] == 2
     empty = collator([])
     assert empty["rows"] == 0 and (empty["labels"] == -100).all()
@@ -108,6 +105,7 @@ def trainer(
     import torch
     import trl
     from datasets import Dataset
+    from peft import LoraConfig
     from toy_data import tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -120,24 +118,19 @@ def trainer(
     def ids(low, high):
         return [random.randrange(3, 250) for _ in range(random.randrange(low, high))]
 
-    columns = {
-        "sft": lambda: (lambda x: {"input_ids": x, "labels": [-100] * 3 + x[3:]})(ids(5, 30)),
-        "rm": lambda: {"chosen_ids": ids(5, 30), "rejected_ids": ids(5, 30)},
-        "dpo": lambda: {"prompt_ids": ids(3, 9), "chosen_ids": ids(4, 20), "rejected_ids": ids(4, 20)},
-        "kto": lambda: {
-            "prompt_ids": ids(3, 9),
-            "completion_ids": ids(4, 20),
-            "label": random.random() < 0.3,
-        },
-    }[stage]
-    data = Dataset.from_list([columns() for _ in range(rows)])
-    base, config = {
-        "sft": (trl.SFTTrainer, trl.SFTConfig),
-        "rm": (trl.RewardTrainer, trl.RewardConfig),
-        "dpo": (trl.DPOTrainer, trl.DPOConfig),
-        "kto": (trl.KTOTrainer, trl.KTOConfig),
-    }[stage]
+    def row():
+        if stage == "sft":
+            tokens = ids(5, 30)
+            return {"input_ids": tokens, "labels": [-100] * 3 + tokens[3:]}
+        if stage == "rm":
+            return {"chosen_ids": ids(5, 30), "rejected_ids": ids(5, 30)}
+        if stage == "dpo":
+            return {"prompt_ids": ids(3, 9), "chosen_ids": ids(4, 20), "rejected_ids": ids(4, 20)}
+        return {"prompt_ids": ids(3, 9), "completion_ids": ids(4, 20), "label": random.random() < 0.3}
 
+    data = Dataset.from_list([row() for _ in range(rows)])
+    name = {"sft": "SFT", "rm": "Reward"}.get(stage, stage.upper())
+    base, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
     ours = PairedBatches if stage == "kto" else ExactBatches
 
     class Trainer(*((ours, base) if mixed else (base,))):
@@ -151,22 +144,18 @@ def trainer(
             return in_our_order(self.train_dataset, size, self.data_collator)
 
     tok = tokenizer()
-    shape = {"vocab_size": len(tok), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    shape |= {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "pad_token_id": tok.pad_token_id,
-        "num_labels": 1,
-    }
+    shape = LlamaConfig(
+        vocab_size=len(tok), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=tok.pad_token_id, num_labels=1,
+    )  # fmt: skip
     torch.manual_seed(0)
-    model = (LlamaForSequenceClassification if stage == "rm" else LlamaForCausalLM)(LlamaConfig(**shape))
+    model = (LlamaForSequenceClassification if stage == "rm" else LlamaForCausalLM)(shape)
     options = {"dataset_kwargs": {"skip_prepare_dataset": True}} if stage == "sft" else {}
-    if stage in ("dpo", "kto"):
-        from peft import LoraConfig
-
-        options_peft = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")}
-    else:
-        options_peft = {}
+    lora = (
+        LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        if stage in ("dpo", "kto")
+        else None
+    )
     args = config(
         output_dir=folder, per_device_train_batch_size=size, per_device_eval_batch_size=held_out, gradient_accumulation_steps=accumulate, max_length=None,
         max_steps=STEPS, logging_steps=1, save_steps=4, learning_rate=1e-2, report_to="none", disable_tqdm=True,
@@ -176,14 +165,8 @@ def trainer(
     if stage == "kto" and not mixed:  # TRL's column, as ours pairs held-out rows
         half = [row["completion_ids"] for row in data]
         held_out_rows = data.add_column("KL_completion_ids", half[rows // 2 :] + half[: rows // 2])
-    return Trainer(
-        model=model,
-        args=args,
-        train_dataset=data,
-        eval_dataset=held_out_rows,
-        processing_class=tok,
-        **options_peft,
-    )
+    sets = {"train_dataset": data, "eval_dataset": held_out_rows}
+    return Trainer(model=model, args=args, **sets, processing_class=tok, peft_config=lora)
 
 
 def in_our_order(data, size: int, collator):
@@ -223,9 +206,8 @@ def evaluated(stage, rows, folder, mixed=True, held_out=5):
                 parameter.data += 0.1
     made.evaluate()
     [figures] = [entry for entry in made.state.log_history if "eval_loss" in entry]
-    return {
-        k: v for k, v in figures.items() if not k.endswith(("_runtime", "per_second", "preparation_time"))
-    }
+    times = ("_runtime", "per_second", "preparation_time")
+    return {name: value for name, value in figures.items() if not name.endswith(times)}
 
 
 CASES = [("sft", 21), ("rm", 23), ("dpo", 21), ("dpo", 23), ("kto", 21), ("kto", 23)]
@@ -252,13 +234,14 @@ def two_workers(tmp_path_factory):
     code = f"from tests.data.test_feed import losses_of_all; losses_of_all({str(folder)!r})"
     for rank in range(2):
         variables = {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-        }  # fmt: skip
-        procs.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code], env=os.environ | variables, cwd=ROOT, stderr=subprocess.PIPE
-            )
-        )
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        command = [sys.executable, "-c", code]
+        procs.append(subprocess.Popen(command, env=os.environ | variables, cwd=ROOT, stderr=subprocess.PIPE))
     for proc in procs:
         _, stderr = proc.communicate(timeout=300)
         assert proc.returncode == 0, stderr.decode()[-3000:]
@@ -288,16 +271,12 @@ def test_held_out_figures_do_not_depend_on_the_number_of_workers(stage, rows, tw
     alone = evaluated(stage, rows, tmp_path)
     assert figures[stage, rows] == alone  # to the bit
     at_once = evaluated(stage, rows, tmp_path, mixed=False, held_out=32)
-    same = [name for name in at_once if not name.endswith(("min_reward", "max_reward"))]
+    changing = ["min_reward", "max_reward"]
     if stage == "kto":  # its z0 is that of a batch
         assert alone["eval_rewards/margins"] and alone["eval_kl"]
-        same = [name for name in same if name not in ("eval_kl", "eval_loss")]
-    if stage in (
-        "dpo",
-        "kto",
-    ):  # its logits and entropy are means over tokens of a batch, and weighted by rows
-        same = [
-            name for name in same if "logits" not in name and "entropy" not in name and "token" not in name
-        ]
+        changing += ["eval_kl", "eval_loss"]
+    if stage in ("dpo", "kto"):  # these are means over tokens of a batch, and weighted by rows
+        changing += ["logits", "entropy", "token"]
+    same = [name for name in at_once if not any(part in name for part in changing)]
     assert {"eval_loss" if stage != "kto" else "eval_rewards/margins"} < set(same)
     assert {k: alone[k] for k in same} == pytest.approx({k: at_once[k] for k in same}, abs=1e-5)

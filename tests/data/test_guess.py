@@ -94,26 +94,24 @@ def test_every_stage_that_the_rows_fit(name):
 
 def test_the_error_is_one_line_and_ends_in_what_to_type():
     line = guess.misfit(SETS["openhermes"], "sft", "my/rows.jsonl")
-    assert line.startswith(
-        "my/rows.jsonl: rows 1-8 match no format of `sft`; the columns are id, system_prompt, question, response"
-    )
+    columns = "the columns are id, system_prompt, question, response"
+    assert line.startswith(f"my/rows.jsonl: rows 1-8 match no format of `sft`; {columns}")
     assert line.endswith("; set data.columns='{prompt: question, completion: response}'") and "\n" not in line
     line = guess.misfit(SETS["hh"], "sft", "hh.jsonl")
     assert line.endswith("; such rows fit rm, dpo, kto and ppo as they are")
     line = guess.misfit(SETS["numbers"], "rm", "n.jsonl")
-    assert "data.columns='{prompt: COLUMN, " in line and line.endswith(
-        "data.transform=python:MODULE:FUNCTION"
-    )
+    assert "data.columns='{prompt: COLUMN, " in line
+    assert line.endswith("data.transform=python:MODULE:FUNCTION")
+    for stage in ("evaluate", "benchmarks", "pairs"):  # whose rows are of few shapes
+        assert "match no format of" in guess.misfit(SETS["stack"], stage, "n.jsonl")
 
 
 def test_a_name_that_yaml_would_misread_is_quoted():
     made = rows(**{"the question: long": "Why is {} so?", "response": "It just is."})
-    assert guess.guessed(made, "sft") == {"prompt": "the question: long", "completion": "response"}
-    guessed = {"prompt": "the question: long", "completion": "yes"}
-    assert (
-        guess.as_setting(guessed, made)
-        == """data.columns="{prompt: 'the question: long', completion: 'yes'}\""""
-    )
+    found = guess.guessed(made, "sft")
+    assert found == {"prompt": "the question: long", "completion": "response"}
+    shown = """data.columns="{prompt: 'the question: long', completion: response}\""""
+    assert guess.as_setting(found, made) == shown
 
 
 @pytest.mark.parametrize("names", [("rank_a", "rank_b"), ("tokens_1", "tokens_2")])
@@ -141,14 +139,10 @@ SCHEMA = {"name": "f", "description": "Does this.", "parameters": {"type": "obje
 
 
 def test_the_column_of_tools_is_no_prompt_and_is_named():
-    texts = rows(
-        query="Do {} now.",
-        tools=json.dumps([SCHEMA]).replace("{", "{{").replace("}", "}}"),
-        answers="Done it, sir.",
-    )
+    text = json.dumps([SCHEMA]).replace("{", "{{").replace("}", "}}")
+    texts = rows(query="Do {} now.", tools=text, answers="Done it, sir.")
     assert guess.guessed(texts, "ppo") == {"prompt": "query"}
-    unnamed = rows(tools=json.dumps([SCHEMA]).replace("{", "{{").replace("}", "}}"), text="Do it now.")
-    assert guess.guessed(unnamed, "ppo") == {"prompt": "text"}
+    assert guess.guessed(rows(tools=text, text="Do it now."), "ppo") == {"prompt": "text"}
     calls = rows(messages=CHAT, functions=[SCHEMA])
     assert guess.guessed(calls, "sft") == {"tools": "functions"}
     assert guess.guessed(rows(messages=CHAT, tools=[SCHEMA]), "sft") == {}

@@ -13,8 +13,7 @@ import psutil
 import pytest
 from running import ROOT
 
-from pipeline.data.feed import ExactBatches
-from pipeline.data.mixture import Mixture
+from pipeline.data.feed import ExactBatches, Mixture
 
 SIZES, WEIGHTS = (600_000, 400_000), (0.7, 0.3)
 BATCH, SAVE, KILL = 4096, 50, 130  # rows of a step; steps between checkpoints; the step in which it is killed

@@ -1,6 +1,5 @@
 """Sources with weights: what an epoch draws of each, exact to one row, on any number of workers."""
 
-import json
 from collections import Counter
 from fractions import Fraction
 
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 from toy_data import make, rows_of, tokenizer, write
 
 from pipeline.data import read
-from pipeline.data.feed import ExactBatchSampler
-from pipeline.data.mixture import Mixture, mix
+from pipeline.data.feed import ExactBatchSampler, Mixture, mix
 from pipeline.errors import InputError
 from pipeline.ppo.episodes import prompt_order
 
@@ -80,13 +78,9 @@ def test_sources_are_mixed_within_an_epoch_and_epochs_differ():
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_prompts_of_ppo_are_drawn_epoch_by_epoch(batch):
     mixed = mix(["a", "b"], [6, 9], [1, 1], "first_exhausted")
-    order = [
-        row
-        for position in range(0, 36, batch)
-        for row in prompt_order(
-            position, min(batch, 36 - position), len(mixed), 5, lambda epoch: mixed.rows(epoch, 5)
-        )
-    ]
+    order = []
+    for at in range(0, 36, batch):
+        order += prompt_order(at, min(batch, 36 - at), len(mixed), 5, lambda epoch: mixed.rows(epoch, 5))
     for epoch in range(3):
         assert sorted(order[epoch * 12 : epoch * 12 + 12]) == sorted(mixed.rows(epoch, 5).tolist())
 
@@ -101,37 +95,29 @@ def test_weights_that_do_not_fit_the_rows(sizes, weights, strategy, name):
 
 
 def test_a_job_of_two_sources(tmp_path):
-    demonstrations = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(40)]
-    one = write(tmp_path / "one.jsonl", [*demonstrations, {"prompt": "q", "completion": " "}])
+    short = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(40)]
+    one = write(tmp_path / "one.jsonl", [*short, {"prompt": "q", "completion": " "}])
     other = str(tmp_path / "other.parquet")
-    pq.write_table(
-        pa.Table.from_pylist([{"prompt": f"p{i}", "completion": "x" * 50} for i in range(100)]), other
-    )
+    long = [{"prompt": f"p{i}", "completion": "x" * 50} for i in range(100)]
+    pq.write_table(pa.Table.from_pylist(long), other)
     train = [{"path": one, "weight": 0.8}, {"path": other, "weight": 0.2}]
     for options in ({}, {"packing": True, "max_length": 60}, {"eval_fraction": 0.2}):
         made = make(tmp_path, train=train, on_error="skip", **options)
-        sources = made.report.sources["train"]
-        assert [source.rows for source in sources] == list(made.mixture.sizes)
-        assert sum(made.mixture.sizes) == len(made.train)
-        assert [source.drawn for source in sources] == list(made.mixture.draws)
-        assert sources[0].drawn == sources[0].rows and sources[1].drawn == pytest.approx(
-            sources[0].drawn / 4, abs=1
-        )
-        assert (
-            sources[0].dropped == {"empty_completion": 1}
-            and sum(source.tokens for source in sources) == made.report.splits["train"].tokens
-        )
-        text = made.report.render()
+        report, mixture = made.report, made.mixture
+        first, second = report.sources["train"]
+        assert (first.rows, second.rows) == mixture.sizes and sum(mixture.sizes) == len(made.train)
+        assert (first.drawn, second.drawn) == mixture.draws and first.drawn == first.rows
+        assert second.drawn == pytest.approx(first.drawn / 4, abs=1)
+        assert first.dropped == {"empty_completion": 1}
+        assert first.tokens + second.tokens == report.splits["train"].tokens
+        text = report.render()
         assert f"source      {other}: read" in text and "drawn an epoch" in text
-        assert json.loads(json.dumps(made.report.to_dict()))["sources"]["train"][1]["path"] == other
-    assert {source.path for source in made.report.sources["eval"]} == {one, other}
-    assert sum(source.kept for source in made.report.sources["eval"]) == len(made.eval)
-    table = rows_of(make(tmp_path, train=train, on_error="skip").train)
-    assert [len(row["input_ids"]) > 40 for row in table] == [False] * 40 + [
-        True
-    ] * 100  # in the order of the sources
-    again = make(tmp_path, train=[{**train[0], "weight": 1}, {**train[1], "weight": 1}], on_error="skip")
-    assert again.report.reused and again.mixture.draws == (40, 40)  # weights are no reason to tokenise again
+    assert {source.path for source in report.sources["eval"]} == {one, other}
+    assert sum(source.kept for source in report.sources["eval"]) == len(made.eval)
+    lengths = [len(row["input_ids"]) for row in rows_of(make(tmp_path, train=train, on_error="skip").train)]
+    assert max(lengths[:40]) < 40 < min(lengths[40:]), "in the order of the sources"
+    again = make(tmp_path, train=[{**source, "weight": 1} for source in train], on_error="skip")
+    assert again.report.reused and again.mixture.draws == (40, 40)  # weights are no reason to tokenize again
     plain = make(tmp_path, train=[one, other], on_error="skip")
     assert plain.mixture is None and "71.43% of the rows" in plain.report.render()
 
@@ -147,11 +133,7 @@ def test_sources_of_other_columns_make_one_set(tmp_path):
     ]
     made = make(tmp_path, train=train, columns={"prompt": "text"})
     texts = [tokenizer().decode(row["input_ids"]) for row in rows_of(made.train)]
-    assert (
-        texts[0] == "<s>p0c0</s>"
-        and texts[6] == "<s>q0a0</s>"
-        and texts[12:14] == ["<s>q0a0!</s>", "<s>q0a0?</s>"]
-    )
+    assert texts[0:13:6] == ["<s>p0c0</s>", "<s>q0a0</s>", "<s>q0a0!</s>"] and texts[13] == "<s>q0a0?</s>"
     assert made.mixture.sizes == (6, 6, 12) and made.mixture.draws == (6, 3, 3)
     assert made.report.samples == ["<s>p0⟦c0</s>⟧", "<s>q0⟦a0</s>⟧", "<s>q0⟦a0!</s>⟧"]  # one of each
     shown = made.report.render()
@@ -175,21 +157,16 @@ def test_rows_of_a_group_become_one(tmp_path, monkeypatch, format):
     table = rows_of(made.train)
     decoded = [[tokenizer().decode(ids) for ids in row.values()] for row in table]
     assert len(table) == 20 and decoded[1] == ["<s>q1", "a5</s>", "a3</s>"]
-    with pytest.raises(
-        InputError,
-        match=r"rows\.\w+:\d+: `tree`: found fields q, a, rank; expected the column that data.group_by names",
-    ):
+    missing = r"`tree`: found fields q, a, rank; expected the column that data.group_by names"
+    with pytest.raises(InputError, match=rf"rows\.\w+:\d+: {missing}"):
         make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="tree")
 
 
 def test_the_balance_of_thumbs_is_that_of_the_draws(tmp_path):
     """A hundred thumbs up of which ten are drawn do not weigh as a hundred."""
-    up = write(
-        tmp_path / "up.jsonl", [{"prompt": f"q{i}", "completion": "a", "label": True} for i in range(100)]
-    )
-    down = write(
-        tmp_path / "down.jsonl", [{"prompt": f"p{i}", "completion": "a", "label": i < 2} for i in range(10)]
-    )
+    ups = [{"prompt": f"q{i}", "completion": "a", "label": True} for i in range(100)]
+    downs = [{"prompt": f"p{i}", "completion": "a", "label": i < 2} for i in range(10)]
+    up, down = write(tmp_path / "up.jsonl", ups), write(tmp_path / "down.jsonl", downs)
     sources = [{"path": up, "weight": 0.5}, {"path": down, "weight": 0.5}]
     assert make(tmp_path, "kto", train=sources).report.labels() == (12, 8)
     assert make(tmp_path, "kto", train=[up, down]).report.labels() == (102, 8)

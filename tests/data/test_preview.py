@@ -1,7 +1,5 @@
 """What is known from the first rows of the files, before any row is tokenised."""
 
-import json
-
 import pytest
 from toy_data import make, write
 
@@ -16,28 +14,29 @@ COLUMNS = {"prompt": "q", "first": "a", "second": "b", "label": "better"}
 
 
 def look(tmp_path, rows, stage="rm", key="train", **options):
-    path = tmp_path / f"{key}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = {key: find(str(path), f"data.{key}")}
-    data = Data(**{key: str(path)}, **options)
+    path = write(tmp_path / f"{key}.jsonl", rows)
+    files = {key: find(path, f"data.{key}")}
+    data = Data(**{key: path}, **options)
     return resolve_labels(preprocessing(stage, data), files, stage)[key][0]
 
 
 def test_the_rule_of_a_label_is_found_once_for_all_rows(tmp_path):
-    rows = [{**PAIR, "better": i % 2 + 1} for i in range(6)]
-    assert look(tmp_path, rows, columns=COLUMNS).rule == Rule((1.0,), (2.0,), derived=True)
+    ones, zeros = ([{**PAIR, "better": i % 2 + low} for i in range(6)] for low in (1, 0))
+    assert look(tmp_path, ones, columns=COLUMNS).rule == Rule((1.0,), (2.0,), derived=True)
     with pytest.raises(InputError, match=r"data\.label: found 0, 1 in the column 'better'"):
-        look(tmp_path, [{**PAIR, "better": i % 2} for i in range(6)], columns=COLUMNS)
-    label = {"first": 0, "second": 1}
-    rule = look(tmp_path, [{**PAIR, "better": i % 2} for i in range(6)], columns=COLUMNS, label=label).rule
+        look(tmp_path, zeros, columns=COLUMNS)
+    rule = look(tmp_path, zeros, columns=COLUMNS, label={"first": 0, "second": 1}).rule
     assert rule == Rule((0.0,), (1.0,))
+    scale = [{**PAIR, "better": i % 7 - 3} for i in range(14)]
+    with pytest.raises(InputError, match=r"set data\.label='\{first: -3, second: 3\}' if -3 means that the"):
+        look(tmp_path, scale, columns=COLUMNS)
+    by = [*ones, {**PAIR, "better": {"by": "me"}}, {**PAIR, "better": 1, "margin": 1.0}]  # left to their rows
+    assert look(tmp_path, by, columns=COLUMNS).rule == Rule((1.0,), (2.0,), derived=True)
 
 
 def test_a_column_that_no_row_has_is_named_before_rows_are_read(tmp_path):
-    with pytest.raises(
-        InputError,
-        match=r"data\.columns\.label: .*train\.jsonl: rows 1-1 have no column 'better'; their columns are q, a, b",
-    ):
+    missing = r"train\.jsonl: rows 1-1 have no column 'better'; their columns are q, a, b"
+    with pytest.raises(InputError, match=rf"data\.columns\.label: .*{missing}"):
         look(tmp_path, [PAIR], columns=COLUMNS)
 
 
@@ -45,9 +44,8 @@ def test_a_file_of_other_columns_is_one_line(tmp_path):
     with pytest.raises(InputError) as caught:
         look(tmp_path, [{"question": "Why is it?", "response": "It just is."}] * 3, "sft", on_error="skip")
     line = str(caught.value)
-    assert line.startswith("data.train: ") and line.endswith(
-        "set data.columns='{prompt: question, completion: response}'"
-    )
+    assert line.startswith("data.train: ") and "\n" not in line
+    assert line.endswith("set data.columns='{prompt: question, completion: response}'")
 
 
 @pytest.mark.parametrize(
@@ -60,9 +58,8 @@ def test_other_trouble_is_left_to_those_who_name_the_rows(tmp_path, rows):
 def test_rows_are_looked_at_as_the_transform_makes_them(tmp_path):
     rows = [{"q": "a", "a": "b", "id": i} for i in range(4)]
     look(tmp_path, rows, "sft", transform="python:transforms:twice")
-    with pytest.raises(
-        InputError, match="the columns are prompt, completion; such rows fit sft and ppo as they are"
-    ):
+    fits = "the columns are prompt, completion; such rows fit sft and ppo as they are"
+    with pytest.raises(InputError, match=fits):
         look(tmp_path, rows, "rm", transform="python:transforms:twice")
 
 
@@ -72,30 +69,21 @@ THUMB = {"prompt": "Why is it so?", "completion": "Because of this."}
 def test_ratings_are_no_thumbs(tmp_path):
     """Of 1 to 5 the worst would pass for desirable; on_error=skip does not help."""
     rows = [{**THUMB, "label": i % 5 + 1} for i in range(10)]
-    with pytest.raises(
-        InputError, match=r"`label`: found 2; expected true or false, .* set data\.label=\{good: 4, bad: 2\}"
-    ):
+    found = r"`label`: found 2; expected true or false, .* set data\.label=\{good: 4, bad: 2\}"
+    with pytest.raises(InputError, match=found):
         make(tmp_path, "kto", train=write(tmp_path / "a.jsonl", rows), on_error="skip")
     look(tmp_path, rows, stage="kto", label={"good": 4, "bad": 2})
     with pytest.raises(InputError, match="`rm` reads no ratings"):
         look(tmp_path, [PAIR], stage="rm", label={"good": 4, "bad": 2})
 
 
-def test_a_label_that_is_an_object_is_left_to_its_row(tmp_path):
-    rows = [{**PAIR, "better": 1 + i % 2} for i in range(6)] + [{**PAIR, "better": {"by": "me"}}]
-    assert look(tmp_path, rows, columns=COLUMNS).rule == Rule((1.0,), (2.0,), derived=True)
-
-
 def several(tmp_path, stage="sft", **sources):
     """What is resolve_labels for files of these names, {name: (rows, what the job says of them)}."""
-    entries = []
-    for name, (rows, said) in sources.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        entries.append({"path": str(tmp_path / f"{name}.jsonl"), **said})
-    data = Data(train=entries)
-    return resolve_labels(preprocessing(stage, data), {"train": find(data.train, "data.train")}, stage)[
-        "train"
+    entries = [
+        {"path": write(tmp_path / f"{name}.jsonl", rows), **said} for name, (rows, said) in sources.items()
     ]
+    data, files = Data(train=entries), {"train": find(entries, "data.train")}
+    return resolve_labels(preprocessing(stage, data), files, stage)["train"]
 
 
 ASKED = [{"question": "Why is it so?", "response": "It just is."}] * 3
@@ -133,23 +121,6 @@ def test_what_is_wrong_with_a_source_names_its_entry(tmp_path, rows, said, messa
 def test_a_label_of_a_source_that_is_not_clear_names_its_entry(tmp_path):
     zeros = [{**PAIR, "better": i % 2} for i in range(6)]
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
-    with pytest.raises(
-        InputError,
-        match=r"data\.train\.1\.label: .*set `label: \{first: 0, second: 1\}` in the entry data\.train\.1",
-    ):
+    fix = r"set `label: \{first: 0, second: 1\}` in the entry data\.train\.1"
+    with pytest.raises(InputError, match=rf"data\.train\.1\.label: .*{fix}"):
         several(tmp_path, "rm", x=(pairs, {}), y=(zeros, {"columns": COLUMNS}))
-
-
-def test_a_scale_of_two_signs_is_named_as_one(tmp_path):
-    rows = [{**PAIR, "better": i % 7 - 3} for i in range(14)]
-    with pytest.raises(
-        InputError, match=r"set data\.label='\{first: -3, second: 3\}' if -3 means that the first"
-    ):
-        look(tmp_path, rows, columns=COLUMNS)
-
-
-def test_a_row_that_lacks_a_column_is_left_to_its_reader(tmp_path):
-    rows = [{**PAIR, "better": 1 + i % 2, "m": 1.0} for i in range(4)] + [
-        {**PAIR, "better": 1, "margin": 1.0}
-    ]
-    assert look(tmp_path, rows, columns={**COLUMNS, "margin": "m"}).rule == Rule((1.0,), (2.0,), derived=True)

@@ -3,10 +3,11 @@
 import io
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
-from toy_data import BOT, CHATML, ROWS, USER, WEATHER, make, rows_of, tokenizer, write
+from toy_data import BOT, CHATML, ROWS, USER, WEATHER, make, tokenizer, write
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.__main__ import main
@@ -28,34 +29,23 @@ SHOWN = r"\x1b]0;owned\x07\x1b[2J\r\x9b31m\x7f\x08\u202eolleh\u2066\u200f\ufeff\
 
 def commands(text: str) -> list[str]:
     """Characters of a text that a terminal would obey, or could not be sent to one."""
-    return [
-        c for c in text if c != "\n" and ((not c.isprintable() and c != "\t") or "\ud800" <= c <= "\udfff")
-    ]
+    unseen = [c for c in text if c not in "\n\t" and not c.isprintable()]
+    return unseen + [c for c in text if "\ud800" <= c <= "\udfff"]
 
 
-def test_what_a_terminal_obeys_is_shown():
-    assert visible(EVIL) == SHOWN and not commands(visible(EVIL))
+def test_what_a_terminal_obeys_is_shown(capsys):
+    assert visible(EVIL) == str(InputError(EVIL)) == SHOWN and not commands(SHOWN)
     assert visible("é 東京 🦙 👨‍👩‍👧 \t\n") == "é 東京 🦙 👨‍👩‍👧 \t\n"  # joined pictures, tabs and lines stay
     assert visible("a\nb\tc", lines=False) == r"a\nb\tc"
-    assert str(InputError(EVIL)) == SHOWN
     error = RowError("null", f"x{EVIL}\n", show(EVIL), "a text", file=f"{EVIL}\nerror: no", line=1)
     assert not commands(str(error)) and "\n" not in str(error)
-
-
-def test_whatever_shows_text_of_rows_shows_it_so(capsys):
     report = Report("sft", 9, skipped=[f"a.jsonl:1: {EVIL}\n"], samples=[f"one {EVIL}\ntwo"])
     assert SHOWN in report.render() and not commands(report.render())
-    assert json.loads(json.dumps(report.to_dict()))["samples"] == [f"one {EVIL}\ntwo"], (
-        "a file keeps what was"
-    )
+    assert report.to_dict()["samples"] == [f"one {EVIL}\ntwo"], "a file keeps what was"
     side = {"completion": EVIL, "reward": 1.0}
     table = sample_table([{"prompt": EVIL, "before": side, "after": side}], width=200)
     assert r"\x1b]0;owned" in table and not commands(table)
-
-    class Tokenizer:
-        decode = staticmethod(lambda tokens, **_: "".join(tokens))
-
-    writer = Writer(Tokenizer())
+    writer = Writer(SimpleNamespace(decode=lambda tokens, **_: "".join(tokens)))
     writer.show([EVIL])
     assert writer.close([EVIL, " \x1b[0m"]) == f"{EVIL} \x1b[0m"
     assert capsys.readouterr().out == rf"{SHOWN} \x1b[0m"
@@ -72,9 +62,8 @@ def test_a_terminal_without_the_characters(monkeypatch):
 
 
 TALK = {"messages": [USER, BOT]}
-APART = (
-    "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %} </s>{% endfor %}"
-)
+WORDS = "{% generation %}{{ m.content }}{% endgeneration %}"
+APART = "{% for m in messages %}{{ m.role }}: " + WORDS + " </s>{% endfor %}"
 LONG = [{"prompt": "p" * (50 if i else 5), "completion": f" {i}"} for i in range(4)]
 MARGIN = {"prompt": "q", "chosen": " a", "rejected": " b", "margin": 1, "source": "x"}
 JOINS = [
@@ -88,9 +77,7 @@ STARS = {"columns": {"label": "stars"}, "label": {"good": 4, "bad": 2}}
 
 
 def judged(*winners):
-    return [
-        {"prompt": f"q{i}", "x": f"a{i}", "y": f"b{i}", "winner": value} for i, value in enumerate(winners)
-    ]
+    return [{"prompt": f"q{i}", "x": f"a{i}", "y": f"b{i}", "winner": one} for i, one in enumerate(winners)]
 
 
 SAID = [  # stage, rows, options, what the report says, what it does not say
@@ -109,6 +96,7 @@ SAID = [  # stage, rows, options, what the report says, what it does not say
     ("rm", [MARGIN], {}, ["not read    column source\n"], ["does not use", "white space"]),
     ("rm", JOINS, {}, ["1 row of plain text without white space between prompt and completion: model.chat_template=plain"], []),
     ("rm", JOINS, {"apply_chat_template": True}, [], ["white space"]),
+    ("kto", JOINS, {}, ["labels      2 desirable, 2 undesirable"], []),
     # what a label, or a rating, means is counted
     ("dpo", judged("a", "b", "tie", "a", None), WINNER, ["  label       winner: a = first 2, b = second 1, tie 1\n"], []),
     ("dpo", judged(1, 2, 2), WINNER, ["  label       winner: 1 = first 1, 2 = second 2\n"], []),
@@ -125,28 +113,11 @@ def test_what_the_report_says(tmp_path, stage, rows, options, said, unsaid):
     assert [one for one in said if one not in text] == [one for one in unsaid if one in text] == []
 
 
-def test_a_file_of_thumbs_and_its_report(tmp_path):
-    rows = [{"prompt": f"q {i}", "completion": f" a {i}", "label": i % 4 == 0} for i in range(20)]
-    prepared = make(tmp_path, "kto", train=write(tmp_path / "a.jsonl", rows), eval_fraction=0.2)
-    kept = rows_of(prepared.train)
-    assert set(kept[0]) == {"prompt_ids", "completion_ids", "label"} and kept[0]["label"] in (True, False)
-    splits = prepared.report.splits
-    assert splits["train"].desirable + splits["eval"].desirable == 5
-    assert f"{splits['train'].desirable} desirable, " in prepared.report.render()
-    pairs = [{"prompt": f"q {i}", "chosen": f" a {i}", "rejected": " no"} for i in range(6)]
-    prepared = make(tmp_path, "kto", train=write(tmp_path / "b.jsonl", pairs))
-    assert [row["label"] for row in rows_of(prepared.train)] == [True, False] * 6
-    assert "labels      6 desirable, 6 undesirable" in prepared.report.render()
-
-
 @pytest.mark.parametrize("stage", ["sft", "dpo", "ppo", "rm"])
 def test_an_end_that_generation_does_not_know(tmp_path, stage):
     """The template's end of turn is text to a tokenizer without that token, or a token that is no eos."""
-    turns = [{"role": "user", "content": "hi"}]
-    row = {
-        "sft": {"messages": [*turns, {"role": "assistant", "content": "yo"}]},
-        "ppo": {"prompt": turns},
-    }.get(stage, {"prompt": turns, "chosen": "yo", "rejected": "no"})
+    rows = {"sft": TALK, "ppo": {"prompt": [USER]}}
+    row = rows.get(stage, {"prompt": [USER], "chosen": "yo", "rejected": "no"})
     path = write(tmp_path / "rows.jsonl", [row])
     for end, known in (("<|stop|>\n", False), ("<|im_end|>\n", True), ("</s>\n", True)):
         text = make(tmp_path, stage, train=path, template=CHATML.replace("<|im_end|>\n", end)).report.render()
@@ -158,16 +129,11 @@ def test_an_end_that_generation_does_not_know(tmp_path, stage):
     assert 1 in eos_ids(tok)
 
 
-@pytest.mark.parametrize(
-    ("stage", "too_long", "kind"), [("sft", "drop", "too_long"), ("sft", "truncate", "prompt_too_long"), ("rm", "truncate", "prompt_too_long")]
-)  # fmt: skip
-def test_rows_that_are_too_long_have_lines(tmp_path, stage, too_long, kind):
+@pytest.mark.parametrize(("too_long", "kind"), [("drop", "too_long"), ("truncate", "prompt_too_long")])
+def test_rows_that_are_too_long_have_lines(tmp_path, too_long, kind):
     rows = [{"prompt": "q" * (60 if i == 7 else 3), "chosen": f"a{i}", "rejected": "b"} for i in range(9)]
-    rows = (
-        [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows] if stage == "sft" else rows
-    )
     path = write(tmp_path / "rows.jsonl", rows)
-    report = make(tmp_path, stage, train=path, max_length=20, too_long=too_long).report
+    report = make(tmp_path, "rm", train=path, max_length=20, too_long=too_long).report
     assert report.splits["train"].dropped == {kind: 1}
     (line,) = report.skipped
     found = "no token of the completion among the first 20" if too_long == "truncate" else "6"
@@ -201,7 +167,14 @@ def test_bad_rows_are_named_by_line_in_all_chunks(tmp_path, monkeypatch):
     "options,expected",
     [
         ({"max_length": 8}, "data.too_long=truncate"),
-        ({"max_length": 8, "too_long": "drop"}, "no row is left of 50"),
+        (
+            {"max_length": 8, "too_long": "drop"},
+            r"no row is left of 50 read \(50 too long\).*data.too_long=truncate",
+        ),
+        (
+            {"max_length": 9, "too_long": "truncate"},
+            "50 prompt too long.*their prompts alone fill the 9 tokens",
+        ),
         ({"eval_fraction": 1e-9}, "leaves none for `eval`"),
         ({"eval": "nowhere.jsonl"}, "data.eval: there is no file"),
         ({"train": None}, "needs rows"),
@@ -219,21 +192,6 @@ def test_rejected_before_training(tmp_path, monkeypatch, options, expected):
         make(tmp_path, **{"train": "rows.jsonl", **options})
 
 
-@pytest.mark.parametrize(
-    ("too_long", "why", "advice"),
-    [
-        ("truncate", "1 prompt too long", "their prompts alone fill the 20 tokens"),
-        ("drop", "1 too long", "data.too_long=truncate"),
-    ],
-)
-def test_truncation_is_not_advised_to_those_who_truncate(tmp_path, too_long, why, advice):
-    path = write(tmp_path / "rows.jsonl", [{"prompt": "p" * 50, "chosen": "a", "rejected": "b"}])
-    with pytest.raises(InputError, match="no row is left of 1 read") as caught:
-        make(tmp_path, "dpo", train=path, max_length=20, too_long=too_long)
-    assert why in str(caught.value) and advice in str(caught.value)
-    assert ("data.too_long=truncate" in str(caught.value)) == (too_long == "drop")
-
-
 def complaint(tmp_path, rows) -> tuple[str, list[str]]:
     path = write(tmp_path / "rows.jsonl", rows)
     with pytest.raises(InputError) as caught:
@@ -243,14 +201,11 @@ def complaint(tmp_path, rows) -> tuple[str, list[str]]:
 
 def test_rows_with_the_same_problem_share_a_line(tmp_path, monkeypatch):
     monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 300))  # several chunks
-    path, (first, same, advice) = complaint(
-        tmp_path, [{"prompt": f"q{i}", "completion": ""} for i in range(40)]
-    )
+    empty = [{"prompt": f"q{i}", "completion": ""} for i in range(40)]
+    path, (first, same, advice) = complaint(tmp_path, empty)
     assert first == "40 of 40 rows cannot be used (40 empty completion):"
     assert same.startswith(f"  all 40 rows have the same problem: {path}:1: `completion`: found")
     assert "data.on_error=skip" in advice
-    _, lines = complaint(tmp_path, [{"prompt": 1, "completion": "a"}, {"prompt": "a", "completion": 1}])
-    assert len(lines) == 4, "two problems, a line each"
     rows = [{"prompt": f"q{i}", "completion": "" if i % 3 == 0 else " a"} for i in range(60)]
     rows[1] = {"prompt": "q" * 500, "completion": "a"}
     path, (first, empty, long, _) = complaint(tmp_path, rows)
@@ -260,9 +215,8 @@ def test_rows_with_the_same_problem_share_a_line(tmp_path, monkeypatch):
     assert long.startswith(f"  {path}:2: found 503 tokens") and "more" not in long
     made = make(tmp_path, train=path, on_error="skip")
     assert [line.split(": ")[0] for line in made.report.skipped] == [f"{path}:1", f"{path}:2"]
-    turns = [{"role": "user", "content": "a"}] * 3
-    wrong = [{"messages": [*turns[: i % 3], {"role": "robot", "content": "b"}]} for i in range(9)]
-    path, lines = complaint(tmp_path, [*wrong, {"messages": [*turns, {"role": "assistant", "content": "b"}]}])
+    wrong = [{"messages": [*[USER] * (i % 3), {"role": "robot", "content": "b"}]} for i in range(9)]
+    path, lines = complaint(tmp_path, [*wrong, TALK])
     assert f"{path}:1: `messages[0].role`" in lines[1] and "(and 8 more with" in lines[1]
 
 

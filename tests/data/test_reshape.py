@@ -63,14 +63,8 @@ def test_fields_come_from_the_columns_that_are_named(stage, row, mapped, prompt,
 
 
 def test_a_mapped_field_counts_whatever_else_the_row_has():
-    row = {
-        "prompt": "no",
-        "messages": [{"role": "user", "content": "no"}],
-        "q": "a",
-        "completion": "no",
-        "r": "b",
-    }
-    record = read(row, "sft", prompt="q", completion="r")
+    other = {"prompt": "no", "messages": [{"role": "user", "content": "no"}], "completion": "no"}
+    record = read({**other, "q": "a", "r": "b"}, "sft", prompt="q", completion="r")
     assert (record.prompt, record.pairs, record.unread) == ("a", [("b",)], ("messages",))
     row = {"q": "a", "a": "b", "sys": "s", "system": "other"}
     assert read(row, "sft", prompt="q", completion="a", system="sys").prompt[0]["content"] == "s"
@@ -95,14 +89,11 @@ def test_mappings_that_mean_nothing_are_refused(stage, mapped, expected):
 def test_a_column_that_is_not_there():
     rows = [{"instruction": "a", "output_1": "b"}, {"instruction": "a", "output_2": "c"}]
     check_there({"chosen": "output_2"}, rows, "f.jsonl")
-    columns = "their columns are instruction, output_1, output_2"
-    with pytest.raises(
-        InputError, match=rf"data\.columns\.chosen: f\.jsonl: rows 1-2 have no column 'output1'; {columns}"
-    ):
+    missing = "rows 1-2 have no column 'output1'; their columns are instruction, output_1, output_2"
+    with pytest.raises(InputError, match=rf"data\.columns\.chosen: f\.jsonl: {missing}"):
         check_there({"chosen": "output1"}, rows, "f.jsonl")
-    with pytest.raises(
-        RowError, match=r"`output_1`: found fields instruction, output_2.* data\.columns\.chosen names"
-    ):
+    found = r"`output_1`: found fields instruction, output_2.* data\.columns\.chosen names"
+    with pytest.raises(RowError, match=found):
         read(rows[1], "rm", prompt="instruction", chosen="output_1", rejected="output_2")
     # the job says that `system` is another column: which of the two was meant?
     with pytest.raises(RowError, match=r"`sys`: found fields q, a, system.*data\.columns\.system names"):
@@ -122,20 +113,13 @@ def test_the_sets_of_evaluate_take_their_own_fields():
 @pytest.mark.parametrize(
     ("values", "first", "second", "tie"),
     [
-        ([1, 2], 1, 2, 1.5),
-        (["1", "2", "1"], "1", " 2", "1.5"),
-        ([1.0, 2.0, 1.5, None], 1.2, 1.51, 1.5),
-        ([1.0003, 1.98], 1, 2, 1.5),
-        (["1", "2", "tie"], "1", 2, "Tie"),
-        (["model_a", "model_b", "tie (bothbad)"], "model_a", "model_b", "tie"),
-        (["A", "B"], "a", "B", "tie"),
-        (["a"], "A", "b", "draw"),
-        (["output_1", "output_2"], "output_1", "Output 2", "both"),
-        (["first", "second", "neither"], "first", "second", "same"),
-        ([[1, 2, 1], [2, 2, 2]], 1, 2, 1.5),
+        (["1", "2", "1"], "1", " 2", "1.5"), ([1.0, 2.0, 1.5, None], 1.2, 1.51, 1.5), ([1.0003, 1.98], 1, 2, 1.5),
+        (["1", "2", "tie"], "1", 2, "Tie"), (["model_a", "model_b", "tie (bothbad)"], "model_a", "model_b", "tie"),
+        (["A", "B"], "a", "B", "tie"), (["a"], "A", "b", "draw"), (["output_1", "output_2"], "output_1", "Output 2", "both"),
+        (["first", "second", "neither"], "first", "second", "same"), ([[1, 2, 1], [2, 2, 2]], 1, 2, 1.5),
         ([*"ab" * 10, "C?"], "A", "b", "tie"),  # a rare value without a meaning
     ],
-)
+)  # fmt: skip
 def test_what_values_mean_follows_from_them_where_they_can_mean_one_thing(values, first, second, tie):
     rule = derived(values, {})
     assert (vote(first, rule), vote(second, rule), vote(tie, rule)) == ("first", "second", "tie")
@@ -163,9 +147,8 @@ def test_what_values_mean_follows_from_them_where_they_can_mean_one_thing(values
 def test_what_can_mean_several_things_is_asked_for(values, typed):
     with pytest.raises(InputError) as caught:
         derived(values, {"label": "verdict"})
-    assert (
-        typed in str(caught.value) and "'verdict'" in str(caught.value) and caught.value.key == "data.label"
-    )
+    assert typed in str(caught.value) and "'verdict'" in str(caught.value)
+    assert caught.value.key == "data.label"
 
 
 @pytest.mark.parametrize(
@@ -229,19 +212,13 @@ def test_a_label_or_the_higher_score_picks_the_side(label, row, end):
 @pytest.mark.parametrize(
     ("label", "value", "good"),
     [
-        ({"good": 4, "bad": 2}, 5, True),
-        ({"good": 4, "bad": 2}, "4", True),
-        ({"good": 4, "bad": 2}, 2, False),
-        ({"good": 4, "bad": 2}, -1.5, False),
-        ({"good": 4, "bad": 2}, 3, None),
-        ({"good": 4, "bad": 2}, "", None),
-        ({"good": 1, "bad": 3}, 0, True),  # the fewer the better
-        ({"good": 1, "bad": 3}, 4, False),
-        ({"good": ["helpful", "great"], "bad": "harmful"}, "Great", True),
-        ({"good": "helpful", "bad": "harmful"}, "harmful", False),
+        *(({"good": 4, "bad": 2}, value, good) for value, good in
+          [(5, True), ("4", True), (2, False), (-1.5, False), (3, None), ("", None)]),
+        ({"good": 1, "bad": 3}, 0, True), ({"good": 1, "bad": 3}, 4, False),  # the fewer the better
+        ({"good": ["helpful", "great"], "bad": "harmful"}, "Great", True), ({"good": "helpful", "bad": "harmful"}, "harmful", False),
         ({"good": "helpful", "bad": 2}, "so so", "unknown_label"),
     ],
-)
+)  # fmt: skip
 def test_thresholds_make_labels_of_ratings(label, value, good):
     row = {"prompt": "q", "completion": "a", "label": value}
     (one,) = made("kto", row, rule=Rule.of(label))
@@ -262,9 +239,8 @@ def through(name, row=ROW, stage="sft", columns=()):
 
 
 def test_a_row_becomes_one_several_or_none():
-    assert (
-        through("twice") == through("yields") == [{"prompt": "a", "completion": end} for end in ("b!", "b?")]
-    )
+    twice = [{"prompt": "a", "completion": end} for end in ("b!", "b?")]
+    assert through("twice") == through("yields") == twice
     assert through("some") == [{"prompt": "a", "completion": "b"}]
     assert through("some", {**ROW, "id": 2}) == [Dropped("left_out")]
     bad = RowError("not_json", "", "x", "y")

@@ -47,29 +47,28 @@ def found(item, key="data.train"):
     return [os.path.basename(file.path) for file in files.find(str(item), key)]
 
 
+def found_paths(item, key="data.train"):
+    return [file.path for file in files.find(str(item), key)]
+
+
 def test_saved_folders(tmp_path):
+    def rows(item, key="data.train"):
+        return [row for path in found_paths(tmp_path / item, key) for _, row in read_rows(path)]
+
     splits = DatasetDict({"train": Dataset.from_list(ROWS[:40]), "test": Dataset.from_list(ROWS[40:])})
     splits.save_to_disk(tmp_path / "saved", num_shards={"train": 2, "test": 1})
-    for item in ("saved", "saved/", "saved/train"):
-        rows = [row for path in found_paths(tmp_path / item) for _, row in read_rows(path)]
-        assert rows == ROWS[:40]
-    assert [
-        row for path in found_paths(tmp_path / "saved/test", "data.eval") for _, row in read_rows(path)
-    ] == ROWS[40:]
-    with pytest.raises(
-        InputError, match=r"several splits; expected one of .*saved/train, .*saved/test"
-    ) as caught:
+    assert rows("saved") == rows("saved/") == rows("saved/train") == ROWS[:40]
+    assert rows("saved/test", "data.eval") == ROWS[40:]
+    several = r"several splits; expected one of .*saved/train, .*saved/test"
+    with pytest.raises(InputError, match=several) as caught:
         found(tmp_path / "saved", "data.eval")
     assert caught.value.key == "data.eval"
     with pytest.raises(InputError, match="no split 'validation'; expected one of"):
         found(tmp_path / "saved/validation")
+    assert make(tmp_path, train=str(tmp_path / "saved")).train.num_rows == 40
     (tmp_path / "saved/train/state.json").write_text("{")
     with pytest.raises(InputError, match=r"saved' cannot be read \(JSONDecodeError"):
         found(tmp_path / "saved")
-
-
-def found_paths(item, key="data.train"):
-    return [file.path for file in files.find(str(item), key)]
 
 
 def test_a_folder_with_a_readme(folder):
@@ -96,11 +95,6 @@ def test_a_folder_with_a_readme(folder):
 def test_code_of_a_set_is_not_run(folder):
     with pytest.raises(InputError, match="Dataset scripts are no longer supported"):
         found(folder)
-
-
-def test_a_saved_set_trains(tmp_path):
-    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    assert make(tmp_path, train=str(tmp_path / "saved")).train.num_rows == 50
 
 
 # ---- the hub: another process, because huggingface_hub reads its settings once -----------------------------------------
@@ -132,54 +126,38 @@ def in_process(items, tmp_path, **environment):
 def test_a_set_on_the_hub_is_pinned_and_read_where_it_is(folder, tmp_path):
     (folder / "prefs.py").unlink()
     name = "hf://datasets/owner/prefs"
-    sets = [
-        name,
-        f"{name}/train",
-        f"{name}@v1:default/train",
-        f"{name}/test_prefs",
-        f"{name}:small",
-        f"{name}/small.jsonl",
-    ]
-    wrong = [
-        f"{name}:large",
-        f"{name}/tset",
-        f"{name}@v9",
-        "hf://datasets/nobody/none:a/train",
-        f"{name}/data/none.jsonl",
-    ]
+    train, test = (f"data/{split}-00000-of-00001.parquet" for split in ("train", "test"))
+    expected = {
+        name: (train, 30),
+        f"{name}/train": (train, 30),
+        f"{name}@v1:default/train": (train, 30),
+        f"{name}/test_prefs": (test, 20),
+        f"{name}:small": ("small.jsonl", 3),
+        f"{name}/small.jsonl": ("small.jsonl", 3),
+    }
+    nobody = "hf://datasets/nobody/none:a/train"
+    wrong = [f"{name}:large", f"{name}/tset", f"{name}@v9", nobody, f"{name}/data/none.jsonl"]
     with serve() as hub:
         commits = {hub.put("datasets/owner/prefs", of_folder(folder), branch=one) for one in ("main", "v1")}
-        *right, large, split, revision, none, file = in_process(
-            [*sets, *wrong], tmp_path, HF_ENDPOINT=hub.address
-        )
+        made = in_process([*expected, *wrong], tmp_path, HF_ENDPOINT=hub.address)
     (commit,) = commits
     pinned = f"{name}@{commit}"
-    train, test, small = (
-        "data/train-00000-of-00001.parquet",
-        "data/test-00000-of-00001.parquet",
-        "small.jsonl",
-    )
-    expected = [(train, 30), (train, 30), (train, 30), (test, 20), (small, 3), (small, 3)]
-    assert right == [[[f"{pinned}/{path}", commit], count] for path, count in expected]
-    assert (
-        "Available: ['default', 'small']" in large
-        and "expected one of" in split
-        and f"{name}/test_prefs" in split
-    )
-    assert all("cannot be read from the Hub" in error for error in (revision, none))
-    assert "there is no file" in file
-    assert all(error.startswith("InputError") for error in (large, split, revision, none, file))
+    assert made[:6] == [[[f"{pinned}/{path}", commit], count] for path, count in expected.values()]
+    said = ["Available: ['default', 'small']", f"{name}/test_prefs", *["cannot be read from the Hub"] * 2]
+    for error, words in zip(made[6:], [*said, "there is no file"], strict=True):
+        assert error.startswith("InputError") and words in error
 
 
 def test_a_hub_out_of_reach_and_its_cache(folder, tmp_path):
     (folder / "prefs.py").unlink()
     name = "hf://datasets/owner/prefs"
     away = in_process([f"{name}:default/train"], tmp_path, HF_ENDPOINT="http://127.0.0.1:9")[0]
-    assert (
-        "cannot be read from the Hub" in away
-        and "hf download --repo-type dataset owner/prefs" in away
-        and "HF_HUB_OFFLINE=1" in away
-    )
+    for words in (
+        "cannot be read from the Hub",
+        "hf download --repo-type dataset owner/prefs",
+        "HF_HUB_OFFLINE=1",
+    ):
+        assert words in away
     cold = in_process([name], tmp_path, HF_HUB_OFFLINE="1")[0]
     assert "is not in the cache of this machine" in cold and "hf download" in cold
     download = "from huggingface_hub import snapshot_download as s; s('owner/prefs', repo_type='dataset')"

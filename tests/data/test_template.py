@@ -14,7 +14,6 @@ from toy_models import BASE, make
 
 from pipeline.config import load_job
 from pipeline.data.encode import Example
-from pipeline.data.report import Report, Split
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.models.base import base_identity
@@ -40,17 +39,9 @@ def bare(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("base", "template", "applies", "expected"),
-    [
-        ("bare", None, None, False),
-        ("bare", "plain", None, True),
-        ("bare", str(PLAIN), None, True),
-        ("bare", "plain", False, False),
-        ("bare", None, True, True),
-        ("demo", None, None, True),
-        ("demo", "plain", None, True),
-        ("demo", None, False, False),
-    ],
-)
+    [("bare", None, None, False), ("bare", "plain", None, True), ("bare", str(PLAIN), None, True), ("bare", "plain", False, False),
+     ("bare", None, True, True), ("demo", None, None, True), ("demo", None, False, False)],
+)  # fmt: skip
 def test_a_template_that_is_named_applies_to_text(base, template, applies, expected, bare):
     tokenizer = load_tokenizer(bare if base == "bare" else BASE, chat_template=template)
     assert text_as_chat(tokenizer, applies) is expected
@@ -74,28 +65,29 @@ def policies(bare, tmp_path_factory):
 @pytest.mark.parametrize("applies", [True, False, None])
 @pytest.mark.parametrize("stage", ["generate", "ppo", "evaluate"])
 def test_what_comes_after_training_does_as_training_did(applies, stage, policies, bare, tmp_path):
-    overrides = [f"model.name_or_path={bare}", f"policy={policies[applies]}", f"run.storage_path={tmp_path}"]
-    job = load_job(ROOT / f"jobs/demo/{stage}.yaml", overrides, stage)
-    tokenizer = check_models(job, {"policy": policies[applies]}).tokenizer
-    assert text_as_chat(tokenizer, job.data.apply_chat_template) is bool(applies)
-    job = load_job(ROOT / f"jobs/demo/{stage}.yaml", [*overrides, "model.chat_template=plain"], stage)
-    assert text_as_chat(check_models(job, {"policy": policies[applies]}).tokenizer, None)
+    given = [f"model.name_or_path={bare}", f"policy={policies[applies]}", f"run.storage_path={tmp_path}"]
+    for more, expected in (([], bool(applies)), (["model.chat_template=plain"], True)):
+        job = load_job(ROOT / f"jobs/demo/{stage}.yaml", [*given, *more], stage)
+        tokenizer = check_models(job, {"policy": policies[applies]}).tokenizer
+        assert text_as_chat(tokenizer, job.data.apply_chat_template) is expected
 
 
 def test_the_report_says_whether_text_rows_are_chats(tmp_path):
     path = write(tmp_path / "rows.jsonl", [ROW, {**ROW, "prompt": "And this?"}])
-    text = prepared(tmp_path, train=path).report.render()
+    report = prepared(tmp_path, train=path).report
     assert (
-        "template    no chat template is applied to 2 rows of plain text (model.chat_template=plain " in text
+        "no chat template is applied to 2 rows of plain text (model.chat_template=plain " in report.render()
     )
+    assert report.row_format() == "text"
     report = prepared(tmp_path, train=path, apply_chat_template=True).report
     assert "template    the chat template is applied to 2 rows of plain text" in report.render()
-    assert json.loads(json.dumps(report.to_dict()))["splits"]["train"]["text_rows"] == 2
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    path = write(tmp_path / "chats.jsonl", [{"messages": turns}])
-    report = prepared(tmp_path, train=path).report.render()
-    assert "plain text" not in report
-    assert "the base has no chat template, so 1 row of messages" in report
+    assert report.row_format() == "chat" and report.to_dict()["splits"]["train"]["text_rows"] == 2
+    path = write(tmp_path / "chats.jsonl", [{"messages": [USER, BOT]}])
+    report = prepared(tmp_path, train=path).report
+    assert "plain text" not in report.render() and report.row_format() == "chat"
+    assert "the base has no chat template, so 1 row of messages" in report.render()
+    path = write(tmp_path / "both.jsonl", [ROW, {"messages": [USER, BOT]}])
+    assert prepared(tmp_path, train=path).report.row_format() == "both"
 
 
 def test_the_lineage_says_what_the_rows_were_and_later_stages_do_the_same(bare, policies, tmp_path):
@@ -114,28 +106,11 @@ def test_the_lineage_says_what_the_rows_were_and_later_stages_do_the_same(bare, 
         assert text_as_chat(check_models(job, {"policy": folder}).tokenizer, None) is chat
         check_row_format(job, folder, "text")
         if rows == "text":
-            with pytest.raises(
-                InputError,
-                match=r"^policy: .*text was trained by sft on plain text, and this job has rows of messages",
-            ):
+            why = "was trained by sft on plain text, and this job has rows of messages"
+            with pytest.raises(InputError, match=f"^policy: .*text {why}"):
                 check_row_format(job, folder, "chat")
         else:
             check_row_format(job, folder, "chat")
-
-
-@pytest.mark.parametrize(
-    ("text", "chat", "applied", "expected"),
-    [
-        (1, 0, True, "chat"),
-        (1, 0, False, "text"),
-        (1, 1, False, "both"),
-        (0, 1, False, "chat"),
-        (0, 0, True, None),
-    ],
-)
-def test_the_format_of_rows(text, chat, applied, expected):
-    report = Report("sft", 8, {"train": Split(text_rows=text, chat_rows=chat)}, text_as_chat=applied)
-    assert report.row_format() == expected
 
 
 def test_several_templates_without_a_default(tmp_path):
@@ -144,14 +119,12 @@ def test_several_templates_without_a_default(tmp_path):
     template = (base / "chat_template.jinja").read_text()
     (base / "chat_template.jinja").unlink()
     config = json.loads((base / "tokenizer_config.json").read_text())
-    named = [{"name": "rag", "template": template}, {"name": "tool_use", "template": template}]
-    (base / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
-    with pytest.raises(
-        InputError, match=r"has several chat templates \(rag, tool_use\) and none is called default"
-    ):
+    named = [{"name": name, "template": template} for name in ("rag", "tool_use", "default")]
+    (base / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named[:2]}))
+    several = r"has several chat templates \(rag, tool_use\) and none is called default"
+    with pytest.raises(InputError, match=several):
         load_tokenizer(str(base))
     assert load_tokenizer(str(base), chat_template="plain").text_as_chat
-    named.append({"name": "default", "template": template})
     (base / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
     assert load_tokenizer(str(base)).chat_template == template
 
@@ -171,10 +144,8 @@ def test_a_template_in_the_home_folder_and_one_that_is_no_file(tmp_path, monkeyp
 
 def test_a_template_that_rewrites_earlier_turns():
     """Like Qwen3's: the last completion begins with empty thoughts, earlier ones do not."""
-    thoughts = CHATML.replace(
-        "{{ m.content | trim }}",
-        "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content | trim }}",
-    )
+    empty = "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
+    thoughts = CHATML.replace("{{ m.content | trim }}", empty + "{{ m.content | trim }}")
     tok, (example,) = encoded("sft", CONVERSATION, template=thoughts, ends=ENDS)
     assert trained(tok, example) == ["yo<|im_end|>", "<think></think>bye<|im_end|>"]
     shifting = "{{ messages | length }}" + CHATML
@@ -217,16 +188,18 @@ def test_a_template_that_asks_in_another_way_than_it_writes():
 
 
 def test_a_template_that_refuses_a_row():
-    picky = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + CHATML
-    )
+    picky = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
     row = {"messages": [{"role": "system", "content": "s"}, USER, BOT]}
-    _, (error,) = encoded("sft", row, template=picky)
+    _, (error,) = encoded("sft", row, template=picky + CHATML)
     assert isinstance(error, RowError) and "no system turns" in str(error)
+    recursion = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
+    for wrong in ("{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ range(10 ** 9) }}", recursion):
+        _, (error,) = encoded("ppo", {"prompt": [USER]}, template=wrong)
+        assert isinstance(error, RowError) and error.kind == "template", wrong
 
 
 def test_todays_date_is_not_in_a_prompt():
-    dated = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
+    dated = "{% if not date_string is defined %}{% set date_string = strftime_now('%Y') %}{% endif %}{{ date_string }}"
     assert encoder("ppo", template=dated).render([USER], True) == "26 Jul 2024"
 
 
@@ -237,12 +210,11 @@ FORGETS_THE_PROMPT = HEAD + "{{ m.content if m.role != 'user' }}" + TAIL
 LOWERS = HEAD + "{{ m.content | lower }}" + TAIL
 
 
+PAIR = {"prompt": [USER], "chosen": "yo", "rejected": "no"}
 A_ROW_OF = {
     "sft": {"messages": [USER, BOT]},
-    "rm": {"prompt": [USER], "chosen": "yo", "rejected": "no"},
-    "dpo": {"prompt": [USER], "chosen": "yo", "rejected": "no"},
+    **dict.fromkeys(("rm", "dpo", "pairs"), PAIR),
     "score": {"prompt": [USER], "completion": "yo"},
-    "pairs": {"prompt": [USER], "chosen": "yo", "rejected": "no"},
     "ppo": {"prompt": [USER]},
 }
 
@@ -272,30 +244,14 @@ ASKED = {"role": "user", "content": "Could you say that again, at greater length
 @pytest.mark.parametrize("template", [CUTS, LOWERS, CUTS_EARLIER, CUTS_QUESTIONS, BLOCKS, STRIPS])
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo"])
 def test_a_template_that_changes_words_is_refused(stage, template):
-    other = {**LONG, "content": LONG["content"] + " No."}
     turns = [USER, LONG, ASKED] if template is CUTS_EARLIER else [ASKED]
-    row = {"sft": {"messages": [*turns, LONG]}, "ppo": {"prompt": turns}}.get(
-        stage, {"prompt": turns, "chosen": [LONG], "rejected": [other]}
-    )
+    pair = {"prompt": turns, "chosen": [LONG], "rejected": [{**LONG, "content": LONG["content"] + " No."}]}
+    row = {"sft": {"messages": [*turns, LONG]}, "ppo": {"prompt": turns}}.get(stage, pair)
     _, (outcome,) = encoded(stage, row, template=template)
     unread = stage == "ppo" and template is CUTS  # an assistant's turn there is none
     unlearned = stage != "sft" and template is CUTS_EARLIER
     if template is STRIPS or unread or unlearned:
         assert isinstance(outcome, Example), outcome
     else:
-        assert isinstance(outcome, RowError) and (outcome.kind, outcome.field[:9]) == (
-            "template",
-            "messages[",
-        ), outcome
-        assert "changes the words" in outcome.found
-
-
-def test_a_template_may_raise_anything():
-    for wrong in (
-        "{{ 1 / 0 }}",
-        "{{ messages + 1 }}",
-        "{{ range(10 ** 9) }}",
-        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    ):
-        _, (error,) = encoded("ppo", A_ROW_OF["ppo"], template=wrong)
-        assert isinstance(error, RowError) and error.kind == "template", wrong
+        assert isinstance(outcome, RowError) and outcome.kind == "template", outcome
+        assert outcome.field.startswith("messages[") and "changes the words" in outcome.found
