@@ -209,14 +209,8 @@ class ExactBatches(Trainer):
 
     def get_train_dataloader(self) -> Any:
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
-        return self._loader(
-            self.train_dataset,
-            "Training",
-            self._parts()[0],
-            self._train_batch_size,
-            seed=seed,
-            mixture=self.mixture,
-        )
+        sampler, size = self._parts()[0], self._train_batch_size
+        return self._loader(self.train_dataset, "Training", sampler, size, seed=seed, mixture=self.mixture)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -241,17 +235,16 @@ class ExactBatches(Trainer):
         from transformers.trainer_utils import seed_worker
 
         args, dataset = self.args, self._remove_unused_columns(dataset, description=description)
+        workers, rank = args.dataloader_num_workers, args.process_index
         loader = DataLoader(
             dataset,
-            batch_sampler=sampler(len(dataset), batch_size, args.process_index, args.world_size, **more),
+            batch_sampler=sampler(len(dataset), batch_size, rank, args.world_size, **more),
             collate_fn=self._parts()[2](self.data_collator, dataset[0]),
-            num_workers=args.dataloader_num_workers,
+            num_workers=workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
-            worker_init_fn=partial(
-                seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
-            ),
+            worker_init_fn=partial(seed_worker, num_workers=workers, rank=rank),
         )
         # As if for one process, so that accelerate moves batches to the device, but does not shard them again. From pinned
         # memory, the copy runs while the previous step computes.

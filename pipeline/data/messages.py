@@ -265,18 +265,12 @@ def split_transcripts(row: dict[str, Any], system: Any = None) -> tuple[Text, tu
 
 def split_texts(chosen: str, rejected: str) -> tuple[str, tuple[str, str]]:
     """Splits two texts without turn markers. Their prompt is the longest common prefix that ends before white space."""
-    if chosen == rejected:
-        found = f"the same text on both sides: {show(chosen)}"
-        raise RowError("equal_pair", "chosen", found, "two different texts")
     at = shared_length(chosen, rejected)
     while at and not chosen[at : at + 1].isspace() and not rejected[at : at + 1].isspace():
         at -= 1
     if not chosen[:at].strip():
         expected = "a shared prompt, or a `prompt` field"
         raise RowError("empty_prompt", "chosen", "no text that both sides begin with", expected)
-    for side, key in zip((chosen, rejected), SIDES, strict=True):
-        if not side[at:].strip():
-            raise RowError("empty_completion", key, "nothing after the shared prompt", "a completion")
     return chosen[:at], (chosen[at:], rejected[at:])
 
 

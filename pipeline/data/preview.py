@@ -114,18 +114,13 @@ def resolve_labels(
     Raises:
         InputError: if a file lacks a column, if labels are ambiguous, or if the rows of a file fit another stage.
     """
-    heads = [
-        Head(
-            f"data.{name}",
-            f"data.{name}.{index}" if len(sources) > 1 else "data",
-            file,
-            one,
-            first_rows(file, kind_of(stage, one))[0],
-        )
-        for name, sources in preprocess.items()
-        for index, one in enumerate(sources)
-        for file in [file for file in files.get(name, ()) if file.source == index][:FILES]
-    ]
+    heads = []
+    for name, sources in preprocess.items():
+        for index, one in enumerate(sources):
+            section = f"data.{name}.{index}" if len(sources) > 1 else "data"
+            for file in [file for file in files.get(name, ()) if file.source == index][:FILES]:
+                rows, _ = first_rows(file, kind_of(stage, one))
+                heads.append(Head(f"data.{name}", section, file, one, rows))
     labels: dict[str, list[Any]] = {}  # preprocessing -> labels; sources may share a preprocessing
     for head in heads:
         check_there(head.preprocess.columns, head.rows, head.file.path, f"{head.section}.columns")

@@ -245,8 +245,17 @@ def parse_preference(row: dict[str, Any], shape: str) -> Record:
     def given_prompt() -> Text:
         return instruction(row) if key == "instruction" else prompt_text(row[key], key, row.get("system"))
 
+    pairs: list[tuple[Text, ...]]
     if shape == "prompt+pos_answers+neg_answers":
-        prompt, pairs = answers(row)
+        prompt = given_prompt()
+        good, bad = (
+            [completion_text(one, f"{side}[{i}]", prompt) for i, one in enumerate(_as_list(row[side], side))]
+            for side in ("pos_answers", "neg_answers")
+        )
+        if len(good) != len(bad):
+            found = f"{len(good)} pos_answers and {len(bad)} neg_answers"
+            raise RowError("unequal_answers", "neg_answers", found, "one pair for each index")
+        pairs = list(zip(good, bad, strict=True))
     elif shape == "chosen+rejected":
         prompt, completions = split_transcripts(row, row.get("system"))
         pairs = [completions]
@@ -290,20 +299,6 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
     raise RowError("prompts_differ", key, found, expected)
 
 
-def answers(row: dict[str, Any]) -> tuple[Text, list[tuple[Text, ...]]]:
-    """Returns prompt and pairs of a row with lists of good and of bad answers."""
-    prompt = prompt_text(row["prompt"], system=row.get("system"))
-    sides = []
-    for key in ("pos_answers", "neg_answers"):
-        values = enumerate(_as_list(row[key], key))
-        sides.append([completion_text(value, f"{key}[{i}]", prompt) for i, value in values])
-    if len(sides[0]) != len(sides[1]):
-        found = f"{len(sides[0])} pos_answers and {len(sides[1])} neg_answers"
-        expected = "as many neg_answers as pos_answers: one pair for each index"
-        raise RowError("unequal_answers", "neg_answers", found, expected)
-    return prompt, list(zip(*sides, strict=True))
-
-
 # ---- rated completions: desirable or not; a pair gives one of each ---------------------------------------------------
 
 RATED = (
@@ -324,9 +319,6 @@ def parse_rated(row: dict[str, Any], shape: str) -> Record:
         expected = "true or false, 1 or 0, 1 or -1, or a word such as up or down; for ratings set data.label={good: 4, bad: 2}"
         raise RowError("unclear_label", name, show(row[name]), expected)
     record = demonstration(row, inner)
-    if record.untrained:
-        found, expected = "turns with weight 0 beside a label", f"`{name}` alone: it is of the last turn"
-        raise RowError("weight", inner, found, expected)
     record.all_turns, record.labels = False, (label,)
     return record
 
