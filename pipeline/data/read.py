@@ -23,7 +23,7 @@ from pipeline.data.counts import Counts, RowsDigest, of_split, totals
 from pipeline.data.feed import Mixture, mixture_of
 from pipeline.data.files import File, find
 from pipeline.data.preview import preprocessing, resolve_labels
-from pipeline.data.report import Report, add_empty_files, check, report_of
+from pipeline.data.report import Report, check, report_of
 from pipeline.data.shapes import kind_of
 from pipeline.data.tasks import Options, columns_of, hash_rows, run_chunks, tokenize
 from pipeline.data.template import DATE
@@ -91,7 +91,6 @@ def prepare(
             shared = {"tokenizer": tokenizer, "options": options, "folder": folder, "repeated": repeated}
             work = functools.partial(tokenize, **shared)
             counts = run(work, chunks, on_ray)
-        add_empty_files(counts)
         check(counts, options)
         manifest = {"key": key, **manifest_of(counts, tokenizer, options)}
         storage.write_json(storage.join(folder, "manifest.json"), manifest)

@@ -330,8 +330,11 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
 # ---- sets of rows that are rejected ----------------------------------------------------------------------------------
 
 
-def add_empty_files(counts: Sequence[Counts]) -> None:
-    """Counts a file without rows as a bad row in its first chunk."""
+def check(counts: Sequence[Counts], options: Options) -> None:
+    """Raises InputError for bad rows, unless data.on_error skips them, and for a set of which no row is left.
+
+    Counts a file without rows as a bad row in its first chunk.
+    """
     read = Counter[str]()
     for one in counts:
         read[one.chunk.path] += totals([one])["read"].total()
@@ -340,10 +343,6 @@ def add_empty_files(counts: Sequence[Counts]) -> None:
             empty = RowError("empty_file", "", "no rows", "at least one row")
             one.leave_out(one.chunk.split, 1, empty)
             locate([empty], one.chunk)
-
-
-def check(counts: Sequence[Counts], options: Options) -> None:
-    """Raises InputError for bad rows, unless data.on_error skips them, and for a set of which no row is left."""
     for name in dict.fromkeys(one.chunk.split for one in counts):
         part, key = of_split(name, counts), f"data.{name}"
         total = totals(part)

@@ -319,6 +319,9 @@ def parse_rated(row: dict[str, Any], shape: str) -> Record:
         expected = "true or false, 1 or 0, 1 or -1, or a word such as up or down; for ratings set data.label={good: 4, bad: 2}"
         raise RowError("unclear_label", name, show(row[name]), expected)
     record = demonstration(row, inner)
+    if record.untrained:
+        found, expected = "turns with weight 0 beside a label", f"`{name}` alone: it is of the last turn"
+        raise RowError("weight", inner, found, expected)
     record.all_turns, record.labels = False, (label,)
     return record
 

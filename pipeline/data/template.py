@@ -47,9 +47,6 @@ class ChatTemplate:
 
     def render(self, turns: Turns, generation_prompt: bool) -> str:
         """Returns the chat template's text. Raises RowError if the template rejects the messages."""
-        if self.text is None:
-            found, expected = "a tokenizer without a chat template", "model.chat_template: plain, or a file"
-            raise RowError("template", "messages", found, expected)
         try:
             return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
                 turns,

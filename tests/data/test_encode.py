@@ -167,11 +167,6 @@ def test_rows_that_are_dropped_and_pairs_that_remain():
     assert [one.columns["label"] for one in others] == [True, False]
 
 
-def test_a_template_without_calls_is_named():
-    _, (error,) = encoded("sft", TOOLS, **CHAT)
-    assert 'does not write the call of "weather"' in error.found and "model.chat_template" in error.expected
-
-
 def test_a_token_that_spans_the_border_belongs_to_the_completion():
     """As in TRL; and what the report shows of a pair of rm begins where the completions do, not inside a word."""
     tok = tokenizer()

@@ -134,15 +134,14 @@ def test_equal_rows_are_left_out_after_the_first(tmp_path, monkeypatch, stage):
     assert kept.report.duplicates == 13 and "data.deduplicate=true removes them" in kept.report.render()
 
 
-def test_margins_and_prompt_columns(tmp_path):
+def test_margins_are_a_column_if_a_row_has_one(tmp_path):
     pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
-    path = write(tmp_path / "rows.jsonl", [{**pair, "margin": 0.5}, pair])
-    assert [row["margin"] for row in rows_of(make(tmp_path, "rm", train=path).train)] == [0.5, 0.0]
-    path = write(tmp_path / "plain.jsonl", [pair])
-    assert set(rows_of(make(tmp_path, "rm", train=path).train)[0]) == {"chosen_ids", "rejected_ids"}
-    path = write(tmp_path / "prompts.jsonl", [{"prompt": "p", "gold": 1}])
-    (row,) = rows_of(make(tmp_path, "ppo", train=path).train)
-    assert json.loads(row["row"]) == {"prompt": "p", "gold": 1}
+    for name, rows, margins in (
+        ("some", [{**pair, "margin": 0.5}, pair], [0.5, 0.0]),
+        ("none", [pair], [None]),
+    ):
+        made = make(tmp_path, "rm", train=write(tmp_path / f"{name}.jsonl", rows))
+        assert [row.get("margin") for row in rows_of(made.train)] == margins
 
 
 @pytest.mark.parametrize("damage", [None, "{", "[]", '{"parts": {"train": [["gone.parquet", 1]]}}'])

@@ -256,6 +256,7 @@ ERRORS = [
     ("kto", {"prompt": "a", "completion": "b"}, "missing_field", "label"),
     ("kto", {"prompt": "a", "completion": " ", "label": 1}, "empty_completion", "completion"),
     ("kto", {"messages": [USER], "label": True}, "wrong_role", "messages"),
+    ("kto", {"messages": [USER, {**BOT, "weight": 0}, USER, BOT], "label": True}, "weight", "messages"),
     ("kto", {**PAIR, "rejected": " b "}, "equal_pair", "chosen"),
     ("dpo", {"prompt": [USER], "chosen": [{"role": "assistant", "content": None, "tool_calls": [BARE]}],
              "rejected": [{"role": "assistant", "content": None, "tool_calls": [BARE]}]}, "equal_pair", "chosen"),
