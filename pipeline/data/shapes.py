@@ -460,9 +460,9 @@ def parse(row: Any, kind: Kind) -> Record:
     except RecursionError:
         raise too_deep() from None
     if not isinstance(row, dict):
-        raise RowError(
-            "not_object", "", show(row), "a JSON object with the fields " + " | ".join(kind.shapes)
-        )
+        shortest = min(kind.shapes.values(), key=lambda needs: ("prompt" not in needs, len(needs)))
+        example = "{" + ", ".join(f'"{name}": ...' for name in shortest) + "}"
+        raise RowError("not_object", "", show(row), f"a JSON object, such as {example}")
     shape = shape_of(row, kind)
     if shape is None:
         closest = max(kind.shapes.values(), key=lambda needs: sum(need in row for need in needs) / len(needs))
