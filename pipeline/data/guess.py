@@ -64,7 +64,7 @@ def fitting(rows: Sequence[dict[str, Any]]) -> str:
     """Returns in words which stages rows fit, as they are or with which data.columns, or "" if they fit none."""
     fits: dict[str, list[str]] = {}
     for stage, facts in STAGE.items():
-        if facts.learns and (guess := guessed(rows, stage)) is not None:
+        if rows and facts.learns and (guess := guessed(rows, stage)) is not None:
             fits.setdefault(f"with {as_setting(guess, rows)}" if guess else "as they are", []).append(stage)
     words = {
         how: " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) for how, names in fits.items()

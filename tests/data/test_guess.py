@@ -87,6 +87,11 @@ FITS = {
 }
 
 
+def test_no_rows_fit_no_stage():
+    """As of a file that ends before its first row does."""
+    assert guess.fitting([]) == ""
+
+
 @pytest.mark.parametrize("name", SETS)
 def test_every_stage_that_the_rows_fit(name):
     assert guess.fitting(SETS[name]) == FITS[name]
