@@ -175,7 +175,7 @@ def corrupt(run: Run, rng: random.Random) -> str:
     since = len(run.lines)
     again(run)
     # Without its digests it counts as never finished.
-    if not run.says(rf"{newest.name}: |{newest.name} was never finished", since):
+    if not run.says(rf"{newest.name} (is damaged|was never finished)", since):
         raise RuntimeError(f"{how} {newest.name}/{victim.name}, and no line said so")
     return f"killed all after step {step}, {how} {newest.name}/{victim.relative_to(newest)}"
 
