@@ -40,6 +40,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
         raise InputError(f"found {twice[1]!r} for several runs; use {apart}", key="run.name")
     for job in jobs.values():  # before the first stage starts, not an hour later
         check_paths(job)
+    for job in jobs.values():  # imports Ray
         placement.check_scaling(job)
     expected = {stage: expected_seconds(job, folder) for stage, job in jobs.items()}
     time_needed = f", about {terminal.clock(sum(expected.values()))}" if all(expected.values()) else ""

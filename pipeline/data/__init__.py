@@ -7,7 +7,7 @@ A row passes through the files in this order:
     preview, reshape         what the job makes of a decoded row: its function, its names of columns, the side that a label picks
     shapes, messages         a row of any accepted shape -> a Record
     template, encode         Record -> text -> token ids
-    tasks, counts            a task: one chunk -> one parquet file of token rows, and counts
+    tasks, counts            a task: one chunk -> one Arrow file of token rows, and counts
     report                   the counts of all tasks -> the report, or an error
     read                     the driver: starts the tasks, or takes the parts from the cache
     feed                     token tables -> a trainer

@@ -1,4 +1,4 @@
-"""Reads, validates, templates and tokenizes a job's rows once, into parquet parts in a cache folder.
+"""Reads, validates, templates and tokenizes a job's rows once, into Arrow files in a cache folder, its parts.
 
 A task for each chunk of a file streams its rows and writes its part (tasks.py). Only small counts come back to the driver,
 whose memory does not grow with the data. It makes the report from them (report.py), rejects what cannot be trained on, and
@@ -30,7 +30,7 @@ from pipeline.data.template import DATE
 from pipeline.errors import InputError
 from pipeline.system import storage
 
-VERSION = 12  # format of the parts; raise it if the same rows give other tokens or another report
+VERSION = 13  # format of the parts; raise it if the same rows give other tokens or another report
 SMALL = 64 << 20  # most bytes of files that are tokenized without Ray; for more, starting Ray pays off
 
 
@@ -254,14 +254,10 @@ def cache_key(files: dict[str, list[File]], tokenizer: Any, options: Options) ->
 
 def read_manifest(folder: str) -> dict[str, Any] | None:
     """Returns the manifest of a complete cache folder, or None if it is unfinished, damaged or incomplete."""
-    import pyarrow.parquet as pq
-
     try:
         manifest: dict[str, Any] = storage.read_json(storage.join(folder, "manifest.json"))
         for name, _ in itertools.chain.from_iterable(manifest["parts"].values()):
-            fs, inner = storage.filesystem(storage.join(folder, name))
-            with fs.open_input_file(inner) as file:
-                pq.read_metadata(file)  # at the end of the file: raises if it is cut short
+            _opened(storage.join(folder, name))  # reads the end of the file: raises if it is cut short
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the cache can always be made again
         return None
     return manifest
@@ -283,10 +279,16 @@ def load(folder: str, parts: list[list[Any]], columns: list[str], in_process: bo
 
 def _read_part(batch: dict[str, Any], names: list[str], columns: list[str]) -> Iterator[Any]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     for index in batch["id"]:
-        fs, inner = storage.filesystem(names[int(index)])
-        with fs.open_input_file(inner) as file:
-            for records in pq.ParquetFile(file).iter_batches(batch_size=1 << 14, columns=columns):
-                yield pa.Table.from_batches([records])
+        part = _opened(names[int(index)])
+        for number in range(part.num_record_batches):
+            yield pa.Table.from_batches([part.get_batch(number)]).select(columns)
+
+
+def _opened(path: str) -> Any:
+    """Returns a reader of a part. A local file is mapped into memory, so that the system reads its rows when they are used."""
+    import pyarrow as pa
+
+    fs, inner = storage.filesystem(path)
+    return pa.ipc.open_file(fs.open_input_file(inner) if storage.is_remote(path) else pa.memory_map(inner))

@@ -223,26 +223,26 @@ def held_out(prompt: str, options: Any) -> bool:
     return digest(f"{options.seed}:{prompt}") < options.eval_fraction * 2**64
 
 
-# ---- parquet files of token rows -------------------------------------------------------------------------------------
+# ---- Arrow files of token rows ---------------------------------------------------------------------------------------
 
 
-GROUP_TOKENS = 1 << 18  # tokens of a Parquet row group
+GROUP_TOKENS = 1 << 18  # tokens of a record batch
 PACK_ROWS = 4096  # rows packed together: bounded, and importing TRL for its packing costs 6 s in every task
 
 
 class PartWriter:
-    """One parquet file, written a bounded row group at a time. Its name is unique: a retried task writes another file."""
+    """One Arrow file, written a bounded batch at a time. Its name is unique: a retried task writes another file."""
 
     def __init__(self, folder: str, stem: str, options: Options):
-        import pyarrow.parquet as pq
+        import pyarrow as pa
 
-        self.name, self.options = f"{stem}-{uuid.uuid4().hex[:8]}.parquet", options
+        self.name, self.options = f"{stem}-{uuid.uuid4().hex[:8]}.arrow", options
         self.rows: list[dict[str, Any]] = []
         self.tokens = self.count = 0
         fs, inner = storage.filesystem(storage.join(folder, self.name))
         self.schema = schema(options)
         self.stream = fs.open_output_stream(inner)
-        self.writer = pq.ParquetWriter(self.stream, self.schema, compression="lz4")
+        self.writer = pa.ipc.new_file(self.stream, self.schema)  # uncompressed, so that reading can map it
 
     def add(self, columns: dict[str, Any]) -> None:
         self.rows.append(columns)

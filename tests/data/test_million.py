@@ -75,18 +75,18 @@ def prepare(folder: str, format: str) -> None:
     done.set()
     watcher.join()
     sources = [[one.read, one.kept, one.drawn] for one in made.report.sources["train"]]
-    parts = sorted(str(path) for path in Path(folder, "cache").rglob("*.parquet"))
+    parts = sorted(str(path) for path in Path(folder, "cache").rglob("*.arrow"))
     print(json.dumps({"sources": sources, "peaks": dict(peaks), "rows": made.train.count(), "parts": parts}))
 
 
 def train(folder: str, parts: list[str], draws: list[int], kill: bool) -> None:
     """In a process of its own: an epoch of a transformers trainer on the token rows, which notes the rows that it sees."""
     import datasets
-    import pyarrow.parquet as pq
+    import pyarrow as pa
     import torch
     import transformers
 
-    table = pq.ParquetDataset(parts).read()
+    table = pa.concat_tables([pa.ipc.open_file(pa.memory_map(part)).read_all() for part in parts])
     rows = datasets.Dataset(datasets.table.InMemoryTable(table.append_column("row", [np.arange(len(table))])))
     seen = Path(folder, "killed.bin" if kill else "resumed.bin")
 

@@ -26,7 +26,7 @@ def test_rows_become_tokens_in_order_and_are_reused(tmp_path, monkeypatch):
         f"<s>question {i} answer {i}</s>" for i in range(50)
     ]
     assert first.eval is None and set(first.fingerprints) == set(first.digests) == {"train"}
-    assert str(first.train.schema.field("labels").type) == "list<element: int32>"
+    assert str(first.train.schema.field("labels").type) == "list<item: int32>"
     second = make(tmp_path, train=path)
     assert (first.report.reused, second.report.reused) == (False, True)
     assert (second.fingerprints, second.digests) == (first.fingerprints, first.digests)
@@ -144,7 +144,7 @@ def test_margins_are_a_column_if_a_row_has_one(tmp_path):
         assert [row.get("margin") for row in rows_of(made.train)] == margins
 
 
-@pytest.mark.parametrize("damage", [None, "{", "[]", '{"parts": {"train": [["gone.parquet", 1]]}}'])
+@pytest.mark.parametrize("damage", [None, "{", "[]", '{"parts": {"train": [["gone.arrow", 1]]}}'])
 def test_a_damaged_cache_is_made_again(tmp_path, damage):
     path = write(tmp_path / "rows.jsonl", ROWS)
     make(tmp_path, train=path)
@@ -154,7 +154,7 @@ def test_a_damaged_cache_is_made_again(tmp_path, damage):
     else:
         manifest.write_text(damage)
     assert not make(tmp_path, train=path).report.reused
-    for part in manifest.parent.glob("*.parquet"):
+    for part in manifest.parent.glob("*.arrow"):
         part.write_bytes(part.read_bytes()[:-9])
     again = make(tmp_path, train=path)
     assert not again.report.reused and len(again.train) == 50
