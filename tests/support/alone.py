@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
-import pyarrow.parquet
+import pyarrow
 import torch
 from running import ROOT
 
@@ -98,7 +98,7 @@ def worker(stage, folder, *settings, inputs=None):
     (chunk,) = chunks.plan(*files.find(str(source), "data.train"), "train", kind_of(stage))
     out = Path(tempfile.mkdtemp(dir=folder))
     file, _ = tasks.tokenize(chunk, 0, tokenizer, options, str(out)).parts["train"]
-    table = pyarrow.parquet.read_table(out / file)
+    table = pyarrow.ipc.open_file(out / file).read_all()
     sets = {"train": datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=f"{stage}-{out.name}")}
     work = Work(job, tokenizer, base_identity(model.name_or_path), {}, {}, None, inputs)
     return Alone(work, sets, out)
