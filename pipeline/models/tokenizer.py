@@ -170,8 +170,9 @@ def warn_of_endless(ended: float, completions: str) -> None:
         )
 
 
-def _as_list(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+def _as_list(value: Any) -> list[int]:
+    """Returns the ids of an `eos_token_id`: one, several, or none."""
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
 
 
 def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> str:
