@@ -36,7 +36,7 @@ SMALL = 64 << 20  # most bytes of files that are tokenized without Ray; for more
 
 @dataclass
 class Prepared:
-    """The tokenized datasets, materialized in Ray's object store as Arrow blocks in file order, and the report on them."""
+    """The tokenized rows in file order, as Arrow tables or as Ray Data's materialized datasets, and the report on them."""
 
     train: Any
     eval: Any
