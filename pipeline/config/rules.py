@@ -140,6 +140,8 @@ RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
      "each epoch pairs different rows for the KL term, so their log-probs cannot be computed before training; remove it"),
     ("ppo", "trainer.batch_size", _too_few_prompts,
      "fewer prompts for an update than workers; expected at least trainer.batch_size={}"),
+    ("evaluate generate collect serve", "trainer.min_new_tokens",
+     lambda job: job.args.min_new_tokens >= job.args.response_length, "found {value}, expected less than response_length"),
     ("collect", "trainer.num_generations", lambda job: job.args.select != "best" and job.args.num_generations < 2,
      "found {value}: a pair needs two completions; expected 2 or more, for example 4, or trainer.select=best"),
     ("collect", "trainer.temperature", lambda job: job.args.temperature == 0 and job.args.num_generations > 1,
@@ -246,9 +248,14 @@ def _rows(job: Job) -> Problems:
 
 
 def _selectors(job: Job) -> Problems:
-    """Yields label selectors with blanks: Ray (2.60) takes the blank as part of the name, and then waits forever."""
+    """Yields lists of another length than the workers, and blanks, which Ray (2.60) takes for a part of the name."""
     for section in ("scaling", "rollout"):
         selectors = getattr(job, section).get("label_selector") or {}
+        if isinstance(selectors, list) and (
+            STAGE[job.stage].runs_in == "data" or len(selectors) != job.workers[1]
+        ):
+            expected = "one mapping for all workers, or, for a stage that trains, one for each"
+            yield f"{section}.label_selector", f"found a list of {len(selectors)}, expected {expected}"
         for selector in selectors if isinstance(selectors, list) else [selectors]:
             for name, value in selector.items():
                 if " " in value:

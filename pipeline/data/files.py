@@ -241,6 +241,9 @@ def _declared(
     if format not in FORMATS:
         found = f"{item!r} holds files of the kind {format!r}"
         raise InputError(f"{found}; expected {', '.join(FORMATS)}", key=key)
+    # Settings of the README that locate rows and name columns
+    if given := [name for name in ("field", "column_names", "names") if getattr(builder.config, name, None)]:
+        raise InputError(f"the README of {item!r} sets `{given[0]}`; name the files themselves", key=key)
     files = {str(name): list(paths) for name, paths in builder.config.data_files.items()}
     return files[_split(list(files), split, item, key)]
 

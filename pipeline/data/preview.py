@@ -62,13 +62,20 @@ def known_fields(kind: Kind, unordered: bool = True) -> list[str]:
 
 
 def check_columns(columns: reshape.Columns, kind: Kind, key: str = "data.columns") -> None:
-    """Raises InputError for fields that the stage does not read, or never in one row."""
-    known = known_fields(kind)
-    for field in columns:
+    """Raises InputError for fields that the stage does not read, or never in one row, and for a column given twice."""
+    known, taken = known_fields(kind), dict[str, str]()
+    for field, column in columns.items():
         near = difflib.get_close_matches(field, known, 1)
         if field not in known and (near or "row" not in kind.columns):
             hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
             raise InputError(f"`{kind.stage}` reads no field of this name; {hint}", key=f"{key}.{field}")
+        if isinstance(column, list) and field != "label":
+            raise InputError(f"found {len(column)} columns, expected one", key=f"{key}.{field}")
+        for one in reshape.listed(column):
+            if one in taken:
+                found = f"found {one!r}, which is {key}.{taken[one]} already"
+                raise InputError(f"{found}; a column can be only one field", key=f"{key}.{field}")
+            taken[one] = field
     if not reshape.shapes_with(columns, kind.shapes):
         one_of = " | ".join(kind.shapes)
         found = f"no row of `{kind.stage}` has {' and '.join(columns)}"

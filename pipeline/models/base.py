@@ -225,7 +225,7 @@ def unreadable(model: Model) -> Iterator[None]:
     except (InputError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        attention = model.attn_implementation
+        attention = model.attn_implementation not in (None, "eager", "sdpa")
         remedy = "fix its files, or fetch the model again; Python code of its own needs model.trust_remote_code=true"
         raise InputError(
             f"transformers cannot make a model of {model.name_or_path!r} ({in_brief(error)}); "

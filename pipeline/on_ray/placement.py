@@ -159,7 +159,7 @@ def check_scaling(job: Job) -> None:
         for name, amount in bundle.resources.items():
             most = there.get(name, 0)
             # Also for workers without which the job may start, because a worker that fits nowhere would never start.
-            if taken[name] + count * amount > most or not most:
+            if taken[name] + count * amount > most or amount > most:
                 trainer = f", next to a trainer with {taken[name]:g}" if taken[name] else ""
                 key = "num_workers" if amount <= most else "resources_per_worker"
                 key = "use_gpu" if name == "GPU" and not most else key

@@ -103,20 +103,21 @@ def damage(path: str) -> str | None:
     fs, folder = storage.filesystem(path)
     try:
         listed = storage.read_json(f"{path}/{DIGESTS}")["files"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         return f"{DIGESTS} cannot be read ({in_brief(error)})"
-    for name, expected in listed.items():
+    for name, (size, sha256) in expected.items():
         info = fs.get_file_info(f"{folder}/{name}")
         if info.type.name != "File":
             return f"{name} is missing"
-        if info.size != expected["bytes"]:
-            return f"{name} has {info.size} bytes, expected {expected['bytes']}"
+        if info.size != size:
+            return f"{name} has {info.size} bytes, expected {size}"
         with fs.open_input_stream(f"{folder}/{name}") as stream:
             digest = hashlib.sha256()
             while block := stream.read(1 << 22):
                 digest.update(block)
-        if digest.hexdigest() != expected["sha256"]:
-            return f"{name} has sha256 {digest.hexdigest()[:12]}, expected {expected['sha256'][:12]}"
+        if digest.hexdigest() != sha256:
+            return f"{name} has sha256 {digest.hexdigest()[:12]}, expected {sha256[:12]}"
     return None
 
 

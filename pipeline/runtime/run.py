@@ -78,10 +78,12 @@ def launch(
                 **outcome, **described(version), cost=cost, versions=lineage.versions(), data=run.data()
             )
         drawn = None
-        if job.run.report:
-            with console.waiting("drawing the report"):
-                drawn = report.attach(result)
-        print_summary(result, drawn)
+        try:
+            if job.run.report:
+                with console.waiting("drawing the report"):
+                    drawn = report.attach(result)
+        finally:  # interrupted while it draws, the run is finished all the same
+            print_summary(result, drawn)
     return result
 
 

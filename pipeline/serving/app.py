@@ -230,7 +230,7 @@ class Server:
             answers, self.answers = self.answers, []
             try:
                 await self._ask_recorder("take", self.name, self.metrics.snapshot(), answers)
-            except Refused:
+            except (Refused, asyncio.CancelledError):  # cancelled: the client that waits for this is gone
                 self.answers = (answers + self.answers)[-MAX_UNSENT_ANSWERS:]
                 raise
 
@@ -259,7 +259,11 @@ class Server:
             return
         for header in ("host", "origin"):
             for value in request.headers.getlist(header):
-                if urlsplit(value if header == "origin" else f"//{value}").hostname not in LOOPBACK:
+                try:
+                    name = urlsplit(value if header == "origin" else f"//{value}").hostname
+                except ValueError:
+                    name = None
+                if name not in LOOPBACK:
                     raise Refused(
                         403, f"{header}: found {value[:80]!r}; expected this machine's, e.g. 127.0.0.1"
                     )

@@ -40,6 +40,18 @@ def test_a_column_that_no_row_has_is_named_before_rows_are_read(tmp_path):
         look(tmp_path, [PAIR], columns=COLUMNS)
 
 
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"prompt": "text", "completion": "text"}, "found 'text', which is data.columns.prompt already"),
+        ({"prompt": ["a", "b"], "completion": "text"}, "found 2 columns, expected one"),
+    ],
+)
+def test_a_column_is_one_field_and_a_field_one_column(columns, says):
+    with pytest.raises(InputError, match=says):
+        preprocessing("sft", Data(train="rows.jsonl", columns=columns))
+
+
 def test_a_file_of_other_columns_is_one_line(tmp_path):
     with pytest.raises(InputError) as caught:
         look(tmp_path, [{"question": "Why is it?", "response": "It just is."}] * 3, "sft", on_error="skip")

@@ -92,6 +92,14 @@ def test_a_folder_with_a_readme(folder):
     assert found(f"{folder}:default/train") == ["train-00000-of-00001.parquet"]  # by the names of its files
 
 
+def test_a_readme_that_says_where_the_rows_are_is_refused(tmp_path):
+    (tmp_path / "small.jsonl").write_text('{"data": [{"prompt": "a"}]}')
+    readme = "configs:\n- config_name: small\n  data_files: small.jsonl\n  field: data\n"
+    (tmp_path / "README.md").write_text(f"---\n{readme}---\n")
+    with pytest.raises(InputError, match="README of .* sets `field`"):
+        found(f"{tmp_path}:small")
+
+
 def test_code_of_a_set_is_not_run(folder):
     with pytest.raises(InputError, match="Dataset scripts are no longer supported"):
         found(folder)

@@ -45,6 +45,10 @@ DAMAGE = {
         r"policy/adapter_model\.safetensors has 3 bytes, expected 7",
     ),
     "a file gone": (lambda f: (f / "state.json").unlink(), r"state\.json is missing"),
+    "a seal of another form": (
+        lambda f: (f / "digests.json").write_text('{"files": {"state.json": []}}'),
+        r"digests\.json cannot be read",
+    ),
     "half a seal": (lambda f: os.truncate(f / "digests.json", 20), r"digests\.json cannot be read"),
 }
 

@@ -121,6 +121,15 @@ def test_nothing_waits_for_a_batcher_that_has_ended(batcher):
     assert not writer.alive
 
 
+def test_a_call_whose_client_is_gone_is_left_out(batcher):
+    writer = batcher(rows=1)
+    held = kept_busy(writer)
+    gone, asked = writer.run(lambda: 1), writer.run(lambda: 2)
+    gone.cancel()
+    held.put(None)
+    assert asked.result(SECONDS) == 2 and writer.alive
+
+
 def test_a_row_that_is_cancelled_leaves_and_the_others_stay(shared, batcher):
     client, writer = Client(), batcher()
     kept = client.row("kept", [5, 6, 7], "one", most=30, temperature=0.0)
