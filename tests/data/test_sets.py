@@ -96,7 +96,7 @@ def test_a_readme_that_says_where_the_rows_are_is_refused(tmp_path):
     (tmp_path / "small.jsonl").write_text('{"data": [{"prompt": "a"}]}')
     readme = "configs:\n- config_name: small\n  data_files: small.jsonl\n  field: data\n"
     (tmp_path / "README.md").write_text(f"---\n{readme}---\n")
-    with pytest.raises(InputError, match="README of .* sets `field`"):
+    with pytest.raises(InputError, match=r"README of .* sets `field`"):
         found(f"{tmp_path}:small")
 
 
