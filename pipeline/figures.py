@@ -46,20 +46,22 @@ def calibration(margins: Sequence[float]) -> tuple[float, list[dict[str, Any]]]:
         pairs[i] += 1
         right[i] += margin > 0
         said[i] += confidence
-    ends = [wilson_of(right[i] / pairs[i], pairs[i]) if pairs[i] else (0.0, 1.0) for i in range(bins)]
-    table = [
-        {
-            "low": 0.5 + 0.5 * i / bins,
-            "high": 0.5 + 0.5 * (i + 1) / bins,
-            "pairs": int(pairs[i]),
-            "confidence": said[i] / pairs[i],
-            "accuracy": right[i] / pairs[i],
-            "accuracy_low": ends[i][0],
-            "accuracy_high": ends[i][1],
-        }
-        for i in range(bins)
-        if pairs[i]
-    ]
+    table = []
+    for i in range(bins):
+        if pairs[i]:
+            accuracy = right[i] / pairs[i]
+            low, high = wilson_of(accuracy, pairs[i])
+            table.append(
+                {
+                    "low": 0.5 + 0.5 * i / bins,
+                    "high": 0.5 + 0.5 * (i + 1) / bins,
+                    "pairs": int(pairs[i]),
+                    "confidence": said[i] / pairs[i],
+                    "accuracy": accuracy,
+                    "accuracy_low": low,
+                    "accuracy_high": high,
+                }
+            )
     return sum(abs(right[i] - said[i]) for i in range(bins)) / len(margins), table
 
 

@@ -210,29 +210,29 @@ class Report:
                     f", {drawn / max(1, sum(epoch)):.2%} of the rows",
                     f"; {versions_in_words(one.versions, one.kept)}" if one.versions else "",
                 ))  # fmt: skip
+        yield from (("warning", text) for text in self._warnings(name, split))
+
+    def _warnings(self, name: str, split: Split) -> Iterator[str]:
         completions = kind_of(self.stage).completions
         if hidden := split.unread.get("tools"):
             yield (
-                "warning",
                 f"the model does not see the `tools` of {count(hidden)}, because the chat template does not write them; for a "
-                "template that does, set model.chat_template=FILE",
+                "template that does, set model.chat_template=FILE"
             )
         if completions == "learned" and name == "train" and split.kept and not split.ended:
             why = "the chat template leaves it out (model.chat_template)"
             if split.truncated == split.kept:
                 why = "all of them are truncated (data.max_length)"
             yield (
-                "warning",
                 "no completion is trained with a token that generation stops on, so the model does not learn to stop: "
-                + why,
+                + why
             )
         prompts, same = self.overlap if name == "eval" and self.overlap else (0, 0)
         if prompts:
             same_too = f" ({same:,} with the same completion)" if completions != "written" else ""
             yield (
-                "warning",
                 f"{count(prompts)} of data.eval with a prompt that is also in data.train{same_too}: metrics on them measure "
-                "memorization, not generalization",
+                "memorization, not generalization"
             )
 
 

@@ -127,7 +127,7 @@ def ties_score(rows: Sequence[Scored]) -> float:
     spread = [max(tied[key].good) - min(tied[key].good) for key in both]
     gap = [_gap(tied[key]) for key in both]
     least = [min(_gap(ref[key]), _gap(tied[key])) for key in both]
-    # With D = 0 the quotient is infinite, or undefined and then 0
+    # If D is 0, the quotient is infinite with the sign of `low`; 0 / 0 counts as 0, as upstream
     margins = [
         math.tanh(low / d - 1) if d else (low > 0) - (low < 0) for low, d in zip(least, spread, strict=True)
     ]

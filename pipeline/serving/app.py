@@ -230,7 +230,7 @@ class Server:
             answers, self.answers = self.answers, []
             try:
                 await self._ask_recorder("take", self.name, self.metrics.snapshot(), answers)
-            except (Refused, asyncio.CancelledError):  # cancelled: the client that waits for this is gone
+            except (Refused, asyncio.CancelledError):  # cancelled: the client has disconnected
                 self.answers = (answers + self.answers)[-MAX_UNSENT_ANSWERS:]
                 raise
 

@@ -132,7 +132,7 @@ class Batcher:
                 requested, self.requested = self.requested, deque()
             for function, future in requested:
                 if not future.set_running_or_notify_cancel():
-                    continue  # its client is gone
+                    continue  # its client has disconnected
                 try:
                     future.set_result(function())
                 except BaseException as error:  # the caller handles it; the thread also serves others
