@@ -35,23 +35,14 @@ SMALL = ["trainer.max_steps=2", "data.batch_size=8", "trainer.per_device_train_b
 
 def pipeline(*given, **environment):
     """The real command with secrets in its environment."""
-    return subprocess.run(
-        [sys.executable, "-m", "pipeline", *given],
-        cwd=ROOT,
-        env=os.environ | SECRETS | environment,
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
+    command, env = [sys.executable, "-m", "pipeline", *given], os.environ | SECRETS | environment
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=300)
 
 
 def leaks(folder, *runs):
     """Returns what was written below a folder, or printed by these runs, and holds a secret."""
-    written = {
-        str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
-    for number, run in enumerate(runs):
-        written |= {f"stdout {number}": run.stdout, f"stderr {number}": run.stderr}
+    written = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    written |= {number: run.stdout + run.stderr for number, run in enumerate(runs)}
     secrets = [secret.encode() for secret in (*SECRETS.values(), PASSWORD)]
     return [where for where, content in written.items() if any(secret in content for secret in secrets)]
 
@@ -60,7 +51,6 @@ class Guard(BaseHTTPRequestHandler):
     """Asks for a password, and passes everything on to the MLflow server behind it."""
 
     protocol_version = "HTTP/1.1"
-    server: "ThreadingHTTPServer"
 
     def answer(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -118,10 +108,8 @@ def test_a_server_behind_a_password_is_used_and_its_password_is_nowhere(tmp_path
         )  # fmt: skip
         assert ill.returncode == 1 and b"no reward with" in ill.stderr, ill.stderr.decode()[-3000:]
         assert "no reward with" in (tmp_path / "runs/ill/failed.json").read_text()
-        pages = [
-            pipeline("report", str(tmp_path / "runs" / name), MLFLOW_TRACKING_URI=uri)
-            for name in ("well", "ill")
-        ]
+        names = [str(tmp_path / "runs" / name) for name in ("well", "ill")]
+        pages = [pipeline("report", name, MLFLOW_TRACKING_URI=uri) for name in names]
         assert [page.returncode for page in pages] == [0, 0]
         assert not any(b"No curves" in page.stdout for page in pages), "the report had no password"
         bare = pipeline("report", str(tmp_path / "runs/well"), MLFLOW_TRACKING_URI="")
@@ -139,9 +127,8 @@ def test_credentials_of_the_tracking_uri_are_used_for_that_server_only(monkeypat
     registry.client("http://127.0.0.1:10")
     assert os.environ["MLFLOW_TRACKING_PASSWORD"] == ""
     registry.client("http://127.0.0.1:9")
-    assert (
-        os.environ["MLFLOW_TRACKING_USERNAME"] == "me" and os.environ["MLFLOW_TRACKING_PASSWORD"] == PASSWORD
-    )
+    used = os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]
+    assert used == ("me", PASSWORD)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://me:planted-pass-7f3a@127.0.0.1/db")
     assert registry.tracking_uri(job) == "postgresql://127.0.0.1/db"
 
@@ -184,9 +171,7 @@ def test_a_whole_run_writes_no_secret_anywhere(tmp_path):
         ("dpo.run.storage_path", f"gs://b/runs?token={PASSWORD}"),
     ],
 )
-def test_an_error_about_an_address_does_not_repeat_its_password(
-    key, address, tmp_path, monkeypatch, capsys, in_root
-):
+def test_an_error_does_not_repeat_a_password(key, address, tmp_path, monkeypatch, capsys, in_root):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     given = ["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}"]
     if key.isupper():
@@ -201,16 +186,6 @@ def test_an_error_about_an_address_does_not_repeat_its_password(
 # ------------------------------------------------------------------------------------------------ pickles
 
 
-class Touches:
-    """Unpickled, it runs a command."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return (os.system, (f"touch {self.path}",))
-
-
 @pytest.mark.parametrize("file", ["optimizer.pt", "rng_state.pth", "scheduler.pt"])
 def test_a_state_of_a_transformers_trainer_that_would_run_code_is_refused(file, tmp_path):
     """The installed transformers allow-lists a few numpy types for random states, and nothing that runs.
@@ -220,14 +195,16 @@ def test_a_state_of_a_transformers_trainer_that_would_run_code_is_refused(file, 
     import torch
     from transformers import Trainer, TrainingArguments
 
-    trainer = Trainer(
-        torch.nn.Linear(1, 1),
-        TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to="none", disable_tqdm=True),
-    )
+    class Touches:
+        def __reduce__(self):
+            return (os.system, (f"touch {tmp_path / 'ran'}",))
+
+    how = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to="none", disable_tqdm=True)
+    trainer = Trainer(torch.nn.Linear(1, 1), how)
     trainer.create_optimizer_and_scheduler(1)
     torch.save(trainer.optimizer.state_dict(), tmp_path / "optimizer.pt")
     torch.save(trainer.lr_scheduler.state_dict(), tmp_path / "scheduler.pt")
-    torch.save(Touches(tmp_path / "ran"), tmp_path / file)
+    torch.save(Touches(), tmp_path / file)
     read = trainer._load_rng_state if file == "rng_state.pth" else trainer._load_optimizer_and_scheduler
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         read(str(tmp_path))
@@ -237,22 +214,13 @@ def test_a_state_of_a_transformers_trainer_that_would_run_code_is_refused(file, 
 def test_no_source_file_unpickles_or_evaluates():
     """What could run code from a file stands nowhere but where it is named here."""
     # What the job's own Ray tasks and actors return, never a file
-    own_tasks = {
-        "pipeline/data/read.py",
-        "pipeline/runtime/inference.py",
-        "pipeline/rollout/client.py",
-        "pipeline/rollout/worker.py",
-    }
-    unsafe = re.compile(
-        r"\bpickle\.loads?\(|\byaml\.(unsafe_)?load\(|(?<!\.)\beval\(|\bexec\(|weights_only=False|shell=True"
-    )
-    sources = {path: path.read_text() for path in (ROOT / "pipeline").rglob("*.py")}
-    found = {str(path.relative_to(ROOT)) for path, source in sources.items() if unsafe.search(source)}
-    assert found == own_tasks
-    loads = [
-        call
-        for source in sources.values()
-        for call in re.findall(r"torch\.load\((?:[^()]|\([^()]*\))*\)", source)
-    ]
-    assert len(loads) == sum(source.count("torch.load(") for source in sources.values()) >= 2
+    own_tasks = {"data/read.py", "runtime/inference.py", "rollout/client.py", "rollout/worker.py"}
+    calls = r"\bpickle\.loads?\(|\byaml\.(unsafe_)?load\(|(?<!\.)\beval\(|\bexec\("
+    unsafe = re.compile(rf"{calls}|weights_only=False|shell=True")
+    home = ROOT / "pipeline"
+    sources = {str(path.relative_to(home)): path.read_text() for path in home.rglob("*.py")}
+    assert {path for path, source in sources.items() if unsafe.search(source)} == own_tasks
+    everything = "".join(sources.values())
+    loads = re.findall(r"torch\.load\((?:[^()]|\([^()]*\))*\)", everything)
+    assert len(loads) == everything.count("torch.load(") >= 2
     assert all("weights_only=True" in call for call in loads)

@@ -40,10 +40,10 @@ TOOLS = {"ssh": "openssh-client", "rsync": "rsync"}  # {command that `ray up` ru
 
 @dataclass(frozen=True)
 class NodeType:
-    """One kind of node that the autoscaler may start."""
+    """A node, or one kind of node that the autoscaler may start."""
 
     resources: dict[str, float]
-    max_workers: int
+    max_workers: int = 1
     instance: str = ""
     labels: dict[str, str] = field(default_factory=dict)
 

@@ -8,7 +8,6 @@ many or too small GPUs, data that stays on the laptop.
 """
 
 import glob
-import itertools
 import logging
 import os
 import socket
@@ -27,7 +26,7 @@ from pipeline.cloud.clusterfile import NodeType
 from pipeline.config import Job
 from pipeline.errors import InputError
 from pipeline.on_ray import placement
-from pipeline.on_ray.placement import Bundle, Group
+from pipeline.on_ray.placement import Bundle
 from pipeline.planning import plan
 from pipeline.planning.shape import config_of
 from pipeline.system import console, storage
@@ -40,10 +39,10 @@ LIMIT = 100 * 2**20
 class Cluster:
     """A Ray cluster as its head describes it over HTTP."""
 
-    address: str
-    nodes: list[dict[str, Any]]  # alive: node_ip, is_head_node, resources_total, labels
+    nodes: list[NodeType]  # alive
     types: dict[str, NodeType] = field(default_factory=dict)  # node types that the autoscaler may add
     max_workers: int = 0
+    head: str = "HEAD"  # its address as the nodes see it
     mlflow_port: str = ""  # port of the MLflow server on the head
 
     @property
@@ -52,25 +51,16 @@ class Cluster:
         return len(self.nodes) > 1 or any(kind.max_workers for kind in self.types.values())
 
     @property
-    def live(self) -> list[NodeType]:
-        """Returns what the nodes that are up offer."""
-        return [
-            NodeType(node.get("resources_total") or {}, 1, labels=node.get("labels") or {})
-            for node in self.nodes
-        ]
-
-    @property
     def tracking_uri(self) -> str | None:
         """Returns the address of the cluster's own MLflow as its nodes see it. They know its password."""
-        head = next((node["node_ip"] for node in self.nodes if node.get("is_head_node")), "HEAD")
-        return f"http://{head}:{self.mlflow_port}" if self.mlflow_port else None
+        return f"http://{self.head}:{self.mlflow_port}" if self.mlflow_port else None
 
     @property
     def is_here(self) -> bool:
         """Returns True if the cluster's only node is this machine, so that this machine's paths are valid there."""
         with socket.socket() as probe:
             try:
-                probe.bind((self.nodes[0]["node_ip"], 0))
+                probe.bind((self.head, 0))
             except OSError:
                 return False
         return not self.several
@@ -98,10 +88,12 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
         )
     listed = get("/api/v0/nodes?detail=1&limit=10000")["data"]["result"]["result"]
     alive = [node for node in listed if node["state"] == "ALIVE"]
+    nodes = [NodeType(node["resources_total"] or {}, labels=node["labels"] or {}) for node in alive]
+    head = next(node for node in alive if node["is_head_node"])
+    labels = head["labels"] or {}
     # HTTP does not tell what an autoscaler may add. The head's label names the file that it was started from.
-    labels = next((node["labels"] or {} for node in alive if node["is_head_node"]), {})
     types, most = clusterfile.types_of(labels.get("cluster-file", ""))
-    return Cluster(address, alive, types, most, labels.get("mlflow-port", ""))
+    return Cluster(nodes, types, most, head["node_ip"], labels.get("mlflow-port", ""))
 
 
 # --------------------------------------------------------------------------------------------------- the jobs
@@ -127,9 +119,8 @@ def check_storage(job: Job, cluster: Cluster) -> None:
         advice = "use a folder that every node mounts, or a bucket: run.storage_path=s3://BUCKET/runs"
         raise InputError(f"{path!r} {why}; {advice}", key="run.storage_path")
     uri = registry.tracking_uri(job)
-    host = urlsplit(uri).hostname or ""
-    own = uri.lower().startswith("sqlite:") or host in ("localhost", "0.0.0.0", "::", "::1")
-    if cluster.several and (own or host.startswith("127.")):
+    own = uri.startswith("sqlite:") or urlsplit(uri).hostname in ("localhost", "127.0.0.1", "0.0.0.0", "::1")
+    if cluster.several and own:
         why = f"{uri} means another file or machine on each node, and the cluster has or may get several"
         server = cluster.tracking_uri or "http://HEAD:5000"
         raise InputError(f"{why}; name a server as the nodes see it, e.g. {server}", "mlflow.tracking_uri")
@@ -155,7 +146,7 @@ def check_resources(job: Job, cluster: Cluster) -> None:
         )
         raise InputError(
             f"{count} {who}s with {', '.join(wanted)} each, but the cluster has room for {room} (nodes: "
-            f"{'; '.join(map(_shown, cluster.live))}; {grows}); lower {section}.num_workers or "
+            f"{'; '.join(map(_shown, cluster.nodes))}; {grows}); lower {section}.num_workers or "
             f"{section}.resources_per_worker, change {section}.use_gpu or {section}.label_selector, or add nodes",
             key=f"{section}.num_workers",
         )
@@ -170,7 +161,7 @@ def _room(need: Bundle, cluster: Cluster) -> int:
     fitting = ((need.fits(kind.resources, kind.labels), kind.max_workers) for kind in cluster.types.values())
     for each, most in sorted(fitting, reverse=True):
         future, left = future + min(most, left) * each, left - min(most, left)
-    return max(future, sum(need.fits(node.resources, node.labels) for node in cluster.live))
+    return max(future, sum(need.fits(node.resources, node.labels) for node in cluster.nodes))
 
 
 def _shown(node: NodeType) -> str:
@@ -183,38 +174,31 @@ def check_memory(job: Job, cluster: Cluster) -> None:
 
     There is no check for GPUs that `plan` does not know, or for a base whose config.json cannot be read from here.
     """
-    for group in placement.groups(job):
-        if group.each.resources.get("GPU"):
-            _check_gpus(job, group, cluster)
-
-
-def _check_gpus(job: Job, group: Group, cluster: Cluster) -> None:
-    need, section = group.each, group.section
-    nodes = [*cluster.live, *cluster.types.values()]
-    offered = {n.labels.get(placement.GPU_LABEL, "") for n in nodes if need.fits(n.resources, n.labels)}
-    gpus = {name: memory for name in sorted(offered) if (memory := plan.memory_of(name))}
-    if not gpus:
-        return
-    with console.waiting(f"counting the memory of a {group.who}"):
-        try:
-            config_of(job.model)
-        except InputError:
-            return  # the cluster has this folder or version, and checks it
-        planned = plan.make(job, learns=section == "scaling")
-    small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
-    if not small:
-        return
-    listed = " or ".join(f"{name} with {memory:g}" for name, memory in small.items())
-    advice = f"make it smaller: make plan JOB={job.source}"
-    if enough := sorted({*gpus} - {*small}) or plan.fitting(planned):
-        # without spaces: Ray takes them as part of the name
-        selector = need.selector | {placement.GPU_LABEL: f"in({','.join(enough)})"}
-        text = yaml.safe_dump(selector, default_flow_style=True, sort_keys=False, width=1000).strip()
-        advice = (
-            f'set "{section}.label_selector={text}" (a cluster without such nodes needs them), or {advice}'
-        )
-    needs = f"a {group.who} needs {planned.peak / plan.GIB:.0f} GiB, but Ray may place it on {listed}"
-    raise InputError(f"{needs}; {advice}", key=f"{section}.label_selector")
+    nodes = [*cluster.nodes, *cluster.types.values()]
+    for section, who, _, _, need in placement.groups(job):
+        offered = {n.labels.get(placement.GPU_LABEL, "") for n in nodes if need.fits(n.resources, n.labels)}
+        gpus = {name: memory for name in sorted(offered) if (memory := plan.memory_of(name))}
+        if not gpus or not need.resources.get("GPU"):
+            continue
+        with console.waiting(f"counting the memory of a {who}"):
+            try:
+                config_of(job.model)
+            except InputError:
+                return  # the cluster has this folder or version, and checks it
+            planned = plan.make(job, learns=section == "scaling")
+        small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
+        if not small:
+            continue
+        listed = " or ".join(f"{name} with {memory:g}" for name, memory in small.items())
+        advice = f"make it smaller: make plan JOB={job.source}"
+        if enough := sorted({*gpus} - {*small}) or plan.fitting(planned):
+            # without spaces: Ray takes them as part of the name
+            selector = need.selector | {placement.GPU_LABEL: f"in({','.join(enough)})"}
+            text = yaml.safe_dump(selector, default_flow_style=True, sort_keys=False, width=1000).strip()
+            key = f"{section}.label_selector"
+            advice = f'set "{key}={text}" (a cluster without such nodes needs them), or {advice}'
+        needs = f"a {who} needs {planned.peak / plan.GIB:.0f} GiB, but Ray may place it on {listed}"
+        raise InputError(f"{needs}; {advice}", key=f"{section}.label_selector")
 
 
 # -------------------------------------------------------------------------------------------------- the files
@@ -254,9 +238,8 @@ def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
                 why = f"{path!r} is on this machine's own disk, which the nodes do not have"
                 raise InputError(f"{why}; move it below {os.getcwd()}, or into a bucket", key=key)
             continue  # a folder that the nodes mount; the job checks it before it starts a worker
-        found = glob.glob(path, recursive=True) or [path]
-        inside = [[one, *glob.glob(os.path.join(one, "**"), recursive=True)] for one in found]
-        names = [os.path.relpath(one) for one in itertools.chain(*inside) if os.path.isfile(one)]
+        found = [path, *glob.glob(path, recursive=True), *glob.glob(f"{path}/**", recursive=True)]
+        names = [os.path.relpath(one) for one in found if os.path.isfile(one)]
         if missing := [name for name in names if name not in files]:
             why = f"{missing[0]!r} would not be uploaded, because .rayignore or .gitignore names it"
             raise InputError(f"{why}; change that, or put the file into a bucket", key=key)

@@ -34,11 +34,8 @@ from pipeline.on_ray.placement import Bundle, Group
 from pipeline.planning.plan import GPUS
 from pipeline.system import storage
 
-HOME = "/home/ray/rlhf"  # folder of the project in the image
 IMAGE = f"ghcr.io/OWNER/rlhf:{version('rlhf-pipeline')}"  # published by release.yml from the account OWNER
-SECRET = "rlhf"
 CLAIM = "rlhf-runs"
-MODELS = "rlhf-models"  # a claim, mounted at /models: the hub's cache
 # The operator lets the head's account start and end the cluster's pods. The workers' account may not.
 ACCOUNTS = {"ray-head": "rlhf-head", "ray-worker": "rlhf-worker"}
 # {section of the job: environment variable that selects the Kubernetes nodes of its pods}
@@ -166,12 +163,13 @@ def pod(
     if not storage.is_remote(job.run.storage_path):
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": CLAIM}})  # ReadWriteMany
         mounts.append({"name": "runs", "mountPath": job.run.storage_path})
-    secret = {"name": SECRET, "optional": True}
     env: list[dict[str, Any]] = [
-        {"name": n, "valueFrom": {"secretKeyRef": {**secret, "key": n}}} for n in FORWARDED
+        {"name": n, "valueFrom": {"secretKeyRef": {"name": "rlhf", "optional": True, "key": n}}}
+        for n in FORWARDED
     ]
     if not os.path.isdir(job.model.name_or_path):  # a folder would be part of the image
-        volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": MODELS}})  # ReadWriteMany
+        # ReadWriteMany; the hub's cache
+        volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": "rlhf-models"}})
         mounts.append({"name": "models", "mountPath": "/models"})
         env.append({"name": "HF_HOME", "value": "/models"})
     cuda = any(one.each.resources.get("GPU") for one in placement.groups(job))
@@ -187,7 +185,7 @@ def pod(
             {
                 "name": container,
                 "image": os.environ.get("IMAGE", f"{IMAGE}-cuda" if cuda else IMAGE),
-                "workingDir": HOME,
+                "workingDir": "/home/ray/rlhf",  # the project in the image
                 "env": env,
                 "resources": {"requests": resources, "limits": resources},
                 "volumeMounts": mounts,

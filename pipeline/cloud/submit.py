@@ -40,7 +40,6 @@ FORWARDED = """HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE MLFLOW_TRACKING_URI MLFLOW_TR
     RLHF_SERVE_TOKENS""".split()
 # Ray's loggers, which report every ignore file three times.
 CHATTY = ("ray._private.runtime_env", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
-CONNECT_SECONDS, ANSWER_SECONDS = 3, 10  # time limits of a request
 # Time without an answer after which this process stops following a job, which may continue
 GONE_SECONDS = 600
 
@@ -57,17 +56,18 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
         os.environ["MLFLOW_TRACKING_URI"] = cluster.tracking_uri  # the default of a job that names no server
     files = preflight.upload_files()
     preflight.check_jobs(jobs, cluster, files)
-    submission, attempt = next_attempt(api, name)
+    submission = next_attempt(api, name)
     environment = forwarded()
+    verbosity = [flag for flag, level in terminal.FLAGS.items() if level == terminal.screen.level][:1]
     size = sum(files.values()) / 2**20
     print(f"submitting {submission} to {api.address}: {len(files)} files, {size:.1f} MiB", flush=True)
     if environment:
         print(f"forwarding {', '.join(sorted(environment))}", flush=True)
-    if attempt > 1:
+    if submission != name:
         print(f"run {name} was submitted before: it continues from its last checkpoint", flush=True)
     api.submit(
         submission_id=submission,
-        entrypoint=shlex.join(["python", "-m", "pipeline", verb, path, *overrides, *terminal.flags()]),
+        entrypoint=shlex.join(["python", "-m", "pipeline", verb, path, *overrides, *verbosity]),
         runtime_env={**uploaded(), "env_vars": {**session.ENVIRONMENT, **environment}},
         metadata={"run": name, "verb": verb, "job": path},
     )
@@ -126,8 +126,8 @@ def forwarded() -> dict[str, str]:
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
-def next_attempt(api: "Api", name: str) -> tuple[str, int]:
-    """Returns (submission id, number of the attempt) for a run name: Ray takes each id once, and a run may be repeated.
+def next_attempt(api: "Api", name: str) -> str:
+    """Returns the submission id for a run name, NAME or NAME.2, ...: Ray takes each id once, and a run may be repeated.
 
     Raises:
         InputError: if a submission of that name is still running.
@@ -137,8 +137,7 @@ def next_attempt(api: "Api", name: str) -> tuple[str, int]:
         state = f"{running[0].status.value.lower()} on this cluster already ({running[0].submission_id})"
         advice = f"follow it: make logs NAME={name}, end it: make stop NAME={name}, or choose another name"
         raise InputError(f"{name!r} is {state}; {advice}", key="run.name")
-    attempt = len(earlier) + 1
-    return (name if attempt == 1 else f"{name}.{attempt}"), attempt
+    return f"{name}.{len(earlier) + 1}" if earlier else name
 
 
 # ------------------------------------------------------------------------------------------------------ the API
@@ -157,11 +156,11 @@ def check_address(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except (OSError, ValueError, OverflowError) as error:
-        expected = (
-            "http://HEAD:8265 to submit jobs to a cluster, auto or HOST:6379 on one of its nodes, or nothing"
-        )
-        found = f"nothing answers at {address!r} ({in_brief(error)})"
-        raise InputError(f"{found}; expected {expected}", key="RAY_ADDRESS") from error
+        raise InputError(
+            f"nothing answers at {address!r} ({in_brief(error)}); expected http://HEAD:8265 to submit jobs to a cluster, auto or "
+            "HOST:6379 on one of its nodes, or nothing",
+            key="RAY_ADDRESS",
+        ) from error
 
 
 def token() -> str | None:
@@ -196,10 +195,9 @@ class Api:
                 "cluster that is up (make status), with the tunnel to it open (make dashboard)"
             )
             if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
-                found = "the token here is another cluster's" if self.headers else "there is no token here"
                 message = (
-                    f"the cluster at {self.address} wants a token, and {found}; copy the cluster's ~/.ray/auth_token to the "
-                    "same place here, or export RAY_AUTH_TOKEN"
+                    f"the cluster at {self.address} has another token; copy its ~/.ray/auth_token to the same place here, or "
+                    "export RAY_AUTH_TOKEN"
                 )
             raise InputError(message, key="RAY_ADDRESS") from error
 
@@ -207,8 +205,8 @@ class Api:
         """Returns the parsed JSON of an authorized GET."""
         import requests
 
-        limits = (CONNECT_SECONDS, ANSWER_SECONDS)
-        answer = requests.get(self.address + path, headers=self.headers, timeout=limits)
+        seconds = (3, 10)  # to connect, and to answer
+        answer = requests.get(self.address + path, headers=self.headers, timeout=seconds)
         answer.raise_for_status()
         return answer.json()
 

@@ -6,11 +6,9 @@ It reads a job of `generate`, but not its data. Typed text goes through the chat
 trained with. /reset starts again, /system TEXT sets the instructions, /quit ends; lines may also come from a pipe.
 """
 
-from __future__ import annotations
-
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from pipeline.config import Job
@@ -36,9 +34,8 @@ def run(job: Job) -> None:
                 "model, e.g. models:/rlhf-rm@champion",
                 key=key,
             )
-    inputs = host.work.inputs.items()
-    named = ", ".join(f"{key.removesuffix('.0')} {value}" for key, value in inputs) or "the bare base"
-    print(f"{job.model.name_or_path}: {named}\n{HELP}", flush=True)
+    named = [f"{key.removesuffix('.0')} {value}" for key, value in host.work.inputs.items()]
+    print(f"{job.model.name_or_path}: {', '.join(named) or 'the bare base'}\n{HELP}", flush=True)
     if not text_as_chat(host.tokenizer, job.data.apply_chat_template):
         print(
             "(Your messages go through the chat template. In training and in `generate`, prompts of plain text do not: "
@@ -111,8 +108,9 @@ class Chat:
             process.resume()
             self.decoder.reset()
             print(" (stopped)", end="")
+        writer.show(row.tokens, last=True)
         self.completions += 1
-        completion, notes = writer.close(row.tokens), []
+        notes = []
         if self.rewards and row.tokens:
             given = [{"prompt": [*self.system, *self.turns]}]
             samples = Samples([prompt], [row.tokens], [row.ended], given, self.host.tokenizer)
@@ -120,7 +118,7 @@ class Chat:
         if row.tokens and not row.ended:
             notes.append(f"cut off at trainer.response_length={self.sampling.max_new_tokens}")
         print(f"   ({', '.join(notes)})\n" if notes else "", flush=True)
-        self.turns.append({"role": "assistant", "content": completion})
+        self.turns.append({"role": "assistant", "content": writer.shown})
 
     def prompt(self) -> list[int] | None:
         """Returns the token ids, or None if the text cannot be encoded. Forgets the oldest turns if they no longer fit."""
@@ -146,22 +144,16 @@ class Chat:
 class Writer:
     """Prints the text of a growing list of tokens. Holds back a character until all its bytes are there."""
 
-    def __init__(self, tokenizer: Any, show: Callable[[str], Any] | None = None):
-        self.decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
-        self.put = show or (lambda text: print(visible(text), end="", flush=True))
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
         self.shown = ""
 
-    def show(self, tokens: list[int]) -> None:
-        text = self.decode(tokens)
-        if not text.endswith("\ufffd") and text.startswith(self.shown):
-            self.put(text[len(self.shown) :])
+    def show(self, tokens: list[int], last: bool = False) -> None:
+        """Prints what is new. The last time, also a character that is incomplete."""
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        if last or (not text.endswith("\ufffd") and text.startswith(self.shown)):
+            print(visible(text[len(self.shown) :]), end="", flush=True)
             self.shown = text
-
-    def close(self, tokens: list[int]) -> str:
-        """Prints the text that was held back, complete or not. Returns the full text."""
-        text = self.decode(tokens)
-        self.put(text[len(self.shown) :])
-        return text
 
 
 def _typed(lines: Any) -> Iterator[str]:

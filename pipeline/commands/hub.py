@@ -30,7 +30,6 @@ from pipeline.system.credentials import without_credentials
 CARD = Path(__file__).with_name("card.jinja")
 MADE_HERE = "rlhf-pipeline"  # the tag by which a push recognizes a repository of an earlier export
 ADVICE = "make a token with write access at https://huggingface.co/settings/tokens; export HF_TOKEN=..."
-CARD_LINES = 24  # lines of the model card that a dry run shows
 
 # ---------------------------------------------------------------------------------------------------- the card
 
@@ -65,7 +64,6 @@ def card(host: Host, name: str, differences: dict[str, float] | None = None) -> 
     extra = ["reward-model"] * (kind == "reward") + ["merged"] * merged
     path = base["name_or_path"]
     on_hub = hub.is_reference(path) and not hub.local(path).is_dir()  # the hub rejects a folder as base
-    title = repo or reference.removeprefix("models:/")
     data = ModelCardData(
         library_name="transformers" if merged else "peft",
         pipeline_tag=task,
@@ -84,7 +82,7 @@ def card(host: Host, name: str, differences: dict[str, float] | None = None) -> 
     made = ModelCard.from_template(
         data,
         str(CARD),
-        title=title,
+        title=repo or reference.removeprefix("models:/"),
         kind=kind,
         base=base,
         dtype=model.dtype,
@@ -157,7 +155,6 @@ def _api() -> Any:
 
 
 def _replaced(job: Job) -> str | None:
-    from huggingface_hub import ModelCard
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     api, repo = _api(), job.args.hub_model_id
@@ -172,15 +169,11 @@ def _replaced(job: Job) -> str | None:
     except (RepositoryNotFoundError, RevisionNotFoundError):
         return None
     files = {file.rfilename for file in found.siblings or []} - {".gitattributes"}
-    tags: list[str] = []
+    made_here = False
     if "README.md" in files:
         path = Path(api.hf_hub_download(repo, "README.md", revision=found.sha))
-        text = path.read_text(encoding="utf-8", errors="replace")
-        try:
-            tags = ModelCard(text, ignore_metadata_errors=True).data.get("tags") or []
-        except Exception:  # damaged YAML: no export wrote this card
-            tags = []
-    if files and MADE_HERE not in tags:
+        made_here = f"- {MADE_HERE}" in path.read_text(encoding="utf-8", errors="replace").splitlines()
+    if files and not made_here:
         raise InputError(
             f"{repo} holds files that do not come from an export ({', '.join(sorted(files)[:3])}); use another name, or "
             "trainer.hub_revision=BRANCH for a branch of it",
@@ -236,22 +229,12 @@ def push(job: Job, result: dict[str, Any], before: str | None) -> dict[str, Any]
 
 
 def _explained(job: Job, error: Exception) -> str:
-    """Returns why the hub rejected a request, and what to do."""
-    from huggingface_hub.errors import HTTPError
-
-    repo, found = job.args.hub_model_id, without_credentials(in_brief(error))
-    changed = f"{repo} was changed by another push, and nothing was replaced"
-    known = {
-        401: f"the hub does not know this HF_TOKEN; {ADVICE}",
-        403: f"the account of this HF_TOKEN may not write to {repo}; {ADVICE}, or set another owner",
-        409: changed,
-        412: changed,
-    }
+    """Returns why the Hub did not take a push, and what to do."""
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if status is not None:
-        return f"HTTP {status}: {known.get(status, f'the hub rejected it ({found})')}"
-    unreachable = isinstance(error, (HTTPError, OSError))
-    return f"the hub cannot be reached ({found})" if unreachable else f"the upload failed ({found})"
+    if status in (409, 412):
+        return f"{job.args.hub_model_id} was changed by another push, and nothing was replaced"
+    advice = f"; {ADVICE}, or set another owner" if status in (401, 403) else ""
+    return f"the push to {job.args.hub_model_id} failed ({without_credentials(in_brief(error))}){advice}"
 
 
 def _print_dry_run(job: Job, folder: str, address: str) -> None:
@@ -269,7 +252,7 @@ def _print_dry_run(job: Job, folder: str, address: str) -> None:
         f"   in     {len(sizes)} files, {tqdm.format_sizeof(sum(sizes.values()), 'B')}",
         *(f"          {name:{width}}  {tqdm.format_sizeof(size, 'B'):>8}" for name, size in sizes.items()),
         "   under  the card",
-        *(f"          {line}" for line in text.splitlines()[:CARD_LINES]),
+        *(f"          {line}" for line in text.splitlines()[:24]),
     ]
     if "base_model:" not in text and not job.args.merge:
         base = job.model.name_or_path

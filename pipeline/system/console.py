@@ -41,7 +41,6 @@ QUIET = {
 LIBRARIES = (
     "transformers", "trl", "peft", "accelerate", "datasets", "torch", "bitsandbytes", "huggingface_hub", "tqdm",
 )  # fmt: skip
-BLAMED = (*LIBRARIES, "mlflow", "ray", "pipeline")  # in warnings; `pipeline` if a library names its caller
 
 
 @contextlib.contextmanager
@@ -67,9 +66,7 @@ def native_lines_filtered() -> Iterator[None]:
 
     def forward() -> None:
         with open(read, "rb") as lines, open(terminal, "wb", buffering=0) as shown:
-            for line in lines:
-                if not any(text.encode() in line for text in NOISE):
-                    shown.write(line)
+            shown.writelines(line for line in lines if not any(text.encode() in line for text in NOISE))
 
     thread = threading.Thread(target=forward, daemon=True)
     thread.start()
@@ -105,18 +102,19 @@ def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> N
         data = {**data, "lines": filter_autoscaler_events(data["lines"])}
     name = data.get("actor_name") or data.get("task_name")
     prefix = "" if name in own or not name else f"({name}) "
-    lines = [line for line in data["lines"] if not any(text in line for text in NOISE)]
-    if sink or sys.stdout is not terminal.screen:
-        lines = [plain for line in lines if (plain := terminal.unmarked(line)) is not None]
-    marks = [line[0] if terminal.marked(line) else "" for line in lines]
-    lines = [mark + prefix + line.removeprefix(mark) for mark, line in zip(marks, lines, strict=True)]
-    for line in lines:
+    plain = sink or sys.stdout is not terminal.screen
+    for line in data["lines"]:
+        mark = line[0] if terminal.marked(line) else ""
+        if any(text in line for text in NOISE) or (plain and mark == terminal.LIVE):
+            continue
+        line = ("" if plain else mark) + prefix + line.removeprefix(mark)
         print(line, file=sink or (sys.stderr if data["is_err"] else sys.stdout), flush=True)
 
 
 def silence_libraries() -> None:
     """Silences the libraries' advice to developers. Errors and warnings of a user's code stay."""
-    warnings.filterwarnings("ignore", module=rf"({'|'.join(BLAMED)})(\.|$)")
+    blamed = (*LIBRARIES, "mlflow", "ray", "pipeline")  # `pipeline` if a library names its caller
+    warnings.filterwarnings("ignore", module=rf"({'|'.join(blamed)})(\.|$)")
     for name in (*LIBRARIES, "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

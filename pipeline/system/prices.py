@@ -89,14 +89,14 @@ def of_run(usage: dict[str, Any], seconds: float, local: bool) -> dict[str, Any]
         dollars = hours * prices.machine
     elif labels and (rented := prices.rent(labels[0], usage["gpus"])):
         dollars = hours * rented[0] * rented[1].dollars
-    completions = usage.get("completions")
+    completions, each = usage.get("completions"), None
+    if completions and dollars is not None:
+        each = round(1000 * dollars / completions, 4)
     return {
         "gpu_hours": round(hours * usage["gpus"], 4),
         "dollars": None if dollars is None else round(dollars, 4),
         "tokens": usage.get("tokens"),
-        "dollars_per_1000_completions": round(1000 * dollars / completions, 4)
-        if completions and dollars is not None
-        else None,
+        "dollars_per_1000_completions": each,
         "prices": None if dollars is None else prices.date,
     }
 

@@ -3,10 +3,8 @@
 sys.exit(process.run(main))
 
 Ctrl-C is a KeyboardInterrupt, as always in Python; SIGTERM and SIGHUP are a SystemExit. The exit status is 128 + the signal's
-number, as in a shell. Ray installs its own handlers; `listen` restores these.
-
-The first signal counts: while it is handled, others change nothing for PATIENCE_S. After that, the next one ends the process
-immediately.
+number, as in a shell. The first signal counts: while it is handled, others change nothing for PATIENCE_S. After that, the next
+one ends the process immediately.
 """
 
 import contextlib
@@ -21,9 +19,9 @@ from typing import Any
 
 from pipeline.system import deadline, terminal
 
-ENDING = (signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 20.0  # time that a run has to end in order
-received: signal.Signals | None = None  # a signal of ENDING; ray.get() loses the code of a SystemExit
+received: signal.Signals | None = None  # SIGTERM or SIGHUP; ray.get() loses the code of a SystemExit
 _is_command = False
 _since: float | None = None  # time.monotonic() of the signal that is being handled
 
@@ -35,29 +33,16 @@ def run(main: Callable[[], int]) -> int:
     terminal.wrap_streams()
     # At import, bitsandbytes warns that an optional package is missing
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    _handle((signal.SIGINT,), _on_signal)
     sys.unraisablehook = _deliver_again
     listen()
     status = main()
     # A signal while the libraries shut down must not change the status
-    _handle((signal.SIGINT, *ENDING), lambda *_: os._exit(status))
+    listen(lambda *_: os._exit(status))
     if deadline.abandoned:  # otherwise, the exit would wait for such a thread, for minutes
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     return status
-
-
-def listen() -> None:
-    """Handles the signals that end a process."""
-    _handle(ENDING, _on_signal)
-
-
-def _handle(numbers: tuple[signal.Signals, ...], handler: Callable[..., Any]) -> None:
-    """Sets the handler of signals, except those that nohup or a shell told this process to ignore."""
-    for number in numbers:
-        if _is_main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handler)
 
 
 def resume() -> None:
@@ -81,6 +66,13 @@ def _on_signal(number: int, _: Any) -> None:
     raise SystemExit(128 + number)
 
 
+def listen(handler: Callable[..., Any] = _on_signal) -> None:
+    """Handles SIGNALS, except those that nohup or a shell told this process to ignore. Ray replaces the handlers."""
+    for number in SIGNALS:
+        if _is_main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 def _deliver_again(swallowed: Any) -> None:
     """Repeats a signal whose exception Python dropped in a weakref's callback or a __del__: SQLAlchemy and MLflow have many."""
     if issubclass(swallowed.exc_type, KeyboardInterrupt | SystemExit):
@@ -93,8 +85,7 @@ def _deliver_again(swallowed: Any) -> None:
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
     """Ignores signals in the block, which cleans up within seconds."""
-    numbers = (signal.SIGINT, *ENDING) if _is_main_thread() else ()
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS if _is_main_thread()}
     try:
         yield
     finally:

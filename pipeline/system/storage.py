@@ -16,6 +16,8 @@ from pipeline.errors import InputError
 from pipeline.system import deadline
 from pipeline.system.credentials import without_credentials
 
+LOCK_POLL_S = 0.05  # time between two attempts to lock a file
+
 
 def is_remote(path: str) -> bool:
     return "://" in path
@@ -144,26 +146,19 @@ def local_copy(folder: str) -> Iterator[str]:
     if not is_remote(folder):
         yield absolute(folder)
         return
-    import pyarrow.fs as pafs
-
-    fs, inner = filesystem(folder)
     with tempfile.TemporaryDirectory() as parent:
-        local = os.path.join(parent, inner.rstrip("/").rpartition("/")[2])
-        os.mkdir(local)
-        pafs.copy_files(inner, local, source_filesystem=fs)
+        local = os.path.join(parent, folder.rstrip("/").rpartition("/")[2])
+        store_folder(folder, local)
         yield local
 
 
-def store_folder(local: str, path: str) -> None:
-    """Copies the files of a local folder into `path`."""
-    if not is_remote(path):
-        shutil.copytree(local, absolute(path), dirs_exist_ok=True)
-        return
+def store_folder(folder: str, path: str) -> None:
+    """Copies the files of a folder into `path`. Each may be local or in a bucket."""
     import pyarrow.fs as pafs
 
-    fs, inner = filesystem(path)
-    fs.create_dir(inner, recursive=True)
-    pafs.copy_files(local, inner, destination_filesystem=fs)
+    (source, inner), (sink, copy) = filesystem(folder), filesystem(path)
+    sink.create_dir(copy, recursive=True)
+    pafs.copy_files(inner, copy, source_filesystem=source, destination_filesystem=sink)
 
 
 def remove(path: str) -> None:
@@ -187,35 +182,26 @@ def folders(path: str) -> list[str]:
 
 def move(path: str, target: str) -> None:
     """Moves a folder within a storage path. Object stores cannot move, so there it copies and deletes."""
-    import pyarrow.fs as pafs
-
-    fs, inner = filesystem(path)
-    _, moved = filesystem(target)
-    fs.create_dir(moved.rsplit("/", 1)[0], recursive=True)
     if is_remote(path):
-        pafs.copy_files(inner, moved, source_filesystem=fs, destination_filesystem=fs)
-        fs.delete_dir(inner)
+        store_folder(path, target)
+        remove(path)
     else:
-        os.replace(inner, moved)
+        os.renames(absolute(path), absolute(target))
 
 
 @contextlib.contextmanager
 def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
     """Lets only one process of this machine execute the block at a time, or raises TimeoutError after `seconds`."""
-    started, announced = time.monotonic(), False
     with open(path, "ab") as file:
-        while True:
-            try:
+        for attempt in range(int(seconds / LOCK_POLL_S)):
+            with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:
-                waited = time.monotonic() - started
-            if waited > seconds:
-                raise TimeoutError(f"waited {seconds:.0f} s for {what}: {path} is locked")
-            if waited > 1 and not announced:
+            if attempt == int(1 / LOCK_POLL_S):
                 print(f"waiting for {what}", flush=True)
-                announced = True
-            time.sleep(0.05)
+            time.sleep(LOCK_POLL_S)
+        else:
+            raise TimeoutError(f"waited {seconds:.0f} s for {what}: {path} is locked")
         yield
 
 

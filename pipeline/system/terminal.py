@@ -43,13 +43,9 @@ def mark_lines() -> None:
     _of_worker = True
 
 
-def _marks() -> bool:
-    return _of_worker or sys.stdout is screen
-
-
 def say(text: str = "", result: bool = False) -> None:
     """Prints lines. With -q, only lines of the result are shown."""
-    mark = (RESULT if result else SHOWN) if _marks() else ""
+    mark = (RESULT if result else SHOWN) if _of_worker or sys.stdout is screen else ""
     print("\n".join(mark + line for line in text.split("\n")), flush=True)
 
 
@@ -60,22 +56,12 @@ def live(text: str, left: float | None = None, more: str = "") -> None:
         left: seconds until this is done. The last such line stays on the terminal.
         more: what follows the time left, and may be cut off.
     """
-    if _marks():
+    if _of_worker or sys.stdout is screen:
         print(LIVE, "" if left is None else round(left), LIVE, text, LIVE, more, sep="", flush=True)
-
-
-def flags() -> list[str]:
-    """Returns the options that pass this verbosity to another command."""
-    return {QUIET: ["-q"], NORMAL: [], VERBOSE: ["-v"]}[screen.level]
 
 
 def marked(line: str) -> bool:
     return line[:1] in (SHOWN, RESULT, LIVE)
-
-
-def unmarked(line: str) -> str | None:
-    """Returns a line without its mark, for another log, or None if it is a live one."""
-    return None if line[:1] == LIVE else line[1:] if marked(line) else line
 
 
 def clock(seconds: float) -> str:
@@ -86,7 +72,7 @@ def clock(seconds: float) -> str:
 
 
 class Output:
-    """A text stream that shows neither credentials nor terminal escapes, and ignores errors when it can no longer be written."""
+    """A text stream that shows neither credentials nor terminal escapes, and ignores errors if it can no longer be written."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -103,15 +89,13 @@ class Output:
         return len(text)
 
     def flush(self) -> None:
-        self._try(self.stream.flush)
+        self.put("")
 
     def put(self, text: str) -> None:
-        self._try(self.stream.write, text)
-
-    def _try(self, call: Callable[..., Any], *given: str) -> None:
-        """Keeps a long run alive if `| head -1` has ended, or the log's disk is full."""
+        """Writes and flushes. A long run continues if `| head -1` has ended, or the disk of its output is full."""
         try:
-            call(*given)
+            self.stream.write(text)
+            self.stream.flush()
         except OSError as error:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.stream.fileno())
@@ -153,12 +137,11 @@ class Screen(Output):
         return len(text)
 
     def _line(self, line: str) -> None:
-        mark = line[:1]
+        mark, text = (line[0], line[1:]) if marked(line) else ("", line)
         if mark == LIVE:
-            left, text, more = line[1:].split(LIVE)
-            self._progress(clean(text), float(left) if left else None, clean(more))
+            self._progress(*map(clean, text.split(LIVE)))
             return
-        text = clean(unmarked(line) or "")
+        text = clean(text)
         self.record(text + "\n")
         important = mark == SHOWN or bool(IMPORTANT.match(text) or (self.listing and text.startswith("  ")))
         self.listing = important and (text.endswith(":") or self.listing)
@@ -167,16 +150,16 @@ class Screen(Output):
         elif self.level == NORMAL and text:
             self._rewrite(text)
 
-    def _progress(self, text: str, left: float | None, more: str) -> None:
+    def _progress(self, left: str, text: str, more: str) -> None:
         if self.level != NORMAL or not self.log:  # else the details are shown
             return
-        if left:
-            text += f"  {clock(left)} left"
+        if seconds := float(left or 0):
+            text += f"  {clock(seconds)} left"
             if self.following:
-                text += f", {clock(left + self.following)} for all stages"
+                text += f", {clock(seconds + self.following)} for all stages"
         if more:
             text += f"  {more}"
-        if left is not None:
+        if left:
             self.progress = text
         if not self._rewrite(text) and time.monotonic() - self.last >= INTERVAL_S:
             self.progress = ""
@@ -187,7 +170,6 @@ class Screen(Output):
         if not self.stream.isatty():
             return False
         self.put(WIPE + fitted(text))
-        self.flush()
         self.row = True
         return True
 
@@ -196,7 +178,6 @@ class Screen(Output):
         self.wipe()
         self.last = time.monotonic()
         self.put(clean(text) + end)
-        self.flush()
 
     def wipe(self) -> None:
         """Ends the line of progress, if there is one."""

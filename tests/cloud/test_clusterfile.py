@@ -64,19 +64,13 @@ def test_a_file_is_taken_once_its_lines_are_filled_in(file, home):
 
 
 def test_mistakes_are_found_before_anything_is_started(home, monkeypatch):
-    def refused(change, message):
-        copy = filled(AWS, home)
-        config = yaml.safe_load(copy.read_text())
-        change(config)
-        copy.write_text(yaml.safe_dump(config))
-        with pytest.raises(InputError, match=message):
-            clusterfile.check(copy)
-
-    refused(lambda c: c["file_mounts"].update({"~/x": "nowhere.txt"}), "there is no nowhere.txt")
+    file = filled(AWS, home)
     (home / ".ray/auth_token").unlink()
-    refused(lambda c: None, "ray get-auth-token --generate")
+    with pytest.raises(InputError, match=r"there is no ~/\.ray/auth_token; .*ray get-auth-token --generate"):
+        clusterfile.check(file)
     monkeypatch.setenv("PATH", "")
-    refused(lambda c: None, "needs ssh")
+    with pytest.raises(InputError, match="needs ssh"):
+        clusterfile.check(file)
 
 
 def signed_out(monkeypatch, folder):
@@ -91,13 +85,12 @@ def test_without_an_account_each_verb_says_how_to_get_in(verb, home, monkeypatch
     signed_out(monkeypatch, home)
     monkeypatch.setattr(clusterfile.os, "execve", lambda *_: pytest.fail("called ray"))
     assert clusterfile.main([verb, str(filled(AWS, home))]) == 2
-    error = capsys.readouterr().err
     says = (
-        r"aws does not let you in \(NoCredentialsError: .*; run `aws configure` .*AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        r"aws does not let you in \(NoCredentialsError: .*; run `aws configure` .*AWS_ACCESS_KEY_ID"
         if importlib.util.find_spec("boto3")
         else r'boto3 is not installed here; run \.venv/bin/pip install -c constraints\.txt -e "\.\[cloud\]"'
     )
-    assert re.search(says, error) and "Traceback" not in error
+    assert re.match(f"error: {says}", capsys.readouterr().err)
 
 
 def test_on_machines_of_ones_own_nobody_signs_in(home, monkeypatch):
@@ -147,28 +140,22 @@ def ec2(monkeypatch, home):
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-west-2",
-    }.items():
+    keys = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test")
+    endpoint = f"http://127.0.0.1:{port}"
+    for name, value in {"AWS_ENDPOINT_URL": endpoint, "AWS_DEFAULT_REGION": "us-west-2", **keys}.items():
         monkeypatch.setenv(name, value)
     import boto3
 
     boto3.setup_default_session()  # forgets credentials that an earlier test found
-    reset = f"{os.environ['AWS_ENDPOINT_URL']}/moto-api/reset"
-    urllib.request.urlopen(urllib.request.Request(reset, method="POST"))
+    urllib.request.urlopen(urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST"))
     template = (ROOT / "jobs/cloud/aws.yaml").read_text()  # the roles and the bucket
     assert not re.search(r": [&*]", template), "CloudFormation knows no YAML aliases"
     cloud = boto3.client("cloudformation")
+    given = {"Bucket": "my-bucket", "SshFrom": "203.0.113.7/32"}
     cloud.create_stack(
         StackName="rlhf",
         TemplateBody=template,
-        Parameters=[
-            {"ParameterKey": "Bucket", "ParameterValue": "my-bucket"},
-            {"ParameterKey": "SshFrom", "ParameterValue": "203.0.113.7/32"},
-        ],
+        Parameters=[{"ParameterKey": key, "ParameterValue": value} for key, value in given.items()],
         Capabilities=["CAPABILITY_NAMED_IAM"],
     )
     assert cloud.describe_stacks(StackName="rlhf")["Stacks"][0]["StackStatus"] == "CREATE_COMPLETE"
@@ -241,10 +228,9 @@ def test_the_head_passes_its_workers_role_to_instances_only():
     Template.add_multi_constructor("!", lambda loader, tag, node: loader.construct_scalar(node))
     resources = yaml.load((ROOT / "jobs/cloud/aws.yaml").read_text(), Template)["Resources"]
     (policy,) = resources["HeadRole"]["Properties"]["Policies"]
-    passing = [one for one in policy["PolicyDocument"]["Statement"] if "iam:PassRole" in one["Action"]]
-    assert [(one["Resource"], one["Condition"]) for one in passing] == [
-        ("WorkerRole.Arn", {"StringEquals": {"iam:PassedToService": "ec2.amazonaws.com"}})
-    ]
+    [passing] = [one for one in policy["PolicyDocument"]["Statement"] if "iam:PassRole" in one["Action"]]
+    assert passing["Resource"] == "WorkerRole.Arn"
+    assert passing["Condition"] == {"StringEquals": {"iam:PassedToService": "ec2.amazonaws.com"}}
 
 
 def test_no_worker_has_the_account_of_the_head():

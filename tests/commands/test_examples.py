@@ -1,7 +1,6 @@
 """The jobs of jobs/examples on small files of the shapes that public sets have (tests/data/shapes)."""
 
 import importlib
-from pathlib import Path
 
 import pytest
 from running import ROOT, stage
@@ -43,21 +42,16 @@ TOOLS = """\
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 
 
-def rows_of(name: str) -> str:
-    (path,) = (ROOT / "tests/data/shapes").glob(f"{name}.*")
-    return f"data.train={path}"
-
-
-def small(name: str, tmp_path: Path) -> list[str]:
+def small(name: str) -> list[str]:
     """The example on the demo's model, with its rows in tests/data/shapes."""
+    (path,) = (ROOT / "tests/data/shapes").glob(f"{name}.*")
     settings = ["model.name_or_path=jobs/demo/model", "data.max_length=256", "data.eval_fraction=0"]
-    return [rows_of(name), *settings, "data.on_error=raise", f"run.storage_path={tmp_path}"]
+    return [f"data.train={path}", *settings, "data.on_error=raise"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_example_reads_its_shape(name, tmp_path, embedded_ray, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    overrides = small(name, tmp_path)
+def test_every_example_reads_its_shape(name, tmp_path, embedded_ray, capsys, in_root):
+    overrides = [*small(name), f"run.storage_path={tmp_path}"]
     if name in ("tool_calls", "glaive", "xlam"):  # the demo's template does not write them
         (tmp_path / "tools.jinja").write_text(TOOLS)
         overrides.append(f"model.chat_template={tmp_path / 'tools.jinja'}")
@@ -82,8 +76,7 @@ def test_imdb_has_two_public_forms(good, bad):
 
 def test_an_example_with_a_transform_trains(tmp_path, embedded_ray):
     short = ["trainer.max_steps=2", "data.batch_size=4", "mlflow.registered_model=null"]
-    given = [*small("imdb", tmp_path)[:-1], *short]
-    result = stage("sft", tmp_path, "imdb", *given, job="jobs/examples/imdb.yaml")
+    result = stage("sft", tmp_path, "imdb", *small("imdb"), *short, job="jobs/examples/imdb.yaml")
     assert result["data"]["report"]["splits"]["train"]["kept"] == KEPT["imdb"][0]
     assert result["metrics"]["train_loss"] > 0 and "eval_loss" not in result["metrics"]
     assert "transform" in result["data"]["digests"]

@@ -28,10 +28,8 @@ def wheel(tmp_path_factory):
 def rlhf(wheel, cwd, *arguments):
     """The console command as pip writes it: the entry point's function, with the installed package first."""
     command = "import sys; sys.argv[0] = 'rlhf'; from pipeline.__main__ import command; command()"
-    env = {**os.environ, "PYTHONPATH": str(wheel)}
-    return subprocess.run(
-        [sys.executable, "-P", "-c", command, *arguments], cwd=cwd, env=env, capture_output=True, text=True
-    )
+    program, env = [sys.executable, "-P", "-c", command], {**os.environ, "PYTHONPATH": str(wheel)}
+    return subprocess.run([*program, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def test_the_wheel_names_the_command_and_carries_profiles_and_demo(wheel):

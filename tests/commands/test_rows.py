@@ -95,9 +95,7 @@ def by_kill(folder, given):
 
 
 @pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_interrupted_in_the_middle_it_continues_to_the_same_rows(
-    killed, engine, storage, monkeypatch, capsys
-):
+def test_interrupted_it_continues_to_the_same_rows(killed, engine, storage, monkeypatch, capsys):
     name, count = f"interrupted-{killed}", 160 if killed else 40
     asked = "Question {}. What is the capital of {}?".format
     rows = [{"prompt": asked(i, PLACES[i % 8]), "number": i} for i in range(count)]

@@ -47,7 +47,8 @@ def test_what_a_terminal_obeys_is_shown(capsys):
     assert r"\x1b]0;owned" in table and not commands(table)
     writer = Writer(SimpleNamespace(decode=lambda tokens, **_: "".join(tokens)))
     writer.show([EVIL])
-    assert writer.close([EVIL, " \x1b[0m"]) == f"{EVIL} \x1b[0m"
+    writer.show([EVIL, " \x1b[0m"], last=True)
+    assert writer.shown == f"{EVIL} \x1b[0m"
     assert capsys.readouterr().out == rf"{SHOWN} \x1b[0m"
 
 

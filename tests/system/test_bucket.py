@@ -26,11 +26,10 @@ def s3(monkeypatch, tmp_path):
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
+    endpoint = f"http://127.0.0.1:{port}"
     for name, value in {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",  # of pyarrow and boto3
-        "MLFLOW_S3_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
+        **dict.fromkeys(("AWS_ENDPOINT_URL", "MLFLOW_S3_ENDPOINT_URL"), endpoint),  # of pyarrow and boto3
+        **dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test"),
         "AWS_DEFAULT_REGION": "us-east-1",
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "TMPDIR": str(tmp_path / "tmp"),
@@ -64,8 +63,8 @@ def newest_checkpoint(s3, name):
         return before == keys(s3, f"runs/{name}/")
 
     until(unchanged, "the workers to end")
-    return max(
-        key.removesuffix("/digests.json") for key in keys(s3, f"runs/{name}/") if "/digests.json" in key
+    return max(key for key in keys(s3, f"runs/{name}/") if "/digests.json" in key).removesuffix(
+        "/digests.json"
     )
 
 
@@ -86,9 +85,7 @@ def test_a_killed_run_goes_on_before_a_spoilt_checkpoint_and_what_it_registers_i
         assert killed.again().ends() == 0, killed.lines[-20:]
         assert killed.says(r"continuing from checkpoint_0000000\d$")
         name = spoilt.rpartition("/")[2]
-        assert killed.says(
-            name + r" is damaged \(optimizer\.pt has 6 bytes, expected .*\): moved to damaged/"
-        )
+        assert killed.says(name + r" is damaged \(optimizer\.pt has 6 bytes, .*\): moved to damaged/")
 
         results = [json.loads(read(s3, f"runs/{one}/result.json")) for one in ("untouched", "killed")]
         assert comparable(results[0]["metrics"]) == comparable(results[1]["metrics"])

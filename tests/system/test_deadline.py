@@ -1,7 +1,6 @@
 """Whoever does not answer is named within seconds: buckets, tracking servers, clusters. Real clients, servers on loopback."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from slow_servers import answering, silent
 
 from pipeline import registry
 from pipeline.__main__ import main
+from pipeline.cloud import submit
 from pipeline.config import load_job
 from pipeline.errors import InputError
 from pipeline.system import deadline
@@ -28,11 +28,10 @@ def nobody(monkeypatch, tmp_path):
     """No credentials, and no bucket but a silent one."""
     with silent() as where:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{where}")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+            monkeypatch.setenv(name, "x")
         monkeypatch.setenv("HOME", str(tmp_path))  # nor a file with credentials
+        monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
         yield
 
 
@@ -54,8 +53,7 @@ def test_a_bucket_that_never_answers(bucket, given, nobody, migrated, tmp_path, 
     given = [one.format(bucket).replace("TMP", str(tmp_path)) for one in given]
     assert main(given) == 2
     errors = capsys.readouterr().err
-    assert errors.startswith("error: ") and "Traceback" not in errors
-    assert "no answer within 2 seconds" in errors
+    assert errors.startswith("error: ") and "no answer within 2 seconds" in errors
 
 
 def test_what_the_call_itself_raises_comes_back(monkeypatch):
@@ -66,21 +64,16 @@ def test_what_the_call_itself_raises_comes_back(monkeypatch):
     assert deadline.answer(lambda a, b: a + b, 1, 2) == 3
 
 
-def test_a_process_does_not_wait_for_a_call_that_was_left_behind(tmp_path):
+def test_a_process_does_not_wait_for_a_call_that_was_left_behind(nobody):
     """pyarrow's S3 waits for its requests when the interpreter ends: for minutes, here."""
-    with silent() as where:
-        env = os.environ | {
-            "AWS_ENDPOINT_URL": f"http://{where}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "x",
-        }  # fmt: skip
-        program = (
-            "import sys; from pipeline.system import deadline, process; from pipeline.__main__ import main;"
-            "deadline.SECONDS = 1; sys.exit(process.run(main))"
-        )
-        command = [sys.executable, "-c", program, "report", "s3://bucket/runs/one"]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 2 and done.stderr.startswith(
-        "error: s3://bucket/runs/one: no report can be drawn (TimeoutError"
+    program = (
+        "import sys; from pipeline.system import deadline, process; from pipeline.__main__ import main;"
+        "deadline.SECONDS = 1; sys.exit(process.run(main))"
     )
+    command = [sys.executable, "-c", program, "report", "s3://bucket/runs/one"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    says = "error: s3://bucket/runs/one: no report can be drawn (TimeoutError"
+    assert done.returncode == 2 and done.stderr.startswith(says)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +92,7 @@ def test_a_server_that_is_no_mlflow(status, body, says, tmp_path, in_root, monke
             registry.check(job)
 
 
-def test_a_tracking_server_that_never_answers(in_root, capsys, tmp_path):
+def test_a_tracking_server_that_never_answers(in_root):
     with silent() as where:
         job = load_job("jobs/demo/sft.yaml", [f"mlflow.tracking_uri=http://{where}"], "sft")
         with pytest.raises(InputError, match=r"does not answer .*no answer within 2 seconds"):
@@ -128,8 +121,6 @@ VERSION = json.dumps({"ray_version": ray.__version__, "version": "4", "ray_commi
 @pytest.mark.parametrize("body", ["null", "{}", "<html>", '{"ray_version": "1.0"}'])
 @pytest.mark.parametrize("known", [{}, {"/api/version": VERSION}], ids=["all", "but its version"])
 def test_a_dashboard_that_is_none(body, known, monkeypatch, capsys, in_root):
-    from pipeline.cloud import submit
-
     with answering(200, body, at=known) as where:
         monkeypatch.setenv("RAY_ADDRESS", f"http://{where}")
         sft = ["sft", "jobs/demo/sft.yaml", "run.storage_path=s3://b/r"]
@@ -140,7 +131,5 @@ def test_a_dashboard_that_is_none(body, known, monkeypatch, capsys, in_root):
 
 @pytest.mark.parametrize("given", [[], ["list"], ["logs", "a", "b"], ["stop"]])
 def test_the_verbs_of_a_cluster_take_what_they_take(given, capsys):
-    from pipeline.cloud import submit
-
     assert submit.main(given) == 2
     assert capsys.readouterr().err.startswith("error: expected logs")

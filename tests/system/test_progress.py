@@ -13,18 +13,11 @@ from pipeline.config import load_job
 from pipeline.system import progress
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
-
-
-def test_short_work_prints_nothing(capsys):
-    for _ in progress.Bar(range(3), desc="Loading weights"):
-        pass
+def test_counted_work_is_reported_and_bytes_as_bytes(capsys, monkeypatch):
+    with progress.Bar(total=1, desc="short work prints nothing") as report:
+        report.update()
     assert capsys.readouterr() == ("", "")
-
-
-def test_counted_work_is_reported_and_bytes_as_bytes(impatient, capsys):
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     report = progress.Bar(total=3, desc="scoring pairs: batch")
     for _ in range(2):
         report.update()
@@ -35,12 +28,12 @@ def test_counted_work_is_reported_and_bytes_as_bytes(impatient, capsys):
     assert out[-1].startswith("model.safetensors: 4.00GB of 16.0GB, "), out
 
 
-def test_the_loading_of_a_base_is_shown(impatient, capsys, monkeypatch):
+def test_the_loading_of_a_base_is_shown(capsys, monkeypatch, in_root):
     """TQDM_DISABLE, which every process of a run sets against other bars, does not hide it."""
     from pipeline.models.base import load_base
 
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    monkeypatch.chdir(ROOT)
     load_base(load_job("jobs/demo/sft.yaml", [], "sft").model)
     assert "Loading weights: " in capsys.readouterr().out
 
@@ -64,10 +57,8 @@ def test_a_download_is_shown_once(tmp_path):
     with serve() as hub:
         hub.put("org/model", of_folder(ROOT / "jobs/demo/model"))
         env = os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        done = subprocess.run(
-            [sys.executable, "-c", DOWNLOAD], cwd=ROOT, env=env, capture_output=True, text=True, check=True
-        )
-    shown = done.stdout.splitlines()
+        shown = subprocess.check_output([sys.executable, "-c", DOWNLOAD], cwd=ROOT, env=env, text=True)
+    shown = shown.splitlines()
     assert "downloading and loading org/model" in shown
     again = shown.index("loading org/model (1.40MB)")
     assert any(re.search(r"model\.safetensors: \S+B of 1\.40MB, \S+ left", line) for line in shown[:again])
