@@ -43,17 +43,13 @@ class Cluster:
     types: dict[str, NodeType] = field(default_factory=dict)  # node types that the autoscaler may add
     max_workers: int = 0
     head: str = "HEAD"  # its address as the nodes see it
-    mlflow_port: str = ""  # port of the MLflow server on the head
+    # The address of the cluster's own MLflow as its nodes see it. They know its password.
+    tracking_uri: str | None = None
 
     @property
     def several(self) -> bool:
         """Returns True if a job's processes can run on more than one node."""
         return len(self.nodes) > 1 or any(kind.max_workers for kind in self.types.values())
-
-    @property
-    def tracking_uri(self) -> str | None:
-        """Returns the address of the cluster's own MLflow as its nodes see it. They know its password."""
-        return f"http://{self.head}:{self.mlflow_port}" if self.mlflow_port else None
 
     @property
     def is_here(self) -> bool:
@@ -89,11 +85,11 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
     listed = get("/api/v0/nodes?detail=1&limit=10000")["data"]["result"]["result"]
     alive = [node for node in listed if node["state"] == "ALIVE"]
     nodes = [NodeType(node["resources_total"] or {}, labels=node["labels"] or {}) for node in alive]
-    head = next(node for node in alive if node["is_head_node"])
-    labels = head["labels"] or {}
+    [(head, labels)] = [(node["node_ip"], node["labels"] or {}) for node in alive if node["is_head_node"]]
     # HTTP does not tell what an autoscaler may add. The head's label names the file that it was started from.
     types, most = clusterfile.types_of(labels.get("cluster-file", ""))
-    return Cluster(nodes, types, most, head["node_ip"], labels.get("mlflow-port", ""))
+    mlflow = f"http://{head}:{labels['mlflow-port']}" if "mlflow-port" in labels else None
+    return Cluster(nodes, types, most, head, mlflow)
 
 
 # --------------------------------------------------------------------------------------------------- the jobs

@@ -38,9 +38,7 @@ def load(host: Host) -> Answer:
     return answer
 
 
-def sampler(
-    host: Host, several: int
-) -> Callable[[list[dict[str, Any]], int], list[tuple[Record, list[Record]]]]:
+def sampler(host: Host, several: int) -> Callable[..., list[tuple[Record, list[Record]]]]:
     """Loads policy and rewards. Returns a function that samples `several` completions of each token row, and scores them.
 
     The function takes the rows and the index of the first one, which keys the streams of random numbers. It returns each input
