@@ -193,7 +193,7 @@ def move(path: str, target: str) -> None:
 def locked(path: str, what: str, seconds: float = 120.0) -> Iterator[None]:
     """Lets only one process of this machine execute the block at a time, or raises TimeoutError after `seconds`."""
     with open(path, "ab") as file:
-        for attempt in range(int(seconds / LOCK_POLL_S)):
+        for attempt in range(int(seconds / LOCK_POLL_S) + 1):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break

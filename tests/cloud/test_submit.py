@@ -188,7 +188,7 @@ def test_files_that_the_nodes_would_not_have(job, tmp_path, monkeypatch):
     shutil.copytree(ROOT / "jobs/demo", "jobs/demo")
     for name in (outside, here / "rows.jsonl"):
         name.write_text("{}\n")
-    rows = load_job("jobs/demo/sft.yaml", ["data.train=*.jsonl", "model.name_or_path=jobs/demo/model"])
+    rows = load_job("jobs/demo/sft.yaml", ["data.train=r*.jsonl", "model.name_or_path=jobs/demo/model"])
     preflight.check_paths(rows, two, preflight.upload_files())
     Path(".rayignore").write_text("rows.jsonl\n")
     with pytest.raises(InputError, match=r"data\.train: 'rows.jsonl' would not be uploaded"):

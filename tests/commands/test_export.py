@@ -193,7 +193,7 @@ def test_a_push_during_the_merge_is_not_replaced(models, storage, hub, capsys, m
     ("token", "repo", "says"),
     [
         ("", "owner/mine", r"trainer\.push_to_hub: HF_TOKEN is not set; make a token with write access at https://"),
-        ("hf_" + "xX1" * 11, "owner/mine", "failed .*401.*; make a token with write access"),
+        ("hf_" + "xX1" * 11, "owner/mine", "Invalid user token.*; make a token with write access"),
         (TOKEN, "owner/theirs", r"owner/theirs holds files that do not come from an export \(README\.md, model\.safetensors\)"),
         (TOKEN, "owner/open", r"owner/open exists and is public; set trainer\.hub_private_repo=false"),
     ],
