@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import psutil
 import pytest
 from running import NO_EVAL, ROOT, client
 
 from pipeline.__main__ import main
-from pipeline.system import console, process
+from pipeline.system import console
 
 SMALL = [
     "gate={}", "run.report=false", "trainer.logging_steps=1", "trainer.save_strategy=steps", "trainer.save_steps=2",
@@ -89,17 +88,11 @@ def test_a_signal_says_the_name_that_a_run_was_given(arguments, name, monkeypatc
     assert f"the same command with {name} continues" in capsys.readouterr().err
 
 
-def test_a_second_ctrl_c_does_not_cut_short_what_tidies_up():
-    with process.signals_ignored():
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.05)
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
-
-
 def test_the_first_signal_counts_until_it_is_obeyed_or_takes_too_long():
-    """Ctrl-C ends two completions of `chat`, and then code inside a weakref's callback, whose exceptions Python drops."""
+    """Ctrl-C ends two completions of `chat`, and then code inside a weakref's callback, whose exceptions Python drops.
+
+    Cleaning up ignores signals.
+    """
     text = """
     import os, signal, time, weakref
     def arrive(*numbers):
@@ -109,6 +102,8 @@ def test_the_first_signal_counts_until_it_is_obeyed_or_takes_too_long():
     class Thing: pass
     thing = Thing()
     reference = weakref.ref(thing, lambda _: arrive(signal.SIGINT))
+    with process.signals_ignored():
+        arrive(signal.SIGINT)
     for turn in range(3):
         try:
             if turn < 2:
@@ -156,9 +151,6 @@ class Run:
         self.lines += self.process.stdout
         return self.process.wait(60), self.lines[since:]
 
-    def tree(self):
-        return psutil.Process(self.process.pid).children(recursive=True)
-
 
 @pytest.mark.parametrize(
     ("number", "status", "word", "workers"),
@@ -194,7 +186,7 @@ def test_a_signal_while_workers_train(number, group, status, word, tmp_path):
     """The status, one line, a run that is KILLED and no failure, no process left; and the same command goes on."""
     run = Run(tmp_path, "trainer.max_steps=400")
     run.until(r"step +[1-9]\d+/400")
-    descendants = run.tree()
+    descendants = psutil.Process(run.process.pid).children(recursive=True)
     (os.killpg if group else os.kill)(run.process.pid, number)
     found, lines = run.ends()
     assert found == status, lines
