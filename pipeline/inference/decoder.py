@@ -30,9 +30,9 @@ Drawn = tuple[Tensor, Tensor, Any]  # token ids (B,), their log-probs (B,), the 
 
 
 class SlotDecoder(Decoder):
-    """Decodes with one forward for all rows (adapters.SharedBase.use_each). The KV cache is freed when the last row leaves.
+    """Decodes with one forward for all rows. Joining rows with the same prompt share its forward.
 
-    If several joining rows have the same prompt, it goes through the model once.
+    The KV cache is freed when the last row leaves.
 
     Args:
         max_rows: rows written at the same time. None: as many as join.
@@ -54,22 +54,19 @@ class SlotDecoder(Decoder):
         graphs: bool | None = None,
     ) -> None:
         self.shared, self.max_rows, self.pad, self.max_positions = shared, max_rows, pad, max_positions
-        device = shared.device.type
         config = shared.base.config.get_text_config()
         self.window = getattr(config, "sliding_window", None)
         self.kinds = set(getattr(config, "layer_types", None) or ())
         self.masked = self._takes_masks(config)
         # A graph cannot contain the collectives that gather shards.
-        wanted = device == "cuda" and not shared.sharded if graphs is None else graphs
+        wanted = shared.device.type == "cuda" and not shared.sharded if graphs is None else graphs
         self.graphs = Steps(self._forward, self._take_back) if wanted and self.masked else None
         self.look = look
         self.rows: list[Row] = []
         self.cache: Any = None  # a SlotCache while there are rows
-        self.settings: Settings | None = None
+        self.settings: Any = None  # the rows' Settings
         self.longest = 0  # tokens of the longest row in the cache
         self.equal = True  # whether all rows have this many tokens
-
-    # ---------------------------------------------------------------------------------------------- roles
 
     def add(self, role: str, folder: str) -> None:
         self.shared.add(role, folder=folder)
@@ -79,8 +76,6 @@ class SlotDecoder(Decoder):
 
     def changed(self, role: str | None) -> None:
         """Does nothing: the adapter that is trained is the one that samples."""
-
-    # ---------------------------------------------------------------------------------------------- rows
 
     def reset(self) -> None:
         self.rows, self.cache, self.settings = [], None, None
@@ -118,8 +113,6 @@ class SlotDecoder(Decoder):
             self.cache.reserve(*size)
         hidden = self._read(rows)
         self.cache.lengths[first : size[0]] = torch.tensor([len(row.prompt) for row in rows], device=device)
-        new = Settings.of(rows, device)
-        self.settings = self.settings.and_of(new) if self.settings else new
         self.rows = [*self.rows, *rows]
         self._look_at_rows()
         with self.shared.use_each([row.role for row in rows]):
@@ -156,43 +149,36 @@ class SlotDecoder(Decoder):
     def _read(self, rows: Sequence[Row]) -> Tensor:
         """Returns the (B, H) hidden states of the last tokens of B prompts. The cache then holds the prompts."""
         device, first, cache = self.shared.device, len(self.rows), self.cache
-        numbers: dict[tuple[Any, ...], int] = {}
-        keys = [(row.role, *row.prompt) if self.share else (i,) for i, row in enumerate(rows)]
-        prompt_of = [numbers.setdefault(key, len(numbers)) for key in keys]
-        slots_of: list[list[int]] = [[] for _ in numbers]
-        for slot, number in enumerate(prompt_of, first):
-            slots_of[number].append(slot)
-        distinct = [rows[slots[0] - first] for slots in slots_of]
+        slots_of: dict[Any, list[int]] = {}  # role and prompt -> the slots of its rows
+        for slot, row in enumerate(rows, first):
+            slots_of.setdefault((row.role, *row.prompt) if self.share else slot, []).append(slot)
+        slots = list(slots_of.values())
+        distinct = [rows[each[0] - first] for each in slots]
         lengths = [len(row.prompt) for row in distinct]
         limit = PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cuda"])
         parts = micro_batches(lengths, None, limit, device.type)
         if cache.other_layers:  # filled once, so all prompts go through one forward
             parts = [list(range(len(distinct)))]
-        states: list[Tensor] = [torch.empty(0)] * len(distinct)
+        states: dict[int, Tensor] = {}
         for part in parts:
             width = max(lengths[i] for i in part)
             ids = torch.tensor(
                 [[*distinct[i].prompt, *[self.pad] * (width - lengths[i])] for i in part], device=device
             )
-            places = [(slot, at) for at, i in enumerate(part) for slot in slots_of[i]]
-            slots, prompts = torch.tensor(places, device=device).T
-            cache.joining = slots, prompts
+            places = sorted((slot, at) for at, i in enumerate(part) for slot in slots[i])
+            into, prompts = torch.tensor(places, device=device).T
+            cache.joining = into, prompts
             with self.shared.use_each([distinct[i].role for i in part]):
                 hidden = self._body(ids, None, torch.arange(width, device=device).expand(len(part), -1))
             last = torch.tensor([lengths[i] - 1 for i in part], device=device)
-            for i, state in zip(part, hidden[torch.arange(len(part), device=device), last], strict=True):
-                states[i] = state
+            states |= zip((slot for slot, _ in places), hidden[prompts, last[prompts]], strict=True)
+            for layer in cache.other_layers:
+                layer.reorder_cache(prompts)
         cache.joining = None
-        for layer in cache.other_layers:
-            layer.reorder_cache(torch.tensor(prompt_of, device=device))
-        return torch.stack([states[number] for number in prompt_of])
+        return torch.stack([states[slot] for slot in sorted(states)])
 
     def _forward(self, count: int, seen: int) -> Tensor:
-        """Returns the (B, H) hidden states after each of `count` rows has read its newest token.
-
-        Args:
-            seen: number of positions that are attended to.
-        """
+        """Returns the (B, H) hidden states after `count` rows have read their newest token, attending to `seen` positions."""
         cache = self.cache
         cache.seen, lengths = seen, cache.lengths[:count]
         needs_mask = not self.equal or self.graphs or (self.window and seen > self.window)
@@ -210,11 +196,9 @@ class SlotDecoder(Decoder):
         return self.shared.body(**inputs, past_key_values=self.cache, use_cache=True).last_hidden_state
 
     def _mask(self, lengths: Tensor, seen: int) -> Any:
-        """Returns what attention adds to the scores of each row's new token: 0 on the row's tokens, up to the new one and
-        within a sliding window, and -inf elsewhere.
+        """Returns what attention adds to the scores of each row's new token: 0 on the row's tokens within a window, else -inf.
 
-        Returns:
-            (B, 1, 1, seen), or {kind of layer: such a mask} for models with layers of both kinds.
+        Its shape is (B, 1, 1, seen). Models with layers of both kinds get {kind of layer: such a mask}.
         """
         columns, own = self.cache.columns[:seen], lengths.unsqueeze(-1)
         full = columns <= own
@@ -225,13 +209,13 @@ class SlotDecoder(Decoder):
         return self._bias(window)
 
     def _bias(self, mask: Tensor) -> Tensor:
-        dtype = self.shared.autocast or self.shared.base.dtype
-        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        bias = mask.new_zeros(mask.shape, dtype=self.shared.autocast or self.shared.base.dtype)
         return bias.masked_fill(~mask, float("-inf"))[:, None, None]
 
     def _takes_masks(self, config: Any) -> bool:
-        """Returns whether rows of different lengths can be decoded together: the base's attention adds a mask to its scores,
-        and takes positions from `position_ids`. Otherwise, only rows of the same length are decoded together.
+        """Returns whether rows of different lengths can be decoded together, or only rows of one length.
+
+        The base's attention must add a mask to its scores, and take positions from `position_ids`.
         """
         cache = SlotCache(self.shared.base.config, 1, 1, self.shared.device)
         takes_positions = "position_ids" in inspect.signature(self.shared.base.base_model.forward).parameters
@@ -247,7 +231,6 @@ class SlotDecoder(Decoder):
 
     def _draw(self, hidden: Tensor, rows: slice) -> Drawn:
         """Draws one token for some rows from the hidden states before it."""
-        assert self.settings
         noise, temperature, top_p, minimum, written = (values[rows] for values in self.settings)
         logits, drawing = self.shared.logits(hidden), self.rows[rows]
         if any(row.sampling.min_new_tokens for row in drawing):
@@ -295,47 +278,48 @@ class SlotDecoder(Decoder):
         if not any(going):
             self.reset()
             return
-        assert self.settings
         order = live_first(going)
-        self.settings = self.settings.take(self.cache.keep(order, self.longest))
+        self.cache.keep(order, self.longest)
         self.rows = [self.rows[i] for i in order]
         self._look_at_rows()
 
     def _look_at_rows(self) -> None:
-        """Notes how many tokens the cache holds of each row: all except its newest."""
+        """Notes the settings of the rows, and how many tokens the cache holds of each: all except its newest."""
+        self.settings = Settings.of(self.rows, self.shared.device)
         lengths = [len(row.prompt) + max(0, len(row.tokens) - 1) for row in self.rows]
         self.longest, self.equal = max(lengths), len(set(lengths)) == 1
 
     # --------------------------------------------------------------------------------------------- check
 
+    @torch.no_grad()
     def check(self) -> None:
-        """Decodes three short prompts that join and leave, and compares the log-probs with a forward without a cache.
-
-        Raises:
-            InputError: if they differ, so that the base's rows cannot be batched in this way.
-        """
+        """Decodes three short prompts that join and leave. Raises InputError unless a forward without a cache agrees."""
         shared, size = self.shared, min(self.shared.vocab_size, 97)
-        prompts = [[(7 * i + 3 * j) % size for i in range(2 + 3 * j)] for j in range(3)]
-        rows = [
-            Row(prompt, j, Sampling(1 + 2 * (j % 2) + j, (), temperature=0.0), top=1)
-            for j, prompt in enumerate(prompts)
-        ]
         limit = 1e-3 if shared.autocast is None and shared.base.dtype == torch.float32 else 0.2
-        why = "its log-probs differ from those of a whole forward"
+        why, worst = "its log-probs differ from those of a whole forward", 0.0
+        rows = [
+            Row(
+                [(7 * i + 3 * j) % size for i in range(2 + 3 * j)],
+                j,
+                Sampling(most, (), temperature=0.0),
+                top=1,
+            )
+            for j, most in enumerate((1, 4, 3))
+        ]
+        waiting = list(rows)
         try:
-            waiting, worst = list(rows), 0.0
             while waiting or self.rows:
                 if waiting and self.fits([], waiting[0]):
                     self.join([waiting.pop(0)])
                 self.step()
             for row in rows:
                 ids = torch.tensor([[*row.prompt, *row.tokens]], device=shared.device)
-                starts = torch.tensor([len(row.prompt)], device=shared.device)
-                actions = torch.ones(1, len(row.tokens), dtype=torch.bool, device=shared.device)
-                with torch.no_grad():
-                    expected = shared.logprobs(None, ids, starts, actions)[0][0]
-                found = torch.tensor(row.logprobs, device=shared.device)
-                worst = max(worst, float((found - expected).abs().max().nan_to_num(torch.inf)))
+                expected = shared.logits(shared.hidden(None, ids))[0].log_softmax(-1)
+                for at, (token, logprob) in enumerate(
+                    zip(row.tokens, row.logprobs, strict=True), len(row.prompt)
+                ):
+                    apart = (expected[at - 1, token] - logprob).abs()
+                    worst = max(worst, float(apart.nan_to_num(torch.inf)))
         except torch.OutOfMemoryError:
             raise
         except (TypeError, ValueError, RuntimeError) as error:

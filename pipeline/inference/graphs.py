@@ -2,8 +2,7 @@
 
 Python and CUDA take about 1 ms to launch the kernels of a decoder layer's step, longer than a GPU computes on them. A graph
 launches all kernels of a step at once, but always with the same tensors, and so with the same rows and positions. The first
-step of each shape runs kernel by kernel. The next one is recorded, which takes no longer than launching it. All later ones
-are replayed.
+step of each shape runs kernel by kernel. The next one is recorded, and later ones are replayed.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from pipeline.errors import in_brief
 
 FEWEST_REPLAYS = 4  # with fewer steps left, recording takes longer than it saves
 TOLERANCE = 1e-2  # relative difference between the first replay and the step that it repeats
@@ -60,8 +61,7 @@ class Steps:
         try:
             self.replay, self.output = self._capture(lambda: self.step(rows, seen))
         except (RuntimeError, ValueError) as error:
-            why = str(error).partition("\n")[0][:200] or type(error).__name__
-            self._fail(f"a step cannot be recorded ({why})")
+            self._fail(f"a step cannot be recorded ({in_brief(error, 200)})")
             return hidden
         if not self.proved:
             self.take_back(rows)

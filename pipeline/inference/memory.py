@@ -1,18 +1,9 @@
-"""Memory of decoding: rows that fit into the free memory, and the share of a GPU that vLLM needs. Imports torch only if
-needed.
-"""
-
-from __future__ import annotations
+"""Memory of decoding: rows that fit into the free memory, and the share of a GPU that vLLM needs (no torch import)."""
 
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
-
-    from pipeline.models.adapters import SharedBase
+from typing import Any
 
 GIB = 2**30
 SHARE = 0.5  # share of the free memory for decoding; the rest is for the prompts' forward and other phases
@@ -33,10 +24,11 @@ def kv_bytes(config: Any, itemsize: int) -> int:
     return 2 * config.num_hidden_layers * heads * size * itemsize
 
 
-def decoding_rows(shared: SharedBase, most: int, longest: int) -> tuple[int, float]:
+def decoding_rows(shared: Any, most: int, longest: int) -> tuple[int, float]:
     """Returns (rows, bytes): the completions to decode at once, up to `most`, and the memory that they may take.
 
     Args:
+        shared: the SharedBase.
         longest: tokens of the longest prompt and completion together.
     """
     config = shared.base.config.get_text_config()
@@ -45,11 +37,11 @@ def decoding_rows(shared: SharedBase, most: int, longest: int) -> tuple[int, flo
     return (max(1, int(room // row)) if room < most * row else most), room
 
 
-def free_bytes(device: torch.device) -> float:
-    """Returns the bytes that this process can still allocate on a device, or infinity if the system does not report it."""
-    import torch
-
+def free_bytes(device: Any) -> float:
+    """Returns the bytes that this process can still allocate on a torch.device, or infinity if the system does not report it."""
     if device.type == "cuda":
+        import torch
+
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + unused)
     # The workers of a node share its memory.

@@ -11,10 +11,10 @@ change a sample; on a CPU, batches of other sizes round differently in the last 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,8 +26,6 @@ from pipeline.models.tokenizer import eos_ids
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample."""
-
     max_new_tokens: int
     eos: tuple[int, ...]  # every token id that ends a completion; the same for all rows of a batch
     min_new_tokens: int = 0  # EOS is masked for this many tokens
@@ -38,20 +36,13 @@ class Sampling:
 
     @classmethod
     def from_args(cls, args: Any, tokenizer: Any, shared: SharedBase) -> Sampling:
-        """Returns the sampling that a job's settings describe. Ends of completions without a logit are dropped.
-
-        Args:
-            args: a PPOConfig, or other settings with the same names.
-        """
-        ids = eos_ids(tokenizer, shared.base.generation_config)
-        ends = tuple(i for i in ids if i < shared.vocab_size)
+        """Returns the sampling of a PPOConfig, or of settings with the same names. Ends without a logit are dropped."""
+        ends = tuple(i for i in eos_ids(tokenizer, shared.base.generation_config) if i < shared.vocab_size)
         return cls(args.response_length, ends, args.min_new_tokens, args.temperature, seed=args.seed)
 
 
 @dataclass
 class Completion:
-    """One sampled completion."""
-
     tokens: list[int]  # token ids, including the end-of-sequence token
     ended: bool  # False: truncated at the length limit
     # The sampler's log-probs, in nats. They are compared with the trainer's, but are never old log-probs, because they differ
@@ -87,42 +78,35 @@ class Row:
         """Returns the most tokens that the row can have, its prompt included."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
-    @property
-    def completion(self) -> Completion:
-        return Completion(self.tokens, self.ended, self.logprobs)
+    @cached_property
+    def noise(self) -> np.ndarray:
+        return uniforms(self)
 
 
-class Decoder(ABC):
+class Decoder(Protocol):
     """Writes the completions of rows. They join and leave at any step, whatever their role."""
 
     rows: list[Row]  # being written
     max_rows: int | None  # most rows written at the same time, if there is a limit
 
-    @abstractmethod
     def add(self, role: str, folder: str) -> None:
         """Loads a role's adapter from a folder. Raises InputError if the decoder cannot run it."""
 
-    @abstractmethod
     def remove(self, role: str) -> None:
         """Frees a role that no row has."""
 
-    @abstractmethod
     def changed(self, role: str | None) -> None:
         """Uses the changed parameters of a role for later rows."""
 
-    @abstractmethod
     def fits(self, joining: Sequence[Row], row: Row) -> bool:
         """Returns whether `row` can join now, together with `joining`. A row fits into an empty decoder in any case."""
 
-    @abstractmethod
     def join(self, rows: Sequence[Row]) -> None:
         """Adds rows that fit: computes the KV cache of their prompts, and possibly their first tokens."""
 
-    @abstractmethod
     def step(self) -> None:
         """Writes at least one token of each row. Rows that are done or cancelled leave."""
 
-    @abstractmethod
     def reset(self) -> None:
         """Drops all rows after an error. Raises RuntimeError if the decoder cannot continue."""
 
@@ -131,11 +115,7 @@ class Decoder(ABC):
         return
 
     def generate(
-        self,
-        role: str | None,
-        prompts: Sequence[Sequence[int]],
-        numbers: Sequence[int],
-        sampling: Sampling,
+        self, role: str | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
         """Returns one completion for each prompt (token ids), in their order. `numbers` are the rows' numbers.
 
@@ -150,7 +130,7 @@ class Decoder(ABC):
             if joining:
                 self.join(joining)
             self.step()
-        return [row.completion for row in rows]
+        return [Completion(row.tokens, row.ended, row.logprobs) for row in rows]
 
 
 class Settings(NamedTuple):
@@ -164,29 +144,18 @@ class Settings(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Row], device: torch.device) -> Settings:
-        """Returns the settings of rows that have no token yet."""
         noise = np.zeros((len(rows), max(row.sampling.max_new_tokens for row in rows)))
         for i, row in enumerate(rows):
             if row.sampling.temperature:
-                noise[i, : row.sampling.max_new_tokens] = uniforms(row)
+                noise[i, : row.sampling.max_new_tokens] = row.noise
         how = [row.sampling for row in rows]
         return cls(
             torch.from_numpy(noise).to(device),
             torch.tensor([one.temperature for one in how], device=device),
             torch.tensor([one.top_p for one in how], device=device),
             torch.tensor([one.min_new_tokens for one in how], device=device),
-            torch.zeros(len(rows), dtype=torch.long, device=device),
+            torch.tensor([len(row.tokens) for row in rows], device=device),
         )
-
-    def take(self, rows: Tensor) -> Settings:
-        return Settings(*(values[rows] for values in self))
-
-    def and_of(self, others: Settings) -> Settings:
-        """Returns these settings followed by others."""
-        width = max(self.noise.shape[1], others.noise.shape[1])
-        noise = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (self.noise, others.noise)]
-        rest = (torch.cat(pair) for pair in zip(self[1:], others[1:], strict=True))
-        return Settings(torch.cat(noise), *rest)
 
 
 def seed_of(seed: int, number: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -28,10 +29,10 @@ class Slots(DynamicLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        size = self.cache.slots, self.cache.positions
+        slots, positions = self.cache.slots, self.cache.positions
         # Zeros, because attention multiplies what a mask hides by 0.
         self.keys, self.values = (
-            x.new_zeros(size[0], x.shape[1], size[1], x.shape[3]) for x in (key_states, value_states)
+            x.new_zeros(slots, x.shape[1], positions, x.shape[3]) for x in (key_states, value_states)
         )
 
     def update(
@@ -69,13 +70,13 @@ class SlotCache(DynamicCache):
 
     def __init__(self, config: Any, slots: int, positions: int, device: torch.device) -> None:
         super().__init__(config=config)
-        kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+        plain = (DynamicLayer, DynamicSlidingWindowLayer)
+        # Layers whose state has no positions, such as convolutions.
+        self.other_layers = [layer for layer in self.layers if type(layer) not in plain]
         self.layers: list[Any] = [
-            Slots(self, layer.is_sliding) if type(layer) in kinds else layer for layer in self.layers
+            Slots(self, layer.is_sliding) if type(layer) in plain else layer for layer in self.layers
         ]
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, Slots)]
-        # Layers whose state has no positions, such as convolutions.
-        self.other_layers = [layer for layer in self.layers if not isinstance(layer, Slots)]
         self.slots, self.positions = slots, positions
         self.order = torch.arange(slots, device=device)
         self.columns = torch.arange(positions, device=device)
@@ -93,36 +94,29 @@ class SlotCache(DynamicCache):
         size = self.size_with(slots, positions)
         if size == (self.slots, self.positions):
             return
-        lengths, newest, device = self.lengths, self.newest, self.order.device
+        more = size[0] - self.slots
         self.slots, self.positions = size
-        self.order, self.columns = (torch.arange(count, device=device) for count in size)
-        self.lengths, self.newest = (x.new_zeros(self.slots) for x in (lengths, newest))
-        self.lengths[: len(lengths)], self.newest[: len(newest)] = lengths, newest
+        self.order, self.columns = (torch.arange(count, device=self.order.device) for count in size)
+        self.lengths, self.newest = (pad(values, (0, more)) for values in (self.lengths, self.newest))
         for layer in self.slot_layers:
             layer.resize()
 
-    def keep(self, order: Sequence[int], filled: int) -> Tensor:
+    def keep(self, order: Sequence[int], filled: int) -> None:
         """Makes row i what row `order[i]` was. Rows that stay in place are not copied.
 
         Args:
             filled: positions of the longest row.
-
-        Returns:
-            `order` on the device.
         """
-        device, count = self.order.device, len(order)
-        index = torch.tensor(order, dtype=torch.long, device=device)
-        moves = [(to, row) for to, row in enumerate(order) if to != row]
-        if moves:
-            to, row = torch.tensor(moves, device=device).T
+        index = torch.tensor(order, dtype=torch.long, device=self.order.device)
+        if moves := [(to, row) for to, row in enumerate(order) if to != row]:
+            to, row = torch.tensor(moves, device=self.order.device).T
             for layer in self.slot_layers:
                 for states in (layer.keys, layer.values):
                     states[to, :, :filled] = states[row, :, :filled]
         for layer in self.other_layers:
             layer.reorder_cache(index)
         for values in (self.lengths, self.newest):
-            values[:count] = values[index]
-        return index
+            values[: len(order)] = values[index]
 
 
 def doubled(size: int, needed: int) -> int:

@@ -1,12 +1,11 @@
 """Decoding by vLLM, in a separate process on the same device: `rollout.engine: vllm`. Needs the extra `vllm`.
 
-vLLM holds a second copy of the base. This pays if decoding takes most of the time: with large models and long completions. Only
-adapters are sent to it.
+vLLM holds a second copy of the base, to which adapters are sent. This pays for large models and long completions.
 
 vLLM uses other kernels than the trainer, so its log-probs differ slightly. Old log-probs are still the trainer's (the first
-ratio stays 1), and functional.off_policy_weights corrects for the difference. A completion is a function of seed, number,
-prompt and role here too, up to rounding: vLLM's sums depend on the batch that a row is in. Its random numbers are not those
-of SlotDecoder; greedy completions are the same except in near-ties.
+ratio stays 1), and functional.off_policy_weights corrects for the difference. Up to rounding, a completion is a function of
+seed, number, prompt and role here too. Its random numbers are not those of SlotDecoder; greedy completions are the same
+except in near-ties.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -25,8 +24,6 @@ from pipeline.errors import InputError
 from pipeline.inference.rows import Completion, Decoder, Row, Sampling, seed_of
 from pipeline.models import adapter_files
 from pipeline.models.adapters import SharedBase
-
-QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class VllmDecoder(Decoder):
@@ -63,7 +60,7 @@ class VllmDecoder(Decoder):
             raise InputError(
                 f"its rank is {rank}, and vLLM was started for ranks up to {self.max_rank}; start the server again"
             )
-        self.adapters[role] = adapter_of(role, next(self.numbers), folder)
+        self._register(role, role, next(self.numbers), folder)
         self.llm.llm_engine.add_lora(self.adapters[role])
 
     def remove(self, role: str) -> None:
@@ -77,9 +74,14 @@ class VllmDecoder(Decoder):
         number, before = next(self.numbers), self.adapters.get(role)
         folder = self.folder / str(number)
         self.shared.save(role, folder)
-        self.adapters[role] = adapter_of(str(number), number, str(folder))
+        self._register(role, str(number), number, str(folder))
         if before:
             shutil.rmtree(self.folder / before.lora_name, ignore_errors=True)
+
+    def _register(self, role: str, name: str, number: int, folder: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self.adapters[role] = LoRARequest(name, number, folder)
 
     def generate(
         self, role: str | None, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling
@@ -90,7 +92,17 @@ class VllmDecoder(Decoder):
             lora_request=self.adapters[role] if role else None,
             use_tqdm=False,
         )
-        return [completion_of(output.outputs[0]) for output in outputs]
+        return [
+            Completion(
+                list(written.token_ids),  # including the end-of-sequence token, as ours
+                written.finish_reason == "stop",
+                [
+                    float(known[token].logprob)
+                    for known, token in zip(written.logprobs, written.token_ids, strict=True)
+                ],
+            )
+            for written in (output.outputs[0] for output in outputs)
+        ]
 
     def fits(self, joining: Sequence[Row], row: Row) -> bool:
         return self.max_rows is None or len(self.requests) + len(joining) < self.max_rows
@@ -154,19 +166,16 @@ class VllmDecoder(Decoder):
 
 
 def start_llm(model: str, device: torch.device | str, longest: int, rank: int, **options: Any) -> Any:
-    """Starts a vllm.LLM in a separate process.
+    """Starts a vllm.LLM in a separate process. Raises ValueError if vLLM takes no adapters of this rank.
 
     Args:
         model: folder or hub id of the base.
         longest: tokens of the longest prompt and its completion together.
         rank: the largest rank of its adapters; 0: it takes none.
         options: further arguments of vllm.LLM.
-
-    Raises:
-        ValueError: if the rank is too large.
     """
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM
 
     device = torch.device(device)
@@ -183,12 +192,6 @@ def start_llm(model: str, device: torch.device | str, longest: int, rank: int, *
             use_tqdm_on_load=False,
             **options,
         )
-
-
-def adapter_of(name: str, number: int, folder: str) -> Any:
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(name, number, folder)
 
 
 def sampling_params(sampling: Sampling, number: int, logprobs: int | None, **options: Any) -> Any:
@@ -214,19 +217,8 @@ def sampling_params(sampling: Sampling, number: int, logprobs: int | None, **opt
     )
 
 
-def completion_of(output: Any) -> Completion:
-    """Returns a vLLM CompletionOutput as ours; both include the end-of-sequence token."""
-    tokens = list(output.token_ids)
-    logprobs = [float(by_id[token].logprob) for by_id, token in zip(output.logprobs, tokens, strict=True)]
-    return Completion(tokens=tokens, ended=output.finish_reason == "stop", logprobs=logprobs)
-
-
 def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
-    """Returns the largest rank of the roles' adapters, or 0 if there is none.
-
-    Raises:
-        ValueError: for a DoRA adapter.
-    """
+    """Returns the largest rank of the roles' adapters, or 0 if there is none. Raises ValueError for a DoRA adapter."""
     configs = [shared.configs[role] for role in roles if role]
     if any(config.use_dora for config in configs):
         raise ValueError("rollout.engine: vLLM cannot run a DoRA adapter; train one with lora.use_dora=false")
@@ -235,8 +227,6 @@ def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
 
 def accepted_rank(rank: int) -> int:
     """Returns the smallest maximum rank that vLLM offers for an adapter of this rank. Raises ValueError if it is too large."""
-    from typing import get_args
-
     from vllm.config.lora import MaxLoRARanks  # undocumented; remove when LLM takes any rank
 
     ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rank]
@@ -247,11 +237,7 @@ def accepted_rank(rank: int) -> int:
 
 @contextmanager
 def own_device(device: torch.device, count: int = 1) -> Iterator[None]:
-    """Processes started within the block see only this worker's GPUs: Ray Train shows each worker all GPUs of its node.
-
-    Args:
-        count: number of its GPUs, from `device` on.
-    """
+    """Processes started within the block see only this worker's GPUs: `count` from `device` on, not all of its node."""
     if device.type != "cuda":
         yield
         return
@@ -262,7 +248,6 @@ def own_device(device: torch.device, count: int = 1) -> Iterator[None]:
     try:
         yield
     finally:
-        if visible is None:
-            del os.environ[key]
-        else:
+        del os.environ[key]
+        if visible is not None:
             os.environ[key] = visible

@@ -9,17 +9,11 @@ import os
 import re
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.errors import InputError
-from pipeline.models.compatibility import shapes_in
+from pipeline.models.compatibility import Base, Shapes, shapes_in
 from pipeline.models.hub import HEAD_NAMES, SETTINGS, TENSORS, json_object
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
-    from torch import Tensor
-
-    from pipeline.models.compatibility import Base, Shapes
 
 PREFIX = "base_model.model."  # peft's prefix of every name in an adapter file
 HEAD = f"{PREFIX}score.weight"  # name of the scalar head in files written here
@@ -39,11 +33,11 @@ def is_head(key: str) -> bool:
     return key.removeprefix(PREFIX).split(".")[0] in HEAD_NAMES
 
 
-def write(folder: str | Path, config: LoraConfig, tensors: dict[str, Tensor]) -> None:
+def write(folder: str | Path, config: Any, tensors: dict[str, Any]) -> None:
     """Writes adapter_config.json and adapter_model.safetensors.
 
     Args:
-        config: the adapter's settings, with task type and base; not changed.
+        config: the adapter's peft.LoraConfig, with task type and base; not changed.
         tensors: the tensors of the adapter and its head, by their names in peft's files.
     """
     from safetensors.torch import save_file
@@ -73,8 +67,7 @@ def adapts_lm_head(target_modules: Any) -> bool:
 def settings(folder: str | Path) -> dict[str, Any]:
     """Returns the content of a LoRA adapter's adapter_config.json.
 
-    Raises:
-        InputError: if it is missing or damaged, of another kind of adapter, or changes the base that all roles share.
+    Raises InputError if it is missing or damaged, of another kind of adapter, or changes the base that all roles share.
     """
     path = Path(folder) / SETTINGS
     config = json_object(path, FIX)
@@ -105,13 +98,10 @@ def shapes(folder: str | Path) -> Shapes:
 
 
 def check(base: Base, folder: str | Path, scores: bool) -> None:
-    """Rejects an adapter whose files are damaged, whose head is missing or unknown, or that was trained on another base.
+    """Raises InputError if an adapter's files are damaged, or it was trained on another base.
 
     Args:
         scores: whether it must have a scalar head, or must have none.
-
-    Raises:
-        InputError: with the file and what is wrong in it.
     """
     settings(folder)
     path, found = Path(folder) / TENSORS, shapes(folder)
@@ -131,10 +121,8 @@ def check(base: Base, folder: str | Path, scores: bool) -> None:
 def learned(folder: str | Path, start: str | Path | None) -> bool:
     """Returns whether training changed an adapter.
 
-    LoRA, section 4.1: https://arxiv.org/abs/2106.09685.
-
     Args:
-        start: the folder that it started from. None: it started as a new adapter, whose B matrices are 0.
+        start: the folder that it started from. None: it was new, with B = 0 (section 4.1 of https://arxiv.org/abs/2106.09685).
     """
     import torch
     from safetensors.torch import load_file

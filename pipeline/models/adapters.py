@@ -40,13 +40,12 @@ from pipeline.models.precision import linear_fp32
 class SharedBase(nn.Module):
     """A frozen `AutoModelForCausalLM` with named LoRA adapters and scalar heads.
 
+    Raises InputError if the base changes its logits after the lm head in an unknown way.
+
     Args:
         base_model: frozen here, with every dropout set to 0.
         autocast: dtype of the matrix products of all forwards (sampling, old, reference and new log-probs), or None.
             Adapters, heads, log-softmax and losses are always fp32.
-
-    Raises:
-        InputError: if the base changes its logits after the lm head in an unknown way.
     """
 
     def __init__(self, base_model: nn.Module, autocast: torch.dtype | None = None) -> None:
@@ -61,7 +60,7 @@ class SharedBase(nn.Module):
         self._folders: dict[str, str] = {}  # folder -> the frozen adapter loaded from it
         self._parameters_by_key: dict[str, dict[str, nn.Parameter]] = {}
         self._layers: list[BaseTunerLayer] = []
-        self._role: str | None = None
+        self.role: str | None = None  # in use; None: the bare base
         self._rows: MixedBatch | None = None  # the adapter of each row of a batch, in `use_each`
         self._mixing: list[Any] = []  # hooks of the mixed roles
         config = base_model.config.get_text_config()
@@ -85,11 +84,6 @@ class SharedBase(nn.Module):
     def roles(self) -> list[str]:
         return list(self._stored)
 
-    @property
-    def role(self) -> str | None:
-        """Returns the role in use, or None for the bare base."""
-        return self._role
-
     # ---------------------------------------------------------------------------------------------- roles
 
     def add(
@@ -102,16 +96,16 @@ class SharedBase(nn.Module):
         head: bool = False,
         trainable: bool = False,
     ) -> None:
-        """Adds a role: a new adapter, one from a folder, a copy of another role's, or only a head. On an error, no role is added.
+        """Adds a role: give one of lora, folder, copy_of and head_on. On an error, no role is added.
 
         A new adapter changes nothing until it is trained (peft's B is 0). Frozen roles of the same folder share one
         adapter in memory.
 
         Args:
-            lora: the fields of peft.LoraConfig, of a new adapter; give one of lora, folder, copy_of and head_on.
+            lora: the fields of peft.LoraConfig, of a new adapter.
             folder: the folder of a saved adapter. Its head, if any, is always loaded.
             copy_of: the role to copy.
-            head_on: a role whose adapter this role uses without owning it. This role only adds a head of zeros.
+            head_on: a role whose adapter this role uses without owning it. This role only adds a head.
             head: whether the role has a scalar head: from the folder, from the copied role, or a new one of zeros, so that a
                 new critic predicts 0 and not noise as large as the reward.
             trainable: whether its parameters get gradients.
@@ -157,8 +151,9 @@ class SharedBase(nn.Module):
         self.configs[role], self._stored[role] = config, role
         inject_adapter_in_model(config, self.base, role)
         fuse(self.base)
-        # `use_each` hooks all layers again, the new ones included
-        self._mixing = [handle.remove() for handle in self._mixing][:0]
+        for handle in self._mixing:  # `use_each` hooks all layers again, the new ones included
+            handle.remove()
+        self._mixing = []
         for parameter in self._adapter(role).values():
             parameter.data = parameter.data.float()
         for name in self.configs:  # injecting changes requires_grad of the other adapters
@@ -168,7 +163,7 @@ class SharedBase(nn.Module):
 
     def _layers_changed(self) -> None:
         self._layers = [module for module in self.base.modules() if isinstance(module, BaseTunerLayer)]
-        self._switch(self._role)
+        self._switch(self.role)
 
     def _new_head(self, role: str) -> None:
         head = nn.Linear(self.hidden_size, 1, bias=False, device=self.device, dtype=torch.float32)
@@ -198,10 +193,7 @@ class SharedBase(nn.Module):
 
     def _head_of(self, role: str) -> Any:
         """Returns the scalar head of the role, or of the adapter that frozen roles share, or None."""
-        for name in (role, self._stored[role]):
-            if name in self.heads:
-                return self.heads[name]
-        return None
+        return next((self.heads[name] for name in (role, self._stored[role]) if name in self.heads), None)
 
     def _adapter(self, stored: str) -> dict[str, nn.Parameter]:
         """Returns the parameters of one adapter without its head, by their names in peft's files."""
@@ -219,7 +211,7 @@ class SharedBase(nn.Module):
     @contextmanager
     def use(self, role: str | None) -> Iterator[SharedBase]:
         """Makes forwards of the base use this role's adapter, or none for the role None, within the block."""
-        previous = self._role
+        previous = self.role
         if role == previous:
             yield self
             return
@@ -250,7 +242,7 @@ class SharedBase(nn.Module):
             if name is not None
         }
         self._rows = MixedBatch(rows_of, ["__base__" if name is None else name for name in names])
-        previous = self._role
+        previous = self.role
         self._switch(next(role for role in roles if role is not None))
         try:
             yield self
@@ -259,7 +251,7 @@ class SharedBase(nn.Module):
             self._switch(previous)
 
     def _mix(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Passes the adapter of each row to a layer: as indices of rows to a fused layer, as peft's names to others."""
+        """Passes the adapter of each row to a layer: as indices of rows if it is fused, else as peft's names."""
         if self._rows is None:
             return None
         mixed = isinstance(layer, FusedLinear) and layer.mixes(self._rows)
@@ -284,7 +276,7 @@ class SharedBase(nn.Module):
 
     def _switch(self, role: str | None) -> None:
         stored = None if role is None else self._stored[role]
-        self._role = role
+        self.role = role
         for layer in self._layers:
             # Private, because layer.set_adapter and enable_adapters rewrite requires_grad and peft 0.21 has no other way
             # (https://github.com/huggingface/peft/issues/2759). Remove when it has one; see tests/models/test_adapters.py.
@@ -322,8 +314,7 @@ class SharedBase(nn.Module):
     def load(self, role: str, folder: str | Path) -> None:
         """Fills an existing role from an adapter folder, whose head is added if the role has none.
 
-        Raises:
-            InputError: unless names and shapes match exactly, and all numbers are finite.
+        Raises InputError unless names and shapes match exactly, and all numbers are finite.
         """
         adapter_files.shapes(folder)
         path = Path(folder) / TENSORS
@@ -390,35 +381,31 @@ class SharedBase(nn.Module):
 
     def _mask(self, allowed: Tensor) -> Tensor:
         """Returns the (P, 1, T, T) attention mask that the base's attention expects, from `Batch.allowed`."""
-        if self._attention == "sdpa":
-            return allowed.unsqueeze(1)
-        lowest = torch.finfo(self.base.dtype).min
-        return torch.where(allowed, 0.0, lowest).to(self.base.dtype).unsqueeze(1)
+        if self._attention != "sdpa":
+            allowed = torch.where(allowed, 0.0, torch.finfo(self.base.dtype).min).to(self.base.dtype)
+        return allowed.unsqueeze(1)
 
     @cached_property
     def can_pack(self) -> bool:
         """Returns True if completions packed behind their prompt (packing.py) have the hidden states that they have alone.
 
-        With sliding windows they do not, because a window counts positions within a row. For other architectures, two short
-        completions are tried.
+        A sliding window counts positions within a row, so they do not. On other bases, two short completions are tried.
         """
         config = self.base.config.get_text_config()
         windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
         full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
         if windows or not full or self._attention not in ("sdpa", "eager"):
             return False
-        ids = torch.arange(8, device=self.device).view(2, 4)
-        ids[1, :2] = ids[0, :2]
-        starts, counts = (torch.full((2,), 2, device=self.device) for _ in range(2))
-        of_each = ids, starts, counts, 2
+        ids = torch.tensor([[0, 1, 2, 3], [0, 1, 6, 7]], device=self.device)
+        two = torch.full((2,), 2, device=self.device)
         with torch.no_grad():
             try:
-                together = self.states(None, packed(*of_each, [[0, 1]]))
+                together = self.states(None, packed(ids, two, two, 2, [[0, 1]]))
             except torch.OutOfMemoryError:
                 raise
             except (TypeError, ValueError, RuntimeError):  # the base's forward takes no mask or positions
                 return False
-            apart = self.states(None, alone(*of_each))
+            apart = self.states(None, alone(ids, two, two, 2))
         rounding = 1e-5 if self.autocast is None and self.base.dtype == torch.float32 else 3e-2
         return bool(((together - apart).norm(dim=-1) <= rounding * apart.norm(dim=-1)).all())
 
@@ -468,10 +455,8 @@ class SharedBase(nn.Module):
     def mean_logprob(self, role: str | None, ids: Sequence[int]) -> float:
         """Returns the mean log-prob of a sequence's tokens after the first, in nats."""
         row = torch.tensor([list(ids)], device=self.device)
-        actions = torch.ones(1, len(ids) - 1, dtype=torch.bool, device=self.device)
-        return float(
-            self.logprobs(role, row, torch.ones(1, dtype=torch.long, device=self.device), actions)[0].mean()
-        )
+        actions = torch.ones_like(row[:, 1:], dtype=torch.bool)
+        return float(self.logprobs(role, row, torch.ones_like(row[:, 0]), actions)[0].mean())
 
     def head(self, role: str, hidden: Tensor) -> Tensor:
         """Returns the (...) fp32 output of the role's scalar head on hidden states (..., H)."""
@@ -496,9 +481,9 @@ class SharedBase(nn.Module):
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Returns the contexts of a checkpointed forward and of the recomputation."""
-        # Called during the forward, whose role is the one to restore for the recomputation
+        # Called during the forward, whose role is the one to restore
         # (https://github.com/huggingface/peft/issues/2832). Remove when peft keeps the active adapter itself.
-        return nullcontext(), self.use(self._role)
+        return nullcontext(), self.use(self.role)
 
     def _precision(self) -> AbstractContextManager:
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
@@ -513,20 +498,15 @@ class SharedBase(nn.Module):
         # In half precision, all logits have errors of one size, because they are sums of terms of one size.
         if not (expected - ours).abs().max() <= 1e-2 * max(1.0, float(expected.abs().max())):
             raise InputError(
-                f"{type(self.base).__name__} changes its logits after the lm head in an unknown way "
-                f"(largest difference {(expected - ours).abs().max():.3g}); expected a plain, a soft-capped or a "
-                "scaled head",
+                f"{type(self.base).__name__} changes its logits after the lm head in an unknown way; expected a plain, a "
+                "soft-capped or a scaled head",
                 key="model.name_or_path",
             )
 
 
 @contextmanager
 def _errors_of_peft(where: str) -> Iterator[None]:
-    """Turns any error of peft over an adapter's settings into an InputError.
-
-    Args:
-        where: where the settings come from.
-    """
+    """Turns any error of peft over an adapter's settings, which come from `where`, into an InputError."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,7 @@ from pipeline.models.compatibility import Base, check_weights
 from pipeline.models.hub import HEAD_NAMES, KEY, base_config, base_file, local, source, weight_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from pipeline.config.job import Model
 
@@ -34,8 +31,6 @@ VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype"
 CONTEXT_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "max_sequence_length",
 )  # fmt: skip
-# A layer of a language model
-LAYER = re.compile(r"(?:(?:model|transformer|gpt_neox)\.)?(?:layers|h)\.(\d+)\.")
 # Distance of two rows of an lm head, relative to their norm, below which they count as equal. Trained rows are about 1 apart.
 MIN_DISTANCE = 0.01
 KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hidden state stay unquantized
@@ -48,7 +43,7 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
     """Returns the identity of a base: `name_or_path`, `revision`, `digest`, `context_length` (tokens, or None), `architecture`.
 
     A hub id has its commit as digest. A folder has a sha256 over configuration and weights; of files over 1 GiB it covers the
-    header and 64 evenly spaced pieces. Imports no torch.
+    header and 64 evenly spaced pieces.
     """
     config = base_config(name_or_path, revision)
     folder = local(name_or_path)
@@ -97,21 +92,16 @@ def _file_digest(path: Path) -> bytes:
 # -------------------------------------------------------------------------------------------------- loading
 
 
-def load_base(
-    model: Model,
-    scorer_tokenizer: PreTrainedTokenizerBase | None = None,
-    device: str | torch.device | None = None,
-) -> PreTrainedModel:
+def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.device | None = None) -> Any:
     """Loads the base of a job: frozen, in eval mode, every dropout 0, from safetensors unless `allow_pickle`.
+
+    Raises InputError if the base is missing or damaged, or has no such model class.
 
     Args:
         model: the job's `model` section. `load_in_4bit` gives nf4 with double quantization, on a CPU too.
         scorer_tokenizer: if given, the model is an AutoModelForSequenceClassification of one label, with this tokenizer's
             `pad_token_id` and an (untrained) head that computes in fp32. None: an AutoModelForCausalLM.
-        device: where to load and quantize it. On a CPU, quantizing 70B takes half an hour. None: the CPU.
-
-    Raises:
-        InputError: if the base is missing or damaged, or has no such model class.
+        device: where to load and quantize it; None: the CPU, on which quantizing 70B takes half an hour.
     """
     import torch
 
@@ -129,13 +119,12 @@ def load_base(
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # reported instead, and rejected below
         "tqdm_class": Bar,
+        "device_map": None if device is None else {"": device},
     }
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
     if model.load_in_4bit:
         options["quantization_config"] = _nf4(dtype)
-    if device is not None:
-        options["device_map"] = {"": device}
     where = source(model.name_or_path)
     with without_load_report(), loading_shown(), unreadable(model):
         loaded, info = auto.from_pretrained(where, **options)
@@ -157,29 +146,16 @@ def load_base(
 
 
 def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base:
-    """Checks the files of a base.
+    """Returns a base as its files describe it. Raises InputError if a file is missing or damaged.
 
     Args:
-        scorer: whether it is a reward model, with a scalar head.
-        weights: whether to check its weights, or config.json alone.
-
-    Raises:
-        InputError: with the file, tensor or key that is wrong.
+        scorer: whether it is a reward model, which must have a scalar head.
+        weights: whether to read its weights, or config.json alone.
     """
     config = base_config(model.name_or_path, model.revision)
-    shapes = check_weights(model) if weights else {}
-    base = Base(model, config, shapes)
-    layers = config.get("num_hidden_layers", config.get("n_layer"))
-    found = max((int(match[1]) + 1 for name in shapes if (match := LAYER.match(name))), default=0)
-    # Layers that predict further tokens (DeepSeek-V3) follow the others; transformers leaves them out.
-    if base.plain_names and layers and found > layers + (config.get("num_nextn_predict_layers") or 0):
-        raise InputError(  # transformers would leave out the last layers
-            f"the weight files of {model.name_or_path!r} have {found} layers, and config.json promises {layers}; fetch or save the "
-            "model again",
-            KEY,
-        )
-    heads = [shape for name, shape in shapes.items() if name.startswith(HEAD_NAMES)]
-    if scorer and shapes and not any(head[:1] == (1,) for head in heads):
+    base = Base(model, config, check_weights(model) if weights else {})
+    heads = [shape for name, shape in base.shapes.items() if name.startswith(HEAD_NAMES)]
+    if scorer and base.shapes and not any(head[:1] == (1,) for head in heads):
         raise InputError(  # transformers would make a random head
             f"the weight files of {model.name_or_path!r} have no head of one score, such as score.weight of shape (1, hidden size); "
             "use a trained reward model",
@@ -188,14 +164,11 @@ def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base
     return base
 
 
-def configured(model: Model, scorer_tokenizer: PreTrainedTokenizerBase | None) -> tuple[Any, Any]:
+def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
     """Returns the transformers configuration of a base, without dropout, and the Auto class to load it with.
 
     Args:
         scorer_tokenizer: as of `load_base`. The configuration of a scorer has one label, and its pad token.
-
-    Raises:
-        InputError: if transformers does not know the architecture, or rejects config.json.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -260,9 +233,8 @@ def _nf4(dtype: torch.dtype) -> Any:
 def _one_nf4_path(model: torch.nn.Module) -> None:
     """Keeps bitsandbytes 0.50 from repacking nf4 weights at the first inference on a CPU with avx512_bf16.
 
-    The packed form needs widths that are multiples of 64, rounds differently from the form used in training, and is not
-    unpacked again; without it, sampling and training see the same weights. The flag is private; the kernel came with
-    https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804. Remove when both forms round in the same way.
+    The packed form rounds differently from the form used in training, and is not unpacked again. The flag is private
+    (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804). Remove when both forms round in the same way.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -282,10 +254,10 @@ def without_load_report() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def check_ends(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> None:
+def check_ends(model: torch.nn.Module, tokenizer: Any, ends: set[int]) -> None:
     """Raises InputError if the lm head, which stays frozen, has the same row for an end token as for other tokens.
 
-    Their logits are then always equal, because pre-training moved all tokens that it never saw in the same way.
+    Their logits are then always equal: pre-training moves all tokens that it never sees in the same way.
 
     Args:
         ends: ids of the tokens that end training rows.
@@ -318,7 +290,7 @@ def score_head(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def fp32_head(model: torch.nn.Module) -> None:
-    """Makes the scalar head of a sequence-classification model compute in fp32, for any dtype of its body."""
+    """Makes the scalar head of a sequence-classification model compute in fp32, under autocast and on any body."""
     head = score_head(model).float()
     kind = type(head)
     # Changes the class, not the forward of this module, because peft trains a copy of the module.
@@ -326,10 +298,7 @@ def fp32_head(model: torch.nn.Module) -> None:
 
 
 class _InFp32:
-    """Mixin that makes a scalar head compute in fp32, also under autocast and on a half-precision body.
-
-    bf16 would make 15.125 of a score of 15.13, and closer scores equal.
-    """
+    """Mixin for a scalar head, whose scores bf16 would round: 15.13 to 15.125."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         import torch

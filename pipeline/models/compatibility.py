@@ -35,9 +35,8 @@ class Base:
     def plain_names(self) -> bool:
         """Returns False if transformers may rename or repack the tensors as it loads them."""
         special = self.config.get("quantization_config") or self.config.get("text_config")
-        return not (
-            special or self.model.trust_remote_code or any(".experts." in name for name in self.shapes)
-        )
+        experts = any(".experts." in name for name in self.shapes)
+        return not (special or experts or self.model.trust_remote_code)
 
     def weight_shape(self, module: str) -> tuple[int, ...] | None:
         """Returns the shape of a module's weight, or None if the files have no such name."""
@@ -61,33 +60,44 @@ def shapes_in(file: Path, fix: str = "fetch or save the model again") -> Shapes:
 def check_weights(model: Model) -> Shapes:
     """Returns the shapes of a base's tensors, or {} for pickles, and for weights on the hub that are split into several files.
 
-    Raises:
-        InputError: if a file is damaged or missing, or the weights are pickles without `allow_pickle`.
+    Raises InputError if a file is damaged or missing, or the weights are pickles without `allow_pickle`.
+    """
+    with about(KEY):
+        return {
+            name: shape
+            for file in safetensors_files(model, fetch=False)
+            for name, shape in shapes_in(file).items()
+        }
+
+
+def safetensors_files(model: Model, fetch: bool) -> list[Path]:
+    """Returns the weight files of a base in the order in which transformers reads them, or [] for pickles.
+
+    Args:
+        fetch: whether to fetch weights on the hub that are split into several files. Otherwise they are [], too.
     """
     name, revision = model.name_or_path, model.revision
-    single = base_file(name, SINGLE, revision)
-    index = None if single else base_json(name, INDEX, revision)
-    if single is None and index is None and not model.allow_pickle:
+    if single := base_file(name, SINGLE, revision):  # takes precedence over an index
+        return [single]
+    index = base_json(name, INDEX, revision)
+    if index is None and not model.allow_pickle:
         raise InputError(
             f"{name!r} has neither {SINGLE} nor {INDEX}; fetch or save the model again. Pickled weights (pytorch_model.bin) can "
             "run any code when loaded: convert them to safetensors, or, if you trust them, set model.allow_pickle=true",
             KEY,
         )
-    files = [single] if single else []
-    if index and os.path.isdir(local(name)):
-        files = [local(name) / file for file in sorted(set(index.get("weight_map", {}).values()))]
-    with about(KEY):
-        return {name: shape for file in files for name, shape in shapes_in(file).items()}
+    files = sorted(set((index or {}).get("weight_map", {}).values()))
+    if os.path.isdir(local(name)):
+        return [local(name) / file for file in files]
+    fetched = [base_file(name, file, revision) for file in files] if fetch else []
+    return [file for file in fetched if file]
 
 
 def check_lora(base: Base, lora: dict[str, Any]) -> None:
-    """Checks that each name and pattern of a new adapter matches a module of the base; peft ignores some that match none.
+    """Raises InputError if a name or pattern of a new adapter matches no module of the base; peft ignores some of them.
 
     Args:
         lora: the job's `lora` section.
-
-    Raises:
-        InputError: with the name or pattern.
     """
     modules = [name.removesuffix(".weight") for name, shape in base.shapes.items() if len(shape) > 1]
     modules = [name for name in modules if not name.startswith(HEAD_NAMES)]

@@ -89,22 +89,16 @@ class Lockstep:
             self.joining = False
 
 
-_current: Lockstep | None = None  # one per process, because a run has one base
+current: Lockstep | None = None  # of this process, because a run has one base; None: it is not in shards
 
 
-def start(body: nn.Module) -> Lockstep:
-    """Starts to synchronize the forwards of this process on its sharded base."""
-    global _current
-    _current = Lockstep(body)
-    return _current
-
-
-def current() -> Lockstep | None:
-    """Returns the synchronization of this process, or None if its base is not in shards."""
-    return _current
+def start(body: nn.Module) -> None:
+    """Starts to synchronize this process's forwards of its sharded base."""
+    global current
+    current = Lockstep(body)
 
 
 def catch_up() -> None:
     """Runs the forwards of a sharded base that other ranks wait for. Every rank calls it before a collective."""
-    if _current is not None:
-        _current.catch_up()
+    if current is not None:
+        current.catch_up()

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 # Dense bf16 matrix products in TFLOP/s (of the SXM version if there are several), by a word in torch's name of the device.
 PEAK_TFLOPS = {"L4": 121, "A10G": 70, "A100": 312, "L40S": 362, "H100": 989, "H200": 989}
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Returns the FLOP/s of bf16 products by the datasheet of a device, or None for a CPU or a GPU that is not in the table."""
-    import torch
-
+def peak_flops(device: Any) -> float | None:
+    """Returns the FLOP/s of bf16 products by the datasheet of a torch.device, or None for a CPU or a GPU not in the table."""
     if device.type != "cuda":
         return None
+    import torch
+
     words = re.split(r"[^A-Za-z0-9]+", torch.cuda.get_device_name(device))  # NVIDIA A100-SXM4-80GB
     return next((1e12 * PEAK_TFLOPS[word] for word in words if word in PEAK_TFLOPS), None)

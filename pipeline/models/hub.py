@@ -53,8 +53,7 @@ def require_local(name_or_path: str) -> None:
 def base_file(name_or_path: str, filename: str, revision: str | None = None) -> Path | None:
     """Returns the path of one file of a base, fetched from the hub if necessary, or None if the base has no such file.
 
-    Raises:
-        InputError: if the base is neither a folder nor on the hub, or the hub does not give it.
+    Raises InputError if the base is neither a folder nor on the hub, or the hub does not give it.
     """
     folder = local(name_or_path)
     if os.path.isdir(folder):
@@ -64,13 +63,9 @@ def base_file(name_or_path: str, filename: str, revision: str | None = None) -> 
 
     from pipeline.system.progress import Bar
 
-    options: dict[str, Any] = {
-        "revision": revision,
-        "local_files_only": not _hub_answers(),
-        "tqdm_class": Bar,
-    }
+    options: dict[str, Any] = {"local_files_only": not _hub_answers(), "tqdm_class": Bar}
     try:
-        return Path(hf_hub_download(name_or_path, filename, **options))
+        return Path(hf_hub_download(name_or_path, filename, revision=revision, **options))
     except (errors.HTTPError, errors.HFValidationError, errors.EntryNotFoundError) as error:
         if isinstance(error, errors.EntryNotFoundError):
             away = isinstance(error, errors.LocalEntryNotFoundError)
@@ -161,11 +156,7 @@ def is_reference(name: str) -> bool:
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """Splits `org/name@REVISION` into repository and revision. The revision is None if there is none.
-
-    Raises:
-        InputError: if it begins like a reference and is none.
-    """
+    """Splits `org/name@REVISION` into repository and revision, or None. Raises InputError if it only begins like one."""
     if not is_reference(name):
         return name, None
     found = REFERENCE.fullmatch(name)
@@ -177,8 +168,7 @@ def split(name: str) -> tuple[str, str | None]:
 def pin(name: str) -> str:
     """Returns `hf://org/name@<commit>`, the commit that a reference means now, so that the inputs of a run stay the same.
 
-    Raises:
-        InputError: if the hub does not give the repository or revision, or it holds no model.
+    Raises InputError if the hub does not give the repository or revision, or it holds no model.
     """
     repo, revision = split(name)
     if os.path.isdir(repo):
@@ -197,8 +187,7 @@ def pin(name: str) -> str:
 def fetch(reference: str) -> str:
     """Returns the local folder of a pinned adapter. A reference to a full model is returned as it is.
 
-    Raises:
-        InputError: if the hub does not give its files, or its only weights are pickled.
+    Raises InputError if the hub does not give its files, or its only weights are pickled.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -207,9 +196,8 @@ def fetch(reference: str) -> str:
     if settings is None:
         return reference
     for file in ADAPTER:
-        if try_to_load_from_cache(repo, file, revision=commit) is not None:
-            continue  # in the cache, or known not to exist
-        if base_file(repo, file, commit) is None and file == TENSORS:
+        cached = try_to_load_from_cache(repo, file, revision=commit)  # None: not asked for yet
+        if cached is None and base_file(repo, file, commit) is None and file == TENSORS:
             raise InputError(
                 f"{reference} has no {TENSORS}. Adapters are read from safetensors only (a pickled adapter_model.bin can run "
                 "any code); ask its owner to save it with safe_serialization=True"

@@ -32,8 +32,6 @@ def per_action(
         hidden: (N, H) hidden states, each one position before its action.
         targets: (N,) token ids of the actions.
         early: (N,) bool, on for actions in which `barred` token ids have probability 0.
-        temperature: divides the logits.
-        want_entropy: whether to compute entropies, too.
     """
     head = shared.base.get_output_embeddings()
     size = max(1, LOGIT_CHUNK.get(hidden.device.type, LOGIT_CHUNK["cpu"]) // shared.vocab_size)

@@ -9,16 +9,13 @@ for rows of 26 tokens, equal from 512 tokens on).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
+from torch import Tensor
 
 HIGHEST, MEDIUM = "highest", "medium"  # torch's names
 MAX_ERROR = 1e-5  # fp32 stays below 2e-6, TF32 and bf16 lie above 1e-4

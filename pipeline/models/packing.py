@@ -39,9 +39,7 @@ def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Ba
     """Puts each completion in a separate row.
 
     Args:
-        input_ids: (B, T) prompt and completion.
-        starts: (B,) length of each prompt.
-        counts: (B,) length of each completion.
+        input_ids: (B, T) prompt and completion, whose lengths (B,) are `starts` and `counts`.
         actions: R, at least the longest completion.
     """
     steps = torch.arange(actions + 1, device=input_ids.device).minimum(counts.unsqueeze(-1))
@@ -52,10 +50,9 @@ def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Ba
 def packed(
     input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int, packs: Sequence[Sequence[int]]
 ) -> Batch:
-    """Puts the completions of each pack in one row.
+    """Puts the completions of each pack in one row; see `alone`.
 
     Args:
-        input_ids, starts, counts, actions: as of `alone`.
         packs: indices of completions to one prompt, each completion in one pack.
     """
     device = input_ids.device
@@ -73,10 +70,10 @@ def packed(
             row = row + ids[i][start : start + count]
             position += range(start, start + count)
             part += [order] * count
-        fill = width - len(row)
-        rows.append(row + [0] * fill)
-        positions.append(position + [0] * fill)
-        parts.append(part + [-1] * fill)
+        fill = [0] * (width - len(row))
+        rows.append(row + fill)
+        positions.append(position + fill)
+        parts.append(part + [-1] * len(fill))
     of = torch.tensor(parts, device=device)
     causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     allowed = causal & ((of.unsqueeze(-1) == of.unsqueeze(-2)) | (of == 0).unsqueeze(-2))
@@ -99,12 +96,10 @@ def packs_that_pay(
     attention, which a pack also computes between completions that do not see each other.
 
     Args:
-        prompts: which prompt each completion is to; completions to one prompt may stand anywhere.
-        starts: tokens of each prompt.
-        counts: tokens of each completion.
+        prompts: the number of each completion's prompt.
+        starts, counts: tokens of each prompt and each completion.
         width: W, the size of the hidden states.
-        completions: most completions of a pack. None: no limit.
-        tokens: most tokens of a pack with several completions. None: no limit.
+        completions, tokens: limits of a pack of several completions, or None.
     """
 
     def cost(tokens: int) -> int:
@@ -141,8 +136,8 @@ def micro_batches(
 
     Args:
         lengths: tokens of each row.
-        rows: most completions of a batch. None: no limit.
-        tokens: most tokens of a batch, padding included; a longer row is a batch by itself. None: no limit.
+        rows: most completions of a batch, or None.
+        tokens: most tokens of a batch, padding included, or None; a longer row is a batch by itself.
         device: type of the device that computes.
         completions: in each row, if rows are packs of them. None: one.
     """

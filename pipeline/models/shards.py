@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -20,36 +20,23 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from pipeline.errors import InputError
 from pipeline.models import fsdp_sync
 from pipeline.models.base import configured, fp32_head, freeze, score_head, unreadable
-from pipeline.models.compatibility import INDEX, SINGLE
-from pipeline.models.hub import HEAD_NAMES, base_file, base_json, source
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from pipeline.config.job import Model
+from pipeline.models.compatibility import safetensors_files
+from pipeline.models.hub import HEAD_NAMES, base_file, source
 
 
 def load_shards(
-    model: Model,
-    scorer_tokenizer: PreTrainedTokenizerBase | None = None,
-    device: str | torch.device = "cpu",
+    model: Any, scorer_tokenizer: Any = None, device: str | torch.device = "cpu"
 ) -> PreTrainedModel:
     """Returns what models.base.load_base returns, in shards: each of N ranks of the process group has 1/N of its body.
 
-    Every rank calls it with the same arguments, except for the device.
+    Every rank calls it with the same arguments (see load_base), except for its device.
 
-    Args:
-        model: the job's `model` section.
-        scorer_tokenizer: the tokenizer of a sequence-classification model; see load_base.
-        device: this rank's device, to compute on.
-
-    Raises:
-        InputError: if the base has no layers to shard, or its files lack or misshape a weight.
+    Raises InputError if the base has no layers to shard, or its files lack or misshape a weight.
     """
     device = torch.device(device)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
@@ -72,7 +59,7 @@ def load_shards(
     # after each forward, because the backward may come much later; by default FSDP2 keeps the outermost module gathered.
     fully_shard(base.base_model, mesh=mesh, reshard_after_forward=True)
     _allocate(base, device)
-    _fill(base, _weight_files(model), model.name_or_path)
+    _fill(base, safetensors_files(model, fetch=True), model.name_or_path)
     freeze(base)
     if scorer_tokenizer is not None:
         fp32_head(base)
@@ -102,25 +89,9 @@ def _allocate(base: nn.Module, device: torch.device) -> None:
                 computed[key].copy_(value)
 
 
-def _weight_files(model: Model) -> list[Path]:
-    """Returns the base's safetensors files in the order in which transformers reads them, fetched from the hub if necessary."""
-    name, revision = model.name_or_path, model.revision
-    single = base_file(name, SINGLE, revision)
-    if single is not None:  # a single file takes precedence over an index
-        return [single]
-    index = base_json(name, INDEX, revision)
-    if index is None:
-        raise InputError(
-            f"{name!r} has no safetensors, and shards cannot be read from other files; set model.fsdp=false",
-            key="model.fsdp",
-        )
-    files = [base_file(name, file, revision) for file in sorted(set(index["weight_map"].values()))]
-    return [file for file in files if file is not None]
-
-
 @torch.no_grad()
 def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
-    """Reads this rank's rows of each parameter. safetensors maps the files, so the other rows are not copied."""
+    """Reads this rank's rows of each parameter. safetensors maps the files, so other rows are not copied."""
     head, embedding, twins = base.get_output_embeddings(), base.get_input_embeddings(), dict[str, str]()
     if head is not None and base.config.get_text_config().tie_word_embeddings:
         # The files have one tensor for both. Here they are two, because both are frozen.
@@ -138,12 +109,12 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
             elif not name.startswith(HEAD_NAMES):
                 missing.append(name)
             else:
-                # A scorer's new head is random, and equal on all ranks: each stage sets the same seed before it loads its base.
+                # A scorer's new head is random, and equal on all ranks: each stage sets the same seed before.
                 base._init_weights(score_head(base))
     if missing:
         raise InputError(
-            f"the weight files of {where!r} lack {len(missing)} tensors, for example {min(missing)!r}. Fetch the model again; if "
-            "the files have other names, which transformers translates, set model.fsdp=false",
+            f"the safetensors of {where!r} lack {len(missing)} tensors, for example {min(missing)!r}. Fetch the model again; if "
+            "they are pickles or have other names, which transformers translates, set model.fsdp=false",
             key="model.name_or_path",
         )
 

@@ -24,17 +24,14 @@ PROBES = [
 
 
 def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
-    """Sets the tokenizer's `chat_template`, and its attribute `text_as_chat`.
+    """Sets the tokenizer's `chat_template`. Raises InputError if it cannot be read, or renders none of the PROBES.
 
-    `text_as_chat` states whether prompts of plain text become user messages of the template. They do not if the template is
-    only the fallback for a tokenizer without one.
+    Also sets the attribute `text_as_chat`: whether prompts of plain text become user messages of the template. They do not
+    if the template is only the fallback for a tokenizer without one.
 
     Args:
         chat_template: a Jinja file, "plain" (the built-in one), or None: the tokenizer's own, else "plain".
         where: the base, for messages.
-
-    Raises:
-        InputError: if the template cannot be read, or renders none of the PROBES.
     """
     plain, own = _plain(tokenizer), tokenizer.chat_template
     if isinstance(own, dict):  # several named templates
@@ -45,12 +42,12 @@ def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
                 key="model.name_or_path",
             )
     tokenizer.text_as_chat = chat_template is not None or own not in (None, plain)
-    key, named = "model.chat_template", chat_template
     if chat_template is None:
         tokenizer.chat_template = own or plain
         key, named = "model.name_or_path", f"the chat template of {where!r}"
     else:
         tokenizer.chat_template = plain if chat_template == "plain" else _read(chat_template)
+        key, named = "model.chat_template", chat_template
     if tokenizer.chat_template != plain and (error := _error(tokenizer)):
         line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
         raise InputError(
@@ -69,14 +66,12 @@ def _plain(tokenizer: Any) -> str:
 
 
 def _read(path: str) -> str:
-    file, expected = Path(os.path.expanduser(path)), "expected a Jinja file in UTF-8, 'plain', or null"
-    if not file.is_file():  # reading a pipe would not end
-        raise InputError(f"there is no file {path!r}; {expected}", key="model.chat_template")
     try:
-        return file.read_text(encoding="utf-8")
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"{path!r} cannot be read ({in_brief(error)}); {expected}", key="model.chat_template"
+            f"{path!r} cannot be read ({in_brief(error)}); expected a Jinja file in UTF-8, 'plain', or null",
+            key="model.chat_template",
         ) from error
 
 
@@ -92,21 +87,20 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
         apply_chat_template: the job's `data.apply_chat_template`. None: yes, unless the template is only the fallback for
             a base without one, and the policy was not trained with it either.
     """
-    return bool(
-        getattr(tokenizer, "text_as_chat", True) if apply_chat_template is None else apply_chat_template
-    )
+    if apply_chat_template is not None:
+        return apply_chat_template
+    return bool(getattr(tokenizer, "text_as_chat", True))
 
 
 def _error(tokenizer: Any) -> Exception | None:
     """Returns the first error of the tokenizer's template, or None if it renders one of the PROBES, or itself rejects one."""
     from jinja2 import TemplateError
 
-    errors = []
+    errors: list[Exception] = []
     for turns in PROBES:
+        asks = turns[-1]["role"] == "user"
         try:
-            tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=turns[-1]["role"] == "user"
-            )
+            tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=asks)
             return None
         except Exception as error:
             if type(error) is TemplateError:  # the template's own `raise_exception`
@@ -120,8 +114,6 @@ def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
 
     Both are "" if there is no template, it rejects a lone question, or it writes nothing there.
     """
-    if getattr(tokenizer, "chat_template", None) is None:
-        return "", ""
     question = [{"role": "user", "content": "?"}]
     try:
         plain, asking = (
@@ -130,7 +122,7 @@ def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
             )
             for asks in (False, True)
         )
-    except Exception:  # some templates require a system message
+    except Exception:  # no template, or one that requires a system message
         return "", ""
     before = plain.partition("?")[0].removeprefix(tokenizer.bos_token or "").strip()
     return before, asking[len(plain) :].strip() if asking.startswith(plain) else ""

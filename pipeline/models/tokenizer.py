@@ -47,19 +47,15 @@ def load_tokenizer(
     It has two attributes that transformers does not know: `text_as_chat` (see template.set_template), and `generation_eos`,
     the ids in the base's generation_config.json that end a completion.
 
+    Raises InputError if the base, its tokenizer or the template is missing or damaged, or no token can pad or end.
+
     Args:
         chat_template: a Jinja file, "plain", or None: the tokenizer's own, else "plain".
-
-    Raises:
-        InputError: if the base, its tokenizer or the template is missing or damaged, or no token can pad or end.
     """
     config = base_config(name_or_path, revision)
-    settings, generation = (
-        base_json(name_or_path, f"{name}.json", revision) or {}
-        for name in ("tokenizer_config", "generation_config")
-    )
+    generation = base_json(name_or_path, "generation_config.json", revision) or {}
     rows: Any = (config.get("text_config") or config).get("vocab_size")
-    tokenizer = _read(name_or_path, revision, settings, trust_remote_code)
+    tokenizer = _read(name_or_path, revision, trust_remote_code)
     if tokenizer.eos_token_id is None:
         ends = [*_as_list(generation.get("eos_token_id")), *_as_list(config.get("eos_token_id"))]
         tokens = [tokenizer.convert_ids_to_tokens(i) for i in ends if 0 <= i < len(tokenizer)]
@@ -78,14 +74,9 @@ def load_tokenizer(
     return tokenizer
 
 
-def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], trust_remote_code: bool) -> Any:
-    """Returns the tokenizer as transformers loads it; a plain fast one by its class, which takes a second and no torch.
-
-    Raises:
-        InputError: if there is none, or its files are damaged.
-    """
-    from transformers import PreTrainedTokenizerFast
-
+def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """Returns the tokenizer as transformers loads it; a plain fast one by its class, which takes a second and no torch."""
+    settings = base_json(name_or_path, "tokenizer_config.json", revision) or {}
     options: dict[str, Any] = {"revision": revision}
     if settings.get("pad_token") in NEVER_PRODUCED:
         # This pipeline saved it. As a special token, it would also match this character in a text.
@@ -93,12 +84,12 @@ def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], tru
     plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     try:
         if plain and base_file(name_or_path, "tokenizer.json", revision) is not None:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(source(name_or_path), **options)
+            from transformers import PreTrainedTokenizerFast as Loader
         else:
-            from transformers import AutoTokenizer
+            from transformers import AutoTokenizer as Loader
 
             options["trust_remote_code"] = trust_remote_code
-            tokenizer = AutoTokenizer.from_pretrained(source(name_or_path), **options)
+        tokenizer = Loader.from_pretrained(source(name_or_path), **options)
         tokenizer(SOME_TEXT)  # fails if a part's settings are wrong
     except (InputError, KeyboardInterrupt, SystemExit, MemoryError):  # SystemExit: a signal
         raise
@@ -120,8 +111,7 @@ def _read(name_or_path: str, revision: str | None, settings: dict[str, Any], tru
 def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
     """Raises InputError if a token in use has no row in the embedding.
 
-    Special tokens without a row are harmless unless the template or bos and eos use them: some tokenizers are made for
-    larger models.
+    Special tokens of a larger model are harmless unless the template uses them, or they are bos or eos.
     """
     added = tokenizer.get_added_vocab()
     used = {token for token in added if token in tokenizer.chat_template}
@@ -147,8 +137,7 @@ def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
     """Returns all token ids that end a completion, sorted: eos of tokenizer and generation config, the template's end of turn.
 
     Args:
-        generation_config: a transformers GenerationConfig, its dict, or None. The ids of the generation_config.json that
-            the tokenizer was loaded with always count.
+        generation_config: the model's, or its dict. The generation_config.json of the tokenizer's folder always counts.
     """
     if generation_config is not None and not isinstance(generation_config, dict):
         generation_config = generation_config.to_dict()

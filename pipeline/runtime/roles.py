@@ -36,8 +36,8 @@ def shared_base(worker: Host) -> SharedBase:
 
     autocast = torch.bfloat16 if worker.job.bf16 else None
     shared = SharedBase(worker.load_base(), autocast=autocast)
-    if (step := fsdp_sync.current()) is not None:
-        step.shared = shared
+    if fsdp_sync.current is not None:
+        fsdp_sync.current.shared = shared
     return shared
 
 

@@ -11,7 +11,6 @@ from pipeline.errors import InputError
 from pipeline.inference import decoder as decoders
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Row, Sampling, draw, uniforms
-from pipeline.inference.slots import live_first
 from pipeline.models.adapters import SharedBase
 
 ENDS = (2, 3, 4, 5, 6, 7)
@@ -161,26 +160,6 @@ def seen_by(shared, monkeypatch):
     return seen
 
 
-def test_a_batch_is_allocated_once_and_freed_with_its_last_row(monkeypatch):
-    """On a GPU each other size would be another block of memory, and the last one a hole."""
-    shared, places, counts = base(), set(), set()
-    body, decoder = shared.body, SlotDecoder(shared)
-
-    def noted(**inputs):
-        out = body(**inputs)
-        cache = inputs["past_key_values"]
-        tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-        places.add(tuple(tensor.data_ptr() for tensor in tensors))
-        counts.add(len(inputs["input_ids"]))
-        assert (cache.slots, cache.positions) == (12, max(map(len, PROMPTS)) + 100)
-        return out
-
-    monkeypatch.setattr(shared, "body", noted)
-    completions(shared, PROMPTS, Sampling(100, (2, 3, 4), seed=7), decoder)
-    assert len(counts) > 2, "no row left"
-    assert len(places) == 1 and decoder.cache is None
-
-
 def test_rows_join_while_the_cache_stays_within_its_positions():
     decoder = SlotDecoder(base(), 8, max_positions=4 * 64)
     rows = [Row([5 + i] * (3 + i), i, Sampling(20, ())) for i in range(20)]
@@ -226,10 +205,6 @@ def test_prompts_go_through_the_model_in_parts_of_similar_width(kind, monkeypatc
     assert [one.tokens for one in in_parts] == [one.tokens for one in at_once]
     shapes = [tuple(inputs["input_ids"].shape) for inputs in seen]
     assert [shape for shape in shapes if shape[1] > 1] == [(3, 3), (3, 4), (2, 5), (2, 6), (2, 7)]
-
-
-def test_rows_that_stay_keep_their_slot():
-    assert live_first([False, True, True, False, True, False, True]) == [6, 1, 2, 4]
 
 
 # --------------------------------------------------------------------------------------------------- other bases

@@ -115,24 +115,6 @@ def test_a_killed_worker_takes_its_vllm_along_and_the_run_goes_on(embedded_ray, 
     assert len(curve(storage, result, "objective/scores")) == 6
 
 
-def test_generate_and_evaluate_decode_with_it(embedded_ray, storage):
-    """Greedily, so that each completion is the one that transformers writes."""
-    rows = storage / "prompts.jsonl"
-    rows.write_text('{"prompt": "What is the capital of Norway?"}\n{"prompt": "Name a fruit."}\n')
-    greedy = ["policy=base", "trainer.temperature=0", "trainer.response_length=12"]
-    generate = [*greedy, "reward=null", f"data.train={rows}", "data.max_length=40"]
-    evaluate = [*greedy, "baseline=base", "reward=null", "judge=null", "data.pairs=null", f"data.eval={rows}"]
-    for verb, options in (("generate", generate), ("evaluate", evaluate)):
-        engines = {"vllm": ["rollout.engine=vllm"], "transformers": []}
-        ours, theirs = (
-            stage(verb, storage, f"{verb}-{name}", *options, *more) for name, more in engines.items()
-        )
-        if verb == "generate":
-            assert Path(ours["output"]).read_text() == Path(theirs["output"]).read_text()
-        else:
-            assert ours["samples"] == theirs["samples"] and len(ours["samples"]) == 2
-
-
 def test_a_rollout_worker_decodes_with_it_from_three_versions_and_what_it_samples_teaches(
     embedded_ray, storage
 ):

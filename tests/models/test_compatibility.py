@@ -59,12 +59,6 @@ def test_a_damaged_file_is_named(change, says, base):
         check_base(settings(base))
 
 
-def test_layers_that_transformers_would_leave_out(base):
-    with pytest.raises(InputError, match=r"have 4 layers, and config\.json promises 3"):
-        check_base(settings(configured(base, num_hidden_layers=3)))
-    check_base(settings(configured(base, num_nextn_predict_layers=1)))  # they predict further tokens
-
-
 def test_an_index_that_is_right(base):
     whole = shapes_in(base / SINGLE)
     renamed(base, dict.fromkeys(whole, "a.safetensors"))

@@ -79,25 +79,6 @@ def test_a_completion_does_not_learn_to_end_early():
     assert [i for i in example.columns["labels"] if i in ends] == [ends[1]]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["  <|im_end|>\n", "\u00a0<s>"],  # white space around is the template's to strip
-        ["<s><s><s>", "<<s>"],
-        ["\U000f0000\U000f0001<|im_end|>", "\U00100000</s>"],  # private-use characters of the row
-    ],
-)
-def test_words_come_back_as_they_are(words):
-    tok = tokenizer(CHATML)
-    turns = [{"role": role, "content": text} for role, text in zip(("system", "user"), words, strict=True)]
-    ids = encoded(tok, "ppo", {"prompt": turns}).columns["input_ids"]
-    empty = [{**turn, "content": "x"} for turn in turns]
-    text = tok.apply_chat_template(empty, tokenize=False, add_generation_prompt=True)
-    written = specials_in(tok, tok(text, add_special_tokens=False).input_ids)
-    assert [i for i in specials_in(tok, ids) if i != tok.bos_token_id] == written
-    assert all(text.strip() in tok.decode(ids) for text in words)
-
-
 # ---- tokenizers ------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import toy_ppo as toy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.models.adapters import SharedBase
 
@@ -52,26 +51,6 @@ def test_gradients_through_the_chunked_head_are_autograds(kind, entropy, monkeyp
     expected = torch.autograd.grad(loss, parameters)
     ours, expected = (torch.cat([g.flatten() for g in side]) for side in (ours, expected))
     assert (ours - expected).norm() / expected.norm() < 1e-6
-
-
-def test_entropies_cost_no_second_pass_through_the_lm_head():
-    """One product with the head forward, and one backward for each of log-probs and entropies."""
-    shared = toy.shared_base(vocab_size=101)
-    ids, starts, _, mask = toy.batch()
-
-    class Products(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            tensors = [a for a in args if isinstance(a, torch.Tensor)]
-            self.count += "mm" in str(function) and any(101 in t.shape for t in tensors)
-            return function(*args, **(kwargs or {}))
-
-    for entropy, products in ((False, 2), (True, 3)):
-        with Products() as counted:
-            logprobs, h = shared.logprobs("policy", ids, starts, mask, entropy=entropy)
-            (logprobs.sum() + (h.sum() if entropy else 0)).backward()
-        assert counted.count == products
 
 
 def test_an_adapter_on_the_lm_head_learns():

@@ -1,4 +1,4 @@
-"""The fused LoRA layer: peft's numbers and gradients, less memory, and peft itself wherever it does not apply."""
+"""The fused LoRA layer: peft's numbers and gradients, and peft itself wherever it does not apply."""
 
 import copy
 from contextlib import contextmanager, nullcontext
@@ -10,11 +10,10 @@ import toy_ppo as toy
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import Linear
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from pipeline.inference import decoder
 from pipeline.models import lora
-from pipeline.models.lora import FusedLinear, fuse
+from pipeline.models.lora import fuse
 from pipeline.ppo import trainer as ppo_trainer
 
 IN, OUT = 24, 40
@@ -96,11 +95,9 @@ def test_without_gradients_the_bits_are_the_same_and_autograd_is_not_called(dtyp
             assert torch.equal(fused(x), expected)
 
 
-def test_gradcheck_and_only_the_gradients_that_are_asked_for():
-    _, fused = layers(dtype=torch.float64)
-    fused.double()
-    x = torch.randn(3, IN, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(fused, x)
+def test_only_the_gradients_that_are_asked_for():
+    _, fused = layers()
+    x = torch.randn(3, IN, requires_grad=True)
     for parameter in fused.parameters():
         parameter.requires_grad_(False)
     # a frozen role: the gradient goes through, and A and B get none
@@ -110,24 +107,6 @@ def test_gradcheck_and_only_the_gradients_that_are_asked_for():
     fused(x.detach()).sum().backward()  # the first layer: its input has no gradient
     assert fused.lora_A["one"].weight.grad.abs().sum() > 0
     assert fused.get_base_layer().weight.grad is None and fused.lora_B["one"].weight.grad is None
-
-
-def test_no_more_is_kept_for_backward_than_by_peft():
-    def kept(layer):
-        weights, sizes = {p.data_ptr() for p in layer.parameters()}, {}
-
-        def note(tensor):
-            if tensor.data_ptr() not in weights:
-                sizes[tensor.data_ptr()] = tensor.numel()
-            return tensor
-
-        x = torch.randn(50, IN, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            layer(x).sum()
-        return sum(sizes.values())
-
-    own, fused = layers()
-    assert kept(fused) == kept(own) == 50 * IN + 50 * 4  # x and x A'
 
 
 @pytest.mark.parametrize("case", ["half", "dora", "disabled", "merged", "bare", "two", "learning", "dropout"])
@@ -160,17 +139,6 @@ def test_everything_else_is_pefts_own_forward(case, monkeypatch):
     assert not calls
 
 
-def test_fuse_keeps_modules_names_and_parameters_and_leaves_other_kinds_alone():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4), nn.Linear(4, 4), Conv1D(4, 4))
-    LoraModel(model, peft.LoraConfig(r=2, target_modules=["0", "1", "3"], fan_in_fan_out=True), "one")
-    before = {name: id(p) for name, p in model.named_parameters()}
-    fuse(model)
-    assert {name: id(p) for name, p in model.named_parameters()} == before
-    assert type(model[0]) is FusedLinear and isinstance(model[0], Linear)
-    assert type(model[1]).__name__ == "Embedding" and type(model[2]) is nn.Linear
-    assert type(model[3]) is Linear  # GPT-2's, whose weight lies the other way round
-
-
 def test_every_role_of_a_shared_base_runs_fused(monkeypatch):
     shared = toy.shared_base("llama")
     layers = sum(isinstance(m, Linear) for m in shared.base.modules())
@@ -180,34 +148,6 @@ def test_every_role_of_a_shared_base_runs_fused(monkeypatch):
         assert len(calls) == count * layers > 0, role
     shared.hidden(None, torch.tensor([[5, 6, 7]]))  # the bare base: no adapter, nothing to fuse
     assert len(calls) == len(shared.roles) * layers
-
-
-def test_adapters_are_cast_once_and_the_numbers_stay(monkeypatch):
-    casts = []
-    plain = lora._cast
-    monkeypatch.setattr(lora, "_cast", lambda weight, dtype: casts.append(plain(weight, dtype)) or casts[-1])
-    shared = toy.shared_base(spread=0.1)
-    shared.autocast = torch.bfloat16
-    ids = torch.arange(4, 16).view(2, 6)
-
-    def gradients():
-        for parameter in shared.parameters_of("policy"):
-            parameter.grad = None
-        for _ in range(2):
-            shared.hidden("policy", ids).square().sum().backward()
-        return [parameter.grad for parameter in shared.parameters_of("policy")]
-
-    expected, every_time = gradients(), len({each.data_ptr() for each in casts})
-    casts.clear()
-    with lora.cast_once():
-        found = gradients()
-    once = {each.data_ptr() for each in casts}
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert len(once) == len(found) and len(casts) == every_time > 3 * len(once)
-    for parameter in shared.parameters_of("policy"):  # an optimizer step
-        parameter.data += 0.1
-    with lora.cast_once():
-        assert not torch.equal(gradients()[0], expected[0])
 
 
 def test_ppo_casts_once_for_each_rollout_and_step(monkeypatch):

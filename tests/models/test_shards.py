@@ -34,8 +34,8 @@ def job_model(folder):
 def with_roles(base, critic="adapter"):
     torch.manual_seed(1)
     shared = SharedBase(base)
-    if fsdp_sync.current():
-        fsdp_sync.current().shared = shared
+    if fsdp_sync.current:
+        fsdp_sync.current.shared = shared
     shared.add("policy", lora=toy.LORA, trainable=True)
     shared.add("reward", lora={**toy.LORA, "r": 3}, head=True)
     # Its first layer has no adapter: its backward ends earlier than the policy's.
@@ -137,7 +137,7 @@ def one_rank():
     """A process group of this process alone."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
-    fsdp_sync._current = None
+    fsdp_sync.current = None
     torch.distributed.destroy_process_group()
 
 
