@@ -6,6 +6,7 @@ Rows are streamed, so memory never holds more than one range.
 """
 
 import codecs
+import itertools
 import os
 import zlib
 from collections.abc import Iterator
@@ -16,10 +17,9 @@ from pipeline.data.files import File, open_bytes, unreadable
 from pipeline.data.shapes import Kind
 from pipeline.data.table_rows import pieces, table_rows
 from pipeline.data.text_rows import BLOCK, Row, text_rows
-from pipeline.data.values import RowError, fields_of, show
+from pipeline.data.values import RowError, fields_of
 from pipeline.system import storage
 
-GROUP = 10_000  # rows that data.group_by joins
 CHUNK = 4 << 20  # bytes of a range: a worker's memory is some 50 times this
 
 
@@ -79,43 +79,33 @@ def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[C
 
 
 def rows(chunk: Chunk) -> Iterator[Row]:
-    """Yields the rows of a chunk with their numbers *inside the chunk*; the rows of a group as a list (Preprocess.group_by).
+    """Returns the rows of a chunk with their numbers *inside the chunk*; the rows of a group as a list (Preprocess.group_by).
 
     Blank lines are skipped, but counted. A row that cannot be decoded is replaced by a RowError.
     """
     if chunk.format in ("parquet", "arrow"):
         found = table_rows(chunk.path, chunk.format, chunk.start, chunk.stop)
-        yield from grouped(found, chunk.group_by) if chunk.group_by else found
-        return
-    with open_bytes(chunk.path) as raw:
-        found = text_rows(raw, chunk.format, chunk.zipped, chunk.start, chunk.stop)
-        yield from grouped(found, chunk.group_by) if chunk.group_by else found
+    else:
+        found = text_rows(chunk.path, chunk.format, chunk.zipped, chunk.start, chunk.stop)
+    return grouped(found, chunk.group_by) if chunk.group_by else found
 
 
 def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
     """Yields consecutive rows with the same value in a column as one list, with the number of the first row."""
-    group: list[Any] = []
-    number, raws = 0, list[bytes]()
-    for at, row, raw in numbered:
-        if isinstance(row, dict) and column not in row:
-            found = fields_of(row)
+
+    def value(row: Row) -> Any:
+        has_value = isinstance(row[1], dict) and column in row[1]
+        return (row[1][column],) if has_value else row[0]  # any other row is a group of its own
+
+    for _, same in itertools.groupby(numbered, value):
+        numbers, group, raws = zip(*same, strict=True)
+        row: Any = list(group)
+        if not isinstance(row[0], dict):
+            row = row[0]
+        elif column not in row[0]:
+            found = fields_of(row[0])
             row = RowError("missing_field", column, found, "the column that data.group_by names")
-        alike = group and isinstance(row, dict) and row[column] == group[0][column]
-        if alike and len(group) == GROUP:
-            found = f"more than {GROUP:,} rows in succession with {show(row[column])}"
-            yield at, RowError("too_large", column, found, "groups of fewer rows"), b""
-            return
-        if group and not alike:
-            yield number, group, b"\n".join(raws)
-            group, raws = [], []
-        if not isinstance(row, dict):
-            yield at, row, raw
-            continue
-        number = number if group else at
-        group.append(row)
-        raws.append(raw)
-    if group:
-        yield number, group, b"\n".join(raws)
+        yield numbers[0], row, b"\n".join(raws)
 
 
 def lines_before(chunk: Chunk) -> int:

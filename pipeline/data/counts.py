@@ -10,9 +10,6 @@ from pipeline.data.chunks import Chunk
 from pipeline.data.values import Dropped, Reason, RowError
 
 FIRST = 10  # reasons of bad rows that a message names
-MAX_REASONS = 100  # reasons kept per chunk; for other reasons, bad rows are only counted by kind
-# Rows of a split up to which duplicates and overlap are counted
-MAX_COMPARED = 1 << 21
 # What is compared -> 64-bit numbers per row: the hash of its bytes; Record.digests.
 WIDTH = {"rows": 1, "records": 2}
 
@@ -72,10 +69,8 @@ class Counts:
         error.line = number
         if error.rest:
             self.unread = error
-        reason = error.reason()
-        if reason in self.errors or len(self.errors) < MAX_REASONS:
-            self.errors.setdefault(reason, error)
-            self.add(split, "reasons", reason)
+        self.errors.setdefault(error.reason(), error)
+        self.add(split, "reasons", error.reason())
 
 
 def totals(
@@ -97,56 +92,40 @@ def of_split(name: str, counts: Iterable[Counts]) -> list[Counts]:
 
 
 def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
-    """Returns (the first row that is left out for a reason, how many are), chosen so that no kind crowds out the others."""
-    rows = totals(counts)["reasons"]
-    first: dict[Reason, RowError] = {}
+    """Returns (the first row that is left out for a reason, how many are) for the first reasons."""
+    rows, first = totals(counts)["reasons"], dict[Reason, RowError]()
     for one in counts:
         for reason, error in one.errors.items():
             first.setdefault(reason, error)
-    seen: Counter[str] = Counter()
-    ranked = []
-    for at, (reason, error) in enumerate(first.items()):
-        seen[error.kind] += 1
-        ranked.append((seen[error.kind], at, reason))
-    chosen = sorted(sorted(ranked)[:FIRST], key=lambda item: item[1])
-    return [(first[reason], rows[reason]) for _, _, reason in chosen]
+    return [(error, rows[reason]) for reason, error in [*first.items()][:FIRST]]
 
 
 # ---- rows that are compared with each other --------------------------------------------------------------------------
 
 
-def compared(name: str, counts: Iterable[Counts], split: str) -> Any | None:
-    """Returns what is compared of all rows of a split, an array [rows, WIDTH], or None if there are too many rows."""
+def compared(name: str, counts: Iterable[Counts], split: str) -> Any:
+    """Returns what is compared of all rows of a split, an array [rows, WIDTH]."""
     import numpy as np
 
     whole = b"".join(one.keys[name] for one in of_split(split, counts))
-    if len(whole) > 8 * WIDTH[name] * MAX_COMPARED:
-        return None
     return np.frombuffer(whole, dtype=np.uint64).reshape(-1, WIDTH[name])
 
 
-def duplicates(counts: Sequence[Counts]) -> int | None:
-    """Returns the number of rows equal to an earlier row of their split, or None if there are too many to compare."""
+def duplicates(counts: Sequence[Counts]) -> int:
+    """Returns the number of rows equal to an earlier row of their split."""
     import numpy as np
 
-    number = 0
-    for split in ("train", "eval"):
-        if (rows := compared("rows", counts, split)) is None:
-            return None
-        number += len(rows) - len(np.unique(rows))
-    return number
+    splits = [compared("rows", counts, split) for split in ("train", "eval")]
+    return sum(len(rows) - len(np.unique(rows)) for rows in splits)
 
 
 def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
-    """Counts the eval rows whose prompt is in `train`, and the eval rows whose prompt and completions are in `train`.
-
-    Returns None if there is no `eval`, or if there are too many rows to compare.
-    """
+    """Counts the eval rows whose prompt is in `train`, and those also there with their completions; None without `eval`."""
     import numpy as np
 
-    train, evaluated = (compared("records", counts, split) for split in ("train", "eval"))
-    if train is None or evaluated is None or not of_split("eval", counts):
+    if not of_split("eval", counts):
         return None
+    train, evaluated = (compared("records", counts, split) for split in ("train", "eval"))
     prompts, rows = (int(np.isin(evaluated[:, side], train[:, side]).sum()) for side in (0, 1))
     return prompts, rows
 
@@ -160,11 +139,9 @@ def count(number: int, what: str = "row") -> str:
 
 def most_frequent(counts: Mapping[str, int], most: int) -> dict[str, int]:
     """Returns the `most` entries with the most rows, the largest first. The entry `others` adds up all other rows."""
-    ordered = sorted(counts.items(), key=lambda item: (item[0] == "others", -item[1], item[0]))
-    kept = dict(ordered[:most])
-    if left := sum(rows for _, rows in ordered[most:]):
-        kept["others"] = kept.get("others", 0) + left
-    return kept
+    kept = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:most])
+    others = sum(counts.values()) - sum(kept.values())
+    return kept | ({"others": others} if others else {})
 
 
 def versions_in_words(versions: Mapping[str, int], kept: int) -> str:

@@ -68,7 +68,6 @@ class Encoder:
         self.silent = self.ends | set(tokenizer.convert_tokens_to_ids([name for name in empty if name]))
         self.adds_bos = self.bos is not None and tokenizer("a").input_ids[:1] == [self.bos]
         self.chat = ChatTemplate(tokenizer)
-        self.render = self.chat.render
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -114,7 +113,7 @@ class Encoder:
         prompt = {"role": "user", "content": "Who is there?"}
         completion = {"role": "assistant", "content": "Hello."}
         try:
-            whole = self.render([prompt, completion], False)
+            whole = self.chat.render([prompt, completion], False)
         except RowError:
             return None
         ids = self.ids([(whole, None)])[0]
@@ -195,7 +194,7 @@ class Encoder:
         length = len(prompt) + max(map(len, sides), default=0)
         if length > self.max_length:
             if self.too_long != "truncate":
-                return self.over_length(f"{length} tokens")
+                return self.over_length(length)
             if not sides:
                 # Cut at the start, because the question is at the end
                 begin = prompt[:1] if prompt[0] == self.bos else []
@@ -220,15 +219,17 @@ class Encoder:
     def _distinct(self, outcomes: list[Outcome]) -> list[Outcome]:
         """Drops two consecutive examples that differ only in their label: a pair that is equal after truncation."""
         kept: list[Outcome] = []
-        before = None
         for one in outcomes:
-            rated = isinstance(one, Example) and "label" in one.columns
-            tokens = {**one.columns, "label": None} if rated else None  # type: ignore[union-attr]
-            if tokens and tokens == before:
-                kept[-1], before = Dropped("equal_after_truncation"), None
+            before = kept[-1] if kept else None
+            both = [
+                made.columns
+                for made in (before, one)
+                if isinstance(made, Example) and "label" in made.columns
+            ]
+            if len(both) == 2 and both[0] | {"label": None} == both[1] | {"label": None}:
+                kept[-1] = Dropped("equal_after_truncation")
             else:
                 kept.append(one)
-                before = tokens
         return kept
 
     # ---- demonstrations ----------------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ class Encoder:
         length = len(ids)
         if length > self.max_length:
             if self.too_long != "truncate":
-                return self.over_length(f"{length} tokens")
+                return self.over_length(length)
             ids, trained = ids[: self.max_length], trained[: self.max_length]
         # The first token is never predicted.
         if self.blank([token for token, on in zip(ids[1:], trained[1:], strict=True) if on]):
@@ -302,17 +303,13 @@ class Encoder:
     ) -> tuple[Text, tuple[Text, ...], Escaping | None]:
         """Returns prompt and completions, as messages if the template applies, and the escaping of their special tokens.
 
-        Raises:
-            RowError: if tools or their calls contain a special token.
+        Raises RowError if tools or their calls contain a special token.
         """
         prompt = record.prompt
         if isinstance(prompt, str) and self.apply_template:
-            prompt = [{"role": "user", "content": prompt}]
-            completions = tuple(
-                [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-                for completion in completions
-            )
-        turns = [turn for part in (prompt, *completions) if not isinstance(part, str) for turn in part]
+            prompt = as_turns(prompt)
+            completions = tuple([{"role": "assistant", "content": str(one)}] for one in completions)
+        turns = [turn for part in (prompt, *completions) for turn in as_turns(part)]
         called = [record.tools, *(turn.get("tool_calls") for turn in turns)]
         if any(called) and self.control.as_text:
             for name in self.control.tokens_in(json.dumps(called, ensure_ascii=False)):
@@ -323,10 +320,10 @@ class Encoder:
             return prompt, completions, None
         return escaped(prompt, escaping), tuple(escaped(one, escaping) for one in completions), escaping
 
-    def over_length(self, found: str) -> RowError | Dropped:
+    def over_length(self, length: int) -> RowError | Dropped:
         """Returns the outcome of a row that is too long and must not be truncated."""
         expected = f"at most {self.max_length} tokens (data.max_length or the context)"
-        error = RowError("too_long", "", found, expected)
+        error = RowError("too_long", "", f"{length} tokens", expected)
         return Dropped("too_long", error) if self.too_long == "drop" else error
 
     def prompt_too_long(self) -> Dropped:

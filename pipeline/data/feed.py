@@ -2,8 +2,7 @@
 
 The stock data loader of transformers and accelerate repeats or drops rows when they do not divide by the workers.
 `ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead: the rows of a step, and so its
-loss, are the same for any number of workers with the same global batch. Held-out rows are evaluated
-in batches that do not depend on the number of workers.
+loss, are the same for any number of workers with the same global batch. So are the batches of eval rows.
 
 An epoch draws from each weighted source in proportion to its weight, exact to one row. data.stopping_strategy, named as in
 datasets.interleave_datasets, says when the epoch ends:
@@ -19,13 +18,13 @@ The draw is a function of seed and epoch. It is the same for any number of worke
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pipeline.config.job import sources_of
+from pipeline.config.job import Source
 from pipeline.errors import InputError
 
 if TYPE_CHECKING:
@@ -72,28 +71,15 @@ class Mixture:
         return np.concatenate(parts)
 
 
-def mixture_of(data: Any, sizes: Sequence[int]) -> Mixture | None:
-    """Returns the mixture of the sources of data.train, which have these rows, or None without weights."""
-    sources = sources_of(data.train)
-    weights = [source.weight for source in sources if source.weight is not None]
+def mix(sources: Sequence[Source], sizes: Sequence[int], strategy: str) -> Mixture | None:
+    """Returns the mixture of sources with these sizes, in rows, or None if they have no weights.
+
+    `strategy` is data.stopping_strategy. Raises InputError if the weights leave a source without a row in an epoch.
+    """
+    weights = [Fraction(str(source.weight)) for source in sources if source.weight is not None]
     if not weights:
         return None
-    return mix([source.path for source in sources], sizes, weights, data.stopping_strategy)
-
-
-def mix(
-    names: Sequence[str],
-    sizes: Sequence[int],
-    weights: Sequence[float],
-    strategy: Literal["first_exhausted", "all_exhausted"],
-) -> Mixture:
-    """Returns the mixture of sources with these sizes, in rows.
-
-    Raises:
-        InputError: if the weights leave a source without a row in an epoch.
-    """
-    shares = [Fraction(str(weight)) for weight in weights]
-    shares = [share / sum(shares) for share in shares]
+    shares = [weight / sum(weights) for weight in weights]
     lengths = [size / share for size, share in zip(sizes, shares, strict=True)]
     total = math.floor(min(lengths)) if strategy == "first_exhausted" else math.ceil(max(lengths))
     # Each share is rounded up or down: the largest remainders are rounded up
@@ -101,16 +87,32 @@ def mix(
     by_remainder = sorted(range(len(shares)), key=lambda index: draws[index] - shares[index] * total)
     for index in by_remainder[: total - sum(draws)]:
         draws[index] += 1
-    empty = [name for name, size in zip(names, sizes, strict=True) if not size]
-    if empty := empty or [name for name, draw in zip(names, draws, strict=True) if not draw]:
-        raise InputError(
-            f"no row of {empty[0]} is in an epoch of {total:,} rows; remove it, or change the weights",
-            key="data.train",
-        )
+    for numbers in (sizes, draws):
+        if empty := [one.path for one, number in zip(sources, numbers, strict=True) if not number]:
+            why = f"no row of {empty[0]} is in an epoch of {total:,} rows; remove it, or change the weights"
+            raise InputError(why, key="data.train")
     return Mixture(tuple(sizes), tuple(draws))
 
 
-class ExactBatchSampler:
+class EvaluationSampler:
+    """Batches of consecutive rows, dealt to the ranks in turn: the same batches for any number of workers.
+
+    All ranks make the same number of steps. If no batch is left for a rank, its last one is an empty list.
+    """
+
+    def __init__(self, rows: int, batch_size: int, rank: int, world: int):
+        self.rows, self.batch_size, self.rank, self.world = rows, batch_size, rank, world
+
+    def __len__(self) -> int:
+        return -(-self.rows // (self.batch_size * self.world))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(len(self)):
+            first = (step * self.world + self.rank) * self.batch_size
+            yield list(range(first, min(first + self.batch_size, self.rows)))
+
+
+class ExactBatchSampler(EvaluationSampler):
     """Lists of row numbers for one rank. Over all ranks each row occurs once per epoch, in the same number of steps.
 
     With a mixture, an epoch has the rows that are drawn for it, in an order that mixes the sources.
@@ -124,15 +126,11 @@ class ExactBatchSampler:
     def __init__(
         self, rows: int, batch_size: int, rank: int, world: int, seed: int, mixture: Mixture | None = None
     ):
-        self.rows = len(mixture) if mixture else rows
-        self.batch_size, self.rank, self.world = batch_size, rank, world
+        super().__init__(len(mixture) if mixture else rows, batch_size, rank, world)
         self.seed, self.epoch, self.mixture = seed, 0, mixture
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-
-    def __len__(self) -> int:
-        return -(-self.rows // (self.batch_size * self.world))
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self.order()
@@ -154,29 +152,11 @@ class ExactBatchSampler:
         return torch.from_numpy(self.mixture.rows(self.epoch, self.seed))[order] if self.mixture else order
 
 
-class EvaluationSampler:
-    """Batches of consecutive rows, dealt to the ranks in turn: the same batches for any number of workers.
-
-    All ranks make the same number of steps. If no batch is left for a rank, its last one is an empty list.
-    """
-
-    def __init__(self, rows: int, batch_size: int, rank: int, world: int):
-        self.rows, self.batch_size, self.rank, self.world = rows, batch_size, rank, world
-
-    def __len__(self) -> int:
-        return -(-self.rows // (self.batch_size * self.world))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in range(len(self)):
-            first = (step * self.world + self.rank) * self.batch_size
-            yield list(range(first, min(first + self.batch_size, self.rows)))
-
-
 class CountedCollator:
-    """A collator that adds how many rows the batch has, and returns a zero-weight dummy batch when this rank has no rows.
+    """A collator that adds how many `rows` the batch has.
 
-    `filler` is the row of the dummy batch. It keeps a rank in step with the others if the last global batch has no row for
-    this rank. `rows` is then 0, and no label counts.
+    A rank without a row in the last global batch gets a dummy batch of the row `filler`, to keep in step with the others.
+    Its `rows` is 0, and no label counts.
     """
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], filler: dict[str, Any]):
@@ -196,8 +176,8 @@ class ExactBatches(Trainer):
     Losses equal the losses of one worker with `world` times the per-device batch. For token-normalized losses (sft),
     `num_items_in_batch` ensures this. Row means (rm, dpo, kto) are weighted by their share of the rows of the global batch.
 
-    Held-out metrics are means over tokens (sft) or rows (rm, dpo, kto). The metrics of each batch are weighted by its
-    number of tokens or rows. Only min_reward and max_reward depend on per_device_eval_batch_size: TRL takes them per batch.
+    Eval metrics are means over tokens (sft) or rows (rm, dpo, kto). Only min_reward and max_reward depend on
+    per_device_eval_batch_size: TRL takes them per batch.
     """
 
     mixture: Mixture | None = None  # sources of train_dataset; set before training
@@ -280,9 +260,7 @@ class ExactBatches(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         self._share, count, uneven = self._shares.popleft()
         try:
-            if not uneven:
-                return super().training_step(model, inputs, num_items_in_batch)
-            with uneven_gather(self.accelerator, count):
+            with uneven_gather(self.accelerator, count) if uneven else nullcontext():
                 return super().training_step(model, inputs, num_items_in_batch)
         finally:
             self._share = 1.0  # because evaluation calls compute_loss, too
@@ -351,19 +329,19 @@ def uneven_gather(accelerator: Any, count: int) -> Iterator[None]:
     """
     gather = accelerator.gather
 
-    def padded(tensor: Any) -> Any:
+    def gather_uneven(tensor: Any) -> Any:
         import torch
 
         if tensor.ndim == 0:
             return gather(tensor)
         length = len(tensor) if count else 0
         lengths = gather(torch.tensor([length], device=tensor.device)).tolist()
-        room = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
-        room[:length] = tensor[:length]
-        pieces = gather(room).split(max(lengths))
+        padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
+        padded[:length] = tensor[:length]
+        pieces = gather(padded).split(max(lengths))
         return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
 
-    accelerator.gather = padded
+    accelerator.gather = gather_uneven
     try:
         yield
     finally:

@@ -62,7 +62,7 @@ def find(spec: Any, key: str) -> list[File]:
 
 
 def reach(item: str, key: str) -> None:
-    """Raises InputError if the bucket or the Hub of a path cannot be reached."""
+    """Raises InputError if the bucket of a path cannot be reached."""
     if not item.startswith(HUB):
         with readable(item, key):
             storage.reach(item)
@@ -156,8 +156,7 @@ def readable(item: str, key: str) -> Iterator[None]:
 def files_of(item: str, key: str) -> Paths | None:
     """Returns the files of the dataset that `item` names, for the setting `key`, or None if it names no dataset.
 
-    Raises:
-        InputError: if the dataset lacks the config or split, has other formats, or if the Hub cannot be reached.
+    Raises InputError if the dataset lacks the config or split, has other formats, or if the Hub cannot be reached.
     """
     with readable(item, key):
         if item.startswith(HUB):
@@ -250,57 +249,44 @@ def _declared(
 
 def _on_hub(item: str, key: str) -> Paths | None:
     """Returns the files of a dataset on the Hub or in the local cache, or None if `item` names a path in a repository."""
-    from huggingface_hub import is_offline_mode
-
     match = NAME.fullmatch(item)
     if match is None or any(sign in item for sign in "*?["):
         return None
     repo, revision, config, rest = (match[name] or "" for name in ("repo", "revision", "config", "split"))
     rest = rest.strip("/")
-    if is_offline_mode():
-        return _cached(item, key, repo, revision, config, rest)
-    commit = _commit(item, key, repo, revision)
+    root, commit = _snapshot(item, key, repo, revision)
     if rest and not config:
-        fs, inner = storage.filesystem(path := f"{HUB}{repo}@{commit}/{rest}")
+        fs, inner = storage.filesystem(path := f"{root}/{rest}")
         if (info := fs.get_file_info(inner)).type.name != "NotFound":
             return ([path], commit) if info.is_file else None
     if "/" in rest:
         raise InputError(
             f"there is no file {item!r}; expected hf://datasets/NAME:config/split, or a path in it", key=key
         )
-    return _declared(repo, config, rest, item, key, commit), commit
+    source = repo if storage.is_remote(root) else root
+    return _declared(source, config, rest, item, key, commit), commit
 
 
-def _commit(item: str, key: str, repo: str, revision: str) -> str:
-    """Returns the current commit of a revision of a dataset."""
-    from huggingface_hub import HfApi
+def _snapshot(item: str, key: str, repo: str, revision: str) -> tuple[str, str]:
+    """Returns the URI of a dataset at the current commit of a revision, or its folder in the local cache; and the commit."""
+    from huggingface_hub import HfApi, is_offline_mode, snapshot_download
 
+    version, download = revision or None, f"run `hf download --repo-type dataset {repo}`"
     try:
-        return str(deadline.answer(lambda: HfApi().dataset_info(repo, revision=revision or None).sha))
+        if is_offline_mode():
+            folder = snapshot_download(repo, repo_type="dataset", revision=version, local_files_only=True)
+            return folder, os.path.basename(folder)
+        commit = deadline.answer(lambda: HfApi().dataset_info(repo, revision=version).sha)
+        return f"{HUB}{repo}@{commit}", str(commit)
     except Exception as error:  # the HTTP client raises its own types
-        raise InputError(
+        problem = (
             f"{item!r} cannot be read from the Hub ({in_brief(error)}); expected hf://datasets/NAME:config/split, and HF_TOKEN in "
-            f"the environment for a private or gated dataset. Without a network here, run `hf download --repo-type dataset {repo}` "
-            "elsewhere, then set HF_HUB_OFFLINE=1",
-            key=key,
-        ) from error
-
-
-def _cached(item: str, key: str, repo: str, revision: str, config: str, rest: str) -> Paths:
-    """Returns the files of a snapshot in the Hub's cache: a split, or one file."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = snapshot_download(
-            repo, repo_type="dataset", revision=revision or None, local_files_only=True
+            f"the environment for a private or gated dataset. Without a network here, {download} elsewhere, then set "
+            "HF_HUB_OFFLINE=1"
         )
-    except Exception as error:
-        raise InputError(
-            f"{item!r} is not in the cache of this machine, and HF_HUB_OFFLINE is set; run `hf download --repo-type dataset "
-            f"{repo}` with network, or leave HF_HUB_OFFLINE out",
-            key=key,
-        ) from error
-    commit, path = os.path.basename(folder), os.path.join(folder, rest)
-    if rest and not config and os.path.isfile(path):
-        return [path], commit
-    return _declared(folder, config, rest, item, key), commit
+        if is_offline_mode():
+            problem = (
+                f"{item!r} is not in the cache of this machine, and HF_HUB_OFFLINE is set; {download} with network, or leave "
+                "HF_HUB_OFFLINE out"
+            )
+        raise InputError(problem, key=key) from error

@@ -1,7 +1,7 @@
 """The content of a row: texts, lists of messages, and transcripts, which become messages.
 
 A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." is a transcript. It becomes a list of messages, so that the chat
-template of the tokenizer applies.
+template of the tokenizer applies. The functions raise RowError for values that they cannot read.
 """
 
 import json
@@ -51,18 +51,14 @@ def text(value: Any, key: str) -> str:
 
 
 def filled(value: Any, key: str, kind: str) -> str:
-    """Returns a text. Raises RowError of this kind if it is empty."""
+    """Returns a text that is not empty. `kind` is the kind of the error otherwise."""
     if not text(value, key).strip():
         raise RowError(kind, key, show(value), "a text that is not empty")
     return str(value)
 
 
 def messages(value: Any, key: str, system: Any = None) -> Turns:
-    """Converts [{role, content}] or [{from, value}] to [{role, content}], with the row's `system` prompt, if any, in front.
-
-    Raises:
-        RowError: if the value is not a list of messages, or a role is not in ROLES (upper or lower case).
-    """
+    """Converts [{role, content}] or [{from, value}] to [{role, content}], with the row's `system` prompt, if any, in front."""
     if not isinstance(value, list):
         raise RowError("wrong_type", key, show(value), "a list of messages {role, content} or {from, value}")
     if not value:
@@ -117,11 +113,7 @@ def message(item: Any, key: str) -> Message:
 
 
 def part_text(part: Any, key: str) -> str:
-    """Returns the text of one part of a content that is a list: {type: text, text}, {type: text, value}, {text}, or a text.
-
-    Raises:
-        RowError: if the part is not text, for example an image.
-    """
+    """Returns the text of one part of a content that is a list: {type: text, text}, {type: text, value}, {text}, or a text."""
     if not isinstance(part, dict):
         return text(part, key)
     if (kind := part.get("type") or "text") not in TEXT_PARTS:
@@ -284,11 +276,7 @@ def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
 
 
 def tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
-    """Returns OpenAI's tool calls as chat templates expect them: [{type, function: {name, arguments}}], arguments an object.
-
-    Raises:
-        RowError: if the value is not a list of calls with a name, or arguments are not an object or its JSON text.
-    """
+    """Returns OpenAI's tool calls as chat templates expect them: [{type, function: {name, arguments}}], arguments an object."""
     calls = []
     for index, item in enumerate(value if isinstance(value, list) else [value] if value else []):
         place = f"{key}[{index}]"

@@ -23,8 +23,7 @@ ROWS = 1000  # first rows of a file that are read
 def preprocessing(stage: str, data: Any) -> dict[str, tuple[Preprocess, ...]]:
     """Returns {split: the preprocessing of each of its sources}, as far as it is known without the rows.
 
-    Raises:
-        InputError: if the stage does not read a field, or if a column would become two fields.
+    Raises InputError if the stage does not read a field, or if a column would become two fields.
     """
     made = {}
     for name in ("train", "eval"):
@@ -106,9 +105,9 @@ def check_there(
 class Head:
     """The first rows of a file."""
 
-    key: str  # the key of the job that names the file's source: data.train or data.eval
-    section: str  # the section of the job that describes the file's rows: data, or data.train.0
-    file: File
+    split: str
+    section: str  # the section of the job that describes the rows: data, or data.train.0
+    path: str
     preprocess: Preprocess
     rows: list[dict[str, Any]]
 
@@ -118,8 +117,7 @@ def resolve_labels(
 ) -> dict[str, tuple[Preprocess, ...]]:
     """Returns the preprocessing of a stage's files, with label rules derived from the rows if the job sets none.
 
-    Raises:
-        InputError: if a file lacks a column, if labels are ambiguous, or if the rows of a file fit another stage.
+    Raises InputError if a file lacks a column, if labels are ambiguous, or if the rows of a file fit another stage.
     """
     heads = []
     for name, sources in preprocess.items():
@@ -127,10 +125,10 @@ def resolve_labels(
             section = f"data.{name}.{index}" if len(sources) > 1 else "data"
             for file in [file for file in files.get(name, ()) if file.source == index][:FILES]:
                 rows, _ = first_rows(file, kind_of(stage, one))
-                heads.append(Head(f"data.{name}", section, file, one, rows))
+                heads.append(Head(name, section, file.path, one, rows))
     labels: dict[str, list[Any]] = {}  # preprocessing -> labels; sources may share a preprocessing
     for head in heads:
-        check_there(head.preprocess.columns, head.rows, head.file.path, f"{head.section}.columns")
+        check_there(head.preprocess.columns, head.rows, head.path, f"{head.section}.columns")
         found = labels.setdefault(repr(head.preprocess), [])
         for row in head.rows:
             with contextlib.suppress(RowError):  # a column is missing; reading the row reports that
@@ -148,7 +146,8 @@ def resolve_labels(
     for head in heads:
         kind = kind_of(stage, replace(with_rule(head.preprocess), transform=None))
         if head.rows and not any(fits(row, kind) for row in head.rows):
-            raise InputError(guess.misfit(head.rows, stage, head.file.path, head.section), key=head.key)
+            problem = guess.misfit(head.rows, stage, head.path, head.section)
+            raise InputError(problem, key=f"data.{head.split}")
     return made
 
 

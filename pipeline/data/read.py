@@ -20,7 +20,7 @@ from typing import Any
 from pipeline.config.job import sources_of
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.counts import Counts, RowsDigest, of_split, totals
-from pipeline.data.feed import Mixture, mixture_of
+from pipeline.data.feed import Mixture, mix
 from pipeline.data.files import File, find
 from pipeline.data.preview import preprocessing, resolve_labels
 from pipeline.data.report import Report, check, report_of
@@ -65,9 +65,7 @@ def prepare(
         ray_for_rows: starts Ray, for a job that runs in this process: files above SMALL bytes are tokenized on it, others here,
             and the tables are pyarrow's. None: Ray is there already, and the tables are Ray Data's.
 
-    Raises:
-        InputError: if files are missing, rows cannot be used (all counted, the first named by file:line), or no rows are
-            left.
+    Raises InputError if files are missing, rows cannot be used (all counted, the first named by file:line), or none is left.
     """
     begin = time.monotonic()
     files, options = plan_reading(stage, data, tokenizer, context_length, packing)
@@ -116,8 +114,7 @@ def plan_reading(
 ) -> tuple[dict[str, list[File]], Options]:
     """Returns the files of each split and the options for their rows, as far as the first rows show, without Ray.
 
-    Raises:
-        InputError: if files or columns are missing, rows fit another stage, or keys contradict the model.
+    Raises InputError if files or columns are missing, rows fit another stage, or keys contradict the model.
     """
     options = options_of(stage, data, tokenizer, context_length, packing)
     files = {key: find(spec, f"data.{key}") for key in ("train", "eval") if (spec := getattr(data, key))}
@@ -134,7 +131,8 @@ def describe_sources(report: Report, data: Any, files: dict[str, list[File]]) ->
             one.path, one.columns, one.transform = source.path, source.columns, source.transform
             one.revision = next(file.revision for file in files[origin] if file.source == one.source)
     sizes = {one.source: one.rows for one in report.sources.get("train", ())}
-    mixture = mixture_of(data, [sizes.get(index, 0) for index in range(len(sources_of(data.train)))])
+    sources = sources_of(data.train)
+    mixture = mix(sources, [sizes.get(index, 0) for index in range(len(sources))], data.stopping_strategy)
     if mixture:
         for one in report.sources["train"]:
             one.drawn = mixture.draws[one.source]

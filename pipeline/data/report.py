@@ -93,12 +93,11 @@ class Report:
     splits: dict[str, Split] = field(default_factory=dict)
     # Split -> its sources, in the job's order
     sources: dict[str, list[Split]] = field(default_factory=dict)
-    # rows equal to an earlier row of the same split, or None if there are too many rows to count
-    duplicates: int | None = None
+    duplicates: int = 0  # rows equal to an earlier row of the same split
     skipped: list[str] = field(default_factory=list)  # the first rows left out, file:line each
     samples: list[str] = field(default_factory=list)
     packed: int | None = None  # packed training rows
-    # (eval rows whose prompt is also in train, eval rows also there with completions), or None if not compared
+    # (eval rows whose prompt is also in train, eval rows also there with completions), or None without eval
     overlap: tuple[int, int] | None = None
     text_as_chat: bool = True  # whether the chat template is applied to prompts of plain text
     notes: list[str] = field(default_factory=list)  # warnings about the dataset
@@ -107,10 +106,11 @@ class Report:
 
     def row_format(self) -> str | None:
         """Returns what a model sees of the rows: chat, text, or both. None: there are no rows."""
-        splits = list(self.splits.values())
-        chat = any(split.chat_rows or (split.text_rows and self.text_as_chat) for split in splits)
-        text = any(split.text_rows and not self.text_as_chat for split in splits)
-        return "both" if chat and text else "chat" if chat else "text" if text else None
+        rows = {"chat": 0, "text": 0}
+        for split in self.splits.values():
+            rows["chat"] += split.chat_rows
+            rows["chat" if self.text_as_chat else "text"] += split.text_rows
+        return "both" if all(rows.values()) else next((name for name in rows if rows[name]), None)
 
     def labels(self) -> tuple[int, int]:
         """Returns (desirable, undesirable) rows of an epoch; a source with a weight counts as it is drawn, on average."""
@@ -220,20 +220,16 @@ class Report:
                 "template that does, set model.chat_template=FILE"
             )
         if completions == "learned" and name == "train" and split.kept and not split.ended:
-            why = "the chat template leaves it out (model.chat_template)"
-            if split.truncated == split.kept:
-                why = "all of them are truncated (data.max_length)"
-            yield (
-                "no completion is trained with a token that generation stops on, so the model does not learn to stop: "
-                + why
-            )
+            why = "all of them are truncated (data.max_length)"
+            if split.truncated < split.kept:
+                why = "the chat template leaves it out (model.chat_template)"
+            what = "no completion is trained with a token that generation stops on"
+            yield f"{what}, so the model does not learn to stop: {why}"
         prompts, same = self.overlap if name == "eval" and self.overlap else (0, 0)
         if prompts:
             same_too = f" ({same:,} with the same completion)" if completions != "written" else ""
-            yield (
-                f"{count(prompts)} of data.eval with a prompt that is also in data.train{same_too}: metrics on them measure "
-                "memorization, not generalization"
-            )
+            rows = f"{count(prompts)} of data.eval with a prompt that is also in data.train{same_too}"
+            yield f"{rows}: metrics on them measure memorization, not generalization"
 
 
 def line(title: str, text: str) -> str:
@@ -306,16 +302,12 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
             f"(data.special_tokens={value} encodes them as {other})"
         )
     if joined := total["joined"].total():
-        yield (
-            f"{count(joined)} of plain text without white space between prompt and completion: model.chat_template=plain puts "
-            "them into a dialogue"
-        )
+        what = f"{count(joined)} of plain text without white space between prompt and completion"
+        yield f"{what}: model.chat_template=plain puts them into a dialogue"
     messages = total["chat_rows"].total()
     if messages and is_plain(tokenizer) and not text_as_chat(tokenizer, None):
-        yield (
-            f"the base has no chat template, so {count(messages)} of messages use the built-in one; set "
-            "model.chat_template=plain in every stage, or a Jinja file"
-        )
+        what = f"the base has no chat template, so {count(messages)} of messages use the built-in one"
+        yield f"{what}; set model.chat_template=plain in every stage, or a Jinja file"
     has_template = completions != "scored" and (options.apply_template or messages)
     if has_template and (unlearned := encoder_of(tokenizer, options).unlearned_end()):
         end, stops = unlearned
@@ -358,9 +350,8 @@ def check(counts: Sequence[Counts], options: Options) -> None:
             if "too_long" in total["dropped"]:
                 advice += "; data.too_long=truncate or a larger data.max_length keeps long rows"
             elif "prompt_too_long" in total["dropped"]:
-                advice += (
-                    f"; their prompts alone fill the {options.max_length} tokens of data.max_length: raise it"
-                )
+                tokens = f"the {options.max_length} tokens of data.max_length"
+                advice += f"; their prompts alone fill {tokens}: raise it"
             why = in_words(total["dropped"]) or "the files are empty"
             raise InputError(f"no row is left of {total['read'].total()} read ({why}){advice}", key=key)
     kept = {name: totals(counts, name)["kept"].total() for name in ("train", "eval")}
@@ -384,12 +375,9 @@ def complaint(counts: Sequence[Counts]) -> str:
     bad = kinds.total() - kinds["empty_file"]
     what = f"{bad:,} of {count(read)} cannot be used" if bad else "nothing to read"
     first = [(error, rows) for error, rows in first_errors(counts) if error.kind in kinds]
-    if bad == read > 1 and first[0][1] == read:
-        lines = [f"  all {read:,} rows have the same problem: {first[0][0]}"]
-    else:
-        lines = [f"  {named(*one)}" for one in first]
-        if left := kinds.total() - sum(rows for _, rows in first):
-            lines.append(f"  and {left:,} more")
+    lines = [f"  {named(*one)}" for one in first]
+    if left := kinds.total() - sum(rows for _, rows in first):
+        lines.append(f"  and {left:,} more")
     advice = "fix them, or set data.on_error=skip to leave them out"
     if unclear_labels(total):
         advice = "set data.label to what the labels mean"

@@ -8,7 +8,7 @@ A transform is called once for each row, in any process and order, so its result
 
 Without data.label, what a label means is derived if its values can mean only one thing: 1 and 2, numbers between them (1.5 is
 a tie), words such as a and b, model_a and model_b, and tie. Values 0 and 1 are ambiguous: the number of the better completion,
-or whether the first one is better. Columns such as response_0, response_1 and better_response_id settle that by their names.
+or whether the first one is better.
 """
 
 import dataclasses
@@ -51,8 +51,7 @@ def shapes_with(columns: Columns, shapes: Mapping[str, tuple[str, ...]]) -> dict
 def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dict[str, Any]:
     """Returns the row with the fields of `columns` in place of the columns that they are made of.
 
-    Raises:
-        RowError: if it lacks the column of a field that is `needed`, or of a field whose name is an unmapped column.
+    Raises RowError if it lacks the column of a field that is `needed`, or of a field whose name is an unmapped column.
     """
     fields: dict[str, Any] = {}
     sources = [one for column in columns.values() for one in listed(column)]
@@ -98,8 +97,6 @@ WORDS = {
 NAMES = ("first", "second", "tie", "good", "bad")  # what a value of a label may mean
 SEVERAL = 12  # a column with more different values is no label
 RARE = 0.05  # up to this share of the labels, an unknown text counts as an error of its row
-# Names of labels that hold the number of a completion, such as better_response_id; not `label`, which may mean anything.
-NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
 
 
 @dataclass(frozen=True)
@@ -118,11 +115,12 @@ class Rule:
         values: dict[str, Any] = {name: tuple(map(comparable, listed(some))) for name, some in label.items()}
         return cls(**values)
 
+    def _values(self) -> list[tuple[Any, str]]:
+        return [(value, name) for name in NAMES for value in getattr(self, name)]
+
     def __str__(self) -> str:
-        ends = [(name, end) for name in NAMES for end in getattr(self, name)]
-        shown = ((f"{end:g}" if isinstance(end, float) else end, name) for name, end in ends)
-        words = ", ".join(f"{end} ({name})" for end, name in shown)
-        return words or "a or b, or tie"
+        shown = ((f"{end:g}" if isinstance(end, float) else end, name) for end, name in self._values())
+        return ", ".join(f"{end} ({name})" for end, name in shown) or "a or b, or tie"
 
     def meaning(self, value: Any) -> str:
         """Returns which of NAMES a value means; a rating between good and bad is a `tie`. Raises KeyError for other values."""
@@ -130,7 +128,7 @@ class Rule:
         for name in NAMES:
             if value in getattr(self, name) or (self.derived and _word(value) == name):
                 return name
-        ends = [(end, name) for name in NAMES if name != "tie" for end in getattr(self, name)]
+        ends = [(end, name) for end, name in self._values() if name != "tie"]
         numbers = [value, *(end for end, _ in ends)]
         if len(ends) != 2 or not all(isinstance(one, float) and math.isfinite(one) for one in numbers):
             raise KeyError(value)
@@ -194,12 +192,11 @@ def _score(value: Any, name: str) -> float | None:
 def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.label") -> Rule:
     """Returns the rule that the labels of the first rows follow; `columns` is their data.columns.
 
-    Raises:
-        InputError: with the data.label to set if they are ambiguous.
+    Raises InputError with the data.label to set if they are ambiguous.
     """
     column = ", ".join(listed(columns.get("label", "label")))
     flat = (one for label in labels for one in listed(label) if not isinstance(one, list | dict))
-    found = [one for one in flat if one is not None and one != ""]
+    found = [one for one in flat if not is_blank(one)]
     times = Counter(map(comparable, found))
     # Reading a row reports its label if the label is rare and has no known meaning.
     values = [
@@ -211,15 +208,8 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
     words = {_word(value) for value in values if not isinstance(value, float)}
     # A 1 may mean the first or the second, and "right" may mean correct.
     doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
-    # The label holds the number of a completion if all names say so, such as response_0, response_1 and better_response_id
-    pair = columns.get("first", ""), columns.get("second", "")
-    zeros = re.finditer(r"(?<!\d)0(?!\d)", pair[0])
-    numbered = any(pair[0][: at.start()] + "1" + pair[0][at.end() :] == pair[1] for at in zeros)
-    numbered &= all(NUMBER_OF.search(one) for one in listed(columns.get("label", "label")))
     if numbers and 1 <= numbers[0] < 1.5 < numbers[-1] <= 2 and words <= {"tie"}:
         return Rule((1.0,), (2.0,), derived=True)
-    if numbers and {*numbers} <= {0.0, 1.0} and words <= {"tie"} and numbered:
-        return Rule((0.0,), (1.0,), derived=True)
     if not numbers and words and None not in words and ({"first", "second"} <= words or not doubtful):
         return Rule(derived=True)
     distinct = {comparable(one): one for one in found}
@@ -234,10 +224,9 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
     )
 
 
-NoteLabel = Callable[[str, str], None]  # (column of a label, "VALUE = MEANING")
-
-
 # ---- all of it -------------------------------------------------------------------------------------------------------
+
+NoteLabel = Callable[[str, str], None]  # (column of a label, "VALUE = MEANING")
 
 
 @dataclass(frozen=True)
@@ -248,18 +237,15 @@ class Preprocess:
     rule: Rule | None = None  # unset if it is not known, or if there are no labels
     transform: str | None = None
     transform_digest: str = ""
-    # `transform` gets all consecutive rows that have the same value in this column
-    group_by: str | None = None
+    group_by: str | None = None  # `transform` gets all consecutive rows with the same value in this column
 
     def rows(
         self, row: Any, needed: Iterable[str], has_pairs: bool, note_label: NoteLabel | None = None
     ) -> Iterator[Any]:
         """Yields what a decoded row becomes: rows, RowError or Dropped.
 
-        Args:
-            needed: the fields that shapes need.
-            has_pairs: whether a row may have two completions.
-            note_label: is called with the column of each label, and what its value means.
+        `needed` are the fields that shapes need, `has_pairs` says whether a row may have two completions, and `note_label`
+        is called with the column of each label, and what its value means.
         """
         for made in self.transformed(row):
             try:
@@ -302,20 +288,20 @@ class Preprocess:
         if rule.good and "label" in row:
             meaning = vote(row["label"], rule)
             made = {**row, "label": meaning == "good"}
-        elif has_pairs and "first" in row and "second" in row:
-            read: tuple[str, ...] = ("first_score", "second_score")
-            if row.keys() >= {*read}:
-                one, two = (_score(row[name], name) for name in read)
+        elif has_pairs and {"first", "second"} <= row.keys():
+            read = {"first_score", "second_score"}
+            if read <= row.keys():
+                one, two = (_score(row[name], name) for name in sorted(read))
                 meaning = "tie"
                 if one is not None and two is not None and one != two:
                     meaning = "first" if one > two else "second"
             elif "label" in row:
-                read, meaning = ("label",), vote(row["label"], rule)
+                read, meaning = {"label"}, vote(row["label"], rule)
             else:
                 expected = "`label`, or `first_score` and `second_score`"
                 raise RowError("missing_field", "label", "no such field", expected)
             better, worse = ("second", "first") if meaning == "second" else ("first", "second")
-            made = {name: value for name, value in row.items() if name not in ("first", "second", *read)}
+            made = {name: value for name, value in row.items() if name not in {"first", "second", *read}}
             made |= {"chosen": row[better], "rejected": row[worse]}
         else:
             return row

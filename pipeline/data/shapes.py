@@ -44,21 +44,20 @@ class Record:
 
     prompt: Text
     pairs: list[tuple[Text, ...]] = field(default_factory=list)
-    # train on the assistant turns inside `prompt` too
-    all_turns: bool = False
-    # turns that are not trained, numbered through prompt and completion
-    untrained: frozenset[int] = frozenset()
+    all_turns: bool = False  # whether the assistant turns inside `prompt` are trained too
+    untrained: frozenset[int] = (
+        frozenset()
+    )  # turns that are not trained, numbered through prompt and completion
     margin: float | None = None
-    # of rated completions: whether the completion is desirable, for each of `pairs`, which are 1-tuples
-    labels: tuple[bool, ...] = ()
-    # the registered version whose conversation the row is from, models:/NAME/NUMBER, or None if the row names none
-    version: str | None = None
-    # JSON schemas of the functions that may be called, for the chat template
-    tools: list[dict[str, Any]] | None = None
-    # columns of the row that nothing reads
-    unread: tuple[str, ...] = ()
-    # JSON: the prompt and all other columns, as a Python reward gets them
-    row: str = ""
+    labels: tuple[
+        bool, ...
+    ] = ()  # of rated completions: whether each of `pairs`, which are 1-tuples, is desirable
+    version: str | None = (
+        None  # the registered version that wrote the row, models:/NAME/NUMBER, if the row names one
+    )
+    tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that may be called
+    unread: tuple[str, ...] = ()  # columns of the row that nothing reads
+    row: str = ""  # JSON: the prompt and all other columns, as a Python reward gets them
 
     def joined(self) -> bool:
         """Returns True if a text prompt and a completion meet without white space."""
@@ -67,14 +66,11 @@ class Record:
         return any(not str(side)[:1].isspace() for pair in self.pairs for side in pair)
 
     def prompt_content(self) -> str:
-        """Returns a key that is equal for a text prompt and a single message with the same content. The hold-out is split by
-        this key.
-        """
-        if isinstance(self.prompt, str):
-            return self.prompt.strip()
-        if len(self.prompt) == 1:
-            return str(self.prompt[0]["content"]).strip()
-        return json.dumps([[turn["role"], words(turn)] for turn in self.prompt], ensure_ascii=False)
+        """Returns the key by which a hold-out is split, equal for a text prompt and one message with the same content."""
+        turns = as_turns(self.prompt)
+        if len(turns) == 1:
+            return str(turns[0]["content"]).strip()
+        return json.dumps([[turn["role"], words(turn)] for turn in turns], ensure_ascii=False)
 
     def digests(self) -> bytes:
         """Returns 8 bytes of the prompt and 8 of prompt and completions, equal for text and messages with the same content."""
@@ -127,10 +123,10 @@ class Kind:
         if row and len(record.pairs) > 1:  # a row with several answers gives several pairs
             row = json.dumps({**json.loads(row), "pair": at}, ensure_ascii=False)
         values: dict[str, Any] = dict.fromkeys(("prompt_ids", "input_ids"), prompt)
-        values |= {"completion_ids": chosen, "chosen_ids": chosen, "rejected_ids": rejected}
-        values |= {"row": row, "margin": record.margin}
+        values |= {"completion_ids": chosen, "chosen_ids": chosen, "rejected_ids": rejected, "row": row}
         if "margin" in self.columns:  # a reward model reads prompt and completion as one sequence
             values |= {"chosen_ids": prompt + sides[0], "rejected_ids": prompt + sides[1]}
+            values["margin"] = record.margin or 0.0
         if record.labels:
             values["label"] = record.labels[at]
         return {name: values[name] for name in self.columns}
@@ -160,15 +156,13 @@ def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
 
     A label that says something else is a column that is not read.
     """
-    for name in LABELS & row.keys():
-        if is_good(row[name]) is False:
-            expected = (
-                "good completions only; data.on_error=skip trains on those alone; kto learns from both kinds"
-            )
-            found = f"{show(row[name])}: a completion that is not to be imitated"
-            raise RowError("label", name, found, expected)
+    labels = {name: is_good(row[name]) for name in sorted(LABELS & row.keys())}
+    if bad := [name for name, good in labels.items() if good is False]:
+        found = f"{show(row[bad[0]])}: a completion that is not to be imitated"
+        expected = "good completions only; data.on_error=skip trains on those alone; kto learns from both"
+        raise RowError("label", bad[0], found, expected)
     record = demonstration(row, shape)
-    record.unread = tuple(name for name in sorted(LABELS & row.keys()) if is_good(row[name]) is None)
+    record.unread = tuple(name for name, good in labels.items() if good is None)
     return record
 
 
@@ -191,28 +185,28 @@ def demonstration(row: dict[str, Any], shape: str) -> Record:
         excluded = untrained(row[shape], turns, shape)
         return Record(turns[:-1], [(turns[-1:],)], all_turns=True, untrained=excluded)
     key = shape.split("+")[1]
-    asked = shape == "instruction+output"
-    prompt = instruction(row) if asked else prompt_text(row["prompt"], system=row.get("system"))
-    completion, excluded = completion_text(row[key], key, prompt), frozenset()
-    if isinstance(row[key], list | dict) and not asked:
-        items = row[key] if isinstance(row[key], list) else [row[key]]
-        excluded = untrained(items, messages(items, key), key)
-        if excluded and isinstance(prompt, str):
-            raise RowError("wrong_type", key, "weights with a text prompt", "a prompt of messages")
-        excluded = frozenset(len(prompt) + index for index in excluded)
+    prompt = given_prompt(row, shape)
+    completion = completion_text(row[key], key, prompt)
+    excluded = untrained(row[key], [*as_turns(prompt), *as_turns(completion)], key)
     return Record(prompt, [(completion,)], untrained=excluded)
 
 
-def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
+def given_prompt(row: dict[str, Any], shape: str) -> Text:
+    """Returns the prompt in the first field of a shape, with the row's `system` prompt, if any."""
+    key = shape.partition("+")[0]
+    return instruction(row) if key == "instruction" else prompt_text(row[key], key, row.get("system"))
+
+
+def untrained(items: Any, turns: Turns, key: str) -> frozenset[int]:
     """Returns the assistant turns that a row excludes from training: `weight: 0` (OpenAI's format) or `train: false`.
 
-    Raises:
-        RowError: if no assistant turn is left to train.
+    `items` are the messages of a row from which the last of `turns` were made. Raises RowError if none is left to train.
     """
-    added = len(turns) - len(items)  # 1 if the system prompt comes from a separate field
+    items = [items] if isinstance(items, dict) else items if isinstance(items, list) else []
+    first = len(turns) - len(items)
     off = (i for i, item in enumerate(items) if any(is_good(item.get(name)) is False for name in WEIGHTS))
-    excluded = {index + added for index in off}
-    assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
+    excluded = {first + index for index in off}
+    assistant = {i for i, turn in enumerate(turns) if i >= first and turn["role"] == "assistant"}
     if excluded and assistant <= excluded:
         raise RowError("weight", key, "no assistant turn that is to be trained", "one without `weight: 0`")
     return frozenset(excluded & assistant)
@@ -240,14 +234,9 @@ def parse_preference(row: dict[str, Any], shape: str) -> Record:
     elif not 0 <= margin <= LARGEST_MARGIN:
         expected = f"a number from 0 to {LARGEST_MARGIN:g}; if it is negative, swap `chosen` and `rejected`"
         raise RowError("margin", "margin", show(margin), expected)
-    key = shape.split("+")[0]
-
-    def given_prompt() -> Text:
-        return instruction(row) if key == "instruction" else prompt_text(row[key], key, row.get("system"))
-
     pairs: list[tuple[Text, ...]]
     if shape == "prompt+pos_answers+neg_answers":
-        prompt = given_prompt()
+        prompt = given_prompt(row, shape)
         good, bad = (
             [completion_text(one, f"{side}[{i}]", prompt) for i, one in enumerate(_as_list(row[side], side))]
             for side in ("pos_answers", "neg_answers")
@@ -261,12 +250,11 @@ def parse_preference(row: dict[str, Any], shape: str) -> Record:
         pairs = [completions]
     elif any(repeats_prompt(row[side]) for side in SIDES):  # UltraFeedback: both sides repeat it
         prompt, completions = split_transcripts(row)
-        pairs = [completions]
-        given = row[key]
-        if not isinstance(given, str) or given.strip():  # an empty prompt contradicts nothing
-            prompt = agreed(prompt, given_prompt(), key)
+        pairs, key = [completions], shape.partition("+")[0]
+        if not isinstance(row[key], str) or row[key].strip():  # an empty prompt contradicts nothing
+            prompt = agreed(prompt, given_prompt(row, shape), key)
     else:
-        prompt = given_prompt()
+        prompt = given_prompt(row, shape)
         pairs = [tuple(completion_text(row[side], side, prompt) for side in SIDES)]
     for index, (chosen, rejected) in enumerate(pairs):
         if plain(chosen) == plain(rejected):
@@ -286,14 +274,14 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
     def stripped(turns: Turns) -> list[tuple[str, str]]:
         return [(turn["role"], turn["content"].strip()) for turn in turns]
 
-    repeated_turns, given_turns = as_turns(repeated), as_turns(given)
-    for longer, shorter in ((repeated_turns, given_turns), (given_turns, repeated_turns)):
+    both = as_turns(given), as_turns(repeated)
+    for longer, shorter in (both[::-1], both):
         if stripped(longer[-len(shorter) :]) == stripped(shorter):
             return longer
     # `given` is the first question of several
-    if isinstance(given, str) and stripped(given_turns)[0] in stripped(repeated_turns):
+    if isinstance(given, str) and stripped(both[0])[0] in stripped(both[1]):
         return repeated
-    ends = [show(turns[-1]["content"]) for turns in (given_turns, repeated_turns)]
+    ends = [show(turns[-1]["content"]) for turns in both]
     found = f"{ends[0]}, but `chosen` and `rejected` begin with {ends[1]}"
     expected = f"the same prompt there as in `{key}`, or completions without a prompt"
     raise RowError("prompts_differ", key, found, expected)
@@ -351,13 +339,12 @@ def parse_benchmark(row: dict[str, Any], shape: str) -> Record:
     The other columns are kept, with `benchmark`, `subset`, and the numbers of `correct` and of all `completions`.
     """
     if shape.startswith("question"):
-        name, prompt, subset = "judge_bench", prompt_text(row["question"], "question"), row.get("source")
+        name, subset = "judge_bench", row.get("source")
         sides = [("response_A", row["response_A"]), ("response_B", row["response_B"])]
         if row["label"] not in ("A>B", "B>A"):
             raise RowError("unclear_label", "label", show(row["label"]), "A>B or B>A")
         completions, correct = (sides if row["label"] == "A>B" else sides[::-1]), 1
     else:
-        prompt = prompt_text(row["prompt"], system=row.get("system"))
         good, bad = (
             [(f"{side}[{i}]", value) for i, value in enumerate(_as_list(row[side], side))] for side in SIDES
         )
@@ -373,12 +360,12 @@ def parse_benchmark(row: dict[str, Any], shape: str) -> Record:
                 found = f"{show(number)} and {len(good)} completions in chosen"
                 raise RowError("wrong_type", "num_correct", found, "the number of correct completions")
         completions, correct = good + bad, len(good)
+    prompt = given_prompt(row, shape)
     pairs: list[tuple[Text, ...]] = [(completion_text(value, key, prompt),) for key, value in completions]
     for (key, value), (text,) in zip(completions[correct:], pairs[correct:], strict=True):
         if any(plain(text) == plain(good) for (good,) in pairs[:correct]):
-            raise RowError(
-                "equal_pair", key, f"a correct completion: {show(value)}", "a different completion"
-            )
+            found = f"a correct completion: {show(value)}"
+            raise RowError("equal_pair", key, found, "a different completion")
     facts = {"benchmark": name, "subset": subset, "correct": correct, "completions": len(pairs)}
     read = {field for fields in BENCHMARKS.values() for field in fields}
     others = {key: value for key, value in row.items() if key not in read}
@@ -404,10 +391,8 @@ def parse_prompt(row: dict[str, Any], shape: str) -> Record:
     """Returns the prompt of a row of one of PROMPTS, and its other columns unchanged."""
     if shape == "chosen+rejected":
         prompt, _ = split_transcripts(row, row.get("system"))
-    elif shape == "instruction":
-        prompt = instruction(row)
     else:
-        prompt = prompt_text(row[shape], shape, row.get("system"))
+        prompt = given_prompt(row, shape)
     further = {key: value for key, value in row.items() if key != shape}
     return Record(prompt, row=row_json({"prompt": prompt, **further}))
 
@@ -459,17 +444,15 @@ def parse(row: Any, kind: Kind) -> Record:
         check_values(row)
     except RecursionError:
         raise too_deep() from None
+    one_of = f"one of {' | '.join(kind.shapes)} (stage {kind.stage})"
     if not isinstance(row, dict):
-        shortest = min(kind.shapes.values(), key=lambda needs: ("prompt" not in needs, len(needs)))
-        example = "{" + ", ".join(f'"{name}": ...' for name in shortest) + "}"
-        raise RowError("not_object", "", show(row), f"a JSON object, such as {example}")
+        raise RowError("not_object", "", show(row), f"a JSON object with {one_of}")
     shape = shape_of(row, kind)
     if shape is None:
         closest = max(kind.shapes.values(), key=lambda needs: sum(need in row for need in needs) / len(needs))
         missing = next(need for need in closest if need not in row)
         found = fields_of(row) + nearest(missing, [key for key in row if key not in kind.needed])
-        expected = f"one of {' | '.join(kind.shapes)} (stage {kind.stage})"
-        raise RowError("missing_field", missing, found, expected)
+        raise RowError("missing_field", missing, found, one_of)
     for key in kind.shapes[shape]:
         if row[key] is None:
             raise RowError("null", key, "null", "a value")

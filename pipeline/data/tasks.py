@@ -89,7 +89,7 @@ def tokenize(
     repeated: Mapping[int, Iterable[int]] | None = None,
 ) -> Counts:
     """Makes the parts of chunk number `index` in `folder`, one for each split, without `repeated` rows of data.deduplicate."""
-    left_out = set(map(int, (repeated or {}).get(index, ())))
+    left_out = set((repeated or {}).get(index, ()))
     task = Task(chunk, index, encoder_of(tokenizer, options, chunk), options, folder)
     counts, kind = task.counts, task.encoder.kind
     batch: list[tuple[int, Read]] = []
@@ -170,6 +170,7 @@ class Task:
         if error := next((item for item in outcomes if isinstance(item, RowError)), None):
             counts.leave_out(name, number, error)
             return
+        counts.keys["records"] += record.digests()
         counts.add(name, "text_rows" if isinstance(record.prompt, str) else "chat_rows")
         if record.margin is not None:
             counts.add(name, "margins")
@@ -177,7 +178,6 @@ class Task:
             counts.add(name, "special_rows")
         for token in special:
             counts.add(name, "special_tokens", token)
-        counts.keys["records"] += record.digests()
         for column in self.encoder.unread(record):
             counts.add(name, "unread", column)
         if not self.options.apply_template and record.joined():
@@ -254,13 +254,7 @@ class PartWriter:
         import pyarrow as pa
 
         rows = pack(self.rows, self.options.max_length) if self.options.packing else self.rows
-        columns = [
-            pa.array([row.get(name) for row in rows], type)
-            for name, type in zip(self.schema.names, self.schema.types, strict=True)
-        ]
-        if "margin" in self.schema.names:
-            columns[-1] = columns[-1].fill_null(0.0)  # the default margin
-        self.writer.write_table(pa.table(columns, schema=self.schema))
+        self.writer.write_table(pa.Table.from_pylist(rows, schema=self.schema))
         self.count += len(rows)
         self.rows, self.tokens = [], 0
 
@@ -329,9 +323,7 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
     sides = [columns[name] for name in names if columns.get(name) is not None]
     before = columns.get("prompt_ids", [])
     prompt = (before + sides[0])[: len(before) or prompt_tokens]
-    # Its last tokens may be a part of a character, which alone cannot be decoded: UTF-8 has at most 4 bytes
-    heads = (decode(prompt[: max(0, len(prompt) - cut)]) for cut in range(4))
-    head = next((text for text in heads if not text.endswith("\ufffd")), "")
+    head = decode(prompt).rstrip("\ufffd")  # its last tokens may be a part of a character
     texts = [decode(before + side)[len(head) :] for side in sides]
     if len(texts) == 1:
         return clip(f"{head}⟦{texts[0]}⟧", limit)

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+from pipeline.data.files import open_bytes
 from pipeline.data.values import RowError, fields_of, read_json, read_value, show, too_deep
 
 BLOCK = 1 << 20  # bytes that are read at a time
@@ -29,25 +30,22 @@ REST = "all that follows"
 Row = tuple[int, Any, bytes]  # (number from 1, the decoded row or a RowError, its bytes)
 
 
-def text_rows(raw: Any, format: str, zipped: bool, start: int = 0, stop: int = -1) -> Iterator[Row]:
-    """Yields the rows of an open file; of uncompressed JSON Lines those that begin in bytes [start, stop).
-
-    Args:
-        format: lines, array, csv or tsv.
-    """
-    stream: Any = gzip.GzipFile(fileobj=raw) if zipped else io.BufferedReader(raw, BLOCK)
-    if format in DELIMITERS:
-        rows = delimited_rows(stream, DELIMITERS[format])
-    else:
-        rows = array_rows(stream) if format == "array" else json_rows(stream, start, stop)
+def text_rows(path: str, format: str, zipped: bool, start: int, stop: int) -> Iterator[Row]:
+    """Yields the rows of a file of the format lines, array, csv or tsv; of uncompressed lines those in bytes [start, stop)."""
     number = int(format in DELIMITERS)  # the header is a line, but no row
-    try:
-        for number, row, data in rows:
-            yield number, row, data
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        found = f"a gzip file that ends too early ({error})"
-        wrong = RowError("truncated_gzip", "", found, "a complete .gz file of rows", rest=REST)
-        yield number + 1, wrong, b""
+    with open_bytes(path) as raw:
+        stream: Any = gzip.GzipFile(fileobj=raw) if zipped else io.BufferedReader(raw, BLOCK)
+        if format in DELIMITERS:
+            rows = delimited_rows(stream, DELIMITERS[format])
+        else:
+            rows = array_rows(stream) if format == "array" else json_rows(stream, start, stop)
+        try:
+            for number, row, data in rows:
+                yield number, row, data
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            found = f"a gzip file that ends too early ({error})"
+            wrong = RowError("truncated_gzip", "", found, "a complete .gz file of rows", rest=REST)
+            yield number + 1, wrong, b""
 
 
 def json_rows(stream: Any, start: int, stop: int) -> Iterator[Row]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pipeline.config import Job
 from pipeline.config.job import sources_of
 from pipeline.data.chunks import Chunk, plan
-from pipeline.data.feed import mixture_of
+from pipeline.data.feed import mix
 from pipeline.data.files import find
 from pipeline.data.preview import resolve_labels
 from pipeline.data.read import options_of
@@ -66,7 +66,7 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
             estimated |= share < 1
         if not sum(sizes):
             return None, "none of its first rows can be used; `validate` shows why"
-        mixture = mixture_of(job.data, sizes)
+        mixture = mix(sources_of(job.data.train), sizes, job.data.stopping_strategy)
         drawn = mixture.draws if mixture else sizes
     except InputError as error:
         return None, str(error)

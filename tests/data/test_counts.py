@@ -28,16 +28,12 @@ def digest_of(rows):
     return digest
 
 
-@given(st.lists(st.binary(max_size=3)), st.lists(st.integers(0, 30)))
+@given(st.lists(st.binary(max_size=3), min_size=2, unique=True), st.lists(st.integers(0, 30)))
 def test_digests_of_two_runs_of_rows_make_that_of_both(rows, cuts):
     whole = RowsDigest()
     for start, stop in pairwise([0, *sorted(cuts), len(rows)]):
         whole.extend(digest_of(rows[start:stop]))
     assert whole == digest_of(rows)
-
-
-@given(st.lists(st.binary(max_size=3), min_size=2, unique=True))
-def test_order_and_number_of_rows_change_the_digest(rows):
     made = map(digest_of, (rows, rows[::-1], rows[:-1], [*rows, b""]))
     assert len({(one.count, one.value) for one in made}) == 4
 
@@ -68,26 +64,11 @@ def keyed(name: str, split: str, *keys) -> Counts:
     return made
 
 
-def test_duplicates_are_counted_over_chunks(monkeypatch):
+def test_rows_are_compared_over_chunks():
     assert counts.duplicates([keyed("rows", "train", 1, 2), keyed("rows", "train", 1)]) == 1
     assert counts.duplicates([keyed("rows", "train", 1, 2), keyed("rows", "eval", 1)]) == 0
-    monkeypatch.setattr(counts, "MAX_COMPARED", 2)
-    assert counts.duplicates([keyed("rows", "train", 1, 2), keyed("rows", "train", 1)]) is None
-
-
-def test_rows_that_cannot_be_read_repeat_no_row(tmp_path):
-    good = json.dumps({"prompt": "Hi.", "completion": "Hello."}).encode()
-    (tmp_path / "bad.jsonl").write_bytes(good + b"\n" + b'{"prompt": "\xff"}\n' * 3 + b"oops\n" * 2)
-    report = make(tmp_path, "sft", train=str(tmp_path / "bad.jsonl"), on_error="skip").report
-    assert report.splits["train"].kept == 1 and not report.duplicates
-
-
-def test_millions_of_rows_are_compared_in_seconds(monkeypatch):
-    train = np.arange(2_000_000, dtype=np.uint64).repeat(2)
-    both = [keyed("records", "train", *train), keyed("records", "eval", 1, 7, 5, 5, 9_999_999, 1)]
-    assert counts.overlap(both) == (2, 2 + 1)
-    monkeypatch.setattr(counts, "MAX_COMPARED", 1_999_999)
-    assert counts.overlap(both) is None
+    train = [keyed("records", "train", 1, 1), keyed("records", "train", 5, 5)]
+    assert counts.overlap([*train, keyed("records", "eval", 1, 7, 5, 5, 9, 1)]) == (2, 2)
 
 
 CHAT = {"messages": [{"role": "user", "content": "question 7"}, {"role": "assistant", "content": "answer 7"}]}
@@ -103,11 +84,10 @@ CHAT = {"messages": [{"role": "user", "content": "question 7"}, {"role": "assist
 )  # fmt: skip
 def test_held_out_rows_that_train_has(tmp_path, rows, overlap, warning):
     train, eval = write(tmp_path / "train.jsonl", ROWS[:20]), write(tmp_path / "eval.jsonl", rows)
-    for reused in (False, True):
-        report = make(tmp_path, train=train, eval=eval, apply_chat_template=True).report
-        assert (report.overlap, report.duplicates, report.reused) == (overlap, 0, reused)
-        expected = f"{warning} also in data.train ({overlap[1]} with the same completion): metrics on them"
-        assert (expected in report.render()) == bool(warning)
+    report = make(tmp_path, train=train, eval=eval, apply_chat_template=True).report
+    assert (report.overlap, report.duplicates) == (overlap, 0)
+    expected = f"{warning} also in data.train ({overlap[1]} with the same completion): metrics on them"
+    assert (expected in report.render()) == bool(warning)
     assert make(tmp_path, train=train).report.overlap is None
     report = make(tmp_path, "ppo", train=train, eval=train).report
     assert report.overlap == (20, 20)
@@ -116,8 +96,7 @@ def test_held_out_rows_that_train_has(tmp_path, rows, overlap, warning):
 
 @pytest.mark.parametrize(
     ("value", "counts"),
-    [(PPO3, True), ("models:/a b (x)/12", True), ("models:/demo-ppo@champion", False), ("models:/demo-ppo/latest", False),
-     ("1.0", False), (3, False), (None, False), (["models:/a/1"], False), ("models:/a/b/1", False), ("models:/a/1\n", False)],
+    [(PPO3, True), ("models:/demo-ppo@champion", False), ("models:/demo-ppo/latest", False), (3, False), (None, False)],
 )  # fmt: skip
 def test_only_a_pinned_version_is_one(value, counts):
     record = parse({"prompt": "q", "completion": "a", "version": value}, kind_of("sft"))
@@ -145,8 +124,6 @@ def test_rows_are_counted_by_version_and_source(tmp_path):
     text = report.render()
     assert f"versions    6 rows from {PPO3}, 1 row from {SFT1}, 1 without a version" in text
     assert f"of the rows; 5 rows from {PPO3}\n" in text
-    again = make(tmp_path, "dpo", train=[one, two]).report
-    assert again.reused and again.splits["train"].versions == split.versions
     assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     skipped = write(tmp_path / "bad.jsonl", [pair(1, PPO3), pair(2, SFT1, chosen="b")])
     report = make(tmp_path, "dpo", train=skipped, on_error="skip").report

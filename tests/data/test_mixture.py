@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_data import make, rows_of, tokenizer, write
 
+from pipeline.config.job import Source
 from pipeline.data import read
 from pipeline.data.feed import ExactBatchSampler, Mixture, mix
 from pipeline.errors import InputError
@@ -20,48 +21,34 @@ SOURCES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1
 STRATEGIES = st.sampled_from(["first_exhausted", "all_exhausted"])
 
 
-def mixture(sources, strategy) -> Mixture | None:
-    sizes, weights = zip(*sources, strict=True)
-    try:
-        return mix([str(i) for i in range(len(sizes))], sizes, [weight / 10 for weight in weights], strategy)
-    except InputError:
-        return None  # a source of which an epoch has no row
+def mixture(sizes, weights, strategy="first_exhausted") -> Mixture:
+    sources = [Source(path=name, weight=weight) for name, weight in zip("abcd", weights, strict=False)]
+    return mix(sources, sizes, strategy)
 
 
 @settings(max_examples=200, deadline=None)
-@given(sources=SOURCES, strategy=STRATEGIES, seed=st.integers(0, 2**31), epoch=st.integers(0, 5))
-def test_shares_are_exact_to_one_row_an_epoch(sources, strategy, seed, epoch):
-    mixed = mixture(sources, strategy)
-    if mixed is None:
-        return
-    total = sum(weight for _, weight in sources)
-    rows, start = Counter(mixed.rows(epoch, seed).tolist()), 0
+@given(sources=SOURCES, strategy=STRATEGIES, seed=st.integers(0, 2**31), epochs=st.integers(1, 6))
+def test_shares_are_exact_to_one_row_an_epoch(sources, strategy, seed, epochs):
+    sizes, weights = zip(*sources, strict=True)
+    try:
+        mixed = mixture(sizes, [weight / 10 for weight in weights], strategy)
+    except InputError:
+        return  # a source of which an epoch has no row
+    drawn = [Counter(mixed.rows(epoch, seed).tolist()) for epoch in range(epochs)]
+    start = 0
     for (size, weight), draws in zip(sources, mixed.draws, strict=True):
-        mine = [rows[row] for row in range(start, start + size)]
-        assert sum(mine) == draws and abs(draws - Fraction(weight, total) * len(mixed)) < 1
-        assert max(mine) - min(mine) <= 1  # as often as the others of its source
-        assert max(mine) <= 1 if strategy == "first_exhausted" else min(mine) >= 1
+        mine = [[rows[row] for row in range(start, start + size)] for rows in drawn]
+        for epoch in mine:
+            assert sum(epoch) == draws and abs(draws - Fraction(weight, sum(weights)) * len(mixed)) < 1
+            assert max(epoch) <= 1 if strategy == "first_exhausted" else min(epoch) >= 1
+        often = [*map(sum, zip(*mine, strict=True))]
+        assert max(often) - min(often) <= 1  # over the epochs, as often as the others of its source
         start += size
-    assert sum(rows.values()) == len(mixed) and max(rows) < start
-    exhausted = [draws >= size for (size, _), draws in zip(sources, mixed.draws, strict=True)]
-    assert strategy == "first_exhausted" or all(exhausted)
-
-
-@settings(max_examples=50, deadline=None)
-@given(sources=SOURCES, strategy=STRATEGIES, seed=st.integers(0, 99), epochs=st.integers(1, 6))
-def test_over_several_epochs_all_rows_of_a_source_come_equally_often(sources, strategy, seed, epochs):
-    mixed = mixture(sources, strategy)
-    if mixed is None:
-        return
-    rows, start = Counter(row for epoch in range(epochs) for row in mixed.rows(epoch, seed).tolist()), 0
-    for size, _ in sources:
-        mine = [rows[row] for row in range(start, start + size)]
-        assert max(mine) - min(mine) <= 1
-        start += size
+    assert sum(drawn[0].values()) == len(mixed) and max(drawn[0]) < start
 
 
 def test_sources_are_mixed_within_an_epoch_and_epochs_differ():
-    mixed = mix(["a", "b"], [700, 300], [0.7, 0.3], "first_exhausted")
+    mixed = mixture([700, 300], [0.7, 0.3])
     assert mixed.draws == (700, 300)  # a weight of 0.7 is seven tenths, not the nearest binary fraction
     sampler = ExactBatchSampler(1000, 100, 0, 1, 3, mixed)
     shares = [sum(row < 700 for row in batch) for batch in sampler]
@@ -77,7 +64,7 @@ def test_sources_are_mixed_within_an_epoch_and_epochs_differ():
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_prompts_of_ppo_are_drawn_epoch_by_epoch(batch):
-    mixed = mix(["a", "b"], [6, 9], [1, 1], "first_exhausted")
+    mixed = mixture([6, 9], [1, 1])
     order = []
     for at in range(0, 36, batch):
         order += prompt_order(at, min(batch, 36 - at), len(mixed), 5, lambda epoch: mixed.rows(epoch, 5))
@@ -85,13 +72,10 @@ def test_prompts_of_ppo_are_drawn_epoch_by_epoch(batch):
         assert sorted(order[epoch * 12 : epoch * 12 + 12]) == sorted(mixed.rows(epoch, 5).tolist())
 
 
-@pytest.mark.parametrize(
-    "sizes,weights,strategy,name",
-    [([5, 0], [1, 1], "first_exhausted", "b"), ([5, 500], [1, 1000], "first_exhausted", "a")],
-)
-def test_weights_that_do_not_fit_the_rows(sizes, weights, strategy, name):
+@pytest.mark.parametrize(("sizes", "weights", "name"), [([5, 0], [1, 1], "b"), ([5, 500], [1, 1000], "a")])
+def test_weights_that_do_not_fit_the_rows(sizes, weights, name):
     with pytest.raises(InputError, match=f"no row of {name} is in an epoch"):
-        mix(["a", "b"], sizes, weights, strategy)
+        mixture(sizes, weights)
 
 
 def test_a_job_of_two_sources(tmp_path):
@@ -114,8 +98,6 @@ def test_a_job_of_two_sources(tmp_path):
         assert f"source      {other}: read" in text and "drawn an epoch" in text
     assert {source.path for source in report.sources["eval"]} == {one, other}
     assert sum(source.kept for source in report.sources["eval"]) == len(made.eval)
-    lengths = [len(row["input_ids"]) for row in rows_of(make(tmp_path, train=train, on_error="skip").train)]
-    assert max(lengths[:40]) < 40 < min(lengths[40:]), "in the order of the sources"
     again = make(tmp_path, train=[{**source, "weight": 1} for source in train], on_error="skip")
     assert again.report.reused and again.mixture.draws == (40, 40)  # weights are no reason to tokenize again
     plain = make(tmp_path, train=[one, other], on_error="skip")

@@ -52,14 +52,6 @@ def test_a_column_is_one_field_and_a_field_one_column(columns, says):
         preprocessing("sft", Data(train="rows.jsonl", columns=columns))
 
 
-def test_a_file_of_other_columns_is_one_line(tmp_path):
-    with pytest.raises(InputError) as caught:
-        look(tmp_path, [{"question": "Why is it?", "response": "It just is."}] * 3, "sft", on_error="skip")
-    line = str(caught.value)
-    assert line.startswith("data.train: ") and "\n" not in line
-    assert line.endswith("set data.columns='{prompt: question, completion: response}'")
-
-
 @pytest.mark.parametrize(
     "rows", [[{"prompt": "a", "completion": 7}], [7, "x"], [{"x": 1}, {"prompt": "a", "completion": "b"}], []]
 )
@@ -75,12 +67,9 @@ def test_rows_are_looked_at_as_the_transform_makes_them(tmp_path):
         look(tmp_path, rows, "rm", transform="python:transforms:twice")
 
 
-THUMB = {"prompt": "Why is it so?", "completion": "Because of this."}
-
-
 def test_ratings_are_no_thumbs(tmp_path):
     """Of 1 to 5 the worst would pass for desirable; on_error=skip does not help."""
-    rows = [{**THUMB, "label": i % 5 + 1} for i in range(10)]
+    rows = [{"prompt": "Why?", "completion": "Because of this.", "label": i % 5 + 1} for i in range(10)]
     found = r"`label`: found 2; expected true or false, .* set data\.label=\{good: 4, bad: 2\}"
     with pytest.raises(InputError, match=found):
         make(tmp_path, "kto", train=write(tmp_path / "a.jsonl", rows), on_error="skip")
@@ -89,7 +78,7 @@ def test_ratings_are_no_thumbs(tmp_path):
         look(tmp_path, [PAIR], stage="rm", label={"good": 4, "bad": 2})
 
 
-def several(tmp_path, stage="sft", **sources):
+def several(tmp_path, stage, **sources):
     """What is resolve_labels for files of these names, {name: (rows, what the job says of them)}."""
     entries = [
         {"path": write(tmp_path / f"{name}.jsonl", rows), **said} for name, (rows, said) in sources.items()
@@ -99,40 +88,33 @@ def several(tmp_path, stage="sft", **sources):
 
 
 ASKED = [{"question": "Why is it so?", "response": "It just is."}] * 3
+ZEROS = [{**PAIR, "better": i % 2} for i in range(6)]
 TALKS = [{"prompt": "a", "completion": "b"}] * 3
 
 
 def test_each_source_has_columns_and_labels_of_its_own(tmp_path):
     mapped = {"columns": {"prompt": "question", "completion": "response"}}
-    one, other = several(tmp_path, asked=(ASKED, mapped), talks=(TALKS, {}))
+    one, other = several(tmp_path, "sft", asked=(ASKED, mapped), talks=(TALKS, {}))
     assert (one.columns, other.columns) == (mapped["columns"], {})
-    better = {**COLUMNS, "label": "better"}
     ones = [{**PAIR, "better": i % 2 + 1} for i in range(6)]
     same = [{**PAIR, "better": 1}]  # which alone could mean two things
-    two, one = several(tmp_path, "rm", x=(ones, {"columns": better}), y=(same, {"columns": {**better}}))
+    two, one = several(tmp_path, "rm", x=(ones, {"columns": COLUMNS}), y=(same, {"columns": {**COLUMNS}}))
     assert two.rule == one.rule  # sources of the same columns follow one rule
-    zeros = [{**PAIR, "better": i % 2} for i in range(6)]
-    said = {"columns": better, "label": {"first": 1, "second": 0}}
-    derived, given = several(tmp_path, "rm", x=(ones, {"columns": better}), y=(zeros, said))
+    said = {"columns": COLUMNS, "label": {"first": 1, "second": 0}}
+    derived, given = several(tmp_path, "rm", x=(ones, {"columns": COLUMNS}), y=(ZEROS, said))
     assert (derived.rule, given.rule) == (Rule((1.0,), (2.0,), derived=True), Rule((1.0,), (0.0,)))
 
 
 @pytest.mark.parametrize(
-    ("rows", "said", "message"),
+    ("stage", "rows", "said", "message"),
     [
-        (ASKED, {}, r"data\.train: .*y\.jsonl: rows 1-3 match .* set `columns: \{prompt: question, completion: response\}` in the entry data\.train\.1$"),
-        (ASKED, {"columns": {"prompt": "x"}}, r"data\.train\.1\.columns\.prompt: .*y\.jsonl: rows 1-3 have no column 'x'"),
-        (ASKED, {"columns": {"promt": "question"}}, r"data\.train\.1\.columns\.promt: .*did you mean prompt"),
+        ("sft", ASKED, {}, r"data\.train: .*y\.jsonl: rows 1-3 match .* set `columns: \{prompt: question, completion: response\}` in the entry data\.train\.1$"),
+        ("sft", ASKED, {"columns": {"prompt": "x"}}, r"data\.train\.1\.columns\.prompt: .*y\.jsonl: rows 1-3 have no column 'x'"),
+        ("sft", ASKED, {"columns": {"promt": "question"}}, r"data\.train\.1\.columns\.promt: .*did you mean prompt"),
+        ("rm", ZEROS, {"columns": COLUMNS}, r"data\.train\.1\.label: .*set `label: \{first: 0, second: 1\}` in the entry data\.train\.1"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_source_names_its_entry(tmp_path, rows, said, message):
+def test_what_is_wrong_with_a_source_names_its_entry(tmp_path, stage, rows, said, message):
+    good = TALKS if stage == "sft" else [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     with pytest.raises(InputError, match=message):
-        several(tmp_path, x=(TALKS, {}), y=(rows, said))
-
-
-def test_a_label_of_a_source_that_is_not_clear_names_its_entry(tmp_path):
-    zeros = [{**PAIR, "better": i % 2} for i in range(6)]
-    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
-    fix = r"set `label: \{first: 0, second: 1\}` in the entry data\.train\.1"
-    with pytest.raises(InputError, match=rf"data\.train\.1\.label: .*{fix}"):
-        several(tmp_path, "rm", x=(pairs, {}), y=(zeros, {"columns": COLUMNS}))
+        several(tmp_path, stage, x=(good, {}), y=(rows, said))

@@ -43,12 +43,9 @@ def read(row, stage, **mapped):
         ("sft", {"d": {"turns": ["a", {"x": "b"}]}}, {"prompt": "d.turns.0", "completion": "d.turns.1.x"}, "a", [("b",)]),
         ("sft", {"a.b": "a", "a": {"b": "no"}, "c": "d"}, {"prompt": "a.b", "completion": "c"}, "a", [("d",)]),
         ("sft", {"j": '{"x": ["a"]}', "c": "d"}, {"prompt": "j.x.0", "completion": "c"}, "a", [("d",)]),
-        ("sft", {"q": "a", "a": "b"}, {"prompt": "q", "completion": "a", "system": "sys"}, "a", [("b",)]),
-        ("rm", {"question": "a", "response_j": "b", "response_k": "c"}, {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}, "a", [("b", "c")]),
         ("rm", {"prompt": "a", "chosen": "worse", "rejected": "better"}, {"chosen": "rejected", "rejected": "chosen"}, "a", [("better", "worse")]),
         ("dpo", {"q": "a", "good": ["b"], "bad": ["c"]}, {"prompt": "q", "pos_answers": "good", "neg_answers": "bad"}, "a", [("b", "c")]),
         ("dpo", {"instruction": "a", "input": "b", "x": "c", "y": "d"}, {"chosen": "x", "rejected": "y"}, "a\n\nb", [("c", "d")]),
-        ("score", {"q": "a", "r": "b"}, {"prompt": "q", "completion": "r"}, "a", [("b",)]),
         ("ppo", {"q": "a"}, {"prompt": "q"}, "a", []),
     ],
 )  # fmt: skip
@@ -77,7 +74,6 @@ def test_a_mapped_field_counts_whatever_else_the_row_has():
         ("rm", {"better": "a"}, r"data\.columns\.better: `rm` reads no field of this name; expected one of prompt, pos_answers"),
         ("rm", {"choosen": "a"}, r"data\.columns\.choosen: .*did you mean chosen\?"),
         ("ppo", {"promt": "a"}, r"data\.columns\.promt: .*did you mean prompt\?"),
-        ("sft", {"chosen": "a"}, r"`sft` reads no field of this name"),
         ("sft", {"prompt": "a", "messages": "b"}, r"no row of `sft` has prompt and messages"),
     ],
 )  # fmt: skip
@@ -133,14 +129,11 @@ def test_what_values_mean_follows_from_them_where_they_can_mean_one_thing(values
     ("values", "typed"),
     [
         ([0, 1], "set data.label='{first: 0, second: 1}' if 0 means that the first completion is better"),
-        ([True, False], "{first: 0, second: 1}"),
         ([1, 1], "data.label="),  # 0 and 1, or 1 and 2?
-        ([0, 1, 2], "{first: 0, second: 2}"),
-        ([-1, 1], "{first: -1, second: 1}"),
+        ([-1, 0, 1], "{first: -1, second: 1}"),
         (["model_1"], "data.label="),  # or is the other one model_0?
         (["gpt-4", "claude"], "{first: claude, second: gpt-4}"),
         (["right"], "data.label="),  # the right-hand one, or the one that is right?
-        (["left"], "data.label="),
         ([None, ""], "data.columns.label=COLUMN"),
     ],
 )
@@ -149,27 +142,6 @@ def test_what_can_mean_several_things_is_asked_for(values, typed):
         derived(values, {"label": "verdict"})
     assert typed in str(caught.value) and "'verdict'" in str(caught.value)
     assert caught.value.key == "data.label"
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "label", "known"),
-    [
-        ("response_0", "response_1", "better_response_id", True),
-        ("response_0", "response_1", "safer_response_id", True),
-        ("summaries.0.text", "summaries.1.text", "choice", True),
-        ("response_0", "response_1", "label", False),  # 1: is response_0 better?
-        ("human_ref_A", "human_ref_B", "choice", False),
-        ("answer_1", "answer_2", "choice", False),
-    ],
-)
-def test_the_names_of_columns_say_what_0_and_1_mean(first, second, label, known):
-    columns = {"first": first, "second": second, "label": label}
-    if known:
-        rule = derived([0, 1], columns)
-        assert (rule.meaning(0), rule.meaning("1")) == ("first", "second")
-    else:
-        with pytest.raises(InputError, match="whose meaning is ambiguous"):
-            derived([0, 1], columns)
 
 
 ONE_TWO = {"first": 1, "second": 2, "tie": 0}
@@ -271,15 +243,8 @@ def test_rows_keep_their_order_and_stay_together(tmp_path):
     assert sum(map(len, sets)) == sum(split.kept for split in prepared.report.splits.values()) == 80
     for rows in sets:  # the two completions of one prompt, next to each other
         assert rows and all(rows[i][:-3] == rows[i + 1][:-3] for i in range(0, len(rows), 2))
-
-
-def test_a_transform_that_raises_stops_the_run_or_drops_the_row(tmp_path):
-    path = write(tmp_path / "rows.jsonl", ROWS)
-    source = "python:transforms:raises_sometimes"
     with pytest.raises(InputError, match=rf"{path}:4: found KeyError: 'missing' at .*transforms.py"):
-        make(tmp_path, train=path, transform=source)
-    split = make(tmp_path, train=path, transform=source, on_error="skip").report.splits["train"]
-    assert (split.read, split.kept, split.dropped) == (40, 39, {"transform": 1})
+        make(tmp_path, train=path, transform="python:transforms:raises_sometimes")
 
 
 def test_another_source_is_another_cache(tmp_path, monkeypatch):

@@ -200,7 +200,7 @@ def test_a_template_that_refuses_a_row():
 
 def test_todays_date_is_not_in_a_prompt():
     dated = "{% if not date_string is defined %}{% set date_string = strftime_now('%Y') %}{% endif %}{{ date_string }}"
-    assert encoder("ppo", template=dated).render([USER], True) == "26 Jul 2024"
+    assert encoder("ppo", template=dated).chat.render([USER], True) == "26 Jul 2024"
 
 
 HEAD, TAIL = CHATML.split("{{ m.content | trim }}")
