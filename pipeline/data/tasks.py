@@ -323,7 +323,9 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
     sides = [columns[name] for name in names if columns.get(name) is not None]
     before = columns.get("prompt_ids", [])
     prompt = (before + sides[0])[: len(before) or prompt_tokens]
-    head = decode(prompt).rstrip("\ufffd")  # its last tokens may be a part of a character
+    # Its last tokens may be a part of a character, which alone cannot be decoded: UTF-8 has at most 4 bytes
+    heads = (decode(prompt[: max(0, len(prompt) - cut)]) for cut in range(4))
+    head = next((text for text in heads if not text.endswith("\ufffd")), "")
     texts = [decode(before + side)[len(head) :] for side in sides]
     if len(texts) == 1:
         return clip(f"{head}⟦{texts[0]}⟧", limit)

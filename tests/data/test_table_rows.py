@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from toy_data import ROWS, USER, make, parsed, read_rows, write
 
-from pipeline.data import chunks, files, table_rows
+from pipeline.data import chunks, files
 from pipeline.data.shapes import kind_of
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
@@ -38,15 +38,6 @@ def test_tables_hold_each_row_once_with_its_number(tmp_path, format, chunk_bytes
     assert len(planned) == 1 if format == "one group" else len(planned) > 3
 
 
-def test_a_large_row_group_is_not_held_at_once(tmp_path, monkeypatch):
-    rows = [{"prompt": "x" * 999, "completion": str(i)} for i in range(4000)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    monkeypatch.setattr(table_rows, "BYTES", 100_000)
-    with table_rows._opened(str(tmp_path / "rows.parquet")) as file:
-        sizes = [batch.num_rows for _, _, read in table_rows._groups(file, "parquet") for batch in read()]
-    assert sum(sizes) == 4000 and max(sizes) <= table_rows.ROWS
-
-
 def test_nested_columns_are_as_in_json(tmp_path):
     """A struct has all keys that it has in any row: those that are null are as absent as they were in the JSON."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"city": "here"}}}
@@ -61,7 +52,6 @@ def test_nested_columns_are_as_in_json(tmp_path):
     read = [row for _, row in read_rows(tmp_path / "rows.parquet")]
     assert [row["messages"] for row in read] == [row["messages"] for row in rows]
     assert [row["margin"] for row in read] == [1.5, None, None]
-    assert parsed({"messages": [*rows[1]["messages"], {"role": "assistant", "content": "so"}]}, "sft")
     datasets.Dataset.from_list(rows[:2]).to_parquet(tmp_path / "hub.parquet")
     read = [row for _, row in read_rows(tmp_path / "hub.parquet")]
     assert [row["messages"] for row in read] == [row["messages"] for row in rows[:2]]
@@ -139,20 +129,16 @@ def test_damage_in_the_middle_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["parquet", "arrow"])
-def test_text_that_is_not_utf8(tmp_path, format):
+def test_columns_that_are_not_as_in_json(tmp_path, format):
     words = pa.array([b"a", b"\xff", b"c"]).view(pa.string())
     path = tmp_path / f"rows.{format}"
     if format == "parquet":
         pq.write_table(pa.table({"prompt": words}), path)
     else:
         arrow(path, pa.table({"prompt": words}), "file")
+        twice = pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+        ((_, error),) = read_rows(arrow(tmp_path / "twice.arrow", twice, "stream"))
+        assert 'two columns of the name "prompt"' in error.found
     (_, first), (number, error), (_, last) = read_rows(path)
     assert (first, last, number) == ({"prompt": "a"}, {"prompt": "c"}, 2)
-    assert (error.kind, error.field) == ("not_utf8", "prompt") and "byte 0xff" in error.found
-
-
-def test_two_columns_of_one_name(tmp_path):
-    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
-    arrow(tmp_path / "rows.arrow", table, "stream")
-    ((number, error),) = read_rows(tmp_path / "rows.arrow")
-    assert number == 1 and 'two columns of the name "prompt"' in error.found
+    assert error.kind == "not_utf8" and "byte 0xff" in error.found

@@ -5,7 +5,7 @@ import gzip
 import json
 
 import pytest
-from toy_data import BOT, ROWS, USER, make, parsed, read_rows, rows_of
+from toy_data import ROWS, make, parsed, read_rows, rows_of
 
 from pipeline.data import text_rows
 from pipeline.data.values import RowError
@@ -53,23 +53,17 @@ LINES, TABLE = b'{"a": 1}\n' * 9, b"a,b\n" + b"1,2\n" * 9
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "not_json", 2, "column"),
         ("a.jsonl", b'{"a": 1}\n\n{"a": "\xff"}\n', "not_utf8", 3, "byte 0xff"),
         ("a.json", b'[{"a": 1}, {"a": 2}, {"a"', "not_json", 3, "the end of the file"),
-        ("a.json", b'[{"a": 1}, {"a": 2}', "not_json", 3, "the end of the file"),
         ("a.json", b'[{"a": 1}, {"a": "\xff"}]', "not_utf8", 1, "byte 0xff"),
         ("a.json", b"[{},,{}]", "not_json", 2, ",{}]"),
         ("a.json", b"[{} {}]", "not_json", 2, "no comma"),
-        ("a.json", b"[{},]", "not_json", 2, "]"),
-        ("a.json", b"[,{}]", "not_json", 1, ",{}]"),
         ("a.json", b"[{}] x", "not_json", 2, "after the closing bracket"),
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-12], "truncated_gzip", None, ""),
-        ("a.json.gz", gzip.compress(b'[{"a": 1}]', mtime=0)[:-9], "truncated_gzip", None, ""),
         ("a.csv.gz", gzip.compress(TABLE, mtime=0)[:-12], "truncated_gzip", None, ""),
         ("a.jsonl.gz", LINES, "truncated_gzip", 1, "ends too early"),
-        ("a.csv", b"a,b\n1,2\n3\n4,5\n", "ragged", 3, "1 value"),
         ("a.csv", b'a,b\n"1\n2",2\n3,4,5\n', "ragged", 4, "3 values"),
         ("a.csv", b'a,b\n1,2\n"3,4\n5,6\n', "not_csv", 3, "a quote that is not closed"),
         ("a.csv", b'a,b\n1,2\n"x"y,4\n5,6\n', "not_csv", 3, "expected after"),
         ("a.csv", b"a,b\n1,2\n3,\xe9\n5,6\n", "not_utf8", 3, "byte 0xe9"),
-        ("a.csv", b"\xffa,b", "not_utf8", 1, "byte 0xff"),
         ("a.csv", b"a,b,a\n1,2,3\n", "repeated_key", 1, 'two columns of the name "a"'),
     ],
 )  # fmt: skip
@@ -145,13 +139,6 @@ def test_rows_follow_a_bad_one_and_values_may_be_large(tmp_path):
     assert [number for number, _ in rows] == [2, 3, 4, 5] and rows[-1][1] == {"a": "4", "b": "5"}
     large = "x" * 200_000  # and an index without a name, as pandas writes it
     assert read_rows(write(tmp_path / "a.csv", f",a\n0,{large}\n")) == [(2, {"Unnamed: 0": "0", "a": large})]
-
-
-def test_lists_and_numbers_in_csv_are_json():
-    turns = [USER, BOT]
-    assert parsed({"messages": json.dumps(turns)}, "sft") == parsed({"messages": turns}, "sft")
-    pair = {"prompt": "42", "chosen": "1", "rejected": "2"}
-    assert [parsed({**pair, "margin": text}, "rm").margin for text in ("0.5", "")] == [0.5, None]
 
 
 def test_csv_trains_and_its_errors_name_the_line(tmp_path):
