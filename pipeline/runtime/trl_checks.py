@@ -7,9 +7,7 @@ only a fault of *all* the first rows does, or a pair with equal sides.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,14 +25,11 @@ from pipeline.runtime.worker import Worker
 CHECKED_ROWS = 64  # rows whose tokens are checked
 FORWARD_ROWS = 4  # the shortest of these rows, which go through the model
 MAX_LOGITS = 1 << 28  # fp32 numbers per row, a GiB; longer rows do not go through the model
-# Standard deviation of the noise on the adapter's B that moves a kto policy away from its reference
-NUDGE = 0.02
-ANSWERS = ("chosen", "rejected")
-SIDES = ("chosen_ids", "rejected_ids")
-SAME_NUMBERS = "the trainer's numbers are those of the rows alone"
+SIDES = ("chosen", "rejected")
 ADAPTERS = {"policy": "default", "reference": "ref"}  # TRL's names of the adapters
 
 Row = dict[str, Any]
+Completion = tuple[list[int], list[int]]  # token ids of a prompt, and of its (last) trained completion
 
 
 def check(worker: Worker, trainer: Any) -> list[Finding]:
@@ -44,31 +39,17 @@ def check(worker: Worker, trainer: Any) -> list[Finding]:
     model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.job.stage
     completions = [completion for row in rows for completion in completions_of(row)]
     tokenizer = worker.tokenizer
-    ends, bos = eos_ids(tokenizer), tokenizer.bos_token_id
-    twice = sum(
-        bos is not None and (prompt + completion)[:2] == [bos, bos] for prompt, completion in completions
-    )
-    different: tuple[str, bool | None] = ("one worker", None)
-    if worker.world > 1:
-        drawn = [row for part in worker.gather(trainer.first_rows()) for row in part]
-        doubled = len(drawn) - len(set(drawn))
-        different = f"{doubled} of {len(drawn)} rows of the first micro-batch are drawn twice", not doubled
     findings = [
-        Finding(  # else collators mask EOS, and it is never learned
-            "the pad token is no EOS token",
-            f"pad is {tokenizer.pad_token!r}, completions end with {tokenizer.convert_ids_to_tokens(ends)}",
-            tokenizer.pad_token_id not in ends,
-        ),
         only_adapters_learn(trainer, model),
-        Finding("workers train on different rows", *different),
-        Finding(  # one is of the template, one of the tokenizer
-            "at most one BOS per row",
-            f"{twice} of {len(completions)} rows begin with {tokenizer.bos_token} twice",
-            twice < max(1, len(completions)),
-        ),
+        *special_tokens(tokenizer, completions),
         ends_learned(worker, completions),
         *(starts_as_its_file(model, worker, role) for role in ADAPTERS if role in worker.work.inputs),
     ]
+    if worker.world > 1:
+        drawn = [row for part in worker.gather(trainer.first_rows()) for row in part]
+        doubled = len(drawn) - len(set(drawn))
+        found = f"{doubled} of {len(drawn)} rows of the first micro-batch are drawn twice"
+        findings.append(Finding("workers train on different rows", found, not doubled))
     if stage != "rm":
         findings.append(loss_after_generation_prompt(tokenizer, completions))
     if stage == "sft":
@@ -77,7 +58,7 @@ def check(worker: Worker, trainer: Any) -> list[Finding]:
         equal = sum(row["chosen_ids"] == row["rejected_ids"] for row in rows)
         found = f"{equal} of {len(rows)} pairs have the same tokens on both sides"
         findings.append(Finding("the sides of a pair differ", found, not equal))
-    if stage == "kto":
+    if stage == "kto" and trainer.calculate_KL:
         findings.append(pairs_other_rows(trainer))
     if worker.job.reference:  # the policy does not start as its reference
         return findings
@@ -94,28 +75,23 @@ def check(worker: Worker, trainer: Any) -> list[Finding]:
 
 def compare(stage: str, trainer: Any, model: Any, rows: list[Row]) -> list[Finding]:
     """Returns the findings about numbers of the trainer on a batch, each compared with the model on single rows."""
-    few = affordable(model, rows)
-    if stage == "kto":  # unequal numbers of labels: swapped ones show even if all log-ratios are equal
-        desirable, undesirable = ([row for row in rows if row["label"] is label] for label in (True, False))
-        few = affordable(model, desirable)[-2:] + affordable(model, undesirable)[-1:]
-    if not few:
-        return [Finding(SAME_NUMBERS, "not checked: the rows are too long", None)]
-    findings = []
+    few, findings = affordable(model, rows), []
+    if not few:  # all rows are too long
+        return []
     if stage in ("dpo", "kto"):
         trainer._metrics["eval"].clear()
         trainer.compute_loss(model, collated(trainer, model, few))  # TRL adds its metrics of the batch
         findings.append(policy_is_reference(trainer, model, few))
     numbers, limit = NUMBERS[stage](trainer, model, few)
-    if not numbers:
-        return [*findings, Finding(SAME_NUMBERS, "not checked: the job's loss has other terms", None)]
-    what, ours, alone = max(numbers, key=lambda number: abs(number[1] - number[2]))
-    found = f"{what} {ours:.6g} by the trainer, {alone:.6g} from the rows alone"
-    same = all(abs(ours - alone) <= limit for _, ours, alone in numbers)
-    findings.append(Finding(SAME_NUMBERS, found, same))
+    if numbers:
+        what, ours, alone = max(numbers, key=lambda number: abs(number[1] - number[2]))
+        found = f"{what} {ours:.6g} by the trainer, {alone:.6g} from the rows alone"
+        same = all(abs(ours - alone) <= limit for _, ours, alone in numbers)
+        findings.append(Finding("the trainer's numbers are those of the rows alone", found, same))
     if stage == "rm":
         scores = torch.tensor([ours for _, ours, _ in numbers])
+        found = "the head computes in bfloat16, in which close scores are equal"
         low = scores.equal(scores.bfloat16().float())
-        found = "the head computes in bfloat16, in which close scores are equal" if low else "float32"
         findings.append(Finding("scores are computed in fp32", found, not low))
     return findings
 
@@ -123,7 +99,7 @@ def compare(stage: str, trainer: Any, model: Any, rows: list[Row]) -> list[Findi
 # ----------------------------------------------------------------------------------------------------- tokens
 
 
-def completions_of(row: Row) -> Iterator[tuple[list[int], list[int]]]:
+def completions_of(row: Row) -> Iterator[Completion]:
     """Yields (prompt, completion) of a row as token ids. For sft, the completion is the last trained run of tokens."""
     if "labels" in row:
         for part in _unpacked(row):
@@ -135,7 +111,7 @@ def completions_of(row: Row) -> Iterator[tuple[list[int], list[int]]]:
     elif "completion_ids" in row:
         yield row["prompt_ids"], row["completion_ids"]
     else:  # a pair; for rm, both sides include the prompt
-        yield from ((row.get("prompt_ids", []), row[side]) for side in SIDES)
+        yield from ((row.get("prompt_ids", []), row[f"{side}_ids"]) for side in SIDES)
 
 
 def _unpacked(row: Row) -> list[Row]:
@@ -165,43 +141,44 @@ def only_adapters_learn(trainer: Any, model: Any) -> Finding:
     return Finding("only adapters and heads learn", found, bool(learning) and not faults)
 
 
-def ends_learned(worker: Worker, rows: Sequence[tuple[list[int], list[int]]]) -> Finding:
-    """Checks that completions end with a trained EOS token: else the model never learns to stop.
+def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[Finding]:
+    """Checks the pad token, and that rows do not begin with two BOS: one of the template, one of the tokenizer."""
+    ends, bos = eos_ids(tokenizer), tokenizer.bos_token_id
+    pad = f"pad is {tokenizer.pad_token!r}, completions end with {tokenizer.convert_ids_to_tokens(ends)}"
+    twice = sum(bos is not None and (prompt + ids)[:2] == [bos, bos] for prompt, ids in rows)
+    begins = f"{twice} of {len(rows)} rows begin with {tokenizer.bos_token} twice"
+    return [
+        # Otherwise collators mask EOS, and it is never learned
+        Finding("the pad token is no EOS token", pad, tokenizer.pad_token_id not in ends),
+        Finding("at most one BOS per row", begins, twice < max(1, len(rows))),
+    ]
 
-    Args:
-        rows: token ids of (prompt, completion). A row as long as data.max_length may be truncated, and is skipped.
-    """
-    name, ends = "completions end with a trained EOS", set(eos_ids(worker.tokenizer))
-    limit = worker.job.data.max_length or float("inf")
-    complete = [completion for prompt, completion in rows if len(prompt) + len(completion) < limit]
-    if not complete:
-        return Finding(name, f"not checked: all of the first {len(rows)} rows are truncated", None)
+
+def ends_learned(worker: Worker, rows: Sequence[Completion]) -> Finding:
+    """Checks that completions end with a trained EOS token: else the model never learns to stop."""
+    ends, limit = set(eos_ids(worker.tokenizer)), worker.job.data.max_length or float("inf")
+    # A row as long as the limit may be truncated.
+    complete = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]
     ended = sum(bool(ids) and ids[-1] in ends for ids in complete)
     found = f"{ended} of {len(complete)} completions end with an EOS token among the trained ones"
-    return Finding(name, found, ended > 0)
+    return Finding("completions end with a trained EOS", found, ended > 0 or not complete)
 
 
-def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[tuple[list[int], list[int]]]) -> Finding:
-    """Checks that training begins right after the template's generation prompt.
-
-    Args:
-        rows: token ids of (prompt, last trained completion).
-    """
+def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> Finding:
+    """Checks that training begins right after the template's generation prompt."""
     name = "the loss starts after the generation prompt"
-    with_prompt = sum(bool(prompt) for prompt, _ in rows)
-    if not with_prompt:
+    if not any(prompt for prompt, _ in rows):
         found = f"in none of {len(rows)} rows: the prompt is trained, too, from its first token"
         return Finding(name, found, False)
-    if GENERATION.search(tokenizer.chat_template or ""):
-        return Finding(name, "the template marks its completions itself ({% generation %})", None)
     _, asks = user_header_and_generation_prompt(tokenizer)
     # Only the completion's beginning, because it may have more turns, each after such a prompt.
-    texts = [(tokenizer.decode(p), tokenizer.decode(p + completion[:8])) for p, completion in rows]
-    if not asks or not any(asks in text for _, text in texts):
-        return Finding(name, f"{with_prompt} of {len(rows)} rows have a prompt that is not trained", True)
+    texts = [(tokenizer.decode(prompt), tokenizer.decode(prompt + ids[:8])) for prompt, ids in rows]
+    # A template may mark its completions itself.
+    marked = GENERATION.search(tokenizer.chat_template or "")
+    applies = asks and not marked and any(asks in text for _, text in texts)
     after = sum(asks in prompt and prompt.rfind(asks) == text.rfind(asks) for prompt, text in texts)
     found = f"{after} of {len(rows)} completions are trained from the end of the template's last {asks!r}"
-    return Finding(name, found, after > 0)
+    return Finding(name, found, after > 0 or not applies)
 
 
 def starts_as_its_file(model: Any, worker: Worker, role: str) -> Finding:
@@ -235,9 +212,6 @@ def labels_are_tokens(trainer: Any, rows: list[Row]) -> Finding:
 
 def pairs_other_rows(trainer: Any) -> Finding:
     """Checks the KL term of the first batch: it is over prompts with completions of other rows of the same step."""
-    name = "the KL term pairs prompts with other rows' completions"
-    if not trainer.calculate_KL:
-        return Finding(name, "not checked: the loss has no KL term", None)
     loader = trainer.get_train_dataloader()
     drawn = next(iter(loader.batch_sampler))
     count = len(drawn) // 2  # the others follow the rows that they are paired with
@@ -252,7 +226,8 @@ def pairs_other_rows(trainer: Any) -> Finding:
         f"of {count} rows in the first micro-batch, {themselves} are paired with their own completion, and {wrong} are read "
         "with other tokens than those of their pair"
     )
-    return Finding(name, found, not wrong and (not themselves or len(trainer.train_dataset) == 1))
+    holds = not wrong and (not themselves or len(trainer.train_dataset) == 1)
+    return Finding("the KL term pairs prompts with other rows' completions", found, holds)
 
 
 # ---------------------------------------------------------------------------- numbers of a batch, and of single rows
@@ -260,15 +235,14 @@ def pairs_other_rows(trainer: Any) -> Finding:
 
 def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> Finding:
     """Checks by TRL's metrics that policy and reference agree before the first step."""
-    name, metrics = "the policy starts as the reference", trainer._metrics["eval"]
     # TRL's rewards: beta times the log-ratio of policy and reference
-    rewards = {key: metrics[f"rewards/{key}"][-1] for key in ANSWERS if f"rewards/{key}" in metrics}
-    if not rewards:  # another loss, which does not log rewards
-        return Finding(name, "not checked: the loss has no metrics of single rows", None)
-    found = ", ".join(f"reward of the {key} {value:.3g}" for key, value in rewards.items())
+    metrics = trainer._metrics["eval"]
+    rewards = {side: metrics[f"rewards/{side}"][-1] for side in SIDES if f"rewards/{side}" in metrics}
+    found = ", ".join(f"reward of the {side} {value:.3g}" for side, value in rewards.items())
     longest = max(len(completion) for row in rows for _, completion in completions_of(row))
     limit = tolerance(trainer, model) * trainer.args.beta * longest
-    return Finding(name, found, all(abs(value) <= limit for value in rewards.values()))
+    holds = all(abs(value) <= limit for value in rewards.values())
+    return Finding("the policy starts as the reference", found, holds)
 
 
 # What a stage compares: [(name, number of the trainer on a padded batch, number from single rows)], empty if the job's loss
@@ -295,7 +269,7 @@ def rm_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
     scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.flatten()
     head = next(p for name, p in bare.named_parameters() if is_head(name) and "default" in name).float()
     alone = []
-    for ids in [row[side] for side in SIDES for row in rows]:
+    for ids in [row[f"{side}_ids"] for side in SIDES for row in rows]:
         with trainer.compute_loss_context_manager():
             hidden = bare.base_model(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state
         alone.append(float(head.flatten() @ hidden[0, -1].float()))
@@ -303,71 +277,24 @@ def rm_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
     return [("score", *pair) for pair in zip(scores.tolist(), alone, strict=True)], limit
 
 
-def dpo_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
-    """Compares TRL's metrics with the mean log-prob of the completions."""
-    metrics, numbers = trainer._metrics["eval"], []
-    if trainer.ld_alpha is None and "logps/chosen" in metrics:
-        for side in ANSWERS:
-            logprobs = [completion_logprob(model, row["prompt_ids"], row[f"{side}_ids"]) for row in rows]
-            alone = sum(logprobs) / len(rows)
-            numbers.append((f"log-prob of the {side}", metrics[f"logps/{side}"][-1], alone))
-    return numbers, tolerance(trainer, model) * max([1.0, *(abs(alone) for *_, alone in numbers)])
-
-
-def kto_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
-    """Compares the loss with eq. 7 of the paper (Ethayarajh et al. 2024).
-
-    If policy and reference were equal, swapped labels would not show: the adapter is moved a little for this check.
-    """
-    if trainer.aux_loss_enabled:
+def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
+    """Compares TRL's metrics of each side with the mean log-prob of its completions. In kto, the label is the side."""
+    if getattr(trainer, "ld_alpha", None) is not None:  # dpo with weights by length
         return [], 0.0
-    others = [*rows[-1:], *rows[:-1]]
-    with _nudged(model):
-        loss = float(trainer.compute_loss(model, collated(trainer, model, rows)))
-        ratios = [_log_ratio(model, row, row) for row in rows]
-        mismatched = [_log_ratio(model, row, other)[0] for row, other in zip(rows, others, strict=True)]
-    z0 = max(0.0, sum(mismatched) / len(rows)) if trainer.calculate_KL else 0.0
-    weights = {True: trainer.desirable_weight, False: trainer.undesirable_weight}
-    terms = []
-    for row, (ratio, _) in zip(rows, ratios, strict=True):
-        gain = (ratio - z0) if row["label"] else (z0 - ratio)
-        terms.append(weights[row["label"]] / (1 + math.exp(trainer.beta * gain)))
-    expected = sum(terms) / len(terms)
-    # A swapped label or a wrong z0 changes the loss by about beta times the log-ratios. Rounding errors grow with the log-probs.
-    largest, longest = max(abs(ratio) for ratio, _ in ratios), max(size for _, size in ratios)
-    doubt = tolerance(trainer, model) * (max(largest, z0) + 0.02 * longest)
-    doubt *= trainer.beta * max(weights.values())
-    return [("loss", loss, expected)], 1e-5 * max(1.0, expected) + doubt
+    logprobs: dict[str, list[float]] = {}
+    for row in rows:
+        of_label = {"chosen" if row.get("label") else "rejected": row.get("completion_ids")}
+        completions = of_label if "label" in row else {side: row[f"{side}_ids"] for side in SIDES}
+        for side, completion in completions.items():
+            logprobs.setdefault(side, []).append(completion_logprob(model, row["prompt_ids"], completion))
+    numbers = []
+    for side, some in logprobs.items():
+        by_trainer = sum(trainer._metrics["eval"][f"logps/{side}"])  # of one batch
+        numbers.append((f"log-prob of the {side}", by_trainer, sum(some) / len(some)))
+    return numbers, tolerance(trainer, model) * max(1.0, *(abs(alone) for *_, alone in numbers))
 
 
-NUMBERS = {"sft": sft_numbers, "rm": rm_numbers, "dpo": dpo_numbers, "kto": kto_numbers}
-
-
-def _log_ratio(model: Any, row: Row, other: Row) -> tuple[float, float]:
-    """Returns (log policy - log reference, |log policy|) of the other row's completion after this row's prompt."""
-    from trl.trainer.utils import use_adapter
-
-    both = row["prompt_ids"], other["completion_ids"]
-    policy = completion_logprob(model, *both)
-    with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
-        reference = completion_logprob(model, *both)
-    return policy - reference, abs(policy)
-
-
-@contextlib.contextmanager
-def _nudged(model: Any) -> Iterator[None]:
-    """Moves the adapter away from the reference within the block, and restores it exactly."""
-    parameters = dict(model.named_parameters())
-    before = {name: p.data for name, p in parameters.items() if "lora_B.default" in name}
-    generator = torch.Generator().manual_seed(0)
-    for name, data in before.items():
-        noise = NUDGE * torch.randn(data.shape, generator=generator)
-        parameters[name].data = data + noise.to(data)
-    try:
-        yield
-    finally:
-        for name, data in before.items():
-            parameters[name].data = data
+NUMBERS = {"sft": sft_numbers, "rm": rm_numbers, "dpo": preference_numbers, "kto": preference_numbers}
 
 
 # ----------------------------------------------------------------------------------------------------- helpers
@@ -377,9 +304,7 @@ def affordable(model: Any, rows: list[Row]) -> list[Row]:
     """Returns the shortest rows, and the longest that the model can be run on: most faults are about padding."""
 
     def length(row: Row) -> int:
-        if "labels" in row:
-            return max(row.get("seq_lengths") or [len(row["input_ids"])])
-        return max(len(prompt) + len(completion) for prompt, completion in completions_of(row))
+        return max((len(prompt) + len(completion) for prompt, completion in completions_of(row)), default=0)
 
     vocab_size = model.config.get_text_config().vocab_size
     fitting = sorted((row for row in rows if length(row) * vocab_size <= MAX_LOGITS), key=length)

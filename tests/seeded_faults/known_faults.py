@@ -340,7 +340,8 @@ BEFORE, LAST = "values are read before each action", "last token of the completi
 SHARED = "trainer.num_generations=8"
 PAID, SIGN = "score is paid once|where the score is paid", "KL's sign or coefficient"
 DIFFER = "advantages of .* differ"
-STARTS, PAPER = "policy starts as the reference", "loss .* from the rows alone"
+STARTS, ALONE = "policy starts as the reference", "loss .* from the rows alone"
+LOGPROBS = "log-prob .* from the rows alone"
 BOTH = "same tokens on both sides"
 UNKNOWABLE = (
     "tokens cannot tell which of two completions somebody preferred: `validate` shows the first pairs"
@@ -467,7 +468,7 @@ FAULTS = [
     Fault("labels are shifted twice", "sft", "labels are the rows' tokens|not the token that stands there", RUN,
           of_batches(lambda batch: batch.update(labels=batch["labels"].roll(-1, 1)))),
     Fault("the collator masks the end token", "sft", "collator masks labels", RUN, of_batches(last_label_is_masked), quick=True),
-    Fault("packed rows attend to each other", "sft", PAPER, RUN, of_batches(packing_is_forgotten), "trainer.packing=true",
+    Fault("packed rows attend to each other", "sft", ALONE, RUN, of_batches(packing_is_forgotten), "trainer.packing=true",
           quick=True),
     Fault("pad is the end token", "sft", "the pad token is no EOS token", LOAD_TOKENIZER,
           afterwards(lambda tokenizer, *_: setattr(tokenizer, "pad_token", tokenizer.eos_token)), quick=True),
@@ -491,15 +492,15 @@ FAULTS = [
     Fault("dpo's reference is the bare base", "dpo", STARTS, RUN, before_training(lambda t: without(".ref.")(t.model)),
           quick=True),
     Fault("kto's reference is the bare base", "kto", STARTS, RUN, before_training(lambda t: without(".ref.")(t.model))),
-    Fault("dpo's log-probs include the prompt", "dpo", "log-prob .* from the rows alone", RUN,
+    Fault("dpo's log-probs include the prompt", "dpo", LOGPROBS, RUN,
           of_batches(lambda batch: batch.update(completion_mask=batch["attention_mask"].clone())), quick=True),
-    Fault("kto's loss is over the prompts, too", "kto", PAPER, RUN,
+    Fault("kto's loss is over the prompts, too", "kto", LOGPROBS, RUN,
           of_batches(lambda batch: batch.update(completion_mask=batch["attention_mask"].clone())), quick=True),
     Fault("dpo's policy is a new adapter on the bare base", "dpo", "policy is the adapter of its file",
           (peft.PeftModel, "from_pretrained"), afterwards(lambda model, *_: without("lora_B")(model)), quick=True),
     Fault("dpo's pairs are equal", "dpo", BOTH, WRITE,
           of_columns(lambda columns: columns.update(rejected_ids=list(columns["chosen_ids"])))),
-    Fault("kto's labels are swapped in the loss", "kto", PAPER, RUN,
+    Fault("kto's labels are swapped in the loss", "kto", LOGPROBS, RUN,
           of_batches(lambda batch: batch.update(label=~batch["label"])), quick=True),
     Fault("kto's KL term is over the rows' own completions", "kto", "paired with their own completion",
           (kl_pairs.PairedBatchSampler, "__iter__"), own_completions, quick=True),
