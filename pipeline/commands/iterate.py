@@ -32,8 +32,7 @@ from pipeline.system import console, storage
 def run(path: str, overrides: list[str]) -> dict[str, Any]:
     """Runs an iteration. Returns the content of iterate.json. Nothing has started if one of its jobs is wrong."""
     plan = _in_one_home(plans.read(path, overrides))
-    resume.check_folder(plan.folder, "an iteration", "iterate")
-    seen = resume.state(plan.folder)
+    seen = resume.check_folder(plan.folder, "an iteration", "iterate")
     left = recorded(plan)
     if left.get("ended") and (not left["goes_on"] or len(left["rounds"]) >= plan.settings.rounds):
         print(f"iteration {plan.name} has ended ({plan.folder}); run.fresh=true starts it over")
@@ -81,10 +80,9 @@ def _in_one_home(plan: Plan) -> Plan:
 
 def recorded(plan: Plan) -> dict[str, Any]:
     """Returns iterate.json of an earlier driver, or {}. Raises InputError if the folder's iteration is of other jobs."""
-    path = storage.join(plan.folder, table.FILE)
-    if plan.fresh or not storage.exists(path):
+    left = resume.left_in(plan.folder, table.FILE, plan.fresh, *table.KEYS)
+    if not left:
         return {}
-    left = table.read(path)
     # Keys of a step that no round has completed may be edited.
     unused = plan.jobs.keys() - plans.used(plan)
     changed = plans.changed(left["plan"], plan.essence())

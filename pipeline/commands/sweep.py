@@ -29,8 +29,7 @@ from pipeline.system import console, process, storage
 def run(path: str, arguments: list[str]) -> dict[str, Any]:
     """Runs a sweep. Returns the content of sweep.json. Nothing has started if one of its jobs is wrong."""
     sweep = space.read(path, arguments)
-    resume.check_folder(sweep.folder, "a sweep", "sweep")
-    seen = resume.state(sweep.folder)
+    seen = resume.check_folder(sweep.folder, "a sweep", "sweep")
     left = recorded(sweep)
     if left.get("ended") and not [row for row in left["trials"] if row["state"] == "failed"]:
         print(f"sweep {sweep.job.run.name} has ended ({sweep.folder}); run.fresh=true starts it over")
@@ -56,10 +55,10 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
 
 def recorded(sweep: Sweep) -> dict[str, Any]:
     """Returns sweep.json of an earlier driver, or {}. Raises InputError if the folder's sweep is of another job."""
-    job, path = sweep.job, storage.join(sweep.folder, table.FILE)
-    if job.run.fresh or not storage.exists(path):
+    job = sweep.job
+    left = resume.left_in(sweep.folder, table.FILE, job.run.fresh, "job", "metric", "trials", "reports")
+    if not left:
         return {}
-    left = resume.read_object(path, "job", "metric", "trials", "reports")
     if left["job"] != resume.essence(job, "gate") or left["metric"] != sweep.metric:
         raise InputError(
             f"{job.run.name!r} is a sweep of another job; choose another name, or set run.fresh=true",

@@ -9,6 +9,7 @@ from pipeline.system import storage
 from pipeline.text import number, table
 
 FILE = "iterate.json"
+KEYS = ("plan", "pinned", "rounds", "goes_on", "ended", "version")
 HEADER = "round|prompts|rows|score|best|reward|judge|win rate|version|gate|seconds".split("|")
 
 
@@ -39,15 +40,9 @@ def recorded(reference: str, runs: str = "runs") -> tuple[str, list[dict[str, An
     """Returns (folder, rounds) of the iteration in a folder, or with a name under `runs`, or None if it is no iteration."""
     given = reference.rstrip("/").removesuffix(f"/{FILE}").removesuffix("/report.html")
     for folder in (given, storage.join(runs, given)):
-        path = storage.join(folder, FILE)
-        if not storage.is_remote(folder) and os.path.isfile(path):
-            return storage.absolute(folder), read(path)["rounds"]
+        if not storage.is_remote(folder) and os.path.isfile(f"{folder}/{FILE}"):
+            return storage.absolute(folder), resume.left_in(folder, FILE, False, *KEYS)["rounds"]
     return None
-
-
-def read(path: str) -> dict[str, Any]:
-    """Returns an iterate.json. Raises InputError if it cannot be read."""
-    return resume.read_object(path, "plan", "pinned", "rounds", "goes_on", "ended", "version")
 
 
 def drawn(rounds: list[dict[str, Any]]) -> list[str]:

@@ -64,31 +64,35 @@ def named(job: Job) -> Job:
     return replace(job, run=replace(job.run, name=name, storage_path=storage.absolute(job.run.storage_path)))
 
 
-def check_folder(folder: str, owner: str, example: str) -> None:
+def check_folder(folder: str, owner: str, example: str) -> dict[str, list[str]]:
     """Checks that a folder is writable and has no run of another kind, which run.fresh=true would delete.
 
     Args:
         owner: `a run`, `an iteration` or `a sweep`.
         example: what another name may begin with.
+
+    Returns:
+        The folder's state().
     """
     storage_path, _, name = folder.rpartition("/")
     storage.require_writable(storage_path)
-    for file, other in OWNERS.items():
-        if other != owner and storage.exists(storage.join(folder, file)):
+    for file in (seen := state(folder)):
+        if OWNERS[file] != owner:
             raise InputError(
-                f"{name!r} is the name of {other} ({folder}); choose another name, for example run.name={example}-{name}",
+                f"{name!r} is the name of {OWNERS[file]} ({folder}); choose another name, for example run.name={example}-{name}",
                 key="run.name",
             )
+    return seen
 
 
-def state(folder: str) -> dict[str, Any]:
+def state(folder: str) -> dict[str, list[str]]:
     """Returns the content of the files that show the owner of a folder."""
-    paths = [storage.join(folder, file) for file in OWNERS]
-    return {path: list(storage.read_lines(path)) for path in paths if storage.exists(path)}
+    paths = {file: storage.join(folder, file) for file in OWNERS}
+    return {file: list(storage.read_lines(path)) for file, path in paths.items() if storage.exists(path)}
 
 
 @contextlib.contextmanager
-def locked(folder: str, seen: dict[str, Any], fresh: bool) -> Iterator[None]:
+def locked(folder: str, seen: dict[str, list[str]], fresh: bool) -> Iterator[None]:
     """Locks a folder for this process until the block ends. Waits for workers of an earlier driver; `fresh` empties the folder.
 
     Args:
@@ -97,42 +101,27 @@ def locked(folder: str, seen: dict[str, Any], fresh: bool) -> Iterator[None]:
     Raises:
         InputError: if another process has the folder or changed it meanwhile.
     """
-    handle = _lock(folder)
-    try:
+    with contextlib.ExitStack() as stack:
+        if not storage.is_remote(folder):
+            os.makedirs(folder, exist_ok=True)
+            handle = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InputError(
+                    f"another process is running {folder} right now; wait for it, end it, or choose another run.name",
+                    key="run.name",
+                ) from error
         if not fresh and state(folder) != seen:
             raise InputError(
                 f"another process has run {folder} meanwhile; run the same command again", key="run.name"
             )
         wait_for_old_workers(folder)
-        if fresh and storage.exists(folder):  # only now: a mistake in the job must not delete the old run
+        if fresh:  # only now: a mistake in the job must not delete the old run
             fs, inner = storage.filesystem(folder)
-            fs.delete_dir_contents(inner)
+            fs.delete_dir_contents(inner, missing_dir_ok=True)
         yield
-    finally:
-        if handle is not None:
-            os.close(handle)
-
-
-def _lock(folder: str) -> int | None:
-    """Returns the handle that holds the lock of a folder, or None in a bucket."""
-    if storage.is_remote(folder):
-        return None
-    try:
-        os.makedirs(folder, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise InputError(
-            f"cannot use the folder {folder} ({error.strerror}); choose another run.name", key="run.name"
-        ) from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise InputError(
-            f"another process is running {folder} right now; wait for it, end it, or choose another run.name",
-            key="run.name",
-        ) from error
-    return handle
 
 
 def hold_worker_lock(folder: str) -> None:
@@ -168,8 +157,15 @@ def record(job: Job, inputs: dict[str, str], base: str, rows: dict[str, str]) ->
     storage.write_json(storage.join(job.folder, FILE), job.to_dict() | {"begun_with": facts})
 
 
-def read_object(path: str, *keys: str) -> dict[str, Any]:
-    """Returns a JSON object of a run. Raises InputError if it cannot be read or lacks one of `keys`."""
+def left_in(folder: str, file: str, fresh: bool, *keys: str) -> dict[str, Any]:
+    """Returns a JSON object that an earlier process left in a folder, or {} if it left none, or `fresh` starts over.
+
+    Raises:
+        InputError: if it cannot be read, or lacks one of `keys`.
+    """
+    path = storage.join(folder, file)
+    if fresh or not storage.exists(path):
+        return {}
     try:
         left = storage.read_json(path)
         for key in keys:
@@ -180,35 +176,32 @@ def read_object(path: str, *keys: str) -> dict[str, Any]:
             "over",
             key="run.name",
         ) from error
-    return left
+    return left  # type: ignore[no-any-return]
 
 
-def read(job: Job, path: str) -> dict[str, Any]:
-    """Returns job.json or result.json of the run of this name. Raises InputError if it is another stage's."""
-    left = read_object(path, "stage")
-    stage = left["stage"]
-    if stage != job.stage:
-        kind = "an unfinished" if path.endswith(FILE) else "a finished"
+def read(job: Job, file: str) -> dict[str, Any]:
+    """Returns job.json or result.json of the run of this name, as left_in. Raises InputError if it is another stage's."""
+    left = left_in(job.folder, file, job.run.fresh, "stage")
+    if left and left["stage"] != job.stage:
+        kind = "an unfinished" if file == FILE else "a finished"
         raise InputError(
-            f"{job.run.name!r} is the name of {kind} {stage} run in {job.run.storage_path}; choose another name, for example "
-            f"run.name={job.stage}-{job.run.name}",
+            f"{job.run.name!r} is the name of {kind} {left['stage']} run in {job.run.storage_path}; choose another name, for "
+            f"example run.name={job.stage}-{job.run.name}",
             key="run.name",
         )
     return left
 
 
-def unfinished(job: Job) -> dict[str, Any] | None:
-    """Returns job.json of the run that this job resumes, or None if it starts one, or starts it over.
+def unfinished(job: Job) -> dict[str, Any]:
+    """Returns job.json of the run that this job resumes, or {} if it starts one, or starts it over.
 
     Without a checkpoint or a part there is nothing to resume: the job may then be edited, and is another run.
 
     Raises:
         InputError: if this job would give other results than the one that began the run.
     """
-    path = storage.join(job.folder, FILE)
-    if job.run.fresh or not storage.exists(path):
-        return None
-    left = read(job, path)
+    if not (left := read(job, FILE)):
+        return {}
     free = [*MAY_CHANGE, *_resolved(job), "begun_with"]
     if job.data.batch_size or job.stage == "ppo":  # the key then only limits the rows in memory
         free.append("trainer.per_device_train_batch_size")
@@ -220,7 +213,7 @@ def unfinished(job: Job) -> dict[str, Any] | None:
         if run.get("keep") == "best" or run.get("early_stopping_patience") or run.get("stop_if"):
             changed |= {key: two for key, two in differences(left, job).items() if _among(key, COMPARISON)}
     if changed and not _has_progress(job):
-        return None
+        return {}
     if changed:
         different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
         raise InputError(

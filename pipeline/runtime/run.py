@@ -95,19 +95,15 @@ def finished(job: Job) -> dict[str, Any] | None:
             written to.
     """
     resume.check_folder(job.folder, "a run", job.stage)
-    if job.run.fresh:
+    result = resume.read(job, "result.json")
+    if not result:
+        resume.read(job, resume.FILE)  # raises if it is another stage's
         return None
-    path, unfinished = (storage.join(job.folder, name) for name in ("result.json", resume.FILE))
-    if not storage.exists(path):
-        if storage.exists(unfinished):
-            resume.read(job, unfinished)  # raises if it is another stage's
-        return None
-    result = resume.read(job, path)
     print(
-        f"run {job.run.name} is finished ({path}); run.fresh=true starts it over, another run.name starts a new one"
+        f"run {job.run.name} is finished ({job.folder}/result.json); run.fresh=true starts it over, another run.name starts a "
+        "new one"
     )
-    if result.get("job"):
-        resume.print_differences(result["job"], job)
+    resume.print_differences(result["job"], job)
     return result | {"folder": job.folder}  # the folder may have been moved
 
 
@@ -126,10 +122,9 @@ def open_run(job: Job) -> Iterator[Run]:
     with console.waiting("opening MLflow"):
         registry.check(job)
     left = resume.unfinished(job)
-    pinned = resume.pinned_inputs(left, job) if left else {}
     for warning in rules.warnings(job):
         print(f"warning: {warning}", flush=True)
-    with prepared(job, pinned) as run:
+    with prepared(job, resume.pinned_inputs(left, job)) as run:
         if run.report:
             print(run.report.render(samples=False), flush=True)
         if STAGE[job.stage].learns and (other_base := registry.other_base(run.job, run.work.base)):

@@ -24,8 +24,7 @@ from pipeline.system import storage, terminal
 def run(job: Job) -> dict[str, Any]:
     result = launch(job, train, register=promote)
     storage.remove(storage.join(result["folder"], resume.PARTS))  # not before: it resumes from them
-    path = storage.join(result["folder"], "evaluation.json")
-    found = resume.read_object(path, "pairs", "benchmarks", "probes", "best_of_n")
+    found = storage.read_json(storage.join(result["folder"], "evaluation.json"))
     tables = [subsets_table(subsets)] if (subsets := found["pairs"].get("subsets")) else []
     for name, benchmark in found["benchmarks"].items():
         tables.append(subsets_table({**benchmark["subsets"], **benchmark["levels"]}, name, "rows", "score"))

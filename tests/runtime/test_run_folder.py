@@ -71,7 +71,7 @@ def test_a_changed_job_does_not_continue_a_checkpoint(verb, overrides, says, hal
     ids=str,
 )  # fmt: skip
 def test_what_does_not_change_the_numbers_may_change(overrides, halfway, in_root):
-    assert resume.unfinished(job_of(halfway, *BATCH, *overrides)) is not None
+    assert resume.unfinished(job_of(halfway, *BATCH, *overrides))
 
 
 def test_how_evaluations_are_compared_decides_what_is_registered(halfway, tmp_path, in_root):
@@ -89,7 +89,7 @@ def test_how_evaluations_are_compared_decides_what_is_registered(halfway, tmp_pa
         resume.record(job_of(folder, *left), {}, "b", {})
         with pytest.raises(InputError, match=says):
             resume.unfinished(job_of(folder, *left, change))
-        assert resume.unfinished(job_of(folder, *left, "run.num_to_keep=5")) is not None
+        assert resume.unfinished(job_of(folder, *left, "run.num_to_keep=5"))
 
 
 def job_of(folder, *overrides):
@@ -100,10 +100,10 @@ def job_of(folder, *overrides):
 def test_without_a_checkpoint_the_job_may_still_be_edited(halfway, tmp_path, in_root):
     folder = shutil.copytree(halfway, tmp_path / "copy")
     shutil.rmtree(folder / "sft/checkpoint_00000010")
-    assert resume.unfinished(job_of(folder, *BATCH, "trainer.learning_rate=0.5")) is None
+    assert not resume.unfinished(job_of(folder, *BATCH, "trainer.learning_rate=0.5"))
     job = job_of(folder, *BATCH)
     found = resume.unfinished(job)
-    assert found is not None, "the same job goes on with its MLflow run"
+    assert found, "the same job goes on with its MLflow run"
     assert resume.same_content(found, job, "sha256:base", {"train": "sha256:rows"})
     assert not resume.same_content(found, job, "sha256:base", {"train": "sha256:edited"})
 
@@ -222,6 +222,6 @@ def test_versions_hold_for_the_inputs_that_the_job_names_as_it_did(tmp_path, in_
     pinned = {"policy": "models:/a/1", "judge": "models:/b/2", "reward.0": "models:/rlhf-rm/3"}
     resume.record(ppo(), pinned, "b", {})
     found = resume.unfinished(ppo())
-    assert found is not None and resume.pinned_inputs(found, ppo()) == pinned
+    assert resume.pinned_inputs(found, ppo()) == pinned
     del pinned["judge"]  # another one: it is looked up and checked anew
     assert resume.pinned_inputs(found, ppo("judge=models:/c@champion")) == pinned
