@@ -1,6 +1,6 @@
 """Tracks which step's adapter a run keeps, and whether it stops early: `run.keep`, `run.early_stopping_patience`, `run.stop_if`.
 
-    best = Best.of(job, parameters)
+    best = of(job, parameters)
     best.compare(metrics, step)                # after each evaluation, on every rank with the same metrics
     best.exhausted                             # True if training must stop
     best.save(folder), best.load(folder)       # as part of every checkpoint
@@ -13,8 +13,8 @@ run.num_to_keep cannot delete the best one.
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,50 +24,25 @@ from pipeline.config import Job, gates
 from pipeline.errors import Failure, SelfCheckFailed
 
 STATE, WEIGHTS = "best.json", "best.safetensors"
+# Passes the value and the step of an evaluation to a sweep, and returns why to stop, or None
+Report = Callable[[float, int], str | None]
 
 
+@dataclass
 class Best:
-    """The best evaluation up to now, and its weights.
+    """The best evaluation up to now, and its weights."""
 
-    Args:
-        parameters: the trainable ones, by name. Empty: evaluations are compared, but the last weights are kept.
-        patience: evaluations without a better one after which training stops; None disables this.
-        stop_if: {metric: condition} that end training as soon as one holds.
-        report: passes the value and the step of an evaluation to a sweep, and returns why to stop, or None.
-    """
-
-    def __init__(
-        self,
-        metric: str,
-        greater_is_better: bool,
-        patience: int | None,
-        parameters: dict[str, torch.nn.Parameter],
-        report: Callable[[float, int], str | None] | None = None,
-        stop_if: Mapping[str, str] = MappingProxyType({}),
-    ):
-        self.metric, self.greater_is_better, self.patience = metric, greater_is_better, patience
-        self.parameters, self.report, self.stop_if = parameters, report, stop_if
-        self.step: int | None = None  # None before the first evaluation with a finite value
-        self.value: float | None = None
-        self.stale = 0  # evaluations since then
-        self.stopped: str | None = None  # the reason, set by the receiver of the evaluations
-        self.weights: dict[str, torch.Tensor] = {}
-
-    @classmethod
-    def of(
-        cls,
-        job: Job,
-        parameters: dict[str, torch.nn.Parameter],
-        report: Callable[[float, int], str | None] | None = None,
-    ) -> "Best | None":
-        """Returns the tracker of a job, or None if it keeps the last step, never stops early and is in no sweep."""
-        run = job.run
-        if run.keep == "last" and run.early_stopping_patience is None and not run.stop_if and report is None:
-            return None
-        metric = run.metric_for_best_model or gates.default_metric(job)
-        greater = gates.greater_is_better(metric, run.greater_is_better)
-        kept = parameters if run.keep == "best" else {}
-        return cls(metric, greater, run.early_stopping_patience, kept, report, run.stop_if)
+    metric: str
+    greater_is_better: bool
+    patience: int | None  # evaluations without a better one after which training stops; None: it does not
+    parameters: dict[str, torch.nn.Parameter]  # the trainable ones; empty: the last weights are kept
+    report: Report | None = None
+    stop_if: dict[str, str] = field(default_factory=dict)  # {metric: condition} that ends training
+    step: int | None = None  # None before the first evaluation with a finite value
+    value: float | None = None
+    stale: int = 0  # evaluations since then
+    stopped: str | None = None  # why the sweep or run.stop_if ends training
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def compare(self, figures: dict[str, float], step: int) -> None:
         """Keeps this step if its value is better than all before; equal values and NaN are not."""
@@ -123,13 +98,19 @@ class Best:
         return self.stopped or f"{self.metric} {what} {self.stale} evaluation{'s' * (self.stale != 1)}"
 
 
-def outcome(best: Best | None, kept: int | None, last: int, total: int) -> dict[str, Any]:
-    """Returns which step was kept and why training ended, for result.json.
+def of(job: Job, parameters: dict[str, torch.nn.Parameter], report: Report | None = None) -> Best | None:
+    """Returns the tracker of a job, or None if it keeps the last step, never stops early and is in no sweep."""
+    run = job.run
+    if run.keep == "last" and run.early_stopping_patience is None and not run.stop_if and report is None:
+        return None
+    metric = run.metric_for_best_model or gates.default_metric(job)
+    greater = gates.greater_is_better(metric, run.greater_is_better)
+    kept = parameters if run.keep == "best" else {}
+    return Best(metric, greater, run.early_stopping_patience, kept, report, run.stop_if)
 
-    Args:
-        kept: the step whose weights were restored, or None if the last ones stay.
-        last: the step at which training ended, of `total` planned.
-    """
+
+def outcome(best: Best | None, kept: int | None, last: int, total: int) -> dict[str, Any]:
+    """Returns which step was kept (None: the last one) and why training ended at step `last`, for result.json."""
     by = {"by": best.metric, "value": best.value} if best and kept is not None else {"by": None}
     reason = best.reason() if best and best.exhausted and last < total else None
     return {

@@ -1,17 +1,10 @@
 """A process that holds the models of a job: what it starts from (Work), and how it loads its inputs (Host)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline import registry
 from pipeline.config import Job, Model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from pipeline.data.feed import Mixture
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,7 @@ class Work:
     # {version: number of training rows that it has written}
     rows_from: dict[str, int] = field(default_factory=dict)
     row_format: str | None = None  # format of the rows: chat, text, both
-    mixture: Mixture | None = None  # sources of the training rows if they have weights
+    mixture: Any = None  # data.feed.Mixture: sources of the training rows if they have weights
     sweep: SweepHandle | None = None  # set if the run is a trial
 
 
@@ -53,7 +46,7 @@ class Host:
         """Returns the GPU that this process sees if the job uses one, else the CPU."""
         return "cuda" if self.job.scaling.get("use_gpu") else "cpu"
 
-    def load_base(self, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+    def load_base(self, scorer_tokenizer: Any = None) -> Any:
         """Loads the job's frozen base and sets the precision of fp32 products. Rank 0 prints the precision."""
         import torch
 
@@ -69,7 +62,7 @@ class Host:
                 )
         return base
 
-    def frozen_base(self, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+    def frozen_base(self, scorer_tokenizer: Any = None) -> Any:
         """Loads the job's frozen base directly onto this process's device; see models.base.load_base."""
         from pipeline.models.base import load_base
 

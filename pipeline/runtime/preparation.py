@@ -28,12 +28,11 @@ from pipeline.system import console, functions, storage, terminal
 class Run:
     """A job that is checked and whose rows are tokenized."""
 
-    work: Work
+    work: Work  # its run_id is set once there is one
     rows: dict[str, Any]  # tokenized, by name: train, eval, pairs
     report: Any  # on the rows, or None if the job reads none
     started: float  # time.monotonic() of the command
     continues: bool = False  # whether it resumes from a checkpoint or part of an earlier attempt
-    mlflow_run_id: str | None = None  # once there is one
 
     @property
     def job(self) -> Job:
@@ -42,7 +41,7 @@ class Run:
 
     @property
     def folder(self) -> str:
-        return self.work.job.folder
+        return self.job.folder
 
     def data(self) -> dict[str, Any]:
         """Returns what result.json says of the rows."""

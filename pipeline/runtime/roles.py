@@ -1,41 +1,36 @@
 """Loads a job's inputs as roles on one base: policy, reference, rewards and critic."""
 
-from __future__ import annotations
-
 import atexit
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline.models import hub
+import torch
+
+from pipeline.config import Job
+from pipeline.inference import memory
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.rows import Decoder
+from pipeline.inference.vllm import VllmDecoder, largest_rank, start_llm
+from pipeline.models import fsdp_sync, hub, probes
+from pipeline.models.adapters import SharedBase
+from pipeline.models.base import load_base
+from pipeline.models.tokenizer import load_tokenizer, tokenizer_digest
+from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward, Reward
 from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.runtime.host import Host
 from pipeline.runtime.worker import Worker
 from pipeline.system.functions import imported
 
-if TYPE_CHECKING:
-    import torch
-
-    from pipeline.config import Job
-    from pipeline.inference.rows import Decoder
-    from pipeline.models.adapters import SharedBase
-    from pipeline.ppo.config import PPOConfig
-    from pipeline.ppo.rewards import Reward
-
 
 def shared_base(worker: Host) -> SharedBase:
     """Returns the job's frozen base on this process's device, without roles."""
-    import torch
-
-    from pipeline.models import fsdp_sync
-    from pipeline.models.adapters import SharedBase
-
-    autocast = torch.bfloat16 if worker.job.bf16 else None
-    shared = SharedBase(worker.load_base(), autocast=autocast)
+    shared = SharedBase(worker.load_base(), autocast=torch.bfloat16 if worker.job.bf16 else None)
     if fsdp_sync.current is not None:
         fsdp_sync.current.shared = shared
     return shared
@@ -55,10 +50,6 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
     Args:
         shared: may be None if the reward is a function.
     """
-    from pipeline.models.base import load_base
-    from pipeline.models.tokenizer import load_tokenizer, tokenizer_digest
-    from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
-
     source, args = worker.work.inputs[name], worker.job.args
     if Ref.parse(source).is_function:
         function = imported(source)
@@ -134,18 +125,12 @@ def add_critic(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
     """
     if args.critic == "head":
         shared.add("critic", head_on="policy", trainable=True)
-    elif copied := next(iter(_reward_adapters(worker, shared)), None):
-        shared.add("critic", copy_of=copied, head=True, trainable=True)
-        return copied
-    else:
-        shared.add("critic", lora=worker.job.lora, head=True, trainable=True)
-    return None
-
-
-def _reward_adapters(worker: Host, shared: SharedBase) -> dict[str, str]:
-    """Returns {role: input of the job} of the rewards that are adapters, in the job's order."""
-    named = {_reward_role(index): f"reward.{index}" for index in range(len(worker.job.rewards))}
-    return {role: name for role, name in named.items() if role in shared.roles}
+        return None
+    rewards = map(_reward_role, range(len(worker.job.rewards)))
+    copied = next((role for role in rewards if role in shared.roles), None)
+    lora = None if copied else worker.job.lora
+    shared.add("critic", lora=lora, copy_of=copied, head=True, trainable=True)
+    return copied
 
 
 def _reward_role(index: int) -> str:
@@ -170,8 +155,6 @@ def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Dec
 
     vLLM ends with this process.
     """
-    from pipeline.inference.decoder import SlotDecoder
-
     rows = host.job.args.local_rollout_forward_batch_size
     if host.job.rollout_config.engine != "vllm":
         return SlotDecoder(shared, rows, host.tokenizer.pad_token_id)
@@ -206,18 +189,13 @@ def vllm(
     Raises:
         ValueError: if vLLM cannot run an adapter: DoRA, or a rank that is too large.
     """
-    import torch
-
-    from pipeline.inference.memory import MOST_ROWS, kv_bytes, memory_share
-    from pipeline.inference.vllm import VllmDecoder, largest_rank, start_llm
-
-    options = vllm_options(host.job, min(rows, MOST_ROWS))
+    options = vllm_options(host.job, min(rows, memory.MOST_ROWS))
     if shared.device.type == "cuda":
-        cache = kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
+        cache = memory.kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
         named = shared.base.named_parameters()
         weights = sum(p.numel() * p.element_size() for name, p in named if "lora_" not in name)
         total = torch.cuda.get_device_properties(shared.device).total_memory
-        share = memory_share(total, weights, cache, rows, longest)
+        share = memory.memory_share(total, weights, cache, rows, longest)
         options["gpu_memory_utilization"] = host.job.rollout_config.gpu_memory_utilization or share
         print(f"vLLM takes {options['gpu_memory_utilization']} of the GPU's memory", flush=True)
     # Like the trainer's, log-probs include the temperature.
@@ -241,8 +219,6 @@ def vllm_options(job: Job, rows: int) -> dict[str, Any]:
     Args:
         rows: completions that it decodes at the same time.
     """
-    from pipeline.inference.memory import BATCHED_TOKENS
-
     model, rollout = job.model, job.rollout_config
     options: dict[str, Any] = {"quantization": "bitsandbytes"} if model.load_in_4bit else {}
     if rollout.tensor_parallel_size > 1:
@@ -252,7 +228,7 @@ def vllm_options(job: Job, rows: int) -> dict[str, Any]:
         options["disable_custom_all_reduce"] = True
     options |= {
         "max_num_seqs": rows,
-        "max_num_batched_tokens": max(BATCHED_TOKENS, rows),
+        "max_num_batched_tokens": max(memory.BATCHED_TOKENS, rows),
         "revision": model.revision,
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,
@@ -262,19 +238,16 @@ def vllm_options(job: Job, rows: int) -> dict[str, Any]:
 
 def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
     """Returns {role: folder of the adapter that it started as}."""
-    sources: dict[str, str] = {}
-    if "policy" in worker.work.inputs:
-        sources |= dict.fromkeys(("policy", "reference"), worker.input("policy"))
-    rewards = {role: worker.input(name) for role, name in _reward_adapters(worker, shared).items()}
-    sources |= rewards
+    inputs = dict.fromkeys(("policy", "reference"), "policy") if "policy" in worker.work.inputs else {}
+    rewards = {_reward_role(index): f"reward.{index}" for index in range(len(worker.job.rewards))}
+    rewards = {role: name for role, name in rewards.items() if role in shared.roles}  # the adapters
+    inputs |= rewards
     if rewards and not shared.is_head("critic"):
-        sources["critic"] = next(iter(rewards.values()))
-    return {role: folder for role, folder in sources.items() if role in shared.roles}
+        inputs["critic"] = next(iter(rewards.values()))
+    return {role: worker.input(name) for role, name in inputs.items() if role in shared.roles}
 
 
 def save_policy(worker: Host, shared: SharedBase, folder: str) -> None:
-    from pipeline.models import probes
-
     shared.save("policy", folder)
     rows = probes.sequences(shared.vocab_size, worker.tokenizer.pad_token_id)
     probes.write(folder, rows, lambda ids: shared.mean_logprob("policy", ids))
@@ -282,8 +255,6 @@ def save_policy(worker: Host, shared: SharedBase, folder: str) -> None:
 
 def outputs(shared: SharedBase, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:
     """Returns the hidden states of rows of token ids, by the policy, or by the adapter in `folder` on the same base."""
-    import torch
-
     role = "reloaded" if folder else "policy"
     if folder:
         shared.add(role, folder=folder)

@@ -64,10 +64,9 @@ def launch(
         ):
             log_into(run.folder)
             terminal.say(text.row("data", run.report.headline()))
-            run.mlflow_run_id = run_id
-            work = replace(run.work, run_id=run_id, sweep=sweep)
-            with companion(work) if companion else contextlib.nullcontext() as running:
-                outcome = train_in_workers(work, run.rows, train, running)
+            run.work = replace(run.work, run_id=run_id, sweep=sweep)
+            with companion(run.work) if companion else contextlib.nullcontext() as running:
+                outcome = train_in_workers(run.work, run.rows, train, running)
             uri = registry.tracking_uri(run.job)
             outcome |= {"mlflow_run_id": run_id, "tracking_uri": uri, "inputs": run.work.inputs}
             version = (register or publish)(run.job, outcome)
@@ -154,7 +153,7 @@ def failure_recorded(run: Run) -> Iterator[None]:
             "error": without_credentials(summary(error)),
             "traceback": without_credentials("".join(traceback.format_exception(error)))[-8000:],
             "seconds": round(time.monotonic() - run.started, 2),
-            "mlflow_run_id": run.mlflow_run_id,
+            "mlflow_run_id": run.work.run_id,
             "tracking_uri": registry.tracking_uri(run.job),
         }
         try:
@@ -180,10 +179,8 @@ def train_in_workers(
         outcome = fit(job, main, config, rows, companion)
     except Exception:
         with contextlib.suppress(OSError):  # the disk itself may have failed
-            newest = next(reversed(checkpoints.complete(job.folder)), None)
-            does = (
-                f"continues from {newest}" if newest else "starts it over: it has no complete checkpoint yet"
-            )
+            newest = "".join(checkpoints.complete(job.folder)[-1:])
+            does = f"continues from {newest}" if newest else "starts it over: no checkpoint is complete yet"
             again = f"the same command with run.name={job.run.name} {does}"
             terminal.say(f"run {job.run.name} failed; {again}", result=True)
         raise

@@ -239,7 +239,7 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, shards)
     trainer.mixture = worker.work.mixture
     learning = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    tracked = Best.of(worker.job, learning, worker.report)
+    tracked = best.of(worker.job, learning, worker.report)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Reporter(worker, trainer, tracked))
     if worker.rank == 0:

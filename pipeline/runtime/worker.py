@@ -4,8 +4,6 @@ A stage's `train(worker)` runs once in every worker of the group. It reads `rows
 `checkpoint`, and `finish`es with an adapter that has been checked to reload.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -17,7 +15,7 @@ import tempfile
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline import registry, text
 from pipeline.config import Job
@@ -29,14 +27,32 @@ from pipeline.runtime.host import Host, Work
 from pipeline.runtime.resume import hold_worker_lock
 from pipeline.system import console, storage, terminal
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
 LIVE_INTERVAL_S = 0.5  # at most one line of progress in this time
 LIVE_METRICS = 3  # metrics that a line of progress shows
 OUTCOME = "outcome.json"  # in the last checkpoint of a run that reached its end
+# {label: its metrics} of a line of training steps, the most important first; MLflow has the rest
+SHOWN = {
+    "loss": "loss",
+    "held-out loss": "eval_loss",
+    "accuracy": "accuracy rewards/accuracies eval_accuracy eval_rewards/accuracies",
+    "token accuracy": "mean_token_accuracy eval_mean_token_accuracy",
+    "end accuracy": "eos_accuracy eval_eos_accuracy",
+    "margin": "margin rewards/margins eval_margin eval_rewards/margins",
+    "score": "objective/scores",
+    "kl": "objective/kl",
+    "entropy/completion": "objective/entropy",
+    "length": "completions/mean_length",
+    "cut off": "completions/clipped_ratio",
+    "explained var": "val/explained_variance",
+    "clip frac": "policy/clipfrac_avg",
+    "grad norm": "grad_norm",
+    "held-out win rate": "eval_win_rate",
+    "judge win rate": "eval_judge_win_rate",
+    "held-out kl": "eval_kl",
+    "waited s": "rollout/waited",
+    "workers idle": "rollout/idle",
+}
 NOTICE_INTERVAL_S = float(os.environ.get("PIPELINE_NOTICE_EVERY_S", "5"))  # spot nodes give 30 to 120 s
 
 
@@ -201,7 +217,7 @@ class Worker(Host):
         fingerprint = self.work.fingerprints.get(name)
         return to_hf(ray.train.get_dataset_shard(name), fingerprint) if fingerprint else None
 
-    def frozen_base(self, scorer_tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+    def frozen_base(self, scorer_tokenizer: Any = None) -> Any:
         """Loads the job's frozen base on this worker's device; in shards over all workers with `model.fsdp`."""
         if not (self.job.model.fsdp and self.world > 1):
             return super().frozen_base(scorer_tokenizer)
@@ -232,7 +248,8 @@ class Worker(Host):
             self.started = (now, step)
         began, first = self.started
         left = (now - began) / (step - first) * (total - step) if step > first else 0.0
-        shown = [f"{word} {metrics[k]:<9.4g}" for k, word in SHOWN.items() if k in metrics]
+        named = [(label, key) for label, keys in SHOWN.items() for key in keys.split() if key in metrics]
+        shown = [f"{label} {metrics[key]:<9.4g}" for label, key in named]
         ends = step in (first, total) or any(key.startswith("eval_") for key in metrics)
         if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow has every step
             self.printed = now
@@ -244,13 +261,12 @@ class Worker(Host):
             terminal.live(text.row("train", f"{step}/{total}"), left, numbers)
         self.metrics.log(metrics, step)
 
-    def _report(self, figure: float, step: int) -> str | None:
+    def _report(self, figure: float, step: int) -> Any:
         """Reports an evaluation to the sweep. Returns why the trial must stop, the same on every rank, or None."""
         import ray
 
         assert self.work.sweep
-        rungs = self.work.sweep.rungs
-        return ray.get(rungs.report.remote(self.job.run.name, step, self.total, figure))
+        return ray.get(self.work.sweep.rungs.report.remote(self.job.run.name, step, self.total, figure))
 
     def replay(self, history: list[tuple[int, dict[str, float]]]) -> None:
         """Sends the curve of the checkpoint, (step, metrics) each, to MLflow, which may lack the end of it."""
@@ -290,7 +306,7 @@ class Worker(Host):
         self,
         metrics: dict[str, float],
         save: Callable[[str], None] | None = None,
-        outputs: Callable[[str | None], list[torch.Tensor]] | None = None,
+        outputs: Callable[[str | None], list[Any]] | None = None,
         facts: dict[str, Any] | None = None,
         samples: list[dict[str, Any]] | None = None,
         tables: dict[str, list[dict[str, Any]]] | None = None,
@@ -361,7 +377,7 @@ class Worker(Host):
             shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def require_reload(trained: list[torch.Tensor], reloaded: list[torch.Tensor], folder: str) -> None:
+def require_reload(trained: list[Any], reloaded: list[Any], folder: str) -> None:
     """Raises RuntimeError if an adapter, loaded back onto the same base, gives other bits than the one that was trained.
 
     Lost heads and renamed keys are the most reported faults of LoRA checkpoints, and peft only warns about them.
@@ -372,34 +388,6 @@ def require_reload(trained: list[torch.Tensor], reloaded: list[torch.Tensor], fo
                 f"the saved adapter does not reload as it was: row {row} differs by {(a - b).abs().max().item():.3g}; "
                 f"nothing was registered. Compare {folder} with the parameters listed in adapter_config.json"
             )
-
-
-# {metric: label} of the numbers that a line of progress shows, the most important first; MLflow has the rest
-SHOWN = {
-    metric: label
-    for label, metrics in {
-        "loss": "loss",
-        "held-out loss": "eval_loss",
-        "accuracy": "accuracy rewards/accuracies eval_accuracy eval_rewards/accuracies",
-        "token accuracy": "mean_token_accuracy eval_mean_token_accuracy",
-        "end accuracy": "eos_accuracy eval_eos_accuracy",
-        "margin": "margin rewards/margins eval_margin eval_rewards/margins",
-        "score": "objective/scores",
-        "kl": "objective/kl",
-        "entropy/completion": "objective/entropy",
-        "length": "completions/mean_length",
-        "cut off": "completions/clipped_ratio",
-        "explained var": "val/explained_variance",
-        "clip frac": "policy/clipfrac_avg",
-        "grad norm": "grad_norm",
-        "held-out win rate": "eval_win_rate",
-        "judge win rate": "eval_judge_win_rate",
-        "held-out kl": "eval_kl",
-        "waited s": "rollout/waited",
-        "workers idle": "rollout/idle",
-    }.items()
-    for metric in metrics.split()
-}
 
 
 def peak_memory() -> int:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from pipeline import registry
 from pipeline.config import load_job
 from pipeline.errors import Failure, SelfCheckFailed
-from pipeline.runtime.best import WEIGHTS, Best, outcome
+from pipeline.runtime.best import WEIGHTS, Best, of, outcome
 
 # Few pairs, many epochs, ten times the learning rate: held-out figures soon get worse.
 OVERFIT = [
@@ -85,7 +85,7 @@ def test_a_checkpoint_holds_the_best_and_the_count(tmp_path):
 )  # fmt: skip
 def test_the_default_figure_follows_the_stage(verb, more, expected, in_root):
     evaluates = "trainer.eval_steps=1" if verb == "ppo" else "trainer.eval_strategy=epoch"
-    best = Best.of(load_job(f"jobs/demo/{verb}.yaml", [evaluates, *more], verb), {})
+    best = of(load_job(f"jobs/demo/{verb}.yaml", [evaluates, *more], verb), {})
     assert (best and (best.metric, best.greater_is_better)) == expected
 
 
