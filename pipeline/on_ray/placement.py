@@ -18,6 +18,7 @@ from pipeline.system import terminal
 GPU_LABEL = "ray.io/accelerator-type"  # node label with the name of the GPUs
 ACCELERATOR_TYPE = "accelerator_type:"  # prefix of the resource that Ray makes of scaling.accelerator_type
 CLUSTER_ONLY = ("accelerator_type", "label_selector", "placement_strategy")  # keys that choose among nodes
+EMBEDDED_CPUS = max(4, os.cpu_count() or 1)  # of an embedded Ray: data tasks need a slot next to the workers
 REPORT_INTERVAL_S = 30.0  # time between two lines about missing resources
 # States of Ray Train's controller in which it has no workers yet.
 WAITING = ("InitializingState", "SchedulingState", "ReschedulingState", "RestartingState")
@@ -26,11 +27,6 @@ WAITING = ("InitializingState", "SchedulingState", "ReschedulingState", "Restart
 def on_cluster() -> bool:
     """Returns True if the job runs on a cluster; Ray sets RAY_ADDRESS for the driver of a submitted job."""
     return bool(os.environ.get("RAY_ADDRESS"))
-
-
-def embedded_cpus() -> int:
-    """Returns the CPUs of an embedded Ray, at least 4: data tasks must find a slot next to the workers."""
-    return max(4, os.cpu_count() or 1)
 
 
 def for_this_machine(job: Job) -> Job:
@@ -73,11 +69,8 @@ class Bundle:
         return int(min(shares, default=0))
 
     def __str__(self) -> str:
-        shown = [
-            (name, amount) for name, amount in self.resources.items() if not name.startswith(ACCELERATOR_TYPE)
-        ]
-        each = ", ".join(f"{name}: {amount:g}" for name, amount in shown)
-        return f"{{{each}}}" + (f" on nodes with {self.selector}" if self.selector else "")
+        shown = [f"{k}: {v:g}" for k, v in self.resources.items() if not k.startswith(ACCELERATOR_TYPE)]
+        return f"{{{', '.join(shown)}}}" + (f" on nodes with {self.selector}" if self.selector else "")
 
 
 def bundles(job: Job) -> list[Bundle]:
@@ -183,7 +176,7 @@ def _limits() -> dict[str, float]:
     if ray.is_initialized():
         memory = float(ray.cluster_resources().get("memory", 0.0))
     gpus = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
-    return {"CPU": embedded_cpus(), "GPU": gpus, "memory": memory}
+    return {"CPU": EMBEDDED_CPUS, "GPU": gpus, "memory": memory}
 
 
 def _autoscaler_limits() -> dict[str, float]:
@@ -194,28 +187,23 @@ def _autoscaler_limits() -> dict[str, float]:
 
 
 def side_by_side(job: Job) -> int:
-    """Returns how many runs of such a job fit at the same time, at least 1; nodes that an autoscaler may add count.
-
-    On one machine its own CPUs count, not the larger number that an embedded Ray hands out.
-    """
+    """Returns how many runs of such a job fit at the same time, at least 1; nodes that an autoscaler may add count."""
     import ray
 
-    most = _autoscaler_limits()
     nodes = [(node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
-    if most:
+    most = _autoscaler_limits()
+    if most:  # a total, which says nothing about the labels of nodes
         nodes = [(most, {})]
-    elif not on_cluster():
-        nodes = [({**nodes[0][0], "CPU": float(os.cpu_count() or 1)}, nodes[0][1])]
+    elif not on_cluster():  # an embedded Ray hands out more CPUs than the machine has
+        nodes = [({**nodes[0][0], "CPU": float(os.cpu_count() or 1)}, {})]
     free = [(defaultdict[str, float](float, resources), labels) for resources, labels in nodes]
-    # Of the rollout workers, all that the job may have.
-    needed = [
-        one.each for one in groups(job) for _ in range(one.most if one.section == "rollout" else one.fewest)
-    ]
+    needed: list[Bundle] = []
+    for one in groups(job):  # of the rollout workers, all that the job may have
+        each = replace(one.each, selector={}) if most else one.each
+        needed += [each] * (one.most if one.section == "rollout" else one.fewest)
     runs = 0
     while True:
         for bundle in needed:
-            if most:  # a total, which says nothing about the labels of nodes
-                bundle = replace(bundle, selector={})
             node = next((node for node, labels in free if bundle.fits(node, labels)), None)
             if node is None:
                 return max(1, runs)
@@ -232,14 +220,10 @@ class Wait:
 
     def __init__(self, job: Job) -> None:
         self.limit: float = job.run.placement_timeout_s
-        kinds = [f"{key} {job.scaling[key]}" for key in CLUSTER_ONLY[:2] if job.scaling.get(key)]
-        each = replace(bundles(job)[0], selector={})
-        self.need = " ".join([count_of(job), f"x {each}", *kinds])
-        self.since: float | None = None
+        kind = job.scaling.get("accelerator_type")
+        self.need = f"{count_of(job)} x {bundles(job)[0]}{f' with {kind}' if kind else ''}"
+        self.since: float | None = None  # None while the workers are placed
         self.reported = 0.0
-
-    def placed(self) -> None:
-        self.since = None
 
     def check(self) -> None:
         """Raises Failure once the wait has been too long. Called repeatedly while the workers cannot be placed."""
@@ -309,7 +293,7 @@ def callback(job: Job, companion: Any = None) -> Any:
                 if type(error) in (OutOfMemory, SelfCheckFailed):
                     raise error
             if type(current_state).__name__ not in WAITING:
-                self.wait.placed()
+                self.wait.since = None
                 return
             if companion:
                 companion.trainers_wait.remote()

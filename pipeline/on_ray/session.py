@@ -75,7 +75,7 @@ def session(job: Job) -> Iterator[None]:
         return
     cluster = placement.on_cluster()
     print("joining the cluster" if cluster else "starting Ray", flush=True)
-    with _cluster(job) if cluster else embedded(num_cpus=placement.embedded_cpus(), **RAY_LOGGING):
+    with _cluster(job) if cluster else embedded(num_cpus=placement.EMBEDDED_CPUS, **RAY_LOGGING):
         process.listen()  # ray.init() has installed its own handlers
         console.attach(JOBS)
         # This logger would warn of a hang whenever no CPU is free.
