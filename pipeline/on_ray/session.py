@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,19 +117,17 @@ def check_shared_storage(job: Job) -> None:
         return
     if registry.tracking_uri(job).startswith("sqlite:"):
         raise InputError(
-            "a SQLite file belongs to one machine, but this cluster has "
-            f"{len(nodes)} nodes; name a server, e.g. mlflow.tracking_uri=http://HEAD:5000",
+            f"a SQLite file belongs to one machine, but this cluster has {len(nodes)} nodes; name a server, e.g. "
+            "mlflow.tracking_uri=http://HEAD:5000",
             key="mlflow.tracking_uri",
         )
     probe = storage.probe_in(job.run.storage_path)
-    storage.write_json(probe, {"driver": os.uname().nodename})
-    sees, blind = ray.remote(num_cpus=0)(os.path.exists), []
-    answers = {
-        node["NodeManagerAddress"]: sees.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(probe)
-        for node in nodes
-    }
+    storage.write_json(probe, {})
+    sees = ray.remote(num_cpus=0)(os.path.exists)
+    answers, blind = {}, []
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        answers[node["NodeManagerAddress"]] = sees.options(scheduling_strategy=there).remote(probe)
     for address, answer in answers.items():
         # Unless the node has ended meanwhile, as spot nodes do
         with contextlib.suppress(ray.exceptions.TaskUnschedulableError, ray.exceptions.WorkerCrashedError):
@@ -139,14 +136,13 @@ def check_shared_storage(job: Job) -> None:
     os.remove(probe)
     if blind:
         raise InputError(
-            f"{job.run.storage_path} is not shared: {', '.join(blind)} do not see what the driver "
-            "writes there; use a bucket or a network mount, e.g. run.storage_path=s3://BUCKET/runs",
+            f"{job.run.storage_path} is not shared: {', '.join(blind)} do not see what the driver writes there; use a bucket or a "
+            "network mount, e.g. run.storage_path=s3://BUCKET/runs",
             key="run.storage_path",
         )
 
 
 # ------------------------------------------------------------------------------------------ an embedded Ray
-
 
 TOKEN = secrets.token_hex(32)  # two sessions of one process may share it
 
@@ -210,12 +206,7 @@ def _read_by_ray() -> None:
 
 @contextlib.contextmanager
 def embedded(**options: Any) -> Iterator[None]:
-    """Starts Ray for the block, and ends it. `options` are ray.init's.
-
-    Raises:
-        InputError: if the folder for Ray's files belongs to another user.
-        Failure: if Ray does not start.
-    """
+    """Starts Ray for the block, and ends it. `options` are ray.init's. Raises Failure if Ray does not start."""
     import psutil
 
     root = _session_root()
@@ -228,7 +219,17 @@ def embedded(**options: Any) -> Iterator[None]:
         import ray
 
         try:
-            _folders.append(_start(root, options))
+            try:
+                # address="local": otherwise it would join the cluster that this machine last started, even another user's.
+                context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
+            except (
+                Exception
+            ) as error:  # many types: a process died or did not answer in time, the disk is full
+                raise Failure(
+                    f"Ray did not start ({in_brief(error, 400)}). Its logs are in {root}/session_latest/logs. Check free "
+                    f"memory, CPU load and disk space in {root}, then run the same command again"
+                ) from error
+            _folders.append(context.address_info["session_dir"])
             yield
             ray.shutdown()
             shutil.rmtree(_folders[-1], ignore_errors=True)
@@ -236,22 +237,6 @@ def embedded(**options: Any) -> Iterator[None]:
             with process.signals_ignored():
                 ray.shutdown()
             _folders.clear()
-
-
-def _start(root: Path, options: dict[str, Any]) -> str:
-    import ray
-
-    began = time.monotonic()
-    try:
-        # address="local": otherwise it would join the cluster that this machine last started, even another user's.
-        context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
-    except Exception as error:  # many types: a process died or did not answer in time, the disk is full
-        raise Failure(
-            f"Ray did not start; gave up after {time.monotonic() - began:.0f} s ({in_brief(error, 400)}). "
-            f"Its logs are in {root}/session_latest/logs. Check free memory, CPU load and disk space in {root}, "
-            "then run the same command again"
-        ) from error
-    return context.address_info["session_dir"]
 
 
 def _session_root() -> Path:

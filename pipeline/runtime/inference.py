@@ -32,6 +32,7 @@ Record = dict[str, Any]  # the result of a row
 # (token rows, number of the first one) -> records
 Answer = Callable[[list[dict[str, Any]], int], list[Record]]
 Load = Callable[[Host], Answer]  # runs once in each actor
+Batches = Generator[dict[str, Any], None, None]  # what Parts returns
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,6 @@ def launch(job: Job, verb: Verb) -> dict[str, Any]:
     Raises:
         InputError: if the job, the rows or an input is wrong, or a run of that name began with other settings.
     """
-
     job = resume.named(job)
     if result := finished(job):
         return result
@@ -115,8 +115,8 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
         print(f"{there} of {count} rows are already done", flush=True)
     if not missing:
         return 0
-    source = _here if job.in_process else _actors
-    batches = source(work, rows, chosen, load, missing)
+    given = (load, work, rows, chosen)
+    batches = _here(job, given, missing) if job.in_process else _actors(job, given, missing)
     started, now = time.monotonic(), 0
     # After an error too, the actors end before the lock of the run's folder.
     with console.native_lines_filtered(), contextlib.closing(batches):
@@ -129,31 +129,26 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
     return now
 
 
-def _here(
-    work: Work, rows: Any, chosen: Sequence[int], load: Load, missing: list[int]
-) -> Generator[dict[str, Any], None, None]:
+def _here(job: Job, given: tuple[Any, ...], missing: list[int]) -> Batches:
     """Answers the missing parts in this process."""
     console.silence_libraries()
-    with like_a_worker(work.job):
-        parts = Parts(load, work, rows, chosen)
+    with like_a_worker(job):
+        parts = Parts(*given)
         for part in missing:
             yield parts({"part": [part]})
 
 
-def _actors(
-    work: Work, rows: Any, chosen: Sequence[int], load: Load, missing: list[int]
-) -> Generator[dict[str, Any], None, None]:
+def _actors(job: Job, given: tuple[Any, ...], missing: list[int]) -> Batches:
     """Answers the missing parts in Ray Data actors."""
     import ray
 
-    job = work.job
     low, high = (min(workers, len(missing)) for workers in job.workers)
     print(f"starting {high} worker{'s' * (high > 1)} and loading {job.model.name_or_path}", flush=True)
     placement.wait_for_one(job)
     asked = ray.data.from_items([{"part": i} for i in missing], override_num_blocks=len(missing))
     done = asked.map_batches(
         Parts,
-        fn_constructor_args=(load, work, rows, chosen),
+        fn_constructor_args=given,
         batch_size=None,
         batch_format="numpy",
         compute=ray.data.ActorPoolStrategy(min_size=low, max_size=high),

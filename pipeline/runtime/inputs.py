@@ -24,11 +24,6 @@ from pipeline.system.functions import digest, imported
 GIVEN = ("prompts", "completions", "completion_ids", "seeds")  # arguments that every Python reward may have
 
 
-def references(job: Job) -> dict[str, str]:
-    """Returns {input: what the job names}: policy, reward.0, policies.ID, ...; without the bare base."""
-    return {name: source for name, source in job.inputs.items() if source != "base"}
-
-
 def key_of(job: Job, name: str) -> str:
     """Returns the job's key of an input: a single reward is `reward`, one of a list `reward.0`, `reward.1`, ..."""
     if name in job.serve.inputs:
@@ -44,7 +39,8 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     Args:
         pinned: versions that a run began with, whose aliases may have moved.
     """
-    uri, named = registry.tracking_uri(job), references(job)
+    uri = registry.tracking_uri(job)
+    named = {name: source for name, source in job.inputs.items() if source != "base"}
     if any(Ref.parse(name).is_registered for name in (job.model.name_or_path, *named.values())):
         registry.check(job)
     if Ref.parse(job.model.name_or_path).is_registered:
@@ -104,7 +100,7 @@ def check_paths(job: Job) -> None:
 
 def functions(job: Job) -> dict[str, str]:
     """Returns {key of the job: python:module:function} for its rewards and judge."""
-    named = references(job).items()
+    named = job.inputs.items()
     return {key_of(job, name): source for name, source in named if Ref.parse(source).is_function}
 
 
@@ -161,23 +157,20 @@ def check_columns(job: Job, rows: dict[str, Any]) -> None:
 
 
 def check_sampler(job: Job) -> None:
-    """Checks that vLLM, and its plugin for NF4, are installed if the job needs them.
-
-    All nodes share one image, so a package missing here is missing there.
-    """
+    """Checks that vLLM, and its plugin for NF4, are installed if the job needs them, as on all nodes of one image."""
     if job.rollout_config.engine != "vllm":
         return
-    command = None
     if importlib.util.find_spec("vllm") is None:
-        command = '-e ".[vllm]" -c constraints-vllm.txt'
+        package = '-e ".[vllm]" -c constraints-vllm.txt'
     # vLLM 0.28 and later read no bitsandbytes weights by themselves.
     elif job.model.load_in_4bit and not list(importlib.metadata.distributions(name="vllm-bnb-plugin")):
-        command = "vllm-bnb-plugin (for model.load_in_4bit)"
-    if command:
-        raise InputError(
-            f"vLLM is not installed here; run .venv/bin/pip install {command} on every node (it needs a GPU), or remove the key",
-            key="rollout.engine",
-        )
+        package = "vllm-bnb-plugin (for model.load_in_4bit)"
+    else:
+        return
+    raise InputError(
+        f"vLLM is not installed here; run .venv/bin/pip install {package} on every node (it needs a GPU), or remove the key",
+        key="rollout.engine",
+    )
 
 
 def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files: Any) -> dict[str, str]:
@@ -318,9 +311,9 @@ def check_row_format(job: Job, policy: str | None, rows: str | None) -> None:
 
 def check_labels(job: Job, desirable: int, undesirable: int) -> None:
     """Prints the balance of a kto run's labels, and warns if it is outside the paper's range."""
-    weights = job.trainer.get("desirable_weight", 1.0), job.trainer.get("undesirable_weight", 1.0)
     print(f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows", flush=True)
-    good, bad = weights[0] * desirable, weights[1] * undesirable
+    good = job.trainer.get("desirable_weight", 1.0) * desirable
+    bad = job.trainer.get("undesirable_weight", 1.0) * undesirable
     if not (good and bad):
         print(
             "warning: only one of the labels has rows and a weight: the policy moves towards, or away from, all completions",

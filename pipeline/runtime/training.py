@@ -60,7 +60,7 @@ class Reporter(TrainerCallback):
         self.evaluating: Bar | None = None  # batches done in the evaluation that is under way
         self.device = torch.device(worker.device)
         self.begun = self.seconds = 0.0  # the start of the step; of the steps since the last line of the log
-        self.tokens = 0  # until that line
+        self.tokens = 0  # of all workers, until that line
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.worker.resume:
@@ -68,7 +68,7 @@ class Reporter(TrainerCallback):
             self.worker.replay(_history(state))
         else:
             require(trl_checks.check(self.worker, self.trainer))
-        self.tokens = trained_tokens(self.trainer)
+        self.tokens = self.trainer._total_train_tokens
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.begun = time.monotonic()
@@ -82,7 +82,7 @@ class Reporter(TrainerCallback):
 
     def speed(self) -> dict[str, float]:
         """Returns the metrics since the last call, of all workers together, or {} if no step was made."""
-        tokens, seconds = trained_tokens(self.trainer) - self.tokens, self.seconds
+        tokens, seconds = self.trainer._total_train_tokens - self.tokens, self.seconds
         if not tokens or not seconds:
             return {}
         self.tokens, self.seconds = self.tokens + tokens, 0.0
@@ -129,11 +129,6 @@ class Reporter(TrainerCallback):
         if self.best and self.worker.rank == 0:
             self.best.save(folder)
         self.worker.checkpoint(folder, state.global_step)
-
-
-def trained_tokens(trainer: Any) -> int:
-    """Returns the tokens that all workers have trained on."""
-    return int(trainer._total_train_tokens)  # private in TRL 1.16; see save_sums
 
 
 def _sums_file(worker: Worker, folder: str) -> str:
@@ -252,7 +247,7 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
         trainer.evaluate()
     kept = tracked.restore() if tracked else None
     worker.end = best.outcome(tracked, kept, last, trainer.state.max_steps)
-    worker.usage = {"tokens": trained_tokens(trainer)}
+    worker.usage = {"tokens": int(trainer._total_train_tokens)}
     if trainer.eval_dataset is not None:
         evaluated = _evaluations(trainer)
         for prefix, step in (("eval_", worker.end["kept"]["step"]), ("before_", 0)):

@@ -283,8 +283,10 @@ def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
         return [], 0.0
     logprobs: dict[str, list[float]] = {}
     for row in rows:
-        of_label = {"chosen" if row.get("label") else "rejected": row.get("completion_ids")}
-        completions = of_label if "label" in row else {side: row[f"{side}_ids"] for side in SIDES}
+        if "label" in row:
+            completions = {"chosen" if row["label"] else "rejected": row["completion_ids"]}
+        else:
+            completions = {side: row[f"{side}_ids"] for side in SIDES}
         for side, completion in completions.items():
             logprobs.setdefault(side, []).append(completion_logprob(model, row["prompt_ids"], completion))
     numbers = []
