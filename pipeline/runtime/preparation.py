@@ -115,11 +115,7 @@ def ray_for_rows(job: Job) -> Any:
 
 
 def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
-    """Returns the work with the rows' digests, the tokenized rows by name, and the report on the rows.
-
-    Raises:
-        InputError: if rows are wrong, or do not fit the job.
-    """
+    """Returns the work with the rows' digests, the tokenized rows by name, and the report on the rows."""
     from pipeline.data import read
 
     job, context = work.job, work.base["context_length"]
@@ -174,11 +170,7 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
 
 
 def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work:
-    """Checks the base, its tokenizer and the inputs: everything that can be checked before any row is read.
-
-    Args:
-        sampler: also checks that the engine of rollouts is installed.
-    """
+    """Checks the base, its tokenizer and the inputs, before any row is read; `sampler`: also the engine of rollouts."""
     from pipeline.models.base import base_identity, check_base
     from pipeline.models.compatibility import check_lora
     from pipeline.models.template import is_plain
@@ -222,11 +214,7 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
 
 
 def load_host(job: Job) -> Host:
-    """Returns the models of a job in this process, without Ray; its inputs are pinned and checked.
-
-    Raises:
-        InputError: if an input does not exist or does not fit.
-    """
+    """Returns the models of a job in this process, without Ray; its inputs are pinned and checked."""
     from pipeline.models.hub import announcement
 
     session.set_environment()

@@ -176,7 +176,7 @@ def left_in(folder: str, file: str, fresh: bool, *keys: str) -> dict[str, Any]:
             "over",
             key="run.name",
         ) from error
-    return left  # type: ignore[no-any-return]
+    return left
 
 
 def read(job: Job, file: str) -> dict[str, Any]:

@@ -46,11 +46,8 @@ def launch(
 
     Args:
         register: makes or promotes the run's version before it counts as finished. None registers the adapter.
-        sweep: the sweep that the run is a trial of, or None.
-        companion: what runs while the workers train, or None.
-
-    Raises:
-        InputError: if the job, the data or an input is wrong; nothing has been registered then.
+        sweep: the sweep that the run is a trial of.
+        companion: what runs while the workers train.
     """
     job = resume.named(job)
     if result := finished(job):
@@ -89,9 +86,7 @@ def launch(
 def finished(job: Job) -> dict[str, Any] | None:
     """Returns the result of the finished run of a job's name, or None if the job has to run.
 
-    Raises:
-        InputError: if the name belongs to a run of another stage, an iteration or a sweep, or the storage path cannot be
-            written to.
+    Raises InputError if the name belongs to another kind of run, or the storage path cannot be written to.
     """
     resume.check_folder(job.folder, "a run", job.stage)
     result = resume.read(job, "result.json")
@@ -110,9 +105,7 @@ def finished(job: Job) -> dict[str, Any] | None:
 def open_run(job: Job) -> Iterator[Run]:
     """Yields a run that may write: checked, alone in its folder, and continuing what an earlier process left there.
 
-    Raises:
-        InputError: if the job, the data or an input is wrong, another process runs under that name, or this job cannot
-            resume what is there.
+    Raises InputError if the job, its data or an input is wrong, or it cannot resume what is there.
     """
     prices.read()  # a wrong file must be an error before the work
     seen = resume.state(job.folder)
@@ -156,10 +149,10 @@ def failure_recorded(run: Run) -> Iterator[None]:
             "mlflow_run_id": run.work.run_id,
             "tracking_uri": registry.tracking_uri(run.job),
         }
-        try:
+        with contextlib.suppress(
+            Exception
+        ):  # for example a full disk: the user has to see the failure itself
             storage.write_json(path, failure)
-        except Exception as other:  # for example a full disk: the user has to see the failure itself
-            print(f"warning: cannot write {path} ({summary(other)})", flush=True)
         raise
 
 
@@ -174,9 +167,8 @@ def train_in_workers(
         count, many = placement.count_of(job), "s" * (job.workers[1] > 1)
         print(f"starting {count} worker{many}: importing torch and transformers", flush=True)
     started = time.monotonic()
-    config = {"train": train, "work": work, "companion": companion}
     try:
-        outcome = fit(job, main, config, rows, companion)
+        outcome = fit(job, main, {"train": train, "work": work, "companion": companion}, rows, companion)
     except Exception:
         with contextlib.suppress(OSError):  # the disk itself may have failed
             newest = "".join(checkpoints.complete(job.folder)[-1:])
@@ -196,11 +188,7 @@ def train_in_workers(
 def publish(job: Job, result: dict[str, Any]) -> registry.Version | None:
     """Registers the adapter that was trained; the alias moves to it if it has learned anything and the gate passes.
 
-    Args:
-        result: adapter, metrics, inputs and mlflow_run_id, as in result.json.
-
-    Returns:
-        None if nothing was trained, or the job names no registered model.
+    Returns None if nothing was trained, or the job names no registered model. `result` is as in result.json.
     """
     from pipeline.models import adapter_files
 

@@ -30,7 +30,7 @@ from pipeline.system import console, storage, terminal
 PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
 LIVE_INTERVAL_S = 0.5  # at most one line of progress in this time
 LIVE_METRICS = 3  # metrics that a line of progress shows
-OUTCOME = "outcome.json"  # in the last checkpoint of a run that reached its end
+OUTCOME = "outcome"  # OUTCOME.json is in the last checkpoint of a run that reached its end
 # {label: its metrics} of a line of training steps, the most important first; MLflow has the rest
 SHOWN = {
     "loss": "loss",
@@ -74,9 +74,8 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
         newest = checkpoints.newest(job.folder) if context.get_world_rank() == 0 else None
         newest = ray.train.collective.broadcast_from_rank_zero(newest)
         resume = stack.enter_context(storage.local_copy(storage.join(job.folder, newest))) if newest else None
-        if resume and os.path.exists(os.path.join(resume, OUTCOME)):
-            with open(os.path.join(resume, OUTCOME), encoding="utf-8") as file:
-                return json.load(file)
+        if resume and os.path.exists(outcome := os.path.join(resume, f"{OUTCOME}.json")):
+            return storage.read_json(outcome)
         worker = Worker(work, resume, config["companion"])
         if worker.rank == 0:
             if resume:
@@ -84,7 +83,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             print(hub.announcement(job.model.name_or_path, job.model.revision), flush=True)
         try:
             with memory.explained(job):
-                outcome = config["train"](worker)
+                result = config["train"](worker)
         except BaseException as error:
             if isinstance(error, (InputError, Failure)):
                 # Ray Train 2.60 would log a traceback, but the messages of these errors say enough.
@@ -92,7 +91,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             worker.close(patience=5.0)
             raise
         worker.close()
-        return outcome
+        return result
 
 
 @contextlib.contextmanager
@@ -120,11 +119,10 @@ def like_a_worker(job: Job) -> Iterator[None]:
 
 
 def leave_group_of_one(world: int, use_gpu: bool) -> None:
-    """Makes a single worker on a CPU train as a plain process would: accelerate wraps a model in DDP if it finds a group.
+    """Makes a single worker on a CPU a plain process: accelerate wraps a model in DDP if it finds a group, as Ray forms one.
 
-    Ray forms a torch.distributed group of any size and sets its environment. On a GPU the group stays, because without it
-    transformers puts nn.DataParallel around a model if it sees several GPUs. Remove when TorchTrainer has an option to form no
-    group, or accelerate does not wrap models in a group of one.
+    On a GPU the group stays, because without it transformers puts nn.DataParallel around a model if it sees several GPUs.
+    Remove when TorchTrainer can form no group, or accelerate does not wrap models in a group of one.
     """
     import torch
 
@@ -281,11 +279,7 @@ class Worker(Host):
             terminal.say(f"node is being reclaimed: checkpoint of step {step} committed")
 
     def _commit(self, source: str | None, name: str) -> None:
-        """Copies the files of every node into the run's folder, then seals the checkpoint and removes the oldest ones.
-
-        Args:
-            source: the local folder that all ranks of this node have written to, or None if this node has no files.
-        """
+        """Copies the folder `source` of every node, if it has one, into the run's folder; seals it; removes the oldest ones."""
         import ray.train.collective
 
         from pipeline.models.fsdp_sync import catch_up
@@ -318,7 +312,7 @@ class Worker(Host):
             save: writes adapter and head into a folder (on rank 0), or None if nothing was trained.
             outputs: returns outputs on a few rows, of the adapter in memory, or of the adapter in a folder (on rank 0).
             facts: more entries of lineage.json, e.g. the reward's mean and standard deviation.
-            samples: prompts with completions before and after, for result.json.
+            samples: prompts with completions before and after.
             tables: rows for the report, saved as NAME.json next to the adapter.
 
         Returns:
@@ -349,9 +343,8 @@ class Worker(Host):
                 step = self.end["kept"]["step"] if self.end else self.step
                 self.metrics.log(held_out, step, final=True)
                 self.metrics.close()  # before the run counts as finished
-            files = {f"{name}.json": rows for name, rows in (tables or {}).items()}
-            for name, content in (files | {OUTCOME: outcome}).items():
-                with open(os.path.join(final, name), "w", encoding="utf-8") as file:
+            for name, content in {**(tables or {}), OUTCOME: outcome}.items():
+                with open(os.path.join(final, f"{name}.json"), "w", encoding="utf-8") as file:
                     json.dump(content, file)
         self._commit(final if self.rank == 0 else None, "final")
         return outcome
