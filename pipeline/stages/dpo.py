@@ -21,12 +21,11 @@ def train(worker: Worker) -> dict[str, Any]:
     from trl import DPOConfig, DPOTrainer
 
     from pipeline.data.feed import ExactBatches
-    from pipeline.planning import plan
-    from pipeline.runtime import training
+    from pipeline.stages import trl_trainer
 
-    class Trainer(training.TokenizedRows, ExactBatches, DPOTrainer):
+    class Trainer(trl_trainer.TokenizedRows, ExactBatches, DPOTrainer):
         """TRL's trainer, each pair exactly once an epoch over all workers."""
 
-    args = training.arguments(worker, DPOConfig, plan.recomputes(worker), max_length=None)
-    trainer = training.continue_policy(worker, Trainer, args)
-    return training.finish(worker, trainer, training.run(worker, trainer))
+    args = trl_trainer.arguments(worker, DPOConfig, max_length=None)
+    trainer = trl_trainer.continue_policy(worker, Trainer, args)
+    return trl_trainer.finish(worker, trainer, trl_trainer.run(worker, trainer))

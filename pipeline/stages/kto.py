@@ -20,18 +20,15 @@ def train(worker: Worker) -> dict[str, Any]:
     from trl import KTOConfig, KTOTrainer
 
     from pipeline.data.kl_pairs import PairedBatches
-    from pipeline.planning import plan
-    from pipeline.runtime import training
+    from pipeline.stages import trl_trainer
 
-    class Trainer(training.TokenizedRows, PairedBatches, KTOTrainer):
+    class Trainer(trl_trainer.TokenizedRows, PairedBatches, KTOTrainer):
         """TRL's trainer, each row exactly once an epoch over all workers."""
 
     order = sampling(worker.job.trainer.get("loss_type"))
-    args = training.arguments(
-        worker, KTOConfig, plan.recomputes(worker), max_length=None, train_sampling_strategy=order
-    )
-    trainer = training.continue_policy(worker, Trainer, args)
-    return training.finish(worker, trainer, training.run(worker, trainer))
+    args = trl_trainer.arguments(worker, KTOConfig, max_length=None, train_sampling_strategy=order)
+    trainer = trl_trainer.continue_policy(worker, Trainer, args)
+    return trl_trainer.finish(worker, trainer, trl_trainer.run(worker, trainer))
 
 
 def sampling(loss: str | None) -> str:

@@ -27,15 +27,14 @@ def train(worker: Worker) -> dict[str, Any]:
     from trl import RewardConfig, RewardTrainer
 
     from pipeline.data.feed import ExactBatches
-    from pipeline.planning import plan
-    from pipeline.runtime import training
+    from pipeline.stages import trl_trainer
 
     class Trainer(ExactBatches, RewardTrainer):
         """TRL's trainer, each pair exactly once an epoch over all workers."""
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
     # No max_length: pairs that are too long were dropped before.
-    args = training.arguments(worker, RewardConfig, plan.recomputes(worker), max_length=None)
+    args = trl_trainer.arguments(worker, RewardConfig, max_length=None)
     set_seed(args.seed)  # the head is made of random numbers: the same ones on every rank
     trainer = Trainer(
         model=worker.load_base(worker.tokenizer),
@@ -46,7 +45,7 @@ def train(worker: Worker) -> dict[str, Any]:
         eval_dataset=held_out,
         processing_class=worker.tokenizer,
     )
-    metrics = training.run(worker, trainer)
+    metrics = trl_trainer.run(worker, trainer)
     # All held-out rows, or enough random training rows for a mean and a deviation.
     some = sorted(np.random.default_rng(args.seed).permutation(len(rows))[:4096].tolist())
     pairs = score_pairs(worker, trainer, held_out if held_out is not None else rows.select(some))
@@ -61,7 +60,7 @@ def train(worker: Worker) -> dict[str, Any]:
         metrics["eval_margin"] = sum(margins) / len(margins)
         tables = {"pairs": pairs[:TABLE], "doubtful": doubtful(worker, held_out, pairs)}
     facts = {"reward": {"mean": mean, "std": std}}
-    return training.finish(worker, trainer, metrics, facts=facts, tables=tables)
+    return trl_trainer.finish(worker, trainer, metrics, facts=facts, tables=tables)
 
 
 def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float]]:

@@ -32,8 +32,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.data.feed import ExactBatches
     from pipeline.models.base import check_ends
     from pipeline.models.tokenizer import eos_ids
-    from pipeline.planning import plan
-    from pipeline.runtime import training
+    from pipeline.stages import trl_trainer
 
     class Trainer(ExactBatches, SFTTrainer):
         """TRL's trainer, each row exactly once an epoch over all workers; `eos_accuracy` is among its metrics."""
@@ -56,16 +55,13 @@ def train(worker: Worker) -> dict[str, Any]:
         def _weight(self, figure: str, inputs: Any, weight: int) -> int:
             return int(_at_ends(inputs, ends).sum()) if figure == "eos_accuracy" else weight
 
-    rows = worker.rows("train")
-    base = worker.load_base()
+    # The rows are already tokenized, labeled, truncated and packed.
+    prepared = {"skip_prepare_dataset": True}
+    args = trl_trainer.arguments(worker, SFTConfig, dataset_kwargs=prepared, max_length=None)
+    rows, base = worker.rows("train"), worker.load_base()
     ends = eos_ids(worker.tokenizer, base.generation_config)
     learned = {token for row in rows.select(range(min(64, len(rows))))["labels"] for token in row}
     check_ends(base, worker.tokenizer, learned.intersection(ends))
-    # The rows are already tokenized, labeled, truncated and packed.
-    prepared = {"skip_prepare_dataset": True}
-    args = training.arguments(
-        worker, SFTConfig, plan.recomputes(worker), dataset_kwargs=prepared, max_length=None
-    )
     trainer = Trainer(
         model=base,
         args=args,
@@ -74,4 +70,4 @@ def train(worker: Worker) -> dict[str, Any]:
         eval_dataset=worker.rows("eval"),
         processing_class=worker.tokenizer,
     )
-    return training.finish(worker, trainer, training.run(worker, trainer))
+    return trl_trainer.finish(worker, trainer, trl_trainer.run(worker, trainer))

@@ -22,7 +22,7 @@ from pipeline.config.schema_of import REFUSED
 from pipeline.config.stages import STAGE
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import AdapterReward, FunctionReward
-from pipeline.runtime import training
+from pipeline.stages import trl_trainer
 
 # {key of PPOConfig: another value than toy.trainer's}, and what else has to be so for it to matter.
 OTHER = {
@@ -118,8 +118,9 @@ def test_every_key_of_our_sections_is_read_by_what_runs(section, name):
 def test_every_key_of_trl_reaches_its_class(stage, in_root):
     job = load_job(f"jobs/demo/{stage}.yaml", ["data.batch_size=null"], stage)
     section = {key: object() for key in schema.keys(STAGE[stage].trainer) if key not in REFUSED["trainer"]}
+    section["gradient_checkpointing"] = True
     worker = SimpleNamespace(job=replace(job, trainer=section), scratch="scratch")
-    arguments = training.arguments(worker, dict, section["gradient_checkpointing"])
+    arguments = trl_trainer.arguments(worker, dict)
     assert section.items() <= arguments.items()
     decided = arguments.keys() - section.keys()
     assert decided <= REFUSED["trainer"].keys(), "a key that a job may give is overruled"

@@ -27,7 +27,8 @@ from pipeline.models.adapters import SharedBase
 from pipeline.ppo import forward, functional, losses, rewards, rollouts, sampler
 from pipeline.ppo import trainer as ppo
 from pipeline.ppo.trainer import PPOTrainer
-from pipeline.runtime import roles, training
+from pipeline.runtime import roles
+from pipeline.stages import trl_trainer
 
 Place = tuple[Any, str]  # owner and name of a function
 Change = Callable[..., Any]  # takes the original function and its arguments, and stands in for it
@@ -329,7 +330,7 @@ FROM_ARGS, DRAW, PACKED = (Sampling, "from_args"), (decoder, "draw"), (forward, 
 COLLATE, TOKEN_REWARDS = (rewards, "collate_ids"), (losses, "token_rewards")
 GAE, WHITEN = (functional, "gae"), (losses, "whiten")
 FIT, WRITE = (encode.Encoder, "_fit_labels"), (tasks.PartWriter, "add")
-RUN, LOAD_TOKENIZER = (training, "run"), (alone, "load_tokenizer")
+RUN, LOAD_TOKENIZER = (trl_trainer, "run"), (alone, "load_tokenizer")
 
 COPY = "KL to the reference is 0.*copy of the reference"
 OF_FILE = "reward is the adapter of its file"

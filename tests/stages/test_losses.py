@@ -15,7 +15,7 @@ from pipeline.config import load_job
 from pipeline.config.schema_of import KINDS
 from pipeline.data.feed import ExactBatches
 from pipeline.data.kl_pairs import PairedBatches
-from pipeline.runtime import training, trl_checks
+from pipeline.stages import trl_checks, trl_trainer
 from pipeline.stages.kto import sampling
 
 LOSSES = KINDS["DPOConfig.loss_type"]["items"]["enum"]
@@ -33,7 +33,7 @@ def trainer(stage, batches, rows, folder, **settings):
     from toy_data import tokenizer
     from transformers import LlamaForCausalLM
 
-    class Trainer(training.TokenizedRows, batches, getattr(trl, f"{stage.upper()}Trainer")):
+    class Trainer(trl_trainer.TokenizedRows, batches, getattr(trl, f"{stage.upper()}Trainer")):
         pass
 
     torch.manual_seed(0)

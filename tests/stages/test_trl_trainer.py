@@ -11,7 +11,8 @@ import transformers
 from safetensors.torch import load_file
 
 from pipeline.models.adapters import SharedBase
-from pipeline.runtime import training, worker
+from pipeline.runtime import worker
+from pipeline.stages import trl_trainer
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def trained(base, task_type="CAUSAL_LM", **lora):
 @pytest.mark.parametrize("task_type", ["CAUSAL_LM", "SEQ_CLS"])
 def test_the_files_are_those_of_pefts_own_writer(task_type, lora, base, tmp_path):
     trainer = trained(base, task_type, **lora)
-    training.save(trainer, str(tmp_path / "ours"))
+    trl_trainer.save(trainer, str(tmp_path / "ours"))
     assert not trainer.model.peft_config["default"].inference_mode  # the model goes on as it was
     trainer.model.save_pretrained(tmp_path / "pefts")
     tensors = [(tmp_path / writer / "adapter_model.safetensors").read_bytes() for writer in ("ours", "pefts")]
@@ -56,34 +57,36 @@ def test_the_files_are_those_of_pefts_own_writer(task_type, lora, base, tmp_path
 def test_an_adapter_on_the_lm_head_takes_no_weight_of_the_base_along(base, tmp_path):
     """peft's save_pretrained writes lm_head.base_layer.weight beside it, which no other stage takes for an adapter's."""
     trainer = trained(base, target_modules=["q_proj", "lm_head"])
-    training.save(trainer, str(tmp_path))
+    trl_trainer.save(trainer, str(tmp_path))
     assert all("lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
     rows = [[5, 6, 7, 8], [9, 10]]
-    worker.require_reload(training.outputs(trainer, rows), training.outputs(trainer, rows, str(tmp_path)), "")
+    worker.require_reload(
+        trl_trainer.outputs(trainer, rows), trl_trainer.outputs(trainer, rows, str(tmp_path)), ""
+    )
     shared = SharedBase(transformers.AutoModelForCausalLM.from_pretrained(base))
     shared.add("policy", folder=tmp_path)
     for row in rows:
         ids = torch.tensor([row])
         with torch.no_grad(), shared.use("policy"):
             ours = shared.logits(shared.hidden("policy", ids))
-        torch.testing.assert_close(ours, training.logits(trainer.model, row), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours, trl_trainer.logits(trainer.model, row), rtol=1e-4, atol=1e-4)
 
 
 def test_speed_counts_the_tokens_of_steps_and_no_second_between_them(base, monkeypatch):
     clock = iter([10.0, 12.0, 50.0, 52.0])
-    monkeypatch.setattr(training.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(trl_trainer.time, "monotonic", lambda: next(clock))
     trainer = trained(base)
     trainer._total_train_tokens = 1000  # before a resume
     notice = SimpleNamespace(poll=lambda step: False)
     two = SimpleNamespace(job=SimpleNamespace(stage="dpo"), device="cpu", world=2, notice=notice)
-    measured = training.Reporter(two, trainer, None)
+    measured = trl_trainer.Reporter(two, trainer, None)
     measured.tokens = 1000
     assert measured.speed() == {}
     for _ in range(2):
         measured.on_step_begin(None, None, None)
         trainer._total_train_tokens += 300
         measured.on_step_end(None, SimpleNamespace(global_step=1), None)
-    monkeypatch.setattr(training, "peak_flops", lambda device: 1e9)
+    monkeypatch.setattr(trl_trainer, "peak_flops", lambda device: 1e9)
     found = measured.speed()
     assert found["train_tokens_per_second"] == 600 / 4 and found["memory/peak"] > 0
     # forward and backward of the policy, forward of the reference; a datasheet's peak for each worker

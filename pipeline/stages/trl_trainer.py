@@ -18,24 +18,23 @@ from pipeline.config.stages import STAGE
 from pipeline.findings import require
 from pipeline.models import adapter_files, probes
 from pipeline.models.gpus import peak_flops
-from pipeline.runtime import best, trl_checks
+from pipeline.planning import plan
+from pipeline.runtime import best
 from pipeline.runtime.best import Best
 from pipeline.runtime.worker import Worker, peak_memory
+from pipeline.stages import trl_checks
 from pipeline.system.progress import Bar
 
 REFERENCE = "ref"  # TRL's name of the frozen adapter that a DPOTrainer compares with
 
 
-def arguments(worker: Worker, config: Any, recompute: bool, **fixed: Any) -> Any:
+def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
     """Returns the job's `trainer` section as TRL's configuration class, plus what the pipeline decides.
 
     `data.batch_size` is the number of rows of one optimizer step over all workers; gradient accumulation follows
-    from it, so that the same job means the same steps on any number of workers.
-
-    Args:
-        recompute: activations, in backward.
+    from it, so that the same job means the same steps on any number of workers. Call it before the base is loaded.
     """
-    values = worker.job.trainer | {"gradient_checkpointing": recompute}
+    values = worker.job.trainer | {"gradient_checkpointing": plan.recomputes(worker)}
     if worker.job.data.batch_size:
         rows = values.get("per_device_train_batch_size", 8) * worker.world
         values["gradient_accumulation_steps"] = max(1, worker.job.data.batch_size // rows)
