@@ -97,9 +97,6 @@ def _trainer(job: Job, loop: Any, config: dict[str, Any], rows: dict[str, Any], 
     return trainer
 
 
-# ----------------------------------------------------------------------------------------------- rendezvous
-
-
 @dataclass
 class FileRendezvous(TorchConfig):
     """TorchConfig for workers on the driver's machine: they meet through a file that only their user can read.

@@ -139,12 +139,9 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 
 
 def check_scaling(job: Job) -> None:
-    """Checks that this machine, or the cluster at its largest size, can hold the workers of a job.
+    """Raises InputError if this machine, or the cluster at its largest size, cannot hold the workers of a job.
 
     Called before Ray starts and again afterwards, when the memory that Ray hands out and the autoscaler's limits are known.
-
-    Raises:
-        InputError: with what was requested and what is there.
     """
     has = "this cluster at its largest" if on_cluster() else "this machine"
     there, taken = _limits(), defaultdict[str, float](float)
@@ -264,11 +261,7 @@ def callback(job: Job, companion: Any = None) -> Any:
 
     Ray (2.60) retries a placement forever, and restarts a worker after any error; it has no setting for either. A controller's
     callback is called at every change of its state and at each new try; what it raises ends the run. Remove when FailureConfig
-    has a deadline, and errors that are not retried.
-
-    Args:
-        companion: an actor that is notified when the workers wait for resources (`trainers_wait`) and when they have them
-            (`trainers_placed`), or None.
+    has a deadline, and errors that are not retried. `companion` is an actor that hears of waits for resources and of their end.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback

@@ -35,9 +35,6 @@ def unused(folder: str, name: str) -> str:
     return free
 
 
-# ----------------------------------------------------------------------------------------------- writing one
-
-
 def store(source: str, run_folder: str, name: str) -> dict[str, dict[str, Any]]:
     """Copies the files of a local folder into the checkpoint `name`, deletes the folder and returns the files' digests."""
     files = lineage.folder_digests(source)
@@ -57,9 +54,6 @@ def prune(run_folder: str, num_to_keep: int | None) -> None:
     for name in _names(run_folder):
         if name not in kept:
             storage.remove(storage.join(run_folder, name))
-
-
-# ------------------------------------------------------------------------------------------------- resuming
 
 
 def complete(run_folder: str) -> list[str]:

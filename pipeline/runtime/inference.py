@@ -74,9 +74,6 @@ def launch(job: Job, verb: Verb) -> dict[str, Any]:
     return result
 
 
-# ------------------------------------------------------------------------------------------------------ parts
-
-
 def part_file(job: Job, part: int, of: str = "") -> str:
     return storage.join(job.folder, resume.PARTS, f"{of}{part:06d}.jsonl")
 

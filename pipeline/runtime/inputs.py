@@ -82,13 +82,11 @@ def check_paths(job: Job) -> None:
             imported(source)
     if STAGE[job.stage].rows:
         preview.preprocessing(job.stage, job.data)
-    reached = set()
     for key, path in job.paths:
-        if not storage.is_remote(path) or path.startswith(HUB):
-            files.find(path, key)
-        elif (bucket := tuple(path.split("/")[:3])) not in reached:
+        if storage.is_remote(path) and not path.startswith(HUB):
             files.reach(path, key)
-            reached.add(bucket)
+        else:
+            files.find(path, key)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
         storage.require_writable(job.data.cache_dir, "data.cache_dir", "./cache")
     if not Ref.parse(job.model.name_or_path).is_registered:
@@ -105,13 +103,10 @@ def functions(job: Job) -> dict[str, str]:
 
 
 def digests_of_functions(job: Job) -> dict[str, str]:
-    """Returns {reward, judge or estimator: digest of the Python modules whose code decides the results of a run}.
-
-    The judge of a stage that learns is left out: the stage does not learn from it.
-    """
+    """Returns {reward, judge or estimator: digest of the Python modules whose code decides the results of a run}."""
     found: dict[str, list[str]] = {}
     for key, source in functions(job).items():
-        if key != "judge" or not STAGE[job.stage].learns:
+        if key != "judge" or not STAGE[job.stage].learns:  # a stage does not learn from its judge
             found.setdefault(key.partition(".")[0], []).append(source)
     if (estimator := str(job.trainer.get("advantage_estimator"))).startswith("python:"):
         found["trainer.advantage_estimator"] = [estimator]
@@ -179,9 +174,6 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
     Args:
         base: its identity.
         files: its files, models.compatibility.Base.
-
-    Raises:
-        InputError: if an adapter is missing or damaged, or belongs to another base.
     """
     from pipeline.models import adapter_files
 
@@ -273,8 +265,7 @@ def check_reward_model(job: Job, where: str) -> None:
 def room_for_prompts(job: Job, context: int | None) -> int | None:
     """Returns the most tokens that a row may have: the context length minus the completion length.
 
-    Raises:
-        InputError: if data.max_length or trainer.response_length is more than the context has.
+    Raises InputError if data.max_length or trainer.response_length is more than the context has.
     """
     if context is None:
         return None

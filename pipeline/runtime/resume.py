@@ -65,14 +65,11 @@ def named(job: Job) -> Job:
 
 
 def check_folder(folder: str, owner: str, example: str) -> dict[str, list[str]]:
-    """Checks that a folder is writable and has no run of another kind, which run.fresh=true would delete.
+    """Returns the state() of a folder that is writable and has no run of another kind, which run.fresh=true would delete.
 
     Args:
         owner: `a run`, `an iteration` or `a sweep`.
         example: what another name may begin with.
-
-    Returns:
-        The folder's state().
     """
     storage_path, _, name = folder.rpartition("/")
     storage.require_writable(storage_path)
@@ -95,11 +92,7 @@ def state(folder: str) -> dict[str, list[str]]:
 def locked(folder: str, seen: dict[str, list[str]], fresh: bool) -> Iterator[None]:
     """Locks a folder for this process until the block ends. Waits for workers of an earlier driver; `fresh` empties the folder.
 
-    Args:
-        seen: the folder's state() when this process looked at it.
-
-    Raises:
-        InputError: if another process has the folder or changed it meanwhile.
+    Raises InputError if another process has the folder, or changed it since this process saw its state().
     """
     with contextlib.ExitStack() as stack:
         if not storage.is_remote(folder):
@@ -160,8 +153,7 @@ def record(job: Job, inputs: dict[str, str], base: str, rows: dict[str, str]) ->
 def left_in(folder: str, file: str, fresh: bool, *keys: str) -> dict[str, Any]:
     """Returns a JSON object that an earlier process left in a folder, or {} if it left none, or `fresh` starts over.
 
-    Raises:
-        InputError: if it cannot be read, or lacks one of `keys`.
+    Raises InputError if it cannot be read, or lacks one of `keys`.
     """
     path = storage.join(folder, file)
     if fresh or not storage.exists(path):
@@ -196,9 +188,7 @@ def unfinished(job: Job) -> dict[str, Any]:
     """Returns job.json of the run that this job resumes, or {} if it starts one, or starts it over.
 
     Without a checkpoint or a part there is nothing to resume: the job may then be edited, and is another run.
-
-    Raises:
-        InputError: if this job would give other results than the one that began the run.
+    Raises InputError if this job would give other results than the one that began the run.
     """
     if not (left := read(job, FILE)):
         return {}
@@ -235,13 +225,9 @@ def pinned_inputs(left: dict[str, Any], job: Job) -> dict[str, str]:
 
 
 def same_content(left: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> bool:
-    """Returns True if base, rows and Python functions are those that the run began with, False if it starts again.
+    """Returns True if base and `rows` (digests of rows and functions) are what the run began with, False if it starts again.
 
-    Args:
-        rows: digests, of rows and of functions.
-
-    Raises:
-        InputError: with what changed since the run began, if it left checkpoints or parts.
+    Raises InputError, with what changed since the run began, if it left checkpoints or parts.
     """
     was = left.get("begun_with", {})
     begun_on = was.get("base", base)

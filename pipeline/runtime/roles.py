@@ -45,11 +45,7 @@ def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
 
 
 def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight: float = 1.0) -> Reward:
-    """Returns the reward of one input of the job: an adapter, which becomes a role, another model, or a Python function.
-
-    Args:
-        shared: may be None if the reward is a function.
-    """
+    """Returns the reward of one input: an adapter, which becomes a role of `shared`, another model, or a Python function."""
     source, args = worker.work.inputs[name], worker.job.args
     if Ref.parse(source).is_function:
         function = imported(source)
@@ -91,10 +87,9 @@ def add_frozen(worker: Host, shared: SharedBase, name: str, role: str) -> str | 
 
 
 def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
-    """Adds the role `policy`, trainable, and its reference: the frozen sft adapter that it starts from.
+    """Adds the role `policy`, trainable, and its reference, the frozen sft adapter that it starts from.
 
-    Returns:
-        The role of the reference, or None (the bare base) if there is no sft adapter.
+    Returns the role of the reference, or None (the bare base) if there is no sft adapter.
     """
     folder = worker.input("policy") if "policy" in worker.work.inputs else None
     if folder:
@@ -120,8 +115,7 @@ def start(worker: Host, shared: SharedBase, reference: str | None) -> str | None
 def add_critic(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
     """Adds the role `critic`, trainable: a head on the policy; or an adapter, a copy of the first reward's with its head if any.
 
-    Returns:
-        The role of the reward that was copied, or None.
+    Returns the role of the reward that was copied, or None.
     """
     if args.critic == "head":
         shared.add("critic", head_on="policy", trainable=True)
@@ -185,9 +179,6 @@ def vllm(
         longest: tokens of the longest prompt and its completion.
         rows: completions of an update that this process samples.
         scratch: folder in which adapters are passed to vLLM, or None for a temporary one.
-
-    Raises:
-        ValueError: if vLLM cannot run an adapter: DoRA, or a rank that is too large.
     """
     options = vllm_options(host.job, min(rows, memory.MOST_ROWS))
     if shared.device.type == "cuda":
@@ -220,19 +211,20 @@ def vllm_options(job: Job, rows: int) -> dict[str, Any]:
         rows: completions that it decodes at the same time.
     """
     model, rollout = job.model, job.rollout_config
-    options: dict[str, Any] = {"quantization": "bitsandbytes"} if model.load_in_4bit else {}
-    if rollout.tensor_parallel_size > 1:
-        options["tensor_parallel_size"] = rollout.tensor_parallel_size
-        # The custom all-reduce shares buffers by IPC, which fails with our expandable segments (on_ray/session.py):
-        # https://github.com/vllm-project/vllm/issues/42609
-        options["disable_custom_all_reduce"] = True
-    options |= {
+    options: dict[str, Any] = {
         "max_num_seqs": rows,
         "max_num_batched_tokens": max(memory.BATCHED_TOKENS, rows),
         "revision": model.revision,
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,
     }
+    if model.load_in_4bit:
+        options["quantization"] = "bitsandbytes"
+    if rollout.tensor_parallel_size > 1:
+        options["tensor_parallel_size"] = rollout.tensor_parallel_size
+        # The custom all-reduce shares buffers by IPC, which fails with our expandable segments (on_ray/session.py):
+        # https://github.com/vllm-project/vllm/issues/42609
+        options["disable_custom_all_reduce"] = True
     return options | (rollout.vllm_kwargs or {})
 
 

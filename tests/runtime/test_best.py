@@ -79,7 +79,6 @@ def test_a_checkpoint_holds_the_best_and_the_count(tmp_path):
         ("ppo", ["run.keep=best"], ("eval_judge", True)),
         ("ppo", ["run.keep=best", "judge=null"], ("eval_reward", True)),
         ("ppo", ["run.early_stopping_patience=1", "run.metric_for_best_model=eval_kl"], ("eval_kl", False)),
-        ("rm", ["run.keep=best", "run.metric_for_best_model=eval_accuracy"], ("eval_accuracy", True)),
         ("sft", ["run.keep=best", "run.metric_for_best_model=eval_entropy", "run.greater_is_better=false"], ("eval_entropy", False)),
     ],
 )  # fmt: skip

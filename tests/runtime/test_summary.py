@@ -6,49 +6,41 @@ from pipeline import registry
 from pipeline.config import load_job
 from pipeline.runtime.summary import print_summary
 
+COST = {"gpu_hours": 0, "dollars": None, "tokens": 12, "dollars_per_1000_completions": None}
+JOB = {"gate": {"eval_accuracy": ">= 0.95"}, "mlflow": {"alias": "champion"}}
+PASSED = {"alias": "champion", "gate": "passed"}
+FAILED = {"alias": None, "gate": "failed: eval_accuracy = 0.7, required >= 0.95"}
 
-def ended(stage, alias, gate):
-    job = {"gate": {"eval_accuracy": ">= 0.95"}, "mlflow": {"alias": "champion"}}
+
+def rates(low, high):
+    return PASSED | {"metrics": {"eval_win_rate": 0.52, "eval_win_rate_low": low, "eval_win_rate_high": high}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "ended", "says", "never"),
+    [
+        ("rm", FAILED, "mine-rm v3  (gate failed: eval_accuracy", "than before"),
+        ("rm", FAILED, "@champion has not moved; name models:/mine-rm/3 to use this version", "than before"),
+        ("rm", PASSED, "mine-rm v3", "has not moved"),
+        ("ppo", rates(0.41, 0.63), "not better than before: win rate 0.52 (0.41 to 0.63); try a higher", "worse"),
+        ("evaluate", rates(0.41, 0.63), "not better than the baseline: win rate 0.52 (0.41 to 0.63)\n", "worse"),
+        ("ppo", rates(0.2, 0.4), "worse than before: ", "try a higher"),
+        ("ppo", rates(0.51, 0.7), "mine-rm v3", "than before"),
+    ],
+)  # fmt: skip
+def test_what_a_summary_warns_of(stage, ended, says, never, capsys):
     result = {
         "stage": stage,
         "samples": [],
         "metrics": {},
         "adapter": "x",
-        "job": job,
-        "cost": {"gpu_hours": 0, "dollars": None, "tokens": 12, "dollars_per_1000_completions": None},
+        "job": JOB,
+        "cost": COST,
         "folder": "runs/x",
-        "seconds": 1,
     }
-    return result | {"registered_model": "mine-rm", "version": "3", "alias": alias, "gate": gate}
-
-
-FAILED = "failed: eval_accuracy = 0.7, required >= 0.95"
-
-
-def test_a_version_that_its_gate_kept_back_can_be_named(capsys):
-    print_summary(ended("rm", None, FAILED), None)
-    text = capsys.readouterr().out
-    assert "registered              mine-rm v3  (gate failed: eval_accuracy" in text
-    assert "@champion has not moved; name models:/mine-rm/3 to use this version" in text
-    print_summary(ended("rm", "champion", "passed"), None)
-    assert "has not moved" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("stage", "low", "high", "says"),
-    [
-        ("ppo", 0.41, 0.63, "  not better than before: win rate 0.52 (0.41 to 0.63); try a higher trainer.learning_rate, "),
-        ("evaluate", 0.41, 0.63, "  not better than the baseline: win rate 0.52 (0.41 to 0.63)\n"),
-        ("ppo", 0.2, 0.4, "  worse than before: "),
-        ("ppo", 0.51, 0.7, None),
-    ],
-)  # fmt: skip
-def test_a_win_rate_that_shows_no_gain_is_reported(stage, low, high, says, capsys):
-    rates = {"eval_win_rate": 0.52, "eval_win_rate_low": low, "eval_win_rate_high": high}
-    result = ended(stage, "champion", "passed")
-    print_summary(result | {"metrics": rates}, None)
+    print_summary(result | {"seconds": 1, "registered_model": "mine-rm", "version": "3"} | ended, None)
     printed = capsys.readouterr().out
-    assert says in printed if says else "than before" not in printed
+    assert says in printed and never not in printed
 
 
 @pytest.mark.parametrize(
