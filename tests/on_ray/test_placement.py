@@ -56,32 +56,26 @@ def test_one_machine_ignores_keys_that_choose_among_nodes(monkeypatch, capsys):
 
 def test_the_sizes_of_an_a100_have_labels(tmp_path):
     """start-node.sh, with a driver's answer and everything that it starts replaced."""
-    (tmp_path / "bin").mkdir()
-    tools = {
+    says = {
         "nvidia-smi": "NVIDIA A100-SXM4-80GB",
         "python": "10.0.0.1 eth0",
         "ray": "$RAY_OVERRIDE_LABELS",
         "setsid": "",
     }
-    for tool, says in tools.items():
-        (tmp_path / "bin" / tool).write_text(f"#!/bin/sh\necho {says}\n")
-        (tmp_path / "bin" / tool).chmod(0o755)
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    environment = {"PATH": path, "HOME": str(tmp_path), "RAY_HEAD_IP": "10.0.0.1"}
+    for tool, line in says.items():
+        (tmp_path / tool).write_text(f"#!/bin/sh\necho {line}\n")
+        (tmp_path / tool).chmod(0o755)
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray/auth_token").write_text("t")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {"PATH": path, "HOME": str(tmp_path), "RAY_HEAD_IP": "10.0.0.1"}
     command = ["bash", str(ROOT / "jobs/cloud/start-node.sh"), "worker"]
-    of_autoscaler = '{"a": "b"}'
     for more, labels in (
         ({}, '{"ray.io/accelerator-type": "A100-80G"}'),
-        ({"RAY_OVERRIDE_LABELS": of_autoscaler}, of_autoscaler),
+        ({"RAY_OVERRIDE_LABELS": "of the autoscaler"}, "of the autoscaler"),
     ):
         done = subprocess.run(command, env=environment | more, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == labels
-
-
-def ppo_job(*overrides):
-    return load_job(ROOT / "jobs/demo/ppo.yaml", list(overrides))
 
 
 def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
@@ -104,8 +98,11 @@ def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
     assert count(job(*GPU, "scaling.num_workers=9")) == 1  # it waits for what Ray Train waits for
     rollouts = ["rollout.num_workers=[1,2]", "rollout.use_gpu=true", "rollout.label_selector={zone: b}"]
     # Trainers in a, rollout workers in b, and so on
-    assert count(ppo_job("scaling.use_gpu=true", "scaling.num_workers=2", *rollouts)) == 2
-    assert count(ppo_job("scaling.resources_per_worker={CPU: 8}", *rollouts)) == 2  # other resources for each
+    for trainers in (
+        ["scaling.use_gpu=true", "scaling.num_workers=2"],
+        ["scaling.resources_per_worker={CPU: 8}"],
+    ):
+        assert count(load_job(ROOT / "jobs/demo/ppo.yaml", [*trainers, *rollouts])) == 2
     monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: {"CPU": 64.0, "GPU": 32.0})
     assert count(job(*GPU, "scaling.num_workers=4")) == 8
     monkeypatch.delenv("RAY_ADDRESS")

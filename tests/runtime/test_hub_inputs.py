@@ -76,6 +76,11 @@ def test_an_adapter_is_downloaded_once_and_then_needs_no_hub(adapter, hub, stora
     assert not [path for _, path, _ in hub.requests if "resolve" in path]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert registry.pin(reference, "") == reference and registry.fetch(reference, "") == folder
+    with pytest.raises(
+        InputError,
+        match=r"'owner/other' is not .* cannot be read from the hub .*run `hf download owner/other`",
+    ):
+        registry.pin("owner/other", "")
 
 
 def test_a_reward_model_of_its_own_is_pinned_too(hub, storage, tmp_path, in_root):
@@ -133,23 +138,6 @@ def test_what_cannot_be_an_input_is_refused_with_what_to_type(adapter, hub, stor
     refuses(storage, r"policy: hf://org/other@\w+ was trained on base org/large, but model\.name_or_path is org/base\. .*use "
             r"model\.name_or_path=org/large", *on_hub, "policy=org/other")  # fmt: skip
     assert host(storage, *on_hub, "policy=org/same").work.inputs["policy"].startswith("hf://org/same@")
-
-
-def test_offline_an_adapter_comes_from_the_cache_or_not_at_all(adapter, hub, storage, monkeypatch, in_root):
-    commit = hub.put("org/mine", adapter)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refuses(storage, r"policy: 'org/mine' is not a folder here, and cannot be read from the hub .*run `hf download org/mine`",
-            "policy=org/mine", "reward=null")  # fmt: skip
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    from pipeline.models.hub import _hub_answers
-
-    _hub_answers.cache_clear()
-    registry.fetch(registry.pin("org/mine", ""), "")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    _hub_answers.cache_clear()
-    assert host(storage, "policy=org/mine", "reward=null").work.inputs == {
-        "policy": f"hf://org/mine@{commit}"
-    }
 
 
 def test_a_folder_of_that_name_is_meant_before_the_hub(tmp_path, monkeypatch):
