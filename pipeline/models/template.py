@@ -66,12 +66,14 @@ def _plain(tokenizer: Any) -> str:
 
 
 def _read(path: str) -> str:
+    file, expected = Path(os.path.expanduser(path)), "expected a Jinja file in UTF-8, 'plain', or null"
+    if not file.is_file():  # reading a pipe would not end
+        raise InputError(f"there is no file {path!r}; {expected}", key="model.chat_template")
     try:
-        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"{path!r} cannot be read ({in_brief(error)}); expected a Jinja file in UTF-8, 'plain', or null",
-            key="model.chat_template",
+            f"{path!r} cannot be read ({in_brief(error)}); {expected}", key="model.chat_template"
         ) from error
 
 
