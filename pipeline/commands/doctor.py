@@ -61,7 +61,12 @@ def train(worker: Worker) -> dict[str, Any]:
     completions = min(asked.batch_size, max(COMPLETIONS, asked.per_device_train_batch_size))
     completions = max(1, completions // asked.num_generations) * asked.num_generations
     args = replace(
-        asked, batch_size=completions, num_mini_batches=1, num_ppo_epochs=1, total_episodes=completions
+        asked,
+        batch_size=completions,
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        total_episodes=completions,
+        critic_warmup_steps=0,  # policy and critic both learn
     )
     set_seed(args.seed)
     shared = roles.shared_base(worker)

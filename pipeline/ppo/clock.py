@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,54 +28,33 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """One update, from the start of the trainer's first phase to the end of its last."""
+def timeline(update: int, spans: Sequence[Span]) -> dict[str, Any]:
+    """Returns an update's timeline for result.json, with times in seconds since the start of the trainer's first phase.
 
-    update: int  # counted from 1
-    spans: Sequence[Span]
+    Spans are cut at the start and end of the update. Of nested phases of the trainer, each has the time that the others do
+    not have.
 
-    @property
-    def window(self) -> tuple[float, float]:
-        own = [span for span in self.spans if span.who == TRAINER]
-        return min(span.begin for span in own), max(span.end for span in own)
-
-    @property
-    def seconds(self) -> float:
-        begin, end = self.window
-        return end - begin
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the timeline for result.json, with times in seconds since the start of the update.
-
-        Spans are cut at the start and end of the update. Of nested phases of the trainer, each has the time that the others
-        do not have.
-        """
-        begin, end = self.window
-        spans = [span for span in self.spans if span.who != TRAINER and span.begin < end and span.end > begin]
-        own = [span for span in self.spans if span.who == TRAINER]
-        for start, stop in pairwise(sorted({at for span in own for at in (span.begin, span.end)})):
-            inside = [span for span in own if span.begin <= start and stop <= span.end]
-            if inside and stop - start >= SHORTEST_S:
-                innermost = max(inside, key=lambda span: (span.begin, -span.end))
-                spans.append(replace(innermost, begin=start, end=stop))
-        rows = [
-            {
-                "who": span.who,
-                "what": span.what,
-                "begin": round(max(span.begin, begin) - begin, 4),
-                "end": round(min(span.end, end) - begin, 4),
-            }
-            for span in sorted(spans, key=lambda span: (span.begin, -span.end))
-        ]
-        return {"update": self.update, "seconds": round(end - begin, 4), "spans": rows}
-
-
-def typical(timelines: Sequence[Timeline]) -> dict[str, Any] | None:
-    """Returns the update of median length for result.json, or None without updates."""
-    if not timelines:
-        return None
-    return sorted(timelines, key=lambda one: one.seconds)[len(timelines) // 2].to_dict()
+    Args:
+        update: counted from 1.
+    """
+    own = [span for span in spans if span.who == TRAINER]
+    begin, end = min(span.begin for span in own), max(span.end for span in own)
+    shown = [span for span in spans if span.who != TRAINER and span.begin < end and span.end > begin]
+    for start, stop in pairwise(sorted({at for span in own for at in (span.begin, span.end)})):
+        inside = [span for span in own if span.begin <= start and stop <= span.end]
+        if inside and stop - start >= SHORTEST_S:
+            innermost = max(inside, key=lambda span: (span.begin, -span.end))
+            shown.append(replace(innermost, begin=start, end=stop))
+    rows = [
+        {
+            "who": span.who,
+            "what": span.what,
+            "begin": round(max(span.begin, begin) - begin, 4),
+            "end": round(min(span.end, end) - begin, 4),
+        }
+        for span in sorted(shown, key=lambda span: (span.begin, -span.end))
+    ]
+    return {"update": update, "seconds": round(end - begin, 4), "spans": rows}
 
 
 class Phases:
@@ -136,11 +115,7 @@ def reset_peak(device: torch.device) -> None:
     """Begins a new peak of this process's memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return
-    clear = Path("/proc/self/clear_refs")
-    if clear.exists():
-        try:
+    elif (clear := Path("/proc/self/clear_refs")).exists():
+        # Some containers forbid it. The peak since the start of the process is then an upper bound.
+        with suppress(PermissionError):
             clear.write_text("5")  # "reset the peak resident set size" (proc(5))
-        except PermissionError:
-            # Some containers forbid it. The peak since the start of the process is then an upper bound.
-            return

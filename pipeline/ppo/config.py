@@ -9,8 +9,8 @@ elsewhere. An *episode* is one completion of one prompt; an *update* is one roll
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pipeline.errors import InputError, about, short
@@ -62,11 +62,10 @@ PLANNED_ROWS = 64
 CHUNK_COMPLETIONS = 256  # size of a chunk if the job sets none
 
 
-def _require(settings: Any, rules: Iterable[tuple[str, bool, str]]) -> None:
-    """Raises InputError for the first (key, whether its value is allowed, what is expected) that is not allowed."""
-    for key, allowed, expected in rules:
-        if not allowed:
-            raise InputError(f"found {short(repr(getattr(settings, key)))}, expected {expected}", key=key)
+def _require(settings: Any, key: str, allowed: bool, expected: str) -> None:
+    """Raises InputError if the value of a key is not allowed."""
+    if not allowed:
+        raise InputError(f"found {short(repr(getattr(settings, key)))}, expected {expected}", key=key)
 
 
 @dataclass
@@ -259,61 +258,40 @@ class PPOConfig:
     """Raise unless the KL to the reference is 0 before the first update: the policy must start as a copy of it."""
 
     def __post_init__(self) -> None:
-        name, names = (
-            self.advantage_estimator,
-            f"{', '.join(estimators.ESTIMATORS)} or python:MODULE:FUNCTION",
-        )
+        require = partial(_require, self)
+        name = self.advantage_estimator
         known = name in estimators.ESTIMATORS or name.startswith("python:")
-        _require(self, [("advantage_estimator", known, names)])
+        names = f"{', '.join(estimators.ESTIMATORS)} or python:MODULE:FUNCTION"
+        require("advantage_estimator", known, names)
         with about("advantage_estimator"):
-            reads = self.estimator.reads
+            groups, reads = self.estimator.compares_groups, self.estimator.reads
         unknown = sorted(reads - estimators.TENSORS - {field.name for field in fields(self)})
-        groups, critic = self.estimator.compares_groups, self.uses_critic
+        parameters = (
+            f"a function whose parameters are among {', '.join(sorted(estimators.TENSORS))} and the keys of trainer; "
+            f"it has {', '.join(unknown)}"
+        )
+        require("advantage_estimator", not unknown, parameters)
+
+        require("min_new_tokens", self.min_new_tokens < self.response_length, "less than response_length")
+        together = f"a multiple of num_generations ({self.num_generations}), so that a prompt's completions stay together"
+        require("batch_size", self.batch_size % self.num_generations == 0, together)
+        most = f"at most batch_size ({self.batch_size})"
+        require("num_mini_batches", self.num_mini_batches <= self.batch_size, most)
+        several = f"2 or more: {name} compares completions to one prompt"
+        require("num_generations", self.num_generations > 1 or not groups, several)
+        token = f"'token' with advantage_estimator {name}: its advantages differ from token to token"
+        require("importance_sampling_level", self.importance_sampling_level == "token" or groups, token)
+        pulls = (
+            "'k2' or 'k3' with kl_in: loss (the gradient of k1 is 0 on average: it would not hold the policy)"
+        )
+        require("kl_estimator", self.kl_in == "reward" or self.kl_estimator in ("k2", "k3"), pulls)
+
         truncated = ("missing_eos_penalty", "bootstrap_truncated", "mask_truncated_completions")
-        chosen = [key for key in truncated if getattr(self, key)]
-        rules = [
-            (
-                "advantage_estimator",
-                not unknown,
-                f"a function whose parameters are among {', '.join(sorted(estimators.TENSORS))} and the keys of trainer; "
-                f"it has {', '.join(unknown)}",
-            ),
-            ("min_new_tokens", self.min_new_tokens < self.response_length, "less than response_length"),
-            (
-                "batch_size",
-                self.batch_size % self.num_generations == 0,
-                f"a multiple of num_generations ({self.num_generations}), so that a prompt's completions stay together",
-            ),
-            (
-                "num_mini_batches",
-                self.num_mini_batches <= self.batch_size,
-                f"at most batch_size ({self.batch_size})",
-            ),
-            (
-                "num_generations",
-                self.num_generations > 1 or not groups,
-                f"2 or more: {name} compares completions to one prompt",
-            ),
-            (
-                "importance_sampling_level",
-                self.importance_sampling_level == "token" or groups,
-                f"'token' with advantage_estimator {name}: its advantages differ from token to token",
-            ),
-            (
-                "kl_estimator",
-                self.kl_in == "reward" or self.kl_estimator in ("k2", "k3"),
-                "'k2' or 'k3' with kl_in: loss (the gradient of k1 is 0 on average: it would not hold the policy)",
-            ),
-            (
-                chosen[-1] if chosen else "",
-                len(chosen) <= 1,
-                f"only one of {', '.join(truncated)}: found {chosen}",
-            ),
-        ]
+        if len(chosen := [key for key in truncated if getattr(self, key)]) > 1:
+            require(chosen[-1], False, f"only one of {', '.join(truncated)}: found {chosen}")
         for key in ("bootstrap_truncated", "normalize_values", "critic_warmup_steps"):
-            allowed = critic or not getattr(self, key)
-            rules.append((key, allowed, "off without a critic (advantage_estimator: gae)"))
-        _require(self, rules)
+            allowed = self.uses_critic or not getattr(self, key)
+            require(key, allowed, "off without a critic (advantage_estimator: gae)")
 
     @property
     def estimator(self) -> Estimator:
@@ -340,8 +318,8 @@ class PPOConfig:
 
     @property
     def learns_in_one_forward(self) -> bool:
-        """Whether the training forward's log-probs also serve as old log-probs: an update is one optimizer step with all
-        completions, and no advantage depends on old log-probs."""
+        """Returns True if the training forward's log-probs also serve as old log-probs: an update is one optimizer step with
+        all completions, and no advantage depends on old log-probs."""
         return (
             self.num_ppo_epochs == self.num_mini_batches == 1
             and not self.uses_critic
@@ -415,31 +393,20 @@ class RolloutConfig:
     """Largest ratio, above 1."""
 
     def __post_init__(self) -> None:
+        require = partial(_require, self)
         low, high = self.workers
+        numbers = type(low) is type(high) is int and 0 <= low <= high
+        require("num_workers", numbers, "a number of workers, or [min, max] with 0 <= min <= max")
+        behind = "0 without rollout workers: no process samples ahead; set rollout.num_workers=1"
+        require("staleness", self.staleness == 0 or high > 0, behind)
         overruled = sorted(VLLM_FIXED & (self.vllm_kwargs or {}).keys())
-        split = self.engine == "vllm" and self.use_gpu is True and high
-        rules = [
-            (
-                "num_workers",
-                type(low) is type(high) is int and 0 <= low <= high,
-                "a number of workers, or [min, max] with 0 <= min <= max",
-            ),
-            (
-                "staleness",
-                self.staleness == 0 or bool(high),
-                "0 without rollout workers: no process samples ahead; set rollout.num_workers=1",
-            ),
-            ("vllm_kwargs", not overruled, f"none of what the sampler sets itself: {overruled}"),
-            (
-                "tensor_parallel_size",
-                self.tensor_parallel_size == 1 or bool(split),
-                "1 unless rollout workers (rollout.num_workers) decode with vLLM on GPUs (rollout.use_gpu=true)",
-            ),
-        ]
+        require("vllm_kwargs", not overruled, f"none of what the sampler sets itself: {overruled}")
+        split = self.engine == "vllm" and self.use_gpu is True and high > 0
+        one = "1 unless rollout workers (rollout.num_workers) decode with vLLM on GPUs (rollout.use_gpu=true)"
+        require("tensor_parallel_size", self.tensor_parallel_size == 1 or split, one)
         for key in ("gpu_memory_utilization", "vllm_kwargs"):
             allowed = self.engine == "vllm" or not getattr(self, key)
-            rules.append((key, allowed, "null without rollout.engine=vllm"))
-        _require(self, rules)
+            require(key, allowed, "null without rollout.engine=vllm")
 
     @property
     def workers(self) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipeline.inference.rows import Completion
 from pipeline.models.fsdp_sync import catch_up
+from pipeline.ppo.config import PPOConfig
 
 
 def world() -> tuple[int, int]:
@@ -62,30 +63,23 @@ def prompt_order(
     return order
 
 
-def minibatches(
-    batch_size: int, epochs: int, num_mini_batches: int, seed: int, update: int, num_generations: int = 1
-) -> list[np.ndarray]:
+def minibatches(args: PPOConfig, update: int) -> list[np.ndarray]:
     """Returns the minibatches of an update, in order, as indices into the global batch.
 
-    Each epoch has its own permutation of the prompts. Completions to one prompt stay together, so that a forward pass can
-    compute the prompt once.
+    Each epoch has its own permutation of the prompts. A prompt's completions stay together, so that they can share a forward.
     """
     batches: list[np.ndarray] = []
-    completions = np.arange(batch_size).reshape(-1, num_generations)
-    for epoch in range(epochs):
-        order = np.random.default_rng([seed, update, epoch, 1]).permutation(len(completions))
-        batches += np.array_split(completions[order].reshape(-1), num_mini_batches)
+    completions = np.arange(args.batch_size).reshape(-1, args.num_generations)
+    for epoch in range(args.num_ppo_epochs):
+        order = np.random.default_rng([args.seed, update, epoch, 1]).permutation(len(completions))
+        batches += np.array_split(completions[order].reshape(-1), args.num_mini_batches)
     return batches
 
 
 def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
-    """Returns the rows of each worker, as indices into `lengths`, with nearly equal numbers of tokens.
+    """Returns the rows of each worker, as indices into `lengths` (tokens), with nearly equal numbers of tokens.
 
-    Longest first, each row goes to the worker with the fewest tokens so far (Graham 1969), so lengths are spread evenly,
-    too. A row may be a pack of completions.
-
-    Args:
-        lengths: tokens of each row.
+    Longest first, each row goes to the worker with the fewest tokens so far (Graham 1969). A row may be a pack of completions.
     """
     shares: list[list[int]] = [[] for _ in range(workers)]
     tokens = [0] * workers

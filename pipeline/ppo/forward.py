@@ -44,8 +44,7 @@ def in_packs(
     """Groups `rows` of the episodes in packs of completions to one prompt, if that pays and the base allows it.
 
     Args:
-        completions: most completions of a pack.
-        tokens: most tokens of a pack with several completions.
+        completions, tokens: limits of a pack with several completions.
     """
     index = torch.as_tensor(rows, dtype=torch.long, device=episodes.prompts.device)
     prompts = episodes.prompts[index].tolist()
@@ -60,11 +59,7 @@ def in_packs(
 def parts_of(
     shared: SharedBase, episodes: Episodes, completions: int | None = None, tokens: int | None = None
 ) -> Iterator[tuple[list[int], Episodes]]:
-    """Yields (rows, their episodes) of each micro-batch of a pass without gradients over all episodes.
-
-    Args:
-        completions, tokens: limits of a micro-batch. None: no limit on completions, FORWARD_TOKENS of tokens.
-    """
+    """Yields (rows, their episodes) of each micro-batch of a pass without gradients. By default, it has FORWARD_TOKENS."""
     tokens = tokens or FORWARD_TOKENS[shared.device.type]
     for rows in micro_batches_of(shared, episodes, range(len(episodes)), completions, tokens):
         yield rows, episodes.take(rows)
@@ -80,7 +75,7 @@ def micro_batches_of(
     """Splits `rows` of the episodes into micro-batches, which do not split packs.
 
     Args:
-        completions, tokens: limits of a micro-batch; padding counts as tokens. None: none.
+        completions, tokens: limits of a micro-batch; padding counts as tokens.
     """
     packs = in_packs(shared, episodes, rows, completions, tokens)
     held = [len(pack) for pack in packs]

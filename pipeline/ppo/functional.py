@@ -26,9 +26,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+# Log-ratios are clamped to this before exp, and nowhere else: exp(20), and its square in a gradient, are finite in fp32.
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +-20 nats before exp, and nowhere else: exp(20), and its square in a gradient, are finite in
-fp32."""
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 LossAggregation = Literal["token", "sequence", "constant"]
@@ -43,14 +42,12 @@ def whiten(
 ) -> Tensor:
     """Returns `x` scaled to unit variance (unbiased, over the mask) and mean 0, or its own mean with `shift_mean=False`.
 
-    Mean and variance are summed in fp64 and in two passes, so the result depends on the whole batch and not on how it is
-    split over workers. With fewer than two values the variance is taken as 1. The fp64 mean of equal fp32 values is
-    exact, so they deviate by exactly 0.
+    Mean and variance are summed in fp64 and in two passes. The fp64 mean of equal fp32 values is exact, so they deviate by
+    exactly 0. With fewer than two values the variance is taken as 1.
 
     Args:
         eps: added to the variance.
-        all_reduce: sums a small tensor over the workers. Without it each worker whitens its own share, and advantages of
-            different workers are relative to different means. None: one worker.
+        all_reduce: sums a small tensor over the workers, because advantages must be relative to one mean. None: one worker.
     """
     mask = mask.bool()
     reduce = all_reduce or (lambda t: t)
@@ -65,11 +62,11 @@ def whiten(
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k1") -> Tensor:
-    """Returns the per-token estimate of KL(policy || reference), in nats, from tokens that the policy sampled.
+    """Returns the per-token estimate of KL(policy || reference), in nats, from tokens that the policy sampled. Takes no mask.
 
     With d = log p_policy - log p_reference: k1 = d (unbiased, can be negative), k2 = d^2 / 2 (biased, low variance, its
-    gradient is that of the KL), k3 = exp(-d) - 1 + d (unbiased, never negative), abs = |d|. k3 alone needs an exp: where
-    d < -LOG_RATIO_LIMIT it is constant and has no gradient. Takes no mask: the caller masks the result.
+    gradient is that of the KL), k3 = exp(-d) - 1 + d (unbiased, never negative; constant where d < -LOG_RATIO_LIMIT),
+    abs = |d|.
     """
     difference = logprobs.float() - ref_logprobs.float()
     if estimator == "k1":
@@ -83,10 +80,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Returns the reward of every action: -kl_coef * kl on each, plus the row's score (batch,) once, on the last one.
-
-    The rewards have the dtype of the scores.
-    """
+    """Returns the reward of every action: -kl_coef * kl on each, plus the row's score (batch,) once, on the last one."""
     mask = mask.bool()
     rewards = (-kl_coef * kl.float()).where(mask, 0.0).to(scores.dtype)
     remaining = mask.flip(-1).cumsum(-1).flip(-1)  # number of actions from here on
@@ -126,21 +120,18 @@ def loss_weights(
 ) -> Tensor:
     """Returns the (batch, 1) weight of each row's actions in a loss, which is the sum of weight * loss over all actions.
 
-    "token": 1 / actions; the loss is the mean over actions (DAPO). "sequence": 1 / (actions of the row * completions); the
-    loss is the mean of the completions' means (GRPO). "constant": 1 / (completions * length); the weight does not depend on
-    how long completions are (Dr. GRPO).
+    "token": 1 / actions, the mean over actions (DAPO). "sequence": 1 / (actions of the row * completions), the mean of the
+    completions' means (GRPO). "constant": 1 / (completions * length), regardless of their lengths (Dr. GRPO).
 
     Args:
-        actions, completions: numbers of actions, and of rows with at least one, in the whole optimizer step over all
-            workers, so that losses of micro-batches and workers add up.
-        length: the longest that a completion can be, for "constant".
+        actions, completions: numbers of actions, and of rows with at least one, in the optimizer step over all workers.
+        length: the longest that a completion can be.
     """
     counts = mask.bool().sum(-1, keepdim=True).clamp(min=1)
     if aggregation == "sequence":
         return 1.0 / (counts * completions)
-    return torch.full_like(
-        counts, 1.0 / (actions if aggregation == "token" else completions * length), dtype=torch.float32
-    )
+    total = actions if aggregation == "token" else completions * length
+    return torch.full_like(counts, 1.0 / total, dtype=torch.float32)
 
 
 def policy_loss(
@@ -159,11 +150,9 @@ def policy_loss(
 
     Args:
         cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange_high].
-        dual_clip: above 1; bounds the loss by -dual_clip * A where the advantage A < 0, which the ordinary clip leaves
-            unbounded.
-        denominator: divides the sums over actions. None: the number of actions in `mask`, which makes the loss a mean.
-            The trainer passes the number of actions in the whole optimizer step over all workers, so that losses of
-            micro-batches and workers *add up* to that mean.
+        dual_clip: bounds the loss by -dual_clip * A where the advantage A < 0, which the ordinary clip leaves unbounded.
+        denominator: divides the sums over actions: their number in the optimizer step over all workers, so that losses of
+            micro-batches and workers *add up* to a mean. None: the number of actions in `mask`.
         cliprange_high: None: `cliprange` (DAPO's clip-higher sets it larger).
         importance_sampling_level: "sequence" gives every action of a row the same ratio, exp of the mean of the row's
             log-ratios (GSPO): the ratio of the completions' probabilities, to the power 1 / length.
@@ -178,9 +167,8 @@ def policy_loss(
     log_ratio = logprobs.float().where(mask, 0.0) - old_logprobs.float().where(mask, 0.0)
     log_weight = log_ratio
     if importance_sampling_level == "sequence":
-        log_weight = (log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(
-            log_ratio
-        )
+        mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        log_weight = mean.expand_as(log_ratio)
     ratio = log_weight.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     unclipped = -advantages * ratio
     high = cliprange if cliprange_high is None else cliprange_high
@@ -207,14 +195,12 @@ def off_policy_weights(
 ) -> Tensor:
     """Returns the probability ratio trainer / sampler (batch, time) of each action, at most `cap`; 0 off the mask.
 
-    Corrects for a sampler of other weights, kernels or precision: for the old policy of an update that it was not sampled from
-    (decoupled PPO, Hilton et al. 2021, arXiv 2110.00641; truncated importance sampling, Ionides 2008). As a weight w >= 0 of
-    the clipped surrogate equals the surrogate of w * A, the weights multiply advantages.
+    Corrects for a sampler of other weights, kernels or precision (decoupled PPO, Hilton et al. 2021; truncated importance
+    sampling, Ionides 2008). As a weight w >= 0 of the clipped surrogate equals the surrogate of w * A, the weights multiply
+    advantages.
 
     Args:
-        logprobs, sampler_logprobs: (batch, time), in nats, of the trainer's policy and of the one that sampled.
         level: token: of each action by itself. sequence: the product over a completion's actions, for all of them.
-        cap: above 1.
     """
     mask = mask.bool()
     log_ratio = logprobs.float().where(mask, 0.0) - sampler_logprobs.float().where(mask, 0.0)
@@ -255,11 +241,10 @@ def value_loss(
 def adapted_kl_coef(coef: float, kl: float, completions: int, target: float, horizon: float) -> float:
     """Returns the KL coefficient for the next update: a proportional controller (Ziegler et al. 2019, section 2.2).
 
-    It grows while the KL is above `target`. With the error at its clip of 0.2, `horizon` completions change it by about 20 %.
+    With the error at its clip of 0.2, `horizon` completions change it by about 20 %.
 
     Args:
-        kl: mean over the update's completions, in nats per *completion* (summed over its tokens), as `target` is. A mean per
-            token would be tens of times too small and drive the coefficient to 0.
+        kl: mean over the update's completions, in nats per *completion* (summed over its tokens), as `target` is.
         completions: completions of the update, over all workers.
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)

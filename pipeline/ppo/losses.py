@@ -35,11 +35,7 @@ VALUE_STATS = ("loss/value_avg", "val/clipfrac_avg")
 
 @torch.no_grad()
 def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, kl_coef: float) -> None:
-    """Fills `rewards`, `advantages` and `returns` of the episodes.
-
-    Args:
-        kl_coef: KL coefficient of this update.
-    """
+    """Fills `rewards`, `advantages` and `returns` of the episodes."""
     estimator, mask = args.estimator, episodes.mask
     # Groups compare scores in float64, because the fp32 mean of equal scores may differ from the scores.
     scores = episodes.scores if estimator.compares_groups else episodes.scores.float()
@@ -64,11 +60,7 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
 
 
 def estimate_advantages(args: PPOConfig, episodes: Episodes, bootstrap: Tensor) -> Tensor:
-    """Returns the advantages (B, R) by the estimator of `args`, not whitened, and 0 off the mask; see estimators.py.
-
-    Raises:
-        Failure: if an estimator of the job's own returns another shape.
-    """
+    """Returns the advantages (B, R) by the estimator of `args`, not whitened, and 0 off the mask; see estimators.py."""
     mask, known = episodes.mask, {**vars(episodes), "bootstrap": bootstrap}
     advantages = estimators.call(args.estimator.formula, args, known)
     if getattr(advantages, "shape", None) != mask.shape:
@@ -124,11 +116,7 @@ def policy_objective(
 def value_objective(
     args: PPOConfig, part: Episodes, totals: Totals, values: Tensor, moments: RunningMoments
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Returns the clipped value loss and its VALUE_STATS.
-
-    Args:
-        values: (B, R) of the critic, in its units: returns normalized by `moments`.
-    """
+    """Returns the clipped value loss and its VALUE_STATS. `values` (B, R) are in units of returns normalized by `moments`."""
     old, returns = ((x - moments.mean) / moments.std for x in (part.values, part.returns))
     loss, stats = value_loss(values, old, returns, part.learn, args.cliprange_value, totals.actions)
     return loss, (loss.detach(), stats["clipfrac"])

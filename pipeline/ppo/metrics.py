@@ -15,15 +15,14 @@ from pipeline.ppo.functional import kl_estimate, off_policy_weights
 def episode_metrics(
     args: PPOConfig, episodes: Episodes, raw: dict[str, list[float]], kl_coef: float
 ) -> dict[str, float]:
-    """Metrics of rollout, scores and values.
+    """Returns metrics of rollout, scores and values.
 
     `objective/kl` and `objective/entropy` are nats per *completion*, sums over its tokens (`policy/entropy_avg`, of the
-    optimizer steps, is nats per *token*). The KL is k1, the unbiased estimator, even if `kl_estimator` trains with another.
-    `val/sampler_drift` is the mean |sampler's log-prob - trainer's| per token, in nats.
+    optimizer steps, is nats per *token*). The KL is k1, even if `kl_estimator` trains with another. `val/sampler_drift` is
+    the mean |sampler's log-prob - trainer's| per token, in nats.
 
     Args:
         raw: each reward's own scores, by its name.
-        kl_coef: KL coefficient of this update.
     """
     mask, device = episodes.mask, episodes.mask.device
     kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, "k1").where(mask, 0.0).sum(-1)
@@ -91,18 +90,16 @@ def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) 
 def seconds_at_peak(
     args: PPOConfig, tokens: float, parameters: float, adapter_rewards: int, sampled_here: bool, peak: float
 ) -> float:
-    """Seconds that an update would take at a GPU's peak: its model FLOPs, over FLOP/s.
+    """Returns the seconds that an update would take at a GPU's `peak`, in FLOP/s.
 
     A forward takes 2 FLOPs per token and parameter; a backward through frozen weights as many, since only activations have
-    gradients. Recomputation does not count. Over the seconds that it did take, this is the model FLOPs utilisation (MFU,
+    gradients. Recomputation does not count. Over the seconds that it did take, this is the model FLOPs utilization (MFU,
     Chowdhery et al. 2022, section 4.1).
 
     Args:
         tokens: number of tokens of this worker's prompts and completions.
         parameters: number of parameters of the base.
-        adapter_rewards: rewards that are adapters on the base.
         sampled_here: whether this worker samples and scores, and no rollout worker.
-        peak: FLOP/s.
     """
     roles = 1 + args.has_critic_adapter
     passes = (2 + adapter_rewards) * sampled_here  # sampling, the reference, the rewards

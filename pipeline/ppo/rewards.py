@@ -7,7 +7,6 @@ held-out completions, stored with the reward model's version). The score of a co
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import math
 import os
@@ -56,11 +55,10 @@ class Samples:
     @cached_property
     def prompts(self) -> list[str]:
         """Returns the prompts as the data has them; a list of messages as the template rendered it."""
+        given = [row.get("prompt") for row in self.rows]
         return [
-            row["prompt"]
-            if isinstance(row.get("prompt"), str)
-            else self.tokenizer.decode(ids, skip_special_tokens=True)
-            for row, ids in zip(self.rows, self.prompt_ids, strict=True)
+            prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
+            for prompt, ids in zip(given, self.prompt_ids, strict=True)
         ]
 
     @cached_property
@@ -113,31 +111,30 @@ class Reward(ABC):
 
     def checked(self, samples: Samples) -> list[float]:
         """Returns the scores of `score`. Raises Failure unless they are one finite number for each sample."""
-        scores: Any = self.score(samples)
-        listed = _listed(scores)
-        if listed is None or len(listed) != len(samples):
-            found = _brief(scores, 100) if listed is None else f"{len(listed)} scores"
-            raise Failure(
-                f"reward {self} returned {found} for {len(samples)} samples; expected a list of one number for each, of "
-                f"which the first is for {samples.show(0)}"
-            )
-        values = [_number(score) for score in listed]
+        scores = self._listed(self.score(samples), samples, range(len(samples)))
+        values = [_number(score) for score in scores]
         for i, value in enumerate(values):
             if not math.isfinite(value):
                 raise Failure(
-                    f"reward {self} returned {_brief(listed[i], 100)} for {samples.show(i)}; expected a finite number"
+                    f"reward {self} returned {_brief(scores[i], 100)} for {samples.show(i)}; expected a finite number"
                 )
         return values
 
+    def _listed(self, scores: Any, samples: Samples, rows: Sequence[int]) -> Sequence[Any]:
+        """Returns a list, tuple, array or tensor as a list. Raises Failure unless it has one score for each of the samples."""
+        # Arrays and tensors have tolist, tensors that require gradients included.
+        listed = scores.tolist() if hasattr(scores, "tolist") else scores
+        is_list = isinstance(listed, (list, tuple))
+        if not is_list or len(listed) != len(rows):
+            found = f"{len(listed)} scores" if is_list else _brief(scores, 100)
+            raise Failure(
+                f"reward {self} returned {found} (samples: {len(rows)}); expected a list of one number for each sample; "
+                f"the first is {samples.show(rows[0])}"
+            )
+        return listed
+
     def __str__(self) -> str:
         return repr(self.name)
-
-
-def _listed(scores: Any) -> Sequence[Any] | None:
-    """Returns a list, tuple, array or tensor as a list, or None for anything else."""
-    # Arrays and tensors have tolist, tensors that require gradients included.
-    listed = scores.tolist() if hasattr(scores, "tolist") else scores
-    return listed if isinstance(listed, (list, tuple)) else None
 
 
 def _number(score: Any) -> float:
@@ -181,11 +178,10 @@ class ModelReward(Reward):
     """A separate sequence-classification model, in memory in addition to the base. Scores are its only logit.
 
     Args:
-        tokenizer: the model's own; it encodes prompt and completion as text, with its chat template where the prompt is a
-            list of messages. None: the model reads the policy's token ids.
-        rows, tokens: limits of a forward pass, as of `AdapterReward`.
+        tokenizer: the model's own; it encodes prompt and completion as text, with its chat template if the prompt is a list
+            of messages. None: the model reads the policy's token ids.
+        rows, tokens, settings: as of `AdapterReward`.
         control: whether special tokens in the text are encoded as such, or as ordinary text.
-        settings: name (default: model), weight, mean and std of `Reward`.
     """
 
     def __init__(
@@ -238,14 +234,10 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def generator_states() -> bytes:
-    """Returns a digest of the global generators' states: it changes when a number is drawn."""
+def generator_states() -> tuple[Any, ...]:
+    """Returns the states of the global generators, which change when a number is drawn."""
     numpy: Any = np.random.get_state()
-    states = (random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes())
-    return hashlib.blake2b(repr(states).encode()).digest()
-
-
-ROW = "_row"  # attribute of an exception: the sample that it is about
+    return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes()
 
 
 class FunctionReward(Reward):
@@ -275,23 +267,10 @@ class FunctionReward(Reward):
         self.warned = False  # whether the warning about a global generator was printed
 
     def score(self, samples: Samples) -> list[float]:
-        try:
-            with kept_rng_state():
-                if self.timeout_s is not None:
-                    return self._row_by_row(samples, self.timeout_s)
-                return self._batch(samples)
-        except (KeyboardInterrupt, Failure):
-            raise
-        except BaseException as error:  # SystemExit too: it would end the worker as if its work were done
-            if is_out_of_memory(error):
-                raise
-            if not isinstance(error, Exception):
-                hint = "; expected a list of numbers"
-            elif hasattr(error, ROW):
-                hint = f" for {samples.show(getattr(error, ROW))}"
-            else:
-                hint = f" for {self._culprit(samples)}"
-            raise Failure(f"reward {self} raised {in_brief(error, 500)}{hint}:\n{_frames(error)}") from error
+        with kept_rng_state():
+            if self.timeout_s is not None:
+                return self._row_by_row(samples, self.timeout_s)
+            return self._batch(samples)
 
     def __str__(self) -> str:
         names = (getattr(self.function, key, None) for key in ("__module__", "__qualname__"))
@@ -319,12 +298,32 @@ class FunctionReward(Reward):
         parameters = inspect.signature(self.function).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             columns = {name: values for name, values in columns.items() if name in parameters}
-        result = self.function(**{name: [values[i] for i in rows] for name, values in columns.items()})
-        if inspect.iscoroutine(result):
-            # In another thread, because this one may run an event loop, as in a notebook.
-            with ThreadPoolExecutor(1) as pool:
-                return pool.submit(asyncio.run, result).result()
-        return result
+        try:
+            result = self.function(**{name: [values[i] for i in rows] for name, values in columns.items()})
+            if inspect.iscoroutine(result):
+                # In another thread, because this one may run an event loop, as in a notebook.
+                with ThreadPoolExecutor(1) as pool:
+                    return pool.submit(asyncio.run, result).result()
+            return result
+        except (KeyboardInterrupt, Failure):
+            raise
+        except BaseException as error:  # SystemExit too: it would end the worker as if its work were done
+            if is_out_of_memory(error):
+                raise
+            expected = not isinstance(error, Exception)
+            hint = "; expected a list of numbers" if expected else f" for {self._culprit(samples, rows)}"
+            raise Failure(f"reward {self} raised {in_brief(error, 500)}{hint}:\n{_frames(error)}") from error
+
+    def _culprit(self, samples: Samples, rows: Sequence[int]) -> str:
+        """Describes the first of some samples for which the function raises if it gets this sample alone."""
+        if len(rows) == 1:
+            return samples.show(rows[0])
+        for i in rows:
+            try:
+                self._call(samples, [i])
+            except Exception:  # the caller reports the original error; this only locates it
+                return samples.show(i)
+        return f"a batch of {len(rows)} samples (each alone does not make it raise)"
 
     def _row_by_row(self, samples: Samples, limit: float) -> list[float]:
         """Returns the function's score of each sample, in the order of the samples."""
@@ -342,9 +341,8 @@ class FunctionReward(Reward):
                 if self.threads == 1:
                     seed_generators(samples.seeds[i])
                 try:
-                    scores[i] = self._one(samples, i)
+                    [scores[i]] = self._listed(self._call(samples, [i]), samples, [i])
                 except BaseException as error:
-                    setattr(error, ROW, i)
                     errors[i] = error
 
         # Not a thread pool, because the process would wait for a row that hangs.
@@ -368,25 +366,6 @@ class FunctionReward(Reward):
             )
         return [scores[i] for i in range(len(samples))]
 
-    def _one(self, samples: Samples, i: int) -> float:
-        score: Any = self._call(samples, [i])
-        listed = _listed(score)
-        if listed is None or len(listed) != 1:
-            raise Failure(
-                f"reward {self} returned {_brief(score, 100)} for one row, expected a list of one number; with "
-                "trainer.reward_timeout_s it is called for each row by itself"
-            )
-        return listed[0]
-
-    def _culprit(self, samples: Samples) -> str:
-        """Describes the first sample for which the function raises if it gets this sample alone."""
-        for i in range(len(samples)):
-            try:
-                self._call(samples, [i])
-            except Exception:  # the caller reports the original error; this only locates it
-                return samples.show(i)
-        return f"a batch of {len(samples)} samples (each alone does not make it raise)"
-
 
 LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
 
@@ -394,10 +373,8 @@ LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdli
 def _frames(error: BaseException, limit: int = 10) -> str:
     """Returns the last `limit` frames inside a reward function as text, without frames of libraries if possible."""
     frames = traceback.extract_tb(error.__traceback__)
-    called = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
-    inside = frames[called + 1 :]
-    users = [frame for frame in inside if not frame.filename.startswith(LIBRARIES)]
-    return "".join(traceback.format_list((users or inside)[-limit:])).rstrip()
+    users = [frame for frame in frames if not frame.filename.startswith((__file__, *LIBRARIES))]
+    return "".join(traceback.format_list((users or frames)[-limit:])).rstrip()
 
 
 def weighted(

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pipeline.inference.rows import Completion
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo.clock import Span
 from pipeline.ppo.episodes import Episodes, collate, gather
 from pipeline.ppo.sampler import Chunk, Sampled, Sampler
 
-VERSIONS_FILE = "versions.safetensors"
+VERSIONS_FILE = "versions.pt"
 Tensors = Mapping[str, Tensor]  # an adapter, by its names in peft's files
 
 
@@ -40,11 +40,12 @@ class Versions:
 
     def add(self, version: int) -> None:
         """Keeps a copy of the role as it is now, and drops versions that can no longer be requested."""
-        self._keep(
-            version, {name: tensor.clone() for name, tensor in self.shared.tensors_of(self.role).items()}
-        )
+        self._keep(version, self._copy())
         for old in [held for held in self.held if held < version - self.staleness]:
             del self.held[old], self.digests[old]
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.shared.tensors_of(self.role).items()}
 
     def _keep(self, version: int, tensors: dict[str, Tensor]) -> None:
         # Rank 0's digest, because an adapter on another kind of processor may differ in a last bit.
@@ -53,7 +54,7 @@ class Versions:
     @contextmanager
     def use(self, version: int) -> Iterator[None]:
         """Makes the role that version within the block, and restores it afterwards."""
-        now = {name: tensor.clone() for name, tensor in self.shared.tensors_of(self.role).items()}
+        now = self._copy()
         self.shared.fill(self.role, self.held[version])
         try:
             yield
@@ -62,21 +63,15 @@ class Versions:
 
     def save(self, folder: str | Path, newest: int) -> None:
         """Writes the older versions that may still be requested; `newest` is the role itself."""
-        older = [version for version in sorted(self.held) if newest - self.staleness <= version < newest]
-        tensors = {
-            f"{version}/{name}": tensor for version in older for name, tensor in self.held[version].items()
-        }
-        if tensors:
-            save_file(tensors, Path(folder) / VERSIONS_FILE)
+        older = {v: held for v, held in self.held.items() if newest - self.staleness <= v < newest}
+        if older:
+            torch.save(older, Path(folder) / VERSIONS_FILE)
 
     def load(self, folder: str | Path) -> None:
         """Reads what `save` wrote, if it wrote anything."""
-        path = Path(folder) / VERSIONS_FILE
         self.held, self.digests = {}, {}
-        stored: dict[int, dict[str, Tensor]] = {}
-        for key, tensor in (load_file(path) if path.exists() else {}).items():
-            version, _, name = key.partition("/")
-            stored.setdefault(int(version), {})[name] = tensor
+        path = Path(folder) / VERSIONS_FILE
+        stored = torch.load(path, weights_only=True, map_location="cpu") if path.exists() else {}
         for version, tensors in stored.items():
             self._keep(version, tensors)
 
@@ -101,19 +96,15 @@ class RolloutWorkers(Protocol):
     def collect(self, chunk: Chunk) -> Sampled | None:
         """Waits for a requested chunk and returns it, sampled and scored, or None if no worker is left."""
 
-    def metrics(self) -> dict[str, float]:
-        """Returns the metrics since the last call."""
-
-    def spans(self) -> list[Span]:
-        """Returns the workers' spans between the last two calls of `metrics`."""
+    def measured(self) -> tuple[dict[str, float], list[Span]]:
+        """Returns the metrics and spans since the last call."""
 
 
 @dataclass
 class Rollout:
     """One trainer's share of an update."""
 
-    chunks: list[Chunk]
-    sampled: list[Sampled]  # one per chunk
+    parts: list[tuple[Chunk, Sampled]]
     episodes: Episodes
     # name of a reward -> its scores of the episodes
     raw: dict[str, list[float]] = field(default_factory=dict)
@@ -147,14 +138,14 @@ class Rollouts:
         self.synced: tuple[int, int] | None = None  # (update, version) that the decoder here samples from
         self.requested: dict[int, list[Chunk]] = {}
 
-    def chunks_for(self, update: int) -> tuple[list[Chunk], list[Sampled]]:
+    def chunks_for(self, update: int) -> list[tuple[Chunk, Sampled]]:
         """Returns the chunks of an update, sampled; rollout workers also score them. Updates come in order."""
         if self.versions:
             self.versions.add(update)
         if self.workers:
             self._request(self.workers, update)
         chunks = self.requested.pop(update, None) or self.chunks_of(update)
-        return chunks, [self._sampled(chunk, update) for chunk in chunks]
+        return [(chunk, self._sampled(chunk, update)) for chunk in chunks]
 
     def _request(self, workers: RolloutWorkers, update: int) -> None:
         """Requests this update's chunks, and later updates' chunks that the versions allow already."""
@@ -169,8 +160,7 @@ class Rollouts:
                 workers.request(self.requested[coming])
 
     def _sampled(self, chunk: Chunk, update: int) -> Sampled:
-        sampled = self.workers.collect(chunk) if self.workers else None
-        if sampled is not None:
+        if self.workers and (sampled := self.workers.collect(chunk)):
             return sampled
         older = (
             self.versions.use(chunk.version) if self.versions and chunk.version != update else nullcontext()
@@ -185,19 +175,14 @@ class Rollouts:
             return self.sampler.sample(chunk)
 
 
-def assembled(
-    chunks: Sequence[Chunk], sampled: Sequence[Sampled], first: int, pad: int, device: torch.device
-) -> Rollout:
-    """Returns the chunks of a share as episodes, in the order of the share.
+def assembled(parts: Sequence[tuple[Chunk, Sampled]], first: int, pad: int, device: torch.device) -> Episodes:
+    """Returns the completions of a share as episodes, in the order of the share.
 
     Args:
         first: number of the update's first episode in the run.
-        pad: token id that fills rows up.
     """
-    rows = [
-        (episode - first, chunk.prompt_ids[i // chunk.generations], completion)
-        for chunk, one in zip(chunks, sampled, strict=True)
-        for i, (episode, completion) in enumerate(zip(chunk.episodes, one.completions, strict=True))
-    ]
+    rows: list[tuple[int, list[int], Completion]] = []
+    for chunk, sampled in parts:
+        rows += zip((e - first for e in chunk.episodes), chunk.prompts, sampled.completions, strict=True)
     indices, prompts, completions = zip(*sorted(rows, key=lambda row: row[0]), strict=True)
-    return Rollout(list(chunks), list(sampled), collate(prompts, completions, list(indices), pad, device))
+    return collate(prompts, completions, indices, pad, device)

@@ -36,7 +36,7 @@ class Chunk:
     rank: int  # rank of the trainer that learns from it
     number: int
     version: int  # version of the policy that samples it: its number of updates
-    places: list[int]  # indices of the prompts in the rank's share
+    rows: list[int]  # indices of its completions in the rank's share
     prompt_ids: list[list[int]]  # token ids of each prompt
     data: list[str]  # JSON text of each prompt's data row
     episodes: list[int]  # numbers of the completions in the run, grouped by prompt; they key the sampling
@@ -46,15 +46,12 @@ class Chunk:
         return (self.update, self.rank, self.number)
 
     @property
-    def generations(self) -> int:
-        """Returns the number of completions to each prompt."""
+    def generations(self) -> int:  # completions to each prompt
         return len(self.episodes) // len(self.prompt_ids)
 
     @property
-    def rows(self) -> list[int]:
-        """Returns the indices of the completions in the episodes of the share."""
-        each = self.generations
-        return [place * each + g for place in self.places for g in range(each)]
+    def prompts(self) -> list[list[int]]:  # the prompt of each completion
+        return [ids for ids in self.prompt_ids for _ in range(self.generations)]
 
 
 @dataclass
@@ -71,10 +68,9 @@ class Sampled:
 
 
 def split_into_chunks(lengths: Sequence[int], rows: int, generations: int) -> list[list[int]]:
-    """Splits prompts into chunks of similar lengths, as indices into `lengths`.
+    """Splits prompts into chunks of similar lengths, as indices into `lengths` (tokens).
 
     Args:
-        lengths: tokens of each prompt.
         rows: largest number of completions in a chunk; all completions to one prompt are in one chunk.
         generations: completions to each prompt.
     """
@@ -87,8 +83,6 @@ class Sampler:
     """Samples and scores chunks with the roles of `shared`: `policy`, `reference` (None: the bare base) and the rewards'.
 
     Args:
-        tokenizer: decodes completions for Python rewards; its pad id fills batches up.
-        reference: the role of the reference; None: the bare base.
         decoder: writes the completions. None: the base itself.
     """
 
@@ -109,12 +103,11 @@ class Sampler:
         self.rows = args.local_rollout_forward_batch_size  # decoded at once, or None for the full chunk
 
     def fit_to_memory(self, chunk: int, longest: int) -> None:
-        """Sets how many completions of a chunk are decoded at once by the memory that is free now, unless the job does.
+        """Sets how many of a chunk's completions are decoded at once by the memory that is free now, unless the job does.
 
         Every trainer calls it: they take the smallest of their numbers, because rounding depends on it.
 
         Args:
-            chunk: completions of a chunk.
             longest: tokens of the longest prompt and its completion.
         """
         if self.rows is not None or not isinstance(self.decoder, SlotDecoder):
@@ -129,11 +122,7 @@ class Sampler:
             )
 
     def sample_and_score(self, chunk: Chunk, digest: str) -> Sampled:
-        """Returns a chunk sampled and scored, with the reference's log-probs unless the reference moves with the policy.
-
-        Args:
-            digest: digest of the parameters of the policy that samples.
-        """
+        """Returns a chunk sampled and scored, with the reference's log-probs unless the reference moves with the policy."""
         sampled = self.sample(chunk, digest)
         self.score(chunk, sampled)
         if not self.args.sync_ref_model:
@@ -147,21 +136,18 @@ class Sampler:
         """
         if isinstance(self.decoder, SlotDecoder):
             self.decoder.max_rows = self.rows
-        prompts = [ids for ids in chunk.prompt_ids for _ in range(chunk.generations)]
-        completions = self.decoder.generate("policy", prompts, chunk.episodes, self.sampling)
+        completions = self.decoder.generate("policy", chunk.prompts, chunk.episodes, self.sampling)
         greedy = None
         if self.args.estimator.needs_greedy:
-            greedy_sampling = replace(self.sampling, temperature=0.0)
-            numbers = range(len(chunk.prompt_ids))
-            of_each = self.decoder.generate("policy", chunk.prompt_ids, numbers, greedy_sampling)
+            likeliest, numbers = replace(self.sampling, temperature=0.0), range(len(chunk.prompt_ids))
+            of_each = self.decoder.generate("policy", chunk.prompt_ids, numbers, likeliest)
             greedy = Sampled(chunk.key, chunk.version, digest, of_each)
         return Sampled(chunk.key, chunk.version, digest, completions, greedy)
 
     def score(self, chunk: Chunk, sampled: Sampled) -> None:
         """Fills `raw` of the completions and of the greedy completions."""
-        sampled.raw = raw_scores(self.rewards, self.samples(chunk, sampled.completions))
-        if sampled.greedy:
-            sampled.greedy.raw = raw_scores(self.rewards, self.samples(chunk, sampled.greedy.completions))
+        for one in filter(None, (sampled, sampled.greedy)):
+            one.raw = raw_scores(self.rewards, self.samples(chunk, one.completions))
 
     def samples(self, chunk: Chunk, completions: Sequence[Completion]) -> Samples:
         """Returns completions to the chunk's prompts, the same number to each, as reward samples.
@@ -189,21 +175,18 @@ class Sampler:
 
     def episodes(self, chunk: Chunk, sampled: Sampled) -> Episodes:
         """Returns the chunk's completions, padded; nothing else is filled in."""
-        prompts = [ids for ids in chunk.prompt_ids for _ in range(chunk.generations)]
-        return collate(prompts, sampled.completions, range(len(prompts)), self.pad, self.shared.device)
+        indices = range(len(chunk.episodes))
+        return collate(chunk.prompts, sampled.completions, indices, self.pad, self.shared.device)
 
     def logprobs(
         self, role: str | None, part: Episodes, entropy: bool = False, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probs (B, R) of the actions by a role, with the temperature and minimum length of the sampling.
-
-        Entropies (B, R) are returned too if requested, else None.
+        """Returns log-probs (B, R) of the actions by a role, as they are sampled, and their entropies (B, R) if requested.
 
         Args:
             role: None means the bare base.
             states: the role's hidden states, as `forward.states` returns them. None: computed here.
         """
-        sampling = self.sampling
         states = forward.states(self.shared, role, part) if states is None else states
-        early = (sampling.temperature, sampling.eos, sampling.min_new_tokens)
-        return self.shared.logprobs(role, part.input_ids, part.starts, part.mask, *early, entropy, states)
+        sampling = (self.sampling.temperature, self.sampling.eos, self.sampling.min_new_tokens)
+        return self.shared.logprobs(role, part.input_ids, part.starts, part.mask, *sampling, entropy, states)

@@ -13,6 +13,7 @@ all-reduce of the adapters' gradients per step. How a step is split into micro-b
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.gpus import peak_flops
 from pipeline.models.lora import cast_once
 from pipeline.ppo import forward, losses
-from pipeline.ppo.clock import Phases, Timeline
+from pipeline.ppo.clock import Phases, timeline
 from pipeline.ppo.config import PPOConfig, RolloutConfig
 from pipeline.ppo.episodes import (
     Episodes,
@@ -51,6 +52,13 @@ from pipeline.ppo.sampler import Chunk, Sampler, split_into_chunks
 from pipeline.ppo.selfcheck import rollout as checks
 
 STATE_FILE = "ppo_state.json"  # in a checkpoint
+STATE = (
+    "update",
+    "kl_coef",
+    "skipped_steps",
+    "tokens",
+    "history",
+)  # attributes of the trainer in that file
 
 Rows = Sequence[dict[str, Any]]
 OnUpdate = Callable[[dict[str, float], int, int], bool | None]
@@ -67,15 +75,12 @@ class PPOTrainer:
         rewards: the weighted sum of their scores is an episode's score.
         evaluate: returns metrics of the policy on held-out prompts; called on every rank every `eval_steps` updates.
         decoder: writes the completions. None: the base itself.
-        rollout: how far sampling may run ahead, and the off-policy correction. None: the defaults.
-        rollout_workers: sample and score chunks for this trainer. None: the trainer does it.
         on_update: called after each update with its metrics, its number (from 1) and the total number of updates; True ends
             the training there.
         draws: epoch number -> indices of its prompts, the same number in each epoch. None: every prompt once.
+        rollout: how far sampling may run ahead, and the off-policy correction. None: the defaults.
+        rollout_workers: sample and score chunks for this trainer. None: the trainer does it.
         critic_reward: the reward that the critic was copied from. None: the critic starts from 0.
-
-    Raises:
-        ValueError: if there are more workers than prompts in an update.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class PPOTrainer:
             )
         self.draws, self.prompts_per_epoch = draws, len(draws(0)) if draws else len(prompts)
         self.roles = ["policy", "critic"] if args.uses_critic else ["policy"]
+        self.stored_roles = [*self.roles, "reference"] if args.sync_ref_model else self.roles  # they change
         reference = "reference" if "reference" in shared.roles else None
         self.sampler = Sampler(shared, tokenizer, args, rewards, reference, decoder)
         # From the column alone, if the rows have columns
@@ -126,9 +132,8 @@ class PPOTrainer:
         self.update = 0  # updates done; with the seed, this is also the position in the data
         self.kl_coef = args.kl_coef
         self.moments = RunningMoments()
-        if (
-            critic_reward is not None
-        ):  # the copied head predicts the raw score: rescale it to what an episode is paid
+        if critic_reward is not None:
+            # The copied head predicts the raw score: rescale it to what an episode is paid
             normal = args.normalize_rewards
             mean, std = (critic_reward.mean, critic_reward.std) if normal else (0.0, 1.0)
             slope = critic_reward.weight / std
@@ -138,7 +143,7 @@ class PPOTrainer:
         self.history: list[dict[str, float]] = []
         self.tokens = 0  # tokens that all workers have sampled for training
         self.phases = Phases(self.device)
-        self.timelines: deque[Timeline] = deque(maxlen=100)  # timelines of the last updates
+        self.timelines: deque[dict[str, Any]] = deque(maxlen=100)  # of the last updates
         staleness = self.rollout_config.staleness
         self.versions = Versions(shared, "policy", staleness) if staleness or rollout_workers else None
         self.rollouts = Rollouts(
@@ -150,17 +155,17 @@ class PPOTrainer:
         shared = self.shared
         if self.args.bf16:
             shared.autocast = torch.bfloat16
-        if self.workers > 1:
-            can_pack = torch.tensor(float(shared.can_pack), device=self.device)
-            shared.can_pack = bool(all_reduce(can_pack, dist.ReduceOp.MIN))
         if self.args.gradient_checkpointing:
             shared.enable_gradient_checkpointing()
         for role in self.roles:
             shared.set_trainable(role, True)
-        # New adapters are random, so every rank gets rank 0's, also for a reference that is a copy of such a policy.
-        for role in [*self.roles, *([reference] if reference else [])] if self.workers > 1 else []:
-            for parameter in shared.parameters_of(role):
-                dist.broadcast(parameter.data, src=0)
+        if self.workers > 1:
+            can_pack = torch.tensor(float(shared.can_pack), device=self.device)
+            shared.can_pack = bool(all_reduce(can_pack, dist.ReduceOp.MIN))
+            # New adapters are random, so every rank gets rank 0's, also for a reference that is a copy of such a policy.
+            for role in filter(None, [*self.roles, reference]):
+                for parameter in shared.parameters_of(role):
+                    dist.broadcast(parameter.data, src=0)
 
     # ------------------------------------------------------------------------------------------ the loop
 
@@ -183,7 +188,7 @@ class PPOTrainer:
             require(checks.check(self, episodes))
             sums = checks.sums_of(self)
         with self.phases("update"):
-            learning_metrics = self.learn(episodes, policy=self.update >= args.critic_warmup_steps)
+            learning_metrics = self.learn(episodes)
         if self.update == 0:
             require([checks.ranks_learned_equally(self, sums, learning_metrics)])
         metrics = episode_metrics(args, episodes, rollout.raw, kl_coef) | learning_metrics
@@ -196,7 +201,7 @@ class PPOTrainer:
 
         self.scheduler.step()
         # While the critic alone learns, the KL stays 0, and the controller would lower the coefficient.
-        if args.kl_controller == "adaptive" and self.update >= args.critic_warmup_steps:
+        if args.kl_controller == "adaptive" and "policy" in self.learning:
             kl = metrics["objective/kl"]
             self.kl_coef = adapted_kl_coef(kl_coef, kl, args.batch_size, args.kl_target, args.kl_horizon)
         if args.normalize_values:
@@ -213,16 +218,16 @@ class PPOTrainer:
         """Returns seconds and memory of the update's phases, and its speed; keeps its timeline."""
         spans, costs = self.phases.spans, self.phases.metrics()
         if self.rollouts.workers:
-            costs |= self.rollouts.workers.metrics()
-            spans = [*spans, *self.rollouts.workers.spans()]
-        self.timelines.append(Timeline(self.update, spans))
+            measured, more = self.rollouts.workers.measured()
+            costs, spans = costs | measured, [*spans, *more]
+        self.timelines.append(timeline(self.update, spans))
         seconds = sum(costs.get(f"time/{phase}", 0.0) for phase in ("rollout", "score", "values", "update"))
         if "rollout/waited" in costs:
             costs["rollout/waiting"] = costs["rollout/waited"] / seconds
         count = self.args.batch_size
-        self.tokens += round(metrics["completions/mean_length"] * count)
-        costs["train_samples_per_second"] = count / seconds
-        costs["train_tokens_per_second"] = metrics["completions/mean_length"] * count / seconds
+        tokens = metrics["completions/mean_length"] * count
+        self.tokens += round(tokens)
+        costs |= {"train_samples_per_second": count / seconds, "train_tokens_per_second": tokens / seconds}
         if peak := peak_flops(self.device):
             adapters = sum(isinstance(reward, AdapterReward) for reward in self.rewards)
             parameters = self.shared.base.num_parameters()  # for nf4, the number before packing
@@ -243,18 +248,16 @@ class PPOTrainer:
             self.reference_logprobs(rollout)
             self.logprobs_and_values(rollout.episodes)
         if self.versions and self.rollouts.workers:
-            part = (self.versions, self.update, rollout.chunks, rollout.sampled)
-            require([checks.sampled_by_its_version(self, *part)])
-        self.rewards_and_advantages(rollout.episodes)
+            require([checks.sampled_by_its_version(self, self.versions, self.update, rollout.parts)])
+        losses.fill_advantages(self.args, self.rollout_config, rollout.episodes, self.kl_coef)
         return rollout
 
     def rollout(self) -> Rollout:
         """Returns `num_generations` completions to each prompt of this worker's share of the next update."""
-        chunks, sampled = self.rollouts.chunks_for(self.update)
+        parts, first = self.rollouts.chunks_for(self.update), self.update * self.args.batch_size
         if self.versions and self.rollouts.workers:
-            require([checks.chunks_match_requests(self.versions, chunks, sampled)])
-        first = self.update * self.args.batch_size
-        return assembled(chunks, sampled, first, self.sampler.pad, self.device)
+            require([checks.chunks_match_requests(self.versions, parts)])
+        return Rollout(parts, assembled(parts, first, self.sampler.pad, self.device))
 
     def _chunks(self, update: int) -> list[Chunk]:
         """Returns this worker's share of an update, in chunks that are sampled and scored one by one."""
@@ -271,7 +274,7 @@ class PPOTrainer:
                 rank=self.rank,
                 number=number,
                 version=max(0, update - self.rollout_config.staleness),
-                places=places,
+                rows=[i * n + g for i in places for g in range(n)],
                 prompt_ids=[prompt_ids[i] for i in places],
                 data=[rows[i]["row"] for i in places],
                 episodes=[first + share[i] * n + g for i in places for g in range(n)],
@@ -283,17 +286,16 @@ class PPOTrainer:
         """Fills the raw scores, `scores`, `greedy_scores`, and `learn` if truncated completions are excluded."""
         episodes = rollout.episodes
         rollout.raw = raw = {reward.name: [0.0] * len(episodes) for reward in self.rewards}
-        for chunk, sampled in zip(rollout.chunks, rollout.sampled, strict=True):
+        for chunk, sampled in rollout.parts:
             if sampled.raw is None:
                 self.sampler.score(chunk, sampled)
-            rows = chunk.rows
             for name, scores in (sampled.raw or {}).items():
-                for row, score in zip(rows, scores, strict=True):
+                for row, score in zip(chunk.rows, scores, strict=True):
                     raw[name][row] = score
             if (greedy := sampled.greedy) and greedy.raw:
                 paid = self._paid(greedy.raw, [completion.ended for completion in greedy.completions])
                 of_prompts = torch.tensor(paid, device=self.device)
-                episodes.greedy_scores[rows] = of_prompts.repeat_interleave(chunk.generations)
+                episodes.greedy_scores[chunk.rows] = of_prompts.repeat_interleave(chunk.generations)
         paid = self._paid(raw, episodes.ended.tolist())
         episodes.scores = torch.tensor(paid, device=self.device, dtype=torch.float64)
         if self.args.mask_truncated_completions:
@@ -307,7 +309,7 @@ class PPOTrainer:
         return [s if e else s - penalty for s, e in zip(clipped, ended, strict=True)]
 
     def reference_logprobs(self, rollout: Rollout) -> None:
-        for chunk, sampled in zip(rollout.chunks, rollout.sampled, strict=True):
+        for chunk, sampled in rollout.parts:
             if sampled.ref_logprobs is None:
                 self.sampler.reference_logprobs(chunk, sampled)
             assert sampled.ref_logprobs is not None
@@ -342,39 +344,31 @@ class PPOTrainer:
     def values(self, part: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the critic's values (B, R) before each action, at the position of its log-prob, and (B,) after the last.
 
-        Args:
-            states: the critic's hidden states, as `forward.states` returns them. None: computed here.
+        `states` are the critic's hidden states, if they are known.
         """
         states = forward.states(self.shared, "critic", part) if states is None else states
         values = self.shared.head("critic", states)
         return values[:, :-1], values[:, -1]
 
-    def rewards_and_advantages(self, episodes: Episodes) -> None:
-        """Fills `rewards`, `advantages` and `returns` of the episodes."""
-        losses.fill_advantages(self.args, self.rollout_config, episodes, self.kl_coef)
-
     # ----------------------------------------------------------------------------------------- learning
 
-    def learn(self, episodes: Episodes, policy: bool = True) -> dict[str, float]:
-        """Runs epochs x minibatches, one optimizer step each. Returns the means of their statistics over the steps, and
-        `policy/first_ratio_rms`: the root mean square of the log-ratio before the first step, in nats; above rounding, old
-        and new log-probs belong to different policies.
+    @property
+    def learning(self) -> list[str]:
+        """Returns the roles that learn in this update: in the first `critic_warmup_steps` updates, the critic alone."""
+        return self.roles if self.update >= self.args.critic_warmup_steps else ["critic"]
 
-        `policy=False` trains the critic alone.
+    def learn(self, episodes: Episodes) -> dict[str, float]:
+        """Runs epochs x minibatches, one optimizer step each. Returns the means of their statistics over the steps.
+
+        `policy/first_ratio_rms` is the root mean square of the log-ratio before the first step, in nats. Above rounding, old
+        and new log-probs belong to different policies.
         """
         args, steps = self.args, 0
         sums: dict[str, float] = {}
         first_ratio: dict[str, float] = {}
         mine, episodes = episodes, episodes.gathered(args.batch_size)
         actions = episodes.learn.sum(-1).tolist()
-        for minibatch in minibatches(
-            args.batch_size,
-            args.num_ppo_epochs,
-            args.num_mini_batches,
-            args.seed,
-            self.update,
-            args.num_generations,
-        ):
+        for minibatch in minibatches(args, self.update):
             rows = [row for row in minibatch.tolist() if actions[row]]
             totals = Totals.of(episodes.learn[rows])
             if not totals.actions:
@@ -384,14 +378,15 @@ class PPOTrainer:
             rows = [row for i in share for row in packs[i]]
             self.optimizer.zero_grad(set_to_none=True)
             with cast_once():
-                summed = self.accumulate(episodes, rows, totals, policy)
-            stats = self.sync(summed, policy)
+                summed = self.accumulate(episodes, rows, totals)
+            stats = self.sync(summed)
             # Summed over the workers, so that all take the same branch below.
             approxkl = stats.get("policy/approxkl_avg", 0.0)
-            if policy and not first_ratio:
+            if "policy" in self.learning and not first_ratio:
                 rms = first_ratio["policy/first_ratio_rms"] = (2 * approxkl) ** 0.5
                 if self.update == args.critic_warmup_steps:
-                    checks.check_first_ratio(self.shared, rms)
+                    # Later ones are a metric: rounding has no sharp limit, and no run of days should end over an outlier.
+                    require([checks.first_ratio(self.shared, rms)])
             if args.early_stop_kl and approxkl > 1.5 * args.early_stop_kl:
                 break  # skips this step and the remaining ones
             stats |= self.optimizer_step()
@@ -403,9 +398,7 @@ class PPOTrainer:
         counts = {"policy/steps": float(steps), "skipped_steps": float(self.skipped_steps)}
         return {key: value / max(steps, 1) for key, value in sums.items()} | first_ratio | counts
 
-    def accumulate(
-        self, episodes: Episodes, rows: list[int], totals: Totals, policy: bool
-    ) -> dict[str, Tensor]:
+    def accumulate(self, episodes: Episodes, rows: list[int], totals: Totals) -> dict[str, Tensor]:
         """Runs forward and backward of this worker's rows of a minibatch, in micro-batches. Returns their statistics.
 
         An adapter's backward runs before the next one's forward: only one role's activations are in memory, and a
@@ -413,11 +406,9 @@ class PPOTrainer:
         states, and one backward teaches both; while the critic alone learns, that is the head.
 
         Args:
-            rows: this worker's, of `episodes`.
             totals: counts over the complete minibatch, of all workers.
-            policy: whether the policy learns, too, or the critic alone.
         """
-        args = self.args
+        args, policy = self.args, "policy" in self.learning
         names = POLICY_STATS * policy + VALUE_STATS * args.uses_critic
         total = {name: torch.zeros((), device=self.device) for name in names}
         for micro_batch in forward.micro_batches_of(self.shared, episodes, rows, *self.limits):
@@ -446,12 +437,11 @@ class PPOTrainer:
                 total[name] += value
         return total
 
-    def sync(self, stats: dict[str, Tensor], policy: bool) -> dict[str, float]:
+    def sync(self, stats: dict[str, Tensor]) -> dict[str, float]:
         """Sums gradients and statistics over the workers, in one flat all-reduce. Returns the statistics."""
         values = torch.stack(list(stats.values()))
         if self.workers > 1:
-            learning = self.roles if policy else ["critic"]
-            parameters = [p for role in learning for p in self.shared.parameters_of(role)]
+            parameters = [p for role in self.learning for p in self.shared.parameters_of(role)]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             flat = all_reduce(torch.cat([*(g.flatten() for g in grads), values]))
             *summed, values = flat.split([*(p.numel() for p in parameters), len(values)])
@@ -460,25 +450,19 @@ class PPOTrainer:
         return dict(zip(stats, values.tolist(), strict=True))
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clips the gradients of policy and critic by their norms, and steps. Returns the norms before clipping.
-
-        If a norm is not finite, the step is skipped and counted.
-        """
-        stats, finite = {}, True
+        """Clips the gradients of policy and critic by their norms, and steps, if the norms are finite. Returns the norms."""
+        norms: dict[str, float] = {}
         for role in self.roles:
-            grads = [p.grad for p in self.shared.parameters_of(role) if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-            stats[f"grad_norm/{role}"] = float(norm)
-            if not torch.isfinite(norm):
-                finite = False
-            elif self.args.max_grad_norm > 0 and norm > self.args.max_grad_norm:
-                for grad in grads:
-                    grad.mul_(self.args.max_grad_norm / (norm + 1e-6))
-        if finite:
+            parameters = self.shared.parameters_of(role)
+            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            norms[f"grad_norm/{role}"] = float(norm)
+            if self.args.max_grad_norm > 0:
+                nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
+        if all(map(math.isfinite, norms.values())):
             self.optimizer.step()
         else:
             self.skipped_steps += 1
-        return stats
+        return norms
 
     # ------------------------------------------------------------------------------------------- helpers
 
@@ -497,10 +481,6 @@ class PPOTrainer:
         tokens = self.args.micro_batch_tokens
         return (None, tokens) if tokens else (self.args.per_device_train_batch_size, None)
 
-    def stored_roles(self) -> list[str]:
-        """Returns the roles that change, and so are in a checkpoint."""
-        return [*self.roles, "reference"] if self.args.sync_ref_model else self.roles
-
     def save(self, folder: str | Path) -> None:
         """Writes everything that `restore` needs to continue bit-identically on a CPU. Every rank calls it.
 
@@ -512,21 +492,17 @@ class PPOTrainer:
         torch.save(rng_state(), folder / f"rng_{self.rank}_of_{self.workers}.pt")
         if self.rank != 0:
             return
-        for role in self.stored_roles():
+        for role in self.stored_roles:
             self.shared.save(role, folder / role)
         torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
-        state = {
-            "update": self.update,
-            "kl_coef": self.kl_coef,
-            "returns": vars(self.moments),
-            "skipped_steps": self.skipped_steps,
-            "tokens": self.tokens,
-            "scheduler": self.scheduler.state_dict(),
-            "history": self.history,
-            "decoding": {"workers": self.workers, "rows": self.sampler.rows},
-        }
         if self.versions:
             self.versions.save(folder, self.update)
+        state = {
+            **{key: getattr(self, key) for key in STATE},
+            "returns": vars(self.moments),
+            "scheduler": self.scheduler.state_dict(),
+            "decoding": {"workers": self.workers, "rows": self.sampler.rows},
+        }
         (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def restore(self, folder: str | Path) -> None:
@@ -536,13 +512,12 @@ class PPOTrainer:
         """
         folder = Path(folder)
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        for role in self.stored_roles():
+        for role in self.stored_roles:
             self.shared.load(role, folder / role)
-        self.optimizer.load_state_dict(
-            torch.load(folder / "optimizer.pt", weights_only=True, map_location=self.device)
-        )
+        optimizer = torch.load(folder / "optimizer.pt", weights_only=True, map_location=self.device)
+        self.optimizer.load_state_dict(optimizer)
         self.scheduler.load_state_dict(state["scheduler"])
-        for key in ("update", "kl_coef", "skipped_steps", "tokens", "history"):
+        for key in STATE:
             setattr(self, key, state[key])
         vars(self.moments).update(state["returns"])
         # The number of rows decoded at once decides the rounding, so it stays as it was, unless less memory is free now.
@@ -562,16 +537,13 @@ def learning_rate_factors(
 ) -> Callable[[int], float]:
     """Returns the function from an update, counted from 0, to the factor of a role's learning rate.
 
-    It is transformers' schedule over the updates from `begin` to `total`, and 0 before. transformers' warm-up begins at 0,
-    which wastes the first update: here the n-th of w warm-up updates has n / (w + 1) of the full rate.
+    It is transformers' schedule over the updates from `begin` to `total`, and 0 before. transformers' warm-up would waste the
+    first update on a rate of 0: here the n-th of w warm-up updates has n / (w + 1) of the full rate.
     """
     parameter = nn.Parameter(torch.zeros(()))
-    schedule = get_scheduler(
-        args.lr_scheduler_type,
-        torch.optim.SGD([parameter], lr=learning_rate),
-        args.warmup_steps,
-        total - begin,
-    ).lr_lambdas[0]
+    optimizer = torch.optim.SGD([parameter], lr=learning_rate)
+    made = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, total - begin)
+    schedule = made.lr_lambdas[0]
 
     def factor(update: int) -> float:
         step = update - begin
@@ -583,21 +555,17 @@ def learning_rate_factors(
 
 
 def adamw(args: PPOConfig, groups: Sequence[tuple[list[nn.Parameter], float]]) -> torch.optim.Optimizer:
-    """Returns the AdamW of `args.optim` for groups of parameters, each with its learning rate.
-
-    Raises:
-        ModuleNotFoundError: for an 8-bit or paged optimizer without bitsandbytes.
-    """
-    kinds = {
-        "adamw_8bit": "AdamW8bit",
-        "paged_adamw_32bit": "PagedAdamW32bit",
-        "paged_adamw_8bit": "PagedAdamW8bit",
-    }
+    """Returns the AdamW of `args.optim` for groups of parameters, each with its learning rate."""
     make: Any = torch.optim.AdamW
     options: dict[str, Any] = {"fused": True} if args.optim == "adamw_torch_fused" else {}
-    if args.optim in kinds:
+    if not args.optim.startswith("adamw_torch"):
         import bitsandbytes
 
+        kinds = {
+            "adamw_8bit": "AdamW8bit",
+            "paged_adamw_32bit": "PagedAdamW32bit",
+            "paged_adamw_8bit": "PagedAdamW8bit",
+        }
         make = getattr(bitsandbytes.optim, kinds[args.optim])
     return make(
         [{"params": parameters, "lr": rate} for parameters, rate in groups],

@@ -34,8 +34,7 @@ class Client:
         pool.start.remote()
         self.session = worker.gather(uuid.uuid4().hex)[0]
         self.worker = worker
-        self.own: list[Span] = []  # this trainer's spans since the last `metrics`
-        self.seen: list[Span] = []  # spans before the last `metrics`
+        self.own: list[Span] = []  # this trainer's spans since the last `measured`
 
     def begin(self, trainer: PPOTrainer) -> None:
         """Sends the workers the trainers' numeric settings. Every rank calls it, before the first update."""
@@ -72,21 +71,18 @@ class Client:
             return None
         return pickle.loads(sampled)
 
-    def metrics(self) -> dict[str, float]:
-        self.seen, self.own = self.own, []
-        waited = sum(span.end - span.begin for span in self.seen if span.what == "waiting")
+    def measured(self) -> tuple[dict[str, float], list[Span]]:
+        spans, self.own = self.own, []
         if self.rank != 0:
-            return {}
+            return {}, spans
+        waited = sum(span.end - span.begin for span in spans if span.what == "waiting")
         figures, assignments, there = ray.get(self.pool.metrics.remote())
         here = time.perf_counter()  # the pool's clock may be another machine's
         for one in assignments:
             what = "lost" if one.lost else f"update {one.update + 1}"
             begin, end = (at - there + here for at in (one.begin, one.end or there))
-            self.seen.append(Span(f"worker {one.slot}", what, begin, end))
-        return figures | {"rollout/waited": waited}
-
-    def spans(self) -> list[Span]:
-        return self.seen
+            spans.append(Span(f"worker {one.slot}", what, begin, end))
+        return figures | {"rollout/waited": waited}, spans
 
     @contextmanager
     def _span(self, what: str) -> Iterator[None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,7 +33,6 @@ MAX_LOAD_FAILURES = 3  # consecutive failures of one slot's workers to load
 LOAD_TIMEOUT_S = 3600.0  # time to load the models, or rollout.chunk_timeout_s if that is longer
 MAX_PAUSE_S = 60.0  # longest pause before a worker that could not load is started again
 TRAINER_WAIT_S = 10.0  # time that trainers wait for resources before rollout workers leave
-MAX_REPORT_INTERVAL_S = 1800.0  # longest time between two lines about missing resources
 YIELDS_TO_TRAINER = "makes room for a trainer"
 # Their messages are complete, and every worker would raise them again.
 FINAL = (InputError, Failure, OutOfMemory, SelfCheckFailed)
@@ -64,7 +64,6 @@ class Slot:
     number: int
     worker: Any = None  # the actor
     node: str | None = None  # where it is, once it has resources
-    waits_since: float | None = None  # when it began to wait for resources
     settings: NumericSettings | None = None  # that it computes with
     ready: bool = False  # whether it has loaded
     # Ready, or loading for the first time; patience runs out only while no worker is present
@@ -100,9 +99,8 @@ class Pool:
         self.versions: dict[int, tuple[list[Any], int]] = {}  # version -> ([reference], bytes)
         self.slots = [Slot(number) for number in range(self.config.workers[1])]
         self.failures = [0] * len(self.slots)  # consecutive failures of each slot's workers to load
-        self.alone_since: float | None = time.monotonic()  # when the last worker was lost
+        self.alone_since = time.monotonic()  # when a worker was last lost
         self.displaced_since: float | None = None  # when the trainers began to wait for resources
-        self.next_report = placement.REPORT_INTERVAL_S  # seconds that a worker waits until a line says so
         self.broken: BaseException | None = None
         self.measured, self.bytes, self.lost = time.monotonic(), 0, 0
         self.assignments: list[Assignment] = []  # that have not ended before `measured`
@@ -118,17 +116,24 @@ class Pool:
         print(":actor_name:rollout", flush=True)  # Ray's marker: log lines start with `(rollout pid=...)`
         print(f"starting rollout workers: {len(self.slots)}", flush=True)
         self.alone_since = time.monotonic()
-        keeping = [asyncio.ensure_future(self._keep(slot.number)) for slot in self.slots]
-        self.running = [*keeping, asyncio.ensure_future(self._watch_resources())]
+        self.running = [asyncio.ensure_future(self._keep(slot.number)) for slot in self.slots]
 
     async def trainers_wait(self) -> None:
-        """Notes that the trainers wait for resources, because they start."""
-        self.displaced_since = self.displaced_since or time.monotonic()
+        """Notes that the trainers wait for resources. After TRAINER_WAIT_S, workers leave the nodes that could hold a trainer."""
+        if self.displaced_since is not None:
+            return
+        since = self.displaced_since = time.monotonic()
         await self._notify()
+        await asyncio.sleep(TRAINER_WAIT_S)
+        while self.displaced_since == since:
+            try:
+                await self._yield_to_trainers()
+            except Exception as error:  # the head is busy: the next turn asks again
+                print(f"cannot read the cluster's nodes ({in_brief(error, 200)})", flush=True)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def trainers_placed(self) -> None:
-        self.displaced_since = None
-        self.alone_since = self.alone_since and time.monotonic()  # no worker could start meanwhile
+        self.displaced_since, self.alone_since = None, time.monotonic()  # no worker could start meanwhile
         await self._notify()
 
     # ------------------------------------------------------------------------------------------ trainers
@@ -142,7 +147,7 @@ class Pool:
             self.broken, self.failures = None, [0] * len(self.slots)
         self.session, self.settings = session, settings
         self.tasks, self.versions, self.waiting = {}, {}, []
-        self.alone_since = self.alone_since and time.monotonic()  # the trainers did not wait meanwhile
+        self.alone_since = time.monotonic()  # the trainers did not wait meanwhile
         await self._notify()
 
     async def publish(self, session: str, version: int, tensors: list[Any], size: int) -> None:
@@ -163,12 +168,7 @@ class Pool:
             await self._notify()
 
     async def collect(self, session: str, key: Key) -> bytes | None:
-        """Waits until a chunk is sampled and scored. If no worker is there for `patience_s`, withdraws the chunk and returns
-        None.
-
-        Raises:
-            Failure: if a worker raised it, or the chunk lost MAX_ATTEMPTS workers.
-        """
+        """Waits until a chunk is sampled and scored. If no worker is there for `patience_s`, withdraws it and returns None."""
         if session != self.session or key not in self.tasks:
             raise Failure(
                 f"chunk {key} (update, rank, number) was not requested: the actor that hands out rollouts was restarted"
@@ -177,8 +177,9 @@ class Pool:
         while not task.result.done():
             if self.broken:
                 raise self.broken
-            alone = -1.0 if self.alone_since is None else time.monotonic() - self.alone_since
-            if 0 <= self.config.patience_s <= alone and task in self.waiting:
+            alone = not any(slot.present for slot in self.slots)
+            impatient = 0 <= self.config.patience_s <= time.monotonic() - self.alone_since
+            if alone and impatient and task in self.waiting:
                 self.waiting.remove(task)
                 del self.tasks[key]
                 return None
@@ -248,8 +249,9 @@ class Pool:
                 if slot.worker:
                     with contextlib.suppress(RayError):
                         ray.kill(slot.worker)
+                if slot.present:
+                    self.alone_since = time.monotonic()
                 self.slots[number] = Slot(number)
-                self._count()
             if not loaded:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE_S)
@@ -261,14 +263,12 @@ class Pool:
         slot.node = await self._placed(slot)
         # Patience does not run out during a first load, but does if loads keep failing.
         slot.present = not self.failures[slot.number]
-        self._count()
-        await self._answer(worker, worker.load.remote(), limit, "been loading for")
+        await self._answer(worker, worker.load.remote(), limit)
         async with self.changed:
             await self.changed.wait_for(lambda: self.settings is not None)
         slot.settings = self.settings
-        await self._answer(worker, worker.apply_settings.remote(slot.settings), limit, "been loading for")
+        await self._answer(worker, worker.apply_settings.remote(slot.settings), limit)
         slot.ready, slot.present, self.failures[slot.number] = True, True, 0
-        self._count()
 
     def _start(self) -> Any:
         options = placement.rollout_bundle(self.work.job).options()
@@ -277,14 +277,18 @@ class Pool:
 
     async def _placed(self, slot: Slot) -> str:
         """Returns the node on which Ray placed a worker. Raises WorkerLost if the trainers wait, too."""
-        slot.waits_since = time.monotonic()
-        placed = _future(slot.worker.node.remote())
+        placed, report_at = _future(slot.worker.node.remote()), time.monotonic() + placement.REPORT_INTERVAL_S
         while not placed.done():
             if self.displaced_since is not None:  # else the worker takes resources that the trainers need
                 slot.leaving = True
                 raise WorkerLost(YIELDS_TO_TRAINER)
+            if time.monotonic() > report_at:
+                report_at = math.inf  # once, because of [min, max] workers some may never find resources
+                need = placement.rollout_bundle(self.work.job)
+                with contextlib.suppress(Exception):  # the head is busy
+                    there = await asyncio.to_thread(placement.describe_cluster)
+                    terminal.say(f"rollout worker {slot.number} waits for resources, {need}; {there}")
             await asyncio.wait({placed}, timeout=0.2)
-        slot.waits_since = None
         return await _result_of(placed)
 
     async def _next(self, slot: Slot) -> Task:
@@ -349,7 +353,7 @@ class Pool:
             )
         )
 
-    async def _answer(self, worker: Any, answer: Any, limit: float, doing: str = "worked for") -> Any:
+    async def _answer(self, worker: Any, answer: Any, limit: float) -> Any:
         """Returns the result of a call. Raises WorkerLost if the worker dies, misses its heartbeat, or takes over `limit` s."""
         waited, begun = _future(answer), time.monotonic()
         while True:
@@ -357,7 +361,7 @@ class Pool:
             if waited.done():
                 return await _result_of(waited)
             if time.monotonic() - begun > limit:
-                raise WorkerLost(f"has {doing} more than {limit:g} s (rollout.chunk_timeout_s)")
+                raise WorkerLost(f"has not answered for {limit:g} s (rollout.chunk_timeout_s)")
             await self._check_heartbeat(worker)
 
     async def _check_heartbeat(self, worker: Any) -> None:
@@ -370,19 +374,8 @@ class Pool:
             )
         await _result_of(beat)
 
-    async def _watch_resources(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-            try:
-                await self._yield_to_trainers()
-                await self._report_waiting()
-            except Exception as error:  # the head is busy: the next turn asks again
-                print(f"cannot read the cluster's resources ({in_brief(error, 200)})", flush=True)
-
     async def _yield_to_trainers(self) -> None:
-        """Ends the workers on nodes that could hold a trainer, if trainers find no resources."""
-        if self.displaced_since is None or time.monotonic() - self.displaced_since < TRAINER_WAIT_S:
-            return
+        """Ends the workers on nodes that could hold a trainer."""
         trainers = placement.bundles(self.work.job)
         could_hold = {
             node["NodeID"]
@@ -397,31 +390,9 @@ class Pool:
                 ray.kill(slot.worker)
         await self._notify()
 
-    async def _report_waiting(self) -> None:
-        """Prints what workers wait for. The intervals grow, because with [min, max] workers some may never find resources."""
-        now = time.monotonic()
-        waits = [now - slot.waits_since for slot in self.slots if slot.waits_since is not None]
-        if not waits:
-            self.next_report = placement.REPORT_INTERVAL_S
-        elif max(waits) >= self.next_report:
-            self.next_report = max(waits) + min(max(waits), MAX_REPORT_INTERVAL_S)
-            need = placement.rollout_bundle(self.work.job)
-            there = await asyncio.to_thread(placement.describe_cluster)
-            terminal.say(
-                f"waiting for places for {len(waits)} of {len(self.slots)} rollout workers, {need} each, "
-                f"{max(waits):.0f} s so far; {there}"
-            )
-
     async def _notify(self) -> None:
         async with self.changed:
             self.changed.notify_all()
-
-    def _count(self) -> None:
-        """Notes since when no worker is present."""
-        if any(slot.present for slot in self.slots):
-            self.alone_since = None
-        elif self.alone_since is None:
-            self.alone_since = time.monotonic()
 
 
 def _future(answer: Any) -> asyncio.Future:

@@ -112,7 +112,6 @@ def _logged(trainer: Any) -> dict[int, dict[str, float]]:
 
 def _finish(worker: Worker, trainer: Any, tracked: Any, comparison: Any) -> dict[str, Any]:
     """Puts the weights back that the run keeps, evaluates them, and saves the policy. Returns what result.json says."""
-    from pipeline.ppo import clock
     from pipeline.runtime import best, roles
 
     shared, samples = trainer.shared, list[dict[str, Any]]()
@@ -120,7 +119,8 @@ def _finish(worker: Worker, trainer: Any, tracked: Any, comparison: Any) -> dict
         tracked.compare(comparison.of("policy")[0], trainer.update)
     kept = tracked.restore() if tracked else None
     worker.end = best.outcome(tracked, kept, trainer.update, trainer.total)
-    worker.end["timeline"] = clock.typical(trainer.timelines)
+    by_length = sorted(trainer.timelines, key=lambda one: one["seconds"])
+    worker.end["timeline"] = by_length[len(by_length) // 2] if by_length else None
     worker.usage = {"tokens": trainer.tokens, "completions": trainer.update * trainer.args.batch_size}
     update = _logged(trainer)[worker.end["kept"]["step"]]
     metrics = {name: value for name, value in update.items() if not name.endswith("/evaluate")}

@@ -17,6 +17,7 @@ from pipeline.inference.rows import Completion, Sampling
 from pipeline.models import probes
 from pipeline.models.adapters import SharedBase
 from pipeline.models.precision import linear_fp32, mm_fp32
+from pipeline.ppo import losses
 from pipeline.ppo.episodes import Totals, collate
 from pipeline.ppo.selfcheck import doctor
 from tests.gpu import models
@@ -97,8 +98,8 @@ def _one_minibatch(device: torch.device) -> dict[str, torch.Tensor]:
     trainer.logprobs_and_values(episodes)
     logprobs, values = episodes.old_logprobs.clone(), episodes.values.clone()
     episodes.ref_logprobs = logprobs - 0.1
-    trainer.rewards_and_advantages(episodes)
-    trainer.accumulate(episodes, [0, 1, 2, 3], Totals.of(episodes.learn), True)
+    losses.fill_advantages(trainer.args, trainer.rollout_config, episodes, trainer.kl_coef)
+    trainer.accumulate(episodes, [0, 1, 2, 3], Totals.of(episodes.learn))
     gradients = {f"gradient of the {role}": doctor._flat(trainer, role) for role in trainer.roles}
     return {"log-probs": logprobs, "values": values, **gradients}
 

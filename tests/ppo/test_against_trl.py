@@ -100,14 +100,6 @@ def test_losses_and_their_statistics(world):
     torch.testing.assert_close(stats["approxkl"], 0.5 * (world["logprobs_diff"] ** 2).mean())
 
 
-def test_masked_functions_on_ragged_rows(world):
-    draw = torch.Generator().manual_seed(4)
-    x, mask = torch.randn(6, 9, generator=draw), torch.rand(6, 9, generator=draw) > 0.4
-    for shift in (True, False):
-        ours, theirs = F.whiten(x, mask, shift), world["masked_whiten"](x, mask, shift_mean=shift)
-        torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-4, atol=1e-5)
-
-
 def test_settings_have_the_names_and_defaults_of_the_last_ppo_config():
     """Somebody left behind by the removal can bring their configuration."""
     tree = ast.parse((SOURCE.parent / "ppo_config.py").read_text())

@@ -6,6 +6,7 @@ import torch
 
 from pipeline.inference.rows import Completion
 from pipeline.models.packing import micro_batches
+from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import collate, deal, minibatches, prompt_order
 
 
@@ -35,7 +36,8 @@ def test_workers_have_equal_shares_of_every_minibatch(episodes, num_mini_batches
     draw = np.random.default_rng(0)
     lengths = 100 + draw.integers(1, 400, episodes)
     sampled, dealt = [], []
-    for minibatch in minibatches(episodes, 2, num_mini_batches, 1, 0):
+    args = PPOConfig(batch_size=episodes, num_ppo_epochs=2, num_mini_batches=num_mini_batches, seed=1)
+    for minibatch in minibatches(args, 0):
         rows = np.bincount(minibatch % workers, minlength=workers)
         sampled.append(rows.max() / rows.mean())
         shares = deal(lengths[minibatch].tolist(), workers)

@@ -66,7 +66,7 @@ def mine(tmp_path, monkeypatch):
     sys.modules.pop("own_formulas", None)
 
 
-def test_a_job_brings_its_own_formula(mine):
+def test_a_job_brings_its_own_formula(mine, in_root):
     trainer = toy.trainer(advantage_estimator=f"{mine}best_of_group", num_generations=4)
     assert not trainer.args.uses_critic and trainer.roles == ["policy"]
     episodes = toy.first_episodes(trainer)
@@ -74,12 +74,10 @@ def test_a_job_brings_its_own_formula(mine):
     assert len(trainer.train()) == trainer.total
     with pytest.raises(InputError, match="2 or more: python:own_formulas:best_of_group compares"):
         PPOConfig(advantage_estimator=f"{mine}best_of_group")
-
-
-def test_a_formula_that_reads_values_gets_a_critic(mine):
-    trainer = toy.trainer(advantage_estimator=f"{mine}with_critic", gamma=0.5)
-    assert trainer.roles == ["policy", "critic"]
-    trainer.train()
+    # One that reads values gets a critic
+    job = load_job("jobs/demo/ppo.yaml", [f"trainer.advantage_estimator={mine}with_critic"])
+    assert job.args.uses_critic
+    toy.trainer(advantage_estimator=f"{mine}with_critic", gamma=0.5).train()
 
 
 def test_the_self_check_compares_with_the_definition_if_there_is_one(mine, monkeypatch):
@@ -90,11 +88,6 @@ def test_the_self_check_compares_with_the_definition_if_there_is_one(mine, monke
     without, wrong = [one for one in found if one.check == "rewards and advantages are as defined"]
     assert without.holds and "no definition" in without.found
     assert wrong.holds is False and "advantages of" in wrong.found
-
-
-def test_a_job_file_may_name_it(mine, in_root):
-    job = load_job("jobs/demo/ppo.yaml", [f"trainer.advantage_estimator={mine}with_critic"])
-    assert job.args.uses_critic
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ def gradients(trainer):
     episodes = toy.first_episodes(trainer)
     tokens, states = [], trainer.shared.states
     trainer.shared.states = lambda role, batch: tokens.append(batch.input_ids.numel()) or states(role, batch)
-    trainer.accumulate(episodes, list(range(len(episodes))), Totals.of(episodes.learn), policy=True)
+    trainer.accumulate(episodes, list(range(len(episodes))), Totals.of(episodes.learn))
     learning = [p for role in trainer.roles for p in trainer.shared.parameters_of(role)]
     return torch.cat([p.grad.flatten() for p in learning]), sum(tokens)
 
@@ -57,7 +57,6 @@ def forwards(**settings):
     trainer.score(rollout)
     trainer.reference_logprobs(rollout)
     trainer.logprobs_and_values(rollout.episodes)
-    trainer.rewards_and_advantages(rollout.episodes)
     trainer.learn(rollout.episodes)
     return len(calls)
 

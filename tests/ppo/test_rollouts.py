@@ -56,11 +56,8 @@ class Elsewhere:
         found = [sampled for one, sampled in self.done if one.key == chunk.key]
         return found[0] if found else None
 
-    def metrics(self):
-        return {"rollout/workers": 1.0}
-
-    def spans(self):
-        return []
+    def measured(self):
+        return {"rollout/workers": 1.0}, []
 
 
 def run(staleness=None, workers=None, updates=6, rows=None, resume=None, folder=None, stop=None, **changes):
@@ -83,10 +80,8 @@ def run(staleness=None, workers=None, updates=6, rows=None, resume=None, folder=
 def same(one, other, but=()):
     (weights, metrics), (others, expected) = one, other
     assert torch.equal(weights, others)
-    for mine, theirs in zip(metrics, expected, strict=True):
-        assert {k: v for k, v in mine.items() if k not in but} == {
-            k: v for k, v in theirs.items() if k not in but
-        }
+    left = [[{k: v for k, v in one.items() if k not in but} for one in each] for each in (metrics, expected)]
+    assert left[0] == left[1]
 
 
 @pytest.mark.parametrize(
@@ -167,27 +162,23 @@ def test_ratios_are_reported_where_old_log_probs_come_out_of_the_training_forwar
     assert metrics[4]["rollout/effective_samples"] < 0.999 and abs(metrics[4]["rollout/sampler_kl"]) > 1e-4
 
 
-def test_ratios_are_those_before_the_correction_one_for_each_completion_where_it_takes_those():
-    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)
+@pytest.mark.parametrize(("level", "ratios"), [("token", [math.e**2, 1, 1, 1]), ("sequence", [math.e**2, 1])])
+def test_ratios_are_those_before_the_correction_of_tokens_or_completions(level, ratios):
     episodes = SimpleNamespace(
-        mask=mask,
+        mask=torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]], dtype=torch.bool),
         sampler_logprobs=torch.zeros(2, 4),
         old_logprobs=torch.tensor([[2.0, 0, 0, 0], [0, 0, 0, 0]]),
     )
-    for level, ratios in (
-        ("token", [math.e**2, 1, 1, 1]),
-        ("sequence", [math.e**2, 1]),
-    ):
-        config = RolloutConfig(num_workers=1, correction=level, correction_cap=1.5)
-        found = off_policy_metrics(episodes, config, mask)
-        n = len(ratios)
-        assert found["rollout/ratio_mean"] == pytest.approx(sum(ratios) / n)
-        assert (
-            found["rollout/ratio_max"] == pytest.approx(max(ratios)) and found["rollout/ratio_cut"] == 1 / n
-        )
-        share = sum(ratios) ** 2 / (n * sum(r**2 for r in ratios))
-        assert found["rollout/effective_samples"] == pytest.approx(share)
-        assert found["rollout/sampler_kl"] == pytest.approx(-0.5)
+    config, n = RolloutConfig(num_workers=1, correction=level, correction_cap=1.5), len(ratios)
+    assert off_policy_metrics(episodes, config, episodes.mask) == pytest.approx(
+        {
+            "rollout/ratio_mean": sum(ratios) / n,
+            "rollout/ratio_max": max(ratios),
+            "rollout/ratio_cut": 1 / n,
+            "rollout/effective_samples": sum(ratios) ** 2 / (n * sum(r**2 for r in ratios)),
+            "rollout/sampler_kl": -0.5,
+        }
+    )
 
 
 def test_rewards_draw_the_same_numbers_wherever_they_are():
@@ -195,12 +186,9 @@ def test_rewards_draw_the_same_numbers_wherever_they_are():
         drawn = [random.random() + np.random.rand() + torch.rand(()).item() for _ in completion_ids]
         return [sum(t < 20 for t in ids) + 0.1 * d for ids, d in zip(completion_ids, drawn, strict=True)]
 
-    here, there = (
-        toy.trainer(reward=[FunctionReward(noisy)], workers=w, rollout=AHEAD[0]) for w in (None, Elsewhere())
-    )
-    there.rollouts.workers.of(there)
+    here = run(reward=[FunctionReward(noisy)])
     torch.rand(3)  # what else was drawn is of no concern
-    same(*((toy.weights(t), [{}]) for t in (here, there) if t.train()))
+    same(run(0, Elsewhere(), reward=[FunctionReward(noisy)]), here, but=["rollout/workers"])
 
 
 @pytest.mark.parametrize(
@@ -236,22 +224,18 @@ def test_rewards_with_seeds_draw_the_same_numbers_however_an_update_is_split(cha
 # ------------------------------------------------------------------------------------------ planted faults
 
 
-class Skewed(Elsewhere):
-    """Samples every chunk from the first version, and reports the parameters that it has."""
+class Stale(Elsewhere):
+    """Samples every chunk from the first version; says so, or not (a stale prefix cache)."""
 
-    def digest(self, chunk):
-        return digest(self.sampler.shared.tensors_of("policy"))
+    def __init__(self, honest):
+        super().__init__()
+        self.honest = honest
 
     def make(self, chunk):
-        self.sampler.shared.fill("policy", self.versions[min(self.versions)])
-        return self.sampler.sample_and_score(chunk, self.digest(chunk))
-
-
-class Forgetful(Skewed):
-    """... or says so in no way (a stale prefix cache)."""
-
-    def digest(self, chunk):
-        return digest(self.versions[chunk.version])
+        self.sampler.shared.fill("policy", first := self.versions[min(self.versions)])
+        return self.sampler.sample_and_score(
+            chunk, digest(first if self.honest else self.versions[chunk.version])
+        )
 
 
 class Twice(Elsewhere):
@@ -273,12 +257,12 @@ class Short(Elsewhere):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (Skewed, "is of version 1 with parameters .*; requested version 1 with"),
-        (Forgetful, "a cache of another version"),
-        (Twice, "a chunk was lost, or came twice"),
-        (Short, "a chunk was lost, or came twice"),
+        (Stale(honest=True), r"requested \(\(1, 0, 0\), 8, 1, '(\w+)'\), got \(\(1, 0, 0\), 8, 1, '(?!\1)"),
+        (Stale(honest=False), "a cache of another version"),
+        (Twice(), r"requested \(\(0, 0, 1\), .* got \(\(0, 0, 0\)"),
+        (Short(), r"requested \(\(0, 0, 0\), 8, .* got \(\(0, 0, 0\), 7,"),
     ],
 )
 def test_a_worker_that_is_not_what_it_says_ends_the_run(fault, message):
     with pytest.raises(SelfCheckFailed, match=message):
-        run(0, fault(), rows=8)
+        run(0, fault, rows=8)

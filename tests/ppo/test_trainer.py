@@ -1,7 +1,6 @@
 """PPOTrainer on a toy: every variant learns, workers and precision change nothing, and what cannot run is refused."""
 
 import math
-import socket
 
 import numpy as np
 import pytest
@@ -91,26 +90,19 @@ def test_the_policy_is_evaluated_while_it_learns():
 
 
 def test_an_evaluation_changes_nothing_of_what_is_learned():
-    def learned(**changes):
+    learned = []
+    for changes in ({}, dict(evaluate=lambda: {"eval_reward": torch.rand(1).item()}, eval_steps=1)):
         trainer = toy.trainer(reward=toy.noisy, total_episodes=16 * 3, **changes)
         torch.manual_seed(9)
         trainer.train()
-        return toy.weights(trainer)
-
-    evaluated = learned(evaluate=lambda: {"eval_reward": torch.rand(1).item()}, eval_steps=1)
-    assert torch.equal(evaluated, learned())
+        learned.append(toy.weights(trainer))
+    assert torch.equal(*learned)
 
 
 def test_early_stop_ends_the_epochs_of_an_update():
     free = toy.trainer(learning_rate=0.05, num_ppo_epochs=6).run_update()
     stopped = toy.trainer(learning_rate=0.05, num_ppo_epochs=6, early_stop_kl=1e-3).run_update()
     assert free["policy/steps"] == 12 and 1 <= stopped["policy/steps"] < 6
-
-
-@pytest.fixture
-def made_up_logprobs(monkeypatch):
-    """Skips the check of the engine's log-probs, for engines that make them up."""
-    monkeypatch.setattr(checks, "sampler_agrees", lambda *_: Finding("", "", None))
 
 
 class Canned:
@@ -126,10 +118,16 @@ class Canned:
         return [Completion(self.tokens, True, [-1.0] * len(self.tokens)) for _ in prompts]
 
 
-def test_another_decoder_fits_in(made_up_logprobs):
-    decoder = Canned(10, 11, 2)
-    metrics = toy.trainer(decoder=decoder).train()[-1]
-    assert decoder.synced == 4 and metrics["completions/mean_length"] == 3
+@pytest.mark.parametrize("tokens", [(10, 11, 2), (2,)], ids=["words", "an end and nothing else"])
+def test_another_decoder_fits_in(tokens, monkeypatch):
+    monkeypatch.setattr(
+        checks, "sampler_agrees", lambda *_: Finding("", "", None)
+    )  # its log-probs are made up
+    decoder, seen = Canned(*tokens), []
+    reward = lambda completions: [seen.append(c) or 0.5 for c in completions]  # noqa: E731
+    metrics = toy.trainer(decoder=decoder, reward=reward).train()[-1]
+    assert decoder.synced == 4 and metrics["completions/mean_length"] == len(tokens)
+    assert set(seen) == {toy.Tokenizer().decode(tokens)} and math.isfinite(metrics["loss/policy_avg"])
     assert metrics["val/sampler_drift"] > 0.1
 
 
@@ -165,9 +163,9 @@ def shared_run(number, spread=0.0):
     return trainer, path, loads
 
 
-def worker(rank, port, folder):
+def worker(rank, folder):
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=2)
     row = memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
     with pytest.MonkeyPatch.context() as patch:  # free: twice what 2 rows take, and 5 rows
         patch.setattr(memory, "free_bytes", lambda device: 2.0 * row * (2 + 3 * rank))
@@ -180,10 +178,7 @@ def worker(rank, port, folder):
 
 
 def test_two_workers_do_what_one_does(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(worker, (port, str(tmp_path)), nprocs=2)
+    mp.spawn(worker, (str(tmp_path),), nprocs=2)
     for number in range(len(SHARED_RUNS)):
         one, path, whole = shared_run(number)
         (mine, history, load), (theirs, history2, load2) = (
@@ -208,14 +203,6 @@ def test_two_workers_do_what_one_does(tmp_path):
 def test_a_batch_of_one(changes):
     metrics = toy.trainer(batch_size=1, num_mini_batches=1, total_episodes=3, **changes).train()
     assert len(metrics) == 3 and all(math.isfinite(v) for m in metrics for v in m.values())
-
-
-def test_empty_completions_are_an_end_and_nothing_else(made_up_logprobs):
-    seen = []
-    reward = lambda completions: [seen.append(c) or 0.5 for c in completions]  # noqa: E731
-    metrics = toy.trainer(decoder=Canned(2), reward=reward).train()[-1]
-    assert set(seen) == {""} and metrics["completions/mean_length"] == 1
-    assert math.isfinite(metrics["loss/policy_avg"])
 
 
 @pytest.mark.parametrize(

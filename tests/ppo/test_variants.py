@@ -16,7 +16,7 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.base import load_base
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.ppo.config import PPOConfig
-from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward
+from pipeline.ppo.rewards import AdapterReward, FunctionReward
 from pipeline.ppo.trainer import PPOTrainer
 from pipeline.registry import lineage
 
@@ -125,31 +125,10 @@ def test_it_learns(name, trained):
     learn(trained, name, VARIANTS[name])
 
 
-def test_several_rewards_with_weights(trained):
+def test_two_rewards_of_which_one_is_a_python_function(trained):
     learn(
         trained,
         "two rewards, weighted",
         {},
         lambda shared, constants: [AdapterReward(shared, **constants), FunctionReward(manners, weight=0.5)],
     )
-
-
-def test_a_python_reward(trained):
-    # It knows of sentences, and not of courtesy
-    learn(trained, "python reward", {}, lambda *_: [FunctionReward(manners, weight=3.0)], least=0.05)
-
-
-def test_a_reward_model_that_is_not_on_this_base(trained):
-    """The reward adapter merged into a copy of the base: another model, with weights of its own."""
-    from peft import AutoPeftModelForSequenceClassification
-
-    model = AutoPeftModelForSequenceClassification.from_pretrained(trained[0]["rm"], num_labels=1)
-    merged = model.merge_and_unload().float()
-    merged.config.pad_token_id = load_tokenizer(str(ROOT / "jobs/demo/model")).pad_token_id
-    history = learn(
-        trained,
-        "a reward model of its own",
-        {},
-        lambda _, constants: [ModelReward(merged, None, **constants)],
-    )
-    assert "rewards/model/mean" in history[-1]

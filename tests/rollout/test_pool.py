@@ -98,7 +98,6 @@ async def test_patience_ends_only_where_no_worker_is_there():
     _, waiting = await asked(one)
     assert await waiting is None and one.waiting == [] and one.tasks == {}
     one.slots[0].present = True  # one that loads for the first time
-    one._count()
     _, waiting = await asked(one, "b")
     assert not (await asyncio.wait({waiting}, timeout=0.5))[0]
     waiting.cancel()
@@ -108,7 +107,6 @@ async def test_patience_ends_only_where_no_worker_is_there():
 async def test_trainers_that_were_away_begin_to_wait_anew():
     one = pool(patience_s=100)
     one.alone_since -= 1000
-    await one.trainers_wait()
     await one.trainers_placed()
     _, waiting = await asked(one)
     assert not (await asyncio.wait({waiting}, timeout=0.5))[0]
@@ -192,8 +190,8 @@ async def test_a_worker_that_loads_for_too_long_is_lost(quick, capsys, monkeypat
     one._start = lambda: worker(load=None)
     keeping = asyncio.ensure_future(one._keep(0))
     await asyncio.wait({keeping}, timeout=3)
-    assert "has been loading for more than 1 s (rollout.chunk_timeout_s)" in capsys.readouterr().out
-    assert one.alone_since is not None  # patience ends though one is loading again
+    assert "has not answered for 1 s (rollout.chunk_timeout_s)" in capsys.readouterr().out
+    assert not one.slots[0].present  # patience ends though one is loading again
     keeping.cancel()
 
 
@@ -234,21 +232,27 @@ def test_only_a_version_whose_trainer_died_is_waited_for(error, monkeypatch):
 
 
 @in_a_loop
-async def test_no_worker_starts_and_none_waits_for_resources_while_the_trainers_wait_for_theirs(quick):
+async def test_no_worker_starts_and_none_waits_for_resources_while_the_trainers_wait_for_theirs(
+    quick, monkeypatch, capsys
+):
+    monkeypatch.setattr(pools.placement, "REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(pools.placement, "rollout_bundle", lambda job: "{CPU: 1}")
+    monkeypatch.setattr(pools.placement, "describe_cluster", lambda: "0 free")
     one = pool()
     started, unplaced = [], worker(node=None)
     one._start = lambda: started.append(True) or unplaced
-    await one.trainers_wait()
+    trainers = asyncio.ensure_future(one.trainers_wait())
     keeping = asyncio.ensure_future(one._keep(0))
     await asyncio.wait({keeping}, timeout=0.05)
     assert not started
     await one.trainers_placed()
-    await asyncio.wait({keeping}, timeout=0.05)
-    assert started == [True] and one.slots[0].waits_since is not None
-    await one.trainers_wait()
+    await asyncio.wait({keeping}, timeout=0.8)
+    assert started == [True] and one.slots[0].worker is unplaced
+    assert capsys.readouterr().out.count("rollout worker 0 waits for resources, {CPU: 1}; 0 free") == 1
+    trainers = asyncio.ensure_future(one.trainers_wait())
     await asyncio.wait({keeping}, timeout=0.5)
-    assert started == [True] and quick == [unplaced] and one.slots[0].waits_since is None
-    keeping.cancel()
+    assert started == [True] and quick == [unplaced] and one.slots[0].worker is None
+    trainers.cancel(), keeping.cancel()
 
 
 @in_a_loop
@@ -260,11 +264,15 @@ async def test_workers_leave_nodes_that_could_hold_a_trainer_once_trainers_have_
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     bundle = SimpleNamespace(fits=lambda resources, labels: resources == "large")
     monkeypatch.setattr(pools.placement, "bundles", lambda job: [bundle])
-    await one._yield_to_trainers()
+    slept = []
+
+    async def sleep(seconds):
+        slept.append((seconds, list(quick)))
+        if len(slept) == 3:
+            await one.trainers_placed()
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     await one.trainers_wait()
-    await one._yield_to_trainers()
-    assert quick == []
-    one.displaced_since -= pools.TRAINER_WAIT_S
-    for _ in range(2):
-        await one._yield_to_trainers()
-        assert quick == ["worker 0", "worker 2"]
+    left = ["worker 0", "worker 2"]
+    every = pools.HEARTBEAT_INTERVAL_S
+    assert slept == [(pools.TRAINER_WAIT_S, []), (every, left), (every, left)]

@@ -187,7 +187,7 @@ def first_episodes(trainer, spread=0.0):
 
 def samples_of(trainer, rollout):
     """The samples of a rollout of one chunk."""
-    (chunk,), (sampled,) = rollout.chunks, rollout.sampled
+    [(chunk, sampled)] = rollout.parts
     return trainer.sampler.samples(chunk, sampled.completions)
 
 

@@ -53,8 +53,6 @@ class Learner(Protocol):
 
     def logprobs_and_values(self, episodes: Episodes) -> None: ...
 
-    def rewards_and_advantages(self, episodes: Episodes) -> None: ...
-
 
 # -------------------------------------------------------------------------------------- rewards and advantages
 
@@ -66,7 +64,7 @@ def advantages_by_definition(trainer: Learner, episodes: Episodes) -> Finding:
     steps = torch.arange(episodes.mask.shape[1], device=episodes.mask.device)
     shift = 0.3 * torch.sin(1.0 + steps + episodes.indices.unsqueeze(-1))
     shifted = replace(episodes, ref_logprobs=(episodes.ref_logprobs + shift).where(episodes.mask, 0.0))
-    trainer.rewards_and_advantages(shifted)
+    losses.fill_advantages(trainer.args, trainer.rollout_config, shifted, trainer.kl_coef)
     finding, other = (_compared(trainer, one) for one in (episodes, shifted))
     return finding if finding.holds is False else other
 
@@ -78,8 +76,7 @@ def _compared(trainer: Learner, episodes: Episodes) -> Finding:
     if args.whiten_rewards:
         paid = _whitened(paid, [True] * len(rows), shift=False)
     wrong_rewards = sum(not _close(row.rewards, plain) for row, plain in zip(rows, paid, strict=True))
-    found = f"{len(rows)} completions, workers: {trainer.workers}, {args.advantage_estimator}"
-    wrong = 0
+    found, wrong = f"{len(rows)} completions, workers: {trainer.workers}, {args.advantage_estimator}", 0
     if args.estimator.definition is None:
         found += " (it has no definition to compare its advantages with)"
     else:
@@ -88,10 +85,8 @@ def _compared(trainer: Learner, episodes: Episodes) -> Finding:
     if wrong_rewards:
         found += f"; token rewards of {wrong_rewards} differ: the KL's sign or coefficient, or where the score is paid"
     elif wrong:
-        found += (
-            f"; advantages of {wrong} differ: gamma, lambda, the values, what follows the last action, or whitening over "
-            "other rows than those of all workers together"
-        )
+        found += f"; advantages of {wrong} differ: gamma, lambda, the values, what follows the last action, or whitening over "
+        found += "other rows than those of all workers together"
     return Finding("rewards and advantages are as defined", found, not (wrong_rewards or wrong))
 
 
@@ -151,9 +146,7 @@ def _advantages(
 
 def _whitened(rows: list[Numbers], counted: list[bool], shift: bool = True) -> list[Numbers]:
     """Returns all rows, scaled by mean and standard deviation of the counted ones."""
-    values = np.concatenate(
-        [np.zeros(0), *(row for row, counts in zip(rows, counted, strict=True) if counts)]
-    )
+    values = np.concatenate([np.zeros(0), *(row for row, on in zip(rows, counted, strict=True) if on)])
     mean = values.mean() if len(values) else 0.0
     scale = 1 / math.sqrt(values.var(ddof=1) + 1e-8) if len(values) > 1 else 1.0
     return [(row - mean) * scale + (0.0 if shift else mean) for row in rows]
@@ -176,14 +169,11 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> Finding:
     part = episodes.take(range(min(len(episodes), CHECKED_ROWS)))
     old, learn, totals = part.old_logprobs, part.learn, Totals.of(part.learn)
 
-    def policy_gradients(part: Episodes) -> tuple[Tensor, Tensor | None]:
-        """Returns gradients (B, R) by log-probs and, if it has a bonus, by entropies."""
-        logprobs = old.clone().requires_grad_()
-        entropy = torch.ones_like(old).requires_grad_() if args.entropy_coef > 0 else None
+    def policy_gradients(part: Episodes) -> tuple[Tensor, ...]:
+        """Returns gradients (B, R) by log-probs and by entropies."""
+        logprobs, entropy = old.clone().requires_grad_(), torch.ones_like(old).requires_grad_()
         loss, _ = losses.policy_objective(args, part, totals, logprobs, entropy, trainer.kl_coef)
-        loss.backward()
-        assert logprobs.grad is not None
-        return logprobs.grad, None if entropy is None else entropy.grad
+        return torch.autograd.grad(loss, (logprobs, entropy))
 
     if learn.any() and part.advantages[learn].any():
         by_logprob, by_entropy = policy_gradients(replace(part, ref_logprobs=old))
@@ -191,7 +181,7 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> Finding:
             wrong.append(
                 "rewarded actions become less likely: the sign of the policy loss or of the advantages"
             )
-        if by_entropy is not None and not float(by_entropy[learn].sum()) < 0:
+        if args.entropy_coef > 0 and not float(by_entropy[learn].sum()) < 0:
             wrong.append("entropy falls although it has a bonus")
     if args.kl_in == "loss" and trainer.kl_coef > 0 and learn.any():
         above = replace(part, ref_logprobs=old - 0.5, advantages=torch.zeros_like(part.advantages))
@@ -200,9 +190,8 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> Finding:
     if args.uses_critic and learn.any():  # at values above the returns and outside the clip range
         above_returns = 1.0 + 2 * (part.values - part.returns).abs().max() / moments.std
         values = ((part.returns - moments.mean) / moments.std + above_returns).requires_grad_()
-        losses.value_objective(args, part, totals, values, moments)[0].backward()
-        assert values.grad is not None
-        if not float(values.grad[learn].sum()) > 0:
+        loss, _ = losses.value_objective(args, part, totals, values, moments)
+        if not float(torch.autograd.grad(loss, values)[0][learn].sum()) > 0:
             wrong.append("values move away from the returns")
     found = "; ".join(wrong) or "policy" + (", values" if args.uses_critic else "")
     return Finding("losses pull the right way", found, not wrong)

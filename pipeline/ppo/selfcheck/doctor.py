@@ -51,20 +51,15 @@ def one_minibatch(trainer: PPOTrainer, episodes: Episodes) -> list[Finding]:
     """Runs forward and backward on all episodes as one minibatch. Checks the first ratio, and which parameters get gradients."""
     shared = trainer.shared
     shared.zero_grad()
-    stats = trainer.accumulate(episodes, list(range(len(episodes))), Totals.of(episodes.learn), policy=True)
-    log_ratio = (2 * float(stats["policy/approxkl_avg"])) ** 0.5  # root mean square
-    learning = {id(p): p for role in trainer.roles for p in shared.parameters_of(role)}
+    stats = trainer.accumulate(episodes, list(range(len(episodes))), Totals.of(episodes.learn))
+    learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
     others = sum(p.grad is not None for p in shared.parameters() if id(p) not in learning)
     norms = {role: float(_flat(trainer, role).norm()) for role in trainer.roles}
-    holds = others == 0 and all(0 < norm < float("inf") for norm in norms.values())
+    shared.zero_grad()
     found = ", ".join(f"{role} {norm:.3g}" for role, norm in norms.items()) + f"; {others} other tensors"
-    trainer.shared.zero_grad()
+    holds = others == 0 and all(0 < norm < float("inf") for norm in norms.values())
     return [
-        Finding(
-            "the first ratio is 1",
-            f"log-ratios are {log_ratio:.2g} on average",
-            log_ratio <= tolerance(trainer.shared),
-        ),
+        checks.first_ratio(shared, (2 * float(stats["policy/approxkl_avg"])) ** 0.5),
         Finding("gradients reach the learning roles and nothing else", f"norms: {found}", holds),
     ]
 
@@ -139,24 +134,19 @@ def checkpointing_agrees(trainer: PPOTrainer, episodes: Episodes) -> Finding:
         return Finding(name, "off (gradient_checkpointing: false)", None)
     shortest = [min(range(len(episodes)), key=lambda row: episodes.lengths()[row])]
     gradients: list[dict[str, Tensor]] = []
-    for checkpointing in (True, False):
+    for checkpointing in (False, True):
         shared.gradient_checkpointing = checkpointing
         shared.zero_grad()
-        trainer.accumulate(episodes, shortest, Totals.of(episodes.learn[shortest]), policy=True)
-        gradients.append({role: _flat(trainer, role).clone() for role in trainer.roles})
-    shared.gradient_checkpointing = True
-    trainer.shared.zero_grad()
-    checkpointed, plain = gradients
-    differences = {
+        trainer.accumulate(episodes, shortest, Totals.of(episodes.learn[shortest]))
+        gradients.append({role: _flat(trainer, role) for role in trainer.roles})
+    shared.zero_grad()
+    plain, checkpointed = gradients
+    apart = {
         role: float((checkpointed[role] - plain[role]).norm() / plain[role].norm().clamp(min=1e-30))
         for role in trainer.roles
     }
-    limit = max(ROUNDING, tolerance(shared))
-    return Finding(
-        name,
-        "relative difference: " + ", ".join(f"{role} {value:.2g}" for role, value in differences.items()),
-        all(value <= limit for value in differences.values()),
-    )
+    found = "relative difference: " + ", ".join(f"{role} {value:.2g}" for role, value in apart.items())
+    return Finding(name, found, all(value <= max(ROUNDING, tolerance(shared)) for value in apart.values()))
 
 
 def render(findings: list[Finding], phases: Mapping[str, float], completions: int, args: PPOConfig) -> str:
@@ -171,15 +161,13 @@ def render(findings: list[Finding], phases: Mapping[str, float], completions: in
     width = max(len(finding.check) for finding in findings)
     lines = [f"   {words[f.holds]:<6} {f.check:<{width}}  {f.found}" for f in findings]
     seconds = {k.removeprefix("time/"): v for k, v in phases.items() if k.startswith("time/")}
-    before_update = sum(v for k, v in seconds.items() if k != "update")
-    per_update = (before_update + args.num_ppo_epochs * seconds["update"]) * args.batch_size / completions
+    once = sum(seconds.values()) + (args.num_ppo_epochs - 1) * seconds["update"]
     took = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
-    lines += [
-        "",
-        f"   {completions} completions took {took}; peak memory {phases['memory/peak']:.2f} GiB",
-        f"   on one such worker an update of {args.batch_size} completions, {args.num_ppo_epochs} epochs, would take {per_update:.0f} s",
-    ]
-    return "\n".join(lines)
+    return "\n".join(lines) + (
+        f"\n\n   {completions} completions took {took}; peak memory {phases['memory/peak']:.2f} GiB\n"
+        f"   on one such worker an update of {args.batch_size} completions, {args.num_ppo_epochs} epochs, would take "
+        f"{once * args.batch_size / completions:.0f} s"
+    )
 
 
 def _flat(trainer: PPOTrainer, role: str) -> Tensor:
