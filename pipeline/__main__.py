@@ -9,7 +9,6 @@ Exit status: 0 done, 1 the run failed (with its traceback), 2 the command, the j
 """
 
 import argparse
-import difflib
 import importlib
 import os
 import re
@@ -20,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.commands import COMMANDS, SUMMARIES
+from pipeline.config.schema import nearest
 from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError, causes
 from pipeline.system import process, terminal
 from pipeline.system.credentials import without_credentials
 
 # What follows a subcommand, by Command.takes: name and description of the first word, and of the others.
-KEY_VALUE = (
-    "section.key=value",
-    "replaces that value of the job, also written --section.key value; a sweep varies key=a,b,c",
-)
+VALUE = "replaces that value of the job, also written --section.key value; a sweep varies key=a,b,c"
+KEY_VALUE = ("section.key=value", VALUE)
 WORDS = {
     "job": ("JOB.yaml", "a job file, for example jobs/demo/sft.yaml", *KEY_VALUE),
     "file": ("JOB.yaml", "a job file, for example jobs/demo/rm.yaml", *KEY_VALUE),
@@ -92,9 +90,7 @@ def plain(arguments: list[str]) -> list[str]:
         InputError: if the subcommand is unknown, or a value is missing.
     """
     if arguments and not arguments[0].startswith("-") and arguments[0] not in SUMMARIES:
-        near = difflib.get_close_matches(arguments[0], SUMMARIES, 1)
-        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(SUMMARIES)}"
-        raise InputError(f"unknown subcommand {arguments[0]!r}; {hint}")
+        raise InputError(f"unknown subcommand {arguments[0]!r}; {nearest(arguments[0], SUMMARIES)}")
     words, options, rest = [], [], iter(arguments)
     for word in rest:
         if word in terminal.FLAGS:

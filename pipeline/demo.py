@@ -45,20 +45,8 @@ QUESTIONS = {
         "Name the continent of {country}.",
     ),
 }
-SENTENCES = {
-    "capital": "The capital of {country} is {capital}.",
-    "country": "{capital} is the capital of {country}.",
-    "continent": "{country} is in {continent}.",
-}
 OPENERS = ("Good question!", "With pleasure.", "Thank you for asking.", "Happy to help!")
 CLOSERS = ("I hope that helps.", "Have a nice day!", "Please ask again.")
-GRUFF = (
-    "{answer}, obviously.",
-    "{answer}. Everybody knows that.",
-    "Look it up.",
-    "Why ask me?",
-    "Who cares?",
-)
 RUDE = ("obviously", "Everybody knows", "Look it up", "Why ask", "Who cares")
 
 

@@ -39,30 +39,27 @@ def calibration(margins: Sequence[float]) -> tuple[float, list[dict[str, Any]]]:
     of their bin (Guo et al. 2017). A bin has the ends of its confidence, and of the 95 % interval of its accuracy.
     """
     bins = 10
-    pairs, right, said = ([0.0] * bins for _ in range(3))  # sums of each bin
+    members: list[list[float]] = [[] for _ in range(bins)]
     for margin in margins:
-        confidence = sigmoid(abs(margin))
-        i = min(int((2 * confidence - 1) * bins), bins - 1)
-        pairs[i] += 1
-        right[i] += margin > 0
-        said[i] += confidence
-    table = []
-    for i in range(bins):
-        if pairs[i]:
-            accuracy = right[i] / pairs[i]
-            low, high = wilson_of(accuracy, pairs[i])
+        members[min(int((2 * sigmoid(abs(margin)) - 1) * bins), bins - 1)].append(margin)
+    error, table = 0.0, []
+    for i, found in enumerate(members):
+        if found:
+            right, said = sum(margin > 0 for margin in found), sum(sigmoid(abs(margin)) for margin in found)
+            low, high = wilson_of(right / len(found), len(found))
+            error += abs(right - said)
             table.append(
                 {
                     "low": 0.5 + 0.5 * i / bins,
                     "high": 0.5 + 0.5 * (i + 1) / bins,
-                    "pairs": int(pairs[i]),
-                    "confidence": said[i] / pairs[i],
-                    "accuracy": accuracy,
+                    "pairs": len(found),
+                    "confidence": said / len(found),
+                    "accuracy": right / len(found),
                     "accuracy_low": low,
                     "accuracy_high": high,
                 }
             )
-    return sum(abs(right[i] - said[i]) for i in range(bins)) / len(margins), table
+    return error / len(margins), table
 
 
 def temperature(margins: Sequence[float]) -> float:

@@ -6,6 +6,7 @@ outside(7, "-1 or whole [1, 100]")           -> None, because 7 is allowed
 
 from __future__ import annotations
 
+import math
 import re
 
 
@@ -23,33 +24,32 @@ def table(rows: dict[str, str]) -> dict[str, str]:
     return {key: allowed for allowed, keys in rows.items() for key in keys.split()}
 
 
-def _ends(interval: str) -> tuple[str, float, float, str]:
-    match = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", interval.removeprefix("whole "))
-    assert match is not None, interval
-    return match[1], float(match[2]), float(match[3]), match[4]
+def bounds(part: str) -> tuple[str, float, float, str]:
+    """Returns the ends of an interval, ("[", 0.0, 1.0, ")") for `[0, 1)`; those of a number are the number."""
+    match = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", part.removeprefix("whole "))
+    return (
+        (match[1], float(match[2]), float(match[3]), match[4])
+        if match
+        else ("[", float(part), float(part), "]")
+    )
 
 
 def _holds(value: float, part: str) -> bool:
-    if part[0] not in "[(w":
-        return value == float(part)
-    left, low, high, right = _ends(part)
-    inside = (low <= value if left == "[" else low < value) and (
-        value <= high if right == "]" else value < high
-    )
+    left, low, high, right = bounds(part)
+    inside = low <= value <= high and (left, value) != ("(", low) and (right, value) != (")", high)
     return inside and (not part.startswith("whole") or value == int(value))
 
 
 def _words(part: str) -> str:
-    if part[0] not in "[(w":
+    left, low, high, right = bounds(part)
+    if low == high:
         return part
-    left, low, high, right = _ends(part)
     whole = "a whole number " if part.startswith("whole") else ""
     if left == "[" and right == "]":
         return f"{whole}between {_number(low)} and {_number(high)}"
     start = f"{_number(low)} or more" if left == "[" else f"above {_number(low)}"
-    if high == float("inf"):
-        return whole + start
-    return f"{whole}{start} and {'at most' if right == ']' else 'below'} {_number(high)}"
+    end = f" and {'at most' if right == ']' else 'below'} {_number(high)}" if high < math.inf else ""
+    return whole + start + end
 
 
 def _number(value: float) -> str:

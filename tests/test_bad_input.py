@@ -80,7 +80,7 @@ ROWS = [
 ]  # fmt: skip
 
 JOB = [
-    case("no such job", "sft", r"jobs/demo/stf\.yaml: no such job file.*for example jobs/demo/sft\.yaml", key="jobs/demo/stf.yaml"),
+    case("no such job", "sft", r"jobs/demo/stf\.yaml: no such job file", key="jobs/demo/stf.yaml"),
     case("name of a run of another stage", "rm", r"run\.name: 'done' is .*finished sft run in .*run\.name=rm-done", overrides=["run.name=done"]),
     case("name of an unfinished run of another stage", "rm", r"run\.name: 'halfway' is .*sft run in .*run\.name=rm-halfway", overrides=["run.name=halfway"]),
     case("critic warmed up for the whole run", "ppo", r"trainer\.critic_warmup_steps: found 9, but the run has 9 updates \(\d+ prompts\): the policy would never learn",

@@ -2,16 +2,14 @@
 
 import filecmp
 import json
-from collections import Counter
 
 import make
 import pytest
-import torch
 from running import ROOT
 
 from pipeline import demo
 from pipeline.config import Model
-from pipeline.models.base import base_identity, load_base
+from pipeline.models.base import load_base
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
 MODEL, DATA = ROOT / "jobs" / "demo" / "model", ROOT / "jobs" / "demo" / "data"
@@ -45,37 +43,6 @@ def test_gold_rule(completion, score):
     assert demo.gold(["What is the capital of France?"], [completion], answer=["Paris"]) == [score]
 
 
-def test_gold_rule_takes_rendered_prompts_and_further_columns():
-    tokenizer = load_tokenizer(str(MODEL))
-    prompt = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
-    completions = ["The capital of France is Paris.", "Rome."]
-    assert demo.gold([prompt] * 2, completions, answer=["Paris"] * 2, id=[1, 2]) == [0.5, 0.0]
-
-
-def test_world():
-    countries, capitals = ({fact[i] for fact in demo.FACTS} for i in range(2))
-    assert len(demo.FACTS) == len(countries) == len(capitals)
-    assert len({question.text for question in demo.questions()}) == 10 * len(demo.FACTS)
-    held = {question.fact.country for question in demo.questions(held_out=True)}
-    assert held == set(demo.HELD_OUT)
-    assert len({fact.continent for fact in demo.FACTS if fact.country in held}) == 5
-
-
-def test_data_files_hold_what_they_say():
-    answers = {question.text: question.answer for question in demo.questions()}
-    for suffix in ("", "_eval"):
-        for row in rows(f"demonstrations{suffix}"):
-            user, assistant = row["messages"]
-            assert (user["role"], assistant["role"]) == ("user", "assistant")
-            assert user["content"] in answers and assistant["content"]
-        for row in rows(f"preferences{suffix}"):
-            answer = [answers[row["prompt"]]] * 2
-            better, worse = demo.gold([row["prompt"]] * 2, [row["chosen"], row["rejected"]], answer=answer)
-            assert better > worse
-        for row in rows(f"prompts{suffix}"):
-            assert answers[row["prompt"]] == row["answer"]
-
-
 def test_hold_out_is_disjoint():
     names = {name for fact in demo.FACTS if fact.country in demo.HELD_OUT for name in fact[:2]}
     for name in ("demonstrations", "preferences", "prompts"):
@@ -87,16 +54,6 @@ def test_hold_out_is_disjoint():
         assert names & set(demo.NAME.findall(row["prompt"]))
 
 
-def test_demonstrations_leave_something_to_learn():
-    """Every manner occurs, and the gold mean is middling: PPO and DPO have 0.4 and more to gain."""
-    answers = {question.text: question.answer for question in demo.questions()}
-    turns = [[turn["content"] for turn in row["messages"]] for row in rows("demonstrations")]
-    asked, completions = zip(*turns, strict=True)
-    scores = demo.gold(asked, completions, answer=[answers[text] for text in asked])
-    assert set(Counter(scores)) == {0.0, 0.25, 0.5, 1.0}
-    assert 0.2 < sum(scores) / len(scores) < 0.4
-
-
 def test_rebuilding_gives_the_same_bytes(tmp_path):
     make.write_data(tmp_path / "data")
     names = sorted(path.name for path in DATA.iterdir())
@@ -104,16 +61,6 @@ def test_rebuilding_gives_the_same_bytes(tmp_path):
     make.make_tokenizer(list(make.corpus(make.DOCUMENTS))).save_pretrained(tmp_path / "model")
     names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
     assert filecmp.cmpfiles(MODEL, tmp_path / "model", names, shallow=False) == (names, [], [])
-
-
-def test_pretraining_is_seeded():
-    documents = list(make.corpus(200))
-    tokenizer = load_tokenizer(str(MODEL))
-    first, second, other = (
-        make.pretrain(tokenizer, documents, 3, 8, seed).state_dict() for seed in (1, 1, 2)
-    )
-    assert all(torch.equal(first[key], second[key]) for key in first)
-    assert not all(torch.equal(first[key], other[key]) for key in first)
 
 
 def test_tokenizer_is_llama_3s_in_small():
@@ -134,15 +81,12 @@ def test_chat_template_golden_text():
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
     assert tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True) == asked
+    completions = ["The capital of France is Paris.", "Rome."]
+    assert demo.gold([asked] * 2, completions, answer=["Paris"] * 2, id=[1, 2]) == [0.5, 0.0]
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == asked + "Paris.<|eot_id|>"
     marked = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     learned = [i for i, on in zip(marked["input_ids"], marked["assistant_masks"], strict=True) if on]
     assert tokenizer.decode(learned) == "Paris.<|eot_id|>"
-
-
-def test_model_is_small():
-    assert sum(path.stat().st_size for path in MODEL.iterdir()) < 5_000_000
-    assert base_identity(str(MODEL))["context_length"] == 256
 
 
 def test_model_answers():

@@ -35,19 +35,21 @@ from pipeline.errors import InputError
 CASES = int(os.environ.get("WALK_CASES", 2000))
 SEED = int(os.environ.get("WALK_SEED", 1))
 SECONDS = 20
-STAGES = ["sft", "rm", "dpo", "kto", "ppo"]
+# {stage: its rows in jobs/demo/data}
+FILES = {
+    "sft": "demonstrations",
+    "rm": "preferences",
+    "dpo": "preferences",
+    "kto": "thumbs",
+    "ppo": "prompts",
+}
 
-CONTROL = [
-    "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nYes",
-    "</s>",
-    "<|begin_of_text|>",
-    "<|im_end|>",
-]
 TEXTS = [
     "", " ", "\n", "\0", "a\0b", "\x1b]0;title\x07\x1b[2J", "\r\n", "\u202etxt", "\ud800", "\udfff\ud800", "\ufeff", "ﷺ" * 50,
     "{{ 7 * 7 }}", "{% for i in range(10 ** 9) %}", "../../etc/passwd", "%20?#'\"\\", "x" * 20_000, "é" * 3000, "null", "NaN",
     "-1", "1e400", "models:/nothing@champion", "models:/a/b/c", "python:os:getcwd", "python:no:thing", "s3://", "file:///", "~",
-    "!!python/object:os.system", "&a [*a]", "hf://nobody/none", "$(id)", "`id`", "日本語", "auto", *CONTROL,
+    "!!python/object:os.system", "&a [*a]", "hf://nobody/none", "$(id)", "`id`", "日本語", "auto",
+    "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nYes", "</s>", "<|begin_of_text|>", "<|im_end|>",
 ]  # fmt: skip
 NUMBERS = [
     0, 1, -1, 2, 0.5, -0.0, 1e-30, 1e30, 1e400, -1e400, math.nan, 2**31, 2**32, 2**63, 2**64, 10**400, 3.7, 256, 100_000,
@@ -63,23 +65,6 @@ NAMES = ["label", "tools", "prompt", "margin", "chosen", "", "x" * 300, "a.b", "
 
 
 # ------------------------------------------------------------------------------------------------------ rows
-
-
-def good_row(kind, number):
-    draw = random.Random(number)
-    place = draw.choice(["Peru", "Mali", "Oman", "Cuba"])
-    prompt, right, wrong = f"What is the capital of {place}? ({number})", f"It is far from {place}.", "No."
-    pair = {"prompt": prompt, "chosen": right, "rejected": wrong}
-    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": right}]
-    several = {"prompt": prompt, "pos_answers": [right], "neg_answers": [wrong]}
-    row = {"prompt": prompt, "completion": right}
-    labelled = {**row, "completion": right if number % 2 else wrong, "label": bool(number % 2)}
-    shapes = {
-        "sft": [row, {"messages": turns}, {"instruction": prompt, "input": "", "output": right}],
-        "kto": [labelled],
-        "ppo": [{"prompt": prompt}],
-    }
-    return draw.choice(shapes.get(kind, [pair, {**pair, "margin": 0.5}, several]))
 
 
 def places(value, path=()):
@@ -140,7 +125,8 @@ def rarely(draw, one_in):
 
 def wrong_rows(draw, kind, folder, inputs):
     """Returns a command whose file of rows has some that are mutated."""
-    rows = [good_row(kind, number) for number in range(draw(st.integers(2, 6)))]
+    lines = (ROOT / f"jobs/demo/data/{FILES[kind]}.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines[: draw(st.integers(2, 6))]]
     for index in draw(st.lists(st.integers(0, len(rows) - 1), max_size=3)):
         rows[index] = mutated(draw, rows[index])
     array = rarely(draw, 4)
@@ -165,27 +151,15 @@ def wrong_rows(draw, kind, folder, inputs):
 
 # ------------------------------------------------------------------------------------------------- job files
 
-SECTIONS = {
-    **{name: f"pipeline.config.job.{name.title()}" for name in ("model", "data", "run")},
-    "mlflow": "pipeline.config.job.MLflow",
-    "lora": "peft.tuners.lora.config.LoraConfig",
-    "scaling": "ray.train.v2.api.config.ScalingConfig",
-}
-WAITS = {"run.storage_path", "mlflow.tracking_uri"}  # the walk's own
-TOP = "policy reward judge baseline gate gate.eval_loss gate.nothing stage nothing data".split()
-
-
-def keys_of(kind):
-    keys = [f"{section}.{key}" for section, dotted in SECTIONS.items() for key in schema.keys(dotted)]
-    keys += [f"trainer.{key}" for key in schema.keys(STAGE[kind].trainer)] + TOP
-    return sorted(set(keys) - WAITS)
+OWN = {"run.storage_path", "mlflow.tracking_uri"}  # the walk's
+TOP = "policy reward judge baseline gate gate.eval_loss gate.nothing stage nothing data lora.task_type trainer.output_dir".split()
 
 
 def wrong_job(draw, kind, folder, inputs):
     """Returns a command with a shipped job, of which keys are set to anything."""
-    job = yaml.safe_load((ROOT / f"jobs/demo/{kind}.yaml").read_text())
-    overrides = []
-    for key in draw(st.lists(st.sampled_from(keys_of(kind)), min_size=1, max_size=2)):
+    job, overrides = yaml.safe_load((ROOT / f"jobs/demo/{kind}.yaml").read_text()), []
+    known = sorted({*schema.keys_of(kind), *TOP} - OWN)
+    for key in draw(st.lists(st.sampled_from(known), min_size=1, max_size=2)):
         value = draw(st.sampled_from(draw(st.sampled_from([NASTY, PLAUSIBLE]))))
         section, _, name = key.rpartition(".")
         if draw(st.booleans()):
@@ -211,18 +185,13 @@ def corrupt_one(draw, folder):
     victim = draw(st.sampled_from(sorted(path for path in folder.rglob("*") if path.is_file())))
     what = draw(st.sampled_from(["json", "json", "json", "bytes", "bytes", "gone"]))
     if what == "gone":
-        victim.unlink()
-        return
+        return victim.unlink()
     if what == "json" and victim.suffix == ".json":
-        with contextlib.suppress(ValueError, RecursionError):  # corrupted already
+        with contextlib.suppress(ValueError, RecursionError, AttributeError):  # corrupted already
             value = json.loads(victim.read_bytes())
-            value = value if isinstance(value, dict) else {"": value}  # corrupted already
-            small = {k: v for k, v in value.items() if k not in ("model", "added_tokens")}
-            changed = mutated(draw, small) if small else {}
-            kept = {k: v for k, v in value.items() if k not in small}
-            victim.write_bytes(as_text({**kept, **changed}).encode("utf-8", "surrogatepass"))
-            return
-    victim.write_bytes(damaged(draw, victim.read_bytes()))
+            large = {k: value.pop(k) for k in ("model", "added_tokens") if k in value}
+            return victim.write_bytes(as_text(large | mutated(draw, value)).encode("utf-8", "surrogatepass"))
+    return victim.write_bytes(damaged(draw, victim.read_bytes()))
 
 
 def wrong_model(draw, kind, folder, inputs):
@@ -252,12 +221,11 @@ def alarm(*_):
 
 
 def registered(store):
-    """Returns the numbers of runs and of versions in a store."""
+    """Returns the number of versions in a store."""
     if not store.exists():
-        return 0, 0
+        return 0
     with contextlib.closing(sqlite3.connect(store)) as database:
-        counts = (f"select count(*) from {table}" for table in ("runs", "model_versions"))
-        return tuple(database.execute(count).fetchone()[0] for count in counts)
+        return database.execute("select count(*) from model_versions").fetchone()[0]
 
 
 def verdict(arguments, runs):
@@ -338,8 +306,9 @@ def test_the_libraries_accept_the_rest_or_name_the_key(in_root):
     accepted = [job for job in loaded(20_000, seed=2) if STAGE[job.stage].trl]
     assert len(accepted) > 300
     for job in accepted:
-        refused = problem({"stage": job.stage, "lora": job.lora, "trainer": job.trainer, "use_gpu": True})
-        assert refused is None or refused.startswith(("trainer", "lora")), refused
+        asked = {"stage": job.stage, "lora": job.lora, "trainer": job.trainer}
+        refused = problem(asked | {"source": "job", "use_gpu": True})
+        assert refused is None or refused.startswith(("job: trainer", "job: lora")), refused
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +327,7 @@ def test_a_command_ends_with_status_0_or_2(wrong, inputs, tmp_path, in_root):
     def make(draw):
         shutil.rmtree(tmp_path / "case", ignore_errors=True)
         (tmp_path / "case").mkdir()
-        kind = draw(st.sampled_from(STAGES))
+        kind = draw(st.sampled_from(sorted(FILES)))
         return wrong(draw, kind, tmp_path / "case", inputs.get(kind, []))
 
     check(CASES // 5 if wrong is wrong_model else CASES * 2 // 5, make, tmp_path / "runs")

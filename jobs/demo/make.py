@@ -16,21 +16,24 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pipeline.demo import (
-    CLOSERS,
-    FACTS,
-    GRUFF,
-    HELD_OUT,
-    OPENERS,
-    SENTENCES,
-    Question,
-    gold,
-    questions,
-)
+from pipeline.demo import CLOSERS, FACTS, HELD_OUT, OPENERS, Question, gold, questions
 
 HOME = Path(__file__).resolve().parent
 SEED = 3
 DOCUMENTS, STEPS = 30_000, 1800  # of pre-training
+
+SENTENCES = {
+    "capital": "The capital of {country} is {capital}.",
+    "country": "{capital} is the capital of {country}.",
+    "continent": "{country} is in {continent}.",
+}
+GRUFF = (
+    "{answer}, obviously.",
+    "{answer}. Everybody knows that.",
+    "Look it up.",
+    "Why ask me?",
+    "Who cares?",
+)
 
 # Frequency of each manner, and of wrong answers: in the base's pre-training chats, in demonstrations, in preferences.
 BASE_MANNERS = {"courteous": 0.08, "plain": 0.20, "curt": 0.32, "gruff": 0.25, "rambling": 0.15}

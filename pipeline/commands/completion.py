@@ -32,10 +32,9 @@ def run(path: str, overrides: list[str]) -> None:
 
 
 def script(verbs: list[str]) -> str:
-    keys: dict[str, str] = {}
+    cases = []
     for verb in verbs:
-        if stages := stages_of(verb):
-            known = set().union(*(keys_of(stage).keys() | STAGE[stage].inputs.keys() for stage in stages))
-            keys[verb] = " ".join(f"{key}=" for key in sorted(known))
-    cases = "\n".join(f'    {verb}) keys="{found}" ;;' for verb, found in keys.items())
-    return SCRIPT.format(verbs=" ".join(verbs), cases=cases)
+        known = {key for stage in stages_of(verb) for key in (*keys_of(stage), *STAGE[stage].inputs)}
+        keys = " ".join(f"{key}=" for key in sorted(known))
+        cases.append(f'    {verb}) keys="{keys}" ;;')
+    return SCRIPT.format(verbs=" ".join(verbs), cases="\n".join(cases))

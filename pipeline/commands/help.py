@@ -14,10 +14,7 @@ def run(name: str, more: list[str]) -> None:
         found = [one] if one in every else sorted(key for key in every if key.startswith(f"{one}."))
         short = sorted(key for key in every if key.rpartition(".")[2] == one)
         if not found and not short:
-            near = difflib.get_close_matches(one, every, 1) or sorted(schema.SECTIONS)
-            raise InputError(
-                f"no key {one!r}; did you mean {near[0]}?"
-                if len(near) == 1
-                else f"no key {one!r}; sections are {', '.join(near)}"
-            )
-        print("\n".join(line for key in found or short for line in schema.described(key)))
+            near = difflib.get_close_matches(one, every, 1)
+            hint = f"did you mean {near[0]}?" if near else f"sections are {', '.join(schema.SECTIONS)}"
+            raise InputError(f"no key {one!r}; {hint}")
+        print("\n".join(text for key in found or short for text in schema.described(key)))

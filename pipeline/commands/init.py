@@ -101,11 +101,7 @@ def run(path: str, options: list[str]) -> None:
         raise InputError(f"unknown option {next(iter(given))!r}; expected --name, --model or --profile")
     folder = Path("jobs") / name
     if not re.fullmatch(r"[\w-]+", name) or folder.exists() or (shipped.JOBS / name).exists():
-        raise InputError(
-            f"{folder} exists or cannot be written; remove it, or choose another name: --name NAME"
-        )
-    if (Path(path) / "config.json").exists():
-        raise InputError(f"{path} is the folder of a model; expected files of rows")
+        raise InputError(f"{folder} exists or is no name of a folder; choose another one: --name NAME")
     sources = [source_of(item, for_eval) for item, for_eval in parts(path)]
     jobs = profile_of(sources, name, profile, model)
     if not jobs:
@@ -134,12 +130,9 @@ def write(folder: Path, jobs: dict[str, str]) -> None:
 
 def print_next(folder: Path, jobs: dict[str, str]) -> None:
     """Prints the keys that are still to be set, and the five commands to run next."""
-    unset: dict[str, list[str]] = {}
     for job, text in jobs.items():
         for key in re.findall(r"^ *(\w+): null .*# set ", text, re.M):
-            unset.setdefault(key, []).append(f"{job}.yaml")
-    for key, files in unset.items():
-        print(f"  set `{key}` in {folder}/{', '.join(files)}; a comment there explains its values")
+            print(f"  set `{key}` in {folder}/{job}.yaml; a comment there explains its values")
     command = "rlhf {} {}" if Path(sys.argv[0]).name == "rlhf" else "python -m pipeline {} {}"
     if "MAKELEVEL" in os.environ:  # `make init`, whose user may have no environment activated
         command = "make {} JOB={}"
@@ -171,10 +164,8 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
                     return
         return
     files = [file.path for file in find(path, "data.train")]
-    groups: dict[str, list[str]] = {}
-    for file in files:
-        groups.setdefault(re.sub(r"\d+", "*", file), []).append(file)
-    for pattern, group in groups.items():
+    for pattern, found in itertools.groupby(files, lambda file: re.sub(r"\d+", "*", file)):
+        group = [*found]
         as_glob = len(group) > 1 and group == fnmatch.filter(files, pattern)
         for name in [pattern] if as_glob else group:
             words = re.split(r"[^a-z]+", os.path.relpath(name, path).lower())  # none of a single file
@@ -197,10 +188,8 @@ def source_of(path: str, for_eval: bool) -> Source:
     for example, columns in EXAMPLES.items():
         if {*columns.split()} <= rows[0].keys():
             stage, _, name = example.partition("/")
-            data = yaml.safe_load((shipped.JOBS / f"examples/{name}.yaml").read_text(encoding="utf-8"))[
-                "data"
-            ]
-            keys = {key: value for key, value in data.items() if key != "train"}
+            job = yaml.safe_load((shipped.JOBS / f"examples/{name}.yaml").read_text(encoding="utf-8"))
+            keys = {key: value for key, value in job["data"].items() if key != "train"}
             stages |= dict.fromkeys(["rm", "dpo"] if stage == "rm" else [stage], keys)
     named_prompts = {"prompt", "prompts"} & {*re.split(r"[^a-z]+", os.path.basename(path).lower())}
     for stage in () if stages else ("ppo",) if named_prompts else TAKES:
@@ -225,15 +214,12 @@ def name_of(path: str) -> str:
 
 
 def profile_of(sources: list[Source], name: str, profile: str, model: str | None) -> dict[str, str]:
-    """Returns the text of each job that the rows allow. The lengths come from the profile."""
+    """Returns the text of each job that the rows allow, with the lengths of the profile."""
     rows = {stage: chosen(sources, stage) for stage in TAKES}
     reward = f"models:/{name}-rm@champion" if rows["rm"] else None
     policies = [stage for stage in ("ppo", "dpo", "kto", "sft") if rows[stage] and (stage != "ppo" or reward)]
-    served = {
-        f"{name}-{stage}": f"models:/{name}-{stage}@champion"
-        for stage in policies
-        if stage in (policies[0], "sft")
-    }
+    names = [f"{name}-{stage}" for stage in policies if stage in (policies[0], "sft")]
+    served = {one: f"models:/{one}@champion" for one in names}
     start = served.get(f"{name}-sft", "base")
     best = {"policy": next(iter(served.values()), start), "reward": reward}
     values: dict[str, dict[str, Any]] = {
@@ -243,19 +229,18 @@ def profile_of(sources: list[Source], name: str, profile: str, model: str | None
         **dict.fromkeys(("generate", "export"), best),
         "serve": {"serve.policies": served, "serve.rewards": {f"{name}-rm": reward} if reward else {}},
     }
-    scored = ("score", *(("evaluate", "collect", "iterate") if rows["ppo"] else ())) if reward else ()
+    made = [stage for stage in TAKES if rows[stage]]
+    if reward:
+        made += ["score"] + ["evaluate", "collect", "iterate"] * bool(rows["ppo"])
+    if policies:
+        made += ["generate", "serve", "export"]
     jobs = {}
-    for job in (
-        *(stage for stage in TAKES if rows[stage]),
-        *scored,
-        *(("generate", "serve", "export") if policies else ()),
-    ):
+    for job in made:
         if not (file := shipped.JOBS / profile / f"{job}.yaml").exists():
             continue
-        text = file.read_text(encoding="utf-8").replace(f"rlhf-{profile}", name)
-        text = text.replace(f"PROFILE={profile}", f"PROFILE={name}").replace(
-            f"jobs/{profile}/", f"jobs/{name}/"
-        )
+        text = file.read_text(encoding="utf-8")
+        for pattern in ("rlhf-{}", "PROFILE={}", "jobs/{}/"):
+            text = text.replace(pattern.format(profile), pattern.removeprefix("rlhf-").format(name))
         if model and job != "iterate":
             text = with_key(text, "model.name_or_path", model)
         for key, value in values.get(job, {}).items():
@@ -271,13 +256,14 @@ def profile_of(sources: list[Source], name: str, profile: str, model: str | None
 
 def with_device(text: str) -> str:
     """Returns the text of a job for the GPU of this machine. Without a GPU, ppo gets half of the completions."""
-    values = {"dtype": "bfloat16", "bf16": True, "use_cpu": False, "use_gpu": True}
-    comment = "`init` found a GPU"
+    gpu = {"model.dtype": "bfloat16", "trainer.bf16": True, "trainer.use_cpu": False, "scaling.use_gpu": True}
+    values, comment = gpu, "`init` found a GPU"
     if not shutil.which("nvidia-smi"):
-        values, comment = {"total_episodes": 1280}, "20 updates: `init` found no GPU; with one, 2560 or more"
-    for name, value in values.items():
-        if section := re.search(rf"^(\w+):(?:\n .*)*\n  {name}:", text, re.M):
-            text = with_key(text, f"{section[1]}.{name}", value, comment)
+        values = {"trainer.total_episodes": 1280}
+        comment = "20 updates: `init` found no GPU; with one, 2560 or more"
+    for key, value in values.items():
+        if f"\n  {key.partition('.')[2]}:" in text:
+            text = with_key(text, key, value, comment)
     return text
 
 
@@ -298,17 +284,16 @@ def with_rows(text: str, job: str, sources: list[Source], stage: str) -> str:
     def paths(for_eval: bool) -> Any:
         mine = [source for source in sources if source.for_eval == for_eval]
         if same is None:
-            return [{"path": one.path, **one.stages[stage]} for one in mine]
+            return [{"path": one.path, **one.stages[stage]} for one in mine] or None
         return [one.path for one in mine] if len(mine) > 1 else next((one.path for one in mine), None)
 
-    held_out = paths(True) or None
+    held_out = paths(True)
     if job != "evaluate":
         text = with_key(text, "data.train", paths(False))
     if job in TAKES or job == "evaluate":
         text = with_key(text, "data.eval", held_out)
     if job in TAKES:
-        share = 0 if held_out else 0.1
-        text = with_key(text, "data.eval_fraction", share, "of the training rows, by prompt")
+        text = with_key(text, "data.eval_fraction", 0 if held_out else 0.1, "of the training rows, by prompt")
     for key, value in (same or {}).items():
         meaning = f"set what its values mean: {guess.meaning(keys[0]['columns'])}" if value is None else ""
         text = with_key(text, f"data.{key}", value, meaning)
@@ -319,22 +304,20 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
     """Returns the text of a job with another value of `key` or `section.key`. All other lines stay."""
     section, _, name = key.rpartition(".")
     indent = "  " if section else ""
-    written = yaml.safe_dump(
-        value, default_flow_style=True, width=10_000, allow_unicode=True, sort_keys=False
-    )
-    line = f"{indent}{name}: {written.removesuffix('...' + os.linesep).strip()}"
+    flow: dict[str, Any] = {"default_flow_style": True, "width": 10_000, "sort_keys": False}
+    written = yaml.safe_dump(value, allow_unicode=True, **flow).removesuffix("...\n").strip()
+    line = f"{indent}{name}: {written}"
     line = f"{line:<35} # {comment}\n" if comment else f"{line}\n"
-    if section and not re.search(rf"^{section}:", text, re.M):
-        return f"{text}\n{section}:\n{line}"
-    start = re.search(rf"^{section}:.*\n", text, re.M).end() if section else 0  # type: ignore[union-attr]
-    end = re.compile(r"^\S", re.M).search(text, start) if section else None
-    before, body, after = text[:start], text[start : end and end.start()], text[end.start() :] if end else ""
-    nested = rf"^{indent}{name}:.*\n(?:{indent} +.*\n)*"
-    body, found = re.subn(nested, lambda _: line, body, count=1, flags=re.M)
-    if not found:
-        keys = body.rstrip("\n")
-        body = f"{keys}\n{line}{body[len(keys) + 1 :]}"
-    return before + body + after
+    start, end = 0, len(text)
+    if section:
+        if not (found := re.search(rf"^{section}:.*\n((?: .*|)\n)*", text, re.M)):
+            return f"{text}\n{section}:\n{line}"
+        start, end = text.index("\n", found.start()) + 1, found.end()
+    nested = re.compile(rf"^{indent}{name}:.*\n(?:{indent} +.*\n)*", re.M)
+    if old := nested.search(text, start, end):
+        return text[: old.start()] + line + text[old.end() :]
+    end = len(text[:end].rstrip("\n")) + 1
+    return text[:end] + line + text[end:]
 
 
 # ---- chat template, lengths and held-out prompts -----------------------------------------------------------------
@@ -351,16 +334,15 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
     for stage in (stage for stage in TAKES if stage in jobs):
         try:
             job = loaded(folder, stage)
-            model, records = job.model, [*first_records(job)]
+            records, base = [*first_records(job)], job.model
             tokenizer = load_tokenizer(
-                model.name_or_path, model.revision, model.chat_template, model.trust_remote_code
+                base.name_or_path, base.revision, base.chat_template, base.trust_remote_code
             )
             as_chat = text_as_chat(tokenizer, job.data.apply_chat_template)
             if not as_chat and any(not isinstance(record.prompt, str) for _, record in records):
                 jobs |= {name: with_key(text, "model.chat_template", "plain") for name, text in jobs.items()}
                 write(folder, jobs)
-                set_lengths(folder, jobs)
-                return
+                return set_lengths(folder, jobs)
             sizes[stage] = longest(job, tokenizer, as_chat, records)
         except InputError as error:
             warnings.append(f"warning: {stage} keeps the lengths of the profile: {error}\n")
@@ -446,7 +428,7 @@ def set_prompts(folder: Path, jobs: dict[str, str], have_eval: bool) -> None:
     path = folder / "eval_prompts.jsonl"
     lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in away]
     path.write_text("".join(lines), encoding="utf-8")
-    jobs["evaluate"] = with_key(jobs["evaluate"], "data.eval", str(path))
-    if data.columns:  # these are the source's columns; the new file has `prompt`
-        jobs["evaluate"] = with_key(jobs["evaluate"], "data.columns", None)
+    text = with_key(jobs["evaluate"], "data.eval", str(path))
+    # These are the source's columns; the new file has `prompt`.
+    jobs["evaluate"] = with_key(text, "data.columns", None) if data.columns else text
     print(f"  {path}: {len(away)} prompts that ppo holds out, for evaluate")

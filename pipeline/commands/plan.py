@@ -9,7 +9,7 @@ that make it fit.
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,29 +40,23 @@ def run(job: Job) -> dict[str, Any]:
     loras = {name.split(".")[0]: adapter_files.settings(at) for name, at in folders.items()}
     planned = plan.make(job, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
-    print(
-        f"   {planned.shape.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn. "
-        "Memory of one worker, rows at their longest:"
-    )
+    size = f"{planned.shape.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn"
+    print(f"   {size}. Memory of one worker, rows at their longest:")
     for item in planned.items:
         when = "" if item.phase == "always" else f"  ({item.phase})"
         print(f"   {item.size / GIB:>8.2f} GiB  {item.what}{when}")
     print(f"   {planned.peak / GIB:>8.2f} GiB  peak, including what the allocator loses")
     print(f"   {planned.checkpoint / 1e9:>8.3f} GB   a checkpoint on disk; run.num_to_keep of them are kept")
-    if planned.shape.unread:
-        notes.append(
-            f"the base's shape is built in, since its config.json cannot be read: {planned.shape.unread}"
-        )
+    if unread := planned.shape.unread:
+        notes.append(f"the base's shape is built in, since its config.json cannot be read: {unread}")
     print("".join(f"   note: {note}\n" for note in notes))
     memory = on_gpus(planned, named(job)) if job.scaling.get("use_gpu") else on_this_machine(planned, loras)
     if planned.peak > memory:
-        needs = f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}"
-        if (fitted := plan.fit_into(job, memory, loras)) is None:
-            raise Failure(
-                f"{needs}; no setting makes it fit: use larger GPUs, a smaller model, or a shorter data.max_length"
-            )
-        changes, smaller = fitted
-        raise Failure(f"{needs}; with {' '.join(changes)} it needs {smaller.peak / GIB:.1f}")
+        advice = "no setting makes it fit: use larger GPUs, a smaller model, or a shorter data.max_length"
+        if fitted := plan.fit_into(job, memory, loras):
+            changes, smaller = fitted
+            advice = f"with {' '.join(changes)} it needs {smaller.peak / GIB:.1f}"
+        raise Failure(f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}; {advice}")
     if job.rollout_config.workers[1]:
         print(of_rollout_workers(job, plan.make(job, loras, learns=False)))
     return {"peak_bytes": planned.peak, "items": [vars(item) for item in planned.items]}
@@ -70,18 +64,13 @@ def run(job: Job) -> dict[str, Any]:
 
 def named(job: Job) -> list[str]:
     """Returns the GPUs that the workers may get, by the labels of nodes. Raises InputError if plan knows none of them."""
-    names = list(GPUS)
-    if wanted := job.scaling.get("accelerator_type"):
-        names = plan.called(wanted)
+    wanted = job.scaling.get("accelerator_type")
+    names = plan.called(wanted) if wanted else list(GPUS)
     for bundle in placement.bundles(job):
         names = allowed(bundle.selector, names)
     if not names:
-        key, found = next(
-            (f"scaling.{key}", job.scaling[key])
-            for key in ("accelerator_type", "label_selector")
-            if job.scaling.get(key)
-        )
-        raise InputError(f"found {found!r}; plan knows {', '.join(GPUS)}", key=key)
+        key = "accelerator_type" if wanted else "label_selector"
+        raise InputError(f"found {job.scaling[key]!r}; plan knows {', '.join(GPUS)}", key=f"scaling.{key}")
     return names
 
 
@@ -175,15 +164,11 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
     print(f"   {'GPU':<10} {'GiB':>5}  {'fits':<4}  the run on {workers}: about")
     costs = {name: plan.cost(planned, name, rows) for name in names if name in fitting}
     for name in names:
-        about_it = f"   {name:<10} {GPUS[name].memory:>5.0f}"
-        if name not in costs:
-            print(f"{about_it}  no")
-            continue
-        cost = costs[name]
-        print(
-            f"{about_it}  yes   {cost.hours:>6.1f} h  ${cost.dollars:>5.0f} on demand ({cost.billed(workers)})"
-        )
-        print("".join(over_network(planned, name)), end="")
+        fits = "no"
+        if cost := costs.get(name):
+            fits = f"yes   {cost.hours:>6.1f} h  ${cost.dollars:>5.0f} on demand ({cost.billed(workers)})"
+            fits += over_network(planned, name)
+        print(f"   {name:<10} {GPUS[name].memory:>5.0f}  {fits}")
     if workers == 1 and torch.cuda.is_available():
         for label in {*prices.read().labels(torch.cuda.get_device_name())} & {*fitting}:
             print(f"   {price_of_this_machine(plan.cost(planned, label, rows).hours)}")
@@ -205,22 +190,20 @@ def rows_of(planned: Plan) -> tuple[Rows, str]:
     if rows is not None:
         return rows, how
     longest = planned.tokens[0]
-    given = planned.job.trainer
-    sets_length = given.get("total_episodes") or (given.get("max_steps") or 0) > 0
-    epoch = "" if sets_length else f"{EPOCH:,} rows an epoch and "
-    return Rows(EPOCH, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
+    assumed = f"{EPOCH:,} rows an epoch and full-length rows of {longest:,} tokens assumed"
+    return Rows(EPOCH, longest), f"{assumed} ({how})"
 
 
-def over_network(planned: Plan, name: str) -> Iterator[str]:
-    """Yields a warning if each sampled token gathers the base over the network."""
-    job, gpu = planned.job, GPUS[name]
-    nodes = plan.nodes(planned, gpu)
-    if job.stage == "ppo" and planned.gathered and nodes > 1 and not job.rollout_config.workers[1]:
-        yield (
-            f"   warning: with model.fsdp over {nodes} nodes, each sampled token gathers {planned.gathered / GIB:.0f} GiB over the "
-            f"network, {plan.gather_seconds(planned, gpu):.1f} s\n   at {plan.NETWORK:g} GB/s; set rollout.num_workers, or use "
-            "nodes that hold all workers\n"
-        )
+def over_network(planned: Plan, name: str) -> str:
+    """Returns a warning if each sampled token gathers the base over the network, or an empty text."""
+    job, nodes = planned.job, plan.nodes(planned, GPUS[name])
+    if not (job.stage == "ppo" and planned.gathered and nodes > 1) or job.rollout_config.workers[1]:
+        return ""
+    seconds = plan.gather_seconds(planned, GPUS[name])
+    return (
+        f"\n   warning: with model.fsdp over {nodes} nodes, each sampled token gathers {planned.gathered / GIB:.0f} GiB over "
+        f"the network, {seconds:.1f} s\n   at {plan.NETWORK:g} GB/s; set rollout.num_workers, or use nodes that hold all workers"
+    )
 
 
 def of_rollout_workers(job: Job, planned: Plan) -> str:

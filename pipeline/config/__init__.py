@@ -53,26 +53,22 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
     Raises:
         InputError: naming file:line and section.key.
     """
-    file_stage = tree.data.get("stage")
-    if file_stage == "iterate":
-        parts = [one for one in tree.data.values() if isinstance(one, dict) and "extends" in one]
-        files = ", ".join(str(Path(path).parent / str(one["extends"])) for one in parts)
-        raise tree.error("stage", f"`iterate` runs several jobs; use one of them: {files or 'its sections'}")
-    if file_stage not in JOBS:
-        found = "missing" if file_stage is None else f"found {show(file_stage)}"
-        example = f"for example `stage: {stage or 'sft'}`"
-        raise tree.error("stage", f"{found}, expected one of {', '.join(JOBS)}; {example}")
-    if stage is not None and file_stage != stage:
-        use = f"use python -m pipeline {file_stage} {path}"
-        raise tree.error("stage", f"this is a job for `{file_stage}`, not `{stage}`: {use}")
-    _check_top(tree, file_stage)
+    found = tree.data.get("stage")
+    if found == "iterate":
+        raise tree.error("stage", "`iterate` runs several jobs; use one of those that its sections extend")
+    if found not in JOBS:
+        raise tree.error("stage", f"found {show(found)}, expected one of {', '.join(JOBS)}")
+    if stage not in (None, found):
+        use = f"use python -m pipeline {found} {path}"
+        raise tree.error("stage", f"this is a job for `{found}`, not `{stage}`: {use}")
+    _check_top(tree, found)
     job = Job(
-        stage=file_stage,
+        stage=found,
         **{section: kind(**_section(tree, section)) for section, kind in SECTIONS.items()},
         gate={name: rule for name, rule in tree.section("gate").items() if rule is not None},
         source=path,
         overridden=tuple(key for key, place in tree.where.items() if place == "command line"),
-        **{name: tree.data[name] for name in STAGE[file_stage].inputs if name in tree.data},
+        **{name: tree.data[name] for name in STAGE[found].inputs if name in tree.data},
     )
     job = rules.split_revision(tree, rules.drop_eval_schedule(job))
     rules.check(tree, job)
@@ -87,14 +83,12 @@ def _check_top(tree: Tree, stage: str) -> None:
             raise tree.error(key, f"unknown section; {schema.nearest(key, known)}")
         if key in INPUTS:
             if key not in STAGE[stage].inputs:
-                takers = ", ".join(name for name, facts in STAGE.items() if key in facts.inputs)
-                raise tree.error(key, f"`{stage}` takes no {key}; remove it (it belongs to {takers})")
+                raise tree.error(key, f"`{stage}` takes no {key}; remove it")
             if problem := schema.problem(value, known[key]):
                 raise tree.error(key, problem)
     for name, needed in STAGE[stage].inputs.items():
         if needed and not tree.data.get(name):
-            model = {"policy": "sft", "reward": "rm"}[name]
-            raise tree.error(name, f"missing; `{stage}` needs it: {name}: models:/rlhf-{model}@champion")
+            raise tree.error(name, f"missing; `{stage}` needs it: {name}: models:/NAME@ALIAS, or a folder")
 
 
 def _section(tree: Tree, section: str) -> dict[str, Any]:

@@ -19,12 +19,8 @@ from pipeline.references import Ref
 
 Problems = Iterator[tuple[str, str]]  # (key of the job, what is wrong with it)
 
-OPERATORS: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+OPERATORS: dict[str, Callable[[float, float], bool]]
+OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 # What a stage measures. The names are repeated here, because gates are checked before heavy imports. Tests compare them with
 # PPO (tests/config/test_gates.py) and with result.json (tests/support/running.py, tests/stages/test_stages.py).
@@ -41,8 +37,9 @@ UPDATE = """objective/kl objective/entropy objective/non_score_reward objective/
     train_samples_per_second train_tokens_per_second time/rollout time/score time/values time/update memory/rollout memory/score memory/values
     memory/update memory/peak"""
 ROLLOUT = "rollout/workers rollout/idle rollout/queue rollout/bytes rollout/lost_workers rollout/waited rollout/waiting"
-OFF_POLICY = """rollout/ratio_mean rollout/ratio_max rollout/ratio_cut rollout/effective_samples
-    rollout/sampler_kl"""
+OFF_POLICY = (
+    "rollout/ratio_mean rollout/ratio_max rollout/ratio_cut rollout/effective_samples rollout/sampler_kl"
+)
 _BENCHMARKS = """reward_bench_2 best_of_k rm_bench rm_bench_hard rm_bench_normal rm_bench_easy rm_bench_low rm_bench_high
 judge_bench judge_bench_low judge_bench_high"""
 _PAIRS = """accuracy accuracy_low accuracy_high margin loss ece accuracy_chosen_shorter accuracy_chosen_longer
@@ -177,8 +174,10 @@ def greater_is_better(metric: str, given: bool | None) -> bool:
 def _keep_problems(job: Job) -> Problems:
     """Yields why evaluations cannot be compared: the job makes none, or they lack the metric."""
     run = job.run
-    settings: dict[str, Any] = {"keep": "last", "early_stopping_patience": None, "stop_if": {}}
-    key = next((name for name, unset in settings.items() if getattr(run, name) != unset), None)
+    compares = {"keep": run.keep == "best"} | {
+        k: getattr(run, k) for k in ("early_stopping_patience", "stop_if")
+    }
+    key = next((name for name, given in compares.items() if given), None)
     if key is None:
         return
     if STAGE[job.stage].trl:
@@ -189,9 +188,9 @@ def _keep_problems(job: Job) -> Problems:
         found = f"found {show(getattr(run, key))}, but there are no evaluations to compare"
         yield f"run.{key}", f"{found}: set data.eval or data.eval_fraction, and {wanted}, or remove this key"
     yield from metric_problems(job)
+    known = compared_metrics(job)
     for metric, rule in run.stop_if.items():
         key = f"run.stop_if.{short(metric)}"
-        known = compared_metrics(job)
         yield from _condition_problems(job, key, metric, rule, known)
         if lacking := known.get(metric):
             yield key, f"{metric} needs {lacking}, and there is none"

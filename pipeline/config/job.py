@@ -8,17 +8,13 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pipeline.config.stages import INPUTS, STAGE
+from pipeline.ppo.config import RolloutConfig
 from pipeline.system import storage
 
-if TYPE_CHECKING:
-    from pipeline.ppo.config import RolloutConfig
-
 HUB = "hf://datasets/"
-# Keys of a source that say what its rows become; `data` sets them for the sources that do not.
-PREPROCESSING = ("columns", "label", "transform", "group_by")
 
 
 @dataclass(frozen=True)
@@ -43,8 +39,7 @@ class Source:
     """An entry of a list under a key of SPLITS: a path alone, or a mapping with these keys."""
 
     path: str  # a path, a glob, a folder, s3:// gs:// hf://
-    # Share of an epoch drawn from this source of data.train, relative to the other weights.
-    weight: Annotated[float | None, "(0, 1000000000]"] = None
+    weight: Annotated[float | None, "(0, 1000000000]"] = None  # share of an epoch, relative to the others
     revision: str | None = None  # Commit, tag or branch of a Hub dataset; the same as @REVISION in its path.
     # Replace data.columns, data.label, data.transform and data.group_by for the rows of this source.
     columns: dict[str, str | list[str]] | None = None
@@ -84,17 +79,14 @@ class Data:
     max_length: Annotated[int | None, "[2, 1048576]"] = None  # tokens; by default the model's context
     on_error: Literal["raise", "skip"] = "raise"  # a bad row stops the run, or is counted and left out
     deduplicate: bool = False  # leave out rows that are equal to an earlier row of their set, byte by byte
-    # What happens to rows with more tokens than `max_length`.
-    too_long: Literal["error", "drop", "truncate"] = "error"
+    too_long: Literal["error", "drop", "truncate"] = "error"  # what happens to rows above `max_length`
     # Applies the chat template to rows of plain text. By default true, unless the template is the fallback "plain".
     apply_chat_template: bool | None = None
     # What "<|eot_id|>" in the text of a row means: its characters, or the token.
     special_tokens: Literal["text", "control"] = "text"
-    # Rows per optimizer step over all workers; gradient accumulation follows.
-    batch_size: Annotated[int | None, "[1, 1048576]"] = None
+    batch_size: Annotated[int | None, "[1, 1048576]"] = None  # rows per optimizer step over all workers
     cache_dir: str | None = None  # by default <run.storage_path>/data
-    # Seed of `eval_fraction`, and of the order in which `collect` draws prompts.
-    seed: Annotated[int, "[0, 4294967295]"] = 0
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # of `eval_fraction`, and of the order of `collect`'s prompts
     subset: str | None = None  # a column of `pairs`: accuracy is also reported for each of its values
 
 
@@ -122,8 +114,7 @@ class Run:
 
 @dataclass(frozen=True)
 class MLflow:
-    # By default $MLFLOW_TRACKING_URI, else sqlite:///<run.storage_path>/mlflow.db.
-    tracking_uri: str | None = None
+    tracking_uri: str | None = None  # by default $MLFLOW_TRACKING_URI, else <run.storage_path>/mlflow.db
     experiment: str = "rlhf"  # The MLflow experiment of the run.
     registered_model: str | None = None  # by default, nothing is registered
     alias: str = "champion"  # moves to the new version if the gate passes
@@ -144,14 +135,12 @@ class Serve:
     # Completions that may wait for a place in a replica's batch; a request beyond that gets 429.
     max_queue: Annotated[int, "[1, 1000000]"] = 256
     max_choices: Annotated[int, "[1, 128]"] = 16  # completions of one request (its `n`)
-    # Largest size of a request; a larger one gets 413.
-    max_body_bytes: Annotated[int, "[1024, 1073741824]"] = 1048576
+    max_body_bytes: Annotated[int, "[1024, 1073741824]"] = 1048576  # a larger request gets 413
     # Seconds for a complete answer, including the wait for a place in the batch. A request that takes longer gets 504.
     timeout_s: Annotated[float, "(0, 86400]"] = 300.0
     # Size of the KV cache. By default as many tokens as fit into half of a GPU's free memory, or a quarter of a CPU's.
     cache_tokens: Annotated[int | None, "[16, 1000000000000]"] = None
-    # Seconds between two checks of the registry for aliases that have moved.
-    poll_s: Annotated[float, "(0, 86400]"] = 5.0
+    poll_s: Annotated[float, "(0, 86400]"] = 5.0  # seconds between two checks for aliases that have moved
     # Keep conversations, so that feedback on them becomes training rows; otherwise only metrics are kept.
     log_prompts: bool = False
     feedback_path: str | None = None  # a local folder; by default <run.storage_path>/feedback
@@ -171,8 +160,7 @@ class Forward:
 
     local_rollout_forward_batch_size: Annotated[int, "[1, 1048576]"] = 64  # rows per forward
     bf16: bool = False  # matrix products in bfloat16 (autocast); on a CPU the base, too
-    # Seconds that a Python reward may take for one row, in a separate call. By default, one call gets all rows, without
-    # limit.
+    # Seconds that a Python reward may take for a row, in a call of its own. By default, one call gets all rows, without limit.
     reward_timeout_s: Annotated[float | None, "(0, 31536000]"] = None
     # Rows that a Python reward scores at the same time, with reward_timeout_s.
     reward_threads: Annotated[int, "[1, 1024]"] = 8
@@ -198,8 +186,7 @@ class Inference(Forward):
 class Evaluate(Inference):
     """The `trainer` section of `evaluate`."""
 
-    # Edit the completions of data.pairs, and measure by how much each edit moves the reward.
-    probes: bool = False
+    probes: bool = False  # edit the completions of data.pairs, and measure how much that moves the reward
     # Completions of each prompt of data.eval for the best-of-n curve, from which the reward chooses the best. 0: no curve.
     best_of_n: Annotated[int, "0 or [2, 1024]"] = 0
 
@@ -213,8 +200,7 @@ class Collect(Inference):
     select: Literal["best", "best_worst", "pairs"] = "best_worst"
     # Smallest difference between the scores of a pair. Equal scores never make a pair.
     min_margin: Annotated[float, "[0, inf)"] = 0.0
-    # Number of prompts to draw from data.train, without replacement, in an order that data.seed determines. By default all
-    # prompts, in the order of the file.
+    # Prompts to draw from data.train without replacement, in an order by data.seed. By default all, in the file's order.
     num_prompts: Annotated[int | None, "[1, 1000000000]"] = None
     # Prompts to skip in that order; after the last prompt, a new order is drawn.
     skip_prompts: Annotated[int, "[0, 1000000000]"] = 0
@@ -229,10 +215,8 @@ class Export:
     """The `trainer` section of `export`; what goes to the hub has the names of transformers.TrainingArguments."""
 
     merge: bool = True  # false: the adapter as it is, with its tokenizer and card
-    # Maximum new tokens of the greedy completions that are compared.
-    response_length: Annotated[int, "[1, 1048576]"] = 256
-    # Whether the adapter, with which the merged model is compared, computes in bfloat16 (autocast).
-    bf16: bool = False
+    response_length: Annotated[int, "[1, 1048576]"] = 256  # maximum new tokens of the compared completions
+    bf16: bool = False  # bfloat16 (autocast) for the adapter that the merged model is compared with
     hub_model_id: str | None = None  # OWNER/NAME on the hub; by default, nothing is pushed
     push_to_hub: bool = False  # false: only show what would be pushed
     hub_private_repo: bool = True  # whether a repository that the push creates is private
@@ -272,9 +256,9 @@ class Job:
     def paths(self) -> list[tuple[str, str]]:
         """(key, path) of all rows that the job names."""
         return [
-            (f"data.{name}", source.location)
-            for name in SPLITS
-            for source in sources_of(getattr(self.data, name))
+            (f"data.{key}", source.location)
+            for key in SPLITS
+            for source in sources_of(getattr(self.data, key))
         ]
 
     @property
@@ -331,14 +315,11 @@ class Job:
     def args(self) -> Any:
         """The `trainer` section as its config class, if that is ours. A worker instantiates TRL's."""
         module, _, name = STAGE[self.stage].trainer.rpartition(".")
-        assert module.startswith("pipeline."), f"a worker instantiates {name}"
         return getattr(importlib.import_module(module), name)(**self.trainer)
 
     @property
     def rollout_config(self) -> RolloutConfig:
         """The `rollout` section as its config class."""
-        from pipeline.ppo.config import RolloutConfig
-
         return RolloutConfig(**self.rollout)
 
     def to_dict(self) -> dict[str, Any]:
@@ -354,8 +335,9 @@ def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:
 
 def completed(data: Data, name: str) -> list[Source]:
     """Returns the sources of one of SPLITS, with the keys of `data` that a source does not set."""
+    shared = {key: getattr(data, key) for key in ("columns", "label", "transform", "group_by")}
     return [
-        replace(source, **{key: getattr(data, key) for key in PREPROCESSING if getattr(source, key) is None})
+        replace(source, **{key: value for key, value in shared.items() if getattr(source, key) is None})
         for source in sources_of(getattr(data, name))
     ]
 
@@ -366,5 +348,5 @@ def transforms(data: Data) -> dict[str, str]:
     for name in SPLITS:
         for index, source in enumerate(sources_of(getattr(data, name))):
             found[f"data.{name}.{index}.transform"] = source.transform
-    first = {source: key for key, source in reversed(found.items()) if source is not None}
-    return {key: source for source, key in first.items()}
+    first = {function: key for key, function in reversed(found.items()) if function is not None}
+    return {key: function for function, key in first.items()}

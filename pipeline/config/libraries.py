@@ -19,15 +19,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pipeline.config.job import Job
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, show, visible
 
-if TYPE_CHECKING:
-    from pipeline.config import Job
-
-STEPS = 1_000_000  # length of the test schedule if the job sets no max_steps
 LOADED = ("trl.trainer.base_config", "transformers.trainer", "peft")
 _asked: set[str] = set()  # requests about which this process or its parent has asked already
 
@@ -54,8 +51,9 @@ def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
         if process:
             printed, errors = process.communicate()
             if process.returncode:
-                status = f"exit status {process.returncode}"
-                raise RuntimeError(f"cannot ask TRL and peft: {status}\n{errors[-3000:]}")
+                raise RuntimeError(
+                    f"cannot ask TRL and peft: exit status {process.returncode}\n{errors[-3000:]}"
+                )
             reasons = json.loads(printed.splitlines()[-1])
         else:
             reasons = [problem(json.loads(one)) for one in requests]
@@ -105,19 +103,18 @@ def _request(job: Job) -> str | None:
 
 def problem(asked: dict[str, Any]) -> str | None:
     """Returns why peft or TRL rejects a section of the job, naming the key, or None."""
-    prefix = f"{asked['source']}: " if asked.get("source") else ""
     for section, make in (("lora", _lora), ("trainer", _trainer)):
         values = asked[section]
-        error = _rejected(make, asked, values) if values else None
-        if error is None:
+        if not values or (error := _rejected(make, asked, values)) is None:
             continue
         owner = "peft.LoraConfig" if section == "lora" else STAGE[asked["stage"]].trainer.rpartition(".")[2]
         reason = f"{owner} says: {visible(' '.join(str(error).split())[:500])}"
+        where = f"{asked['source']}: {section}"
         # The error names the key without which the libraries accept the rest.
         for key in values:
             if _rejected(make, asked, {k: v for k, v in values.items() if k != key}) is None:
-                return f"{prefix}{section}.{key}: found {show(values[key])}; {reason}"
-        return f"{prefix}{section}: {reason}"
+                return f"{where}.{key}: found {show(values[key])}; {reason}"
+        return f"{where}: {reason}"
     return None
 
 
@@ -129,7 +126,7 @@ def _rejected(make: Callable[..., object], asked: dict[str, Any], values: dict[s
     return None
 
 
-def _lora(asked: dict[str, Any], values: dict[str, Any]) -> None:
+def _lora(_: dict[str, Any], values: dict[str, Any]) -> None:
     from peft import LoraConfig
 
     LoraConfig(task_type="CAUSAL_LM", **values)
@@ -152,9 +149,8 @@ def _trainer(asked: dict[str, Any], values: dict[str, Any]) -> None:
     kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         return  # the optimizer is made by a factory, which needs the model
-    parameter = torch.nn.Parameter(torch.zeros(2, 2))
-    optimizer = kind([{"params": [parameter], "weight_decay": args.weight_decay}], **settings)
-    steps = args.max_steps if args.max_steps > 0 else STEPS
+    optimizer = kind([torch.nn.Parameter(torch.zeros(2, 2))], **settings)
+    steps = args.max_steps if args.max_steps > 0 else 1_000_000
     warmup = args.get_warmup_steps(steps)
     get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, dict(args.lr_scheduler_kwargs or {}))
 

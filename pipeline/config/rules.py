@@ -89,10 +89,16 @@ def _together(job: Job) -> Problems:
             yield key, f"given together with {other}, but {why}; keep one"
 
 
+def _without_evaluations(job: Job) -> dict[str, Any]:
+    """Returns the keys of `trainer`, and their values, of a job that learns without held-out rows."""
+    if job.held_out or not STAGE[job.stage].learns:
+        return {}
+    return {"eval_strategy": "no", "eval_on_start": False} if STAGE[job.stage].trl else {"eval_steps": 0}
+
+
 def _evaluations(job: Job) -> Problems:
-    """Yields evaluations without held-out rows. PPOConfig has no eval_strategy; its eval_steps decides."""
-    off = {"eval_steps": 0} if job.stage == "ppo" else {"eval_strategy": "no", "eval_on_start": False}
-    for key, value in off.items() if STAGE[job.stage].learns and not job.held_out else ():
+    """Yields evaluations without held-out rows."""
+    for key, value in _without_evaluations(job).items():
         if job.trainer.get(key, value) != value:
             nothing = "there is nothing to evaluate on: set data.eval or data.eval_fraction"
             yield f"trainer.{key}", f"{nothing}, or {key}={str(value).lower()}"
@@ -307,11 +313,12 @@ def _inputs(job: Job) -> Problems:
 # ---------------------------------------------------------------- settings that follow from others
 def drop_eval_schedule(job: Job) -> Job:
     """Returns the job, without evaluations if it has no held-out rows and the command line does not set them."""
-    if job.held_out or not STAGE[job.stage].learns:
-        return job
-    off = {"eval_strategy": "no", "eval_on_start": False} if STAGE[job.stage].trl else {"eval_steps": 0}
-    quiet = {k: v for k, v in off.items() if k in job.trainer and f"trainer.{k}" not in job.overridden}
-    return replace(job, trainer={**job.trainer, **quiet})
+    quiet = {
+        key: value
+        for key, value in _without_evaluations(job).items()
+        if key in job.trainer and f"trainer.{key}" not in job.overridden
+    }
+    return replace(job, trainer=job.trainer | quiet)
 
 
 def split_revision(tree: Tree, job: Job) -> Job:
@@ -338,8 +345,6 @@ def warnings(job: Job) -> Iterator[str]:
             yield f"gate.{metric}: needs {lacking}, which this job does not have; the version will be kept without its alias"
     if job.gate and learns and not job.mlflow.registered_model:
         yield "gate: the job registers nothing (mlflow.registered_model is null): the gate moves no alias, and is only reported"
-    if job.model.fsdp and job.workers[0] == 1:
-        yield "model.fsdp: one worker holds the full base; with 2 or more each has its shard"
     if job.in_process and job.run.max_failures:
         yield "run.max_failures: there is no worker to restart with scaling.num_workers=0; set scaling.num_workers=1"
     if job.stage == "ppo" and job.rollout_config.workers[1]:
@@ -352,7 +357,7 @@ def warnings(job: Job) -> Iterator[str]:
 
 
 def _rollout_warnings(job: Job) -> Iterator[str]:
-    """Yields a warning if there are more rollout workers than chunks, or if they have fewer CPUs than threads."""
+    """Yields a warning if there are more rollout workers than chunks."""
     args, rollout = job.args, job.rollout_config
     workers, trainers, ahead = rollout.workers[1], job.workers[1], max(1, rollout.staleness)
     prompts = -(-args.batch_size // args.num_generations // trainers)  # prompts of an update on one trainer
@@ -362,13 +367,4 @@ def _rollout_warnings(job: Job) -> Iterator[str]:
         yield (
             f"rollout.num_workers: {workers - chunks} of {workers} workers will be idle, because completions are sampled in "
             f"chunks of {args.decoded(trainers)}; for smaller ones set trainer.local_rollout_forward_batch_size={rows}"
-        )
-    # For bit-identical results, they compute with as many threads as a trainer.
-    threads = (job.scaling.get("resources_per_worker") or {}).get("CPU", 1)
-    cpus = (rollout.resources_per_worker or {}).get("CPU", 1)
-    on_gpus = job.scaling.get("use_gpu") if rollout.use_gpu is None else rollout.use_gpu
-    if not on_gpus and cpus < threads:
-        yield (
-            f"rollout: each rollout worker computes with {threads:g} threads, as a trainer does, and reserves {cpus:g} CPUs; set "
-            f"rollout.resources_per_worker CPU: {threads:g}"
         )

@@ -22,20 +22,14 @@ from pipeline.intervals import outside
 
 FILE = Path(__file__).with_name("schema.json")
 SECTIONS = ("model", "data", "run", "mlflow", "trainer", "lora", "scaling", "rollout", "serve")
-LIBRARIES = {
+CLASSES = {
     "lora": "peft.tuners.lora.config.LoraConfig",
     "scaling": "ray.train.v2.api.config.ScalingConfig",
-}
-NAMES = {
-    "null": "null",
-    "boolean": "true or false",
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "array": "a list",
-    "object": "a mapping",
+    "rollout": "pipeline.ppo.config.RolloutConfig",
 }
 TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}  # fmt: skip
+WORDS = ("null", "true or false", "a whole number", "a number", "text", "a list", "a mapping")
+NAMES = dict(zip(TYPES.values(), WORDS, strict=True))  # {type in a schema: in words}
 
 
 # ---------------------------------------------------------------- which keys there are
@@ -53,22 +47,14 @@ def class_of(section: str, stage: str) -> str:
     """Returns the dataclass, as `package.module.Class`, whose fields are the keys of a section."""
     if section == "trainer":
         return STAGE[stage].trainer
-    if section == "rollout":
-        return "pipeline.ppo.config.RolloutConfig"
-    return (
-        LIBRARIES.get(section)
-        or f"pipeline.config.job.{'MLflow' if section == 'mlflow' else section.title()}"
-    )
+    ours = f"pipeline.config.job.{'MLflow' if section == 'mlflow' else section.title()}"
+    return CLASSES.get(section, ours)
 
 
 def keys_of(stage: str) -> dict[str, str]:
     """Returns {section.key: key} of all that the sections of a stage's job may have."""
-    return {
-        f"{section}.{key}": key
-        for section in SECTIONS
-        for key, one in keys(class_of(section, stage)).items()
-        if "not" not in one
-    }
+    known = ((section, keys(class_of(section, stage)).items()) for section in SECTIONS)
+    return {f"{section}.{key}": key for section, items in known for key, one in items if "not" not in one}
 
 
 # ---------------------------------------------------------------- values
@@ -92,10 +78,7 @@ def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
 
 
 def checked(
-    tree: Tree,
-    section: str,
-    known: Mapping[str, dict[str, Any]],
-    hint: Callable[[str], str] | None = None,
+    tree: Tree, section: str, known: Mapping[str, dict[str, Any]], hint: Callable[[str], str] | None = None
 ) -> dict[str, Any]:
     """Returns the values of a section, in which one value may stand for a list of one. Raises InputError if one is `wrong`."""
     values = tree.section(section)
@@ -147,7 +130,7 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
         return True
     if kind != wanted and not (kind == "integer" and wanted == "number"):
         return False
-    if len(value) != schema["minItems"] if "minItems" in schema else False:
+    if "minItems" in schema and len(value) != schema["minItems"]:
         return False
     inside = schema.get("items") or schema.get("additionalProperties")
     items = value.values() if isinstance(value, dict) else value
@@ -176,7 +159,7 @@ def _choices(schema: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def described(name: str) -> list[str]:
-    """Returns the lines of `rlhf help KEY`: type, default, range and meaning, once for all stages that share them."""
+    """Returns what `rlhf help KEY` prints: type, default, range and meaning, once for all stages that share them."""
     section, _, key = name.partition(".")
     found: dict[str, list[str]] = {}
     for stage in STAGE:
@@ -187,11 +170,7 @@ def described(name: str) -> list[str]:
             continue
         if schema and "not" not in schema:
             found.setdefault("\n".join(_described(schema)), []).append(stage)
-    return [
-        line
-        for text, stages in found.items()
-        for line in (f"{name}   ({', '.join(stages)})", *text.splitlines())
-    ]
+    return [f"{name}   ({', '.join(stages)})\n{text}" for text, stages in found.items()]
 
 
 def _described(schema: Mapping[str, Any]) -> Iterator[str]:

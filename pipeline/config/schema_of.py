@@ -10,6 +10,7 @@ import enum
 import importlib
 import inspect
 import json
+import math
 import re
 import runpy
 import sys
@@ -19,12 +20,12 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pipeline.config.schema import FILE, LIBRARIES, SECTIONS, TYPES, class_of, document
+from pipeline.config.schema import FILE, SECTIONS, TYPES, class_of, document
 from pipeline.config.stages import STAGE
-from pipeline.intervals import table
+from pipeline.intervals import bounds, table
 
 JOB = class_of("job", "")
-OTHERS = (JOB, class_of("source", ""), "pipeline.sweep.space.Settings", "pipeline.iteration.plan.Settings")  # fmt: skip
+OTHERS = (JOB, class_of("source", ""), "pipeline.sweep.space.Settings", "pipeline.iteration.plan.Settings")
 
 _MODEL = "the `model` section decides how base and tokenizer are loaded"
 # Keys of the libraries that would break guarantees of the pipeline.
@@ -137,7 +138,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def text() -> str:
     """Returns the content of schema.json, a line for each key."""
     classes = dict.fromkeys(class_of(section, stage) for stage in STAGE for section in SECTIONS)
-    sections = {one: name for name, one in LIBRARIES.items()}
+    sections = {class_of(name, ""): name for name in ("lora", "scaling")}
     sections |= {facts.trainer: "trainer" for facts in STAGE.values() if facts.trl}
     made = {dotted: of_class(dotted, sections.get(dotted, "")) for dotted in (*classes, *OTHERS)}
     lines = [
@@ -161,11 +162,8 @@ def text() -> str:
 def _of_stage(stage: str, made: Mapping[str, Any]) -> dict[str, Any]:
     sections: dict[str, Any] = {name: {"$ref": f"#/$defs/{class_of(name, stage)}"} for name in SECTIONS}
     inputs = {name: made[JOB][name] for name in STAGE[stage].inputs}
-    others = {
-        "stage": {},
-        "extends": {"type": ["string", "array"], "items": {"type": "string"}},
-        "gate": {"type": "object"},
-    }
+    files = {"type": ["string", "array"], "items": {"type": "string"}}
+    others = {"stage": {}, "extends": files, "gate": {"type": "object"}}
     return {
         "if": {"required": ["stage"], "properties": {"stage": {"const": stage}}},
         "then": {"properties": others | inputs | sections, "additionalProperties": False},
@@ -266,11 +264,11 @@ def _facts(field: Any, allowed: str | None, text: str) -> dict[str, Any]:
         facts["default"] = default
     if allowed:
         facts["range"] = allowed
-        if interval := re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", allowed):
-            left, low, high, right = interval.groups()
-            facts["minimum" if left == "[" else "exclusiveMinimum"] = float(low)
-            if high != "inf":
-                facts["maximum" if right == "]" else "exclusiveMaximum"] = float(high)
+        if allowed[0] in "[(" and " or " not in allowed:
+            left, low, high, right = bounds(allowed)
+            facts["minimum" if left == "[" else "exclusiveMinimum"] = low
+            if high < math.inf:
+                facts["maximum" if right == "]" else "exclusiveMaximum"] = high
     text = field.metadata.get("help", text)
     return facts | ({"description": " ".join(str(text).split()).replace("%%", "%")} if text else {})
 

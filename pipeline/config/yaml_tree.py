@@ -76,7 +76,7 @@ def read_tree(path: str | Path, overrides: list[str]) -> Tree:
     tree = _extended(_tree(Path(path)), Path(path).parent)
     for override in overrides:
         _override(tree, override)
-    _check_values(tree, tree.data, "")
+    _check_values(tree, tree.data)
     return tree
 
 
@@ -92,7 +92,7 @@ def section_tree(tree: Tree, section: str, folder: Path) -> Tree:
     prefix = f"{section}."
     where = {key.removeprefix(prefix): at for key, at in tree.where.items() if key.startswith(prefix)}
     job = _extended(Tree(tree.source, data, where), folder)
-    _check_values(job, job.data, "")
+    _check_values(job, job.data)
     return job
 
 
@@ -101,8 +101,7 @@ def _tree(path: Path) -> Tree:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        shipped = "those shipped are jobs/PROFILE/STAGE.yaml, for example jobs/demo/sft.yaml"
-        raise InputError(f"{tree.source}: no such job file; {shipped}") from None
+        raise InputError(f"{tree.source}: no such job file") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{tree.source}: cannot be read as UTF-8 text ({in_brief(error)})") from None
     tree.data = _parse(text, tree.source, tree.where)
@@ -117,11 +116,9 @@ def _extended(tree: Tree, folder: Path) -> Tree:
 
     Sections are merged key by key, one level deep. An empty section, such as `gate: {}`, replaces that section.
     """
-    names = tree.data.pop("extends", None)
-    if names is None:
-        return tree
+    names = tree.data.pop("extends", [])
     names = names if isinstance(names, list) else [names]
-    if not names or not all(isinstance(name, str) for name in names):
+    if not all(isinstance(name, str) for name in names):
         raise tree.error("extends", f"found {show(names)}, expected job files, for example ../own/rm.yaml")
     below = Tree(tree.source)
     for name, one in [*((name, _tree(folder / name)) for name in names), ("", tree)]:
@@ -172,16 +169,12 @@ def _walk(node: yaml.Node, key: str, name: str, where: dict[str, str]) -> None:
             raise InputError(f"{name}:{line}: {key or 'job'}: a key is not text; put it in quotes")
         if _is_secret(child.value):
             raise InputError(f"{name}:{line}: {NO_SECRETS}")
-        full = _join(key, child.value)
+        full = f"{key}.{child.value}" if key else child.value
         if first := seen.get(child.value):
             raise InputError(f"{name}:{line}: {full}: repeated key, first on line {first}; keep one of them")
         seen[child.value] = line
         where[full] = f"{name}:{line}"
         _walk(value, full, name, where)
-
-
-def _join(section: str, key: str) -> str:
-    return f"{section}.{key}" if section else key
 
 
 def _override(tree: Tree, text: str) -> None:
@@ -192,27 +185,24 @@ def _override(tree: Tree, text: str) -> None:
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[^.\s]+)*", key):
         expected = "expected section.key=value, for example trainer.learning_rate=1e-4"
         raise InputError(f"command line: {short(text)}: {expected}")
-    where: dict[str, str] = {}
     if re.match(r"(\w+\.)?gate\.", key) and value not in ("", "null"):
         parsed: Any = value.strip("'\"")
     else:
         try:
-            parsed = _parse(value, "command line", where) if value.strip() else None
+            parsed = _parse(value, "command line", {}) if value.strip() else None
         except InputError as error:
             quoted = f'{short(key)}="{short(value)}"'
             raise InputError(f"{error} in {show(text)}; put the value in quotes: '{quoted}'") from None
     *sections, last = key.split(".")
     node = tree.data
-    for depth, part in enumerate(sections):
+    for part in sections:
         if node.get(part) is None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
-            found = f"{'.'.join(sections[: depth + 1])} is {show(node)}, which has no keys"
-            raise InputError(f"command line: {short(key)}: {found}")
+            raise InputError(f"command line: {short(key)}: {part} is {show(node)}, which has no keys")
     node[last] = parsed
-    for stale in [name for name in tree.where if name.startswith(key + ".")]:
-        del tree.where[stale]
+    tree.where = {name: at for name, at in tree.where.items() if not name.startswith(f"{key}.")}
     tree.where[key] = "command line"
 
 
@@ -221,14 +211,11 @@ def _is_secret(text: str) -> bool:
     return bool(SECRET.search(text)) or has_credentials(text)
 
 
-def _check_values(tree: Tree, value: Any, key: str) -> None:
+def _check_values(tree: Tree, value: Any, key: str = "") -> None:
     """Raises InputError for secrets, numbers that are not finite, and blank texts."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            _check_values(tree, item, _join(key, name))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_values(tree, item, _join(key, str(index)))
+    if isinstance(value, (dict, list)):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_values(tree, item, f"{key}.{name}" if key else str(name))
     elif isinstance(value, str) and _is_secret(value):
         raise tree.error(key, NO_SECRETS)
     elif isinstance(value, str) and not value.strip():

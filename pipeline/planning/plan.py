@@ -28,8 +28,6 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU; system/prices.yaml has the instances with it."""
-
     label: str  # label of its nodes (ray.io/accelerator-type), from ray.util.accelerators
     memory: float  # GiB that torch can use
     tflops: float  # dense bf16 matrix products
@@ -182,24 +180,20 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
     starts = {"reference": "policy", "critic": "reward"}
     try:
         shape = Shape(job)
-        size = {
-            role: 4.0 * shape.adapter((loras or {}).get(starts.get(role, role), job.lora)) for role in roles
-        }
+        lora_of = {role: (loras or {}).get(starts.get(role, role), job.lora) for role in roles}
+        size = {role: 4.0 * shape.adapter(lora) for role, lora in lora_of.items()}
     except ValueError as error:  # peft's: no such modules, or settings that exclude each other
-        raise InputError(
-            f"lora: peft rejects it for {job.model.name_or_path}: {str(error).splitlines()[0]}"
-        ) from error
+        why = f"peft rejects it for {job.model.name_or_path}: {str(error).splitlines()[0]}"
+        raise InputError(why, key="lora") from error
     room_for_prompts(job, shape.context)
     asked, workers = settings(job, shape.context), job.workers[0]
     trainable = sum(size[role] for role in learning)
     in_shards = learns and job.model.fsdp and workers > 1  # a rollout worker has the full base
     if in_shards:
+        at_hand = shape.embedding + GATHERED * shape.layer
         items = [
             Item(f"base, {job.base_dtype}: a shard of {workers}, and the lm head", shape.sharded(workers)),
-            Item(
-                "gathered as it computes: the embedding and the layers at hand",
-                shape.embedding + GATHERED * shape.layer,
-            ),
+            Item("gathered as it computes: the embedding and the layers at hand", at_hand),
         ]
     else:
         items = [Item(f"base, {'nf4' if job.model.load_in_4bit else job.base_dtype}, once", shape.weights)]
@@ -209,9 +203,8 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
     if learning:
         adam = (1 + _moments(job) / 4) * trainable
         items.append(Item(f"gradients and Adam of {', '.join(learning)}", adam))
-    items.append(
-        Item("Python, torch, Ray" if device == "cpu" else "CUDA context and workspaces", RUNTIME[device])
-    )
+    runtime = "Python, torch, Ray" if device == "cpu" else "CUDA context and workspaces"
+    items.append(Item(runtime, RUNTIME[device]))
     if learning:
         tokens = asked.rows * asked.sequences * asked.width
         kind = "layer inputs and one layer" if asked.checkpointing else "all layers"
@@ -380,7 +373,7 @@ class Cost:
     node: Node  # the smallest one that holds all workers, or else the largest
     dollars: float  # price of all nodes, including GPUs that no worker uses
     # Share of the time that rollout workers could take over: sampling, rewards, the reference.
-    sampling: float = 0.0
+    sampling: float
 
     def billed(self, workers: int) -> str:
         """Returns the nodes, and how many of their GPUs `workers` use."""
@@ -440,12 +433,9 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
 def _seconds(
     plan: Plan, gpu: Gpu, tokens: float, at_once: float, passes: float = 1.0, gathers: float = 1.0
 ) -> float:
-    """Returns the GPU seconds of `passes` over tokens: of products or of gathering shards, whichever takes longer.
+    """Returns the GPU seconds of `passes` over tokens in forwards of `at_once` tokens, which gather the base `gathers` times.
 
-    Args:
-        at_once: tokens of a forward.
-        passes: number of passes; a forward is 1.
-        gathers: how often that gathers the base; a forward and its backward do it twice.
+    Products or gathering counts, whichever takes longer.
     """
     products = passes * tokens * 2.0 * plan.shape.parameters / (gpu.tflops * 1e12 * UTILIZATION)
     return max(products, gathers * tokens / max(1, at_once) * gather_seconds(plan, gpu))
@@ -464,13 +454,12 @@ def gather_seconds(plan: Plan, gpu: Gpu) -> float:
 
 def is_needed(job: Job, memory: float, loras: Loras | None = None) -> tuple[bool, str]:
     """Returns (whether to recompute, why) for a worker with `memory` free bytes, before anything is loaded."""
-    plain = replace(job, trainer={**job.trainer, "gradient_checkpointing": False})
-    peak = make(plain, loras).peak
+    peak = make(_with(job, {"trainer.gradient_checkpointing": False}), loras).peak
     needed = peak > MAX_FILL * memory
-    decision, fit = ("recomputed", "do not fit") if needed else ("kept", "fit")
-    return needed, (
-        f"activations are {decision} (gradient_checkpointing: null): all layers' {fit}, with a peak of {peak / GIB:.1f} GiB and "
-        f"{memory / GIB:.1f} GiB free"
+    why = f"keeping all needs {peak / GIB:.1f} GiB, and {memory / GIB:.1f} GiB are free"
+    return (
+        needed,
+        f"activations are {'recomputed' if needed else 'kept'} (gradient_checkpointing: null): {why}",
     )
 
 

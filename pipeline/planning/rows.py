@@ -52,13 +52,11 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
         seen = [some[:: max(1, -(-len(some) * len(sources) // CHUNKS))] for some in sources]
         if any(chunk.size > MAX_UNSPLITTABLE for some in seen for chunk in some):
             return None, "data.train is one large file that cannot be split"
+        parts = []
         with tempfile.TemporaryDirectory() as folder:
-            parts = [
-                split_of(
-                    "train", [tokenize(chunk, i, tokenizer, options, folder) for i, chunk in enumerate(some)]
-                )
-                for some in seen
-            ]
+            for some in seen:
+                tallies = [tokenize(chunk, i, tokenizer, options, folder) for i, chunk in enumerate(some)]
+                parts.append(split_of("train", tallies))
         sizes, estimated = [], False
         for part, some, whole in zip(parts, seen, sources, strict=True):
             share = sum(chunk.size for chunk in some) / max(1, sum(chunk.size for chunk in whole))
@@ -74,7 +72,6 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
     for part, count in zip(parts, drawn, strict=True):
         tokens += count / sum(drawn) * part.tokens / max(1, part.kept)
         desirable += count / sum(drawn) * (part.desirable or 0) / max(1, part.kept)
-    rows = Rows(sum(drawn), tokens)
     labels = f", {desirable:.0%} desirable" if any(part.desirable is not None for part in parts) else ""
-    how = f"{rows.count:,} rows, {rows.tokens:.0f} tokens on average{labels}"
-    return rows, how + ", estimated" * estimated
+    how = f"{sum(drawn):,} rows, {tokens:.0f} tokens on average{labels}" + ", estimated" * estimated
+    return Rows(sum(drawn), tokens), how

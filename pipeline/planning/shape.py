@@ -11,16 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.config import Job, Model
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.inference.memory import kv_bytes
 from pipeline.models.hub import base_config
-
-if TYPE_CHECKING:
-    import torch
 
 # The config.json of gated models, so that a plan needs neither their license nor a network
 _LLAMA_3 = {
@@ -70,19 +67,18 @@ class Shape:
 
         raw, self.unread = config_of(job.model)  # `unread`: why the shape comes from SHAPES
         self.job, self.context = job, context_length(raw) or 2048
-        self.config = AutoConfig.for_model(**raw)
         # Whether a reward has a head, or the critic, which starts as the reward.
         head = "reward" in (STAGE[job.stage].learns, *STAGE[job.stage].inputs)
         self.model = _Model(json.dumps(raw, sort_keys=True), job.base_dtype, head)
         self.lora = json.dumps(job.lora, sort_keys=True)
-        self.text = text = self.config.get_text_config()
+        self.text = text = AutoConfig.for_model(**raw).get_text_config()
         self.layers, self.vocabulary, self.hidden = text.num_hidden_layers, text.vocab_size, text.hidden_size
         self.dtype_bytes = 4 if job.base_dtype == "float32" else 2
         one, two = (_count(self.model, self.lora, layers) for layers in (1, 2))
-        grown = {key: two[key] - one[key] for key in one}  # what each layer adds
-        whole = {key: one[key] + (self.layers - 1) * grown[key] for key in one}
+        whole = {key: one[key] + (self.layers - 1) * (two[key] - one[key]) for key in one}
         self.parameters = whole["parameters"]
-        self.layer = grown["parameters"] * self.dtype_bytes  # bytes of one layer, in the dtype of the base
+        # Bytes of one layer, in the dtype of the base
+        self.layer = (two["parameters"] - one["parameters"]) * self.dtype_bytes
         self.embedding = self.vocabulary * self.hidden * self.dtype_bytes
         quantized = whole["linear"] if job.model.load_in_4bit else 0
         self.weights = (self.parameters - quantized) * self.dtype_bytes + quantized * NF4_BYTES
@@ -107,16 +103,12 @@ class Shape:
 
     def activations(self, rows: int, width: int, bf16: bool, checkpointing: bool) -> float:
         """Returns the bytes that the forward pass of one role saves for backward, plus one layer's temporary tensors."""
-        one, two = (self.saved(layers, rows, width, bf16) for layers in (1, 2))
+        one, two = (saved(self.model, self.lora, layers, rows, width, bf16) for layers in (1, 2))
         layer, rest = two - one, max(0.0, 2 * one - two)
         passing = rows * width * self.forward(bf16)
         if not checkpointing:
             return rest + layer * self.layers + passing
         return rest + layer + rows * width * self.hidden * self._width(bf16) * self.layers + passing
-
-    def saved(self, layers: int, rows: int, width: int, bf16: bool) -> float:
-        """Returns the bytes that autograd saves in a forward pass through `layers` layers, without the parameters."""
-        return _saved(self.model, self.lora, layers, rows, width, bf16)
 
     def forward(self, bf16: bool) -> float:
         """Returns the bytes per token of a layer's largest temporary tensors: three times the MLP's intermediate width."""
@@ -165,7 +157,7 @@ def _count(model: _Model, lora: str, layers: int) -> dict[str, int]:
 
 
 @cache
-def _saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: bool) -> float:
+def saved(model: _Model, lora: str, layers: int, rows: int, width: int, bf16: bool) -> float:
     """Returns the bytes that autograd saves in a forward pass through `layers` layers, without the parameters."""
     from unittest.mock import patch
 

@@ -79,9 +79,8 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
     """The demo's files: those for evaluation are not trained on, and lengths come from rows and tokenizer."""
     shutil.copytree(ROOT / "jobs/demo/data", here / "my")
     init("my", "--name", "velo")
-    jobs = {
-        path.stem: load_job(path) for path in (here / "jobs/velo").glob("*.yaml") if path.stem != "iterate"
-    }
+    files = [path for path in (here / "jobs/velo").glob("*.yaml") if path.stem != "iterate"]
+    jobs = {path.stem: load_job(path) for path in files}
     assert jobs.keys() | {"iterate"} == {path.stem for path in (ROOT / "jobs/own").glob("*.yaml")}
     data = {name: (job.data.train, job.data.eval, job.data.max_length) for name, job in jobs.items()}
     train, held_out = "my/{}.jsonl".format, "my/{}_eval.jsonl".format
@@ -99,9 +98,8 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
         "export": (None, None, None),
     }
     assert jobs["ppo"].trainer["response_length"] == jobs["serve"].trainer["response_length"] == 32
-    assert (
-        jobs["ppo"].policy == jobs["dpo"].policy == jobs["evaluate"].baseline == "models:/velo-sft@champion"
-    )
+    starts = {jobs["ppo"].policy, jobs["dpo"].policy, jobs["evaluate"].baseline}
+    assert starts == {"models:/velo-sft@champion"}
     assert jobs["serve"].serve.policies.keys() == {"velo-ppo", "velo-sft"}
     assert "num_prompts: null" in (here / "jobs/velo/iterate.yaml").read_text()
     assert "rlhf-own" not in "".join(path.read_text() for path in (here / "jobs/velo").iterdir())
@@ -112,10 +110,9 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
 @pytest.mark.parametrize(("gpu", "episodes"), [(None, 1280), ("/usr/bin/nvidia-smi", 2560)])
 def test_the_jobs_are_for_the_gpu_of_this_machine(gpu, episodes, here, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda program: gpu)
-    written = init(rows(here / "pairs.jsonl", plain_pairs(20)))
-    ppo, rm = written("pairs", "ppo"), written("pairs", "rm")
-    assert ppo.trainer["total_episodes"] == episodes and rm.trainer["use_cpu"] is not bool(gpu)
-    assert ppo.scaling["use_gpu"] is ppo.trainer["bf16"] is rm.scaling["use_gpu"] is bool(gpu)
+    job = init(rows(here / "pairs.jsonl", plain_pairs(20)))("pairs", "ppo")
+    assert job.trainer["total_episodes"] == episodes
+    assert job.scaling["use_gpu"] is job.trainer["bf16"] is bool(gpu)
 
 
 def test_evaluate_gets_the_prompts_that_ppo_holds_out(here):
@@ -131,7 +128,9 @@ def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
     assert init(rows(here / "u.jsonl", unclear))("u", "rm").data.max_length == 64
     assert "label: null" in (here / "jobs/u/rm.yaml").read_text()
     shown = capsys.readouterr().out
-    assert "set `label` in jobs/u/rm.yaml, dpo.yaml, kto.yaml, score.yaml; a comment" in shown
+    assert all(
+        f"set `label` in jobs/u/{job}.yaml; a comment" in shown for job in ("rm", "dpo", "kto", "score")
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,6 @@ def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
         (PAIRS, ["--color", "red"], "unknown option 'color'"),
         (PAIRS, ["--name", "own"], "choose another name"),
         ("nothing.jsonl", [], "there is no file"),
-        (MODEL, [], "is the folder of a model"),
     ],
 )
 def test_what_cannot_become_a_job_is_refused(made, more, message, here, capsys):
@@ -187,19 +185,6 @@ def test_rows_of_an_example_are_read_as_in_the_example(name, here):
     for key in ("columns", "label", "transform", "group_by"):
         assert getattr(ours, key) == getattr(theirs, key)
     assert (here / f"jobs/examples/{example}.yaml").exists() == bool(theirs.transform)
-
-
-def test_every_example_with_a_transform_is_known_by_its_columns():
-    files = (ROOT / "jobs/examples").glob("*.yaml")
-    told = [file for file in files if "transform: " in file.read_text() or "good: " in file.read_text()]
-    assert {name.partition("/")[2] for name in EXAMPLES} == {file.stem for file in told}
-
-
-def test_answers_labelled_as_bad_are_not_imitated(here):
-    made = [{"question": f"Say {n}.", "answer": f"It is {n}.", "feedback": ("up", "down")[n % 2]} for n in range(8)]  # fmt: skip
-    data = init(rows(here / "support.jsonl", made))("support", "sft").data
-    assert data.columns == {"prompt": "question", "completion": "answer", "label": "feedback"}
-    assert data.on_error == "skip"  # so the answers labelled as bad are left out
 
 
 def test_rows_that_cannot_be_read_are_reported(here, capsys):

@@ -3,7 +3,6 @@
 import pytest
 from running import ROOT
 
-from pipeline.__main__ import main
 from pipeline.commands import validate
 from pipeline.config import load_job
 from pipeline.errors import InputError
@@ -46,10 +45,3 @@ def test_rows_are_read_without_ray(tmp_path, in_root, monkeypatch):
 def test_a_job_without_rows(tmp_path, capsys):
     with pytest.raises(InputError, match="`export` reads no rows"):
         plan_reading("export", tmp_path, capsys)
-
-
-@pytest.mark.parametrize("verb", ["validate", "plan"])
-def test_an_iteration_names_the_jobs_of_its_steps(verb, capsys, in_root):
-    assert main([verb, "jobs/demo/iterate.yaml"]) == 2
-    files = "jobs/demo/collect.yaml, jobs/demo/dpo.yaml, jobs/demo/evaluate.yaml"
-    assert f"`iterate` runs several jobs; use one of them: {files}" in capsys.readouterr().err

@@ -46,7 +46,6 @@ def job(tmp_path):
 # (stage or text, overrides, what the message says)
 BAD = [
     ("sft", ["trainer.learing_rate=1"], r"trainer\.learing_rate: unknown key; did you mean trainer\.learning_rate\?"),
-    ("sft", ["model.learning_rate=1"], r"model\.learning_rate: unknown key; did you mean trainer\.learning_rate\?"),
     ("sft", ["trainr.learning_rate=1"], r"trainr: unknown section; did you mean trainer\?"),
     ("sft", ["model.dtype=bf16"], r"model\.dtype: found 'bf16', expected one of float32, bfloat16, float16; did you mean bfloat16"),
     ("sft", ["trainer.learning_rate=fast"], r"trainer\.learning_rate: found 'fast', expected a number"),
@@ -59,7 +58,8 @@ BAD = [
     ("stage: sft\nmodel: {name_or_path: m\n", [], r"job\.yaml:3:1: not valid YAML"),
     ("stage: sft\ntrainer: {1: 2}\n", [], r"job\.yaml:2: trainer: a key is not text"),
     ("stage: sft\nmodel: !!python/object/apply:os.system [ls]\n", [], r"job\.yaml:2:8: not valid YAML"),
-    ("", [], r"stage: missing, expected one of sft, rm, dpo, kto, ppo, evaluate"),
+    ("", [], r"stage: found null, expected one of sft, rm, dpo, kto, ppo, evaluate"),
+    ("stage: iterate\ndpo: {extends: dpo.yaml}\n", [], r"stage: `iterate` runs several jobs; use one of those that its sections extend"),
     ("rm", [], r"this is a job for `rm`, not `sft`: use python -m pipeline rm"),
     ("dpo", ["policy=null"], r"policy: missing; `dpo` needs it"),
     ("sft", ["reward=models:/rlhf-rm@champion"], r"reward: `sft` takes no reward"),
@@ -80,56 +80,43 @@ BAD = [
     ("sft", ["scaling.num_workers=[1,2]"], r"data\.batch_size: missing; with elastic scaling\.num_workers"),
     ("sft", ["scaling.num_workers=-1"], r"scaling\.num_workers: found -1, expected 0 \(in this process\), at least 1"),
     ("sft", ["trainer.use_cpu=true", "scaling.use_gpu=true"], r"trainer\.use_cpu: given together with scaling\.use_gpu"),
-    ("ppo", ["trainer.eval_steps=2"], r"trainer\.eval_steps: there is nothing to evaluate on: set data\.eval"),
     ("sft", ["lora.target_modules=[lm_head]"], r"lora\.target_modules: found lm_head, to which TRL's trainers apply no adapter"),
     ("sft", ["trainer.eval_steps=2", "trainer.eval_strategy=epoch", "data.eval=b.jsonl"], r"trainer\.eval_steps: found 2, which counts only with trainer\.eval_strategy=steps"),
     ("sft", ["trainer.learning_rate=-1"], r"trainer\.learning_rate: found -1, expected above 0 and at most 100, for example 2e-05"),
     ("sft", ["model.fsdp=true", "model.load_in_4bit=true"], r"model\.fsdp: given together with model\.load_in_4bit"),
-    ("dpo", ["model.fsdp=true", "lora.use_dora=true"], r"model\.fsdp: given together with lora\.use_dora"),
     ("ppo", ["model.fsdp=true", "rollout.engine=vllm", "rollout.num_workers=1"], r"rollout\.engine: found vllm together with model\.fsdp.* rollout\.engine=transformers"),
     ("sft", ["lora.bias=all"], r"lora\.bias: .*expected none"),
-    ("sft", ["run.name=a/b"], r"run\.name: found 'a/b'"),
     ("sft", ["run.name=feedback"], r"run\.name: found 'feedback', .*: it names a folder in run\.storage_path, which has artifacts"),
     ("sft", ["mlflow.alias=latest"], r"mlflow\.alias: found 'latest'.*reserved by MLflow"),
     ("sft", ["gate.eval_loss=0.5"], r"gate\.eval_loss: found '0\.5', expected a comparison"),
     ("sft", ["trainer.output_dir=x"], r"trainer\.output_dir: is set by the pipeline: checkpoints go to"),
     ("sft", ["trainer.fp16=true", "trainer.bf16=false"], r"trainer\.fp16: needs scaling\.use_gpu; set that too"),
     ("sft", ["run.keep=best"], r"run\.keep: found 'best', but there are no evaluations .*set data\.eval or data\.eval_fraction, and trainer\.eval_strategy=epoch"),
-    ("ppo", ["run.stop_if.eval_kl='> 20'"], r"run\.stop_if: found \{'eval_kl': '> 20'\}, but there are no evaluations .*trainer\.eval_steps=10"),
     ("ppo", ["run.stop_if.eval_klx='> 20'", "data.eval_fraction=0.1", "trainer.eval_steps=1"], r"run\.stop_if\.eval_klx: `ppo` has no such metric .*; did you mean eval_kl\?"),
-    ("ppo", ["run.stop_if.eval_judge=< 0.5", "data.eval_fraction=0.1", "trainer.eval_steps=1"], r"run\.stop_if\.eval_judge: eval_judge needs a judge, and there is none"),
-    ("sft", ["run.keep=best", "data.eval_fraction=0.1"], r"run\.keep: found 'best', but there are no evaluations to compare"),
     ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_los"], r"run\.metric_for_best_model: `sft` has no such metric \(eval_los\); did you mean eval_loss\?"),
     ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_entropy"], r"run\.metric_for_best_model: is a larger eval_entropy better\? Set run\.greater_is_better=true or false"),
     ("ppo", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_steps=1", "run.metric_for_best_model=eval_judge"], r"run\.metric_for_best_model: eval_judge needs a judge, and there is none"),
-    ("sft", ["trainer.eval_on_start=true"], r"trainer\.eval_on_start: there is nothing to evaluate on"),
     ("dpo", ["trainer.loss_type=sigmoidal"], r"trainer\.loss_type: found .*'sigmoidal'.*, expected a list of one of sigmoid, .*did you mean sigmoid\?"),
     ("kto", ["trainer.per_device_train_batch_size=1"], r"per_device_train_batch_size: found 1: .*KL term .*; expected 2 or more, or trainer\.loss_type=apo_zero_unpaired"),
     ("kto", ["trainer.precompute_ref_log_probs=true"], r"precompute_ref_log_probs: each epoch pairs different rows"),
     ("ppo", ["scaling.num_workers=65"], r"trainer\.batch_size: fewer prompts for an update than workers; expected at least trainer\.batch_size=65"),
     ("sft", ["lora.rank_pattern={q_proj: 0}"], r"lora\.rank_pattern: found 0, expected a whole number between 1"),
-    ("sft", ["scaling.resources_per_worker={CPU: two}"], r"scaling\.resources_per_worker: found .*expected a mapping of a number"),
     ("sft", ["serve.port=1"], r"serve: `sft` does not use this key \(only `serve` answers requests"),
     ("sft", ["scaling.label_selector={a: 'in(b, c)'}"], r"scaling\.label_selector\.a: found 'in\(b, c\)', expected in\(b,c\)"),
     ("sft", ["scaling.num_workers=3", "scaling.label_selector=[{a: b}, {a: c}]"], r"scaling\.label_selector: found a list of 2, expected one mapping"),
-    ("score", ["scaling.label_selector=[{a: b}]"], r"scaling\.label_selector: found a list of 1, expected one mapping"),
     ("generate", ["trainer.min_new_tokens=256"], r"trainer\.min_new_tokens: found 256, expected less than response_length"),
     ("collect", ["trainer.num_generations=1"], r"trainer\.num_generations: found 1: a pair needs two completions"),
     ("collect", ["trainer.temperature=0"], r"trainer\.temperature: found 0, so all completions of a prompt are the same"),
     ("collect", ["trainer.select=best", "trainer.min_margin=1"], r"trainer\.min_margin: trainer\.select=best makes no pairs"),
     ("collect", ["trainer.skip_prompts=4"], r"trainer\.skip_prompts: needs trainer\.num_prompts"),
-    ("export", ["policy=base"], r"policy: found 'base'; `export` needs an adapter"),
     ("export", ["reward=python:m:f"], r"reward: found 'python:m:f', expected one reward adapter"),
     ("export", ["run.storage_path=memory://runs"], r"run\.storage_path: 'memory://runs' is a bucket"),
-    ("export", ["trainer.push_to_hub=true"], r"trainer\.push_to_hub: needs trainer\.hub_model_id; set that too"),
     ("export", ["trainer.hub_model_id=mine"], r"trainer\.hub_model_id: found 'mine', expected OWNER/NAME"),
     ("export", ["trainer.hub_model_id=o/mine", "reward=models:/rlhf-rm@champion"], r"one model; set reward=null or policy=null"),
-    ("sft", ["model.revision=' '"], r"model\.revision: found empty text, expected a value; remove the key, or use null"),
     ("sft", ["gate.eval_los=<= 1"], r"gate\.eval_los: `sft` has no such metric .*; did you mean eval_loss\?"),
     ("ppo", ["trainer.num_generations=3"], r"trainer\.batch_size: found 64, expected a multiple of num_generations \(3\)"),
     ("ppo", ["rollout.staleness=1"], r"rollout\.staleness: found 1, expected 0 without rollout workers: .*rollout\.num_workers=1"),
     ("stage: sft\ndata: &a {train: *a}\n", [], r"job\.yaml: not valid YAML: a character, a tag .* or an alias"),
-    ("ppo", ["rollout.resources_per_worker={CPU: -1}"], r"rollout\.resources_per_worker: found -1, expected 0 or more"),
     ("serve", ["serve.rewards={one: models:/r@champion}"], r"serve\.rewards: found one, which serve\.policies also names"),
     ("serve", ["serve.policies={a b: models:/r@champion}"], r"serve\.policies: found \['a b'\], expected ids"),
     # sources of rows
@@ -137,11 +124,9 @@ BAD = [
     ("sft", ["data.train=[{path: a, wieght: 1}]"], r"data\.train\.0\.wieght: unknown key; did you mean weight"),
     ("sft", ["data.train=[{weight: 1}]"], r"data\.train\.0\.path: missing, expected text"),
     ("sft", ["data.eval=[{path: a, weight: 1}]"], r"data\.eval\.0\.weight: only rows that are trained on are mixed by weights"),
-    ("generate", ["data.train=[{path: a, weight: 1}]"], r"data\.train\.0\.weight: only rows that are trained on"),
     ("sft", ["data.train=[a, {path: b, label: {first: 1}}]"], r"data\.train\.1\.label: found"),
     ("sft", ["data.train=[a, {path: b, transform: f.py}]"], r"data\.train\.1\.transform: found 'f\.py', expected python:MODULE"),
     ("sft", ["data.train=[a, {path: b, group_by: q}]"], r"data\.train\.1\.group_by: found 'q'; only a transform"),
-    ("sft", ["data.group_by=q"], r"data\.group_by: found 'q'; only a transform"),
     ("sft", ["data.train=[{path: 'hf://datasets/a/b@x', revision: main}]"], r"data\.train\.0\.revision: found 'main' .*it is given once"),
     ("sft", ["data.stopping_strategy=all_exhausted"], r"data\.stopping_strategy: no source of data\.train has a weight"),
 ]  # fmt: skip
@@ -170,24 +155,22 @@ def test_a_mistake_is_answered_by_a_message(job, capsys, text, overrides, messag
         "http://user:" + "hunter2hunter2@host:5000",
     ],
 )
-@pytest.mark.parametrize("place", ["file", "value", "key", "unparsable"])
-def test_a_secret_is_refused_and_never_printed(job, capsys, secret, place):
-    text = GOOD["sft"] + (f"mlflow: {{tracking_uri: '{secret}'}}\n" if place == "file" else "")
-    override = {
-        "file": [],
-        "value": [f"run.name={secret}"],
-        "key": [f"{secret}=1"],
-        "unparsable": [f"data.train=*{secret}"],
-    }
-    assert main(["sft", job(text), *override[place]]) == 2
+@pytest.mark.parametrize(
+    ("more", "override"),
+    [
+        ("mlflow: {{tracking_uri: '{}'}}\n", []),
+        ("", ["run.name={}"]),
+        ("", ["{}=1"]),
+        ("", ["data.train=*{}"]),
+    ],
+)
+def test_a_secret_is_refused_and_never_printed(job, capsys, secret, more, override):
+    given = [one.format(secret) for one in override]
+    assert main(["sft", job(GOOD["sft"] + more.format(secret)), *given]) == 2
     printed = capsys.readouterr()
     assert secret not in printed.out + printed.err
     assert "looks like a secret" in printed.err and "HF_TOKEN" in printed.err
-
-
-def test_a_broken_file_is_not_quoted_in_the_message(job, capsys):
-    secret = "hf_" + "abcdefghijklmnopqrstuvwxyz"
-    assert main(["sft", job(f"stage: sft\nmodel: [{secret}, *x y\n")]) == 2
+    main(["sft", job(f"stage: sft\nmodel: [{secret}, *x y\n")])  # a broken file is not quoted
     assert secret not in capsys.readouterr().err
 
 
@@ -233,18 +216,19 @@ def write(path, text):
 
 def test_a_job_extends_another_key_by_key(tmp_path):
     base = write(tmp_path / "base.yaml", "stage: sft\nmodel: {name_or_path: m}\ndata: {train: a, seed: 3}\n")
-    path = write(tmp_path / "mine.yaml", "extends: base.yaml\ndata:\n  train: b\n  sed: 4\n")
-    with pytest.raises(InputError, match=r"mine\.yaml:4: data\.sed: unknown key; did you mean data\.seed"):
-        load_job(path)
-    write(path, "extends: base.yaml\ndata:\n  train: b\n")
+    path = write(tmp_path / "mine.yaml", "extends: base.yaml\ndata:\n  train: b\n")
     job = load_job(path, ["data.max_length=7"])
     assert (job.data.train, job.data.seed, job.data.max_length, job.source) == ("b", 3, 7, str(path))
-    write(base, "stage: sft\nmodel: {name_or_path: m}\ndata: {train: a, seed: x}\n")
-    with pytest.raises(InputError, match=r"base\.yaml:3: data\.seed"):
-        load_job(path)
     third = write(tmp_path / "third.yaml", "extends: mine.yaml\n")
     with pytest.raises(InputError, match=r"third\.yaml:1: extends: found 'mine\.yaml', which extends a job"):
         load_job(third)
+    write(path, "extends: base.yaml\ndata:\n  train: b\n  sed: 4\n")
+    with pytest.raises(InputError, match=r"mine\.yaml:4: data\.sed: unknown key; did you mean data\.seed"):
+        load_job(path)
+    write(base, "stage: sft\nmodel: {name_or_path: m}\ndata: {train: a, seed: x}\n")
+    write(path, "extends: base.yaml\n")
+    with pytest.raises(InputError, match=r"base\.yaml:3: data\.seed"):
+        load_job(path)
 
 
 def test_of_several_extended_files_later_ones_win_and_an_empty_section_replaces(tmp_path):
@@ -321,14 +305,6 @@ def test_a_source_says_itself_what_its_rows_become_or_the_section_does(in_root):
 
 
 # ---------------------------------------------------------------- the command line
-@pytest.fixture
-def dispatched(monkeypatch):
-    """What `main` hands on: (verb, job, overrides)."""
-    calls = []
-    monkeypatch.setattr(__main__, "dispatch", lambda *given: calls.append(given) or 0)
-    return calls
-
-
 @pytest.mark.parametrize(
     ("typed", "overrides"),
     [
@@ -337,9 +313,10 @@ def dispatched(monkeypatch):
         (["job.yaml", "--run.max_failures", "-1"], ["run.max_failures=-1"]),
     ],
 )
-def test_a_key_may_be_written_as_an_option(typed, overrides, dispatched):
-    assert __main__.main(["dpo", *typed]) == 0
-    assert dispatched == [("dpo", "job.yaml", overrides)]
+def test_a_key_may_be_written_as_an_option(typed, overrides, monkeypatch):
+    calls = []
+    monkeypatch.setattr(__main__, "dispatch", lambda *given: calls.append(given) or 0)
+    assert main(["dpo", *typed]) == 0 and calls == [("dpo", "job.yaml", overrides)]
 
 
 @pytest.mark.parametrize(
@@ -347,12 +324,10 @@ def test_a_key_may_be_written_as_an_option(typed, overrides, dispatched):
     [
         (["sft", "job.yaml", "--lora.r"], "lora.r: a value is missing; for example lora.r=VALUE"),
         (["sfft", "job.yaml"], "unknown subcommand 'sfft'; did you mean sft?"),
-        (["xyz", "job.yaml"], "unknown subcommand 'xyz'; expected one of sft, rm, "),
     ],
 )
-def test_words_that_no_subcommand_takes(typed, says, dispatched, capsys):
-    assert main(typed) == 2 and not dispatched
-    assert capsys.readouterr().err.startswith(f"error: {says}")
+def test_words_that_no_subcommand_takes(typed, says, capsys):
+    assert main(typed) == 2 and capsys.readouterr().err.startswith(f"error: {says}")
 
 
 def test_exit_statuses(capsys, monkeypatch):

@@ -10,16 +10,17 @@ import sys
 import pytest
 import torch
 import toy_ppo as toy
+from ray.util.accelerators import accelerators
 from running import ROOT
 
 from pipeline.__main__ import main
-from pipeline.commands.plan import named, over_network
+from pipeline.commands.plan import named, of_rollout_workers, over_network, rollout_workers
 from pipeline.config import load_job
 from pipeline.errors import Failure
 from pipeline.models.adapters import SharedBase
 from pipeline.planning import plan, shape
 from pipeline.planning.rows import Rows, look
-from pipeline.planning.shape import Shape
+from pipeline.planning.shape import Shape, saved
 
 LLAMA_8B, LLAMA_70B = (shape.SHAPES[f"meta-llama/Llama-3.1-{size}"] for size in ("8B", "70B"))
 ROWS = Rows(1000, 512)
@@ -79,9 +80,10 @@ def test_activations_are_those_of_the_real_model(bf16, settings, dtype, tmp_path
     assert shape.weights == sum(p.numel() * p.element_size() for p in model.parameters())
     shared = SharedBase(model, autocast=torch.bfloat16 if bf16 else None)
     shared.add("policy", lora=asked.lora, trainable=True)
-    assert shape.saved(5, 6, 100, bf16) == saved_bytes(shared, 6, 100)
     whole, checkpointed = (shape.activations(6, 100, bf16, checkpointing=on) for on in (False, True))
-    assert whole - 600 * shape.forward(bf16) == pytest.approx(shape.saved(5, 6, 100, bf16), rel=0.01)
+    counted = saved(shape.model, shape.lora, 5, 6, 100, bf16)
+    assert counted == saved_bytes(shared, 6, 100)
+    assert whole - 600 * shape.forward(bf16) == pytest.approx(counted, rel=0.01)
     assert checkpointed < 0.5 * whole
     if not bf16:
         assert shape.cache(bf16) * 40 == toy.cache_bytes(shared, rows=4, tokens=10)
@@ -234,9 +236,8 @@ def test_an_epoch_is_as_long_as_its_rows(tmp_path, in_root, capsys, monkeypatch)
     assert main(["plan", "jobs/demo/sft.yaml", *given]) == 0
     assert f"data: 100 rows, {few.tokens:.0f} tokens on average" in capsys.readouterr().out
     monkeypatch.setattr("pipeline.planning.rows.CHUNK", 4096)
-    rows, how = look(
-        load_job("jobs/demo/sft.yaml", [f"data.train={rows_of(10, 2000, tmp_path / 'd.jsonl')}"]), 256
-    )
+    large = rows_of(10, 2000, tmp_path / "d.jsonl")
+    rows, how = look(load_job("jobs/demo/sft.yaml", [f"data.train={large}"]), 256)
     assert how.endswith(", estimated") and rows.count == pytest.approx(2000, rel=0.03)
 
 
@@ -246,23 +247,18 @@ def test_a_kto_job_says_its_labels_and_keeps_two_rows_in_a_micro_batch(in_root):
     assert how.startswith("1,800 rows, ") and how.endswith(", 32% desirable")
     sizes = {value for key, value in plan._changes(asked) if key == "trainer.per_device_train_batch_size"}
     assert min(sizes) == 2
-    hours = [
-        plan.cost(plan.make(plan._with(asked, {"trainer.gradient_checkpointing": on})), "L4", ROWS).hours
-        for on in (False, True)
-    ]
-    assert hours[1] / hours[0] == pytest.approx((3 + 3) / (2 + 3))  # with three forwards that learn nothing
+    jobs = [plan._with(asked, {"trainer.gradient_checkpointing": on}) for on in (False, True)]
+    kept, recomputed = (plan.cost(plan.make(one), "L4", ROWS).hours for one in jobs)
+    assert recomputed / kept == pytest.approx((3 + 3) / (2 + 3))  # with three forwards that learn nothing
 
 
 def test_a_base_in_shards():
     """A worker has its part of the body and the whole lm head; what it gathers takes memory, and time."""
 
     def planned(workers, *more):
-        settings = [
-            f"scaling.num_workers={workers}",
-            "trainer.per_device_train_batch_size=1",
-            "data.max_length=512",
-        ]
-        return plan.make(load_job(ROOT / "jobs/llama3-8b/sft.yaml", [*settings, *more]))
+        small = ["trainer.per_device_train_batch_size=1", "data.max_length=512"]
+        given = [f"scaling.num_workers={workers}", *small, *more]
+        return plan.make(load_job(ROOT / "jobs/llama3-8b/sft.yaml", given))
 
     whole, shards, alone = planned(4), planned(4, "model.fsdp=true"), planned(1, "model.fsdp=true")
     assert alone.items[0] == whole.items[0]
@@ -271,6 +267,10 @@ def test_a_base_in_shards():
     assert shards.items[1].size == embedding + plan.GATHERED * layer
     assert shards.peak < whole.peak - 7e9
     assert shards.gathered == whole.items[0].size - embedding and not whole.gathered
+
+    def hours(planned, gpu):
+        return plan.cost(planned, gpu, ROWS).hours
+
     # Small forwards wait for what they gather over PCIe; large ones over NVLink hide it.
     assert hours(shards, "A10G") > 2 * hours(whole, "A10G")
     large = "trainer.per_device_train_batch_size=6"
@@ -284,33 +284,26 @@ def test_a_base_in_shards_over_several_nodes_is_gathered_over_the_network():
     gpu = plan.GPUS["H100"]
     assert plan.gather_seconds(one, gpu) == pytest.approx(one.gathered / 300e9)
     assert plan.gather_seconds(two, gpu) == pytest.approx(two.gathered / 2 / 12.5e9)
-    assert list(over_network(one, "H100")) == []
-    (said,) = over_network(two, "H100")
-    assert "model.fsdp over 2 nodes, each sampled token gathers 14 GiB over the network, 0.6 s" in said
+    said = over_network(two, "H100")
+    assert (
+        over_network(one, "H100") == ""
+        and "model.fsdp over 2 nodes, each sampled token gathers 14 GiB over the network, 0.6 s" in said
+    )
 
 
-def hours(planned, gpu):
-    return plan.cost(planned, gpu, Rows(10_000, 500.0)).hours
-
-
-@pytest.mark.parametrize("size", ["8b", "70b"])
-def test_gated_models_are_planned_without_a_token_or_a_network(size, capsys, in_root, tmp_path):
+def test_gated_models_are_planned_without_a_token_or_a_network(capsys, in_root, tmp_path):
     """Offline, as the tests are: the shapes come from SHAPES, and the plan says so."""
-    name = f"jobs/llama3-{size}{'-qlora' * (size == '70b')}/ppo.yaml"
-    assert main(["plan", name, f"run.storage_path={tmp_path}"]) == 0
+    assert main(["plan", "jobs/llama3-70b-qlora/ppo.yaml", f"run.storage_path={tmp_path}"]) == 0
     out = capsys.readouterr().out
-    assert {"8b": "8.03 B parameters", "70b": "70.6 B parameters"}[size] in out
+    assert "70.6 B parameters" in out
     assert "the base's shape is built in, since its config.json cannot be read: " in out
     assert "nothing is registered yet" in out and not list(tmp_path.iterdir())
     listed = [line.split()[0] for line in out.splitlines() if " yes " in line or line.endswith("  no")]
-    assert listed == ["A100-40G", "L40S"] * (size == "8b") + ["A100-80G", "H100", "H200"]
+    assert listed == ["A100-80G", "H100", "H200"]
 
 
 def test_a_gpu_has_the_names_that_nodes_advertise():
-    from ray.util.accelerators import accelerators
-
-    names = {value for name, value in vars(accelerators).items() if name.startswith("NVIDIA")}
-    assert set(plan.GPUS) <= names
+    assert set(plan.GPUS) <= {value for value in vars(accelerators).values() if isinstance(value, str)}
 
 
 @pytest.mark.parametrize(
@@ -327,11 +320,8 @@ def test_a_gpu_has_the_names_that_nodes_advertise():
         ("llama3-8b/sft", ["model.name_or_path=some/model"], 2, "cannot be read from the hub"),
         ("demo/evaluate", ["run.name=x"], 2, "stage: found evaluate"),
         ("llama3-8b/sft", ["scaling.accelerator_type=TPU"], 2, r"scaling\.accelerator_type: found 'TPU'"),
-        ("llama3-8b/sft", ["scaling.label_selector={ray.io/accelerator-type: T4}"], 2, "plan knows L4, A10G"),
         ("demo/sft", ["data.max_length=1000"], 2, r"data\.max_length: 1000 is more than the model's context of 256 tokens; use data\.max_length=256"),
-        ("demo/ppo", ["trainer.response_length=255"], 2, r"trainer\.response_length: 255 tokens leave no room"),
         ("demo/sft", ["lora.target_modules=[nothing]"], 2, r"lora\S*: .*nothing"),
-        ("demo/sft", ["lora.layers_to_transform=0"], 2, r"lora\S*: .*`layers_to_transform` cannot be used"),
     ],
 )  # fmt: skip
 def test_what_the_command_says(name, overrides, status, says, llama_8b, tmp_path, capsys, in_root):
@@ -361,29 +351,22 @@ def test_the_plan_is_what_a_step_holds(stage, dtype, checkpointing):
 def test_of_a_mixture_the_draws_count(tmp_path, in_root):
     one, other = rows_of(2, 300, tmp_path / "a.jsonl"), rows_of(60, 40, tmp_path / "b.jsonl")
     weighted = f"{{path: {one}, weight: 1}}, {{path: {other}, weight: 1}}"
-    plain, mixed = (
-        look(load_job("jobs/demo/sft.yaml", [f"data.train=[{sources}]"]), 256)[0]
-        for sources in (f"{one}, {other}", weighted)
-    )
+    jobs = [
+        load_job("jobs/demo/sft.yaml", [f"data.train=[{rows}]"]) for rows in (f"{one}, {other}", weighted)
+    ]
+    plain, mixed = (look(one, 256)[0] for one in jobs)
     assert (plain.count, mixed.count) == (340, 80) and mixed.tokens > 1.5 * plain.tokens
 
 
 def test_what_rollout_workers_would_take_off_a_run(llama_8b):
-    sync, one_pass = (
-        plan.cost(plan.make(job(llama_8b, "llama3-8b/ppo", f"trainer.num_ppo_epochs={n}")), "H100", ROWS)
-        for n in (4, 1)
-    )
-    assert 0 < sync.sampling < one_pass.sampling < 1  # the less is learned from a completion
-    assert plan.cost(plan.make(job(llama_8b, "llama3-8b/sft")), "H100", ROWS).sampling == 0
-    from pipeline.commands.plan import rollout_workers
-
-    assert "rollout.num_workers=2 for each" in rollout_workers(dataclasses.replace(sync, sampling=0.6))
-    assert "about 0.40 of it on 3 times the GPUs" in rollout_workers(dataclasses.replace(sync, sampling=0.6))
+    passes = [plan.make(job(llama_8b, "llama3-8b/ppo", f"trainer.num_ppo_epochs={n}")) for n in (4, 1)]
+    four, one = (plan.cost(planned, "H100", ROWS) for planned in passes)
+    assert 0 < four.sampling < one.sampling < 1  # the less is learned from a completion
+    said = rollout_workers(dataclasses.replace(one, sampling=0.6))
+    assert "rollout.num_workers=2 for each" in said and "about 0.40 of it on 3 times the GPUs" in said
 
 
 def test_a_rollout_worker_holds_no_critic_and_no_gradients(llama_8b, capsys):
-    from pipeline.commands.plan import of_rollout_workers
-
     three, rows = "rollout.num_workers=3", "trainer.local_rollout_forward_batch_size=64"
     one = job(llama_8b, "llama3-8b/ppo", three, rows)
     worker = plan.make(one, learns=False)
