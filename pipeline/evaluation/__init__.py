@@ -14,11 +14,15 @@ from typing import Any
 
 import torch
 
+from pipeline.data.encode import Encoder, Example
+from pipeline.data.shapes import kind_of, parse
 from pipeline.evaluation import policies
 from pipeline.figures import mean, ngrams, repetition, wilson
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Completion, Decoder, Sampling, seed_of
 from pipeline.models.adapters import SharedBase
+from pipeline.models.template import text_as_chat
+from pipeline.models.tokenizer import eos_ids
 from pipeline.ppo import forward
 from pipeline.ppo.config import PLANNED_ROWS
 from pipeline.ppo.episodes import collate_ids
@@ -135,7 +139,11 @@ class Comparison:
         """Returns for each prompt whether the policy's completion beats the baseline's by `reward` or `judge`, ties 0.5."""
         assert self.before and self.after
         scores = (one.numbers.get(name, ()) for one in (self.after, self.before))
-        return [_win(ours, theirs) for ours, theirs in zip(*scores, strict=True)]
+        # Scores of equal completions differ by fp32 rounding if their batches differ.
+        return [
+            0.5 if math.isclose(ours, theirs, rel_tol=1e-5, abs_tol=1e-5) else float(ours > theirs)
+            for ours, theirs in zip(*scores, strict=True)
+        ]
 
     def best_of(self, policy: str | None, n: int) -> list[dict[str, float]]:
         """Returns the best-of-n curve of `policy`: n completions of each prompt, ranked by the reward, rated by the judge.
@@ -198,8 +206,10 @@ class Comparison:
             }
             for completion, scores in zip(completions, scored, strict=True)
         ]
-        for index, nll, tokens in _reference_nll(self.worker, self.shared, role, rows, self.size):
-            records[index] |= {"reference_nll": nll, "reference_tokens": tokens}
+        references = self._references(rows)
+        sums = logprobs(self.shared, role, list(references.values()), self.size)
+        for (index, (_, reference)), total in zip(references.items(), sums, strict=True):
+            records[index] |= {"reference_nll": -total, "reference_tokens": len(reference)}
         if compared:
             token_ids = [(row["input_ids"], one.tokens) for row, one in zip(rows, completions, strict=True)]
             of_policy, of_baseline = (
@@ -235,6 +245,21 @@ class Comparison:
                 score["judge"] = value
         return completions, scores
 
+    def _references(self, rows: list[dict[str, Any]]) -> dict[int, tuple[list[int], list[int]]]:
+        """Returns {index into `rows`: (prompt ids, completion ids)} of the rows that have a reference completion."""
+        worker, data, found = self.worker, self.worker.job.data, {}
+        room = worker.work.base["context_length"] or 1 << 20
+        ends = eos_ids(worker.tokenizer, self.shared.base.generation_config)
+        apply, kind = text_as_chat(worker.tokenizer, data.apply_chat_template), kind_of("score")
+        encoder = Encoder(worker.tokenizer, kind, room, "truncate", apply, ends, data.special_tokens)
+        for index, row in enumerate(row["row"] for row in rows):
+            if row.get("completion"):
+                reference = {"prompt": row["prompt"], "completion": row["completion"]}
+                [[example]] = encoder.encode([parse(reference, kind)])
+                if isinstance(example, Example):
+                    found[index] = example.columns["prompt_ids"], example.columns["chosen_ids"]
+        return found
+
 
 def _prompt(row: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": list(row["input_ids"]), "row": json.loads(row["row"])}
@@ -265,38 +290,3 @@ def logprobs(
         given = (part.input_ids, part.starts, part.mask, temperature, barred, early)
         sums[rows] = shared.logprobs(role, *given)[0].sum(-1).cpu()
     return sums.tolist()
-
-
-def _reference_nll(
-    worker: Worker, shared: SharedBase, role: str | None, rows: list[dict[str, Any]], size: int
-) -> list[tuple[int, float, int]]:
-    """Returns (index into `rows`, -log-probability in nats, tokens) of the rows' reference completions."""
-    from pipeline.data.encode import Encoder, Example
-    from pipeline.data.shapes import kind_of, parse
-    from pipeline.models.template import text_as_chat
-    from pipeline.models.tokenizer import eos_ids
-
-    room = worker.work.base["context_length"] or 1 << 20
-    ends = eos_ids(worker.tokenizer, shared.base.generation_config)
-    special = worker.job.data.special_tokens
-    apply = text_as_chat(worker.tokenizer, worker.job.data.apply_chat_template)
-    encoder = Encoder(worker.tokenizer, kind_of("score"), room, "truncate", apply, ends, special)
-    indices, token_ids = [], []
-    for index, row in enumerate(rows):
-        if not row["row"].get("completion"):
-            continue
-        reference = {"prompt": row["row"]["prompt"], "completion": row["row"]["completion"]}
-        [[example]] = encoder.encode([parse(reference, encoder.kind)])
-        if isinstance(example, Example):
-            indices.append(index)
-            token_ids.append((example.columns["prompt_ids"], example.columns["chosen_ids"]))
-    sums = logprobs(shared, role, token_ids, size)
-    return [
-        (index, -total, len(completion))
-        for index, total, (_, completion) in zip(indices, sums, token_ids, strict=True)
-    ]
-
-
-def _win(ours: float, theirs: float) -> float:
-    # Scores of equal completions differ by fp32 rounding if their batches differ.
-    return 0.5 if math.isclose(ours, theirs, rel_tol=1e-5, abs_tol=1e-5) else float(ours > theirs)

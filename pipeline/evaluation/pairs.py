@@ -12,17 +12,16 @@ import re
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.errors import visible
 from pipeline.figures import calibration, correlation, mean, sigmoid, temperature, wilson
+from pipeline.inference.rows import seed_of
+from pipeline.ppo.rewards import Samples, weighted
 from pipeline.references import Ref
 from pipeline.runtime.inference import in_parts
 from pipeline.runtime.inputs import unfilled
 from pipeline.runtime.worker import Worker
-
-if TYPE_CHECKING:
-    from pipeline.ppo.rewards import Samples
 
 SIDES = ("chosen_ids", "rejected_ids")
 # The pairs of eval_rm_accuracy_NAME, by the lengths of the chosen and of the rejected completion
@@ -49,7 +48,8 @@ def measure(
     """
     if worker.rank == 0:
         print(f"scoring {len(rows)} held-out pairs", flush=True)
-    column = worker.job.data.subset
+    column, source = worker.job.data.subset, str(worker.job.judge)
+    asks = Ref.parse(source).is_function  # for columns, which the rows may not have
 
     def answer(numbers: range) -> list[dict[str, Any]]:
         mine = [dict(row) for row in rows.select(numbers)]
@@ -59,7 +59,7 @@ def measure(
             {"scores": scores, "lengths": [len(row[side]) for side in SIDES]}
             for row, scores in zip(mine, scores_of(rewards, mine, first, tokenizer, ends), strict=True)
         ]
-        if judge is not None and _has_columns(worker, given):
+        if judge is not None and not (asks and any(unfilled(source, set(row)) for row in given)):
             for pair, (c, r) in zip(pairs, scores_of([judge], mine, first, tokenizer, ends), strict=True):
                 pair["judge"] = c - r
         if column:
@@ -132,9 +132,6 @@ def scores_of(
     Args:
         first: the number of the first row.
     """
-    from pipeline.inference.rows import seed_of
-    from pipeline.ppo.rewards import weighted
-
     found = [
         (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number))
         for number, row in enumerate(rows, first)
@@ -156,15 +153,5 @@ def samples_of(
     seeds: Sequence[int] = (),
 ) -> Samples:
     """Returns the completions of some rows as samples. A truncated one has no end token and has not ended."""
-    from pipeline.ppo.rewards import Samples
-
     ended = [completion[-1] in ends for completion in completions]
     return Samples(list(prompts), list(completions), ended, list(rows), tokenizer, seeds)
-
-
-def _has_columns(worker: Worker, given: list[dict[str, Any]]) -> bool:
-    """Returns whether the rows have the columns that the judge needs, if it is a Python function."""
-    judge = str(worker.job.judge)
-    if not Ref.parse(judge).is_function:
-        return True
-    return all(unfilled(judge, set(row)) is None for row in given)

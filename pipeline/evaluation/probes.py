@@ -16,6 +16,7 @@ from typing import Any
 
 from pipeline.evaluation.pairs import SIDES, samples_of
 from pipeline.figures import mean
+from pipeline.ppo.rewards import weighted
 from pipeline.runtime.inference import in_parts
 from pipeline.runtime.worker import Worker
 
@@ -45,6 +46,11 @@ class Probe:
     # f(completion, chosen completion of another pair) -> edited completion. An edit that changes nothing does not apply.
     edit: Callable[[str, str], str]
     worse: bool = False  # the edit makes the completion worse
+    # Scores the same completions in reverse order, which changes scores if the reward depends on the place in a batch.
+    reverse: bool = False
+
+    def applies(self, pair: dict[str, Any]) -> bool:
+        return self.reverse or self.edit(pair["text"], pair["other"]) != pair["text"]
 
 
 PROBES = {
@@ -58,9 +64,8 @@ PROBES = {
     "cut_in_half": Probe(lambda text, _: _half(text), worse=True),
     "other_prompt": Probe(lambda _, other: other, worse=True),
     "empty": Probe(lambda *_: "", worse=True),
+    "order": Probe(_unedited, reverse=True),
 }
-# Scores the same completions in reverse order, which changes scores if the reward depends on the place in a batch.
-ORDER = "order"
 
 
 def measure(
@@ -75,11 +80,9 @@ def measure(
     Args:
         ends: ids that end a completion.
     """
-    from pipeline.ppo.rewards import weighted
-
     count = min(len(rows), MAX_PAIRS)
     if worker.rank == 0:
-        print(f"probing the reward with {len(PROBES) + 1} edits of {count} pairs", flush=True)
+        print(f"probing the reward with {len(PROBES)} edits of {count} pairs", flush=True)
     tokenizer, longest = worker.tokenizer, worker.work.base["context_length"] or 1 << 20
 
     def answer(numbers: range) -> list[dict[str, Any]]:
@@ -87,25 +90,27 @@ def measure(
         given = [json.loads(row["row"]) for row in mine]
         others = [_text(tokenizer, rows[(number + 1) % count]["chosen_ids"]) for number in numbers]
 
-        def scores(side: str, edit: Callable[[str, str], str], step: int = 1) -> list[float]:
+        def scores(side: str, probe: Probe) -> list[float]:
             ids = [
-                _edited(tokenizer, row[side], edit, other, ends)[: longest - len(row["prompt_ids"])]
+                _edited(tokenizer, row[side], probe.edit, other, ends)[: longest - len(row["prompt_ids"])]
                 for row, other in zip(mine, others, strict=True)
             ]
-            prompts = [row["prompt_ids"] for row in mine]
+            prompts, step = [row["prompt_ids"] for row in mine], -1 if probe.reverse else 1
             samples = samples_of(prompts[::step], ids[::step], given[::step], tokenizer, ends)
             return weighted(rewards, samples, normalize=False)[0][::step]
 
-        before = {side: scores(side, _unedited) for side in SIDES}
-        after = {name: {side: scores(side, probe.edit) for side in SIDES} for name, probe in PROBES.items()}
-        after[ORDER] = {side: scores(side, _unedited, step=-1) for side in SIDES}
+        before = list(zip(*(scores(side, Probe(_unedited)) for side in SIDES), strict=True))
+        after = {
+            name: list(zip(*(scores(side, probe) for side in SIDES), strict=True))
+            for name, probe in PROBES.items()
+        }
         return [
             {
                 "prompt": _text(tokenizer, row["prompt_ids"]),
-                "text": [_text(tokenizer, row[side]) for side in SIDES],
+                "text": _text(tokenizer, row["chosen_ids"]),
                 "other": other,
-                "before": [before[side][i] for side in SIDES],
-                "after": {name: [of[side][i] for side in SIDES] for name, of in after.items()},
+                "before": before[i],
+                "after": {name: of[i] for name, of in after.items()},
             }
             for i, (row, other) in enumerate(zip(mine, others, strict=True))
         ]
@@ -128,38 +133,34 @@ def _edited(
 
 
 def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Returns metrics and tables of pairs that each have `text`, `other`, `before` and `after` by probe, chosen first."""
+    """Returns metrics and tables of pairs that each have `text`, `other`, `before` and `after` by probe.
+
+    Scores are of the chosen and of the rejected completion.
+    """
     spread = stdev([score for pair in pairs for score in pair["before"]]) if pairs else 0.0
     metrics: dict[str, float] = {}
     tables: dict[str, Any] = {}
-    for name in [*PROBES, ORDER]:
-        probe = PROBES.get(name)
-        applies = [
-            pair
-            for pair in pairs
-            if probe is None or probe.edit(pair["text"][0], pair["other"]) != pair["text"][0]
-        ]
+    for name, probe in PROBES.items():
+        applies = [pair for pair in pairs if probe.applies(pair)]
         if not applies or not spread:
             continue
         changes = [(pair["after"][name][0] - pair["before"][0]) / spread for pair in applies]
-        if probe is None:
+        if probe.reverse:
             changes = [abs(change) for change in changes]
         half = 1.96 * stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.inf
         effect = mean(changes)
         low, high = effect - half, effect + half
         kept = mean([_in_order(pair, name) for pair in applies])
-        worst = sorted(
-            zip(changes, applies, strict=True),
-            key=lambda one: -one[0] if probe and probe.worse else -abs(one[0]),
-        )
+        sizes = changes if probe.worse else [abs(change) for change in changes]
+        worst = sorted(range(len(applies)), key=lambda i: -sizes[i])[:WORST]
         tables[name] = {
-            "verdict": _verdict(low, high, bool(probe and probe.worse)),
+            "verdict": _verdict(low, high, probe.worse),
             "effect": effect,
             "low": low,
             "high": high,
             "accuracy": kept,
             "pairs": len(applies),
-            "worst": [_example(pair, name) for _, pair in worst[:WORST]],
+            "worst": [_example(applies[i], name) for i in worst],
         }
         metrics[f"eval_rm_probe/{name}"] = effect
         metrics[f"eval_rm_probe_accuracy/{name}"] = kept
@@ -170,8 +171,7 @@ def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, An
 def _in_order(pair: dict[str, Any], name: str) -> float:
     """Returns whether a pair is in order if its rejected completion is edited, and, if the edit is harmless, its chosen one."""
     (chosen, rejected), (chosen_edited, rejected_edited) = pair["before"], pair["after"][name]
-    worse = name in PROBES and PROBES[name].worse
-    return float(chosen > rejected_edited and (worse or chosen_edited > rejected))
+    return float(chosen > rejected_edited and (PROBES[name].worse or chosen_edited > rejected))
 
 
 def _verdict(low: float, high: float, worse: bool) -> str:
@@ -182,13 +182,9 @@ def _verdict(low: float, high: float, worse: bool) -> str:
 
 
 def _example(pair: dict[str, Any], name: str) -> dict[str, Any]:
-    probe = PROBES.get(name)
-    text = pair["text"][0]
+    edited = PROBES[name].edit(pair["text"], pair["other"])
     return {
         "prompt": pair["prompt"],
-        "before": {"completion": text, "score": pair["before"][0]},
-        "after": {
-            "completion": probe.edit(text, pair["other"]) if probe else text,
-            "score": pair["after"][name][0],
-        },
+        "before": {"completion": pair["text"], "score": pair["before"][0]},
+        "after": {"completion": edited, "score": pair["after"][name][0]},
     }

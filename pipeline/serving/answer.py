@@ -303,7 +303,7 @@ async def complete(
         if writes:
             answer = answers[number]
             text += answer.texts[choice].text
-            tokens += [(token.id, token.logprob, token.top) for token in answer.tokens[choice]]
+            tokens += [token[:3] for token in answer.tokens[choice]]
             reason = answer.reasons[choice]
         logprobs = None if asked.logprobs is None else text_logprobs(tokens, server.tokenizer)
         choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})
@@ -339,7 +339,7 @@ async def _rate(
     server: Any, asked: CompletionRequest, prompts: list[list[int]], served: Served
 ) -> list[list[Rated]]:
     """Computes log-probs of the prompts in the batcher's thread, one batch between two decoding steps."""
-    shared, size = server.models.shared, server.args.local_rollout_forward_batch_size
+    shared, size = server.models.shared, server.job.args.local_rollout_forward_batch_size
     if server.job.rollout_config.engine == "vllm":
         raise Refused(400, "echo: no log-probs of prompts with rollout.engine=vllm", "echo")
     found: list[list[Rated]] = []

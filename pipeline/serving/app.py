@@ -170,26 +170,18 @@ class Server:
         bind_to_node_address()
         console.silence_libraries()
         job, host = work.job, Host(work)
-        self.work, self.job, self.serve, self.args = work, job, job.serve, job.args
+        self.work, self.job, self.serve = work, job, job.serve
         self.digests, self.recorder, self.tokenizer = digests, recorder, work.tokenizer
         self.name = secrets.token_hex(4)
         with memory.explained(job):
             shared, self.batcher = start(host)
             self.models = Models(host, shared, self.batcher)
         stops = ends(host)
-        self.sampling = Sampling(
-            self.args.response_length, tuple(stops), self.args.min_new_tokens, self.args.temperature
-        )
+        args = job.args
+        self.sampling = Sampling(args.response_length, tuple(stops), args.min_new_tokens, args.temperature)
         self.scores = Scores(host, self.batcher, work.base["context_length"] or 1 << 20)
-        self.encoder = Encoder(
-            self.tokenizer,
-            kind_of("generate"),
-            longest_prompt(work),
-            "error",
-            True,
-            stops,
-            job.data.special_tokens,
-        )
+        settings = (longest_prompt(work), "error", True, stops, job.data.special_tokens)
+        self.encoder = Encoder(self.tokenizer, kind_of("generate"), *settings)
         # Requests are parsed in a separate thread, so that tokenizing a long prompt does not delay other answers.
         self.reader = ThreadPoolExecutor(1, "reader")
         self.metrics = Metrics()
@@ -257,16 +249,15 @@ class Server:
             if scheme.lower() != "bearer" or not any(known):
                 raise Refused(401, "expected `Authorization: Bearer TOKEN` with a token of this server")
             return
-        for header in ("host", "origin"):
+        for header, before in (("host", "//"), ("origin", "")):
             for value in request.headers.getlist(header):
                 try:
-                    name = urlsplit(value if header == "origin" else f"//{value}").hostname
+                    name = urlsplit(before + value).hostname
                 except ValueError:
                     name = None
                 if name not in LOOPBACK:
-                    raise Refused(
-                        403, f"{header}: found {value[:80]!r}; expected this machine's, e.g. 127.0.0.1"
-                    )
+                    expected = "expected this machine's, e.g. 127.0.0.1"
+                    raise Refused(403, f"{header}: found {value[:80]!r}; {expected}")
 
     async def _body(self, request: Request) -> Any:
         """Returns the JSON value that was sent. Raises Refused."""
@@ -346,19 +337,18 @@ class Server:
 
     def _ids(self, asked: CompletionRequest) -> list[list[int]]:
         """Returns the token ids of each prompt. Raises Refused."""
-        most = self.args.response_length
+        most = self.job.args.response_length
         writes = most if asked.most_tokens is None else min(asked.most_tokens, most)
         room, vocabulary = longest_prompt(self.work) + most - writes, len(self.tokenizer)
-        prompts = [
-            self.encoder.ids([(prompt, None)])[0] if isinstance(prompt, str) else prompt
-            for prompt in asked.prompts
-        ]
-        for prompt, ids in zip(asked.prompts, prompts, strict=True):
+        prompts = []
+        for prompt in asked.prompts:
+            ids = self.encoder.ids([(prompt, None)])[0] if isinstance(prompt, str) else prompt
             if not ids or max(ids) >= vocabulary:
                 why = f"prompt: found {str(prompt)[:80]!r}; expected token ids below {vocabulary}"
                 raise Refused(400, why, "prompt")
             if len(ids) > room:
                 raise Refused(400, f"prompt: {len(ids)} tokens; expected at most {room}", "prompt", TOO_LONG)
+            prompts.append(ids)
         return prompts
 
     def _prompt(self, asked: ChatRequest) -> list[int]:

@@ -32,7 +32,6 @@ from pipeline.system import storage
 # {file: (a stage that reads it, the key of the request that makes its rows)}
 READ_BY = {"thumbs": ("kto", "label"), "comparisons": ("rm", "chosen"), "edits": ("sft", "edit")}
 KEY = "serve.feedback_path"
-LOCK, DATABASE = ".lock", "conversations.db"
 BYTES = "LENGTH(CAST(answer AS BLOB))"
 LOCK_S = 10.0  # time for an earlier process to release the folder, such as a recorder that Ray Serve replaces
 KEPT_S = 30 * 24 * 3600  # age at which a conversation is forgotten
@@ -82,24 +81,16 @@ class FeedbackStore:
             with contextlib.ExitStack() as opened:
                 self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 what = f"another server to release {folder}"
-                opened.enter_context(storage.locked(str(self.folder / LOCK), what, LOCK_S))
+                opened.enter_context(storage.locked(f"{folder}/.lock", what, LOCK_S))
                 self.bytes = sum(cut_to_lines(self.folder / f"{name}.jsonl") for name in (*READ_BY, "votes"))
-                self.known = sqlite3.connect(self.folder / DATABASE, check_same_thread=False)
+                self.known = sqlite3.connect(self.folder / "conversations.db", check_same_thread=False)
                 opened.callback(self.known.close)
                 self.known.executescript(TABLES)
-                [self.conversation_bytes] = self.known.execute(
-                    f"SELECT TOTAL({BYTES}) FROM answers"
-                ).fetchone()
+                held = self.known.execute(f"SELECT TOTAL({BYTES}) FROM answers")
+                [self.conversation_bytes] = held.fetchone()
                 self.opened = opened.pop_all()
-        except TimeoutError as error:
-            why = f"another server writes into {folder}; end it, or set another folder: {KEY}=FOLDER"
-            raise InputError(why, key=KEY) from error
-        except sqlite3.Error as error:
-            why = f"{folder}/{DATABASE}: {error}; move {DATABASE}* elsewhere, and feedback on earlier answers gets 404"
-            raise InputError(why, key=KEY) from error
-        except OSError as error:
-            where = error.filename or folder
-            why = f"{where} cannot be used ({error.strerror}); set another folder: {KEY}=FOLDER"
+        except (OSError, sqlite3.Error) as error:  # TimeoutError: another server has the folder
+            why = f"{folder} cannot be used ({error}); set another folder: {KEY}=FOLDER"
             raise InputError(why, key=KEY) from error
 
     def close(self) -> None:
@@ -173,11 +164,8 @@ class FeedbackStore:
         preferred = said.chosen if said.kind == "comparisons" else said.choice if said.label else None
         if preferred in answer["cut_off"]:
             key = READ_BY[said.kind][1]
-            why = (
-                f"{key}: choice {preferred} was cut off by its length and would teach the policy to stop there; send an edit "
-                "with its end"
-            )
-            raise Refused(400, why, key, "cut_off")
+            why = f"{key}: choice {preferred} was cut off by its length and would teach the policy to stop there"
+            raise Refused(400, f"{why}; send an edit with its end", key, "cut_off")
         texts, prompt = answer["texts"], {"prompt": answer["messages"]}
         if said.kind == "thumbs":
             return prompt | {"completion": texts[said.choice], "label": said.label}

@@ -7,13 +7,21 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from pipeline import registry
 from pipeline.errors import InputError, in_brief
+from pipeline.inference.decoder import PREFILL_TOKENS, SlotDecoder
+from pipeline.inference.memory import free_bytes, kv_bytes
+from pipeline.inference.vllm import VllmDecoder, accepted_rank, start_llm
 from pipeline.models import adapter_files
+from pipeline.models.adapters import SharedBase
+from pipeline.models.base import check_base
 from pipeline.models.hub import base_config, base_json
-from pipeline.models.tokenizer import eos_ids
+from pipeline.models.tokenizer import eos_ids, template_digest
+from pipeline.ppo.rewards import Reward
 from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.runtime import roles
@@ -21,10 +29,6 @@ from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import check_adapters
 from pipeline.serving.batching import Batcher
 from pipeline.serving.protocol import TOP_LOGPROBS
-
-if TYPE_CHECKING:
-    from pipeline.models.adapters import SharedBase
-    from pipeline.ppo.rewards import Reward
 
 BASE = "base"  # the version of the bare base
 MAX_ADAPTERS = 8  # adapters per vLLM batch; requests for others wait
@@ -53,8 +57,6 @@ class Models:
     """
 
     def __init__(self, host: Host, shared: SharedBase | None, batcher: Batcher) -> None:
-        from pipeline.models.base import check_base
-
         self.host, self.shared, self.batcher = host, shared, batcher
         self.files = check_base(host.job.model)
         self.uri = registry.tracking_uri(host.job)
@@ -75,8 +77,6 @@ class Models:
 
     def _checked(self, key: str, version: str) -> str | None:
         """Returns the local folder of an adapter that fits the base, or None if the version is none. Raises InputError."""
-        from pipeline.models.tokenizer import template_digest
-
         if version == BASE:
             return None
         work = self.host.work
@@ -99,7 +99,7 @@ class Models:
         served = next((one for one in models.values() if one.version == version), None)
         if served is None:
             self.loaded += 1
-            role, reward = f"{'reward' if kind == 'rewards' else 'policy'}_{self.loaded}", None
+            role, reward = f"{kind}_{self.loaded}", None
             if kind == "rewards":
                 host = Host(replace(self.host.work, inputs={key: version}))
                 reward = roles.reward(host, self.shared, key, role)
@@ -158,10 +158,8 @@ class Models:
 
         By then, every request that got such a role has joined the batch.
         """
-        wanted = self.batcher.roles() | {
-            one.role for one in (*self.policies.values(), *self.rewards.values())
-        }
-        unused = self.remove.keys() - wanted
+        named = {one.role for one in (*self.policies.values(), *self.rewards.values())}
+        unused = self.remove.keys() - named - self.batcher.roles()
         for role in unused & self.unused:
             self.remove.pop(role)(role)
         self.unused = unused - self.unused
@@ -184,9 +182,6 @@ def start(host: Host) -> tuple[SharedBase | None, Batcher]:
     if job.rollout_config.engine == "vllm":
         scores = any(not Ref.parse(source).is_function for source in job.serve.rewards.values())
         return roles.shared_base(host) if scores else None, _vllm(host)
-    from pipeline.inference.decoder import PREFILL_TOKENS, SlotDecoder
-    from pipeline.inference.memory import free_bytes, kv_bytes
-
     shared = roles.shared_base(host)
     device, free = shared.device, free_bytes(shared.device)
     each = kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
@@ -204,10 +199,6 @@ def start(host: Host) -> tuple[SharedBase | None, Batcher]:
 
 
 def _vllm(host: Host) -> Batcher:
-    import torch
-
-    from pipeline.inference.vllm import VllmDecoder, accepted_rank, start_llm
-
     job, rows = host.job, host.job.args.local_rollout_forward_batch_size
     # One adapter more than policies, because the old version still finishes its completions after an alias has moved.
     options: dict[str, Any] = {

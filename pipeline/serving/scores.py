@@ -8,6 +8,8 @@ from typing import Any
 from pipeline.data.encode import Encoder
 from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import Dropped, RowError
+from pipeline.evaluation.pairs import samples_of
+from pipeline.models.template import text_as_chat
 from pipeline.references import Ref
 from pipeline.runtime.host import Host
 from pipeline.runtime.inputs import unfilled
@@ -23,8 +25,6 @@ class Scores:
     """Reads rows of any shape that `score` reads. Requests that wait for the same reward are scored together."""
 
     def __init__(self, host: Host, batcher: Batcher, context: int) -> None:
-        from pipeline.models.template import text_as_chat
-
         data, self.tokenizer, self.ends = host.job.data, host.tokenizer, ends(host)
         apply = text_as_chat(host.tokenizer, data.apply_chat_template)
         self.encoder = Encoder(
@@ -92,8 +92,6 @@ class Scores:
 
     def _score(self, served: Served, batch: list[Waiting]) -> bool:
         """Scores requests together. Returns False if this failed; only a single request gets the error then."""
-        from pipeline.evaluation.pairs import samples_of
-
         assert served.reward is not None
         prompts, completions, rows = zip(*(one for samples, _ in batch for one in samples), strict=True)
         given = samples_of(prompts, completions, rows, self.tokenizer, self.ends)

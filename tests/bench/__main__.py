@@ -31,9 +31,15 @@ from typing import Any
 
 from report import GIB, Runs, ratios, render
 from sizes import ROOT, SIZES, TRL_PPO, WORK, model_folder, prepare
-from variants import CASES, GOALS, LEARNERS, VARIANTS, Ours, Theirs, chosen
+from variants import CASES, GOALS, LEARNERS, VARIANTS, Ours, chosen
 
 PARTS = ("ppo", "score", "sft", "rm", "dpo", "evaluate", "serve")
+# script of a part that is compared with a plain program, and the name of that program
+PLAIN = {
+    **dict.fromkeys(("sft", "rm", "dpo"), ("stage.py", "bare TRL")),
+    "evaluate": ("evaluate.py", "plain forwards"),
+    "serve": ("serve.py", "plain loop"),
+}
 
 Commands = dict[str, list[str]]  # what is measured -> script and arguments
 Rows = list[tuple[str, str, str | None]]  # of the table: variant, ours, and what it was measured beside
@@ -64,47 +70,26 @@ def main() -> None:
         for part in options.parts or PARTS:
             if part == "ppo":
                 bench.ppo(size)
-            elif part in ("sft", "rm", "dpo"):
-                bench.compare(part, size, *stage(part, size))
             elif part != "score" or size in GOALS:
-                measured = {"score": score, "evaluate": evaluate, "serve": serve}[part]
-                bench.compare(part, size, *measured(size))
+                bench.compare(part, size, *compared(part, size))
     page = options.out / "bench.md"
     if not page.exists():
         parser.error("nothing of this is measured at this size")
     print(f"{page.read_text()}\nwritten: {page}, {options.out / 'bench.json'}")
 
 
-# ------------------------------------------------------------------- the parts: (what is measured, rows of the table)
-
-
-def score(size: str) -> tuple[Commands, Rows]:
-    """The curves of score and KL."""
-    commands = {str(ours): ["ppo_ours.py", "score", size, json.dumps(asdict(ours))] for ours in LEARNERS}
-    if not TRL_PPO.is_dir():
-        return commands, [("", name, None) for name in commands]
-    theirs = {"TRL 1.12": ["ppo_trl.py", "score", size]}
-    return commands | theirs, [("", name, "TRL 1.12") for name in commands]
-
-
-def stage(part: str, size: str) -> tuple[Commands, Rows]:
-    """The pipeline's command line, and a script that calls TRL's trainer."""
-    commands = {"ours": ["stage.py", "ours", part, size], "bare TRL": ["stage.py", "bare", part, size]}
-    return commands, [("", "ours", "bare TRL")]
-
-
-def evaluate(size: str) -> tuple[Commands, Rows]:
-    """A reward model's scores of pairs, and the forward passes alone."""
-    commands = {"ours": ["evaluate.py", "ours", size], "plain forwards": ["evaluate.py", "plain", size]}
-    return commands, [("", "ours", "plain forwards")]
-
-
-def serve(size: str) -> tuple[Commands, Rows]:
-    """Tokens of 64 clients at once, and of one request after the other."""
-    commands = {"ours": ["serve.py", "ours", size], "plain loop": ["serve.py", "plain", size]}
-    if importlib.util.find_spec("vllm"):
+def compared(part: str, size: str) -> tuple[Commands, Rows]:
+    """Returns what a part compares other than `ppo`: the commands, and the rows of its table."""
+    if part == "score":
+        commands = {str(ours): ["ppo_ours.py", "score", size, json.dumps(asdict(ours))] for ours in LEARNERS}
+        theirs = {"TRL 1.12": ["ppo_trl.py", "score", size]} if TRL_PPO.is_dir() else {}
+        return commands | theirs, [("", name, next(iter(theirs), None)) for name in commands]
+    script, plain = PLAIN[part]
+    commands = {"ours": [script, "ours", size, part]}
+    if part == "serve" and importlib.util.find_spec("vllm"):
         commands["ours, vLLM"] = [*commands["ours"], "rollout.engine=vllm"]
-    return commands, [("", name, "plain loop") for name in commands if "ours" in name]
+    rows = [("", name, plain) for name in commands]
+    return commands | {plain: [script, "plain", size, part]}, rows
 
 
 # ----------------------------------------------------------------------------------------------------- measuring
@@ -121,16 +106,13 @@ class Bench:
         matmul = fp32_products(size)
         os.environ["BENCH_MATMUL"] = matmul["precision"]
         for case in self.options.length:
-            variants = chosen(self.options.variant, size, case, matmul)
-            sides = [side for ours, beside, _ in variants.values() for side in (ours, beside)]
-            commands = {
-                str(side): [side.script, "ppo", size, case, json.dumps(asdict(side))]
-                for side in filter(installed, sides)
-            }
-            rows = [
-                (name, str(one.ours), str(one.beside) if installed(one.beside) else None)
-                for name, one in variants.items()
-            ]
+            commands: Commands = {}
+            rows: Rows = []
+            for name, (ours, beside, _) in chosen(self.options.variant, size, case, matmul).items():
+                sides = [side for side in (ours, beside) if isinstance(side, Ours) or TRL_PPO.is_dir()]
+                for side in sides:
+                    commands[str(side)] = [side.script, "ppo", size, case, json.dumps(asdict(side))]
+                rows.append((name, str(ours), str(beside) if beside in sides else None))
             if rows:
                 self.compare("ppo", size, commands, rows, case, matmul=matmul)
 
@@ -143,30 +125,17 @@ class Bench:
         for round_ in range(self.options.rounds):
             for name, command in commands.items():
                 runs[name].append(self.run(f"{part}-{size}-{case}-{name}-{round_}", command, seed=round_ + 1))
-            result = {
-                "part": part,
-                "size": size,
-                "case": case,
-                "samples": samples_of(part, size),
-                "rows": [
-                    {
-                        "variant": variant,
-                        "ours": ours,
-                        "beside": beside,
-                        "ratios": ratios(runs, ours, beside),
-                    }
-                    for variant, ours, beside in rows
-                ],
-                "runs": runs,
-                "machine": {
-                    "cpu": processor(),
-                    "threads": self.options.threads,
-                    "load": [load, os.getloadavg()[0]],
-                    "date": time.strftime("%Y-%m-%d"),
-                    **machine,
-                },
-            }
-            self.keep(result)
+            found = [
+                {"variant": variant, "ours": ours, "beside": beside, "ratios": ratios(runs, ours, beside)}
+                for variant, ours, beside in rows
+            ]
+            here = {"cpu": processor(), "threads": self.options.threads, "date": time.strftime("%Y-%m-%d")}
+            here |= {"load": [load, os.getloadavg()[0]], **machine}
+            samples = SIZES[size].prompts  # completions of an update
+            self.keep(
+                {"part": part, "size": size, "case": case, "samples": samples, "rows": found}
+                | {"runs": runs, "machine": here}
+            )
 
     def run(self, title: str, command: list[str], seed: int) -> dict[str, Any]:
         """Runs a fresh process, and returns what it wrote. Its output goes to a log, which is shown if it fails."""
@@ -174,7 +143,7 @@ class Bench:
         found, log = self.out / f"{name}.json", self.out / f"{name}.log"
         print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
         environment = os.environ | {
-            "PYTHONPATH": f"{ROOT}",
+            "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": str(self.options.threads),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -191,12 +160,11 @@ class Bench:
         result = json.loads(found.read_text())
         found.unlink()
         if "curve" in result:
-            print(
-                f"  goal after {result['updates']} updates  score at equal KL {result['score']}", flush=True
-            )
+            said = f"goal after {result['updates']} updates  score at equal KL {result['score']}"
         else:
-            step, first, peak = result["step"], result["first_step"], result["peak"] / GIB
-            print(f"  {step:8.3f} s a step  first after {first:6.1f} s  peak {peak:.2f} GiB", flush=True)
+            said = f"{result['step']:8.3f} s a step  first after {result['first_step']:6.1f} s"
+            said += f"  peak {result['peak'] / GIB:.2f} GiB"
+        print(f"  {said}", flush=True)
         return result
 
     def keep(self, result: dict[str, Any]) -> None:
@@ -210,10 +178,6 @@ class Bench:
         (self.out / "bench.md").write_text(render(results))
 
 
-def installed(setting: Ours | Theirs) -> bool:
-    return isinstance(setting, Ours) or TRL_PPO.is_dir()
-
-
 def fp32_products(size: str) -> dict[str, Any]:
     """Returns how the pipeline multiplies fp32 matrices at this size, and whether this processor has bf16."""
     import torch
@@ -223,12 +187,6 @@ def fp32_products(size: str) -> dict[str, Any]:
     config = json.loads((model_folder(size) / "config.json").read_text())
     precision, why = choose(config["hidden_size"])
     return {"precision": precision, "why": why, "bf16": torch.cpu._is_avx512_bf16_supported()}
-
-
-def samples_of(part: str, size: str) -> int:
-    """Returns the completions of a PPO update, the rows of a step of sft, or the pairs of one of rm and dpo."""
-    here = SIZES[size]
-    return {"ppo": here.prompts, "score": here.prompts, "sft": here.rows}.get(part, here.rows // 2)
 
 
 def processor() -> str:

@@ -3,28 +3,11 @@
 import json
 import sys
 import time
-from pathlib import Path
 
-from sizes import LORA, ROOT, SIZES, WORK, Clock, high_water, model_folder, tokenizer
+from sizes import ROOT, SIZES, WORK, Clock, adapter, high_water, model_folder, tokenizer
 from stage import raw_rows
 
 ROWS = 16  # completions of a forward
-
-
-def reward(name: str) -> Path:
-    """Returns the folder of a reward adapter of random numbers, made once."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from pipeline.models.adapters import SharedBase
-
-    folder = WORK / name / "reward"
-    if not (folder / "adapter_model.safetensors").exists():
-        shared = SharedBase(AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=torch.float32))
-        torch.manual_seed(0)
-        shared.add("reward", lora=LORA, head=True)
-        shared.save("reward", folder)
-    return folder
 
 
 def ours(name: str) -> None:
@@ -46,7 +29,7 @@ def ours(name: str) -> None:
     pairs.measure = measured
     settings = [
         f"model.name_or_path={model_folder(name)}",
-        f"reward={reward(name)}",
+        f"reward={adapter(name, 0, head=True)}",
         f"data.pairs={folder}/pairs.jsonl",
         *("policy=null", "baseline=null", "judge=null", "data.eval=null", "gate={}"),
         f"trainer.local_rollout_forward_batch_size={ROWS}",
@@ -67,7 +50,7 @@ def plain(name: str) -> None:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
-    folder, tokens, clock = reward(name), tokenizer(name), Clock()
+    folder, tokens, clock = adapter(name, 0, head=True), tokenizer(name), Clock()
     loader = AutoModelForSequenceClassification
     base = loader.from_pretrained(model_folder(name), num_labels=1, dtype="float32")
     base.config.pad_token_id = tokens.pad_token_id
@@ -85,4 +68,4 @@ def plain(name: str) -> None:
 
 
 if __name__ == "__main__":
-    {"ours": ours, "plain": plain}[sys.argv[1]](*sys.argv[2:])
+    {"ours": ours, "plain": plain}[sys.argv[1]](sys.argv[2])

@@ -130,6 +130,24 @@ def write_rows(folder: Path, words: int) -> None:
             demonstrations.write(json.dumps({"messages": turns}) + "\n")
 
 
+def adapter(size: str, seed: int, head: bool = False) -> Path:
+    """Returns the folder of an adapter of random numbers, made once."""
+    folder = WORK / size / f"{'reward' if head else 'policy'}-{seed}"
+    if not (folder / "adapter_model.safetensors").exists():
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from pipeline.models.adapters import SharedBase
+
+        shared = SharedBase(AutoModelForCausalLM.from_pretrained(model_folder(size), dtype="float32"))
+        torch.manual_seed(seed)
+        shared.add("random", lora=LORA, head=head)
+        for parameter in shared.parameters_of("random"):
+            parameter.data += 0.02 * torch.randn_like(parameter)
+        shared.save("random", folder)
+    return folder
+
+
 def tokenizer(size: str) -> Any:
     """Returns the demo's tokenizer, with a pad token that is not its end."""
     from transformers import AutoTokenizer

@@ -1,4 +1,4 @@
-"""One measurement of sft, rm or dpo: `python tests/bench/stage.py ours|bare STAGE SIZE`, started by `make bench`."""
+"""One measurement of sft, rm or dpo: `python tests/bench/stage.py ours|plain SIZE STAGE`, started by `make bench`."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def arguments(stage: str, name: str) -> dict[str, Any]:
     }
 
 
-def ours(stage: str, name: str) -> None:
+def ours(name: str, stage: str) -> None:
     """The command line as a user types it, in this process, on an embedded Ray.
 
     When a step ended is read from MLflow; the memory is the worker's, which holds the model.
@@ -67,7 +67,7 @@ def ours(stage: str, name: str) -> None:
     clock.write(result["peak_memory_bytes"], SIZES[name].warmup)
 
 
-def bare(stage: str, name: str) -> None:
+def plain(name: str, stage: str) -> None:
     """The same raw rows, base and arguments in one plain process, TRL templating and tokenizing."""
     import datasets
     import trl
@@ -115,4 +115,4 @@ def raw_rows(stage: str, name: str) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    {"ours": ours, "bare": bare}[sys.argv[1]](*sys.argv[2:])
+    {"ours": ours, "plain": plain}[sys.argv[1]](*sys.argv[2:])

@@ -19,6 +19,7 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.precision import linear_fp32, mm_fp32
 from pipeline.ppo import losses
 from pipeline.ppo.episodes import Totals, collate
+from pipeline.ppo.rng import rng_state, set_rng_state
 from pipeline.ppo.selfcheck import doctor
 from tests.gpu import models
 from tests.gpu.models import DEVICE, SMALL, small
@@ -57,7 +58,7 @@ def doctors(record: Record, precision: str) -> None:
 
 
 def _saved(shared: SharedBase, role: str, folder: str) -> str:
-    """The role's adapter in a folder of its own, with its probes, as a stage leaves it."""
+    """Saves a role's adapter with its probes, as a stage leaves it. Returns its folder."""
     at = f"{folder}/{role}"
     shared.save(role, at)
 
@@ -77,9 +78,8 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def cpu_and_gpu(record: Record) -> None:
     """Log-probs, values and gradients of one micro-batch, in fp32 on the CPU and on the device."""
     found = {str(device): _one_minibatch(device) for device in (torch.device("cpu"), DEVICE)}
-    if len(found) == 1:
+    if len(found) == 1:  # without a GPU, the CPU is compared with itself
         found["again"] = _one_minibatch(DEVICE)
-        record.notes.append("There is no GPU: the CPU was compared with itself.")
     exact, ours = found.values()
     for name in exact:
         off = distance(ours[name], exact[name])
@@ -159,8 +159,6 @@ def collectives(record: Record) -> None:
 
 def random_state(record: Record) -> None:
     """The state of the random numbers in a checkpoint is this device's, and that of no other GPU."""
-    from pipeline.ppo.rng import rng_state, set_rng_state
-
     torch.rand(5, device=DEVICE)
     with tempfile.TemporaryDirectory() as folder:
         torch.save(rng_state(), f"{folder}/rng.pt")

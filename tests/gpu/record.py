@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -26,7 +26,6 @@ class Record:
     name: str
     rows: list[dict[str, Any]] = field(default_factory=list)  # figures; the rows of a table
     checks: list[Check] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     skipped: str = ""  # why
     error: str = ""
     seconds: float = 0.0
@@ -54,12 +53,10 @@ class Record:
         return "; ".join(f"{check.what} ({check.found})" for check in self.checks if not check.holds)
 
     def summary(self) -> dict[str, Any]:
+        """Returns the record's line in the table of all experiments."""
         hold = f"{sum(check.holds for check in self.checks)} of {len(self.checks)}" if self.checks else ""
         times = {"experiment": self.name, "outcome": self.outcome, "seconds": round(self.seconds, 1)}
         return {**times, "checks": hold, "why": self.reason}
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"outcome": self.outcome, **asdict(self)}
 
 
 def show(value: Any) -> str:
@@ -83,7 +80,6 @@ def markdown(about: dict[str, Any], records: list[Record]) -> str:
         lines += [f"- {words[check.holds]}: {check.what} ({check.found})" for check in one.checks]
         if one.rows:
             lines += ["", *table(one.rows)]
-        lines += [f"\n{note}" for note in one.notes]
         if one.error:
             lines += ["", "```", one.error.strip(), "```"]
     return "\n".join(lines) + "\n"
