@@ -74,6 +74,8 @@ def some(choices: tuple[str, ...]):
 
 def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> bool:
     """Runs one stage under one fault. Prints what was done and what differs, and returns whether nothing does."""
+    from mlflow import MlflowClient
+
     workers = 2 if fault in TWO_WORKERS else 1
     expected = baselines.of(stage, workers)
     rng = random.Random(f"{seed}-{stage}-{fault}")
@@ -81,7 +83,11 @@ def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> bool:
     started = time.monotonic()
     try:
         done = FAULTS[fault](run, rng)
-        problems = differences(expected, run)
+        uri = baselines.server.uri
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        problems = differences(client, expected.result(), run.result())
+        versions = client.search_model_versions(f"name = '{run.name}'")
+        problems += [f"{len(versions)} registered versions, expected 1"] if len(versions) != 1 else []
     except Exception as error:  # a cell that cannot be performed is a failed cell, and the others go on
         traceback.print_exc()
         done, problems = "", [f"{type(error).__name__}: {error}"]

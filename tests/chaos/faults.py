@@ -47,7 +47,7 @@ def below(root: int) -> dict[int, str]:
 
 def actors(run: Run, kind: str) -> list[int]:
     """Returns the processes of the run's actors of this kind, on the embedded Ray."""
-    return sorted(pid for pid, command in below(run.pid).items() if kind in command)
+    return sorted(pid for pid, command in below(run.process.pid).items() if kind in command)
 
 
 def kill(*pids: int) -> None:
@@ -58,7 +58,6 @@ def kill(*pids: int) -> None:
 
 def again(run: Run) -> None:
     """Gives the command of a driver that was killed once more."""
-    assert run.process is not None
     run.process.wait()
     ended(run.again())
 
@@ -81,7 +80,7 @@ def driver(run: Run, rng: random.Random) -> str:
     """kill -9 of the driver; then the same command at once."""
     run.start()
     step = moment(run, rng)
-    kill(run.pid)
+    kill(run.process.pid)
     again(run)
     return f"killed the driver after step {step}, gave the command again"
 
@@ -139,7 +138,7 @@ def write(run: Run, rng: random.Random) -> str:
     number = rng.randint(1, 4)
     run.wait_for(rf"\bstep +{3 * number - 2}/{STEPS}\b")
     name = f"checkpoint_{3 * number:08d}"
-    victims = [run.pid, *below(run.pid)] if everything else actors(run, TRAINER)
+    victims = [run.process.pid, *below(run.process.pid)] if everything else actors(run, TRAINER)
     delay = rng.uniform(0, 0.004)
     until(lambda: (run.folder / name).exists(), name, every=0.0002)
     time.sleep(delay)
@@ -157,8 +156,7 @@ def corrupt(run: Run, rng: random.Random) -> str:
     """The newest checkpoint is corrupted while the run lies still: a bit, the end of a file, or a whole file."""
     run.start()
     step = moment(run, rng, first=8)  # two checkpoints are there: something to fall back to
-    assert run.process is not None
-    kill(run.pid, *below(run.pid))
+    kill(run.process.pid, *below(run.process.pid))
     run.process.wait()
     complete = (path for path in run.folder.glob("checkpoint_*[0-9]") if (path / "digests.json").exists())
     newest = max(complete)

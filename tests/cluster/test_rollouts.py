@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from clusters import PATIENCE, ROOT, cluster_of
 from hosts import missing
-from resumed import numbers
 
-from tests.chaos.runs import until
+from tests.chaos.runs import comparable, until
 
 UPDATES = 12
 PPO = [
@@ -85,7 +84,7 @@ def test_rollout_workers_on_other_hosts_come_and_go(cluster):
     weights = [Path(each["adapter"], "adapter_model.safetensors") for each in (expected, result)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     figures = [
-        {key: value for key, value in numbers(each["metrics"]).items() if not key.startswith("rollout/")}
+        {key: value for key, value in comparable(each["metrics"]).items() if not key.startswith("rollout/")}
         for each in (expected, result)
     ]
     assert figures[0] == figures[1] and len(figures[0]) > 20

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from datasets import Dataset
+from toy_data import evaluator
 
 from pipeline import penalties
 from pipeline.data.shapes import kind_of, parse
@@ -69,15 +71,8 @@ def test_reward_bench_2_is_that_of_numpy():
     spread = np.ptp(tied[:, :4], axis=1)
     gap, gap_ref = tied[:, :4].min(1) - tied[:, 4:].max(1), ref[:, 0] - ref[:, 1:].max(1)
     low = np.minimum(gap, gap_ref)
-    ties = np.array(
-        [
-            (gap > 0).mean(),
-            (gap_ref > 0).mean(),
-            (gap > spread).mean(),
-            (low > spread).mean(),
-            np.tanh(low / spread - 1).mean(),
-        ]
-    )
+    shares = gap > 0, gap_ref > 0, gap > spread, low > spread, np.tanh(low / spread - 1)
+    ties = np.array([share.mean() for share in shares])
     expected = {name: credit[names == name].mean() for name in ("Math", "Safety", "Focus")}
     expected["Ties"] = ties @ [0.30, 0.30, 0.20, 0.20, 0.01]
     for name, value in expected.items():
@@ -108,12 +103,9 @@ def test_judge_bench_counts_equal_scores_as_wrong():
     rows = [scored(s, benchmark="judge_bench", subset="math") for s in ([2, 1], [1, 1], [1, 2], [3, 0])]
     metrics, tables = benchmarks.figures(rows)
     assert metrics["eval_judge_bench"] == metrics["eval_judge_bench/math"] == 0.5
-    ends = metrics["eval_judge_bench_low"], metrics["eval_judge_bench_high"]
-    assert (
-        ends
-        == wilson([1, 0, 0, 1])
-        == tuple(tables["judge_bench"]["levels"]["all"][end] for end in ("low", "high"))
-    )
+    low, high = wilson([1, 0, 0, 1])
+    assert (metrics["eval_judge_bench_low"], metrics["eval_judge_bench_high"]) == (low, high)
+    assert tables["judge_bench"]["levels"]["all"] == {"rows": 4, "score": 0.5, "low": low, "high": high}
 
 
 FORMATS = {
@@ -198,28 +190,17 @@ class Words:
 
 
 def probed(pairs, rule, folder):
-    tokenizer = Words()
-    rows = [
-        {f"{side}_ids": [*tokenizer(text).input_ids, *end] for side, text, end in zip(("prompt", "chosen", "rejected"), pair, ((), (0,), (0,)), strict=True)}
-        | {"row": json.dumps({"prompt": pair[0]})}
-        for pair in pairs
-    ]  # fmt: skip
+    def row(prompt, chosen, rejected):
+        ids = [list(map(ord, text)) for text in (prompt, f"{chosen}\0", f"{rejected}\0")]
+        names = ("prompt_ids", "chosen_ids", "rejected_ids")
+        return {**dict(zip(names, ids, strict=True)), "row": json.dumps({"prompt": prompt})}
 
-    class Rows(list):
-        def select(self, numbers):
-            return [self[i] for i in numbers]
+    def checked(samples):
+        return rule(samples.prompts, samples.completions)
 
-    worker = SimpleNamespace(
-        rank=0, world=1, tokenizer=tokenizer, gather=lambda own: [own],
-        work=SimpleNamespace(base={"context_length": None}),
-        job=SimpleNamespace(folder=str(folder), args=SimpleNamespace(rows_per_forward=64)),
-    )  # fmt: skip
-    reward = SimpleNamespace(
-        name="rule",
-        weight=1.0,
-        checked=lambda samples: rule(samples.prompts, samples.completions),
-    )
-    metrics, tables = probes.measure(worker, [reward], Rows(rows), {0})
+    rows = Dataset.from_list([row(*pair) for pair in pairs])
+    reward = SimpleNamespace(name="rule", weight=1.0, checked=checked)
+    metrics, tables = probes.measure(evaluator(folder, Words()), [reward], rows, {0})
     return metrics, {name: one["verdict"] for name, one in tables.items()}
 
 

@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 import toy_ppo
+from datasets import Dataset
 from running import ROOT, client, stage
+from toy_data import evaluator, write
 from toy_models import BASE, registered, tokenizer
 
 from pipeline import evaluation, figures
@@ -35,14 +36,6 @@ def models(storage):
 
 
 # ------------------------------------------------------------------------------------------------------- figures
-
-
-@pytest.mark.parametrize(("wins", "rows"), [(60, 100), (350, 400), (30, 120), (480, 500)])
-def test_the_interval_is_that_of_a_bootstrap(wins, rows):
-    shares = [1.0] * wins + [0.0] * (rows - wins)
-    draws = random.Random(0)
-    resampled = sorted(figures.mean(draws.choices(shares, k=rows)) for _ in range(4000))
-    assert figures.wilson(shares) == pytest.approx((resampled[99], resampled[3899]), abs=0.013)
 
 
 @pytest.mark.parametrize(("share", "rows"), [(0.5, 40), (0.9, 10), (0.98, 60)])
@@ -139,36 +132,28 @@ def some_pairs(tmp_path_factory):
     """64 of the demo's held-out pairs, each with a subset."""
     rows = [json.loads(line) for line in (ROOT / "jobs/demo/data/preferences_eval.jsonl").open()][:64]
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    path.write_text(
-        "".join(json.dumps({**row, "kind": ("odd", "even")[i % 2]}) + "\n" for i, row in enumerate(rows))
-    )
+    write(path, [{**row, "kind": ("odd", "even")[i % 2]} for i, row in enumerate(rows)])
     return path
 
 
 @pytest.fixture(scope="module")
 def some_settings(some_pairs):
     """The pairs, with probes, and as best-of-3 rows with the chosen completion of the next row."""
-    rows = [json.loads(line) for line in some_pairs.open()]
-    best_of_3 = some_pairs.with_name("best_of_3.jsonl")
-    with best_of_3.open("w") as file:
-        for row, other in itertools.pairwise(rows):
-            both = {"chosen": [row["chosen"]], "rejected": [row["rejected"], other["chosen"]]}
-            file.write(json.dumps({**row, **both}) + "\n")
-    return [
-        *RM,
-        f"data.pairs={some_pairs}",
-        f"data.benchmarks={best_of_3}",
-        "trainer.probes=true",
-        "data.subset=kind",
-        "judge=models:/other-rm/1",
+    best_of_3 = [
+        {**row, "chosen": [row["chosen"]], "rejected": [row["rejected"], other["chosen"]]}
+        for row, other in itertools.pairwise(json.loads(line) for line in some_pairs.open())
     ]
+    benchmark = write(some_pairs.with_name("best_of_3.jsonl"), best_of_3)
+    given = [f"data.pairs={some_pairs}", f"data.benchmarks={benchmark}", "data.subset=kind"]
+    return [*RM, *given, "trainer.probes=true", "judge=models:/other-rm/1"]
+
+
+GATE = ("gate.eval_rm_accuracy_low=>= 0.01", "mlflow.alias=judged")
 
 
 @pytest.fixture(scope="module")
 def alone(models, storage, some_settings):
-    settings = [*some_settings]
-    settings += ["gate.eval_rm_accuracy_low=>= 0.01", "mlflow.alias=judged"]
-    return stage("evaluate", storage, "alone", *settings)
+    return stage("evaluate", storage, "alone", *some_settings, *GATE)
 
 
 def test_a_subset_that_is_no_column_is_refused(models, storage, some_pairs, capsys):
@@ -177,28 +162,26 @@ def test_a_subset_that_is_no_column_is_refused(models, storage, some_pairs, caps
     assert "data.subset: found 'nosuch'" in (said := capsys.readouterr().err) and "kind" in said
 
 
+def conversation(prompt, completion):
+    """Token ids of a prompt, and of the conversation without the white space that the template writes behind its end."""
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    head = tokenizer().apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
+    whole = tokenizer().apply_chat_template(turns, return_dict=False)
+    while whole[-1] not in (817, 825):
+        whole.pop()
+    return head, whole
+
+
 def test_its_accuracy_is_that_of_trl(alone, models, some_pairs, tmp_path):
-    from datasets import Dataset
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
     from trl import RewardConfig, RewardTrainer
 
     rows = [json.loads(line) for line in some_pairs.open()]
-    user = [[{"role": "user", "content": row["prompt"]}] for row in rows]
     ids = {
-        f"{side}_ids": [
-            tokenizer().apply_chat_template(
-                [*turn, {"role": "assistant", "content": row[side]}], return_dict=False
-            )
-            for turn, row in zip(user, rows, strict=True)
-        ]
+        f"{side}_ids": [conversation(row["prompt"], row[side])[1] for row in rows]
         for side in ("chosen", "rejected")
     }
-    ends = {817, 825}
-    for side in ids.values():  # white space that the template writes behind the end is not scored
-        for one in side:
-            while one[-1] not in ends:
-                one.pop()
     base = AutoModelForSequenceClassification.from_pretrained(BASE, num_labels=1, dtype=torch.float32)
     base.config.pad_token_id = tokenizer().pad_token_id
     trainer = RewardTrainer(
@@ -269,9 +252,7 @@ def test_a_finished_evaluation_moves_nothing_again(alone, storage, some_settings
     registry = client(storage)
     registry.delete_registered_model_alias("toy-rm", "judged")
     try:
-        settings = [*some_settings, "gate.eval_rm_accuracy_low=>= 0.01", "mlflow.alias=judged"]
-        again = stage("evaluate", storage, "alone", *settings)
-        assert again == alone
+        assert stage("evaluate", storage, "alone", *some_settings, *GATE) == alone
         assert "judged" not in registry.get_registered_model("toy-rm").aliases
     finally:
         registry.set_registered_model_alias("toy-rm", "judged", "1")
@@ -320,16 +301,9 @@ def test_killed_three_times_it_ends_with_the_same_figures(workers, models, stora
 def policy(models, storage, tmp_path_factory):
     rows = [json.loads(line) for line in (ROOT / "jobs/demo/data/prompts_eval.jsonl").open()][:24]
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text(
-        "".join(json.dumps({**row, "completion": f"It is {row['answer']}."}) + "\n" for row in rows)
-    )
-    settings = [
-        "policy=models:/toy-policy/1",
-        "baseline=null",
-        "reward=models:/toy-rm/1",
-        "judge=models:/other-rm/1",
-    ]
-    settings += ["gate.eval_win_rate_low=>= 0.99", "mlflow.alias=judged"]
+    write(path, [{**row, "completion": f"It is {row['answer']}."} for row in rows])
+    settings = ["policy=models:/toy-policy/1", "baseline=null", "reward=models:/toy-rm/1"]
+    settings += ["judge=models:/other-rm/1", "gate.eval_win_rate_low=>= 0.99", "mlflow.alias=judged"]
     settings += [f"data.eval={path}", "data.pairs=null", "trainer.best_of_n=4"]
     return stage("evaluate", storage, "policy", *settings), rows
 
@@ -363,12 +337,7 @@ def test_perplexity_is_that_of_plain_transformers(policy, models):
     model = PeftModel.from_pretrained(base, models["toy-policy"]).eval()
     nats = tokens = 0.0
     for row in policy[1]:
-        user = {"role": "user", "content": row["prompt"]}
-        completion = {"role": "assistant", "content": f"It is {row['answer']}."}
-        head = tokenizer().apply_chat_template([user], add_generation_prompt=True, return_dict=False)
-        whole = tokenizer().apply_chat_template([user, completion], return_dict=False)
-        while whole[-1] not in (817, 825):
-            whole.pop()
+        head, whole = conversation(row["prompt"], f"It is {row['answer']}.")
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([whole])).logits[0, len(head) - 1 : -1].log_softmax(-1)
         nats -= logits.gather(-1, torch.tensor(whole[len(head) :])[:, None]).sum().item()
@@ -403,11 +372,6 @@ def test_wrong_input_is_answered(overrides, says, models, storage, tmp_path, cap
     assert not (storage / "never").exists()
 
 
-class Rows(list):
-    def select(self, indices):
-        return [self[i] for i in indices]
-
-
 def test_a_part_that_is_there_is_not_made_again(tmp_path):
     begun = []
 
@@ -417,8 +381,7 @@ def test_a_part_that_is_there_is_not_made_again(tmp_path):
             raise InterruptedError
         return [{"number": number, "third": number / 3} for number in numbers]
 
-    job = SimpleNamespace(folder=str(tmp_path), args=SimpleNamespace(rows_per_forward=2))
-    worker = SimpleNamespace(rank=0, world=1, gather=lambda own: [own], job=job)
+    worker = evaluator(tmp_path, rows_per_forward=2)
     with pytest.raises(InterruptedError):
         list(in_parts(worker, "pairs-", 20, answer))
     records = list(in_parts(worker, "pairs-", 20, answer))
@@ -438,22 +401,13 @@ def test_a_completion_that_was_truncated_has_not_ended(tmp_path):
             seeds.append(samples.seeds)
             return [0.0] * len(samples.ended)
 
-    worker = SimpleNamespace(
-        rank=0,
-        world=1,
-        gather=lambda pairs: [pairs],
-        tokenizer=None,
-        job=SimpleNamespace(
-            data=SimpleNamespace(subset=None),
-            folder=str(tmp_path),
-            args=SimpleNamespace(rows_per_forward=64),
-        ),
+    rows = Dataset.from_list(
+        [
+            {"prompt_ids": [1], "chosen_ids": [2, last], "rejected_ids": [3, end], "row": "{}"}
+            for last in (end, 4)
+        ]
     )
-    rows = Rows(
-        {"prompt_ids": [1], "chosen_ids": [2, last], "rejected_ids": [3, end], "row": "{}"}
-        for last in (end, 4)
-    )
-    pairs.measure(worker, [Reward()], None, rows, {end})
+    pairs.measure(evaluator(tmp_path), [Reward()], None, rows, {end})
     assert seen == [[True, True, False, True]]
     first, second = seeds[0][::2]
     assert seeds == [[first, first, second, second]] and first != second  # one of each pair

@@ -1,15 +1,14 @@
 """From thumbs to a better policy: served, judged by its users, trained on what they said, passed by the gate, served again."""
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from running import ROOT, client, stage
 from served import ask, chat, served
 
-from pipeline.__main__ import main
 from pipeline.demo import gold
+from tests.chaos.runs import until
 
 pytestmark = [pytest.mark.usefixtures("embedded_ray"), pytest.mark.slow]
 
@@ -27,6 +26,10 @@ def conversations(server, rows, seed):
         return list(pool.map(one, range(len(rows))))
 
 
+def rows_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def mean(answers):
     return sum(score for _, score in answers) / len(answers)
 
@@ -34,10 +37,9 @@ def mean(answers):
 def test_thumbs_make_a_better_policy_that_is_served_without_a_restart(tmp_path, in_root):
     storage = tmp_path / "runs"
     stage("sft", storage, "sft")
-    prompts = [json.loads(line) for line in (ROOT / "jobs/demo/data/prompts.jsonl").read_text().splitlines()]
-    held_out = [
-        json.loads(line) for line in (ROOT / "jobs/demo/data/prompts_eval.jsonl").read_text().splitlines()
-    ]
+    prompts, held_out = (
+        rows_of(ROOT / f"jobs/demo/data/{name}.jsonl") for name in ("prompts", "prompts_eval")
+    )
     settings = ("serve.log_prompts=true", "serve.poll_s=0.5", f"serve.feedback_path={tmp_path}/feedback")
     policies = "serve.policies={assistant: models:/rlhf-sft@champion}"
     with served(storage, *settings, policies=policies, rewards="serve.rewards={}") as server:
@@ -46,7 +48,7 @@ def test_thumbs_make_a_better_policy_that_is_served_without_a_restart(tmp_path, 
             ended = answer["choices"][0]["finish_reason"] == "stop"
             said = {"id": answer["id"], "label": ended and score >= 0.5}
             assert ask(server.url, "/v1/feedback", said)[0] == 200
-        thumbs = [json.loads(line) for line in (tmp_path / "feedback/thumbs.jsonl").read_text().splitlines()]
+        thumbs = rows_of(tmp_path / "feedback/thumbs.jsonl")
         liked = sum(row["label"] for row in thumbs)
         assert len(thumbs) == 300 and 10 < liked < 290
         given = [
@@ -55,28 +57,14 @@ def test_thumbs_make_a_better_policy_that_is_served_without_a_restart(tmp_path, 
             f"trainer.desirable_weight={1.2 * (300 - liked) / liked}",
             "trainer.num_train_epochs=10",
             "mlflow.registered_model=rlhf-sft",
-        ]
-        run = [
-            "kto",
-            "jobs/demo/kto.yaml",
-            f"run.storage_path={storage}",
-            "run.name=kto",
             "gate.eval_rewards/margins=>= 0.2",
         ]
-        assert main([*run, *given]) == 0
-        result = json.loads((storage / "kto/result.json").read_text())
+        result = stage("kto", storage, "kto", *given)
         assert result["data"]["report"]["splits"]["train"]["versions"] == {"models:/rlhf-sft/1": 300}
         assert client(storage).get_model_version_by_alias("rlhf-sft", "champion").version == 2
-        for _ in range(100):
-            if (
-                chat(server.url, model="assistant", max_tokens=1)[1]["system_fingerprint"]
-                == "models:/rlhf-sft/2"
-            ):
-                break
-            time.sleep(0.1)
+        asked = {"model": "assistant", "max_tokens": 1}
+        until(lambda: chat(server.url, **asked)[1]["system_fingerprint"] == "models:/rlhf-sft/2", "version 2")
         after = conversations(server, held_out, seed=10_000)
         assert {answer["system_fingerprint"] for answer, _ in after} == {"models:/rlhf-sft/2"}
-        print(
-            f"judge of the served policy: {before:.3f} before, {mean(after):.3f} after, {liked} of 300 thumbs up"
-        )
+        print(f"judge: {before:.3f} before, {mean(after):.3f} after, {liked} of 300 thumbs up")
         assert mean(after) > before + 0.02

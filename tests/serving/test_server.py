@@ -77,16 +77,14 @@ def ended(server, text=QUESTION, **settings):
 @pytest.fixture(scope="module")
 def telling(server):
     """A question to which the two policies give different answers, the first a long one."""
-    for place in ("Peru", "Chile", "Norway", "Spain", "Cuba", "Nepal", "Ghana", "Kenya", "Japan", "Italy"):
-        for question in (
-            f"Tell me about {place}.",
-            f"Why is {place} so far away?",
-            f"Write a poem about {place}",
-        ):
-            answers = [chat(server.url, question, model, temperature=0)[1] for model in ("toy", "bare")]
-            texts = [answer["choices"][0]["message"]["content"] for answer in answers]
-            if len(texts[0]) > 12 and texts[0] != texts[1]:
-                return question
+    places = ("Peru", "Chile", "Norway", "Spain", "Cuba", "Nepal", "Ghana", "Kenya", "Japan", "Italy")
+    for question in [
+        f"{start} {place}" for place in places for start in ("Tell me about", "Write a poem about")
+    ]:
+        answers = [chat(server.url, question, model, temperature=0)[1] for model in ("toy", "bare")]
+        texts = [answer["choices"][0]["message"]["content"] for answer in answers]
+        if len(texts[0]) > 12 and texts[0] != texts[1]:
+            return question
     pytest.fail("they always say the same")
 
 
@@ -297,12 +295,8 @@ def test_a_wrong_request_says_what_is_wrong(server, path, sent, status, says):
 
 
 def test_a_web_page_elsewhere_is_refused_and_a_load_balancer_is_not(server):
-    hosts = ("evil.example", "127.0.0.1.evil.example")
-    for headers in (
-        *({"Host": host} for host in hosts),
-        {"Origin": "https://evil.example"},
-        {"Origin": "null"},
-    ):
+    hosts, origins = ("evil.example", "127.0.0.1.evil.example"), ("https://evil.example", "null")
+    for headers in (*({"Host": host} for host in hosts), *({"Origin": origin} for origin in origins)):
         assert ask(server.url, "/v1/models", **headers)[0] == 403
     assert [ask(server.url, "/health", method=method)[0] for method in ("GET", "HEAD")] == [200, 200]
 
@@ -318,21 +312,6 @@ def test_a_client_that_goes_away_is_no_failure_of_the_server(server, capfd):
     until(another, "a client that is gone")
     printed = capfd.readouterr()
     assert "failed" not in printed.out + printed.err
-
-
-def test_large_slow_and_silent_clients_keep_nobody_waiting(server):
-    address = ("127.0.0.1", server.job.serve.port)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
-    with socket.create_connection(address, timeout=20) as announced:
-        announced.sendall(head % 9999999)
-        assert announced.recv(64).startswith(b"HTTP/1.1 413 ")
-    slow = [socket.create_connection(address, timeout=20) for _ in range(200)]
-    for connection in slow[:100]:
-        connection.sendall(head % 500 + b"{")
-    assert chat(server.url, max_tokens=2)[0] == 200
-    for connection in slow:
-        connection.close()
-    assert chat(server.url, max_tokens=2)[0] == 200
 
 
 def test_everything_listens_on_this_machine_only(server):
@@ -404,9 +383,7 @@ def test_prometheus_reads_the_metrics(server):
     status, headers, page = ask(server.url, "/metrics")
     assert status == 200 and headers["content-type"].startswith("text/plain")
     families = text_string_to_metric_families(page.decode())
-    samples = {
-        (one.name, one.labels.get("version")): one.value for family in families for one in family.samples
-    }
+    samples = {(s.name, s.labels.get("version")): s.value for family in families for s in family.samples}
     assert samples["rlhf_completion_tokens_total", "models:/toy-policy/1"] >= 2
     assert samples["rlhf_answer_seconds_count", None] >= 1
 
@@ -507,12 +484,7 @@ def test_an_adapter_that_cannot_share_a_batch_is_refused(tmp_path, capsys, in_ro
     shared = shared_base()
     shared.add("dora", lora={"r": 4, "target_modules": "all-linear", "use_dora": True})
     shared.save("dora", tmp_path)
-    given = [
-        f"serve.policies={{a: {tmp_path}}}",
-        "serve.rewards={}",
-        "serve.port=0",
-        f"run.storage_path={tmp_path}",
-    ]
-    assert main(["serve", "jobs/demo/serve.yaml", *given]) == 2
+    given = [f"serve.policies={{a: {tmp_path}}}", "serve.rewards={}", f"run.storage_path={tmp_path}"]
+    assert main(["serve", "jobs/demo/serve.yaml", "serve.port=0", *given]) == 2
     said = "serve.policies.a: it is a DoRA adapter, which peft cannot batch with others"
     assert said in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -119,6 +120,14 @@ def make(tmp_path, stage="sft", packing=False, context=400, template=None, on_ra
     here = None if on_ray else contextlib.nullcontext
     tok = tokenizer(template)
     return prepare(stage, Data(**options), tok, context, str(tmp_path / "cache"), packing, here)
+
+
+def evaluator(folder, tokenizer=None, rows_per_forward=64) -> SimpleNamespace:
+    """A single worker of `evaluate`, without models."""
+    data, args = SimpleNamespace(subset=None), SimpleNamespace(rows_per_forward=rows_per_forward)
+    job = SimpleNamespace(data=data, args=args, folder=str(folder), judge=None)
+    work = SimpleNamespace(base={"context_length": None})
+    return SimpleNamespace(rank=0, world=1, gather=lambda own: [own], tokenizer=tokenizer, work=work, job=job)
 
 
 def rows_of(dataset) -> list[dict]:
