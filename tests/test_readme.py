@@ -10,8 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 import urllib.request
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import psutil
 import pytest
 import reference
 import yaml
+from head import TOKEN, Head
 from running import ROOT
 from sockets import on_loopback, sockets
 
@@ -274,25 +273,17 @@ def test_a_service_answers(command, copy, monkeypatch):
 @pytest.mark.slow
 def test_a_cluster_runs_the_same_job(copy, monkeypatch):
     """`RAY_ADDRESS=auto` on a Ray that was started by itself."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # else Ray requires a token if this user has one
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     command = next(c for c in COMMANDS if c.startswith("RAY_ADDRESS=auto"))
     assert "make sft" in command
-    # --block: the cluster belongs to this process and ends with it (`ray stop` would end every Ray on the machine)
-    home = tempfile.mkdtemp(prefix="rd")  # short: socket names in it have a limit
-    options = f"--head --block --port 6399 --num-cpus 4 --include-dashboard=false --disable-usage-stats --temp-dir {home}"
-    ray = [str(Path(sys.prefix) / "bin/ray"), "start", *options.split()]
-    with subprocess.Popen(ray, start_new_session=True, stdout=subprocess.DEVNULL) as head:
-        try:
-            time.sleep(15)
-            small = f"{TRL} scaling.num_workers=2 data.batch_size=16 trainer.per_device_train_batch_size=8"
-            arguments = shlex.quote(f"{small} run.name=clustered")
-            done = shell(f"RAY_ADDRESS=127.0.0.1:6399 make sft ARGS={arguments}", copy)
-            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-            assert (copy / "runs/clustered/result.json").exists()
-        finally:
-            os.killpg(head.pid, 15)
-            head.wait()
-            shutil.rmtree(home, ignore_errors=True)
+    small = f"{TRL} scaling.num_workers=2 data.batch_size=16 trainer.per_device_train_batch_size=8"
+    with Head() as head:
+        done = shell(
+            f"RAY_ADDRESS={head.gcs} make sft ARGS={shlex.quote(f'{small} run.name=clustered')}", copy
+        )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert (copy / "runs/clustered/result.json").exists()
 
 
 def test_every_command_is_covered():

@@ -221,7 +221,7 @@ class Server:
                 self.metrics.versions.labels(name, version).set(1)
             answers, self.answers = self.answers, []
             try:
-                await self._ask_recorder("take", self.name, self.metrics.snapshot(), answers)
+                await self._ask_recorder("take", self.name, self.metrics.collect(), answers)
             except (Refused, asyncio.CancelledError):  # cancelled: the client has disconnected
                 self.answers = (answers + self.answers)[-MAX_UNSENT_ANSWERS:]
                 raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
@@ -14,7 +13,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """The counters of one replica; `snapshot` is what it sends to the recorder."""
+    """The counters of one replica."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -32,33 +31,30 @@ class Metrics:
         self.waiting = gauge("waiting_rows", "Completions that wait for a place in the batch")
         self.versions = gauge("versions", "1 for the version behind each model id", models)
 
-    def snapshot(self) -> list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]:
-        """Returns (name, type, help, [(sample, labels, value)]) of each metric."""
-        return [
-            (m.name, m.type, m.documentation, [(s.name, dict(s.labels), s.value) for s in m.samples])
-            for m in self.registry.collect()
-        ]
+    def collect(self) -> list[Metric]:
+        """Returns what the replica sends to the recorder."""
+        return list(self.registry.collect())
 
 
 class Page:
-    """The newest snapshot of each replica."""
+    """The newest metrics of each replica."""
 
     def __init__(self) -> None:
-        self.snapshots: dict[str, tuple[float, Any]] = {}
+        self.newest: dict[str, tuple[float, list[Metric]]] = {}  # with the time when they came
 
-    def take(self, replica: str, snapshot: Any) -> None:
-        self.snapshots[replica] = (time.monotonic(), snapshot)
+    def take(self, replica: str, metrics: list[Metric]) -> None:
+        self.newest[replica] = (time.monotonic(), metrics)
 
     def collect(self) -> list[Metric]:
         """Returns all metrics for prometheus_client, each sample with its replica."""
-        metrics: dict[str, Metric] = {}
+        merged: dict[str, Metric] = {}
         now = time.monotonic()
-        for replica, (sent, snapshot) in self.snapshots.items():
-            for name, kind, text, samples in snapshot if now - sent < SILENT_S else ():
-                metric = metrics.setdefault(name, Metric(name, text, kind))
-                for sample, labels, value in samples:
-                    metric.add_sample(sample, {**labels, "replica": replica}, value)
-        return list(metrics.values())
+        for replica, (sent, metrics) in self.newest.items():
+            for one in metrics if now - sent < SILENT_S else ():
+                metric = merged.setdefault(one.name, Metric(one.name, one.documentation, one.type))
+                for sample in one.samples:
+                    metric.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+        return list(merged.values())
 
     def text(self) -> bytes:
         registry = CollectorRegistry()

@@ -25,8 +25,9 @@ class Head:
     """From `with` to its end. `--block` ties the cluster to one process; `ray stop` would end every Ray here."""
 
     def __init__(self) -> None:
-        self.port = free_port()
-        self.address = f"http://127.0.0.1:{self.port}"
+        self.port, gcs = free_port(), free_port()
+        self.address, self.gcs = f"http://127.0.0.1:{self.port}", f"127.0.0.1:{gcs}"
+        self.options = [f"--dashboard-port={self.port}", f"--port={gcs}"]
         self.folder = Path(tempfile.mkdtemp(prefix="rh"))  # short: socket names in it have a limit
         self.token = self.folder / "token"
 
@@ -40,8 +41,8 @@ class Head:
         for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "MLFLOW_TRACKING_URI", "PYTHONPATH"):
             environment.pop(name, None)
         command = [str(Path(sys.prefix) / "bin/ray"), "start", "--head", "--block", "--disable-usage-stats"]
-        command += ["--node-ip-address=127.0.0.1", f"--dashboard-port={self.port}"]
-        for name in ("port", "dashboard-agent-listen-port", "ray-client-server-port"):
+        command += ["--node-ip-address=127.0.0.1", *self.options]
+        for name in ("dashboard-agent-listen-port", "ray-client-server-port"):
             command.append(f"--{name}={free_port()}")
         command += [f"--temp-dir={self.folder}", "--num-cpus=4", "--object-store-memory=150000000"]
         with open(self.folder / "log", "w") as log:

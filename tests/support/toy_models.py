@@ -2,13 +2,12 @@
 
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from running import ROOT
 
 from pipeline import registry
-from pipeline.config import load_job
+from pipeline.config import Model, load_job
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import base_identity, load_base
 from pipeline.models.tokenizer import load_tokenizer
@@ -18,15 +17,9 @@ DEMO = ROOT / "jobs/demo/model"
 BASE = str(DEMO)
 
 
-def settings(folder, **changes) -> SimpleNamespace:
-    """The part of a job's `model` section that the checks of a base read."""
-    values = {
-        "revision": None,
-        "attn_implementation": None,
-        "trust_remote_code": False,
-        "allow_pickle": False,
-    }
-    return SimpleNamespace(name_or_path=str(folder), **{**values, **changes})
+def settings(folder, **changes) -> Model:
+    """The `model` section of a job."""
+    return Model(str(folder), **changes)
 
 
 @cache
@@ -68,12 +61,8 @@ def register(storage: Path, name: str, folder: str, facts: dict, metrics: dict, 
     """Registers an adapter as a run would; the version."""
     lineage.write(folder, facts)
     tokenizer().save_pretrained(folder)
-    settings = [
-        f"run.storage_path={storage}",
-        f"run.name={Path(folder).name}",
-        f"mlflow.registered_model={name}",
-    ]
-    job = load_job(ROOT / "jobs/demo/sft.yaml", [*settings, "gate={}", *more], "sft")
+    given = [f"run.storage_path={storage}", f"run.name={Path(folder).name}", "gate={}", *more]
+    job = load_job(ROOT / "jobs/demo/sft.yaml", [*given, f"mlflow.registered_model={name}"], "sft")
     with registry.mlflow_run(job, {}) as run_id:
         return registry.publish(job, run_id, folder, metrics, facts)
 
