@@ -1,23 +1,22 @@
-"""A stage in this process: its rows tokenised, its `train(worker)` run with real trainers on the demo, without Ray or MLflow."""
+"""A stage in this process: its rows tokenized, its `train(worker)` run with real trainers on the demo, without Ray or MLflow."""
 
+import contextlib
 import importlib
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
-import pyarrow
 import torch
 from running import ROOT
 
 from pipeline.config import load_job
-from pipeline.data import chunks, files, tasks
-from pipeline.data.shapes import kind_of
+from pipeline.data.feed import to_hf
+from pipeline.data.read import prepare
 from pipeline.models.base import base_identity
-from pipeline.models.template import text_as_chat
-from pipeline.models.tokenizer import eos_ids, load_tokenizer
+from pipeline.models.tokenizer import load_tokenizer
 from pipeline.registry import lineage
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.worker import require_reload
@@ -75,32 +74,18 @@ class Alone(Host):
 
 
 def worker(stage, folder, *settings, inputs=None):
-    """A worker of `stage` on the first ROWS rows of the demo, tokenised as a Ray Data task would."""
-    inputs = inputs or {}
+    """A worker of `stage` on the first ROWS rows of the demo, tokenized in this process."""
     os.chdir(ROOT)
-    job = load_job(f"jobs/demo/{stage}.yaml", [*QUICK[stage], "trainer.seed=1", *settings], stage)
-    model = job.model
-    tokenizer = load_tokenizer(model.name_or_path, model.revision, model.chat_template)
-    options = tasks.Options(
-        stage,
-        job.data.max_length or 256,
-        "truncate",
-        "raise",
-        text_as_chat(tokenizer, job.data.apply_chat_template),
-        tuple(eos_ids(tokenizer)),
-        0.0,
-        1,
-        bool(job.trainer.get("packing")),
-        job.data.special_tokens,
-    )
-    source = folder / f"{stage}.jsonl"
-    source.write_text("".join(Path(job.data.train).read_text().splitlines(True)[:ROWS]))
-    (chunk,) = chunks.plan(*files.find(str(source), "data.train"), "train", kind_of(stage))
     out = Path(tempfile.mkdtemp(dir=folder))
-    file, _ = tasks.tokenize(chunk, 0, tokenizer, options, str(out)).parts["train"]
-    table = pyarrow.ipc.open_file(out / file).read_all()
-    sets = {"train": datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint=f"{stage}-{out.name}")}
-    work = Work(job, tokenizer, base_identity(model.name_or_path), {}, {}, None, inputs)
+    job = load_job(f"jobs/demo/{stage}.yaml", [*QUICK[stage], "trainer.seed=1", *settings], stage)
+    rows, model = out / f"{stage}.jsonl", job.model
+    rows.write_text("".join(Path(job.data.train).read_text().splitlines(True)[:ROWS]))
+    data = replace(job.data, train=str(rows), eval=None, too_long="truncate")
+    tokenizer = load_tokenizer(model.name_or_path, model.revision, model.chat_template)
+    packing = bool(job.trainer.get("packing"))
+    made = prepare(stage, data, tokenizer, 256, str(out / "cache"), packing, contextlib.nullcontext)
+    sets = {"train": to_hf(made.train, made.fingerprints["train"])}
+    work = Work(job, tokenizer, base_identity(model.name_or_path), {}, {}, None, inputs or {})
     return Alone(work, sets, out)
 
 
