@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from report import GIB, Runs, ratios, render
-from sizes import ROOT, SIZES, TRL_PPO, WORK, model_folder, prepare
+from sizes import ROOT, SIZES, TRL_PPO, WORK
 from variants import CASES, GOALS, LEARNERS, VARIANTS, Ours, chosen
 
 PARTS = ("ppo", "score", "sft", "rm", "dpo", "evaluate", "serve")
@@ -66,7 +66,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
     for size in options.size:
-        prepare(size)
+        SIZES[size].prepare()
         for part in options.parts or PARTS:
             if part == "ppo":
                 bench.ppo(size)
@@ -184,7 +184,7 @@ def fp32_products(size: str) -> dict[str, Any]:
 
     from pipeline.models.matmul import choose
 
-    config = json.loads((model_folder(size) / "config.json").read_text())
+    config = json.loads((SIZES[size].model / "config.json").read_text())
     precision, why = choose(config["hidden_size"])
     return {"precision": precision, "why": why, "bf16": torch.cpu._is_avx512_bf16_supported()}
 

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 
-from sizes import ROOT, SIZES, WORK, Clock, adapter, high_water, model_folder, tokenizer
+from sizes import ROOT, SIZES, Clock, high_water
 from stage import raw_rows
 
 ROWS = 16  # completions of a forward
@@ -15,21 +15,22 @@ def ours(name: str) -> None:
     from pipeline.__main__ import main as command
     from pipeline.evaluation import pairs
 
-    clock, measure, folder = Clock(), pairs.measure, WORK / name / "evaluate"
+    clock, measure, size = Clock(), pairs.measure, SIZES[name]
+    folder = size.folder / "evaluate"
     folder.mkdir(exist_ok=True)
-    lines = [json.dumps(row) + "\n" for row in raw_rows("rm", name)[: SIZES[name].pairs]]
+    lines = [json.dumps(row) + "\n" for row in raw_rows("rm", size)[: size.pairs]]
     (folder / "pairs.jsonl").write_text("".join(lines))
 
     def measured(*given: object) -> object:
         clock.step(0)
         found = measure(*given)
-        clock.step(SIZES[name].pairs)
+        clock.step(size.pairs)
         return found
 
     pairs.measure = measured
     settings = [
-        f"model.name_or_path={model_folder(name)}",
-        f"reward={adapter(name, 0, head=True)}",
+        f"model.name_or_path={size.model}",
+        f"reward={size.adapter(0, head=True)}",
         f"data.pairs={folder}/pairs.jsonl",
         *("policy=null", "baseline=null", "judge=null", "data.eval=null", "gate={}"),
         f"trainer.local_rollout_forward_batch_size={ROWS}",
@@ -50,12 +51,13 @@ def plain(name: str) -> None:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
-    folder, tokens, clock = adapter(name, 0, head=True), tokenizer(name), Clock()
+    size, clock = SIZES[name], Clock()
+    folder, tokens = size.adapter(0, head=True), size.tokenizer()
     loader = AutoModelForSequenceClassification
-    base = loader.from_pretrained(model_folder(name), num_labels=1, dtype="float32")
+    base = loader.from_pretrained(size.model, num_labels=1, dtype="float32")
     base.config.pad_token_id = tokens.pad_token_id
     model = PeftModel.from_pretrained(base, folder).eval()
-    pairs = raw_rows("rm", name)[: SIZES[name].pairs]
+    pairs = raw_rows("rm", size)[: size.pairs]
     texts = [pair["prompt"] + pair[side] for pair in pairs for side in ("chosen", "rejected")]
     rows = sorted((tokens.apply_chat_template(one, return_dict=False) for one in texts), key=len)
     clock.step(0)
@@ -63,7 +65,7 @@ def plain(name: str) -> None:
         for first in range(0, len(rows), ROWS):
             batch = {"input_ids": rows[first : first + ROWS]}
             model(**tokens.pad(batch, return_tensors="pt")).logits.tolist()
-    clock.step(SIZES[name].pairs)
+    clock.step(size.pairs)
     clock.write(high_water(), warmup=0)
 
 

@@ -8,19 +8,7 @@ import os
 import sys
 from typing import Any
 
-from sizes import (
-    LEARNING_RATE,
-    LORA,
-    SEED,
-    SIZES,
-    Clock,
-    high_water,
-    model_folder,
-    prompts,
-    tokenizer,
-    with_ends,
-    write,
-)
+from sizes import LEARNING_RATE, LORA, SEED, SIZES, Clock, Size, high_water, write
 from variants import GOALS, OPTIMIZER_OF_TRL, PHASES, SETTINGS, Ours, courtesy
 
 
@@ -30,15 +18,15 @@ def ppo(name: str, case: str, fields: str) -> None:
     from pipeline.ppo.rewards import AdapterReward
     from pipeline.ppo.trainer import PPOTrainer
 
-    clock, size, ours, tokens = Clock(), SIZES[name], Ours(**json.loads(fields)), tokenizer(name)
-    shared = shared_base(name, case, ours.dtype)
+    clock, size, ours = Clock(), SIZES[name], Ours(**json.loads(fields))
+    shared, tokens = shared_base(size, case, ours.dtype), size.tokenizer()
     matmul.configure(shared.hidden_size, "cpu")
     shared.add("reward", lora=LORA, head=True)
     add_critic(shared, ours, copy_of="reward")
     # Few rows save memory; completions to one prompt have to be in one micro-batch to share it.
     few_rows = ours.prompts == "different" and not ours.like_trl
     args = config(
-        name,
+        size,
         ours,
         size.updates,
         num_ppo_epochs=2,
@@ -55,7 +43,7 @@ def ppo(name: str, case: str, fields: str) -> None:
         clock.step(update)
         history.append(metrics)
 
-    token_ids = prompts(name, tokens, ours.long_prompts)
+    token_ids = size.token_ids(tokens, ours.long_prompts)
     if ours.prompts != "different":
         token_ids = token_ids[: size.prompts * size.updates // size.generations]
     if ours.prompts == "repeated":
@@ -80,26 +68,26 @@ def score(name: str, fields: str) -> None:
     from pipeline.ppo.rewards import FunctionReward
     from pipeline.ppo.trainer import PPOTrainer
 
-    seed, ours, tokens = int(os.environ["BENCH_SEED"]), Ours(**json.loads(fields)), tokenizer(name)
+    seed, size, ours = int(os.environ["BENCH_SEED"]), SIZES[name], Ours(**json.loads(fields))
     torch.manual_seed(seed)
-    shared = shared_base(name, "own")
+    shared, tokens = shared_base(size, "own"), size.tokenizer()
     add_critic(shared, ours, lora=LORA)
-    per_device = {"per_device_train_batch_size": SIZES[name].prompts}
-    args = config(name, ours, GOALS[name].updates, seed=seed, **per_device, **SETTINGS)
+    per_device = {"per_device_train_batch_size": size.prompts}
+    args = config(size, ours, GOALS[name].updates, seed=seed, **per_device, **SETTINGS)
     reward = FunctionReward(lambda completions: [courtesy(text) for text in completions])
-    history = PPOTrainer(shared, tokens, args, rows(prompts(name, tokens)), [reward]).train()
+    history = PPOTrainer(shared, tokens, args, rows(size.token_ids(tokens)), [reward]).train()
     curve = [(metrics["objective/scores"], metrics["objective/kl"]) for metrics in history]
     write(GOALS[name].read(curve))
 
 
-def shared_base(name: str, case: str, dtype: str = "float32") -> Any:
+def shared_base(size: Size, case: str, dtype: str = "float32") -> Any:
     """Returns the base with its policy; the bare base is the reference, as in TRL's with LoRA."""
     from transformers import AutoModelForCausalLM
 
     from pipeline.models.adapters import SharedBase
 
-    base = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=dtype)
-    shared = SharedBase(with_ends(base, name, case))
+    base = AutoModelForCausalLM.from_pretrained(size.model, dtype=dtype)
+    shared = SharedBase(size.with_ends(base, case))
     shared.add("policy", lora=LORA, trainable=True)
     return shared
 
@@ -110,10 +98,9 @@ def add_critic(shared: Any, ours: Ours, **adapter: Any) -> None:
     shared.add("critic", trainable=True, **kind)
 
 
-def config(name: str, ours: Ours, updates: int, **settings: Any) -> Any:
+def config(size: Size, ours: Ours, updates: int, **settings: Any) -> Any:
     from pipeline.ppo.config import PPOConfig
 
-    size = SIZES[name]
     return PPOConfig(
         total_episodes=size.prompts * updates,
         batch_size=size.prompts,

@@ -10,21 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sizes import (
-    EOS,
-    LEARNING_RATE,
-    LORA,
-    SIZES,
-    TRL_PPO,
-    WORK,
-    Clock,
-    high_water,
-    model_folder,
-    prompts,
-    tokenizer,
-    with_ends,
-    write,
-)
+from sizes import EOS, LEARNING_RATE, LORA, SIZES, TRL_PPO, Clock, Size, high_water, write
 from variants import GOALS, PHASES, SETTINGS, Theirs, courtesy
 
 sys.path.insert(0, str(TRL_PPO))  # before the installed TRL
@@ -32,7 +18,7 @@ sys.path.insert(0, str(TRL_PPO))  # before the installed TRL
 
 def ppo(name: str, case: str, fields: str) -> None:
     """Updates with a reward model, timed by phase."""
-    clock, theirs = Clock(), Theirs(**json.loads(fields))
+    clock, size, theirs = Clock(), SIZES[name], Theirs(**json.loads(fields))
     if theirs.bf16:
         # As `accelerate launch --mixed_precision bf16` does: its trainer does not hand args.bf16 on.
         os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
@@ -42,9 +28,9 @@ def ppo(name: str, case: str, fields: str) -> None:
 
     if theirs.matmul:
         torch.set_float32_matmul_precision(os.environ["BENCH_MATMUL"])
-    policy = policy_of(name, case, dtype)
+    policy = policy_of(size, case, dtype)
     torch.manual_seed(0)
-    reward, critic = scalar_model(name, dtype), scalar_model(name, dtype)
+    reward, critic = scalar_model(size, dtype), scalar_model(size, dtype)
     watch = Stopwatch(reward)
 
     class Watch(TrainerCallback):
@@ -54,7 +40,7 @@ def ppo(name: str, case: str, fields: str) -> None:
 
     settings = {"num_ppo_epochs": 2, "num_mini_batches": 2, "temperature": 1.0}
     settings |= {"learning_rate": LEARNING_RATE, "bf16": theirs.bf16}
-    trainer = trainer_of(name, SIZES[name].updates, policy, reward, critic, Watch(), **settings)
+    trainer = trainer_of(size, size.updates, policy, reward, critic, Watch(), **settings)
     watch.next_update()
     trainer.train()
     dtypes = [str(policy.dtype), trainer.accelerator.mixed_precision]
@@ -68,9 +54,10 @@ def score(name: str) -> None:
     from transformers import TrainerCallback
     from trl.experimental.ppo import ppo_trainer
 
-    seed, tokens = int(os.environ["BENCH_SEED"]), tokenizer(name)
+    seed, size = int(os.environ["BENCH_SEED"]), SIZES[name]
+    tokens = size.tokenizer()
     torch.manual_seed(seed)
-    policy, critic = policy_of(name, "own"), scalar_model(name)
+    policy, critic = policy_of(size, "own"), scalar_model(size)
     reward, get_reward = torch.nn.Identity(), ppo_trainer.get_reward
 
     def scored(model: Any, ids: Any, pad: int, start: int) -> Any:
@@ -89,34 +76,34 @@ def score(name: str) -> None:
                 curve.append((logs["objective/scores"], logs["objective/kl"]))
 
     settings = {"bf16": False, "logging_steps": 1, "seed": seed, **SETTINGS}
-    trainer_of(name, GOALS[name].updates, policy, reward, critic, Watch(), **settings).train()
+    trainer_of(size, GOALS[name].updates, policy, reward, critic, Watch(), **settings).train()
     write(GOALS[name].read(curve))
 
 
-def policy_of(name: str, case: str, dtype: str = "float32") -> Any:
+def policy_of(size: Size, case: str, dtype: str = "float32") -> Any:
     from transformers import AutoModelForCausalLM
 
-    return with_ends(AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=dtype), name, case)
+    return size.with_ends(AutoModelForCausalLM.from_pretrained(size.model, dtype=dtype), case)
 
 
-def scalar_model(name: str, dtype: str = "float32") -> Any:
+def scalar_model(size: Size, dtype: str = "float32") -> Any:
     from transformers import AutoModelForSequenceClassification
 
-    return AutoModelForSequenceClassification.from_pretrained(model_folder(name), num_labels=1, dtype=dtype)
+    return AutoModelForSequenceClassification.from_pretrained(size.model, num_labels=1, dtype=dtype)
 
 
 def trainer_of(
-    name: str, updates: int, policy: Any, reward: Any, critic: Any, watch: Any, **more: Any
+    size: Size, updates: int, policy: Any, reward: Any, critic: Any, watch: Any, **more: Any
 ) -> Any:
     """Returns TRL's trainer of a size, which tells `watch` about its updates."""
     import datasets
     from peft import LoraConfig
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    size, tokens = SIZES[name], tokenizer(name)
+    tokens = size.tokenizer()
     tokens.padding_side = "left"
     args = PPOConfig(
-        output_dir=str(WORK / name / "trl"),
+        output_dir=str(size.folder / "trl"),
         total_episodes=size.prompts * updates,
         # The rows of an update; it cuts them into the minibatches by itself. With gradient accumulation instead,
         # accelerate would leave out every other optimizer step.
@@ -140,7 +127,7 @@ def trainer_of(
         ref_model=None,  # the policy without its adapter
         reward_model=reward,
         value_model=critic,
-        train_dataset=datasets.Dataset.from_list([{"input_ids": ids} for ids in prompts(name, tokens)]),
+        train_dataset=datasets.Dataset.from_list([{"input_ids": ids} for ids in size.token_ids(tokens)]),
         peft_config=LoraConfig(task_type="CAUSAL_LM", **LORA),
         callbacks=[watch],
     )

@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.request
 
-from sizes import DATA, ROOT, SIZES, WORK, adapter, model_folder, since_start, tokenizer, write
+from sizes import DATA, ROOT, SIZES, WORK, since_start, write
 
 CLIENTS = 64
 
@@ -29,10 +29,11 @@ def ours(name: str, _: str, *overrides: str) -> None:
     from pipeline.commands.serve import serving
     from pipeline.config import load_job
 
-    limit = SIZES[name].serve_tokens
+    size = SIZES[name]
+    limit = size.serve_tokens
     given = [
-        f"model.name_or_path={model_folder(name)}",
-        f"serve.policies={{one: {adapter(name, 0)}, two: {adapter(name, 1)}}}",
+        f"model.name_or_path={size.model}",
+        f"serve.policies={{one: {size.adapter(0)}, two: {size.adapter(1)}}}",
         "serve.rewards={}",
         "serve.port=0",
         f"trainer.response_length={limit}",
@@ -66,7 +67,7 @@ def ours(name: str, _: str, *overrides: str) -> None:
         models = private()
         threads = [threading.Thread(target=client, args=(i,)) for i in range(CLIENTS)]
         began = time.monotonic()
-        end = began + SIZES[name].serve_seconds
+        end = began + size.serve_seconds
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -86,14 +87,14 @@ def plain(name: str, _: str) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    tokens, limit, texts = tokenizer(name), SIZES[name].serve_tokens, questions()
-    models = []
-    for folder in (adapter(name, 0), adapter(name, 1)):
-        base = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=torch.float32)
+    size, texts, models = SIZES[name], questions(), []
+    tokens, limit = size.tokenizer(), size.serve_tokens
+    for folder in (size.adapter(0), size.adapter(1)):
+        base = AutoModelForCausalLM.from_pretrained(size.model, dtype=torch.float32)
         models.append(PeftModel.from_pretrained(base, folder).merge_and_unload().eval())
     asked, first, began = 0, 0.0, time.monotonic()
     settings = {"do_sample": True, "top_k": 0, "pad_token_id": tokens.pad_token_id}
-    while time.monotonic() < began + SIZES[name].serve_seconds:
+    while time.monotonic() < began + size.serve_seconds:
         messages = [{"role": "user", "content": texts[asked % len(texts)]}]
         ids = tokens.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
         with torch.no_grad():

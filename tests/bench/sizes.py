@@ -34,6 +34,7 @@ EOS, BOS = SPECIAL["<|eot_id|>"], SPECIAL["<|begin_of_text|>"]  # all sizes use 
 class Size:
     """One size of model, and how much of everything is measured at it."""
 
+    name: str
     about: str
     shape: dict[str, int] | None  # of a random Llama; None: the demo model, which is trained
     prompts: int  # of one PPO update
@@ -53,50 +54,80 @@ class Size:
     serve_tokens: int  # of each completion of `serve`
     serve_seconds: int
 
+    @property
+    def folder(self) -> Path:
+        return WORK / self.name
 
-SMALL = dict(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=1024
-)
-LLAMA = dict(
-    hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, vocab_size=32_000
-)
-SIZES = {
-    "toy": Size(  # for the test of this bench
-        about="a random Llama of two layers, which shows nothing", shape=SMALL, prompts=4, together=2, generations=2,
-        prompt_tokens=8, long_prompt_tokens=24, new_tokens=6, eos_bias=4.6, updates=2, rows=4, words=10, steps=2, warmup=1,
-        logging_steps=1, pairs=4, serve_tokens=6, serve_seconds=3,
-    ),
-    "demo": Size(
-        about="the demo's model of 0.8 M parameters", shape=None, prompts=64, together=32, generations=8, prompt_tokens=None,
-        long_prompt_tokens=None, new_tokens=40, eos_bias=0.0, updates=6, rows=16, words=None, steps=150, warmup=75,
-        logging_steps=5, pairs=200, serve_tokens=40, serve_seconds=30,
-    ),
-    "large": Size(
-        about="a random Llama of 110 M parameters with a vocabulary of 32,000", shape=LLAMA, prompts=16, together=3,
-        generations=8, prompt_tokens=32, long_prompt_tokens=96, new_tokens=96, eos_bias=6.6, updates=2, rows=8, words=40,
-        steps=10, warmup=2, logging_steps=1, pairs=4, serve_tokens=64, serve_seconds=30,
-    ),
-}  # fmt: skip
+    @property
+    def model(self) -> Path:
+        return self.folder / "model" if self.shape else DEMO
 
+    def prepare(self) -> None:
+        """Writes the random model and the rows, once."""
+        if (self.folder / "ready").exists():
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.shape:
+            write_model(self.model, self.shape)
+        if self.words:
+            write_rows(self.folder, self.words)
+        else:
+            for name in ("demonstrations.jsonl", "preferences.jsonl"):
+                shutil.copy(DATA / name, self.folder)
+        (self.folder / "ready").touch()
 
-def model_folder(size: str) -> Path:
-    return WORK / size / "model" if SIZES[size].shape else DEMO
+    def adapter(self, seed: int, head: bool = False) -> Path:
+        """Returns the folder of an adapter of random numbers, made once."""
+        folder = self.folder / f"{'reward' if head else 'policy'}-{seed}"
+        if not (folder / "adapter_model.safetensors").exists():
+            import torch
+            from transformers import AutoModelForCausalLM
 
+            from pipeline.models.adapters import SharedBase
 
-def prepare(size: str) -> None:
-    """Writes the random model and the rows of a size, once."""
-    folder = WORK / size
-    if (folder / "ready").exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    if shape := SIZES[size].shape:
-        write_model(folder / "model", shape)
-    if words := SIZES[size].words:
-        write_rows(folder, words)
-    else:
-        for name in ("demonstrations.jsonl", "preferences.jsonl"):
-            shutil.copy(DATA / name, folder)
-    (folder / "ready").touch()
+            shared = SharedBase(AutoModelForCausalLM.from_pretrained(self.model, dtype="float32"))
+            torch.manual_seed(seed)
+            shared.add("random", lora=LORA, head=head)
+            for parameter in shared.parameters_of("random"):
+                parameter.data += 0.02 * torch.randn_like(parameter)
+            shared.save("random", folder)
+        return folder
+
+    def tokenizer(self) -> Any:
+        """Returns the demo's tokenizer, with a pad token that is not its end."""
+        from transformers import AutoTokenizer
+
+        found = AutoTokenizer.from_pretrained(self.model)
+        found.pad_token = "<|finetune_right_pad_id|>"
+        return found
+
+    def token_ids(self, tokens: Any, long: bool = False) -> list[list[int]]:
+        """Returns the token ids of the prompts of all updates."""
+        if width := self.long_prompt_tokens if long else self.prompt_tokens:
+            draw = random.Random(1)
+            return [
+                [draw.randrange(10, 1000) for _ in range(width)] for _ in range(self.prompts * self.updates)
+            ]
+        lines = (DATA / "prompts.jsonl").read_text().splitlines()
+        chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
+        return [tokens.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
+
+    def with_ends(self, model: Any, case: str) -> Any:
+        """Makes completions end by themselves (`own`) or never (`full`), by a bias on the lm head. Returns the model.
+
+        One id alone ends a completion, the tokenizer's: TRL's PPO knows no more than one.
+        """
+        import torch
+
+        ends = model.generation_config.eos_token_id
+        head = model.get_output_embeddings()
+        bias = torch.zeros(model.config.vocab_size, dtype=head.weight.dtype)
+        bias[ends] = NEVER
+        if case == "own":
+            bias[EOS] = self.eos_bias
+        head.bias = torch.nn.Parameter(bias, requires_grad=False)
+        model.generation_config.eos_token_id = EOS
+        return model
 
 
 def write_model(folder: Path, shape: dict[str, int]) -> None:
@@ -130,62 +161,29 @@ def write_rows(folder: Path, words: int) -> None:
             demonstrations.write(json.dumps({"messages": turns}) + "\n")
 
 
-def adapter(size: str, seed: int, head: bool = False) -> Path:
-    """Returns the folder of an adapter of random numbers, made once."""
-    folder = WORK / size / f"{'reward' if head else 'policy'}-{seed}"
-    if not (folder / "adapter_model.safetensors").exists():
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        from pipeline.models.adapters import SharedBase
-
-        shared = SharedBase(AutoModelForCausalLM.from_pretrained(model_folder(size), dtype="float32"))
-        torch.manual_seed(seed)
-        shared.add("random", lora=LORA, head=head)
-        for parameter in shared.parameters_of("random"):
-            parameter.data += 0.02 * torch.randn_like(parameter)
-        shared.save("random", folder)
-    return folder
+def shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip(names, (vocabulary, hidden, intermediate, layers, heads), strict=True))
 
 
-def tokenizer(size: str) -> Any:
-    """Returns the demo's tokenizer, with a pad token that is not its end."""
-    from transformers import AutoTokenizer
-
-    found = AutoTokenizer.from_pretrained(model_folder(size))
-    found.pad_token = "<|finetune_right_pad_id|>"
-    return found
-
-
-def prompts(size: str, tokens: Any, long: bool = False) -> list[list[int]]:
-    """Returns the token ids of the prompts of all updates."""
-    here = SIZES[size]
-    width = here.long_prompt_tokens if long else here.prompt_tokens
-    if width:
-        draw = random.Random(1)
-        return [[draw.randrange(10, 1000) for _ in range(width)] for _ in range(here.prompts * here.updates)]
-    lines = (DATA / "prompts.jsonl").read_text().splitlines()
-    chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
-    return [tokens.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
-
-
-def with_ends(model: Any, size: str, case: str) -> Any:
-    """Makes completions end by themselves (`own`) or never (`full`), by a bias on the lm head. Returns the model.
-
-    One id alone ends a completion, the tokenizer's: TRL's PPO knows no more than one.
-    """
-    import torch
-
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    head = model.get_output_embeddings()
-    bias = torch.zeros(model.config.vocab_size, dtype=head.weight.dtype)
-    bias[ends] = NEVER
-    if case == "own":
-        bias[EOS] = SIZES[size].eos_bias
-    head.bias = torch.nn.Parameter(bias, requires_grad=False)
-    model.generation_config.eos_token_id = EOS
-    return model
+ALL = (
+    Size(  # for the test of this bench
+        name="toy", about="a random Llama of two layers, which shows nothing", shape=shape(1024, 64, 96, 2, 2), prompts=4, together=2, generations=2,
+        prompt_tokens=8, long_prompt_tokens=24, new_tokens=6, eos_bias=4.6, updates=2, rows=4, words=10, steps=2, warmup=1,
+        logging_steps=1, pairs=4, serve_tokens=6, serve_seconds=3,
+    ),
+    Size(
+        name="demo", about="the demo's model of 0.8 M parameters", shape=None, prompts=64, together=32, generations=8, prompt_tokens=None,
+        long_prompt_tokens=None, new_tokens=40, eos_bias=0.0, updates=6, rows=16, words=None, steps=150, warmup=75,
+        logging_steps=5, pairs=200, serve_tokens=40, serve_seconds=30,
+    ),
+    Size(
+        name="large", about="a random Llama of 110 M parameters with a vocabulary of 32,000", shape=shape(32_000, 768, 2048, 12, 12), prompts=16, together=3,
+        generations=8, prompt_tokens=32, long_prompt_tokens=96, new_tokens=96, eos_bias=6.6, updates=2, rows=8, words=40,
+        steps=10, warmup=2, logging_steps=1, pairs=4, serve_tokens=64, serve_seconds=30,
+    ),
+)  # fmt: skip
+SIZES = {size.name: size for size in ALL}
 
 
 def write(found: dict[str, Any]) -> None:

@@ -5,14 +5,13 @@ import shutil
 import sys
 from typing import Any
 
-from sizes import LEARNING_RATE, LORA, ROOT, SIZES, WORK, Clock, high_water, model_folder, tokenizer
+from sizes import LEARNING_RATE, LORA, ROOT, SIZES, Clock, Size, high_water
 
 ROWS = {"sft": "demonstrations", "rm": "preferences", "dpo": "preferences"}
 
 
-def arguments(stage: str, name: str) -> dict[str, Any]:
+def arguments(stage: str, size: Size) -> dict[str, Any]:
     """Returns TRL's arguments of a stage, for both sides."""
-    size = SIZES[name]
     return {
         "max_steps": size.steps,
         "per_device_train_batch_size": size.rows if stage == "sft" else size.rows // 2,
@@ -37,11 +36,12 @@ def ours(name: str, stage: str) -> None:
 
     When a step ended is read from MLflow; the memory is the worker's, which holds the model.
     """
-    clock, storage = Clock(), WORK / name / "runs"
+    clock, size = Clock(), SIZES[name]
+    storage = size.folder / "runs"
     shutil.rmtree(storage, ignore_errors=True)  # no cached rows: preparing them is part of the start
     settings = [
-        f"model.name_or_path={model_folder(name)}",
-        f"data.train={WORK / name / ROWS[stage]}.jsonl",
+        f"model.name_or_path={size.model}",
+        f"data.train={size.folder / ROWS[stage]}.jsonl",
         "data.eval=null",
         "data.max_length=null",
         "data.batch_size=null",
@@ -51,7 +51,7 @@ def ours(name: str, stage: str) -> None:
         "gate={}",
         f"mlflow.registered_model=bench-{stage}",
         "mlflow.tracking_uri=null",
-        f"trainer={json.dumps(arguments(stage, name))}",  # all of it: TRL's defaults for the rest, as on the other side
+        f"trainer={json.dumps(arguments(stage, size))}",  # all of it: TRL's defaults for the rest, as on the other side
         *(["policy=base"] if stage == "dpo" else []),
     ]
     from pipeline.__main__ import main as command
@@ -64,7 +64,7 @@ def ours(name: str, stage: str) -> None:
     client = MlflowClient(tracking_uri=result["tracking_uri"])
     for point in sorted(client.get_metric_history(result["mlflow_run_id"], "loss"), key=lambda p: p.step):
         clock.step(point.step, point.timestamp / 1000)
-    clock.write(result["peak_memory_bytes"], SIZES[name].warmup)
+    clock.write(result["peak_memory_bytes"], size.warmup)
 
 
 def plain(name: str, stage: str) -> None:
@@ -74,37 +74,37 @@ def plain(name: str, stage: str) -> None:
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
-    clock = Clock()
+    clock, size = Clock(), SIZES[name]
 
     class Watch(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: object) -> None:
             if "loss" in logs:
                 clock.step(state.global_step)
 
-    kind, folder = {"sft": "SFT", "rm": "Reward", "dpo": "DPO"}[stage], model_folder(name)
+    kind, folder = {"sft": "SFT", "rm": "Reward", "dpo": "DPO"}[stage], size.model
     if stage == "rm":
         model = AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32", num_labels=1)
     else:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     args = getattr(trl, f"{kind}Config")(
-        output_dir=str(WORK / name / "bare"), report_to="none", disable_tqdm=True, **arguments(stage, name)
+        output_dir=str(size.folder / "bare"), report_to="none", disable_tqdm=True, **arguments(stage, size)
     )
     trainer = getattr(trl, f"{kind}Trainer")(
         model=model,
         args=args,
-        train_dataset=datasets.Dataset.from_list(raw_rows(stage, name)),
-        processing_class=tokenizer(name),
+        train_dataset=datasets.Dataset.from_list(raw_rows(stage, size)),
+        processing_class=size.tokenizer(),
         peft_config=LoraConfig(task_type="SEQ_CLS" if stage == "rm" else "CAUSAL_LM", **LORA),
         callbacks=[Watch()],
     )
     trainer.train()
-    clock.write(high_water(), SIZES[name].warmup)
+    clock.write(high_water(), size.warmup)
 
 
-def raw_rows(stage: str, name: str) -> list[dict[str, Any]]:
+def raw_rows(stage: str, size: Size) -> list[dict[str, Any]]:
     """Returns the rows of a stage's file as TRL's own messages."""
     rows = []
-    for line in (WORK / name / f"{ROWS[stage]}.jsonl").read_text().splitlines():
+    for line in (size.folder / f"{ROWS[stage]}.jsonl").read_text().splitlines():
         row = json.loads(line)
         if stage == "sft":
             rows.append({"prompt": row["messages"][:-1], "completion": row["messages"][-1:]})

@@ -30,13 +30,9 @@ class ModelHub:
 
     def put(self, repo, files, private=False, gated=False, branch="main"):
         """A commit with these files {path: bytes}; its id."""
-        kept = self.repos.setdefault(
-            repo, {"private": private, "gated": gated, "branches": {}, "commits": {}}
-        )
-        before = kept["branches"].get(branch, "")
-        content = before + "".join(
-            path + hashlib.sha256(data).hexdigest() for path, data in sorted(files.items())
-        )
+        new = {"private": private, "gated": gated, "branches": {}, "commits": {}}
+        kept = self.repos.setdefault(repo, new)
+        content = repr((kept["branches"].get(branch), sorted(files.items())))
         commit = hashlib.sha1(content.encode()).hexdigest()
         kept["branches"][branch], kept["commits"][commit] = commit, dict(files)
         return commit
@@ -89,10 +85,7 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/":
             self.send(200)
         elif path == "/api/whoami-v2":
-            if user:
-                self.send(200, {"name": user, "type": "user", "orgs": [], "auth": {}})
-            else:
-                self.send(401, {"error": "Invalid username or password."})
+            self.send(200 if user else 401, {"name": user, "type": "user", "orgs": [], "auth": {}})
         elif path == "/api/validate-yaml":
             self.send(200, {"errors": [], "warnings": []})
         elif path == "/api/repos/create":
@@ -100,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
         elif path.startswith("/lfs/"):
             hub.blobs[path.removeprefix("/lfs/")] = body
             self.send(200)
-        elif found := re.fullmatch(r"/([\w.-]+/[\w.-]+)\.git/info/lfs/objects/batch", path):
+        elif path.endswith(".git/info/lfs/objects/batch"):
             self.lfs_batch(json.loads(body))
         elif found := re.fullmatch(rf"/api/(?:models/)?{REPO}(?:/(\w[\w-]*)(?:/(.*))?)?", path):
             self.repository(found[1], found[2], found[3], body, user)
@@ -125,15 +118,11 @@ class Handler(BaseHTTPRequestHandler):
         name = f"{asked.get('organization') or user}/{asked['name']}"
         if user != "owner" or name.startswith("others/"):
             self.send(403, {"error": "You don't have the rights to create a model under this namespace"})
-        elif name in self.hub.repos:
-            self.send(
-                409, {"error": "You already created this model repo", "url": f"{self.hub.address}/{name}"}
-            )
         else:
-            self.hub.put(
-                name, {".gitattributes": b"*.safetensors lfs\n"}, private=asked.get("visibility") == "private"
-            )
-            self.send(200, {"url": f"{self.hub.address}/{name}"})
+            there, files = name in self.hub.repos, {".gitattributes": b"*.safetensors lfs\n"}
+            if not there:
+                self.hub.put(name, files, private=asked.get("visibility") == "private")
+            self.send(409 if there else 200, {"error": "", "url": f"{self.hub.address}/{name}"})
 
     def found(self, repo, revision, user):
         """(repository, commit), or None after an answer that says why not."""
@@ -171,21 +160,13 @@ class Handler(BaseHTTPRequestHandler):
             self.send(200, entries) if entries else self.refuse(404, "EntryNotFound")
         elif verb == "paths-info":
             asked = json.loads(body)["paths"] if body.startswith(b"{") else parse_qs(body.decode())["paths"]
-            entries = [
-                one for path in {os.path.dirname(path) for path in asked} for one in self.tree(files, path)
-            ]
-            self.send(200, [one for one in entries if one["path"] in asked])
+            folders = {os.path.dirname(path) for path in asked}
+            self.send(200, [e for path in folders for e in self.tree(files, path) if e["path"] in asked])
         elif verb == "preupload":
-            modes = [
-                {
-                    "path": one["path"],
-                    "uploadMode": self.mode(one["path"]),
-                    "shouldIgnore": False,
-                    "oid": self.oid(files, one["path"]),
-                }
-                for one in json.loads(body)["files"]
-            ]
-            self.send(200, {"files": modes})
+            paths = [one["path"] for one in json.loads(body)["files"]]
+            facts = [{"uploadMode": self.mode(path), "oid": self.oid(files, path)} for path in paths]
+            modes = zip(paths, facts, strict=True)
+            self.send(200, {"files": [{"path": path, "shouldIgnore": False, **fact} for path, fact in modes]})
         elif verb == "commit":
             self.commit(repo, kept, revision, files, body, user)
         else:
@@ -245,20 +226,13 @@ class Handler(BaseHTTPRequestHandler):
             elif one["key"] == "deletedFile":
                 new.pop(value["path"])
         oid = self.hub.put(repo, new, branch=branch)
-        self.send(
-            200, {"success": True, "commitOid": oid, "commitUrl": f"{self.hub.address}/{repo}/commit/{oid}"}
-        )
+        url = f"{self.hub.address}/{repo}/commit/{oid}"
+        self.send(200, {"success": True, "commitOid": oid, "commitUrl": url})
 
     def lfs_batch(self, asked):
-        objects = [
-            {
-                "oid": one["oid"],
-                "size": one["size"],
-                "actions": {"upload": {"href": f"{self.hub.address}/lfs/{one['oid']}"}},
-            }
-            for one in asked["objects"]
-        ]
-        self.send(200, {"transfer": "basic", "objects": objects})
+        for one in asked["objects"]:
+            one["actions"] = {"upload": {"href": f"{self.hub.address}/lfs/{one['oid']}"}}
+        self.send(200, {"transfer": "basic", "objects": asked["objects"]})
 
     def file(self, repo, revision, path, user):
         there = self.found(repo, revision, user)
@@ -269,11 +243,8 @@ class Handler(BaseHTTPRequestHandler):
         if data is None:
             self.send(404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
             return
-        headers = {
-            "ETag": f'"{hashlib.sha1(data).hexdigest()}"',
-            "X_Repo_Commit": commit,
-            "Accept_Ranges": "bytes",
-        }
+        etag = f'"{hashlib.sha1(data).hexdigest()}"'
+        headers = {"ETag": etag, "X_Repo_Commit": commit, "Accept_Ranges": "bytes"}
         if asked := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             first, last = int(asked[1]), int(asked[2] or len(data) - 1)
             headers["Content_Range"] = f"bytes {first}-{min(last, len(data) - 1)}/{len(data)}"
@@ -307,10 +278,9 @@ def connected(cache):
     from pipeline.models.hub import _hub_answers
 
     with serve() as hub, pytest.MonkeyPatch.context() as patch:
+        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         patch.setattr(constants, "ENDPOINT", hub.address)
-        patch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.address + "/{repo_id}/resolve/{revision}/{filename}"
-        )
         patch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.address)
         patch.setattr("transformers.utils.hub._hf_api", None)
         patch.setattr(constants, "HF_HUB_CACHE", str(cache))

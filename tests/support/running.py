@@ -22,19 +22,14 @@ def stage(
     before = os.getcwd()
     os.chdir(ROOT)
     try:
-        arguments = [
-            verb,
-            job or f"jobs/demo/{verb}.yaml",
-            "gate={}",
-            *(["run.report=false"] if verb in STAGES else []),  # two seconds of drawing
-            f"run.storage_path={storage}",
-            f"run.name={name}",
-        ]
-        assert main([*arguments, *overrides]) == status
+        file, settings = job or f"jobs/demo/{verb}.yaml", ["gate={}", f"run.storage_path={storage}"]
+        settings += ["run.report=false"] if verb in STAGES else []  # two seconds of drawing
+        settings += [f"run.name={name}", *overrides]
+        assert main([verb, file, *settings]) == status
         path = storage / name / "result.json"
         result = json.loads(path.read_text()) if path.exists() else {}
         if verb in STAGES and result:  # what a run measures is what its gate may name
-            loaded = load_job(arguments[1], [*arguments[2:], *overrides], verb)
+            loaded = load_job(file, settings, verb)
             unknown = set(result["metrics"]) - set(gates.metrics(loaded))
             assert not [metric for metric in unknown if not gates.of_rows(loaded, metric)]
         return result

@@ -18,12 +18,7 @@ KINDS = ["llama", "gpt2", "qwen3", "mistral", "gemma", "gemma2"]  # architecture
 MEASURED = re.compile("time/|memory/|per_second")  # metrics that differ from run to run
 VOCAB, EOS = 64, [2, 3]
 SMALL = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    initializer_range=0.2,
+    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.2
 )
 LORA = dict(r=4, lora_alpha=8, target_modules="all-linear")
 
@@ -42,19 +37,17 @@ class Tokenizer:
 
 def config(kind="llama", **changes):
     special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=128)
+    one_key = dict(intermediate_size=48, num_key_value_heads=1, head_dim=8)
+    two_keys = dict(intermediate_size=48, num_key_value_heads=2)
     name, more = {
         "gpt2": ("GPT2Config", {}),
-        "llama": ("LlamaConfig", dict(num_key_value_heads=2)),
-        "qwen3": ("Qwen3Config", dict(num_key_value_heads=2, head_dim=8)),
-        "mistral": ("MistralConfig", dict(num_key_value_heads=2, sliding_window=8)),
-        "gemma": ("GemmaConfig", dict(num_key_value_heads=1, head_dim=8)),
-        "gemma2": (
-            "Gemma2Config",
-            dict(num_key_value_heads=1, head_dim=8, sliding_window=8, final_logit_softcapping=5.0),
-        ),
+        "llama": ("LlamaConfig", two_keys),
+        "qwen3": ("Qwen3Config", {**two_keys, "head_dim": 8}),
+        "mistral": ("MistralConfig", {**two_keys, "sliding_window": 8}),
+        "gemma": ("GemmaConfig", one_key),
+        "gemma2": ("Gemma2Config", {**one_key, "sliding_window": 8, "final_logit_softcapping": 5.0}),
     }[kind]
-    small = {key: value for key, value in SMALL.items() if kind != "gpt2" or key != "intermediate_size"}
-    return getattr(transformers, name)(**{**small, **more, **special, **changes})
+    return getattr(transformers, name)(**{**SMALL, **more, **special, **changes})
 
 
 def base(kind="llama", seed=0, **changes):
@@ -104,18 +97,12 @@ def noisy(completion_ids):
     return [score + 0.1 * torch.rand(1).item() for score in low(completion_ids)]
 
 
-def trainer(
-    shared=None,
-    reward=low,
-    rows=None,
-    decoder=None,
-    evaluate=None,
-    on_update=None,
-    rollout=None,
-    workers=None,
-    critic_reward=None,
-    **changes,
-):
+OPTIONS = ("evaluate", "decoder", "on_update", "rollout", "critic_reward")  # of PPOTrainer
+
+
+def trainer(shared=None, reward=low, rows=None, workers=None, **changes):
+    """A PPO trainer; `changes` are OPTIONS of it, and keys of its PPOConfig."""
+    options = {key: changes.pop(key) for key in OPTIONS if key in changes}
     settings = dict(
         total_episodes=64, batch_size=16, response_length=8, learning_rate=1e-2, kl_coef=0.02, num_ppo_epochs=2, seed=3,
         num_mini_batches=2, per_device_train_batch_size=8, lr_scheduler_type="constant",
@@ -125,9 +112,8 @@ def trainer(
     rewards = [reward] if not callable(reward) and not isinstance(reward, list) else reward
     rewards = [FunctionReward(reward)] if callable(reward) else rewards
     return PPOTrainer(
-        shared, Tokenizer(), args, rows or prompts(), rewards, evaluate, decoder, on_update,
-        rollout=rollout, rollout_workers=workers, critic_reward=critic_reward,
-    )  # fmt: skip
+        shared, Tokenizer(), args, rows or prompts(), rewards, rollout_workers=workers, **options
+    )
 
 
 def unmeasured(history):
