@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from pipeline.runtime.worker import Worker
 
 # Of a completion's row, what a rule reads
 FACTS = ("benchmark", "subset", "id", "pair", "correct", "completions")
-ENDS = ("_low", "_high")  # suffixes of the ends of a score's 95 % interval
 TIES = "ties"  # RewardBench 2's subset with several correct completions; its files spell it `Ties` or `ties`
+
+Figures = dict[str, dict[str, float]]  # level or subset -> rows, score, and the ends of its 95 % interval
 
 
 @dataclass(frozen=True)
@@ -80,16 +82,13 @@ def figures(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]]:
     for row in rows:
         by_name[row.row["benchmark"]].append(row)
     for name, own in by_name.items():
-        found, subsets = BENCHMARKS[name](own)
-        metrics |= {f"eval_{name}{key}": value for key, value in found.items()}
+        levels, subsets = BENCHMARKS[name](own)
+        overall = levels["all"]
+        metrics[f"eval_{name}"] = overall["score"]
+        metrics |= {f"eval_{name}_{end}": overall[end] for end in ("low", "high") if end in overall}
+        metrics |= {f"eval_{name}_{key}": one["score"] for key, one in levels.items() if key != "all"}
         metrics |= {f"eval_{name}/{metric_name(key)}": one["score"] for key, one in subsets.items()}
-        levels = {
-            key.strip("_") or "all": {"rows": len(own), "score": value}
-            for key, value in found.items()
-            if key not in ENDS
-        }
-        levels["all"] |= {key.strip("_"): found[key] for key in ENDS if key in found}
-        tables[name] = {"rows": len(own), "score": found[""], "levels": levels, "subsets": subsets}
+        tables[name] = {"rows": len(own), "score": overall["score"], "levels": levels, "subsets": subsets}
     return metrics, tables
 
 
@@ -148,51 +147,42 @@ def _mean(values: Sequence[float]) -> float:
     return mean(values) if values else 0.0
 
 
-def _best_of_k(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+def _best_of_k(rows: list[Scored]) -> tuple[Figures, Figures]:
     """Scores RewardBench 2, and your own best-of-k rows, by the plain mean of the subsets."""
     subsets = _by_subset(rows, [best_of(row) for row in rows])
     for name in [name for name in subsets if name.lower() == TIES]:
         own = [row for row in rows if str(row.row["subset"]) == name]
         subsets[name] = {"rows": len(own), "score": ties_score(own)}
-    return {"": mean([one["score"] for one in subsets.values()])}, subsets
+    score = mean([one["score"] for one in subsets.values()])
+    return {"all": {"rows": len(rows), "score": score}}, subsets
 
 
-def _rm_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+def _rm_bench(rows: list[Scored]) -> tuple[Figures, Figures]:
     """RM-Bench (https://arxiv.org/abs/2410.16184): entry (i, j) compares the correct completion in style i with the wrong
     completion in style j. Hard is the upper triangle (longer wrong completions with more markdown), normal is the diagonal.
     """
     wins = [[[float(good > bad) for bad in row.bad] for good in row.good] for row in rows]
-    levels: dict[str, Callable[[int, int], bool]] = {
-        "hard": lambda i, j: i < j,
-        "normal": lambda i, j: i == j,
-        "easy": lambda i, j: i > j,
-    }
-    cells = [(i, j) for i in range(STYLED) for j in range(STYLED)]
-    found = {
-        f"_{level}": mean([won[i][j] for won in wins for i, j in cells if belongs(i, j)])
-        for level, belongs in levels.items()
-    }
     # All levels have the same number of entries, so the mean over all entries is the mean of the levels.
     means = [mean([mean(line) for line in won]) for won in wins]
-    return {**_overall(means), **found}, _by_subset(rows, means)
+    levels = {"all": _share(means)}
+    cells = [(i, j) for i in range(STYLED) for j in range(STYLED)]
+    for level, belongs in {"hard": operator.lt, "normal": operator.eq, "easy": operator.gt}.items():
+        score = mean([won[i][j] for won in wins for i, j in cells if belongs(i, j)])
+        levels[level] = {"rows": len(rows), "score": score}
+    return levels, _by_subset(rows, means)
 
 
-def _judge_bench(rows: list[Scored]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+def _judge_bench(rows: list[Scored]) -> tuple[Figures, Figures]:
     """Scores JudgeBench (https://arxiv.org/abs/2410.12784). Rewards see no order of the answers; equal scores are wrong."""
     right = [float(_gap(row) > 0) for row in rows]
-    return _overall(right), _by_subset(rows, right)
+    return {"all": _share(right)}, _by_subset(rows, right)
 
 
-def _by_subset(rows: Sequence[Scored], values: Sequence[float]) -> dict[str, dict[str, float]]:
+def _by_subset(rows: Sequence[Scored], values: Sequence[float]) -> Figures:
     groups: dict[str, list[float]] = defaultdict(list)
     for row, value in zip(rows, values, strict=True):
         groups[str(row.row["subset"])].append(value)
     return {name: _share(groups[name]) for name in sorted(groups)}
-
-
-def _overall(values: Sequence[float]) -> dict[str, float]:
-    share = _share(values)
-    return {"": share["score"], "_low": share["low"], "_high": share["high"]}
 
 
 def _share(values: Sequence[float]) -> dict[str, float]:
@@ -200,8 +190,8 @@ def _share(values: Sequence[float]) -> dict[str, float]:
     return {"rows": len(values), "score": mean(values), "low": low, "high": high}
 
 
-# name -> rows to ({suffix of the metric: value}, {subset: figures})
-BENCHMARKS: dict[str, Callable[[list[Scored]], tuple[dict[str, float], dict[str, dict[str, float]]]]] = {
+# name -> rows to (figures of `all` and of other levels, figures of the subsets)
+BENCHMARKS: dict[str, Callable[[list[Scored]], tuple[Figures, Figures]]] = {
     "reward_bench_2": _best_of_k,
     "best_of_k": _best_of_k,
     "rm_bench": _rm_bench,

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from statistics import stdev
 
+import numpy as np
+
 from pipeline.figures import mean
 
 RESAMPLES = 200  # number of bootstrap samples
@@ -23,8 +25,6 @@ def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[f
         wins: each prompt's win, from 0 to 1; 0.5 is a tie.
         longer: length of the policy's completion minus the baseline's.
     """
-    import numpy as np
-
     spread = stdev(longer) if len(longer) > 1 else 0.0
     features = np.array([[math.tanh(d / spread) if spread else 0.0, 1.0] for d in longer])
     shares = np.array(wins, dtype=float)
@@ -34,9 +34,8 @@ def length_controlled(wins: Sequence[float], longer: Sequence[float]) -> tuple[f
     return _at_equal_length(features, shares), low, high
 
 
-def _at_equal_length(features, shares) -> float:  # type: ignore[no-untyped-def]
+def _at_equal_length(features: np.ndarray, shares: np.ndarray) -> float:
     """Fits soft labels as AlpacaEval does: each row counts once as a win and once as a loss, by its share."""
-    import numpy as np
     from sklearn.linear_model import LogisticRegression
 
     weights = np.concatenate([shares, 1 - shares])
@@ -44,15 +43,8 @@ def _at_equal_length(features, shares) -> float:  # type: ignore[no-untyped-def]
     used = weights > 0
     if len(set(labels[used])) < 2:
         return float(shares[0] > 0.5)  # all wins or all losses
-    model = LogisticRegression(
-        l1_ratio=1.0,
-        solver="liblinear",
-        C=STRENGTH,
-        fit_intercept=False,
-        tol=1e-10,
-        max_iter=10_000,
-        random_state=123,
-    )
+    how = {"l1_ratio": 1.0, "solver": "liblinear", "C": STRENGTH, "tol": 1e-10, "max_iter": 10_000}
+    model = LogisticRegression(**how, fit_intercept=False, random_state=123)
     model.fit(np.concatenate([features, features])[used], labels[used], sample_weight=weights[used])
     return 1 / (1 + math.exp(-float(model.coef_[0, 1])))
 

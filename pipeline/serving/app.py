@@ -43,7 +43,7 @@ from pipeline.serving.feedback import FeedbackStore, encoders, folder_of
 from pipeline.serving.metrics import Metrics, Page
 from pipeline.serving.models import Models, Served, ends, start
 from pipeline.serving.protocol import Asked, ChatRequest, CompletionRequest, Feedback, Refused
-from pipeline.serving.scores import ROWS, Scores, results
+from pipeline.serving.scores import ROWS, Scores
 from pipeline.system import console
 from pipeline.system.credentials import without_credentials
 
@@ -376,9 +376,9 @@ class Server:
         if len(rows) > ROWS:
             raise Refused(413, f"found {len(rows)} rows; expected at most {ROWS} a request")
         served = self.models.rewards[name]
-        future, counts = await self._read(self.scores.ask, served, rows)
+        future = await self._read(self.scores.ask, served, rows)
         async with limit(self.serve.timeout_s):
-            scored = results(await asyncio.wrap_future(future), counts)
+            scored = await asyncio.wrap_future(future)
         headers = {"x-model-version": served.version}
         return JSONResponse(scored if isinstance(sent, list) else scored[0], headers=headers)
 

@@ -18,7 +18,8 @@ from pipeline.serving.models import Served, ends
 
 ROWS = 4096  # most rows of a request
 Sample = tuple[list[int], list[int], dict[str, Any]]  # prompt ids, completion ids, row
-Waiting = tuple[list[Sample], Future[list[float]]]  # one request
+# One request: the one or two samples of each row, and what the rows get
+Waiting = tuple[list[list[Sample]], Future[list[dict[str, float]]]]
 
 
 class Scores:
@@ -32,23 +33,21 @@ class Scores:
         )
         self.batcher, self.rows = batcher, host.job.args.local_rollout_forward_batch_size
 
-    def ask(self, served: Served, rows: list[Any]) -> tuple[Future[list[float]], list[int]]:
-        """Scores of the completions of some rows, and how many each row has: one, or two of a pair.
+    def ask(self, served: Served, rows: list[Any]) -> Future[list[dict[str, float]]]:
+        """Returns a future of `score` of each row; of a pair `score_chosen`, `score_rejected` and `score_margin`.
 
         Raises:
             RowError: for the first row that is wrong, with its number as the line.
         """
-        samples: list[Sample] = []
-        counts = []
+        samples: list[list[Sample]] = []
         for number, row in enumerate(rows, 1):
             columns = self._columns(served.version, row, number)
-            sides = [side for side in ("chosen_ids", "rejected_ids") if columns[side] is not None]
-            samples += [(columns["prompt_ids"], columns[side], row) for side in sides]
-            counts.append(len(sides))
-        future: Future[list[float]] = Future()
-        if not samples:
+            sides = [columns[side] for side in ("chosen_ids", "rejected_ids") if columns[side] is not None]
+            samples.append([(columns["prompt_ids"], ids, row) for ids in sides])
+        future: Future[list[dict[str, float]]] = Future()
+        if not rows:
             future.set_result([])
-            return future, counts
+            return future
         served.scoring.append((samples, future))
 
         def pass_on(turn: Future[None]) -> None:  # the batcher may have ended
@@ -56,7 +55,7 @@ class Scores:
                 future.set_exception(error)
 
         self.batcher.run(lambda: self._answer(served)).add_done_callback(pass_on)
-        return future, counts
+        return future
 
     def _columns(self, source: str, row: Any, number: int) -> dict[str, Any]:
         outcome: Any
@@ -82,7 +81,7 @@ class Scores:
         waiting = served.scoring
         while waiting:
             batch: list[Waiting] = []
-            while waiting and sum(len(samples) for samples, _ in batch) < self.rows:
+            while waiting and sum(len(row) for asked, _ in batch for row in asked) < self.rows:
                 one = waiting.popleft()
                 if one[1].set_running_or_notify_cancel():  # False if its client has disconnected
                     batch.append(one)
@@ -93,7 +92,8 @@ class Scores:
     def _score(self, served: Served, batch: list[Waiting]) -> bool:
         """Scores requests together. Returns False if this failed; only a single request gets the error then."""
         assert served.reward is not None
-        prompts, completions, rows = zip(*(one for samples, _ in batch for one in samples), strict=True)
+        samples = [sample for asked, _ in batch for row in asked for sample in row]
+        prompts, completions, rows = zip(*samples, strict=True)
         given = samples_of(prompts, completions, rows, self.tokenizer, self.ends)
         try:
             scores = iter(served.reward.checked(given))
@@ -101,19 +101,12 @@ class Scores:
             if len(batch) == 1:
                 batch[0][1].set_exception(error)
             return False
-        for samples, future in batch:
-            future.set_result([next(scores) for _ in samples])
+        for asked, future in batch:
+            future.set_result([_result(*(next(scores) for _ in row)) for row in asked])
         return True
 
 
-def results(scores: list[float], counts: list[int]) -> list[dict[str, float]]:
-    """Returns `score` of each row; of a pair `score_chosen`, `score_rejected` and `score_margin`."""
-    remaining, found = iter(scores), []
-    for count in counts:
-        first = next(remaining)
-        if count == 1:
-            found.append({"score": first})
-        else:
-            second = next(remaining)
-            found.append({"score_chosen": first, "score_rejected": second, "score_margin": first - second})
-    return found
+def _result(score: float, rejected: float | None = None) -> dict[str, float]:
+    if rejected is None:
+        return {"score": score}
+    return {"score_chosen": score, "score_rejected": rejected, "score_margin": score - rejected}

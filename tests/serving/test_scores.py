@@ -26,17 +26,17 @@ def scores():
 def test_a_request_whose_client_has_gone_blocks_no_other(scores):
     served, turns = Served("models:/rm/1", reward=REWARD), []
     scores.batcher.run = lambda function: turns.append(function) or Future()
-    (gone, _), (waits, _) = (scores.ask(served, [ROW]) for _ in range(2))
+    gone, waits = (scores.ask(served, [ROW]) for _ in range(2))
     assert gone.cancel()
     turns[0]()
-    assert waits.result(timeout=0) == [1.0]
+    assert waits.result(timeout=0) == [{"score": 1.0}]
 
 
 def test_a_batcher_that_has_ended_is_an_error_at_once(scores):
     ended = Future()
     ended.set_exception(RuntimeError("ended"))
     scores.batcher.run = lambda function: ended
-    future, _ = scores.ask(Served("models:/rm/1", reward=REWARD), [ROW])
+    future = scores.ask(Served("models:/rm/1", reward=REWARD), [ROW])
     with pytest.raises(RuntimeError, match="ended"):
         future.result(timeout=0)
 
