@@ -82,7 +82,6 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios():
     text = render([result | {"machine": machine}])
     assert "a CPU, 2 threads, 3 rounds, load average 0.1 to 0.2" in text
     assert "| `head` | ours, fp32, critic head | TRL 1.12, fp32 | 8 | 4 | 3.00 |" in text
-    assert "`critic: head` by that with `critic: adapter`: 0.50." in text
 
 
 def measured(seconds):

@@ -93,11 +93,8 @@ def ppo_section(size: str, results: list[Result]) -> list[str]:
     lines += LEGEND.format(together=here.together, minibatch=here.prompts // 2).splitlines()
     matmul = results[-1]["machine"]["matmul"]
     lines += ["", f"On this processor the pipeline computes {matmul['why']}."]
-    lines += [
-        "So TRL multiplies alike in all rows, and there are no `matmul` rows."
-        if matmul["precision"] == "highest"
-        else "TRL does so in the `matmul` rows alone."
-    ]
+    if matmul["precision"] != "highest":
+        lines.append("TRL does so in the `matmul` rows alone.")
     for result in results:
         head = "variant | ours | beside | samples/s | beside | times as fast | peak GiB | beside | ratio | first update s | beside"
         lines += ["", f"### {CASES[result['case']].capitalize()}", ""]
@@ -105,7 +102,6 @@ def ppo_section(size: str, results: list[Result]) -> list[str]:
         lines += ["", "Seconds of an update, by phase:", ""]
         head = f"measured | mean length | {' | '.join(PHASES)} | all"
         lines += table(head, (phase_row(name, runs) for name, runs in result["runs"].items()))
-        lines += head_by_adapter(result)
     return [*lines, "", *PHASE_LEGEND.splitlines()]
 
 
@@ -118,22 +114,9 @@ def ppo_row(result: Result, row: Result) -> list[str]:
 def phase_row(name: str, runs: list[Result]) -> list[str]:
     """Returns medians over all updates of all rounds, the warm-ups left out."""
     length = statistics.mean(length for run in runs for length in run["lengths"][1:])
-    seconds = [phase_seconds(runs, phase) for phase in PHASES]
+    updates = [update for run in runs for update in run["phases"]]
+    seconds = [statistics.median(update[phase] for update in updates) for phase in PHASES]
     return [name, f"{length:.1f}", *(f"{s:.3g}" for s in seconds), f"{middle(runs, 'step'):.3g}"]
-
-
-def phase_seconds(runs: list[Result], phase: str) -> float:
-    return statistics.median(update[phase] for run in runs for update in run["phases"])
-
-
-def head_by_adapter(result: Result) -> list[str]:
-    """Compares the phase `update` of a critic that is a head with that of an adapter, in fp32: the median of the rounds."""
-    runs = {row["variant"]: result["runs"][row["ours"]] for row in result["rows"]}
-    if not {"head", "adapter"} <= runs.keys():
-        return []
-    rounds = zip(runs["head"], runs["adapter"], strict=True)
-    ratio = statistics.median(phase_seconds([a], "update") / phase_seconds([b], "update") for a, b in rounds)
-    return ["", f"Phase *update* with `critic: head` by that with `critic: adapter`: {ratio:.2f}."]
 
 
 # ------------------------------------------------------------------------------------------ the other parts

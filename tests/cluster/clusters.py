@@ -75,16 +75,9 @@ class Cluster:
         }  # fmt: skip
         self.environment = environment_with(**(ours | more))
         self.address, self.mlflow = f"{head.ip}:6379", f"http://{head.ip}:5000"
-        listens = ["--dashboard-host=0.0.0.0", "--dashboard-port=8265"] if dashboard else []
-        self._ray(
-            head,
-            "head",
-            "--head",
-            "--port=6379",
-            f"--include-dashboard={dashboard}",
-            *listens,
-            "--num-cpus=2",
-        )
+        options = ["--head", "--port=6379", "--num-cpus=2", f"--include-dashboard={dashboard}"]
+        options += ["--dashboard-host=0.0.0.0", "--dashboard-port=8265"] if dashboard else []
+        self._ray(head, "head", *options)
         server = ["mlflow", "server", "--host", "0.0.0.0", "--allowed-hosts", "*", "--port", "5000"]
         server += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
         server += ["--artifacts-destination", str(folder / "artifacts")]

@@ -1,6 +1,5 @@
 """lm_eval and inspect on a served version, as docs/serving.md shows. The tests run if the tools are installed."""
 
-import importlib.util
 import json
 import os
 import re
@@ -38,8 +37,7 @@ def command(server, model):
 
 
 def test_lm_eval_rates_choices_the_same_through_the_server_and_from_the_folder(server, tmp_path):
-    if importlib.util.find_spec("lm_eval") is None:
-        pytest.skip("lm_eval is not installed")
+    pytest.importorskip("lm_eval")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     task = {
         "task": "capitals",
@@ -63,23 +61,18 @@ def _rated(folder, words):
     """Returns lm_eval's accuracy, and the log-probs of all choices."""
     out = folder / words[2]
     words += ["--include_path", str(folder), "--output_path", str(out), "--log_samples"]
-    done = subprocess.run(
-        [sys.executable, "-m", *words], capture_output=True, text=True, cwd=folder, timeout=500
-    )
+    words = [sys.executable, "-m", *words]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     [results], [samples] = out.rglob("results_*.json"), out.rglob("samples_*.jsonl")
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
-    logprobs = [
-        float(choice[0])
-        for row in sorted(rows, key=lambda r: r["doc_id"])
-        for choice in row["filtered_resps"]
-    ]
+    rows.sort(key=lambda row: row["doc_id"])
+    logprobs = [float(choice[0]) for row in rows for choice in row["filtered_resps"]]
     return json.loads(results.read_text())["results"]["capitals"]["acc,none"], logprobs
 
 
 def test_inspect_asks_the_server(server, tmp_path):
-    if importlib.util.find_spec("inspect_ai") is None:
-        pytest.skip("inspect_ai is not installed")
+    pytest.importorskip("inspect_ai")
     (tmp_path / "capitals.py").write_text(
         "from inspect_ai import Task, task\n"
         "from inspect_ai.dataset import Sample\n"
