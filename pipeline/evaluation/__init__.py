@@ -33,6 +33,7 @@ from pipeline.system import console
 
 SEED_OFFSET = 1_000_003  # evaluation draws other random numbers than training
 WIN_RATES = {"reward": "eval_win_rate", "judge": "eval_judge_win_rate"}
+THE_MODELS_OWN = Sampling(0, ())  # log-probabilities at temperature 1, without barred ends
 SAMPLES = 8  # first completions that stay in memory, for result.json
 
 
@@ -93,10 +94,10 @@ class Comparison:
         baseline: str | None,
         decoder: Decoder | None = None,
     ) -> None:
-        self.worker, self.shared, self.rewards, self.judge = worker, shared, rewards, judge
+        self.worker, self.shared, self.prompts = worker, shared, prompts
+        self.rewards, self.judge, self.baseline = rewards, judge, baseline
         sampling = Sampling.from_args(worker.job.args, worker.tokenizer, shared)
-        self.baseline, self.sampling = baseline, replace(sampling, seed=sampling.seed + SEED_OFFSET)
-        self.prompts = prompts
+        self.sampling = replace(sampling, seed=sampling.seed + SEED_OFFSET)
         # In a PPO job, null becomes a constant, because free memory may differ after a resume and would change the numbers.
         self.size = worker.job.args.local_rollout_forward_batch_size or PLANNED_ROWS
         self.decoder = decoder or SlotDecoder(shared, self.size, worker.tokenizer.pad_token_id)
@@ -271,22 +272,21 @@ def logprobs(
     role: str | None,
     token_ids: list[tuple[list[int], list[int]]],
     size: int,
-    sampling: Sampling | None = None,
+    sampling: Sampling = THE_MODELS_OWN,
 ) -> list[float]:
     """Returns the log-probability in nats of the completion of each (prompt ids, completion ids), summed over its tokens.
 
     Args:
         size: rows of one forward, at most.
-        sampling: temperature and barred ends as they were sampled with (greedy: as with temperature 1); None: the model's own.
+        sampling: temperature and barred ends as they were sampled with (greedy: as with temperature 1).
     """
-    temperature = (sampling.temperature if sampling else 0.0) or 1.0
-    early = sampling.min_new_tokens if sampling else 0
-    barred = sampling.eos if sampling and early else ()
     if not token_ids:
         return []
+    early = sampling.min_new_tokens
+    how = (sampling.temperature or 1.0, sampling.eos if early else (), early)
     prompts, completions = zip(*token_ids, strict=True)
     episodes, sums = collate_ids(prompts, completions, shared.device), torch.zeros(len(token_ids))
     for rows, part in forward.parts_of(shared, episodes, size):
-        given = (part.input_ids, part.starts, part.mask, temperature, barred, early)
+        given = (part.input_ids, part.starts, part.mask, *how)
         sums[rows] = shared.logprobs(role, *given)[0].sum(-1).cpu()
     return sums.tolist()

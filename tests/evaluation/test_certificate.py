@@ -34,19 +34,6 @@ def test_best_of_by_hand():
     assert benchmarks.best_of(scored([5, 5, 5], correct=2)) == pytest.approx(2 / 3)
 
 
-def test_ties_by_hand():
-    """Two prompts. 0: both right, gap 3 against spread 1. 1: the tied row is right by 0.5 with spread 2, the reference wrong."""
-    rows = [
-        scored([5, 1], id="ref:0"),
-        scored([4, 5, 1], correct=2, id="tied:0"),
-        scored([1, 2], id="ref:1"),
-        scored([3, 5, 2.5], correct=2, id="tied:1"),
-    ]
-    margins = (np.tanh(3 / 1 - 1) + np.tanh(-1 / 2 - 1)) / 2
-    expected = 0.3 * 1 + 0.3 * 0.5 + 0.2 * 0.5 + 0.2 * 0.5 + 0.01 * margins
-    assert benchmarks.ties_score(rows) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(("wrong", "expected"), [(1, 1.01), (3, -0.01), (2, 0.0)])
 def test_equal_correct_scores_have_a_spread_of_zero(wrong, expected):
     """G / 0 is plus or minus infinity, whose tanh is plus or minus 1; 0 / 0 counts as 0."""
