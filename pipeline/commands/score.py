@@ -19,7 +19,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def load(host: Host) -> Answer:
-    from pipeline.evaluation.pairs import scores_of
+    from pipeline.evaluation.pairs import named, scores_of
     from pipeline.models.tokenizer import eos_ids
     from pipeline.runtime import roles
 
@@ -28,17 +28,8 @@ def load(host: Host) -> Answer:
     ends = set(eos_ids(host.tokenizer, shared.base.generation_config))
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
-        records = []
-        for row, scores in zip(rows, scores_of(rewards, rows, first, host.tokenizer, ends), strict=True):
-            record = json.loads(row["row"])
-            if len(scores) == 1:
-                record["score"] = scores[0]
-            else:
-                chosen, rejected = scores
-                margin = chosen - rejected
-                record |= {"score_chosen": chosen, "score_rejected": rejected, "score_margin": margin}
-            records.append(record)
-        return records
+        scored = scores_of(rewards, rows, first, host.tokenizer, ends)
+        return [json.loads(row["row"]) | named(scores) for row, scores in zip(rows, scored, strict=True)]
 
     return answer
 

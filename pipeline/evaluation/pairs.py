@@ -144,6 +144,14 @@ def scores_of(
     return [[next(scores) for side in SIDES if row.get(side) is not None] for row in rows]
 
 
+def named(scores: list[float]) -> dict[str, float]:
+    """Returns the score of a completion, or the scores and the margin of a pair, by the names that `score` writes."""
+    if len(scores) == 1:
+        return {"score": scores[0]}
+    chosen, rejected = scores
+    return {"score_chosen": chosen, "score_rejected": rejected, "score_margin": chosen - rejected}
+
+
 def samples_of(
     prompts: Sequence[list[int]],
     completions: Sequence[list[int]],

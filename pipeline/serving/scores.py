@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.data.encode import Encoder
 from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import Dropped, RowError
-from pipeline.evaluation.pairs import samples_of
+from pipeline.evaluation.pairs import named, samples_of
 from pipeline.models.template import text_as_chat
 from pipeline.references import Ref
 from pipeline.runtime.host import Host
@@ -102,11 +102,5 @@ class Scores:
                 batch[0][1].set_exception(error)
             return False
         for asked, future in batch:
-            future.set_result([_result(*(next(scores) for _ in row)) for row in asked])
+            future.set_result([named([next(scores) for _ in row]) for row in asked])
         return True
-
-
-def _result(score: float, rejected: float | None = None) -> dict[str, float]:
-    if rejected is None:
-        return {"score": score}
-    return {"score_chosen": score, "score_rejected": rejected, "score_margin": score - rejected}
