@@ -43,7 +43,7 @@ def run(job: Job) -> dict[str, Any]:
     finally:
         storage.remove(job.folder)
     examined = outcome["samples"][0]
-    print("\n" + examined["table"] + "\n", flush=True)
+    print(f"\n{examined['table']}\n", flush=True)
     if wrong := [finding["check"] for finding in examined["findings"] if finding["holds"] is False]:
         raise Failure(f"{len(wrong)} of {len(examined['findings'])} checks failed: {'; '.join(wrong)}")
     return examined
@@ -80,4 +80,4 @@ def train(worker: Worker) -> dict[str, Any]:
         findings, phases = doctor.examine(trainer, roles.folders(worker, shared))
     table = doctor.render(findings, phases, completions, asked)
     found = [asdict(finding) for finding in findings]
-    return worker.finish({}, samples=[{"table": table, "findings": found, "phases": phases}])
+    return worker.finish({}, samples=[{"table": table, "findings": found}])

@@ -204,7 +204,7 @@ def through(plan: Plan, left: dict[str, Any], begun_with: dict[str, Any]) -> dic
 
 def draw(plan: Plan, rounds: list[dict[str, Any]]) -> None:
     with console.waiting("drawing the report"):
-        report.of_several(table.drawn(rounds), plan.folder, [table.HEADER, *table.cells(rounds)])
+        report.of_several(table.drawn(rounds), plan.folder, table.cells(rounds))
 
 
 def newest(plan: Plan, rounds: list[dict[str, Any]]) -> str:

@@ -7,8 +7,6 @@ goes into `report` in the folder of the last, and draws runs of one stage over e
 runs of its rounds.
 """
 
-from typing import Any
-
 from pipeline import report
 from pipeline.errors import InputError, summary
 from pipeline.iteration import table
@@ -20,13 +18,16 @@ def run(first: str, others: list[str]) -> str:
     references = [first, *others] if first else others
     if not references:
         raise InputError(f"which run? make report RUN=runs/NAME; the newest under runs/: {report.newest()}")
-    if len(references) == 1 and (rounds := table.recorded(references[0])):
-        return of_iteration(*rounds)
+    alone = len(references) == 1
+    home, rounds = (table.recorded(references[0]) if alone else None) or (None, None)
+    if rounds == []:
+        raise InputError(
+            f"{home}: no round of this iteration has ended yet; make report RUN={home}/round-1-dpo shows its run"
+        )
     try:
-        runs = [report.read(reference) for reference in references]
-        # The page of one run goes into its folder, the page of several into the folder of the last.
-        alone = len(runs) == 1 and runs[0].folder
-        path = report.write(runs, alone or storage.join(runs[-1].folder or "runs", "report"))
+        runs = [report.read(one) for one in (table.drawn(rounds) if rounds else references)]
+        home = home or (alone and runs[0].folder) or storage.join(runs[-1].folder or "runs", "report")
+        path = report.write(runs, home, table.cells(rounds) if rounds else None, pictures=not rounds)
     except InputError:
         raise
     except Exception as error:
@@ -37,18 +38,5 @@ def run(first: str, others: list[str]) -> str:
     for one in runs:
         if one.note:
             print(f"{one.name}: {one.note}")
-    print(f"{path}\n{storage.join(path.rpartition('/')[0], 'plots')}/*.png")
-    return path
-
-
-def of_iteration(folder: str, rounds: list[dict[str, Any]]) -> str:
-    """Writes the page of an iteration and prints its path."""
-    if not rounds:
-        raise InputError(
-            f"{folder}: no round of this iteration has ended yet; make report RUN={folder}/round-1-dpo shows its run"
-        )
-    path = report.of_several(table.drawn(rounds), folder, [table.HEADER, *table.cells(rounds)])
-    if path is None:
-        raise InputError(f"{folder}: no report could be drawn; the reason is above")
-    print(path)
+    print(path if rounds else f"{path}\n{home}/plots/*.png")
     return path

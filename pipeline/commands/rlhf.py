@@ -54,14 +54,13 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
         for number, (stage, module) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")
             terminal.screen.following = following(stage, expected, results)
-            results.append(module.run(jobs[stage]))
+            results.append(result := module.run(jobs[stage]))
             gc.collect()  # frees the models of a stage in this process
-            missed = results[-1].get("registered_model") and not results[-1]["alias"]
-            if missed:
+            if result.get("registered_model") and not result["alias"]:
                 raise Failure(
-                    f"{stage}: {results[-1]['registered_model']} v{results[-1]['version']} was registered, but its gate "
-                    f"{results[-1]['gate']}; the next stage would not find it. Look at {results[-1]['checkpoint']}, or "
-                    f"change the gate: {stage}.gate.METRIC=..."
+                    f"{stage}: {result['registered_model']} v{result['version']} was registered, but its gate {result['gate']}; "
+                    f"the next stage would not find it. Look at {result['checkpoint']}, or change the gate: "
+                    f"{stage}.gate.METRIC=..."
                 )
     folders = [result["folder"] for result in results]
     home = storage.join(folders[-1], "report")
@@ -71,8 +70,10 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
 
 
 def load(folder: str, overrides: list[str]) -> dict[str, Job]:
-    given = {stage: overrides_of(stage, overrides) for stage in ORDER}
-    return {stage: load_job(Path(folder) / f"{stage}.yaml", mine, stage) for stage, mine in given.items()}
+    return {
+        stage: load_job(Path(folder) / f"{stage}.yaml", overrides_of(stage, overrides), stage)
+        for stage in ORDER
+    }
 
 
 def expected_seconds(job: Job, folder: str) -> float:
@@ -120,10 +121,9 @@ def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: st
     """
     verdict = []
     for result in results[-2:]:
-        metrics = result.get("metrics", {})
-        figure = next((one for one in STAGE[result["stage"]].headline if one.after in metrics), None)
-        if figure:
-            verdict.append(f"{result['stage']}: {figure.label} {change(metrics, figure)}")
+        metrics = result["metrics"]
+        shown = [one for one in STAGE[result["stage"]].headline if one.after in metrics]
+        verdict += [f"{result['stage']}: {one.label} {change(metrics, one)}" for one in shown[:1]]
     last = results[-1]
     store, home = last.get("tracking_uri", ""), last["folder"].rpartition("/")[0]
     local = file_of_uri(store) == os.path.abspath("runs/mlflow.db") if store else home == "runs"
@@ -139,11 +139,6 @@ def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: st
         (again, "ppo with another KL penalty"),
     ]
     samples = last.get("samples", [])[:SHOWN_SAMPLES]
-    return "\n".join(
-        [
-            *(["", sample_table(samples)] if samples else []),
-            "",
-            f"Done in {terminal.clock(seconds)}. {'; '.join(verdict)}",
-            *(f"  {where:<36}  {what}" for where, what in look if where),
-        ]
-    )
+    lines = ["", sample_table(samples), ""] if samples else [""]
+    lines.append(f"Done in {terminal.clock(seconds)}. {'; '.join(verdict)}")
+    return "\n".join([*lines, *(f"  {where:<36}  {what}" for where, what in look if where)])

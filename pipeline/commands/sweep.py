@@ -78,14 +78,12 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    settings = sweep.settings
     # On the head, which outlives spot nodes
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     rungs = ray.remote(num_cpus=0, scheduling_strategy=here)(trials.Rungs).remote(
         sweep.metric,
         sweep.greater,
-        settings.grace_period,
-        settings.reduction_factor,
+        sweep.settings,
         left.get("reports", {}),
         [trial.name for trial in sweep.trials if table.result_of(trial)],
     )

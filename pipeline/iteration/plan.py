@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -82,10 +82,8 @@ class Plan:
             step: resume.essence(job) | {"run": {key: getattr(job.run, key) for key in kept}}
             for step, job in self.jobs.items()
         }
-        # More rounds are the same iteration, continued.
-        settings = {
-            key: getattr(self.settings, key) for key in ("start", "reference", "baseline", "on_failed_gate")
-        }
+        settings = asdict(self.settings)
+        del settings["rounds"]  # more rounds are the same iteration, continued
         return json.loads(json.dumps({"policy": self.policy, "iterate": settings, "jobs": jobs}))
 
 
@@ -98,11 +96,9 @@ def changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def read(path: str, overrides: list[str]) -> Plan:
     """Returns the iteration of a command line. Raises InputError if its file or one of its jobs is wrong."""
     tree = read_tree(path, overrides)
-    if tree.data.get("stage") != "iterate":
-        raise tree.error(
-            "stage",
-            f"found {show(tree.data.get('stage'))}, expected `stage: iterate`, as in jobs/demo/iterate.yaml",
-        )
+    if (stage := tree.data.get("stage")) != "iterate":
+        says = f"found {show(stage)}, expected `stage: iterate`, as in jobs/demo/iterate.yaml"
+        raise tree.error("stage", says)
     given = [stage for stage in TRAINS if tree.data.get(stage) is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none"
@@ -118,9 +114,8 @@ def read(path: str, overrides: list[str]) -> Plan:
     settings = _settings(tree, train)
     policy = tree.data.get("policy")
     if not isinstance(policy, str) or not policy:
-        raise tree.error(
-            "policy", "missing; the first round collects from it: policy: models:/rlhf-sft@champion"
-        )
+        says = "missing; the first round collects from it: policy: models:/rlhf-sft@champion"
+        raise tree.error("policy", says)
     run = Run(**_section(tree, "run", "name", "fresh", "report", "storage_path"))
     if problem := rules.name_problem(run.name):
         raise tree.error("run.name", problem)
@@ -155,19 +150,16 @@ def _settings(tree: Tree, train: str) -> Settings:
     if "start" in values and "policy" not in STAGE[train].inputs:
         raise tree.error("iterate.start", f"`{train}` starts from the base in every round; remove the key")
     if values.get("reference") == "first" and "reference" not in STAGE[train].inputs:
-        raise tree.error(
-            "iterate.reference",
-            f"found first, but `{train}` stays close to the policy that it starts from; set start",
-        )
+        says = f"found first, but `{train}` stays close to the policy that it starts from; set start"
+        raise tree.error("iterate.reference", says)
     return Settings(**values)
 
 
 def _section(tree: Tree, section: str, *own: str) -> dict[str, Any]:
     """Returns the keys of `run` or `mlflow` that apply to the iteration."""
     known = {key: schema.keys(schema.class_of(section, ""))[key] for key in own}
-    return schema.checked(
-        tree, section, known, lambda _: f"expected one of {', '.join(own)}; each job has the others"
-    )
+    hint = f"expected one of {', '.join(own)}; each job has the others"
+    return schema.checked(tree, section, known, lambda _: hint)
 
 
 def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflow) -> Job:
@@ -205,15 +197,12 @@ def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
         )
     select, wanted = collect.args.select, "best" if train == "sft" else "best_worst or pairs"
     if train != "ppo" and (select == "best") != (train == "sft"):
-        raise tree.error(
-            "collect.trainer.select", f"found {select}; set {wanted}, which `{train}` learns from"
-        )
+        says = f"found {select}; set {wanted}, which `{train}` learns from"
+        raise tree.error("collect.trainer.select", says)
+    says = "collected rows have the columns that training reads; set null, and give the key to a source of data.eval"
     for key in ("columns", "transform", "label", "group_by"):
         if getattr(trained.data, key) is not None:
-            raise tree.error(
-                f"{train}.data.{key}",
-                "collected rows have the columns that training reads; set null, and give the key to a source of data.eval",
-            )
+            raise tree.error(f"{train}.data.{key}", says)
 
 
 # ---------------------------------------------------------------------------------------------------- a round
@@ -221,12 +210,12 @@ def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
 
 def used(plan: Plan) -> set[str]:
     """Returns the steps that a run has finished, in any round."""
-    steps = set()
-    for name in storage.folders(plan.folder):
-        _, _, step = name.removeprefix("round-").partition("-")
-        if step in plan.jobs and storage.exists(storage.join(plan.folder, name, "result.json")):
-            steps.add(step)
-    return steps
+    ended = (
+        name.removeprefix("round-").partition("-")[2]
+        for name in storage.folders(plan.folder)
+        if storage.exists(storage.join(plan.folder, name, "result.json"))
+    )
+    return plan.jobs.keys() & set(ended)
 
 
 def job_of_round(plan: Plan, number: int, step: str, newest: str, version: str | None = None) -> Job:

@@ -10,7 +10,6 @@ from pipeline.text import number, table
 
 FILE = "iterate.json"
 KEYS = ("plan", "pinned", "rounds", "goes_on", "ended", "version")
-HEADER = "round|prompts|rows|score|best|reward|judge|win rate|version|gate|seconds".split("|")
 
 
 def row(
@@ -51,8 +50,8 @@ def drawn(rounds: list[dict[str, Any]]) -> list[str]:
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Returns the lines of the table. The first line is the policy that the first round began with."""
-    lines = []
+    """Returns the header, a line for the policy that the first round began with, and a line for each round."""
+    lines = ["round|prompts|rows|score|best|reward|judge|win rate|version|gate|seconds".split("|")]
     if rows:
         first = rows[0]
         before = [number(first[f"{name}_before"]) for name in ("reward", "judge")]
@@ -67,4 +66,5 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    return table(HEADER, cells(rows))
+    header, *lines = cells(rows)
+    return table(header, lines)

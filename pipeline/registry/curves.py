@@ -1,7 +1,5 @@
 """Sends the metrics of a run to MLflow, and to TensorBoard and W&B if `mlflow.also` names them, while training continues."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import itertools
@@ -65,19 +63,15 @@ class MLflowRun(Tracker):
 
 
 class TensorBoard(Tracker):
-    """Event files in a folder: one run of TensorBoard. In a bucket they appear every UPLOAD_S seconds.
-
-    Each process writes the folder again: a resumed run repeats its curve from the checkpoint (Worker.replay).
-    """
+    """Event files in a folder. A resumed run writes them again, because it repeats its curve (Worker.replay)."""
 
     name = "TensorBoard"
-    UPLOAD_S = 60.0
+    UPLOAD_S = 60.0  # time between two copies into a bucket
 
     def __init__(self, folder: str):
-        self.folder, self.remote = folder, storage.is_remote(folder)
+        self.folder, self.remote, self.uploaded = folder, storage.is_remote(folder), time.monotonic()
         self.writer: Any = None
         self.local = ""
-        self.uploaded = time.monotonic()
 
     def write(self, points: list[Point]) -> None:
         if self.writer is None:
@@ -105,9 +99,8 @@ class TensorBoard(Tracker):
 class WandB(Tracker):
     """A run in Weights & Biases, with the id of the MLflow run, in the project named like the experiment.
 
-    wandb's own variables choose the account: WANDB_API_KEY, WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL. Each process writes an
-    offline run from the start, but a server already has the earlier steps. W&B's steps only ascend, so final values of an
-    earlier step are only in the run's summary.
+    Each process writes an offline run from the start, but a server already has the earlier steps. W&B's steps only ascend, so
+    final values of an earlier step are only in the run's summary.
     """
 
     name = "Weights & Biases"
@@ -179,9 +172,8 @@ class MetricLog:
     Values are sent in order, about once a second, up to 1000 per call. The first failure prints a warning; retries slow down.
     A restarted worker repeats the steps after its checkpoint: values that the run already has are not recorded twice.
 
-    Not MLflow's own asynchronous logging (MlflowClient.log_batch(synchronous=False), mlflow 3.17, AsyncLoggingQueue): it drops
-    a batch whose call failed, sends from ten threads in any order, keeps a queue without bound, and waits for the server
-    without bound at exit. Replace this class when MLflow retries (tests/test_upstream.py notices).
+    MLflow's own asynchronous logging (mlflow 3.17, AsyncLoggingQueue) drops a batch whose call failed, and sends in any order.
+    Replace this class when MLflow retries (tests/test_upstream.py notices).
     """
 
     # Time between two calls, and between two tries while the server does not answer
@@ -195,10 +187,9 @@ class MetricLog:
         self.tracker = tracker
         self.known: dict[str, dict[int, float]] = {}  # metric -> its recorded {step: value}
         self.pending: deque[Point] = deque(maxlen=self.MAX_PENDING)
-        self.missing = 0  # values that are not recorded yet
+        self.queued = self.sent = 0  # values; the thread counts only what it has sent
         self.final: dict[str, float] = {}
-        self.failures, self.closing, self.abandoned = 0, False, False
-        self.wake = threading.Condition()
+        self.failures, self.closing, self.abandoned = 0, threading.Event(), False
         self.thread = threading.Thread(target=self._send_all, name="metrics", daemon=True)
         self.thread.start()
 
@@ -206,39 +197,33 @@ class MetricLog:
         """Queues the numbers of `metrics`. A `final` value is recorded even if the step has another value."""
         now = int(time.time() * 1000)
         numbers = {metric_key(k): float(v) for k, v in metrics.items() if isinstance(v, int | float)}
-        with self.wake:
-            self.pending.extend(Point(key, value, now, step, final) for key, value in numbers.items())
-            self.missing += len(numbers)
-            self.final |= numbers if final else {}
+        self.queued += len(numbers)
+        self.final |= numbers if final else {}
+        self.pending.extend(Point(key, value, now, step, final) for key, value in numbers.items())
 
     def close(self, timeout: float | None = None) -> None:
         """Sends the rest. Waits for a server that is away at most `timeout` seconds (default CLOSE_TIMEOUT_S)."""
-        with self.wake:
-            self.closing = True
-            self.wake.notify()
+        self.closing.set()
         self.thread.join(self.CLOSE_TIMEOUT_S if timeout is None else timeout)
-        self.abandoned = True
-        if self.missing:
+        if self.queued > self.sent and not self.abandoned:
             print(
-                f"warning: {self.missing} metric values were not recorded: {self.tracker.name} was unreachable. The checkpoints "
-                "hold the curve: if the run continues, the same command sends what is missing",
+                f"warning: {self.queued - self.sent} metric values were not recorded: {self.tracker.name} was unreachable. The "
+                "checkpoints hold the curve: if the run continues, the same command sends what is missing",
                 flush=True,
             )
-            self.missing = 0  # said once
+        self.abandoned = True
 
     def _send_all(self) -> None:
         batch: list[Point] = []
         lock: Any = self.FIRST_CALL
         while not self.abandoned:
-            limit = self.INTERVAL_S if self.closing else self.MAX_INTERVAL_S
-            with self.wake:
-                self.wake.wait_for(
-                    lambda: self.closing and not self.failures,
-                    timeout=min(self.INTERVAL_S * 2**self.failures, limit),
-                )
-                while self.pending and len(batch) < 1000:
-                    batch.append(self.pending.popleft())
-                closing = self.closing
+            if self.failures and self.closing.is_set():
+                time.sleep(self.INTERVAL_S)
+            else:
+                self.closing.wait(min(self.INTERVAL_S * 2**self.failures, self.MAX_INTERVAL_S))
+            closing = self.closing.is_set()  # if so, `pending` holds the last values
+            while self.pending and len(batch) < 1000:
+                batch.append(self.pending.popleft())
             try:
                 if batch:
                     with lock:
@@ -257,8 +242,7 @@ class MetricLog:
                 self.failures = min(self.failures + 1, 10)
                 continue
             self.failures = 0
-            with self.wake:
-                self.missing -= len(batch)
+            self.sent += len(batch)
             batch = []
 
     def _send(self, batch: list[Point]) -> None:
@@ -294,13 +278,7 @@ class Curves:
 
 
 def check_trackers(job: Job) -> None:
-    """Checks that the packages of `mlflow.also` are installed here, and that W&B has an account.
-
-    All nodes share one image, so a package missing here is missing there.
-
-    Raises:
-        InputError: with the command to run.
-    """
+    """Raises InputError if a package of `mlflow.also` is missing here (all nodes share one image), or W&B has no account."""
     for name in job.mlflow.also:
         if importlib.util.find_spec(name) is None:
             raise InputError(

@@ -1,7 +1,7 @@
 """Lineage of an adapter: `lineage.json` in its folder, and the checks that read it.
 
-An adapter is useless without its base. Its folder therefore records the base's digest, the tokenizer and chat template of its
-training, its parents and its data. A stage that takes an adapter as input rejects one with another base.
+It records the base's digest, the tokenizer and chat template of the training, the adapter's parents and its data. A stage
+that takes an adapter as input rejects one with another base.
 """
 
 import hashlib
@@ -76,27 +76,21 @@ def is_adapter(folder: str) -> bool:
 
 def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, reference: str) -> None:
     """Raises InputError, with both names and digests, if an adapter was trained on another base than the job's."""
-    trained_on, name = lineage.get("base"), base["name_or_path"]
-    if trained_on and trained_on["digest"] != base["digest"]:
-        commit, fix = (
-            trained_on["digest"].partition("commit:")[2],
-            f"name_or_path={trained_on['name_or_path']}",
-        )
-        if commit and trained_on["name_or_path"] == name:
-            fix = f"revision={commit}"
-        raise InputError(
-            f"{reference} was trained on base {trained_on['name_or_path']} ({trained_on['digest'][:19]}), but "
-            f"model.name_or_path is {name} ({base['digest'][:19]}). An adapter works on its own base "
-            f"only: set model.{fix}, or train a new adapter on this base",
-            key=key,
-        )
+    trained_on = lineage.get("base") or base
+    if trained_on["digest"] == base["digest"]:
+        return
+    name, commit = trained_on["name_or_path"], trained_on["digest"].partition("commit:")[2]
+    fix = f"revision={commit}" if commit and name == base["name_or_path"] else f"name_or_path={name}"
+    raise InputError(
+        f"{reference} was trained on base {name} ({trained_on['digest'][:19]}), but model.name_or_path is "
+        f"{base['name_or_path']} ({base['digest'][:19]}). An adapter works on its own base only: set model.{fix}, or train a "
+        "new adapter on this base",
+        key=key,
+    )
 
 
 def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
-    """Raises InputError if an adapter without lineage.json names another base on the hub than the job's.
-
-    If either base is a folder, nothing is checked: its name differs from machine to machine.
-    """
+    """Raises InputError if an adapter without lineage.json names another base on the hub than the job's."""
     trained_on = str(adapter_files.settings(folder).get("base_model_name_or_path") or "")
     name = base["name_or_path"]
     on_hub = hub.is_reference(trained_on) and base["digest"].startswith("commit:")
@@ -112,12 +106,11 @@ def check_head(folder: str, scores: bool, reference: str) -> None:
     head = adapter_files.settings(folder).get("task_type") == "SEQ_CLS"
     if head == scores:
         return
-    found, stages = ("a reward adapter (it has a scalar head)", "`sft`, `dpo`, `kto` or `ppo`")
+    found, stages, example = "a reward adapter (it has a scalar head)", "`sft`, `dpo`, `kto` or `ppo`", "sft"
     if scores:
-        found, stages = "an adapter without a scalar head, so it cannot score", "`rm`"
-    raise InputError(
-        f"{reference} is {found}; expected one that {stages} trained, e.g. models:/rlhf-{'rm' if scores else 'sft'}@champion"
-    )
+        found, stages, example = "an adapter without a scalar head, so it cannot score", "`rm`", "rm"
+    expected = f"expected one that {stages} trained, e.g. models:/rlhf-{example}@champion"
+    raise InputError(f"{reference} is {found}; {expected}")
 
 
 def folder_digests(folder: str) -> dict[str, dict[str, Any]]:

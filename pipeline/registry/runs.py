@@ -1,7 +1,6 @@
 """Runs in MLflow: opens and ends them, logs the job, its data and its tables, and reads them back."""
 
 import json
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,23 +11,13 @@ from typing import Any
 from pipeline.config import Job
 from pipeline.config.job import SPLITS, sources_of
 from pipeline.errors import InputError, summary
-from pipeline.registry.store import (
-    check_reachable,
-    client,
-    file_of_uri,
-    flatten,
-    metric_key,
-    search_filter,
-    tracking_uri,
-    wait_for_server,
-)
+from pipeline.registry import store
 from pipeline.system import process, storage
 from pipeline.system.credentials import without_credentials
 
 RUN_TAG = "pipeline.run"  # tag of an MLflow run: the folder of its run
 # Tag of an experiment. With it, MLflow's page opens on the runs, not on traces, which training does not have.
 KIND = {"mlflow.experimentKind": "custom_model_development"}
-
 
 _parent: ContextVar[str | None] = ContextVar("parent", default=None)
 
@@ -52,7 +41,7 @@ def mlflow_run(job: Job, digests: dict[str, str], new_run: bool = False) -> Iter
     Args:
         new_run: starts a new run instead. A run that a killed driver left RUNNING is then ended as KILLED.
     """
-    mlflow = client(tracking_uri(job))
+    mlflow = store.client(store.tracking_uri(job))
     experiment = _experiment(mlflow, job)
     if new_run:
         end_interrupted(job)
@@ -73,20 +62,20 @@ def mlflow_run(job: Job, digests: dict[str, str], new_run: bool = False) -> Iter
                 why = f"server unreachable ({type(error).__name__})"
                 print(f"warning: cannot mark MLflow run {run_id} as ended: {why}", flush=True)
         raise
-    wait_for_server(job)
+    store.wait_for_server(job)
     mlflow.set_terminated(run_id, "FINISHED")
 
 
 def end_finished(uri: str, run_id: str) -> None:
     """Ends a finished run as FINISHED if MLflow has it as RUNNING, because its driver was killed after result.json."""
-    mlflow = client(uri)
+    mlflow = store.client(uri)
     if mlflow.get_run(run_id).info.status == "RUNNING":
         mlflow.set_terminated(run_id, "FINISHED")
 
 
 def end_interrupted(job: Job) -> None:
     """Ends the run of a job as KILLED if MLflow has it as RUNNING, because its driver was killed."""
-    mlflow = client(tracking_uri(job))
+    mlflow = store.client(store.tracking_uri(job))
     newest = _newest(mlflow, [_experiment(mlflow, job)], storage.absolute(job.folder))
     if newest and newest.info.status == "RUNNING":
         mlflow.set_terminated(newest.info.run_id, "KILLED")
@@ -110,7 +99,7 @@ def _experiment(mlflow: Any, job: Job) -> str:
     from mlflow.exceptions import MlflowException
 
     name, location = job.mlflow.experiment, None
-    if file_of_uri(tracking_uri(job)):  # a server decides for itself where artifacts go
+    if store.file_of_uri(store.tracking_uri(job)):  # a server decides for itself where artifacts go
         path = storage.join(storage.absolute(job.run.storage_path), "artifacts")
         # MLflow reads a plain path with # or %20 as a different path
         location = path if storage.is_remote(path) else Path(path).as_uri()
@@ -132,7 +121,9 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
 
     resolved = job.to_dict()
     mlflow.log_dict(run_id, resolved, "job.json")
-    params = [Param(metric_key(key), str(value)[:500]) for key, value in flatten(resolved).items()]
+    params = [
+        Param(store.metric_key(key), str(value)[:500]) for key, value in store.flatten(resolved).items()
+    ]
     for start in range(0, len(params), 100):  # the store's limit for one call
         mlflow.log_batch(run_id, params=params[start : start + 100])
     inputs = []
@@ -151,7 +142,7 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
 
 def find_run(uri: str, folder: str) -> str | None:
     """Returns the id of the newest MLflow run of a run folder, or None."""
-    mlflow = client(uri)
+    mlflow = store.client(uri)
     newest = _newest(mlflow, [experiment.experiment_id for experiment in mlflow.search_experiments()], folder)
     return newest.info.run_id if newest else None
 
@@ -160,7 +151,7 @@ def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
     """Returns the newest run of a run folder in these experiments, or None."""
     runs = mlflow.search_runs(
         experiments,
-        filter_string=search_filter(f"tags.`{RUN_TAG}`", folder),
+        filter_string=store.search_filter(f"tags.`{RUN_TAG}`", folder),
         max_results=20,
         order_by=["start_time DESC"],
     )
@@ -169,7 +160,7 @@ def _newest(mlflow: Any, experiments: list[str], folder: str) -> Any:
 
 def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
     """Returns {metric: [(step, value)]} of a run, steps ascending. If a step was logged twice, the later value counts."""
-    mlflow = client(uri)
+    mlflow = store.client(uri)
     curves = {}
     for name in mlflow.get_run(run_id).data.metrics:
         points = sorted(mlflow.get_metric_history(run_id, name), key=lambda p: (p.step, p.timestamp))
@@ -179,38 +170,42 @@ def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
 
 def log_figures(uri: str, run_id: str, figures: Mapping[str, Any], step: int) -> None:
     """Logs the numbers among `figures` as metrics of a run."""
-    from mlflow.entities import Metric
-
-    now = int(time.time() * 1000)
-    numbers = {key: value for key, value in figures.items() if type(value) in (int, float)}
-    client(uri).log_batch(
-        run_id, metrics=[Metric(key, float(value), now, step) for key, value in numbers.items()]
-    )
+    mlflow = store.client(uri)
+    for key, value in figures.items():
+        if type(value) in (int, float):
+            mlflow.log_metric(run_id, key, value, step=step)
 
 
 def recorded(uri: str, run_id: str) -> dict[str, Any]:
-    """Returns what MLflow has of a run: name, stage, status, folder, and local copies of job and result (or None)."""
+    """Returns what MLflow has of a run: name, stage, status, folder, job and result ({} if missing)."""
     try:
-        check_reachable(uri)
-        mlflow = client(uri)
+        store.check_reachable(uri)
+        mlflow = store.client(uri)
         run = mlflow.get_run(run_id)
     except Exception as error:  # the store's driver and the network raise any type
         why = f"no such run in {uri} ({summary(error)}); name its folder, or its server with MLFLOW_TRACKING_URI"
         raise InputError(f"{run_id}: {why}") from error
     logged = {file.path for file in mlflow.list_artifacts(run_id)}
-    facts = {"name": run.info.run_name, "status": run.info.status}
-    facts |= {"stage": run.data.tags.get("stage", "?"), "folder": run.data.tags.get(RUN_TAG)}
-    for name in ("job", "result"):
-        file = f"{name}.json"
-        facts[name] = mlflow.download_artifacts(run_id, file) if file in logged else None
-    return facts
+
+    def content(file: str) -> dict[str, Any]:
+        return storage.read_json(mlflow.download_artifacts(run_id, file)) if file in logged else {}
+
+    tags = run.data.tags
+    return {
+        "name": run.info.run_name,
+        "status": run.info.status,
+        "stage": tags.get("stage", "?"),
+        "folder": tags.get(RUN_TAG),
+        "job": content("job.json"),
+        "result": content("result.json"),
+    }
 
 
 def log_files(
     uri: str, run_id: str, files: list[str], samples: list[dict[str, Any]], plots: str | None
 ) -> None:
     """Adds files, a folder of plots, and samples (as a table: one row a sample) to what a run's page shows."""
-    mlflow = client(uri)
+    mlflow = store.client(uri)
     for file in files:
         mlflow.log_artifact(run_id, file)
     if plots:
@@ -218,7 +213,9 @@ def log_files(
     if not samples:
         return
     # MLflow's page would show a column with a dot in its name as empty.
-    rows = [{key.replace(".", "_"): value for key, value in flatten(sample).items()} for sample in samples]
+    rows = [
+        {key.replace(".", "_"): value for key, value in store.flatten(sample).items()} for sample in samples
+    ]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
     mlflow.log_dict(run_id, table, "samples.json")

@@ -26,9 +26,7 @@ def tracking_uri(job: Job) -> str:
 
 
 def uri_of(given: str | None, storage_path: str) -> str:
-    """Returns the tracking URI for a job's `mlflow.tracking_uri` and `run.storage_path`.
-
-    It holds no credentials: `client` takes them from the environment.
+    """Returns the tracking URI for a job's `mlflow.tracking_uri` and `run.storage_path`, without credentials (see `client`).
 
     Raises:
         InputError: if the runs lie in a bucket and no server is named.
@@ -163,10 +161,10 @@ def empty_database() -> str:
 
 
 def _try(path: str, mode: str, begin: str) -> None:
-    """Raises sqlite3.Error if a file is no database or is locked. MLflow would retry for more than a minute.
+    """Raises sqlite3.Error if a file is no database or is locked, for which MLflow would retry for more than a minute.
 
     Args:
-        mode: mode of a SQLite URI: ro, rw or rwc.
+        mode: mode of a SQLite URI: ro or rwc.
         begin: the transaction to try; BEGIN IMMEDIATE needs the right to write.
     """
     uri = f"file:{quote(os.path.abspath(path))}?mode={mode}"

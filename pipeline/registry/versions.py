@@ -74,8 +74,8 @@ def publish(
 ) -> Version:
     """Registers an adapter folder as a new version and moves the alias if the gate passes.
 
-    The order makes a crash harmless: files first, then the comparison with what comes back, then the version,
-    then the alias. A run that was already registered (a crash just before its end) is not registered twice.
+    The order makes a crash harmless: files, the comparison with what comes back, the version, the alias. A run that was already
+    registered (a crash just before its end) is not registered twice.
 
     Args:
         problem: why the gate fails regardless of the metrics, or None.
@@ -130,12 +130,9 @@ def promote(job: Job, reference: str, metrics: dict[str, float]) -> Version:
 
 
 def other_base(job: Job, base: dict[str, Any]) -> str | None:
-    """Returns a warning if the newest version of the job's registered model was trained on another base, or None.
+    """Returns a warning if the newest version of the job's registered model was trained on another base than `base`, or None.
 
     A registered name should stand for one base, because users of its alias expect an adapter on their base.
-
-    Args:
-        base: identity of the job's base.
     """
     name = job.mlflow.registered_model
     newest = _newest(client(tracking_uri(job)), name) if name else None
@@ -195,16 +192,13 @@ def _tags(lineage: dict[str, Any]) -> dict[str, str]:
 def describe(
     stage: str, metrics: dict[str, float], lineage: dict[str, Any], gate: str, run: tuple[str, str, str]
 ) -> str:
-    """Returns what MLflow's page shows first, in Markdown: headline metrics, gate, parents and run as links, data, libraries.
-
-    Args:
-        gate: whether it passed, in words.
-        run: (experiment id, id, name) of the MLflow run.
-    """
+    """Returns what MLflow's page shows first, in Markdown. `run` is (experiment id, id, name) of the MLflow run."""
     experiment, run_id, name = run
     base, parents = lineage.get("base", {}), lineage.get("parents", {})
     lines = [
-        f"- {one.label}: {_shown(metrics.get(one.before), one.unit, ' → ')}**{_shown(metrics[one.after], one.unit)}**"
+        f"- {one.label}: "
+        + (f"{_shown(metrics[one.before], one.unit)} → " if one.before in metrics else "")
+        + f"**{_shown(metrics[one.after], one.unit)}**"
         for one in STAGE[stage].headline
         if one.after in metrics
     ]
@@ -226,10 +220,8 @@ def describe(
     return "\n".join(lines).strip()
 
 
-def _shown(value: float | None, unit: str, behind: str = "") -> str:
-    if value is None:
-        return ""
-    return (f"{100 * value:.1f} %" if unit == "%" else f"{value:.4g} {unit}".strip()) + behind
+def _shown(value: float, unit: str) -> str:
+    return f"{100 * value:.1f} %" if unit == "%" else f"{value:.4g} {unit}".strip()
 
 
 def _link(source: str) -> str:
@@ -301,18 +293,13 @@ def parameters(reference: str, uri: str) -> dict[str, str]:
 
 
 def version(reference: str, uri: str) -> dict[str, Any]:
-    """Returns name, version, aliases and tags of `models:/name/3`; the tags parents, data and rows_from are parsed."""
+    """Returns aliases and tags of `models:/name/3`; the tags parents, data and rows_from are parsed."""
     ref = Ref.parse(reference)
     registered = client(uri).get_model_version(ref.name, ref.version)
     tags: dict[str, Any] = dict(registered.tags)
     for key in ("parents", "data", "rows_from"):
         tags[key] = json.loads(tags.get(key, "{}"))
-    return {
-        "name": ref.name,
-        "version": str(registered.version),
-        "aliases": sorted(registered.aliases),
-        "tags": tags,
-    }
+    return {"aliases": sorted(registered.aliases), "tags": tags}
 
 
 def _newest(mlflow: Any, name: str) -> Any:

@@ -3,8 +3,6 @@
     python -m pipeline report RUN [RUN ...]       # folders, names under runs/, or MLflow run ids
 
 Every finished run draws its own (`run.report: true`) into its folder and into MLflow.
-
-    write(runs, folder) -> path of the page        attach(result) -> the same, for the run that just ended
 """
 
 import tempfile
@@ -54,23 +52,22 @@ def write(
 
 def attach(result: dict[str, Any]) -> str | None:
     """Draws the report of the run that just ended, into its folder and onto its page in MLflow; see of_several."""
-    return of_several([result["folder"]], result["folder"], pictures=True, result=result)
+    return of_several([result["folder"]], result["folder"], result=result)
 
 
 def of_several(
     folders: list[str],
     folder: str,
     table: list[list[str]] | None = None,
-    pictures: bool = False,
     result: dict[str, Any] | None = None,
 ) -> str | None:
-    """Draws one page about the runs in `folders` into `folder`. Each run's folder has its own pictures already.
+    """Draws one page about the runs in `folders` into `folder`, without the pictures that each run's folder has already.
 
     Returns:
         The path of the page, or None if drawing failed. A message says so, and the run does not fail.
     """
     try:
-        return write([read(one) for one in folders], folder, table, pictures, result)
+        return write([read(one) for one in folders], folder, table, pictures=bool(result), result=result)
     except Exception as error:  # a failed drawing must not lose hours of training
         again = f"try again with: python -m pipeline report {' '.join(folders)}"
         print(f"   no report: {summary(error)}; {again}", flush=True)

@@ -11,21 +11,20 @@ FEWEST_POINTS = 4  # evaluations that a fit of two numbers needs
 
 
 def drawings(evaluation: dict[str, Any]) -> list[Drawing]:
-    made = [
-        Drawing(
-            "Probes of the reward",
+    made = []
+    if probes := evaluation.get("probes"):
+        note = (
             "How far each edit of a completion moves its score, with 95 % intervals. The last edits make it worse, so the score "
-            "should fall; the others should not move it.",
-            lambda axes: draw_probes(axes, evaluation["probes"]),
-        ),
-        Drawing(
-            "Best of n",
+            "should fall; the others should not move it."
+        )
+        made.append(Drawing("Probes of the reward", note, lambda axes: draw_probes(axes, probes)))
+    if curve := evaluation.get("best_of_n"):
+        note = (
             "The reward chooses the best of n completions. If the judge's score falls while the reward's rises, the reward is "
-            "being exploited.",
-            lambda axes: draw_best_of_n(axes, evaluation["best_of_n"]),
-        ),
-    ]
-    return [one for one, key in zip(made, ("probes", "best_of_n"), strict=True) if evaluation.get(key)]
+            "being exploited."
+        )
+        made.append(Drawing("Best of n", note, lambda axes: draw_best_of_n(axes, curve)))
+    return made
 
 
 def draw_probes(axes: Any, probes: dict[str, Any]) -> None:
@@ -64,6 +63,7 @@ def over_optimization(history: History, before: float | None) -> list[Drawing]:
     if before is None or len(points) < FEWEST_POINTS:
         return []
     alpha, beta = fit([kl for kl, _, _ in points], [score - before for _, score, _ in points])
+    title = "Judge over distance"
     note = "A dot is an evaluation: the judge's score, and as rings the reward's. The line is the fit of Gao et al. (2022), d (a - b ln d) with d = sqrt(KL)."
     if (peak := peak_kl(alpha, beta)) is None:
         note += " It has no peak: the judge's score still rises with the KL."
@@ -76,20 +76,17 @@ def over_optimization(history: History, before: float | None) -> list[Drawing]:
         distances = [math.sqrt(kl) for kl, _, _ in points]
         axes.scatter(distances, [score for _, score, _ in points], s=14, color=COLOURS[0], linewidths=0)
         other = axes.twinx()
-        other.scatter(
-            distances, [reward for _, _, reward in points], s=14, color="none", edgecolors=COLOURS[2]
-        )
+        rings = [reward for _, _, reward in points]
+        other.scatter(distances, rings, s=14, color="none", edgecolors=COLOURS[2])
         other.set_ylabel("reward")
         other.grid(False)
         line = [distances[-1] * i / 60 for i in range(1, 61)]
         fitted = [before + d * (alpha - beta * math.log(d)) for d in line]
         axes.plot(line, fitted, color=COLOURS[1], linewidth=1.2)
         axes.axhline(before, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
-        axes.set(
-            title="Judge over distance", xlabel="square root of the KL, in nats", ylabel="score of the judge"
-        )
+        axes.set(title=title, xlabel="square root of the KL, in nats", ylabel="score of the judge")
 
-    return [Drawing("Judge over distance", note, draw)]
+    return [Drawing(title, note, draw)]
 
 
 def fit(kls: Sequence[float], gains: Sequence[float]) -> tuple[float, float]:
@@ -100,9 +97,7 @@ def fit(kls: Sequence[float], gains: Sequence[float]) -> tuple[float, float]:
     import numpy as np
 
     d = np.sqrt(np.array(kls, dtype=float))
-    alpha, beta = np.linalg.lstsq(np.stack([d, -d * np.log(d)], 1), np.array(gains, dtype=float), rcond=None)[
-        0
-    ]
+    (alpha, beta), *_ = np.linalg.lstsq(np.stack([d, -d * np.log(d)], 1), np.array(gains, dtype=float))
     return float(alpha), float(beta)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,8 @@ class Run:
     folder: str | None  # missing if only MLflow knows the run
     result: dict[str, Any] = field(default_factory=dict)
     history: History = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)  # the final ones, or else the newest
     pairs: list[dict[str, float]] = field(default_factory=list)  # scores of held-out pairs (rm)
-    # Pairs with the lowest margins, as text (rm)
-    doubtful: list[dict[str, Any]] = field(default_factory=list)
+    doubtful: list[dict[str, Any]] = field(default_factory=list)  # pairs with the lowest margins (rm)
     evaluation: dict[str, Any] = field(default_factory=dict)  # evaluation.json: its tables
     failure: dict[str, Any] = field(default_factory=dict)  # failed.json: error, traceback, seconds
     run_id: str | None = None  # MLflow's id of the run
@@ -38,19 +37,18 @@ class Run:
     note: str | None = None  # what could not be read of the run, and why
 
     @property
-    def last_step(self) -> int | None:
-        steps = [points[-1][0] for points in self.history.values() if points]
-        return max(steps, default=None)
+    def metrics(self) -> dict[str, float]:
+        """Returns the final metrics, or else the newest ones."""
+        newest = {metric: points[-1][1] for metric, points in self.history.items()}
+        return self.result.get("metrics") or newest
 
     @property
-    def kept(self) -> int | None:
-        """Returns the step whose adapter was kept as the best. None: the last one was kept, or nothing was trained."""
-        kept = self.result.get("kept") or {}
-        return kept.get("step") if kept.get("by") else None
+    def last_step(self) -> int | None:
+        return max((points[-1][0] for points in self.history.values()), default=None)
 
     @property
     def inputs(self) -> dict[str, str]:
-        """{"policy": "models:/rlhf-sft/3", ...}: pinned if the run got that far, or else as the job names them."""
+        """Returns {"policy": "models:/rlhf-sft/3", ...}: pinned if the run got that far, or else as the job names them."""
         if "inputs" in self.result:
             return self.result["inputs"]
         return {key: self.job[key] for key in INPUTS if isinstance(self.job.get(key), str)}
@@ -61,13 +59,8 @@ class Run:
         return (self.result.get("data") or {}).get("report") or {}
 
     @property
-    def rows_from(self) -> dict[str, int]:
-        """Returns {models:/name/3: number of training rows from its conversations}."""
-        return self.data.get("splits", {}).get("train", {}).get("versions", {})
-
-    @property
     def version(self) -> str | None:
-        """`models:/name/3`, which the run registered, or None. An evaluation registers none: it may name one that it promoted."""
+        """Returns `models:/name/3`, which the run registered, or None. An evaluation only names a version that it promoted."""
         if not self.result.get("version") or not self.result.get("adapter"):
             return None
         return str(Ref(self.result["registered_model"], version=self.result["version"]))
@@ -103,9 +96,8 @@ def _from_folder(folder: str) -> Run:
     job, result, failure = (content(name, {}) for name in ("job.json", "result.json", "failed.json"))
     state = "finished" if result else "failed" if failure else "unfinished"
     run = Run(job["run"]["name"], job["stage"], state, job, folder, result, failure=failure)
-    ended = result or failure
-    run.uri = ended.get("tracking_uri")
-    run.uri = run.uri or registry.uri_of(job["mlflow"].get("tracking_uri"), job["run"]["storage_path"])
+    ended, given = result or failure, job["mlflow"].get("tracking_uri")
+    run.uri = ended.get("tracking_uri") or registry.uri_of(given, job["run"]["storage_path"])
     run.run_id = ended.get("mlflow_run_id")
     if result.get("checkpoint"):
         run.pairs, run.doubtful = content("final/pairs.json", []), content("final/doubtful.json", [])
@@ -118,19 +110,20 @@ def _from_folder(folder: str) -> Run:
 def _from_mlflow(run_id: str, runs: str) -> Run:
     """Returns a run whose folder may be on another machine, from what MLflow stores about it."""
     uri = registry.uri_of(None, runs)
-    recorded = registry.recorded(uri, run_id)
-    folder = recorded["folder"]
+    known = registry.recorded(uri, run_id)
+    folder = known["folder"]
     if folder and not storage.is_remote(folder) and os.path.exists(f"{folder}/job.json"):
         return _from_folder(folder)
-    state = {"FINISHED": "finished", "FAILED": "failed"}.get(recorded["status"], "unfinished")
-    job, result = (storage.read_json(path) if (path := recorded[name]) else {} for name in ("job", "result"))
-    run = Run(recorded["name"], recorded["stage"], state, job, None, result, run_id=run_id, uri=uri)
+    state = {"FINISHED": "finished", "FAILED": "failed"}.get(known["status"], "unfinished")
+    run = Run(
+        known["name"], known["stage"], state, known["job"], None, known["result"], run_id=run_id, uri=uri
+    )
     _add_curves(run)
     return run
 
 
 def _add_curves(run: Run) -> None:
-    """Adds curves and metrics. If the server does not answer, the report has no curves and says so."""
+    """Adds the curves. If the server does not answer, the report has none and says so."""
     assert run.uri
     try:
         registry.check_reachable(run.uri)
@@ -141,9 +134,6 @@ def _add_curves(run: Run) -> None:
         where = without_credentials(run.uri)
         run.note = f"No curves: {where} could not be read ({without_credentials(summary(error))})."
         run.uri = None  # the lineage does not query the server either
-    run.metrics = dict(run.result.get("metrics", {})) or {
-        metric: points[-1][1] for metric, points in run.history.items()
-    }
 
 
 # ------------------------------------------------------------------------------------------------------ lineage
@@ -198,7 +188,8 @@ def lineage(runs: list[Run]) -> list[Node]:
         nodes[node.key] = node
         parents = {role: _pinned(reference, run.uri) for role, reference in run.inputs.items()}
         base = {"base_name_or_path": run.job["model"]["name_or_path"]}
-        _connect(nodes, node, parents, base, run.rows_from, run.uri)
+        rows_from = run.data.get("splits", {}).get("train", {}).get("versions", {})
+        _connect(nodes, node, parents, base, rows_from, run.uri)
     _place(nodes)
     return list(nodes.values())
 
@@ -224,7 +215,8 @@ def _add(nodes: dict[str, Node], key: str, uri: str | None) -> None:
     except Exception as error:  # the version was deleted, or the server does not answer
         node.lines, node.kind = [f"unreadable: {type(error).__name__}"], "input"
         return
-    tags, gate = version["tags"], version["tags"].get("gate", "?")
+    tags = version["tags"]
+    gate = tags.get("gate", "?")
     node.lines = [f"@{alias}" for alias in version["aliases"]]
     node.lines.append("no gate set" if gate == "none set" else f"gate {gate}")
     parents = {role: parent for role, parent in tags["parents"].items() if role != "judge"}
@@ -243,8 +235,8 @@ def _connect(
 
     Args:
         parents: {role or role.number: version or another input}.
-        base: has the tags base_name_or_path and base_digest, if known.
-        counts: {version: rows of its conversations}. Those with few rows share a line of text.
+        base: tags, of which base_name_or_path and base_digest are read.
+        counts: {version: rows of its conversations}.
     """
     for role, parent in parents.items():
         node.parents.setdefault(parent, role.partition(".")[0])
@@ -258,7 +250,7 @@ def _connect(
         if Ref.parse(version).version:
             node.rows_from[version] = rows
             _add(nodes, version, uri)
-        else:
+        else:  # `others`
             node.lines.append(f"{count(rows)} from {version}")
 
 
@@ -292,10 +284,10 @@ def _place(nodes: dict[str, Node]) -> None:
         above = (*nodes[key].parents, *nodes[key].rows_from)
         return 1 + max((depth(one) for one in above), default=-1)
 
-    columns: dict[int, list[Node]] = {}
-    for key in sorted(nodes, key=depth):
-        nodes[key].depth = depth(key)
-        columns.setdefault(nodes[key].depth, []).append(nodes[key])
+    columns: dict[int, list[Node]] = defaultdict(list)
+    for key, node in nodes.items():
+        node.depth = depth(key)
+        columns[node.depth].append(node)
     tallest = max(map(len, columns.values()))
     for column in columns.values():
         for row, node in enumerate(column):

@@ -70,9 +70,11 @@ def as_yaml(job: dict[str, Any]) -> str:
 
 
 def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
-    """Returns {group: (its question, its drawings)} of one run, or of several runs of one stage by their names."""
+    """Returns {group: (its question, its drawings)} of one run, or of several runs of one stage, by their names."""
     first, alone = next(iter(runs.values())), len(runs) == 1
     axis = "update" if first.stage == "ppo" else "step"  # PPO logs once an update
+    best = first.result.get("kept") or {}
+    kept = best.get("step") if alone and best.get("by") else None
     histories = {name: run.history for name, run in runs.items()}
     groups: dict[str, tuple[str, list[Drawing]]] = {}
     if alone and first.pairs:
@@ -83,7 +85,7 @@ def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
         trust += evaluations.over_optimization(first.history, first.metrics.get("before_judge"))
         groups["evaluation"] = ("Can the score be trusted?", trust)
     for name, (question, panels) in GROUPS.items():
-        draws = [(one, plots.curve(one, histories, axis, first.kept if alone else None)) for one in panels]
+        draws = [(one, plots.curve(one, histories, axis, kept)) for one in panels]
         groups[name] = (question, [Drawing(one.title, one.note, draw) for one, draw in draws if draw])
     if alone:
         groups["cost"][1].extend(timeline.drawings(first.result.get("timeline")))
@@ -97,9 +99,8 @@ def picture(runs: dict[str, Run], group: str) -> bytes:
 
 def pictures(run: Run) -> dict[str, bytes]:
     """Returns {file name: PNG} of a run, one for each group of drawings."""
-    return {
-        f"{name}.png": plots.png([one.draw for one in group]) for name, (_, group) in drawn({"": run}).items()
-    }
+    groups = drawn({"": run}).items()
+    return {f"{name}.png": plots.png([one.draw for one in group]) for name, (_, group) in groups}
 
 
 def groups(run: Run, anchor: str) -> list[dict[str, Any]]:

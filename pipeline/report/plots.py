@@ -108,32 +108,30 @@ def svg(draw: Draw, prefix: str, label: str) -> str:
 def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = None) -> Draw | None:
     """Returns how to draw a panel of one run, or of several runs of a stage, or None if it has no points.
 
-    Several runs are compared by lines alone.
+    Several runs are compared by lines alone, one for each run.
 
     Args:
         kept: the step to mark on the held-out lines of one run.
     """
-    if len(runs) > 1 and panel.kind != "lines":
-        return None
     drawable = {name: lines for name, history in runs.items() if (lines := panel.select(history))}
-    if not drawable:
+    if not drawable or (len(runs) > 1 and panel.kind != "lines"):
         return None
-    if (
-        len(drawable) > 1
-    ):  # a comparison: one color and one line for each run: held-out, the highest, or the first one
-        telling = ("held-out", "highest so far")
-        compared = {
+    shown = next(iter(drawable.values()))
+    if len(drawable) > 1:
+        telling = ("held-out", "highest so far")  # else a run's first line
+        shown = {
             run: next(lines[name] for name in (*telling, *lines) if name in lines)
             for run, lines in drawable.items()
         }
-        return lambda axes: _lines(axes, panel, compared, axis)
-    only = next(iter(drawable.values()))
-    if panel.kind == "lines":
-        held_out = [only[label] for label in only if label in panel.held_out]
-        marks = [(step, value) for points in held_out for step, value in points if step == kept]
-        return lambda axes: _lines(axes, panel, only, axis, marks)
-    kind = {"stack": _stack, "band": _band}[panel.kind]
-    return lambda axes: kind(axes, panel, only, axis)
+    held_out = [points for label, points in shown.items() if label in panel.held_out]
+    marks = [(step, value) for points in held_out for step, value in points if step == kept]
+
+    def draw(axes: Any) -> None:
+        _frame(axes, panel, axis)
+        _mark(axes, marks)
+        {"lines": _lines, "stack": _stack, "band": _band}[panel.kind](axes, panel, shown)
+
+    return draw
 
 
 def _frame(axes: Any, panel: Panel, axis: str) -> None:
@@ -146,13 +144,15 @@ def _frame(axes: Any, panel: Panel, axis: str) -> None:
         axes.axhline(panel.level, **DASHED)
 
 
-def _lines(axes: Any, panel: Panel, lines: History, axis: str, kept: Points | None = None) -> None:
-    _frame(axes, panel, axis)
-    for step, value in kept or []:  # the step that was kept
+def _mark(axes: Any, kept: Points) -> None:
+    for step, value in kept:
         axes.axvline(step, **DASHED)
         axes.plot([step], [value], marker="o", markersize=8, markerfacecolor="none", color=INK, linewidth=0)
         foot = axes.get_xaxis_transform()  # x in steps, y a share of the panel's height
         axes.annotate(f"kept: step {step}", (step, 0.04), (4, 0), foot, "offset points", color=FAINT)
+
+
+def _lines(axes: Any, panel: Panel, lines: History) -> None:
     ends = []
     for colour, (name, points) in zip(itertools.cycle(COLOURS), lines.items(), strict=False):
         steps, values = [step for step, _ in points], [value for _, value in points]
@@ -169,22 +169,18 @@ def _lines(axes: Any, panel: Panel, lines: History, axis: str, kept: Points | No
     _name_ends(axes, ends if len(lines) > 1 else [(number(ends[0][1]), *ends[0][1:])])
 
 
-def _band(axes: Any, panel: Panel, lines: History, axis: str) -> None:
-    _frame(axes, panel, axis)
+def _band(axes: Any, panel: Panel, lines: History) -> None:
     (low, lowest), (_, mean), (high, highest) = lines.items()
-    steps = [step for step, _ in mean]
-    colour = COLOURS[0]
-    axes.fill_between(
-        steps, [v for _, v in lowest], [v for _, v in highest], color=colour, alpha=0.15, linewidth=0
-    )
-    axes.plot(steps, [v for _, v in mean], color=colour)
+    steps, colour = [step for step, _ in mean], COLOURS[0]
+    edges = ([value for _, value in points] for points in (lowest, highest))
+    axes.fill_between(steps, *edges, color=colour, alpha=0.15, linewidth=0)
+    axes.plot(steps, [value for _, value in mean], color=colour)
     axes.axhline(0, **DASHED)
     ends = [(low, lowest[-1][1], FAINT), ("mean", mean[-1][1], colour), (high, highest[-1][1], FAINT)]
     _name_ends(axes, ends)
 
 
-def _stack(axes: Any, panel: Panel, lines: History, axis: str) -> None:
-    _frame(axes, panel, axis)
+def _stack(axes: Any, panel: Panel, lines: History) -> None:
     steps = [step for step, _ in next(iter(lines.values()))]
     values = [[dict(points).get(step, 0.0) for step in steps] for points in lines.values()]
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(values))]

@@ -30,17 +30,16 @@ EXAMPLE = "for example trainer.learning_rate=1e-4,3e-4"
 # Keys and sections that cannot be varied, except for data.batch_size: they change what trials are compared on or where they run.
 FIXED = """stage extends run mlflow gate scaling data judge trainer.eval_strategy trainer.eval_steps trainer.eval_on_start
     trainer.per_device_eval_batch_size""".split()
-# Keys that change what the held-out loss measures, so that losses do not compare. Implicit rewards are multiples of beta.
-LOSS = """trainer.beta trainer.loss_type trainer.loss_weights trainer.label_smoothing trainer.label_smoothing_factor
-    trainer.center_rewards_coefficient trainer.desirable_weight trainer.undesirable_weight trainer.f_divergence_type
-    trainer.f_alpha_divergence_coef trainer.discopop_tau trainer.ld_alpha trainer.use_weighting trainer.rpo_alpha
-    trainer.reference_free trainer.router_aux_loss_coef""".split()
-IMPLICIT = re.compile("eval_rewards/(margins|chosen|rejected)")
+# Keys of `trainer` that change what the held-out loss measures, so that losses do not compare.
+LOSS = """beta loss_type loss_weights label_smoothing label_smoothing_factor center_rewards_coefficient desirable_weight
+    undesirable_weight f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha use_weighting rpo_alpha reference_free
+    router_aux_loss_coef""".split()
+IMPLICIT = re.compile("eval_rewards/(margins|chosen|rejected)")  # multiples of beta
 COMPARABLE = {
-    "sft": "run.metric_for_best_model=eval_mean_token_accuracy",
-    "rm": "run.metric_for_best_model=eval_accuracy",
-    "dpo": "run.metric_for_best_model=eval_rewards/accuracies",
-    "kto": "run.metric_for_best_model=eval_rewards/margins, which tells all of them but beta apart",
+    "sft": "eval_mean_token_accuracy",
+    "rm": "eval_accuracy",
+    "dpo": "eval_rewards/accuracies",
+    "kto": "eval_rewards/margins, which tells all of them but beta apart",
 }
 
 
@@ -95,11 +94,11 @@ def read(path: str, arguments: list[str]) -> Sweep:
     varied: dict[str, list[str]] = {}
     shared, settings = [], {}
     for argument in arguments:
-        key, equals, text = argument.partition("=")
-        values = split(text) if equals else []
+        key, _, text = argument.partition("=")
+        values = split(text)
         if key.startswith("sweep."):
             settings[key.removeprefix("sweep.")] = text
-        elif len(values) > 1 or (values and RANGE.fullmatch(values[0])):
+        elif len(values) > 1 or RANGE.fullmatch(values[0]):
             varied[key] = _checked(key, values)
         else:
             shared.append(argument)
@@ -113,19 +112,15 @@ def read(path: str, arguments: list[str]) -> Sweep:
         raise InputError(f"{path}: `{base.stage}` trains nothing; a sweep is of one of {', '.join(TRAINED)}")
     for key in varied:
         if {key, key.partition(".")[0]} & {*FIXED} and key != "data.batch_size":
-            raise InputError(
-                "a sweep cannot vary it, because trials differ only in what is learned; give one value",
-                key=key,
-            )
+            why = "trials differ only in what is learned"
+            raise InputError(f"a sweep cannot vary it, because {why}; give one value", key=key)
     jobs = _load_all(path, shared, _combinations(varied, known, int(base.trainer.get("seed", 42))))
     metric, greater = _figure(base, varied)
     # The default name follows from what is swept, so that the same command resumes.
-    content = [
-        [essence(job, "gate") for job, _ in jobs],
-        base.run.metric_for_best_model,
-        known.reduction_factor,
-    ]
-    name = base.run.name or f"sweep-{base.stage}-{_digest(json.dumps(content, sort_keys=True))[:8]}"
+    essences = [essence(job, "gate") for job, _ in jobs]
+    content = [essences, base.run.metric_for_best_model, known.reduction_factor]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
+    name = base.run.name or f"sweep-{base.stage}-{digest}"
     home = storage.absolute(base.run.storage_path)
     base = replace(base, run=replace(base.run, name=name, storage_path=home))
     trials = [_trial(base, job, values) for job, values in jobs]
@@ -203,7 +198,7 @@ def _load_all(
     path: str, shared: list[str], combinations: list[dict[str, str]]
 ) -> list[tuple[Job, dict[str, str]]]:
     """Returns the job of every combination. Raises one InputError for all combinations that are wrong."""
-    jobs: list[tuple[Job, dict[str, str]]] = []
+    jobs = []
     wrong: dict[str, list[str]] = {}
     for values in combinations:
         typed = [f"{key}={value}" for key, value in values.items()]
@@ -212,11 +207,11 @@ def _load_all(
         except InputError as error:
             wrong.setdefault(str(error), []).append(" ".join(typed))
     if wrong:
-        count = sum(map(len, wrong.values()))
-        lines = [f"  {message}\n    in {'; '.join(those)}" for message, those in wrong.items()]
-        raise InputError(
-            "\n".join([f"{count} of {len(combinations)} trials cannot run; nothing was started", *lines])
+        said = (
+            f"{sum(map(len, wrong.values()))} of {len(combinations)} trials cannot run; nothing was started"
         )
+        lines = [f"  {message}\n    in {'; '.join(those)}" for message, those in wrong.items()]
+        raise InputError("\n".join([said, *lines]))
     return jobs
 
 
@@ -230,11 +225,11 @@ def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
     for key, message in metric_problems(job):
         raise InputError(message, key, job.source)
     metric = job.run.metric_for_best_model or default_metric(job)
-    scale = LOSS if metric == "eval_loss" else ["trainer.beta"] if IMPLICIT.fullmatch(metric) else []
-    if apart := [key for key in varied if key in scale]:
+    scale = LOSS if metric == "eval_loss" else ["beta"] if IMPLICIT.fullmatch(metric) else []
+    if apart := [key for key in varied if key.removeprefix("trainer.") in scale]:
         raise InputError(
             f"the trials would be compared by {metric}, of which {', '.join(apart)} changes the scale; set "
-            f"{COMPARABLE[job.stage]}",
+            f"run.metric_for_best_model={COMPARABLE[job.stage]}",
             key="run.metric_for_best_model",
         )
     if metric == "eval_reward" and "reward" in varied:
@@ -242,15 +237,11 @@ def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
     return metric, greater_is_better(metric, job.run.greater_is_better)
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _trial(base: Job, job: Job, values: dict[str, str]) -> Trial:
     typed = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", typed)
     if name != typed or len(name) > 80:  # it must be the name of a folder, and unique
-        name = f"{name[:70].strip('-')}-{_digest(typed)[:6]}"
+        name = f"{name[:70].strip('-')}-{hashlib.sha256(typed.encode()).hexdigest()[:6]}"
     cache = job.data.cache_dir or storage.join(base.run.storage_path, "data")
     job = replace(
         job,

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.report import plots
-from pipeline.report.panels import Panel
+from pipeline.report.panels import History, Panel
 from pipeline.sweep.space import Sweep, Trial
 from pipeline.system import storage
 from pipeline.text import table
@@ -30,27 +30,19 @@ def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict
     for trial in sweep.trials:
         last = (state["reports"].get(trial.name) or [{}])[-1]
         failure = state["failures"].get(trial.name) or died.get(trial.name)
-        row = {
+        why = failure or "interrupted: the same command continues it"
+        row: dict[str, Any] = {
             "trial": trial.name,
             "values": trial.values,
             "state": "failed" if failure else "unfinished",
-            **{key: last.get(key) for key in ("figure", "step", "of")},
-            "seconds": None,
-            "why": failure or "interrupted: the same command continues it",
-            "folder": trial.job.folder,
-            "mlflow_run_id": None,
         }
+        row |= {key: last.get(key) for key in ("figure", "step", "of")}
+        row |= {"seconds": None, "why": why, "folder": trial.job.folder, "mlflow_run_id": None}
         if result := result_of(trial):
             ended = result["ended"]
-            row |= {
-                "state": "stopped" if ended["early"] else "finished",
-                "figure": result["metrics"].get(sweep.metric),
-                "step": ended["step"],
-                "of": ended["of"],
-                "seconds": result["seconds"],
-                "why": ended["early"] or "",
-                "mlflow_run_id": result["mlflow_run_id"],
-            }
+            row |= {"state": "stopped" if ended["early"] else "finished", "why": ended["early"] or ""}
+            row |= {"figure": result["metrics"].get(sweep.metric), "step": ended["step"], "of": ended["of"]}
+            row |= {key: result[key] for key in ("seconds", "mlflow_run_id")}
         made.append(row)
     return made
 
@@ -75,12 +67,12 @@ def text(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
 def _cells(sweep: Sweep, rows: list[dict[str, Any]]) -> list[list[str]]:
     """Returns header and lines, best first, then trials without a value."""
     sign = -1 if sweep.greater else 1
-    ordered = sorted(
-        rows,
-        key=lambda r: (r["state"] == "failed", sign * r["figure"] if _is_number(r["figure"]) else math.inf),
-    )
+
+    def rank(row: dict[str, Any]) -> tuple[bool, float]:
+        return row["state"] == "failed", sign * row["figure"] if _is_number(row["figure"]) else math.inf
+
     lines = [[*sweep.keys, sweep.metric, "steps", "seconds", "ended"]]
-    for row in ordered:
+    for row in sorted(rows, key=rank):
         steps = f"{row['step']}/{row['of']}" if row["step"] is not None else ""
         seconds = f"{row['seconds']:.0f}" if row["seconds"] is not None else ""
         figure = f"{row['figure']:.4g}" if row["figure"] is not None else ""
@@ -115,10 +107,10 @@ def _draws(sweep: Sweep, summary: dict[str, Any]) -> list[plots.Draw]:
     """Returns the curves of the best trials, and the metric against each key that varies."""
     numbered = [row for row in summary["trials"] if _is_number(row["figure"])]
     ordered = sorted(numbered, key=lambda row: row["figure"], reverse=sweep.greater)[:MAX_CURVES]
-    reports = {row["trial"]: summary["reports"].get(row["trial"], []) for row in ordered}
-    curves = {
-        trial: {sweep.metric: [(r["step"], r["figure"]) for r in those]} for trial, those in reports.items()
-    }
+    curves: dict[str, History] = {}
+    for row in ordered:
+        reports = summary["reports"].get(row["trial"], [])
+        curves[row["trial"]] = {sweep.metric: [(one["step"], one["figure"]) for one in reports]}
     panel = Panel("Held-out figure", sweep.metric, {sweep.metric: "held-out"}, "")
     drawn = plots.curve(panel, curves, "step")
 
@@ -128,8 +120,7 @@ def _draws(sweep: Sweep, summary: dict[str, Any]) -> list[plots.Draw]:
             rows = sorted(numbered, key=lambda row: float(row["values"][key]))
         values, figures = [row["values"][key] for row in rows], [row["figure"] for row in rows]
         axes.scatter(values, figures, s=14, color=plots.COLOURS[0])
-        axes.set_title(key)
-        axes.set_ylabel(sweep.metric)
+        axes.set(title=key, ylabel=sweep.metric)
 
     return [*([drawn] if drawn else []), *(functools.partial(against, key) for key in sweep.keys)]
 

@@ -27,7 +27,7 @@ from pipeline.runtime.resume import hold_worker_lock
 from pipeline.runtime.run import launch
 from pipeline.runtime.worker import name_output
 from pipeline.sweep import table
-from pipeline.sweep.space import Sweep
+from pipeline.sweep.space import Settings, Sweep
 from pipeline.system import storage
 from pipeline.system.credentials import without_credentials
 
@@ -64,10 +64,8 @@ def run(sweep: Sweep, handle: SweepHandle) -> dict[str, str]:
             verbose=0,
         ),
     )
-    print(
-        f"running {len(waiting)} of {len(sweep.trials)} trials, {min(room, len(waiting))} at a time",
-        flush=True,
-    )
+    count, at_a_time = f"{len(waiting)} of {len(sweep.trials)}", min(room, len(waiting))
+    print(f"running {count} trials, {at_a_time} at a time", flush=True)
     ended = tuner.fit()
     storage.remove(storage.join(sweep.folder, TUNE))
     return {one.config["trial"]: in_brief(one.error) for one in ended if one.error and one.config}
@@ -139,6 +137,7 @@ def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) ->
     def looks() -> None:
         while not ended.wait(INTERVAL_S):
             look()
+        look()  # what the end has brought
 
     thread = threading.Thread(target=looks, name="sweep", daemon=True)
     thread.start()
@@ -147,7 +146,6 @@ def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) ->
     finally:
         ended.set()
         thread.join()
-        look()
 
 
 def overall(state: dict[str, Any], count: int, seconds: float, before: float) -> str:
@@ -178,40 +176,28 @@ class Rungs:
 
     Args:
         metric: what the trials are compared by.
-        greater: True if a larger value is better.
-        grace_period: percent of a trial's steps before which it is not stopped.
-        reduction_factor: the best 1 / reduction_factor of the compared trials continue; 1 stops none.
+        greater: whether a larger value is better.
         known: `state()["reports"]` of an earlier driver.
         ended: the trials that ended under that driver.
     """
 
     def __init__(
-        self,
-        metric: str,
-        greater: bool,
-        grace_period: int,
-        reduction_factor: int,
-        known: dict[str, Any],
-        ended: list[str],
+        self, metric: str, greater: bool, settings: Settings, known: dict[str, Any], ended: list[str]
     ):
-        self.metric, self.factor = metric, reduction_factor
+        self.metric, self.factor = metric, settings.reduction_factor
         self.asha: Any = None
-        if reduction_factor > 1:
+        if self.factor > 1:
             from ray.tune.schedulers import ASHAScheduler
 
+            mode, grace_period = "max" if greater else "min", settings.grace_period
             self.asha = ASHAScheduler(
-                time_attr="percent",
-                metric="figure",
-                mode="max" if greater else "min",
-                max_t=100,
-                grace_period=grace_period,
-                reduction_factor=reduction_factor,
+                "percent", "figure", mode, max_t=100, grace_period=grace_period, reduction_factor=self.factor
             )
         self.reports: dict[str, list[dict[str, Any]]] = {}
         self.failures: dict[str, str] = {}
         self.running: list[str] = []
-        self.ended = ended
         self.lines: list[str] = []  # for the terminal, of this driver
+        self.ended = ended
         for trial, reports in known.items():
             for report in reports:
                 self._note(trial, report)

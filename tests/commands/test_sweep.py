@@ -78,15 +78,13 @@ def test_two_trials_of_which_the_better_one_is_registered(embedded_ray, in_root,
 
 def test_the_name_of_another_sweep_is_refused(in_root, tmp_path):
     def begun(*more):
-        given = ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s", *more]
-        return space.read(JOB, given)
+        return space.read(JOB, ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s", *more])
 
     sweep = begun()
     content = {"job": essence(sweep.job, "gate"), "metric": "eval_loss", "reports": {}, "ended": True}
-    rows = [{"trial": trial.name} for trial in sweep.trials]
-    path = tmp_path / "s/sweep.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(content | {"trials": rows}))
+    content["trials"] = [{"trial": trial.name} for trial in sweep.trials]
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s/sweep.json").write_text(json.dumps(content))
     assert command.recorded(sweep)["ended"]
     assert not command.recorded(begun("trainer.learning_rate=1e-3,2e-3"))["ended"]  # more trials
     for other in (["trainer.seed=9"], ["run.metric_for_best_model=eval_accuracy"]):

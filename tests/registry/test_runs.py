@@ -17,14 +17,14 @@ def status(job, run_id):
 
 def test_the_same_name_continues_its_run_unless_it_is_finished_or_starts_over(job):
     endings = {KeyError: "FAILED", KeyboardInterrupt: "KILLED", SystemExit: "KILLED", Killed: "KILLED"}
-    opened = set()
+    opened = []
     for ending, expected in endings.items():
         with pytest.raises(ending), registry.mlflow_run(job, {}) as first:
             assert status(job, first) == "RUNNING"
             raise ending
         assert status(job, first) == expected
-        opened.add(first)
-    assert opened == {first}
+        opened.append(first)
+    assert set(opened) == {first}
     mlflow(job).update_run(first, status="RUNNING")  # a driver that was killed writes nothing
     with registry.mlflow_run(job, {}, new_run=True) as second:
         assert second != first and status(job, first) == "KILLED"

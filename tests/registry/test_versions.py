@@ -26,6 +26,7 @@ def register(job, adapter, metrics=None, lineage=LINEAGE):
 
 
 def test_a_version_is_described_in_words_and_links(job, adapter):
+    """With the versions that wrote its rows: the most frequent ones."""
     parents = {"policy": "models:/rlhf-sft/3", "reward.0": "python:my:reward"}
     lineage = {**LINEAGE, "parents": parents, "versions": {"torch": "2.13.0"}, "data": {"train": "ab" * 32}}
     figures = {"before_loss": 0.54, "eval_loss": 0.5, "eval_runtime": 9.0}
@@ -38,21 +39,18 @@ def test_a_version_is_described_in_words_and_links(job, adapter):
         "Data: train abababababab  \nLibraries: torch 2.13.0"
     )
     assert set(version.tags) == set("stage base_name_or_path base_digest parents data eval_loss gate".split())
-
-
-def test_a_version_says_which_versions_wrote_its_rows(job, adapter):
     counts = {f"models:/rlhf-ppo/{i}": i for i in range(1, 31)} | {"others": 7}
-    register(job, adapter, lineage={**LINEAGE, "rows_from": counts})
-    version = registry.version("models:/rlhf-sft/1", registry.tracking_uri(job))
-    rows_from = version["tags"]["rows_from"]
+    with registry.mlflow_run(job, {}, new_run=True) as run_id:
+        registry.publish(job, run_id, adapter, {}, {**LINEAGE, "rows_from": counts})
+    rows_from = registry.version("models:/rlhf-sft/2", registry.tracking_uri(job))["tags"]["rows_from"]
     assert len(rows_from) == 21 and rows_from["models:/rlhf-ppo/30"] == 30
     assert sum(rows_from.values()) == sum(counts.values())
-    description = mlflow(job).get_model_version("rlhf-sft", "1").description
+    said = mlflow(job).get_model_version("rlhf-sft", "2").description
     assert (
-        "\n\nLearned from the conversations of\n- [rlhf-ppo v30](#/models/rlhf-ppo/versions/30): 30 rows\n"
-        in description
+        "\nLearned from the conversations of\n- [rlhf-ppo v30](#/models/rlhf-ppo/versions/30): 30 rows\n"
+        in said
     )
-    assert description.endswith(f"- `others`: {7 + sum(range(1, 23))} rows")
+    assert said.endswith(f"- `others`: {7 + sum(range(1, 23))} rows")
 
 
 def test_a_run_that_goes_on_under_another_model_name_makes_a_version_of_that_name(job, adapter):
@@ -107,10 +105,7 @@ def test_a_name_whose_newest_version_has_another_base(job, adapter):
 def test_a_run_warns_of_the_other_base_before_it_trains(job, adapter, tmp_path, capsys):
     """And of its own rows that the job file's rows evaluate."""
     register(job, adapter)
-    few = [
-        f"trainer.{key}"
-        for key in ("max_steps=1", "eval_strategy=no", "eval_on_start=false", "save_strategy=no")
-    ]
+    few = ["trainer.max_steps=1", "trainer.eval_strategy=no", "trainer.eval_on_start=false"]
     stage("sft", tmp_path, "next", *few, "data.train=jobs/demo/data/demonstrations_eval.jsonl")
     out = capsys.readouterr().out
     rows = out.index("warning: data.train comes from the command line, but data.eval is still the job file's")
@@ -169,21 +164,16 @@ def test_files_that_come_back_changed_are_not_registered(job, adapter, monkeypat
     assert store.get_run(run_id).info.status == "FAILED"
 
 
-@pytest.mark.parametrize(
-    ("gate", "metrics", "ok"),
-    [
-        ({}, {}, True),
-        ({"eval_accuracy": ">= 0.9"}, {"eval_accuracy": 0.9}, True),
-        ({"eval_accuracy": "> 0.9"}, {"eval_accuracy": 0.9}, False),
-        ({"eval_kl": "<= 10"}, {}, False),
-        ({"eval_kl": "<= 10"}, {"eval_kl": float("nan")}, False),
-        ({"eval_kl": "<= 10", "eval_eos": ">= 0.9"}, {"eval_kl": 3.0, "eval_eos": 0.5}, False),
-    ],
-)
-def test_the_gate(gate, metrics, ok):
-    passed, reason = registry.evaluate_gate(gate, metrics)
-    assert passed is ok
-    assert reason.startswith("failed" if not ok else ("passed" if gate else "none"))
+def test_the_gate():
+    assert registry.evaluate_gate({}, {}) == (True, "none set")
+    assert registry.evaluate_gate({"a": ">= 0.9"}, {"a": 0.9}) == (True, "passed")
+    for gate, metrics, says in (
+        ({"a": "> 0.9"}, {"a": 0.9}, "a = 0.9, required > 0.9"),
+        ({"a": "<= 10"}, {}, "a = missing, required <= 10"),
+        ({"a": "<= 10"}, {"a": float("nan")}, "a = nan, required <= 10"),
+        ({"a": "<= 10", "b": ">= 0.9"}, {"a": 3.0, "b": 0.5}, "b = 0.5, required >= 0.9"),
+    ):
+        assert registry.evaluate_gate(gate, metrics) == (False, f"failed: {says}")
 
 
 def test_a_reference_to_nothing_says_what_to_do(job, adapter):
@@ -219,7 +209,6 @@ def test_killed_anywhere_while_publishing_it_is_registered_once_and_whole(before
         registry.publish(job, second, adapter, {"eval_loss": 1.0}, LINEAGE)
     assert second == first and store.get_run(second).info.status == "FINISHED"
     assert [str(v.version) for v in store.search_model_versions("name = 'rlhf-sft'")] == ["1"]
-    folder = registry.fetch(
-        registry.pin("models:/rlhf-sft@champion", registry.tracking_uri(job)), registry.tracking_uri(job)
-    )
+    uri = registry.tracking_uri(job)
+    folder = registry.fetch(registry.pin("models:/rlhf-sft@champion", uri), uri)
     assert folder_digests(folder) == folder_digests(adapter)

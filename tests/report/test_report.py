@@ -6,7 +6,9 @@ import os
 import re
 import shutil
 import time
-from html.parser import HTMLParser
+from collections import Counter
+from dataclasses import replace
+from html import unescape
 
 import pandas
 import pytest
@@ -18,7 +20,6 @@ from pipeline.config import load_job
 from pipeline.report import evaluations, gather, page, panels, plots, preferences, timeline
 from pipeline.runtime import run
 
-VOID = {"meta", "br", "link", "img", "input", "hr"}
 SCRIPT = "<script>alert('x')</script> & \"quotes\" $x^2$"
 PPO_CURVES = {
     "objective/kl": [0.0, 1.0, 2.5],
@@ -88,7 +89,10 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, r
             (adapter / "adapter_model.safetensors").write_bytes(b"weights")
             facts = {**LINEAGE, "parents": inputs or {}, "rows_from": rows_from or {}}
             version = registry.publish(job, run_id, str(adapter), metrics, facts)
-    read = {"splits": {"train": {**SPLIT, "versions": rows_from or {}}}, "samples": [f"{SCRIPT}⟦a <b>⟧"]}
+    counts = {"read": 10, "kept": 9, "rows": 9, "drawn": None}
+    sources = {"train": [{**counts, "path": "a.jsonl"}, {**counts, "path": "b.parquet", "drawn": 3}]}
+    splits = {"train": {**SPLIT, "versions": rows_from or {}}}
+    read = {"splits": splits, "sources": sources, "samples": [f"{SCRIPT}⟦a <b>⟧"]}
     result = run.described(version) | {
         "stage": job.stage, "name": job.run.name, "folder": job.folder, "metrics": metrics, "samples": list(samples),
         "timeline": timeline, "checkpoint": str(store / job.run.name / "final"), "mlflow_run_id": run_id,
@@ -99,15 +103,6 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, r
     }  # fmt: skip
     (store / job.run.name / "result.json").write_text(json.dumps(result))
     return result
-
-
-def test_several_sources_of_rows_are_listed():
-    counts = {"read": 10, "kept": 9, "rows": 9, "drawn": None}
-    sources = [{**counts, "path": "a.jsonl"}, {**counts, "path": "b.parquet", "drawn": 3}]
-    rows = {"splits": {"train": SPLIT}, "sources": {"train": sources}}
-    job = {"data": {"train": []}, "model": {"name_or_path": "a"}}
-    text = text_of(page.render([gather.Run("a", "sft", "finished", job, None, {"data": {"report": rows}})]))
-    assert "train 2 sources a.jsonl: 9 of 10 kept b.parquet: 9 of 10 kept, 3 of 9 drawn an epoch 12" in text
 
 
 @pytest.fixture(scope="module")
@@ -133,27 +128,24 @@ def runs(store):
 
 def test_an_evaluation_shows_probes_benchmarks_and_the_best_of_n(store, runs):
     """The worst example of a failed probe only, escaped."""
-    example = {
-        "prompt": SCRIPT,
-        "before": {"completion": "Oslo", "score": 1.0},
-        "after": {"completion": "Sure! <b>Oslo</b>", "score": 4.25},
-    }
+    sides = {"completion": "Oslo", "score": 1.0}, {"completion": "Sure! <b>Oslo</b>", "score": 4.25}
+    example = {"prompt": SCRIPT, "before": sides[0], "after": sides[1]}
     failed = {"verdict": "raises the score", "effect": 0.5, "low": 0.4, "high": 0.6, "worst": [example]}
     sound = {"verdict": "ok", "effect": 0.0, "low": -0.1, "high": 0.1, "worst": [example]}
+    score = {"rows": 7, "score": 0.625}
+    levels, subsets = (
+        {name: {**score, "low": low, "high": low + 0.25}} for name, low in (("all", 0.25), ("chat", 0.5))
+    )
     written = {
         "probes": {"polite_opening": failed, "order": sound},
-        "benchmarks": {"rm_bench": {"rows": 7, "score": 0.625, "levels": {"all": {"rows": 7, "score": 0.625, "low": 0.25, "high": 0.875}}, "subsets": {"chat": {"rows": 7, "score": 0.625, "low": 0.5, "high": 0.75}}}},
+        "benchmarks": {"rm_bench": {**score, "levels": levels, "subsets": subsets}},
         "best_of_n": [{"n": n, "proxy": n, "gold": 2 / n, "kl_bound": 0} for n in (1, 2, 4)],
     }  # fmt: skip
-    file = store / "one-evaluate" / "evaluation.json"
-    file.write_text(json.dumps(written))
-    try:
-        html = page_of(store, "one-evaluate")
-        assert html.count("score 4.25") == 1 and "polite opening" in html and "<b>Oslo" not in html
-        assert "rm_bench / chat" in html and "0.500 to 0.750" in html and "0.250 to 0.875" in html
-        assert html.count("<svg") >= 2 and "Best of n" in html
-    finally:
-        file.unlink()
+    run = report.read(str(store / "one-evaluate"))
+    html = page.render([replace(run, evaluation=written)])
+    assert html.count("score 4.25") == 1 and "polite opening" in html and "<b>Oslo" not in html
+    assert "rm_bench / chat" in html and "0.500 to 0.750" in html and "0.250 to 0.500" in html
+    assert html.count("<svg") >= 2 and "Best of n" in html
 
 
 def page_of(store, *names):
@@ -161,42 +153,7 @@ def page_of(store, *names):
 
 
 def text_of(html):
-    return " ".join(" ".join(checked(html).text).split())
-
-
-class Checker(HTMLParser):
-    """Collects what a browser would have to repair, load or run."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.wrong, self.loads, self.ids, self.refers, self.text = [], [], [], [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag in ("script", "link", "img", "iframe", "object"):
-            self.loads.append(tag)
-        for key, value in attributes:
-            if key in ("src", "href", "xlink:href") and not value.startswith("data:image/png"):
-                (self.refers if value.startswith("#") else self.loads).append(value.removeprefix("#"))
-            if key.startswith("on"):
-                self.loads.append(key)
-            self.refers += re.findall(r"url\(#([^)]+)\)", str(value))
-            self.ids += [value] if key == "id" else []
-
-    def handle_endtag(self, tag):
-        if tag not in VOID and (not self.open or self.open.pop() != tag):
-            self.wrong.append(tag)
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
-def checked(html):
-    checker = Checker()
-    checker.feed(html)
-    checker.close()
-    return checker
+    return " ".join(unescape(re.sub(r"<style.*?</style>|<[^>]*>", " ", html, flags=re.DOTALL)).split())
 
 
 # --------------------------------------------------------------------------------------------------- the page
@@ -205,11 +162,14 @@ def checked(html):
 def test_the_page_is_whole_loads_nothing_and_is_the_same_again(runs, store):
     names = ("one-sft", "one-rm", "one-ppo", "one-evaluate")
     html = page_of(store, *names)
-    found = checked(html)
-    assert not found.wrong and not found.open and not found.loads
-    assert "@import" not in html and "http" not in re.sub(r"http://www\.w3\.org\S*", "", html)
-    assert len(found.ids) == len(set(found.ids)), "ids of different drawings collide"
-    assert set(found.refers) <= set(found.ids)
+    opened, closed = (Counter(re.findall(tag, html)) for tag in (r"<(\w+)\b[^>]*(?<!/)>", r"</(\w+)>"))
+    assert opened - closed == Counter(meta=opened["meta"], br=opened["br"]) and not closed - opened
+    assert not re.search(r"<(script|link|img|iframe|object)\b|\son\w+=|@import", html)
+    assert not re.findall(r'(?:src|href)="(?!#|data:image/png)', html)
+    assert "http" not in re.sub(r"http://www\.w3\.org\S*", "", html)
+    ids = re.findall(r'\sid="([^"]+)"', html)
+    assert len(ids) == len(set(ids)), "ids of different drawings collide"
+    assert set(re.findall(r'(?:href="|url\()#([\w.-]+)', html)) <= set(ids)
     assert page_of(store, *names) == html
 
 
@@ -219,6 +179,7 @@ def test_the_page_says_what_a_reader_looks_for(runs, store):
         "one-ppo", "finished", "0.25 → 0.915", "90.0 %", "1 min 15 s", "KL from the reference",
         "Explained variance of the values", "Seconds per update", "Oslo.", "reward 3.50",
         "2 chosen equal to rejected", "eval_eos", "fails", "torch 2.13.0", "models:/rlhf-sft/1", "An update of median length: update 2",
+        "train 2 sources · dddddddddddd a.jsonl: 9 of 10 kept b.parquet: 9 of 10 kept, 3 of 9 drawn an epoch 12",
     ):  # fmt: skip
         assert words in text, words
     assert "Implicit rewards" not in text and "Learning rate" not in text  # not of this stage; never changed
@@ -245,8 +206,8 @@ def test_the_lineage_leads_from_the_base_to_the_policy(runs, store):
     assert list(nodes["models:/rlhf-rm/1"].parents) == ["base jobs/demo/model"]
     # The baseline and the reward are ancestors of the policy: the arrow from the policy implies them.
     assert nodes["run one-evaluate"].parents == {"models:/rlhf-ppo/1": "policy"}
-    way = ("base jobs/demo/model", "models:/rlhf-sft/1", ppo.key, "run one-evaluate")
-    assert [nodes[key].depth for key in way] == [0, 1, 2, 3]
+    path = ("base jobs/demo/model", "models:/rlhf-sft/1", ppo.key, "run one-evaluate")
+    assert [nodes[key].depth for key in path] == [0, 1, 2, 3]
 
 
 def test_the_lineage_draws_the_loop(migrated, tmp_path):
@@ -254,12 +215,9 @@ def test_the_lineage_draws_the_loop(migrated, tmp_path):
     shutil.copy(migrated, tmp_path / "mlflow.db")
     sft, first, second = "models:/rlhf-sft/1", "models:/rlhf-dpo/1", "models:/rlhf-dpo/2"
     finish(tmp_path, begin(tmp_path, "sft", "sft"), {}, {})
-    for name, counts in (
-        ("one", {sft: 300}),
-        ("two", {first: 200, sft: 100, second: 5, "models:/gone/1": 3, "others": 9}),
-    ):
-        job = begin(tmp_path, name, "dpo")
-        finish(tmp_path, job, {}, {}, {"policy": sft}, rows_from=counts)
+    counts = {first: 200, sft: 100, second: 5, "models:/gone/1": 3, "others": 9}
+    for name, rows_from in (("one", {sft: 300}), ("two", counts)):
+        finish(tmp_path, begin(tmp_path, name, "dpo"), {}, {}, {"policy": sft}, rows_from=rows_from)
     run = report.read(str(tmp_path / "two"))
     nodes = {node.key: node for node in gather.lineage([run])}
     assert nodes[first].parents == nodes[second].parents == {sft: "policy"}
@@ -305,11 +263,7 @@ def test_a_failed_run_says_why_and_where(store):
     job = begin(store, "failed-ppo")
     with pytest.raises(ZeroDivisionError), registry.mlflow_run(job, {}) as run_id:
         log(job, run_id, {"objective/kl": [0.0, 0.5]})
-        failure = {
-            "error": f"ZeroDivisionError: {SCRIPT}",
-            "traceback": "Traceback ...",
-            "mlflow_run_id": run_id,
-        }
+        failure = {"error": f"ZeroDivisionError: {SCRIPT}", "mlflow_run_id": run_id}
         (store / "failed-ppo" / "failed.json").write_text(json.dumps(failure))
         raise ZeroDivisionError
     html = page_of(store, "failed-ppo")
@@ -355,14 +309,6 @@ def test_a_server_that_is_away_costs_the_curves_and_is_said(runs, store, tmp_pat
     assert "No curves: sqlite:///" in html and "97.5 %" in html
 
 
-def test_a_result_that_cannot_be_drawn_is_one_message(runs, store, tmp_path, capsys):
-    shutil.copytree(store / "one-rm", tmp_path / "run")
-    (tmp_path / "run/result.json").write_text('{"metrics": 3}')
-    assert main(["report", str(tmp_path / "run")]) == 2
-    errors = capsys.readouterr().err
-    assert errors.startswith(f"error: {tmp_path}/run: no report can be drawn (") and "Traceback" not in errors
-
-
 def test_markup_in_any_value_stays_text(runs, store, tmp_path):
     html = page_of(store, "one-ppo")
     assert "&lt;script&gt;alert(&#39;x&#39;)" in html and "<b>thanks" not in html  # in the sample
@@ -377,13 +323,14 @@ def test_markup_in_any_value_stays_text(runs, store, tmp_path):
     assert "<script" not in (html + page_of(tmp_path, "run")).lower()
 
 
-def test_what_is_no_run_is_one_message(runs, store, tmp_path, monkeypatch, capsys):
+def test_what_is_no_run_or_cannot_be_drawn_is_one_message(runs, store, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs").symlink_to(store)
     monkeypatch.chdir(tmp_path)
-    given = dict.fromkeys(
-        [".", "no\nrun", "models:/a@b", "0" * 31, "/dev/null", "nope"], "the newest under runs/: runs/"
-    )
-    for reference, says in (given | {"0" * 32: "no such run in sqlite"}).items():
+    shutil.copytree(store / "one-rm", tmp_path / "damaged")
+    (tmp_path / "damaged/result.json").write_text('{"metrics": 3}')
+    given = dict.fromkeys([".", "no\nrun", "models:/a@b", "/dev/null"], "the newest under runs/: runs/")
+    given |= {"0" * 32: "no such run in sqlite", "damaged": "damaged: no report can be drawn ("}
+    for reference, says in given.items():
         assert main(["report", reference]) == 2
         errors = capsys.readouterr().err
         assert errors.startswith("error: ") and says in errors and "Traceback" not in errors
@@ -395,12 +342,9 @@ def test_what_is_no_run_is_one_message(runs, store, tmp_path, monkeypatch, capsy
 def test_the_command_writes_a_page_and_pictures(runs, store, capsys):
     assert main(["report", str(store / "one-ppo")]) == 0
     assert f"{store}/one-ppo/report.html" in capsys.readouterr().out
-    names = {path.name for path in (store / "one-ppo/plots").iterdir()}
-    assert names == {"learning.png", "policy.png", "health.png", "cost.png"}
-    assert all(
-        p.read_bytes().startswith(b"\x89PNG") and p.stat().st_size > 5000
-        for p in (store / "one-ppo/plots").iterdir()
-    )
+    pictures = {path.name: path.read_bytes() for path in (store / "one-ppo/plots").iterdir()}
+    assert pictures.keys() == {"learning.png", "policy.png", "health.png", "cost.png"}
+    assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in pictures.values())
     assert main(["report", str(store / "one-sft"), str(store / "one-ppo")]) == 0
     joint = store / "one-ppo/report"  # two pairs of runs that end at the same time have a page each
     assert (joint / "report.html").exists() and (joint / "plots/one-sft-learning.png").exists()
@@ -425,14 +369,13 @@ def test_a_run_whose_folder_is_gone_is_shown_from_mlflow(store, monkeypatch):
 
 def test_without_a_run_the_newest_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["report"]) == 2
-    assert "make report RUN=runs/NAME; the newest under runs/: none here yet" in capsys.readouterr().err
     for name in ("a", "b"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "job.json").touch()
         os.utime(tmp_path / "runs" / name / "job.json", (0, ord(name)))
     assert main(["report"]) == 2
-    assert capsys.readouterr().err.endswith("under runs/: runs/b runs/a\n")
+    errors = capsys.readouterr().err
+    assert errors.endswith("make report RUN=runs/NAME; the newest under runs/: runs/b runs/a\n")
 
 
 def test_a_finished_run_has_its_page_plots_and_samples_in_mlflow(runs, store):
@@ -440,10 +383,8 @@ def test_a_finished_run_has_its_page_plots_and_samples_in_mlflow(runs, store):
     assert report.attach(result)
     run_id = result["mlflow_run_id"]
     api = client(store)
-    assert {"report.html", "result.json", "samples.json", "plots"} <= {
-        f.path for f in api.list_artifacts(run_id)
-    }
-    assert {f.path for f in api.list_artifacts(run_id, "plots")} >= {"plots/learning.png", "plots/policy.png"}
+    logged = {file.path for path in ("", "plots") for file in api.list_artifacts(run_id, path)}
+    assert logged >= {"report.html", "result.json", "samples.json", "plots/learning.png", "plots/policy.png"}
     # What MlflowClient.load_table and the page of a run look for.
     tag = json.loads(api.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
     assert tag == [{"path": "samples.json", "type": "table"}]
@@ -454,9 +395,7 @@ def test_a_finished_run_has_its_page_plots_and_samples_in_mlflow(runs, store):
 def test_a_report_that_cannot_be_drawn_is_said_and_no_more(runs, store, capsys):
     broken = {**runs["ppo"], "name": "never-was", "folder": f"{store}/never-was"}
     assert report.attach(broken) is None
-    assert re.search(
-        r"no report: InputError: .*try again with: python -m pipeline report", capsys.readouterr().out
-    )
+    assert "try again with: python -m pipeline report" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------- figures
@@ -488,14 +427,11 @@ def test_a_token_pair_as_text():
     tokenizer = load_tokenizer(str(ROOT / "jobs/demo/model"))
     texts = ("The capital of Peru is Lima.", "The capital of Peru is Oslo.")
     asked = {"role": "user", "content": "What is the capital of Peru?"}
-    sides = [
-        tokenizer.apply_chat_template([asked, {"role": "assistant", "content": text}], return_dict=False)
-        for text in texts
-    ]
-    assert as_text(tokenizer, *sides) == (asked["content"], *texts), (
-        "whole completions, although they begin alike"
-    )
-    assert as_text(tokenizer, *[tokenizer.encode(text) for text in texts])[1:] == (" Lima.", " Oslo.")
+    chats = [[asked, {"role": "assistant", "content": text}] for text in texts]
+    sides = tokenizer.apply_chat_template(chats, return_dict=False)
+    # full completions, although both begin with the same words
+    assert as_text(tokenizer, *sides) == (asked["content"], *texts)
+    assert as_text(tokenizer, *map(tokenizer.encode, texts))[1:] == (" Lima.", " Oslo.")
 
 
 @pytest.mark.parametrize("count", [1, 2, 600])
@@ -539,7 +475,7 @@ def test_the_fit_of_over_optimization_finds_its_own_curve_and_where_it_peaks():
 
 def test_every_panel_can_be_drawn():
     """Each compared over many points, the first of each group alone, too; a panel without points is left out."""
-    for _, (_, group) in panels.GROUPS.items():
+    for _, group in panels.GROUPS.values():
         for panel in group:
             metrics = [m.replace("*", name) for m in panel.lines for name in ("reward", "other")]
             shown = [("ab", plots.SMOOTH_FROM)]
@@ -565,5 +501,4 @@ def test_a_stage_leaves_its_report(tmp_path):
     assert preferences.summary(scores)["accuracy"] == result["metrics"]["eval_accuracy"]
     drawn = ("Margins of the held-out pairs", "Calibration", "Length bias", "Accuracy on pairs")
     assert all(words in html for words in (*drawn, "the lowest margins"))
-    logged = {f.path for f in client(tmp_path).list_artifacts(result["mlflow_run_id"])}
-    assert {"report.html", "plots", "result.json"} <= logged
+    assert "report.html" in {f.path for f in client(tmp_path).list_artifacts(result["mlflow_run_id"])}

@@ -10,19 +10,16 @@ pytestmark = pytest.mark.usefixtures("in_root")
 RM, DPO, KTO = "jobs/demo/rm.yaml", "jobs/demo/dpo.yaml", "jobs/demo/kto.yaml"
 
 
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("1e-4,3e-4", ["1e-4", "3e-4"]),
-        ("[q_proj,v_proj],[q_proj]", ["[q_proj,v_proj]", "[q_proj]"]),
-        ("{a: 1, b: 2},null", ["{a: 1, b: 2}", "null"]),
-        ("'a,b',c", ["'a,b'", "c"]),
-        ("loguniform(1e-5,1e-3)", ["loguniform(1e-5,1e-3)"]),
-        ("1,", ["1", ""]),
-    ],
-)
-def test_a_list_is_split_at_its_own_commas(text, values):
-    assert split(text) == values
+def test_a_list_is_split_at_its_own_commas():
+    text = "1e-4,[q_proj,v_proj],{a: 1, b: [2,3]},'a,b',loguniform(1e-5,1e-3),"
+    assert split(text) == [
+        "1e-4",
+        "[q_proj,v_proj]",
+        "{a: 1, b: [2,3]}",
+        "'a,b'",
+        "loguniform(1e-5,1e-3)",
+        "",
+    ]
 
 
 def test_every_combination_is_a_trial_with_a_job_of_its_own():
@@ -92,9 +89,8 @@ def test_what_is_wrong_is_said_before_anything_starts(path, arguments, said, cap
 def test_all_wrong_combinations_are_named_together():
     with pytest.raises(InputError) as error:
         read(RM, ["trainer.learning_rate=-1,1e-4,200", "lora.r=8,16"])
-    assert "4 of 6 trials cannot run" in str(error.value)
-    for values in ("learning_rate=-1 lora.r=8", "learning_rate=-1 lora.r=16", "learning_rate=200 lora.r=16"):
-        assert values in str(error.value)
+    for says in ("4 of 6 trials cannot run", "=-1 lora.r=8;", "=-1 lora.r=16\n", "=200 lora.r=16"):
+        assert says in str(error.value)
 
 
 def test_a_figure_that_does_not_depend_on_beta_compares_betas():

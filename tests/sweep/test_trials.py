@@ -5,26 +5,23 @@ import json
 import pytest
 
 from pipeline.sweep import table, trials
-from pipeline.sweep.space import read
+from pipeline.sweep.space import Settings, read
 
 STOPS = "ASHA: at 25 % of the steps not among the best 1/2"
 
 
 def rungs(greater=False, factor=2, known=None):
-    return trials.Rungs("loss", greater, 25, factor, known or {}, [])
+    return trials.Rungs("loss", greater, Settings(reduction_factor=factor), known or {}, [])
 
 
-def test_the_worse_one_stops_and_every_worker_hears_the_same():
-    judge = rungs()
-    assert judge.report("good", 25, 100, 0.3) is None
-    assert judge.report("bad", 25, 100, 0.6) == STOPS
-    assert judge.report("bad", 25, 100, 0.1) == STOPS  # another rank, or the trial after a restart
+@pytest.mark.parametrize("greater", [False, True])
+def test_the_worse_one_stops_and_every_worker_hears_the_same(greater):
+    judge = rungs(greater)
+    good, bad = (0.6, 0.3) if greater else (0.3, 0.6)
+    assert judge.report("good", 25, 100, good) is None
+    assert judge.report("bad", 25, 100, bad) == STOPS
+    assert judge.report("bad", 25, 100, good) == STOPS  # another rank, or the trial after a restart
     assert len(judge.state()["reports"]["bad"]) == 1
-
-
-def test_a_larger_figure_may_be_the_better_one():
-    judge = rungs(greater=True)
-    assert judge.report("good", 25, 100, 0.6) is None and judge.report("bad", 25, 100, 0.3) == STOPS
 
 
 def test_nothing_stops_before_the_grace_period_at_the_end_or_when_it_is_off():
@@ -80,13 +77,9 @@ def sweep(in_root, tmp_path):
 
 
 def ended(trial, figure, early=None, of=10):
-    folder = trial.job.folder
-    result = {
-        "metrics": {"eval_loss": figure},
-        "ended": {"step": of, "of": 10, "early": early},
-        "seconds": 3.0,
-    }
-    table.storage.write_json(f"{folder}/result.json", result | {"mlflow_run_id": "x"})
+    how = {"step": of, "of": 10, "early": early}
+    result = {"metrics": {"eval_loss": figure}, "ended": how, "seconds": 3.0, "mlflow_run_id": "x"}
+    table.storage.write_json(f"{trial.job.folder}/result.json", result)
 
 
 def state(**reports):
