@@ -149,9 +149,8 @@ def failure_recorded(run: Run) -> Iterator[None]:
             "mlflow_run_id": run.work.run_id,
             "tracking_uri": registry.tracking_uri(run.job),
         }
-        with contextlib.suppress(
-            Exception
-        ):  # for example a full disk: the user has to see the failure itself
+        # For example of a full disk: the user has to see the failure itself
+        with contextlib.suppress(Exception):
             storage.write_json(path, failure)
         raise
 

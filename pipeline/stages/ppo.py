@@ -8,14 +8,21 @@ head on the policy (trainer.critic). The policy answers held-out prompts before 
 and every trainer.eval_steps updates.
 """
 
+from __future__ import annotations
+
 import os
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Job
 from pipeline.runtime.run import launch
 from pipeline.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from pipeline.evaluation import Comparison
+    from pipeline.ppo.trainer import PPOTrainer
+    from pipeline.runtime.best import Best
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -83,7 +90,12 @@ def train(worker: Worker) -> dict[str, Any]:
 
 
 def _after_update(
-    worker: Worker, trainer: Any, tracked: Any, metrics: dict[str, float], update: int, total: int
+    worker: Worker,
+    trainer: PPOTrainer,
+    tracked: Best | None,
+    metrics: dict[str, float],
+    update: int,
+    total: int,
 ) -> bool:
     """Logs an update, compares its evaluation, and saves a checkpoint if one is due. Returns True if training must stop."""
     from pipeline.models.tokenizer import warn_of_endless
@@ -105,12 +117,14 @@ def _after_update(
     return bool(tracked and tracked.exhausted)
 
 
-def _logged(trainer: Any) -> dict[int, dict[str, float]]:
+def _logged(trainer: PPOTrainer) -> dict[int, dict[str, float]]:
     """Returns {update: its metrics} of all logged updates, including the last one and each evaluated one."""
     return {int(metrics["episode"]) // trainer.args.batch_size: metrics for metrics in trainer.history}
 
 
-def _finish(worker: Worker, trainer: Any, tracked: Any, comparison: Any) -> dict[str, Any]:
+def _finish(
+    worker: Worker, trainer: PPOTrainer, tracked: Best | None, comparison: Comparison | None
+) -> dict[str, Any]:
     """Puts the weights back that the run keeps, evaluates them, and saves the policy. Returns what result.json says."""
     from pipeline.runtime import best, roles
 
