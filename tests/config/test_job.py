@@ -53,7 +53,7 @@ BAD = [
     ("sft", ["trainer.max_grad_norm=.inf"], r"trainer\.max_grad_norm: found inf, expected a finite number"),
     ("sft", ["model={}"], r"model\.name_or_path: missing, expected text"),
     ("sft", ["trainer.learning_rate"], r"trainer\.learning_rate: expected section\.key=value"),
-    ("sft", ["model.name_or_path.x=1"], r"model\.name_or_path is 'm', which has no keys"),
+    ("sft", ["model.name_or_path.x=1"], r"name_or_path is 'm', which has no keys"),
     ("sft", ["data.train=*.jsonl"], r"not valid YAML.*put the value in quotes"),
     ("stage: sft\nmodel: {name_or_path: m\n", [], r"job\.yaml:3:1: not valid YAML"),
     ("stage: sft\ntrainer: {1: 2}\n", [], r"job\.yaml:2: trainer: a key is not text"),

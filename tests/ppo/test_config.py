@@ -62,26 +62,18 @@ def test_what_is_corrected_by_default(rollout, corrects):
     assert RolloutConfig(**rollout).corrects == corrects
 
 
-IDLE, CROWDED = (
-    "2 of 3 workers will be idle, because completions are sampled in chunks of 64",
-    "computes with 4 threads",
-)
-FOUR = "scaling.resources_per_worker={CPU: 4}"
+IDLE = "2 of 3 workers will be idle, because completions are sampled in chunks of 64"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "idle"),
     [
-        ([], set()),
-        (["rollout.num_workers=3"], {IDLE}),
-        (["rollout.num_workers=2", "rollout.staleness=2"], set()),
-        (["rollout.num_workers=3", "trainer.local_rollout_forward_batch_size=21"], set()),
-        ([FOUR], {CROWDED}),
-        ([FOUR, "rollout.resources_per_worker={CPU: 4}"], set()),
-        ([FOUR, "rollout.use_gpu=true"], set()),
+        ([], False),
+        (["rollout.num_workers=3"], True),
+        (["rollout.num_workers=2", "rollout.staleness=2"], False),
+        (["rollout.num_workers=3", "trainer.local_rollout_forward_batch_size=21"], False),
     ],
 )
-def test_rollout_workers_that_would_idle_or_share_cpus_are_warned_of(overrides, said):
+def test_rollout_workers_that_would_idle_are_warned_of(overrides, idle):
     job = load_job("jobs/demo/ppo.yaml", ["rollout.num_workers=1", *overrides], "ppo")
-    lines = "\n".join(warnings(job))
-    assert {words for words in (IDLE, CROWDED) if words in lines} == said
+    assert (IDLE in "\n".join(warnings(job))) == idle

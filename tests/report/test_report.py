@@ -215,14 +215,15 @@ def test_the_lineage_draws_the_loop(migrated, tmp_path):
     shutil.copy(migrated, tmp_path / "mlflow.db")
     sft, first, second = "models:/rlhf-sft/1", "models:/rlhf-dpo/1", "models:/rlhf-dpo/2"
     finish(tmp_path, begin(tmp_path, "sft", "sft"), {}, {})
-    counts = {first: 200, sft: 100, second: 5, "models:/gone/1": 3, "others": 9}
+    rare = {f"models:/rare/{number}": 1 for number in (1, 2)}
+    counts = {first: 200, sft: 100, second: 5, "models:/gone/1": 3, **rare}
     for name, rows_from in (("one", {sft: 300}), ("two", counts)):
         finish(tmp_path, begin(tmp_path, name, "dpo"), {}, {}, {"policy": sft}, rows_from=rows_from)
     run = report.read(str(tmp_path / "two"))
     nodes = {node.key: node for node in gather.lineage([run])}
     assert nodes[first].parents == nodes[second].parents == {sft: "policy"}
     assert nodes[second].depth == 1 + nodes[first].depth == 2 + nodes[sft].depth
-    assert "9 rows from others" in nodes[second].lines
+    assert "2 rows from others" in nodes[second].lines
     assert nodes[first].arrows == {sft: "policy, 300 rows"}
     rows = {first: "200 rows", sft: "policy, 100 rows", "models:/gone/1": "3 rows"}
     assert nodes[second].arrows == rows, "none of itself"
