@@ -64,7 +64,7 @@ class SlotDecoder(Decoder):
         self.look = look
         self.rows: list[Row] = []
         self.cache: Any = None  # a SlotCache while there are rows
-        self.settings: Any = None  # the rows' Settings
+        self.settings: Settings | None = None
         self.longest = 0  # tokens of the longest row in the cache
         self.equal = True  # whether all rows have this many tokens
 
@@ -113,6 +113,8 @@ class SlotDecoder(Decoder):
             self.cache.reserve(*size)
         hidden = self._read(rows)
         self.cache.lengths[first : size[0]] = torch.tensor([len(row.prompt) for row in rows], device=device)
+        new = Settings.of(rows, device)
+        self.settings = self.settings.and_of(new) if self.settings else new
         self.rows = [*self.rows, *rows]
         self._look_at_rows()
         with self.shared.use_each([row.role for row in rows]):
@@ -231,6 +233,7 @@ class SlotDecoder(Decoder):
 
     def _draw(self, hidden: Tensor, rows: slice) -> Drawn:
         """Draws one token for some rows from the hidden states before it."""
+        assert self.settings
         noise, temperature, top_p, minimum, written = (values[rows] for values in self.settings)
         logits, drawing = self.shared.logits(hidden), self.rows[rows]
         if any(row.sampling.min_new_tokens for row in drawing):
@@ -278,14 +281,15 @@ class SlotDecoder(Decoder):
         if not any(going):
             self.reset()
             return
+        assert self.settings
         order = live_first(going)
+        self.settings = self.settings.take(torch.tensor(order, device=self.shared.device))
         self.cache.keep(order, self.longest)
         self.rows = [self.rows[i] for i in order]
         self._look_at_rows()
 
     def _look_at_rows(self) -> None:
-        """Notes the settings of the rows, and how many tokens the cache holds of each: all except its newest."""
-        self.settings = Settings.of(self.rows, self.shared.device)
+        """Notes how many tokens the cache holds of each row: all except its newest."""
         lengths = [len(row.prompt) + max(0, len(row.tokens) - 1) for row in self.rows]
         self.longest, self.equal = max(lengths), len(set(lengths)) == 1
 

@@ -11,10 +11,10 @@ change a sample; on a CPU, batches of other sizes round differently in the last 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -78,35 +78,38 @@ class Row:
         """Returns the most tokens that the row can have, its prompt included."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
-    @cached_property
-    def noise(self) -> np.ndarray:
-        return uniforms(self)
 
-
-class Decoder(Protocol):
+class Decoder(ABC):
     """Writes the completions of rows. They join and leave at any step, whatever their role."""
 
     rows: list[Row]  # being written
     max_rows: int | None  # most rows written at the same time, if there is a limit
 
+    @abstractmethod
     def add(self, role: str, folder: str) -> None:
         """Loads a role's adapter from a folder. Raises InputError if the decoder cannot run it."""
 
+    @abstractmethod
     def remove(self, role: str) -> None:
         """Frees a role that no row has."""
 
+    @abstractmethod
     def changed(self, role: str | None) -> None:
         """Uses the changed parameters of a role for later rows."""
 
+    @abstractmethod
     def fits(self, joining: Sequence[Row], row: Row) -> bool:
         """Returns whether `row` can join now, together with `joining`. A row fits into an empty decoder in any case."""
 
+    @abstractmethod
     def join(self, rows: Sequence[Row]) -> None:
         """Adds rows that fit: computes the KV cache of their prompts, and possibly their first tokens."""
 
+    @abstractmethod
     def step(self) -> None:
         """Writes at least one token of each row. Rows that are done or cancelled leave."""
 
+    @abstractmethod
     def reset(self) -> None:
         """Drops all rows after an error. Raises RuntimeError if the decoder cannot continue."""
 
@@ -147,7 +150,7 @@ class Settings(NamedTuple):
         noise = np.zeros((len(rows), max(row.sampling.max_new_tokens for row in rows)))
         for i, row in enumerate(rows):
             if row.sampling.temperature:
-                noise[i, : row.sampling.max_new_tokens] = row.noise
+                noise[i, : row.sampling.max_new_tokens] = uniforms(row)
         how = [row.sampling for row in rows]
         return cls(
             torch.from_numpy(noise).to(device),
@@ -156,6 +159,16 @@ class Settings(NamedTuple):
             torch.tensor([one.min_new_tokens for one in how], device=device),
             torch.tensor([len(row.tokens) for row in rows], device=device),
         )
+
+    def take(self, rows: Tensor) -> Settings:
+        return Settings(*(values[rows] for values in self))
+
+    def and_of(self, others: Settings) -> Settings:
+        """Returns these settings followed by others."""
+        width = max(self.noise.shape[1], others.noise.shape[1])
+        noise = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (self.noise, others.noise)]
+        rest = (torch.cat(pair) for pair in zip(self[1:], others[1:], strict=True))
+        return Settings(torch.cat(noise), *rest)
 
 
 def seed_of(seed: int, number: int) -> int:

@@ -222,9 +222,8 @@ def embedded(**options: Any) -> Iterator[None]:
             try:
                 # address="local": otherwise it would join the cluster that this machine last started, even another user's.
                 context = ray.init(address="local", include_dashboard=False, _temp_dir=str(root), **options)
-            except (
-                Exception
-            ) as error:  # many types: a process died or did not answer in time, the disk is full
+            # Of many types: a process died or did not answer in time, the disk is full.
+            except Exception as error:
                 raise Failure(
                     f"Ray did not start ({in_brief(error, 400)}). Its logs are in {root}/session_latest/logs. Check free "
                     f"memory, CPU load and disk space in {root}, then run the same command again"

@@ -150,7 +150,7 @@ def policy_loss(
 
     Args:
         cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange_high].
-        dual_clip: bounds the loss by -dual_clip * A where the advantage A < 0, which the ordinary clip leaves unbounded.
+        dual_clip: above 1; bounds the loss by -dual_clip * A where the advantage A < 0, which the ordinary clip leaves unbounded.
         denominator: divides the sums over actions: their number in the optimizer step over all workers, so that losses of
             micro-batches and workers *add up* to a mean. None: the number of actions in `mask`.
         cliprange_high: None: `cliprange` (DAPO's clip-higher sets it larger).
@@ -201,6 +201,7 @@ def off_policy_weights(
 
     Args:
         level: token: of each action by itself. sequence: the product over a completion's actions, for all of them.
+        cap: above 1.
     """
     mask = mask.bool()
     log_ratio = logprobs.float().where(mask, 0.0) - sampler_logprobs.float().where(mask, 0.0)
@@ -244,7 +245,8 @@ def adapted_kl_coef(coef: float, kl: float, completions: int, target: float, hor
     With the error at its clip of 0.2, `horizon` completions change it by about 20 %.
 
     Args:
-        kl: mean over the update's completions, in nats per *completion* (summed over its tokens), as `target` is.
+        kl: mean over the update's completions, in nats per *completion* (summed over its tokens), as `target` is. A mean per
+            token would be tens of times too small and drive the coefficient to 0.
         completions: completions of the update, over all workers.
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)

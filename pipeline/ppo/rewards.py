@@ -127,10 +127,10 @@ class Reward(ABC):
         is_list = isinstance(listed, (list, tuple))
         if not is_list or len(listed) != len(rows):
             found = f"{len(listed)} scores" if is_list else _brief(scores, 100)
-            raise Failure(
-                f"reward {self} returned {found} (samples: {len(rows)}); expected a list of one number for each sample; "
-                f"the first is {samples.show(rows[0])}"
-            )
+            why = f"reward {self} returned {found} (samples: {len(rows)}); expected a list of one number for each sample"
+            if len(rows) < len(samples):
+                why += " (with trainer.reward_timeout_s, each row is a call)"
+            raise Failure(f"{why}; the first is {samples.show(rows[0])}")
         return listed
 
     def __str__(self) -> str:
@@ -295,10 +295,10 @@ class FunctionReward(Reward):
         """Returns what the function returns for some of the samples."""
         columns = {"seeds": samples.seeds, **samples.columns(), "completion_ids": samples.completion_ids}
         columns |= {"prompts": samples.prompts, "completions": samples.completions}
-        parameters = inspect.signature(self.function).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            columns = {name: values for name, values in columns.items() if name in parameters}
         try:
+            parameters = inspect.signature(self.function).parameters
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                columns = {name: values for name, values in columns.items() if name in parameters}
             result = self.function(**{name: [values[i] for i in rows] for name, values in columns.items()})
             if inspect.iscoroutine(result):
                 # In another thread, because this one may run an event loop, as in a notebook.
@@ -374,7 +374,7 @@ def _frames(error: BaseException, limit: int = 10) -> str:
     """Returns the last `limit` frames inside a reward function as text, without frames of libraries if possible."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if not frame.filename.startswith((__file__, *LIBRARIES))]
-    return "".join(traceback.format_list((users or frames)[-limit:])).rstrip()
+    return "".join(traceback.format_list((users or frames[1:])[-limit:])).rstrip()
 
 
 def weighted(

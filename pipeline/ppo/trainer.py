@@ -52,13 +52,8 @@ from pipeline.ppo.sampler import Chunk, Sampler, split_into_chunks
 from pipeline.ppo.selfcheck import rollout as checks
 
 STATE_FILE = "ppo_state.json"  # in a checkpoint
-STATE = (
-    "update",
-    "kl_coef",
-    "skipped_steps",
-    "tokens",
-    "history",
-)  # attributes of the trainer in that file
+# Attributes of the trainer in that file
+STATE = ("update", "kl_coef", "skipped_steps", "tokens", "history")
 
 Rows = Sequence[dict[str, Any]]
 OnUpdate = Callable[[dict[str, float], int, int], bool | None]

@@ -82,11 +82,14 @@ def check_paths(job: Job) -> None:
             imported(source)
     if STAGE[job.stage].rows:
         preview.preprocessing(job.stage, job.data)
+    buckets: dict[str, tuple[str, str]] = {}
     for key, path in job.paths:
         if storage.is_remote(path) and not path.startswith(HUB):
-            files.reach(path, key)
+            buckets.setdefault("/".join(path.split("/")[:3]), (path, key))
         else:
             files.find(path, key)
+    for path, key in buckets.values():  # many files may be in one
+        files.reach(path, key)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
         storage.require_writable(job.data.cache_dir, "data.cache_dir", "./cache")
     if not Ref.parse(job.model.name_or_path).is_registered:

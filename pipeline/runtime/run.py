@@ -97,7 +97,7 @@ def finished(job: Job) -> dict[str, Any] | None:
         f"run {job.run.name} is finished ({job.folder}/result.json); run.fresh=true starts it over, another run.name starts a "
         "new one"
     )
-    resume.print_differences(result["job"], job)
+    resume.print_differences(result.get("job") or job.to_dict(), job)
     return result | {"folder": job.folder}  # the folder may have been moved
 
 
@@ -170,7 +170,7 @@ def train_in_workers(
         outcome = fit(job, main, {"train": train, "work": work, "companion": companion}, rows, companion)
     except Exception:
         with contextlib.suppress(OSError):  # the disk itself may have failed
-            newest = "".join(checkpoints.complete(job.folder)[-1:])
+            newest = next(reversed(checkpoints.complete(job.folder)), None)
             does = f"continues from {newest}" if newest else "starts it over: no checkpoint is complete yet"
             again = f"the same command with run.name={job.run.name} {does}"
             terminal.say(f"run {job.run.name} failed; {again}", result=True)

@@ -89,7 +89,10 @@ class FeedbackStore:
                 held = self.known.execute(f"SELECT TOTAL({BYTES}) FROM answers")
                 [self.conversation_bytes] = held.fetchone()
                 self.opened = opened.pop_all()
-        except (OSError, sqlite3.Error) as error:  # TimeoutError: another server has the folder
+        except sqlite3.Error as error:
+            why = f"{folder}/conversations.db: {error}; move conversations.db* elsewhere, and feedback on earlier answers gets 404"
+            raise InputError(why, key=KEY) from error
+        except OSError as error:  # TimeoutError: another server has the folder
             why = f"{folder} cannot be used ({error}); set another folder: {KEY}=FOLDER"
             raise InputError(why, key=KEY) from error
 

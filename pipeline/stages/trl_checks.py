@@ -306,6 +306,8 @@ def affordable(model: Any, rows: list[Row]) -> list[Row]:
     """Returns the shortest rows, and the longest that the model can be run on: most faults are about padding."""
 
     def length(row: Row) -> int:
+        if "labels" in row:  # also tokens after the last trained one
+            return max(row.get("seq_lengths") or [len(row["input_ids"])])
         return max((len(prompt) + len(completion) for prompt, completion in completions_of(row)), default=0)
 
     vocab_size = model.config.get_text_config().vocab_size

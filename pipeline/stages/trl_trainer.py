@@ -67,7 +67,7 @@ class Reporter(TrainerCallback):
             self.worker.replay(_history(state))
         else:
             require(trl_checks.check(self.worker, self.trainer))
-        self.tokens = self.trainer._total_train_tokens
+        self.tokens = self.trainer._total_train_tokens  # private in TRL 1.16; see save_sums
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.begun = time.monotonic()

@@ -222,8 +222,10 @@ def test_a_recorder_that_is_started_again_waits_for_the_one_before(tmp_path, sto
 def test_a_folder_that_cannot_be_used_is_said(tmp_path):
     (tmp_path / "conversations.db").write_bytes(b"no database" * 1000)
     (tmp_path / "file").touch()
-    for folder, why in ((tmp_path, "file is not a database"), (tmp_path / "file", "File exists")):
-        with pytest.raises(InputError, match=f"{folder} cannot be used .*{why}.*; set another folder"):
+    damaged = f"{tmp_path}/conversations.db: file is not a database; move conversations.db. elsewhere"
+    no_folder = f"{tmp_path}/file cannot be used .*File exists.*; set another folder"
+    for folder, says in ((tmp_path, damaged), (tmp_path / "file", no_folder)):
+        with pytest.raises(InputError, match=says):
             FeedbackStore(str(folder), True, 1 << 20)
     (tmp_path / "conversations.db").unlink()
     FeedbackStore(str(tmp_path), True, 1 << 20).close()  # the one before let go of the folder
