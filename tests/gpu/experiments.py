@@ -1,0 +1,187 @@
+"""What a machine with one GPU shows of this pipeline, in 25 minutes: is it right, how fast is it, what does it hold?
+
+    make gpu                                all experiments, with make's own environment or PYTHON=...
+    make gpu ARGS="doctor-nf4 decode-bf16"  some of them
+    SMALL=1 make gpu                        all of them with tiny models on the CPU, in a minute: a rehearsal
+    python -m tests.gpu [NAME ...] [--out FOLDER]      from the root of the repository
+
+torch, transformers and peft suffice; bitsandbytes, Ray with TRL and MLflow, and vLLM are used where they are installed.
+Weights are random and nothing is downloaded. Each experiment is a process of its own and ends with checks that hold or do
+not; one that fails does not stop the others. Writes gpu.md and gpu.json into FOLDER (runs/gpu) after each experiment. Exit
+status 1 if one has failed, 2 for an unknown name. docs/gpu.md says what each experiment shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+if os.environ.get("SMALL"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from torch import multiprocessing
+
+from tests.gpu import correct, decoding, models, training
+from tests.gpu.record import Record, Skipped, markdown
+
+MINUTES = 25
+LIMIT_S = 480  # time of one experiment
+
+
+def machine(record: Record) -> None:
+    """The speed of a large product of bf16 matrices, against the datasheet."""
+    from pipeline.models.gpus import peak_flops
+
+    size = models.small(8192, 256)
+    weight = torch.randn(size, size, device=models.DEVICE, dtype=torch.bfloat16)
+    tflops = 2 * size**3 / models.timed(lambda: weight @ weight, 20, 3) / 1e12
+    record.row(bf16_TFLOPs=tflops, tf32=torch.get_float32_matmul_precision())
+    record.check("a product of bf16 matrices", f"{tflops:.3g} TFLOP/s", tflops > 0)
+    if sheet := peak_flops(models.DEVICE):
+        sheet /= 1e12
+        record.check(f"half of the datasheet's {sheet:.0f} TFLOP/s", tflops, 2 * tflops >= sheet)
+
+
+EXPERIMENTS: dict[str, Callable[[Record], None]] = {  # first whether it is right, then what is measured
+    "machine": machine,
+    **{f"doctor-{name}": partial(correct.doctors, precision=name) for name in models.PRECISIONS},
+    "cpu-and-gpu": correct.cpu_and_gpu,
+    "two-ranks": correct.ranks,
+    "collectives": correct.collectives,
+    "random-state": correct.random_state,
+    "fp32-logits": correct.fp32_logits,
+    "nf4-load": correct.nf4_load,
+    "out-of-memory": correct.out_of_memory,
+    "cache-memory": decoding.cache_memory,
+    "lora-forward": partial(decoding.fused_lora, backward=False),
+    "lora-backward": partial(decoding.fused_lora, backward=True),
+    **{
+        f"{what}-{name}": partial(experiment, precision=name)
+        for name in ("bf16", "nf4")
+        for what, experiment in {
+            "ppo": training.ppo,
+            "rm": training.reward_model,
+            "sft": training.supervised,
+            "decode": decoding.rows_at_once,
+            "graphs": decoding.cuda_graphs,
+        }.items()
+    },
+    "ppo-70b-nf4": training.ppo_70b,
+    "with-ray-and-trl": training.installed_pipeline,
+    "with-vllm": training.installed_vllm,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(EXPERIMENTS)}")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of gpu.md and gpu.json")
+    options = parser.parse_args()
+    if unknown := [name for name in options.names if name not in EXPERIMENTS]:
+        parser.error(f"no experiment {', '.join(unknown)}; there are {', '.join(EXPERIMENTS)}")
+    if not models.CUDA and not models.SMALL:
+        parser.error("there is no GPU that torch can use; SMALL=1 rehearses everything on the CPU")
+    options.out.mkdir(parents=True, exist_ok=True)
+    here, records = isolated(LIMIT_S, about), list[Record]()
+    method = "fork" if models.SMALL else "spawn"
+    end = time.monotonic() + 60 * MINUTES
+    for name in options.names or EXPERIMENTS:
+        left = end - time.monotonic()
+        try:
+            record = Record(name, skipped=f"{MINUTES} minutes were over")
+            if left >= 30:
+                record = isolated(min(left, LIMIT_S), run, name, method=method)
+        except RuntimeError as error:
+            record = Record(name, error=str(error))
+        records.append(record)
+        print(f"{record.outcome:<8} {name:<16} {record.seconds:6.1f} s  {record.reason}", flush=True)
+        (options.out / "gpu.md").write_text(markdown(here, records), encoding="utf-8")
+        results = {
+            "machine": here,
+            "experiments": [{"outcome": one.outcome, **asdict(one)} for one in records],
+        }
+        (options.out / "gpu.json").write_text(json.dumps(results, indent=1, default=str), encoding="utf-8")
+    counts = Counter(record.outcome for record in records)
+    numbers = f"{counts['passed']} passed, {counts['skipped']} skipped, {counts['FAILED']} failed"
+    print(f"\n{numbers}; {options.out}/gpu.md", flush=True)
+    return 1 if counts["FAILED"] else 0
+
+
+def about() -> dict[str, Any]:
+    """The device, its memory, the versions of what is installed, and the date."""
+    found: dict[str, Any] = {"device": f"CPU rehearsal ({platform.machine()}, {os.cpu_count()} cores)"}
+    if models.CUDA:
+        properties = torch.cuda.get_device_properties(0)
+        found = {"device": properties.name, "GiB": round(properties.total_memory / models.GIB, 1)}
+        found["cuda"] = torch.version.cuda
+    found |= {"python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
+    for package in ("torch", "transformers", "peft", "bitsandbytes", "trl", "ray", "vllm"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "-"
+    return found
+
+
+def run(name: str) -> Record:
+    """The record of one experiment, whatever comes of it."""
+    warnings.simplefilter("ignore", FutureWarning)  # transformers'
+    warnings.filterwarnings("ignore", module="peft")  # a base with several adapters is what is wanted here
+    if models.SMALL:
+        torch.set_num_threads(1)  # tiny products: several threads would only wait for each other
+    record, start = Record(name), time.perf_counter()
+    try:
+        torch.manual_seed(0)
+        EXPERIMENTS[name](record)
+    except Skipped as reason:
+        record.skipped = str(reason)
+    except Exception:
+        record.error = traceback.format_exc()[-3000:]
+    record.seconds = time.perf_counter() - start
+    return record
+
+
+def isolated(seconds: float, work: Callable[..., Any], *args: Any, method: str = "spawn") -> Any:
+    """Returns what `work(*args)` does, in a process of its own: no memory of it, and no fault of CUDA, is left behind.
+
+    Args:
+        method: of multiprocessing. `fork` finds libraries loaded already; after a fork CUDA cannot be used.
+
+    Raises:
+        RuntimeError: if the process dies, or takes longer than some seconds.
+    """
+    context = multiprocessing.get_context(method)
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(send, work, *args))
+    process.start()
+    send.close()
+    try:
+        if receive.poll(seconds):
+            return receive.recv()
+        raise RuntimeError(f"killed after {seconds:.0f} s")
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"the process died with exit status {process.exitcode}") from None
+    finally:
+        process.join(10)
+        process.kill()
+        process.join()
+
+
+def _send(pipe: Any, work: Callable[..., Any], *args: Any) -> None:
+    pipe.send(work(*args))
