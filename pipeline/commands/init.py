@@ -102,6 +102,8 @@ def run(path: str, options: list[str]) -> None:
     folder = Path("jobs") / name
     if not re.fullmatch(r"[\w-]+", name) or folder.exists() or (shipped.JOBS / name).exists():
         raise InputError(f"{folder} exists or is no name of a folder; choose another one: --name NAME")
+    if (Path(path) / "config.json").exists():
+        raise InputError(f"{path} is the folder of a model; expected files of rows")
     sources = [source_of(item, for_eval) for item, for_eval in parts(path)]
     jobs = profile_of(sources, name, profile, model)
     if not jobs:
@@ -164,8 +166,10 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
                     return
         return
     files = [file.path for file in find(path, "data.train")]
-    for pattern, found in itertools.groupby(files, lambda file: re.sub(r"\d+", "*", file)):
-        group = [*found]
+    groups: dict[str, list[str]] = {}
+    for file in files:
+        groups.setdefault(re.sub(r"\d+", "*", file), []).append(file)
+    for pattern, group in groups.items():
         as_glob = len(group) > 1 and group == fnmatch.filter(files, pattern)
         for name in [pattern] if as_glob else group:
             words = re.split(r"[^a-z]+", os.path.relpath(name, path).lower())  # none of a single file

@@ -141,6 +141,7 @@ def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
         (PAIRS, ["--color", "red"], "unknown option 'color'"),
         (PAIRS, ["--name", "own"], "choose another one"),
         ("nothing.jsonl", [], "there is no file"),
+        (MODEL, [], "is the folder of a model"),
     ],
 )
 def test_what_cannot_become_a_job_is_refused(made, more, message, here, capsys):
