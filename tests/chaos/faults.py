@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 from runs import AUTHENTICATION, STEPS, Run, until
 
+from pipeline.on_ray.session import _read_by_ray
+
 TRAINER, ROLLOUT_WORKER = "RayTrainWorker", "RolloutWorker"  # names of Ray's actors
 RESTARTS = "run.max_failures=3"
 
@@ -191,9 +193,10 @@ class Nodes:
     def __init__(self, run: Run, count: int, for_rollouts: int = 0):
         # The workers are the nodes' children and not the driver's. Two threads would add in another order than one.
         before = dict(os.environ)
-        run.finally_do.append(lambda: (os.environ.clear(), os.environ.update(before)))
+        run.finally_do.append(lambda: (os.environ.clear(), os.environ.update(before), _read_by_ray()))
         os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", **AUTHENTICATION)
         os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+        _read_by_ray()  # an earlier session of this process, of another test, had another token
         from ray.cluster_utils import Cluster
 
         self.small: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
