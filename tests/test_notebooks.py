@@ -90,7 +90,7 @@ def test_the_reward_model_notebook_runs(tmp_path):
     file, runs = ROOT / "notebooks/llama3_reward_model.ipynb", str(tmp_path / "runs")
     notebook = execute(file, RUNS=runs, OVERRIDES=QUICK, timeout=300)
     assert_clean(notebook, tmp_path)
-    assert pictures(notebook) == 4 and "rlhf-rm v1 @champion" in printed(notebook)
+    assert pictures(notebook) == 5 and "rlhf-rm v1 @champion" in printed(notebook)
     assert (tmp_path / "runs/reward-model/report.html").exists()
     source = "".join(cell.source for cell in notebook.cells)
     assert "OVERRIDES = []" in source, "parameters are not written back"
