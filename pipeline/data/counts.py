@@ -139,7 +139,8 @@ def count(number: int, what: str = "row") -> str:
 
 def most_frequent(counts: Mapping[str, int], most: int) -> dict[str, int]:
     """Returns the `most` entries with the most rows, the largest first. The entry `others` adds up all other rows."""
-    kept = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:most])
+    named = [item for item in counts.items() if item[0] != "others"]
+    kept = dict(sorted(named, key=lambda item: (-item[1], item[0]))[:most])
     others = sum(counts.values()) - sum(kept.values())
     return kept | ({"others": others} if others else {})
 
