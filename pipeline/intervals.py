@@ -25,13 +25,10 @@ def table(rows: dict[str, str]) -> dict[str, str]:
 
 
 def bounds(part: str) -> tuple[str, float, float, str]:
-    """Returns the ends of an interval, ("[", 0.0, 1.0, ")") for `[0, 1)`; those of a number are the number."""
-    match = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", part.removeprefix("whole "))
-    return (
-        (match[1], float(match[2]), float(match[3]), match[4])
-        if match
-        else ("[", float(part), float(part), "]")
-    )
+    """Returns the brackets and ends of an interval: ("[", 0.0, 1.0, ")") for `[0, 1)`, ("[", 3.0, 3.0, "]") for `3`."""
+    if match := re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", part.removeprefix("whole ")):
+        return match[1], float(match[2]), float(match[3]), match[4]
+    return "[", float(part), float(part), "]"
 
 
 def _holds(value: float, part: str) -> bool:

@@ -85,7 +85,8 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
     listed = get("/api/v0/nodes?detail=1&limit=10000")["data"]["result"]["result"]
     alive = [node for node in listed if node["state"] == "ALIVE"]
     nodes = [NodeType(node["resources_total"] or {}, labels=node["labels"] or {}) for node in alive]
-    [(head, labels)] = [(node["node_ip"], node["labels"] or {}) for node in alive if node["is_head_node"]]
+    heads = ((node["node_ip"], node["labels"] or {}) for node in alive if node["is_head_node"])
+    head, labels = next(heads, ("HEAD", {}))
     # HTTP does not tell what an autoscaler may add. The head's label names the file that it was started from.
     types, most = clusterfile.types_of(labels.get("cluster-file", ""))
     mlflow = f"http://{head}:{labels['mlflow-port']}" if "mlflow-port" in labels else None
@@ -171,7 +172,8 @@ def check_memory(job: Job, cluster: Cluster) -> None:
     There is no check for GPUs that `plan` does not know, or for a base whose config.json cannot be read from here.
     """
     nodes = [*cluster.nodes, *cluster.types.values()]
-    for section, who, _, _, need in placement.groups(job):
+    for group in placement.groups(job):
+        section, who, need = group.section, group.who, group.each
         offered = {n.labels.get(placement.GPU_LABEL, "") for n in nodes if need.fits(n.resources, n.labels)}
         gpus = {name: memory for name in sorted(offered) if (memory := plan.memory_of(name))}
         if not gpus or not need.resources.get("GPU"):

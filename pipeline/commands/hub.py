@@ -172,7 +172,8 @@ def _replaced(job: Job) -> str | None:
     made_here = False
     if "README.md" in files:
         path = Path(api.hf_hub_download(repo, "README.md", revision=found.sha))
-        made_here = f"- {MADE_HERE}" in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        metadata, _, _ = path.read_text(encoding="utf-8", errors="replace").partition("\n---")
+        made_here = f"- {MADE_HERE}" in metadata.splitlines()
     if files and not made_here:
         raise InputError(
             f"{repo} holds files that do not come from an export ({', '.join(sorted(files)[:3])}); use another name, or "

@@ -101,7 +101,7 @@ def run(path: str, options: list[str]) -> None:
         raise InputError(f"unknown option {next(iter(given))!r}; expected --name, --model or --profile")
     folder = Path("jobs") / name
     if not re.fullmatch(r"[\w-]+", name) or folder.exists() or (shipped.JOBS / name).exists():
-        raise InputError(f"{folder} exists or is no name of a folder; choose another one: --name NAME")
+        raise InputError(f"{folder} exists or is not a valid name; choose another name: --name NAME")
     if (Path(path) / "config.json").exists():
         raise InputError(f"{path} is the folder of a model; expected files of rows")
     sources = [source_of(item, for_eval) for item, for_eval in parts(path)]
@@ -346,7 +346,8 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
             if not as_chat and any(not isinstance(record.prompt, str) for _, record in records):
                 jobs |= {name: with_key(text, "model.chat_template", "plain") for name, text in jobs.items()}
                 write(folder, jobs)
-                return set_lengths(folder, jobs)
+                set_lengths(folder, jobs)
+                return
             sizes[stage] = longest(job, tokenizer, as_chat, records)
         except InputError as error:
             warnings.append(f"warning: {stage} keeps the lengths of the profile: {error}\n")

@@ -160,7 +160,7 @@ class Forward:
 
     local_rollout_forward_batch_size: Annotated[int, "[1, 1048576]"] = 64  # rows per forward
     bf16: bool = False  # matrix products in bfloat16 (autocast); on a CPU the base, too
-    # Seconds that a Python reward may take for a row, in a call of its own. By default, one call gets all rows, without limit.
+    # Seconds that a Python reward may take for one row. Each row is a separate call. By default, one call gets all rows.
     reward_timeout_s: Annotated[float | None, "(0, 31536000]"] = None
     # Rows that a Python reward scores at the same time, with reward_timeout_s.
     reward_threads: Annotated[int, "[1, 1024]"] = 8

@@ -116,7 +116,7 @@ def _extended(tree: Tree, folder: Path) -> Tree:
 
     Sections are merged key by key, one level deep. An empty section, such as `gate: {}`, replaces that section.
     """
-    names = tree.data.pop("extends", [])
+    names = tree.data.pop("extends", None) or []
     names = names if isinstance(names, list) else [names]
     if not all(isinstance(name, str) for name in names):
         raise tree.error("extends", f"found {show(names)}, expected job files, for example ../own/rm.yaml")

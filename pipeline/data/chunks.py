@@ -17,9 +17,10 @@ from pipeline.data.files import File, open_bytes, unreadable
 from pipeline.data.shapes import Kind
 from pipeline.data.table_rows import pieces, table_rows
 from pipeline.data.text_rows import BLOCK, Row, text_rows
-from pipeline.data.values import RowError, fields_of
+from pipeline.data.values import RowError, fields_of, show
 from pipeline.system import storage
 
+GROUP = 10_000  # rows that data.group_by joins
 CHUNK = 4 << 20  # bytes of a range: a worker's memory is some 50 times this
 
 
@@ -95,11 +96,15 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
 
     def value(row: Row) -> Any:
         has_value = isinstance(row[1], dict) and column in row[1]
-        return (row[1][column],) if has_value else row[0]  # any other row is a group of its own
+        return (row[1][column],) if has_value else row[0]  # without a value, a row is a group alone
 
     for _, same in itertools.groupby(numbered, value):
-        numbers, group, raws = zip(*same, strict=True)
+        numbers, group, raws = zip(*itertools.islice(same, GROUP + 1), strict=True)
         row: Any = list(group)
+        if len(row) > GROUP:
+            found = f"more than {GROUP:,} rows in succession with {show(row[0][column])}"
+            yield numbers[-1], RowError("too_large", column, found, "groups of fewer rows"), b""
+            return
         if not isinstance(row[0], dict):
             row = row[0]
         elif column not in row[0]:

@@ -92,12 +92,13 @@ def of_split(name: str, counts: Iterable[Counts]) -> list[Counts]:
 
 
 def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
-    """Returns (the first row that is left out for a reason, how many are) for the first reasons."""
+    """Returns (the first row that is left out for a reason, how many are) for the most frequent reasons."""
     rows, first = totals(counts)["reasons"], dict[Reason, RowError]()
     for one in counts:
         for reason, error in one.errors.items():
             first.setdefault(reason, error)
-    return [(error, rows[reason]) for reason, error in [*first.items()][:FIRST]]
+    often = sorted(first, key=lambda reason: -rows[reason])[:FIRST]
+    return [(error, rows[reason]) for reason, error in first.items() if reason in often]
 
 
 # ---- rows that are compared with each other --------------------------------------------------------------------------
@@ -120,7 +121,10 @@ def duplicates(counts: Sequence[Counts]) -> int:
 
 
 def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
-    """Counts the eval rows whose prompt is in `train`, and those also there with their completions; None without `eval`."""
+    """Counts the eval rows whose prompt is in `train`, and those also there with their completions.
+
+    Returns None if there are no eval rows.
+    """
     import numpy as np
 
     if not of_split("eval", counts):

@@ -258,7 +258,10 @@ def _on_hub(item: str, key: str) -> Paths | None:
     if rest and not config:
         fs, inner = storage.filesystem(path := f"{root}/{rest}")
         if (info := fs.get_file_info(inner)).type.name != "NotFound":
-            return ([path], commit) if info.is_file else None
+            if info.is_file:
+                return [path], commit
+            if storage.is_remote(root):
+                return None
     if "/" in rest:
         raise InputError(
             f"there is no file {item!r}; expected hf://datasets/NAME:config/split, or a path in it", key=key

@@ -14,6 +14,7 @@ import yaml
 
 from pipeline.config.stages import STAGE
 from pipeline.data import reshape
+from pipeline.data.messages import offered
 from pipeline.data.reshape import Preprocess, listed, value_at
 from pipeline.data.shapes import LABELS as VERDICTS
 from pipeline.data.shapes import is_good, kind_of, parse
@@ -33,8 +34,8 @@ NAMES = {
     }.items()
 }
 LOOKED = 50  # rows that are read to test a guess
-# Numbers and words in which the names of a pair's two columns differ; `data` does not end in `a`.
-ORDINAL = re.compile(r"(?i)(?<!\d)[0-2](?![a-z0-9])|(?<![a-z])(a|b|first|second|left|right)(?![a-z0-9])")
+# Words in which the names of a pair's two columns differ.
+PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
 # In these columns a larger number is better, unlike in ranks and lengths.
 SCORES = "score rating reward votes likes points winner".split()
@@ -102,10 +103,15 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
     rows = rows[:LOOKED]
     columns = _columns(rows)
     guess = next((guess for guess in _candidates(columns, stage) if reads(rows, guess, stage)), None)
-    if guess is not None and stage == "sft":  # with a label, bad completions are left out
-        free = [name for name in columns if name not in _used(guess)]
-        labels = [name for name in _called("label", free) if None not in map(is_good, columns[name])]
-        guess |= {"label": labels[0]} if labels and labels[0] not in VERDICTS else {}
+    if guess is None:
+        return None
+    free = {name: values for name, values in columns.items() if name not in _used(guess)}
+    if stage == "sft":  # with a label, bad completions are left out
+        labels = [name for name in _called("label", free) if None not in map(is_good, free[name])]
+        guess |= _unlike({"label": labels[0]}) if labels and labels[0] not in VERDICTS else {}
+    if stage in ("sft", "ppo") and "tools" not in rows[0]:
+        tools = [name for name, values in free.items() if any(map(_is_tools, values))]
+        guess |= {"tools": tools[0]} if tools else {}
     return guess
 
 
@@ -156,6 +162,10 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Values]:
     return {name: values for name, values in columns.items() if values}
 
 
+def _is_tools(value: Any) -> bool:
+    return all("function" in tool for tool in offered(value) or [{}])
+
+
 def _numbers(values: Values) -> list[float]:
     """Returns the values as numbers, or [] if one of them is not a number."""
     numbers = [*map(reshape.comparable, values)]
@@ -182,9 +192,10 @@ def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, An
         return any(isinstance(value, list) or (isinstance(value, str) and " " in value) for value in values)
 
     yield {}
-    texts = [name for name, values in columns.items() if is_text(values)]
+    texts = [name for name, values in columns.items() if is_text(values) and not any(map(_is_tools, values))]
     pairs = [] if stage == "ppo" else [*_pairs(columns, texts)]
-    prompts = [{"prompt": name} for name in _called("prompt", texts)]
+    misspelled = difflib.get_close_matches("prompt", columns, 1)
+    prompts = [{"prompt": name} for name in (*_called("prompt", texts), *misspelled)]
     if stage == "ppo":
         yield from prompts
     elif stage != "sft":
@@ -224,20 +235,22 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
     labels = [name for name in named(PREFERENCES) if _is_label(columns[name])]
     votes = [name for name in labels if re.search(r"\d$", name)]
     scores = [name for name in named(SCORES) if _numbers(columns[name])]
-    for first, second in _siblings(texts):
-        for one, two in _siblings(scores):
-            yield {"first": first, "second": second, "first_score": one, "second_score": two}
-        for label in ([votes] if len(votes) > 1 else []) + labels:
-            yield {"first": first, "second": second, "label": label}
+    for low, high in PAIRED:
+        for first, second in _siblings(texts, low, high):
+            for one, two in _siblings(scores, low, high):
+                yield {"first": first, "second": second, "first_score": one, "second_score": two}
+            for label in ([votes] if len(votes) > 1 else []) + labels:
+                yield {"first": first, "second": second, "label": label}
 
 
-def _siblings(names: list[str]) -> list[tuple[str, str]]:
-    """Returns the pairs of columns that differ in a number or a word alone, such as response_1 and response_2."""
-    alike: dict[str, list[str]] = {}
+def _siblings(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]]:
+    """Yields the names of two columns that differ in `low` and `high` alone, such as response_1 and response_2."""
+    before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # so that `data` does not end in `a`
     for name in names:
-        for match in ORDINAL.finditer(name):
-            alike.setdefault(f"{name[: match.start()]}*{name[match.end() :]}", []).append(name)
-    return [(min(pair), max(pair)) for pair in alike.values() if len(pair) == 2]
+        pattern = rf"(?i){before}{low}(?![a-z0-9])"
+        other = re.sub(pattern, lambda match: high.upper() if match[0].isupper() else high, name)
+        if other in names and other != name:
+            yield name, other
 
 
 def _called(field: str, columns: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@ A transform is called once for each row, in any process and order, so its result
 
 Without data.label, what a label means is derived if its values can mean only one thing: 1 and 2, numbers between them (1.5 is
 a tie), words such as a and b, model_a and model_b, and tie. Values 0 and 1 are ambiguous: the number of the better completion,
-or whether the first one is better.
+or whether the first one is better. Columns such as response_0, response_1 and better_response_id settle that by their names.
 """
 
 import dataclasses
@@ -97,6 +97,8 @@ WORDS = {
 NAMES = ("first", "second", "tie", "good", "bad")  # what a value of a label may mean
 SEVERAL = 12  # a column with more different values is no label
 RARE = 0.05  # up to this share of the labels, an unknown text counts as an error of its row
+# Names of labels that hold the number of a completion, such as better_response_id; not `label`, which may mean anything.
+NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
 
 
 @dataclass(frozen=True)
@@ -208,8 +210,15 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
     words = {_word(value) for value in values if not isinstance(value, float)}
     # A 1 may mean the first or the second, and "right" may mean correct.
     doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
+    # The label holds the number of a completion if all names say so, such as response_0, response_1 and better_response_id
+    pair = columns.get("first", ""), columns.get("second", "")
+    zeros = re.finditer(r"(?<!\d)0(?!\d)", pair[0])
+    numbered = any(pair[0][: at.start()] + "1" + pair[0][at.end() :] == pair[1] for at in zeros)
+    numbered &= all(NUMBER_OF.search(one) for one in listed(columns.get("label", "label")))
     if numbers and 1 <= numbers[0] < 1.5 < numbers[-1] <= 2 and words <= {"tie"}:
         return Rule((1.0,), (2.0,), derived=True)
+    if numbers and {*numbers} <= {0.0, 1.0} and words <= {"tie"} and numbered:
+        return Rule((0.0,), (1.0,), derived=True)
     if not numbers and words and None not in words and ({"first", "second"} <= words or not doubtful):
         return Rule(derived=True)
     distinct = {comparable(one): one for one in found}

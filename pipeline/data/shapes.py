@@ -45,16 +45,13 @@ class Record:
     prompt: Text
     pairs: list[tuple[Text, ...]] = field(default_factory=list)
     all_turns: bool = False  # whether the assistant turns inside `prompt` are trained too
-    untrained: frozenset[int] = (
-        frozenset()
-    )  # turns that are not trained, numbered through prompt and completion
+    # Turns that are not trained, numbered through prompt and completion
+    untrained: frozenset[int] = frozenset()
     margin: float | None = None
-    labels: tuple[
-        bool, ...
-    ] = ()  # of rated completions: whether each of `pairs`, which are 1-tuples, is desirable
-    version: str | None = (
-        None  # the registered version that wrote the row, models:/NAME/NUMBER, if the row names one
-    )
+    # Of rated completions: whether each of `pairs`, which are 1-tuples, is desirable
+    labels: tuple[bool, ...] = ()
+    # The registered version that wrote the row, models:/NAME/NUMBER, if the row names one
+    version: str | None = None
     tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that may be called
     unread: tuple[str, ...] = ()  # columns of the row that nothing reads
     row: str = ""  # JSON: the prompt and all other columns, as a Python reward gets them
@@ -186,8 +183,13 @@ def demonstration(row: dict[str, Any], shape: str) -> Record:
         return Record(turns[:-1], [(turns[-1:],)], all_turns=True, untrained=excluded)
     key = shape.split("+")[1]
     prompt = given_prompt(row, shape)
-    completion = completion_text(row[key], key, prompt)
-    excluded = untrained(row[key], [*as_turns(prompt), *as_turns(completion)], key)
+    completion, excluded = completion_text(row[key], key, prompt), frozenset[int]()
+    if isinstance(row[key], list | dict) and shape != "instruction+output":
+        items = row[key] if isinstance(row[key], list) else [row[key]]
+        excluded = untrained(items, messages(items, key), key)
+        if excluded and isinstance(prompt, str):
+            raise RowError("wrong_type", key, "weights with a text prompt", "a prompt of messages")
+        excluded = frozenset(len(prompt) + index for index in excluded)
     return Record(prompt, [(completion,)], untrained=excluded)
 
 
@@ -197,16 +199,15 @@ def given_prompt(row: dict[str, Any], shape: str) -> Text:
     return instruction(row) if key == "instruction" else prompt_text(row[key], key, row.get("system"))
 
 
-def untrained(items: Any, turns: Turns, key: str) -> frozenset[int]:
+def untrained(items: list[dict[str, Any]], turns: Turns, key: str) -> frozenset[int]:
     """Returns the assistant turns that a row excludes from training: `weight: 0` (OpenAI's format) or `train: false`.
 
-    `items` are the messages of a row from which the last of `turns` were made. Raises RowError if none is left to train.
+    Raises RowError if no assistant turn is left to train.
     """
-    items = [items] if isinstance(items, dict) else items if isinstance(items, list) else []
-    first = len(turns) - len(items)
+    added = len(turns) - len(items)  # 1 if the system prompt comes from a separate field
     off = (i for i, item in enumerate(items) if any(is_good(item.get(name)) is False for name in WEIGHTS))
-    excluded = {first + index for index in off}
-    assistant = {i for i, turn in enumerate(turns) if i >= first and turn["role"] == "assistant"}
+    excluded = {index + added for index in off}
+    assistant = {index for index, turn in enumerate(turns) if turn["role"] == "assistant"}
     if excluded and assistant <= excluded:
         raise RowError("weight", key, "no assistant turn that is to be trained", "one without `weight: 0`")
     return frozenset(excluded & assistant)

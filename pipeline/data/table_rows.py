@@ -141,12 +141,17 @@ def _rows(batch: Any) -> Iterator[Any]:
         for row in batch.to_pylist(maps_as_pydicts="lossy"):
             yield {name: decoded(value) if name in texts else tidy(value) for name, value in row.items()}
     except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date before the year 1
-        if batch.num_rows == 1:
-            kind = "not_utf8" if isinstance(error, UnicodeDecodeError) else "wrong_type"
-            yield RowError(kind, "", in_brief(error), "values that Python can hold")
+        if batch.num_rows > 1:
+            for index in range(batch.num_rows):
+                yield from _rows(batch.slice(index, 1))
             return
-        for index in range(batch.num_rows):
-            yield from _rows(batch.slice(index, 1))
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                column.to_pylist(maps_as_pydicts="lossy")
+            except (ValueError, OverflowError):
+                kind = "not_utf8" if isinstance(error, UnicodeDecodeError) else "wrong_type"
+                yield RowError(kind, name, in_brief(error), "a value that Python can hold")
+                return
 
 
 def tidy(value: Any) -> Any:

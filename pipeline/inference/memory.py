@@ -1,4 +1,4 @@
-"""Memory of decoding: rows that fit into the free memory, and the share of a GPU that vLLM needs (no torch import)."""
+"""Memory of decoding: rows that fit into the free memory, and the share of a GPU that vLLM needs."""
 
 import math
 import os

@@ -89,7 +89,8 @@ class Lockstep:
             self.joining = False
 
 
-current: Lockstep | None = None  # of this process, because a run has one base; None: it is not in shards
+# One per process, because a run has one base. None if the base is not in shards.
+current: Lockstep | None = None
 
 
 def start(body: nn.Module) -> None:

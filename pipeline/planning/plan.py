@@ -457,10 +457,8 @@ def is_needed(job: Job, memory: float, loras: Loras | None = None) -> tuple[bool
     peak = make(_with(job, {"trainer.gradient_checkpointing": False}), loras).peak
     needed = peak > MAX_FILL * memory
     why = f"keeping all needs {peak / GIB:.1f} GiB, and {memory / GIB:.1f} GiB are free"
-    return (
-        needed,
-        f"activations are {'recomputed' if needed else 'kept'} (gradient_checkpointing: null): {why}",
-    )
+    kept = "recomputed" if needed else "kept"
+    return needed, f"activations are {kept} (gradient_checkpointing: null): {why}"
 
 
 def recomputes(worker: Any) -> bool:

@@ -1,8 +1,8 @@
 """The episodes of one update, and how they are split: over workers and minibatches.
 
-A worker samples the completions of its own prompts. Each minibatch is redistributed over the workers by token count, so that
-no worker waits for another. Minibatches depend on seed and update only and cover the *global* batch: the number of workers
-changes who computes, not what is computed.
+Each worker samples completions for its share of the prompts. Each minibatch is redistributed over the workers by token count,
+so that no worker waits for another. Minibatches depend on seed and update only and cover the *global* batch: the number of
+workers changes who computes, not what is computed.
 """
 
 from __future__ import annotations

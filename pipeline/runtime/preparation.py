@@ -110,7 +110,7 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, data_only: bool = F
 
 
 def ray_for_rows(job: Job) -> Any:
-    """Returns what starts Ray for a job in process whose rows are too many for one process; None for other jobs."""
+    """Returns a function that starts Ray for the rows of an in-process job, or None if the job runs on Ray anyway."""
     return (lambda: session.session(replace(job, scaling={}))) if job.in_process else None
 
 

@@ -259,7 +259,7 @@ class Worker(Host):
             terminal.live(text.row("train", f"{step}/{total}"), left, numbers)
         self.metrics.log(metrics, step)
 
-    def _report(self, figure: float, step: int) -> Any:
+    def _report(self, figure: float, step: int) -> str | None:
         """Reports an evaluation to the sweep. Returns why the trial must stop, the same on every rank, or None."""
         import ray
 

@@ -139,7 +139,7 @@ def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
         ([{"a": 1}], [], "matches no format of"),
         (PAIRS, ["--profile", "nonsense"], "there is no profile 'nonsense'"),
         (PAIRS, ["--color", "red"], "unknown option 'color'"),
-        (PAIRS, ["--name", "own"], "choose another one"),
+        (PAIRS, ["--name", "own"], "choose another name"),
         ("nothing.jsonl", [], "there is no file"),
         (MODEL, [], "is the folder of a model"),
     ],

@@ -128,3 +128,10 @@ def test_rows_are_counted_by_version_and_source(tmp_path):
     skipped = write(tmp_path / "bad.jsonl", [pair(1, PPO3), pair(2, SFT1, chosen="b")])
     report = make(tmp_path, "dpo", train=skipped, on_error="skip").report
     assert report.splits["train"].versions == {PPO3: 1}  # of the rows that are kept
+
+
+def test_rows_that_cannot_be_read_repeat_no_row(tmp_path):
+    good = json.dumps({"prompt": "Hi.", "completion": "Hello."}).encode()
+    (tmp_path / "bad.jsonl").write_bytes(good + b"\n" + b'{"prompt": "\xff"}\n' * 3 + b"oops\n" * 2)
+    report = make(tmp_path, "sft", train=str(tmp_path / "bad.jsonl"), on_error="skip").report
+    assert report.splits["train"].kept == 1 and not report.duplicates

@@ -1,5 +1,8 @@
 """What a file's columns are guessed to mean: the data.columns to type, for every stage that the rows would fit."""
 
+import datetime
+import json
+
 import pytest
 
 from pipeline.data import guess
@@ -25,6 +28,7 @@ SETS = {
     "stack": rows(qid=1, question="How do I {}?", date="2016/01/01", metadata=["https://a"], response_j="Like this.", response_k="Like that."),
     "llmbar": rows(input="Name {} things.", output_1="One, two.", output_2="No, thanks.", label=(1, 2)),
     "pandalm": rows(idx=1, instruction="Do {} now.", input="", response1="Done it.", response2="Not done.", annotator1=(0, 1, 2), annotator2=(1, 2), annotator3=(1, 2)),
+    "alpaca_eval": rows(instruction="Do {} now.", output_1="Done it.", generator_1="gpt4", output_2="Not done.", generator_2="x", annotator="gpt4", preference=(1.0, 2.0, 1.5)),
     "shp": rows(post_id="k{}", history="A post {} here.", human_ref_A="One comment.", human_ref_B="Another one.", score_A=(3, 8), score_B=5, labels=(0, 1), seconds_difference=1.0),
     "webgpt": rows(question={"id": "1", "full_text": "Why is it so?"}, answer_0="Because of it.", answer_1="No idea why.", score_0=(0.5, -0.5), score_1=(-0.5, 0.5)),
     "safe": rows(prompt="Ask {} now.", response_0="Yes it is.", response_1="No it is.", better_response_id=(0, 1)),
@@ -32,6 +36,7 @@ SETS = {
     "hh": rows(chosen="\n\nHuman: hi {}\n\nAssistant: Yes.", rejected="\n\nHuman: hi {}\n\nAssistant: No."),
     "ultrafeedback": rows(prompt="hi", chosen=CHAT, rejected=OTHER, messages=CHAT, score_chosen=8.0, score_rejected=2.0),
     "imdb": rows(review="A film number {} that I saw.", sentiment=("positive", "negative")),
+    "thumbs": rows(prompt="Say {} now.", completion="As you wish.", label=(True, False)),
     "feedback": rows(question="Say {} now.", answer="As you wish.", thumb=("up", "down")),
     "capybara": rows(source="x", conversation=[{"input": "hi", "output": "yo"}]),
     "red_team": rows(transcript="\n\nHuman: hi {}\n\nAssistant: Yes.", rating=(0.0, 3.0), task_description="I tried {} times."),
@@ -52,16 +57,17 @@ FITS = {
     "llmbar": "rm, dpo and kto with data.columns='{prompt: input, first: output_1, second: output_2}'; ppo with data.columns='{prompt: input}'",
     "pandalm": "rm, dpo and kto with data.columns='{first: response1, second: response2, label: [annotator1, annotator2, annotator3]}' and "
     "data.label='{first: VALUE, second: VALUE}' for what its values mean; ppo as they are",
+    "alpaca_eval": "rm, dpo and kto with data.columns='{first: output_1, second: output_2, label: preference}'; ppo as they are",
     "shp": "rm, dpo and kto with data.columns='{prompt: history, first: human_ref_A, second: human_ref_B, first_score: score_A, "
     "second_score: score_B}'; ppo with data.columns='{prompt: history}'",
     "webgpt": "rm, dpo and kto with data.columns='{prompt: question.full_text, first: answer_0, second: answer_1, first_score: score_0, "
     "second_score: score_1}'; ppo with data.columns='{prompt: question.full_text}'",
-    "safe": "rm, dpo and kto with data.columns='{first: response_0, second: response_1, label: better_response_id}' and "
-    "data.label='{first: VALUE, second: VALUE}' for what its values mean; ppo as they are",
+    "safe": "rm, dpo and kto with data.columns='{first: response_0, second: response_1, label: better_response_id}'; ppo as they are",
     "arena": "rm, dpo and kto with data.columns='{first: conversation_a, second: conversation_b, label: winner}'",
     "hh": "rm, dpo, kto and ppo as they are",
     "ultrafeedback": "sft, rm, dpo, kto and ppo as they are",
     "imdb": "ppo with data.columns='{prompt: review}'",
+    "thumbs": "sft, kto and ppo as they are",
     "feedback": "sft and kto with data.columns='{prompt: question, completion: answer, label: thumb}'; ppo with data.columns='{prompt: question}'",
     "capybara": "sft with data.columns='{messages: conversation}'",
     "red_team": "sft with data.columns='{messages: transcript}'; kto with data.columns='{messages: transcript, label: rating}' "
@@ -73,12 +79,17 @@ FITS = {
     "openai": "rm, dpo and kto with data.columns='{prompt: input.messages, chosen: preferred_output, rejected: non_preferred_output}'; "
     "ppo with data.columns='{prompt: input.messages}'",
     "summarize": "rm, dpo and kto with data.columns='{prompt: info.post, first: summaries.0.text, second: summaries.1.text, "
-    "label: choice}' and data.label='{first: VALUE, second: VALUE}' for what its values mean; ppo with data.columns='{prompt: info.post}'",
+    "label: choice}'; ppo with data.columns='{prompt: info.post}'",
     "shop": "rm, dpo and kto with data.columns='{prompt: customer question, chosen: good reply, rejected: bad reply}'; "
     "ppo with data.columns='{prompt: customer question}'",
     "ratings": "sft with data.columns='{completion: response}'; kto with data.columns='{completion: response, label: rating}' and "
     "data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
 }
+
+
+def test_no_rows_fit_no_stage():
+    """As of a file that ends before its first row does."""
+    assert guess.fitting([]) == ""
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -93,7 +104,6 @@ def test_the_error_is_one_line_and_ends_in_what_to_type():
     assert line.endswith("; set data.columns='{prompt: question, completion: response}'") and "\n" not in line
     line = guess.misfit(SETS["hh"], "sft", "hh.jsonl")
     assert line.endswith("; such rows fit rm, dpo, kto and ppo as they are")
-    assert guess.fitting([]) == ""  # of a file that ends before its first row does
     line = guess.misfit(SETS["numbers"], "rm", "n.jsonl")
     assert "data.columns='{prompt: COLUMN, " in line
     assert line.endswith("data.transform=python:MODULE:FUNCTION")
@@ -126,6 +136,28 @@ def test_a_scale_that_nobody_has_explained_is_still_a_label():
     assert guess.guessed(made, "rm") == found and not guess.is_clear(found, made)
 
 
+def test_one_value_alone_is_no_label():
+    assert guess.guessed(rows(prompt="Say {} now.", response="As you wish.", rating=1), "kto") is None
+
+
+SCHEMA = {"name": "f", "description": "Does this.", "parameters": {"type": "object"}}
+
+
+def test_the_column_of_tools_is_no_prompt_and_is_named():
+    text = json.dumps([SCHEMA]).replace("{", "{{").replace("}", "}}")
+    texts = rows(query="Do {} now.", tools=text, answers="Done it, sir.")
+    assert guess.guessed(texts, "ppo") == {"prompt": "query"}
+    assert guess.guessed(rows(tools=text, text="Do it now."), "ppo") == {"prompt": "text"}
+    calls = rows(messages=CHAT, functions=[SCHEMA])
+    assert guess.guessed(calls, "sft") == {"tools": "functions"}
+    assert guess.guessed(rows(messages=CHAT, tools=[SCHEMA]), "sft") == {}
+
+
 def test_several_texts_are_a_conversation_only_by_name():
     assert guess.guessed(rows(data=["Why is it?", "It is so."]), "sft") == {"messages": "data"}
     assert guess.guessed(rows(responses=["Why is it?", "It is so."]), "sft") is None
+
+
+def test_dates_in_other_columns_do_not_hide_a_conversation():
+    made = rows(conversation=CHAT, timestamp=datetime.datetime(2024, 5, 1))
+    assert guess.guessed(made, "sft") == {"messages": "conversation"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from toy_data import make, rows_of, tokenizer, write
 
 from pipeline.config.job import Source
-from pipeline.data import read
+from pipeline.data import chunks, read
 from pipeline.data.feed import ExactBatchSampler, Mixture, mix
 from pipeline.errors import InputError
 from pipeline.ppo.episodes import prompt_order
@@ -142,6 +142,9 @@ def test_rows_of_a_group_become_one(tmp_path, monkeypatch, format):
     missing = r"`tree`: found fields q, a, rank; expected the column that data.group_by names"
     with pytest.raises(InputError, match=rf"rows\.\w+:\d+: {missing}"):
         make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="tree")
+    monkeypatch.setattr(chunks, "GROUP", 2)
+    [(number, error, _)] = chunks.grouped(iter([(i, {"q": "a"}, b"") for i in range(4)]), "q")
+    assert number == 2 and error.found == 'more than 2 rows in succession with "a"'
 
 
 def test_the_balance_of_thumbs_is_that_of_the_draws(tmp_path):

@@ -158,6 +158,8 @@ def test_a_set_on_the_hub_is_pinned_and_read_where_it_is(folder, tmp_path):
 
 def test_a_hub_out_of_reach_and_its_cache(folder, tmp_path):
     (folder / "prefs.py").unlink()
+    (folder / "test_prefs").mkdir()  # a folder with the name of a split
+    (folder / "test_prefs/notes.txt").write_text("n")
     name = "hf://datasets/owner/prefs"
     away = in_process([f"{name}:default/train"], tmp_path, HF_ENDPOINT="http://127.0.0.1:9")[0]
     for words in (

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from toy_data import ROWS, USER, make, parsed, read_rows, write
 
-from pipeline.data import chunks, files
+from pipeline.data import chunks, files, table_rows
 from pipeline.data.shapes import kind_of
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
@@ -141,4 +141,13 @@ def test_columns_that_are_not_as_in_json(tmp_path, format):
         assert 'two columns of the name "prompt"' in error.found
     (_, first), (number, error), (_, last) = read_rows(path)
     assert (first, last, number) == ({"prompt": "a"}, {"prompt": "c"}, 2)
-    assert error.kind == "not_utf8" and "byte 0xff" in error.found
+    assert (error.kind, error.field) == ("not_utf8", "prompt") and "byte 0xff" in error.found
+
+
+def test_a_large_row_group_is_not_held_at_once(tmp_path, monkeypatch):
+    rows = [{"prompt": "x" * 999, "completion": str(i)} for i in range(4000)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    monkeypatch.setattr(table_rows, "BYTES", 100_000)
+    with table_rows._opened(str(tmp_path / "rows.parquet")) as file:
+        sizes = [batch.num_rows for _, _, read in table_rows._groups(file, "parquet") for batch in read()]
+    assert sum(sizes) == 4000 and max(sizes) <= table_rows.ROWS
