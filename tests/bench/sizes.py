@@ -1,4 +1,4 @@
-"""What both sides of a measurement share: the models, the rows, and the clock.
+"""What both sides of a measurement share: the settings, the models, the rows, and the clock.
 
 Both sides import this file and nothing of each other, so that neither pays for the other's imports.
 """
@@ -22,6 +22,8 @@ LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_
 LEARNING_RATE = 1e-5
 SEED = 6  # of our sampling: at size `large` the completions of both updates take about 39 % of the limit
 NEVER = -1e4  # added to a logit
+PHASES = ("rollout", "score", "values", "update")  # of our PPO
+CASES = {"full": "all completions up to the limit", "own": "each until it ends by itself"}
 
 SPECIAL = {
     token["content"]: token["id"]
@@ -31,17 +33,45 @@ EOS, BOS = SPECIAL["<|eot_id|>"], SPECIAL["<|begin_of_text|>"]  # all sizes use 
 
 
 @dataclass(frozen=True)
+class Setting:
+    """A setting of our PPO, or of TRL 1.12's."""
+
+    trl: bool = False
+    critic: str = "head"
+    bf16: bool = False  # of the base and the trainer
+    # different; or shared: several completions to each; or repeated: the same episodes, where no forward shares a prompt
+    prompts: str = "different"
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.bf16 else "float32"
+
+    def __str__(self) -> str:
+        name = f"{'TRL 1.12' if self.trl else 'ours'}, {'bf16' if self.bf16 else 'fp32'}"
+        name += "" if self.trl else f", critic {self.critic}"
+        return name if self.prompts == "different" else f"{name}, {self.prompts} prompts"
+
+
+# Name -> ours, and what it is measured beside
+VARIANTS = {
+    "head": (Setting(), Setting(trl=True)),
+    "adapter": (Setting(critic="adapter"), Setting(trl=True)),
+    "bf16-head": (Setting(bf16=True), Setting(trl=True, bf16=True)),  # for a processor that has bf16
+    "shared-long": (Setting(prompts="shared"), Setting(prompts="repeated")),
+}
+
+
+@dataclass(frozen=True)
 class Size:
     """One size of model, and how much of everything is measured at it."""
 
     name: str
-    about: str
     shape: dict[str, int] | None  # of a random Llama; None: the demo model, which is trained
     prompts: int  # of one PPO update
     together: int  # rows of one forward and backward of ours; TRL's minibatch cannot be cut
     generations: int  # completions of each prompt where prompts are shared
     prompt_tokens: int | None  # of each prompt; None: the demo's own
-    long_prompt_tokens: int | None  # of each of the long prompts; None: there are none
+    long_prompt_tokens: int | None  # of each prompt that several completions share
     new_tokens: int  # most in a completion
     eos_bias: float  # on the end's logit where completions end by themselves, after 40 % of the limit
     updates: int  # of PPO, the first of them a warm-up
@@ -112,13 +142,15 @@ class Size:
         chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
         return [tokens.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
 
-    def with_ends(self, model: Any, case: str) -> Any:
-        """Makes completions end by themselves (`own`) or never (`full`), by a bias on the lm head. Returns the model.
+    def base(self, case: str, dtype: str) -> Any:
+        """Returns the model, whose completions end by themselves (`own`) or never (`full`), by a bias on the lm head.
 
         One id alone ends a completion, the tokenizer's: TRL's PPO knows no more than one.
         """
         import torch
+        from transformers import AutoModelForCausalLM
 
+        model = AutoModelForCausalLM.from_pretrained(self.model, dtype=dtype)
         ends = model.generation_config.eos_token_id
         head = model.get_output_embeddings()
         bias = torch.zeros(model.config.vocab_size, dtype=head.weight.dtype)
@@ -168,17 +200,17 @@ def shape(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: i
 
 ALL = (
     Size(  # for the test of this bench
-        name="toy", about="a random Llama of two layers, which shows nothing", shape=shape(1024, 64, 96, 2, 2), prompts=4, together=2, generations=2,
+        name="toy", shape=shape(1024, 64, 96, 2, 2), prompts=4, together=2, generations=2,
         prompt_tokens=8, long_prompt_tokens=24, new_tokens=6, eos_bias=4.6, updates=2, rows=4, words=10, steps=2, warmup=1,
         logging_steps=1, pairs=4, serve_tokens=6, serve_seconds=3,
     ),
-    Size(
-        name="demo", about="the demo's model of 0.8 M parameters", shape=None, prompts=64, together=32, generations=8, prompt_tokens=None,
+    Size(  # the demo's model of 0.8 M parameters
+        name="demo", shape=None, prompts=64, together=32, generations=8, prompt_tokens=None,
         long_prompt_tokens=None, new_tokens=40, eos_bias=0.0, updates=6, rows=16, words=None, steps=150, warmup=75,
         logging_steps=5, pairs=200, serve_tokens=40, serve_seconds=30,
     ),
-    Size(
-        name="large", about="a random Llama of 110 M parameters with a vocabulary of 32,000", shape=shape(32_000, 768, 2048, 12, 12), prompts=16, together=3,
+    Size(  # a random Llama of 110 M parameters
+        name="large", shape=shape(32_000, 768, 2048, 12, 12), prompts=16, together=3,
         generations=8, prompt_tokens=32, long_prompt_tokens=96, new_tokens=96, eos_bias=6.6, updates=2, rows=8, words=40,
         steps=10, warmup=2, logging_steps=1, pairs=4, serve_tokens=64, serve_seconds=30,
     ),
