@@ -50,6 +50,22 @@ def migrated():
     return Path(store.empty_database())
 
 
+@pytest.fixture(scope="module")
+def models(storage):
+    """Returns {name: folder} of the policy and the rewards that toy_models registers in `storage`."""
+    from toy_models import registered
+
+    return registered(storage)
+
+
+@pytest.fixture(scope="module")
+def engine(models):
+    """The policy and the reward on one base."""
+    from toy_models import Engine
+
+    return Engine(models)
+
+
 @pytest.fixture(autouse=True)
 def no_credentials_of_another_test():
     """`registry.client` puts a user and password into the environment, `serve`'s build Ray's address: they end with the test."""
@@ -84,16 +100,3 @@ def pytest_xdist_make_scheduler(config, log):
     scheduler = LoadScopeScheduling(config, log)
     scheduler._split_scope = scope_of
     return scheduler
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Prints where the time went: seconds of each folder of tests, over all workers."""
-    seconds: dict[str, float] = {}
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if hasattr(report, "duration"):
-                folder = "/".join(report.nodeid.split("::")[0].split("/")[:-1])
-                seconds[folder] = seconds.get(folder, 0.0) + report.duration
-    terminalreporter.section("seconds by folder")
-    for folder, total in sorted(seconds.items(), key=lambda item: -item[1])[:15]:
-        terminalreporter.write_line(f"{total:8.1f}  {folder}")

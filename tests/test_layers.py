@@ -16,12 +16,12 @@ ALONE = {
 }
 
 
-def imports(file):
-    """Dotted names of all that a file imports when it runs, functions included; not what only type checkers read."""
+def imports(file, type_checking=False):
+    """Dotted names of all that a file imports, functions included; with `type_checking` also what only type checkers read."""
     names, waiting = [], [ast.parse(file.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING" and not type_checking:
             continue
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
@@ -29,6 +29,10 @@ def imports(file):
             names += [f"{node.module}.{alias.name}" for alias in node.names]
         waiting += ast.iter_child_nodes(node)
     return names
+
+
+def name_of(file):
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def layer(dotted):
@@ -40,7 +44,7 @@ FILES = sorted(p for p in (ROOT / "pipeline").rglob("*.py") if p != ROOT / "pipe
 
 @pytest.mark.parametrize("file", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_import_reaches_upward(file):
-    own = layer(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    own = layer(name_of(file))
     below = set(LAYERS[: LAYERS.index(own) + 1])
     upward = [name for name in imports(file) if name.startswith("pipeline.") and layer(name) not in below]
     assert not upward
@@ -57,28 +61,13 @@ def test_every_folder_has_its_layer():
     assert there - {"__init__"} == set(LAYERS)
 
 
-def modules_of(file):
-    """The modules of pipeline/ that a file names in its imports, those that only type checkers read included."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in MODULES else node.module for name in names}
-    return found & MODULES.keys()
-
-
-def module_name(file):
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {module_name(file): file for file in FILES}
-
-
 def test_no_files_import_each_other_in_a_circle():
     """A file that can be read after the files that it imports."""
-    waiting = {name: modules_of(file) - {name} for name, file in MODULES.items()}
+    files = {name_of(file): file for file in FILES}
+    waiting = {}
+    for name, file in files.items():
+        named = [(one, one.rpartition(".")[0]) for one in imports(file, type_checking=True)]
+        waiting[name] = {next((each for each in pair if each in files), name) for pair in named} - {name}
     while ready := {name for name, needs in waiting.items() if not needs & waiting.keys()}:
         waiting = {name: needs for name, needs in waiting.items() if name not in ready}
     assert not waiting, f"these files import each other, or are imported by such files: {sorted(waiting)}"

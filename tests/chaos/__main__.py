@@ -1,7 +1,7 @@
 """Kills what can be killed while a stage runs, and proves that it ends as if nothing had happened.
 
     make chaos                                      all cells, stages x faults, at moments from a printed seed
-    make chaos ARGS="--seed 7 --stages sft,ppo --faults worker,node"
+    make chaos ARGS="--seed 7 --stages sft ppo --faults worker node"
 
 A cell is good when the run ends by itself (after a driver was killed: when the same command is given again) with the same
 adapter to the last bit, the same final metrics and the same curve in MLflow, each step once, as a run that nobody
@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--seed", type=int, help="of the moments and of what is hit; default: a random one")
     for option, choices in (("--stages", STAGES), ("--faults", tuple(FAULTS))):
-        parser.add_argument(option, type=some(choices), default=list(choices), help=",".join(choices))
+        parser.add_argument(option, nargs="+", choices=choices, default=list(choices), metavar="NAME")
     parser.add_argument("--keep", action="store_true", help="keep the runs and their logs")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
@@ -57,19 +57,6 @@ def main() -> int:
     if not options.keep:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
-
-
-def some(choices: tuple[str, ...]):
-    """Returns the type of an option that takes several of the choices, with commas."""
-
-    def names(text: str) -> list[str]:
-        if wrong := set(text.split(",")) - set(choices):
-            raise argparse.ArgumentTypeError(
-                f"found {', '.join(wrong)}; expected some of {', '.join(choices)}"
-            )
-        return text.split(",")
-
-    return names
 
 
 def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> bool:

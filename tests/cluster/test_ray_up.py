@@ -7,7 +7,6 @@ MLflow behind its password, jobs through the tunnel of `make dashboard`, workers
 spot notice by the address that a cloud gives it. What is not: the hosts share one kernel, and the environment is there.
 """
 
-import base64
 import contextlib
 import json
 import os
@@ -157,49 +156,6 @@ def test_jobs_on_several_hosts(cluster, user, hosts):
     # The registry asks for the password, from wherever it is asked.
     with pytest.raises(urllib.error.HTTPError, match="401"):
         get(f"http://{hosts[0].ip}:5000/api/2.0/mlflow/experiments/search?max_results=1", "")
-
-
-def test_two_hosts_learn_what_one_does(cluster, user, hosts):
-    """The same losses with one worker and with two on two hosts, and what the second costs in bytes a step."""
-    runs = hosts.folder / "shared/runs"
-    batch = "data.batch_size=16 trainer.per_device_train_batch_size=8 trainer.logging_steps=1"
-    batch += f" trainer.lr_scheduler_type=constant mlflow.registered_model=null run.storage_path={runs}"
-    losses, seconds, traffic = {}, {}, {}
-    for workers, steps in ((1, 6), (2, 6), (2, 36)):
-        name = f"nodes-{workers}-{steps}"
-        before = sum(host.sent() for host in hosts.hosts[1:])
-        overrides = f"{SHORT} {batch} scaling.num_workers={workers} scaling.placement_strategy=SPREAD"
-        make(user, "sft", f"ARGS={overrides} trainer.max_steps={steps} run.name={name}", RAY_ADDRESS=cluster)
-        traffic[name] = sum(host.sent() for host in hosts.hosts[1:]) - before
-        result = json.loads((runs / name / "result.json").read_text())
-        losses[name], seconds[name] = history(hosts[0].ip, result["mlflow_run_id"]), result["train_seconds"]
-    one, two = losses["nodes-1-6"], losses["nodes-2-6"]
-    assert len(one) == len(two) == 6
-    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-4, (one, two)
-    numbers = adapter_numbers(runs / "nodes-2-6")
-    # A ring all-reduce over W workers sends 2 (W - 1) / W times the gradients from each; both hosts' bytes are counted.
-    expected = 2 * (2 * (2 - 1) / 2) * 4 * numbers
-    a_step = (traffic["nodes-2-36"] - traffic["nodes-2-6"]) / 30
-    print(
-        f"\nlosses, 1 host and 2: {one} {two}\nadapter {numbers} numbers; bytes between the hosts a step: measured "
-        f"{a_step:.0f}, all-reduce of the adapter alone {expected:.0f}\ntraining seconds: {seconds}"
-    )
-    base = Path(ROOT / "jobs/demo/model/model.safetensors").stat().st_size
-    assert 0.5 * expected < a_step < base  # never the base
-
-
-def history(ip, run_id):
-    login = "Basic " + base64.b64encode(f"admin:{TOKEN}".encode()).decode()
-    url = f"http://{ip}:5000/api/2.0/mlflow/metrics/get-history?run_id={run_id}&metric_key=loss"
-    points = get(url, login)["metrics"]
-    return [point["value"] for point in sorted(points, key=lambda point: int(point["step"]))]
-
-
-def adapter_numbers(folder):
-    from safetensors import safe_open
-
-    with safe_open(next(folder.rglob("adapter_model.safetensors")), "pt") as tensors:
-        return sum(tensors.get_tensor(name).numel() for name in tensors.keys())  # noqa: SIM118
 
 
 def test_storage_that_is_not_shared_is_refused(cluster, user):
