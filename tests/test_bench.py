@@ -22,7 +22,7 @@ def bench(tmp_path, *arguments):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "bench.md").read_text() in done.stdout
-    results = json.loads((tmp_path / "bench.json").read_text())
+    results = json.loads((tmp_path / "results.json").read_text())
     for result in results:
         runs = {name: run for name, (run,) in result["runs"].items()}
         assert all(run[figure] > 0 for run in runs.values() for figure in ("step", "first_step", "peak"))

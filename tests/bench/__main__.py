@@ -10,7 +10,7 @@ line against bare TRL), `evaluate` (a reward model on pairs against plain forwar
 base against a plain loop over two models). Sizes: `demo` (the demo model) and `large` (a random Llama of 110 M parameters with
 a vocabulary of 32,000). Variants of `ppo`: sizes.py.
 Each measurement is a process of its own. A round measures everything that is compared once, one after the other. Writes
-bench.json and bench.md into runs/bench after each round; parts that were not run keep their last figures.
+results.json and bench.md into runs/bench after each round; parts that were not run keep their last figures.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> None:
             for case, commands, rows in comparisons(part, size, options.variant):
                 measure(options, {"part": part, "size": size, "case": case}, commands, rows)
     page = options.out / "bench.md"
-    print(f"{page.read_text()}\nwritten: {page}, {options.out / 'bench.json'}")
+    print(f"{page.read_text()}\nwritten: {page}, {options.out / 'results.json'}")
 
 
 def comparisons(part: str, size: str, variants: list[str]) -> Iterator[tuple[str, Commands, Rows]]:
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace, title: str, command: list[str]) -> dict[str
 
 def keep(out: Path, what: dict[str, str], result: dict[str, Any]) -> None:
     """Writes a result beside those of other parts, in place of an earlier one of the same thing."""
-    path = out / "bench.json"
+    path = out / "results.json"
     results = json.loads(path.read_text()) if path.exists() else []
     results = [one for one in results if not what.items() <= one.items()] + [what | result]
     path.write_text(json.dumps(results, indent=1))
