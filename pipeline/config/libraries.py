@@ -89,10 +89,10 @@ def accept(job: Job) -> None:
 
 
 def _request(job: Job) -> str | None:
-    """Returns the request about a job as JSON, or None if the job has no section for TRL or peft."""
+    """Returns the request about a job as JSON, or None if TRL and peft have no part in it."""
     facts = STAGE[job.stage]
     trainer = job.trainer if facts.trl else {}
-    if not facts.learns or not (trainer or job.lora):
+    if not facts.trl and not (facts.learns and job.lora):
         return None
     given = {"stage": job.stage, "source": job.source, "lora": job.lora, "trainer": trainer}
     return json.dumps(given | {"use_gpu": bool(job.scaling.get("use_gpu"))})
@@ -105,7 +105,8 @@ def problem(asked: dict[str, Any]) -> str | None:
     """Returns why peft or TRL rejects a section of the job, naming the key, or None."""
     for section, make in (("lora", _lora), ("trainer", _trainer)):
         values = asked[section]
-        if not values or (error := _rejected(make, asked, values)) is None:
+        by_default = section == "trainer" and STAGE[asked["stage"]].trl  # TRL's default bf16 needs a GPU
+        if not (values or by_default) or (error := _rejected(make, asked, values)) is None:
             continue
         owner = "peft.LoraConfig" if section == "lora" else STAGE[asked["stage"]].trainer.rpartition(".")[2]
         reason = f"{owner} says: {visible(' '.join(str(error).split())[:500])}"

@@ -375,6 +375,7 @@ def parse_benchmark(row: dict[str, Any], shape: str) -> Record:
 
 def _as_list(value: Any, key: str) -> list[Any]:
     values = decoded(value) if isinstance(value, str) and value.lstrip().startswith("[") else value  # CSV
+    check_values(values, key)
     if isinstance(values, str):
         return [values]
     if not isinstance(values, list) or not values:
@@ -442,9 +443,13 @@ def kind_of(stage: str, preprocess: Preprocess = NOTHING) -> Kind:
 def parse(row: Any, kind: Kind) -> Record:
     """Parses a decoded JSON row. Raises RowError without file and line, which the reader adds."""
     try:
-        check_values(row)
+        return _parsed(row, kind)
     except RecursionError:
         raise too_deep() from None
+
+
+def _parsed(row: Any, kind: Kind) -> Record:
+    check_values(row)
     one_of = f"one of {' | '.join(kind.shapes)} (stage {kind.stage})"
     if not isinstance(row, dict):
         raise RowError("not_object", "", show(row), f"a JSON object with {one_of}")
@@ -457,7 +462,9 @@ def parse(row: Any, kind: Kind) -> Record:
     for key in kind.shapes[shape]:
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
-    row = {**row, **{key: unpacked(key, row[key]) for key in kind.shapes[shape]}}
+    fields = {key: unpacked(key, row[key]) for key in kind.shapes[shape]}
+    check_values({key: value for key, value in fields.items() if value is not row[key]})
+    row = row | fields
     record = kind.parse(row, shape)
     record.tools = offered(row.get("tools"))
     if isinstance(version := row.get("version"), str) and Ref.parse(version).version:

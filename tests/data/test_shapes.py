@@ -226,6 +226,8 @@ ERRORS = [
     ("sft", {"messages": [{"role": "user", "content": ["a", {"type": "text", "txt": "a"}]}]}, "missing_field", "messages[0].content[1].text"),
     ("sft", {"prompt": "a", "completion": "\ud800"}, "not_utf8", "completion"),
     ("sft", {"prompt": "a", "completion": "b", "x": {"y": ["\udfff"]}}, "not_utf8", "x.y[0]"),
+    ("sft", {"messages": r'[{"role": "user", "content": "\ud800"}]'}, "not_utf8", "messages[0].content"),
+    ("rm", {"prompt": "a", "pos_answers": r'["\ud800"]', "neg_answers": "b"}, "not_utf8", "pos_answers[0]"),
     ("sft", {"prompt": "a", "completion": "b", "x": float("nan")}, "not_finite", "x"),
     ("ppo", {"prompt": "a", "weights": [1, {"w": float("-inf")}]}, "not_finite", "weights[1].w"),
     ("generate", {"prompt": "a", "id": 10**400}, "not_finite", "id"),
