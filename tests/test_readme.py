@@ -3,14 +3,12 @@
 What the pages name, link to and quote exists.
 """
 
-import contextlib
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import psutil
@@ -23,7 +21,7 @@ from sockets import on_loopback, sockets
 
 from pipeline.config.schema import keys_of
 from pipeline.data.shapes import DEMONSTRATIONS, PREFERENCES, PROMPTS
-from tests.chaos.runs import until
+from tests.chaos.runs import answers, until
 
 README = (ROOT / "README.md").read_text()
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -254,16 +252,9 @@ def test_a_service_answers(command, copy, monkeypatch):
     if target(command) == "serve":
         words.append(f"ARGS={arguments_of(command)} serve.port=8077")
 
-    def answers():
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen("http://127.0.0.1:8077/health", timeout=2) as answer,
-        ):
-            return answer.status == 200
-
     with subprocess.Popen(words, cwd=copy, start_new_session=True) as server:
         try:
-            until(answers, command, patience=120, every=1)
+            until(lambda: answers("http://127.0.0.1:8077/health"), command, patience=120, every=1)
             private = [on_loopback(address) for address, _ in sockets(psutil.Process(server.pid))]
             assert private and ("0.0.0.0" in command or all(private))
         finally:

@@ -1,20 +1,18 @@
 """Secrets appear nowhere, states of a resumed run are read as data, and what a job names cannot run code unasked."""
 
 import base64
-import contextlib
 import json
 import os
 import pickle
 import re
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from running import NO_EVAL, ROOT
+from servers import Handler, listening
 
 from pipeline import registry
 from pipeline.__main__ import main
@@ -47,55 +45,35 @@ def leaks(folder, *runs):
     return [where for where, content in written.items() if any(secret in content for secret in secrets)]
 
 
-class Guard(BaseHTTPRequestHandler):
+class Guard(Handler):
     """Asks for a password, and passes everything on to the MLflow server behind it."""
 
     protocol_version = "HTTP/1.1"
 
     def answer(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.body()
         wanted = "Basic " + base64.b64encode(f"me:{PASSWORD}".encode()).decode()
         if self.headers.get("Authorization") != wanted:
-            status, kind, said = 401, "text/plain", b"who are you?"
-        else:
-            headers = {k: v for k, v in self.headers.items() if k not in ("Host", "Content-Length")}
-            url = self.server.behind + self.path
-            asked = urllib.request.Request(url, body or None, headers, method=self.command)
-            try:
-                reply = urllib.request.urlopen(asked, timeout=60)
-            except urllib.error.HTTPError as error:
-                reply = error
-            with reply:
-                status, kind = reply.status, reply.headers.get("Content-Type", "text/plain")
-                said = reply.read()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(said)))
-        self.end_headers()
-        self.wfile.write(said)
+            self.send(401, b"who are you?")
+            return
+        headers = {k: v for k, v in self.headers.items() if k not in ("Host", "Content-Length")}
+        url = self.server.behind + self.path
+        asked = urllib.request.Request(url, body or None, headers, method=self.command)
+        try:
+            reply = urllib.request.urlopen(asked, timeout=60)
+        except urllib.error.HTTPError as error:
+            reply = error
+        with reply:
+            self.send(reply.status, reply.read(), reply.headers.get("Content-Type", "text/plain"))
 
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = answer
-
-    def log_message(self, *_):
-        pass
-
-
-@contextlib.contextmanager
-def guarded(behind):
-    """The address of an MLflow server with a password in it."""
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Guard)
-    http.behind = behind
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    try:
-        yield f"http://me:{PASSWORD}@127.0.0.1:{http.server_port}"
-    finally:
-        http.shutdown()
 
 
 @pytest.mark.slow
 def test_a_server_behind_a_password_is_used_and_its_password_is_nowhere(tmp_path):
     """A run that ends well, one whose error quotes the environment, their report, and a job that reads what they left."""
-    with Server(tmp_path) as mlflow, guarded(mlflow.uri) as uri:
+    with Server(tmp_path) as mlflow, listening(Guard, behind=mlflow.uri) as guard:
+        uri = guard.address.replace("://", f"://me:{PASSWORD}@")
         given = [f"run.storage_path={tmp_path / 'runs'}", "gate={}", "trainer.logging_steps=1"]
         well = pipeline("sft", "jobs/demo/sft.yaml", *given, *SMALL, "run.name=well", MLFLOW_TRACKING_URI=uri)
         assert well.returncode == 0, well.stderr.decode()[-3000:]

@@ -52,14 +52,27 @@ def until(there: Any, what: str, patience: float = PATIENCE, every: float = 0.1)
     raise TimeoutError(f"waited {patience:.0f} s for {what}")
 
 
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def answers(url: str, **headers: str) -> bytes:
+    """Returns what a server says, or nothing if it does not answer."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as answer:
+            return answer.read()
+    except OSError:
+        return b""
+
+
 class Server:
     """One MLflow server: several nodes, even on one machine, may not share a SQLite file."""
 
     def __init__(self, folder: Path, artifacts: str | None = None):
         self.folder, self.artifacts = folder, artifacts or str(folder / "artifacts")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> "Server":
@@ -69,15 +82,8 @@ class Server:
         ]  # fmt: skip
         with open(self.folder / "mlflow.log", "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        until(self._answers, "the MLflow server")
+        until(lambda: answers(f"{self.uri}/health"), "the MLflow server")
         return self
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.uri}/health", timeout=2):
-                return True
-        except OSError:
-            return False
 
     def __exit__(self, *_: Any) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)

@@ -14,9 +14,11 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
-from head import Head, free_port
+from head import Head
 from running import ROOT
 from tools import install
+
+from tests.chaos.runs import free_port
 
 HOME = ROOT / "docs/galleries"
 [ENTRY] = yaml.safe_load((HOME / "anyscale/BUILD.yaml").read_text())

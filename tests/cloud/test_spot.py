@@ -1,15 +1,14 @@
 """The watcher of spot notices, against a metadata service that answers as AWS's and Google Cloud's do."""
 
-import http.server
 import os
 import subprocess
 import sys
-import threading
 import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from running import ROOT
+from servers import Handler, listening
 
 from pipeline.cloud import spot
 
@@ -18,26 +17,17 @@ from pipeline.cloud import spot
 def service(monkeypatch):
     """A metadata service; `service.answers` maps a path to its text, other paths are 404, as without a notice."""
 
-    class Say(http.server.BaseHTTPRequestHandler):
+    class Say(Handler):
         def answer(self):
             text = self.server.answers.get((self.command, self.path))
             self.server.asked.append(self.headers)
-            self.send_response(404 if text is None else 200)
-            self.end_headers()
-            self.wfile.write((text or "").encode())
+            self.send(404 if text is None else 200, (text or "").encode())
 
         do_GET = do_PUT = answer
 
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Say) as server:
-        server.answers, server.asked = {}, []
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        server.address = f"http://127.0.0.1:{server.server_port}"
+    with listening(Say, answers={}, asked=[]) as server:
         monkeypatch.setattr(spot, "METADATA", server.address)
         yield server
-        server.shutdown()
 
 
 def aws_notice(seconds):

@@ -15,13 +15,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 from hosts import Host, Hosts
 
-from tests.chaos.runs import until
+from tests.chaos.runs import answers, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 400  # seconds for whatever is waited for
@@ -83,14 +82,7 @@ class Cluster:
         server += ["--artifacts-destination", str(folder / "artifacts")]
         with open(folder / "mlflow.log", "w") as log:
             self.server = subprocess.Popen(head.here(*server), env=self.environment, stdout=log, stderr=log)
-        until(self._mlflow_answers, f"{self.mlflow}; see {folder}/mlflow.log", PATIENCE)
-
-    def _mlflow_answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.mlflow}/health", timeout=5):
-                return True
-        except OSError:
-            return False
+        until(lambda: answers(f"{self.mlflow}/health"), f"{self.mlflow}; see {folder}/mlflow.log", PATIENCE)
 
     def _ray(self, host: Host, label: str, *more: str) -> None:
         command = ["ray", "start", f"--node-ip-address={host.ip}", f"--labels=for={label}"]

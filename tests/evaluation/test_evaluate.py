@@ -17,7 +17,7 @@ import toy_ppo
 from datasets import Dataset
 from running import ROOT, client, stage
 from toy_data import evaluator, write
-from toy_models import BASE, registered, tokenizer
+from toy_models import BASE, tokenizer
 
 from pipeline import evaluation, figures
 from pipeline.__main__ import main
@@ -28,11 +28,6 @@ from pipeline.runtime.inference import in_parts
 from pipeline.runtime.summary import subsets_table
 
 RM = ["reward=models:/toy-rm@champion", "policy=null", "baseline=null", "judge=null", "data.eval=null"]
-
-
-@pytest.fixture(scope="module")
-def models(storage):
-    return registered(storage)
 
 
 # ------------------------------------------------------------------------------------------------------- figures

@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from dying import before_finish
-from resumed import assert_equal, interrupted
+from dying import killed
+from resumed import assert_equal, interrupted, touched
 from running import ROOT, client, stage
 from safetensors.torch import load_file
 
@@ -135,7 +135,7 @@ def test_an_overfit_ends_early_and_its_best_step_is_registered(overfit, storage)
 def test_killed_after_it_stopped_it_registers_the_same(overfit, storage, few, monkeypatch, embedded_ray):
     """With a checkpoint at the step at which it stops: no further step is made."""
     once = storage / "overfit-died"
-    monkeypatch.setattr("pipeline.stages.rm.train", before_finish("rm", str(once)))
+    touched(monkeypatch, "rm", None, once, killed)
     more = ["trainer.save_strategy=epoch", "run.max_failures=1", "scaling.num_workers=1"]
     result = stage("rm", storage, "overfit-killed", *few, *more)
     assert once.exists()

@@ -11,7 +11,7 @@ import pytest
 import transformers
 from model_hub import TOKEN, connected, of_folder, serve
 from running import ROOT, stage
-from toy_models import BASE, registered, tokenizer
+from toy_models import BASE, tokenizer
 
 from pipeline import registry
 from pipeline.commands.export import expectations
@@ -19,11 +19,6 @@ from pipeline.config import load_job
 from pipeline.errors import InputError
 from pipeline.registry import lineage
 from pipeline.runtime.preparation import load_host
-
-
-@pytest.fixture(scope="module")
-def models(storage):
-    return registered(storage)
 
 
 @pytest.fixture

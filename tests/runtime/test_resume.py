@@ -4,7 +4,6 @@
 """
 
 import functools
-import importlib
 import os
 import re
 import subprocess
@@ -51,11 +50,8 @@ def test_a_run_that_was_cut_short_ends_as_one_that_was_not(
             interrupted(patch, verb, 2)
             stage(verb, storage, name, *options, f"scaling.num_workers={begins}", status=1)
         assert (storage / name / "failed.json").exists()
-    elif what == "killed":
-        touched(monkeypatch, verb, 3, once, dying.killed)
     else:
-        module = importlib.import_module(f"pipeline.stages.{verb}")
-        monkeypatch.setattr(module, "train", dying.before_finish(verb, str(once)))
+        touched(monkeypatch, verb, 3 if what == "killed" else None, once, dying.killed)
     result = stage(verb, storage, name, *options, workers, "run.max_failures=1")
     assert (
         once.exists() == (what != "interrupted") and "continuing from checkpoint_" in capsys.readouterr().out

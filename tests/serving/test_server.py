@@ -17,16 +17,13 @@ import torch
 from running import ROOT
 from served import POLICIES, REWARDS, ask, chat, served
 from sockets import on_loopback, sockets
-from toy_models import registered, second, shared_base, tokenizer
+from toy_models import second, shared_base, tokenizer
 
 from pipeline import registry
 from pipeline.__main__ import main
 from pipeline.commands.serve import TOKENS, token_digests
 from pipeline.config import load_job
 from pipeline.errors import InputError
-from pipeline.inference.decoder import SlotDecoder
-from pipeline.inference.rows import Sampling
-from pipeline.models.tokenizer import eos_ids
 from tests.chaos.runs import until
 
 pytestmark = pytest.mark.usefixtures("embedded_ray")
@@ -42,11 +39,6 @@ CHAT, COMPLETE, FEEDBACK = "/v1/chat/completions", "/v1/completions", "/v1/feedb
 
 def messages(text=QUESTION):
     return [{"role": "user", "content": text}]
-
-
-@pytest.fixture(scope="module")
-def models(storage):
-    return registered(storage)
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +94,13 @@ def test_openais_client_sees_the_models(client):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_answers_are_those_of_the_engine_that_generate_asks(client, models, temperature):
-    """tests/commands/test_generate.py compares `generate` with it."""
-    shared = shared_base()
-    shared.add("policy", folder=models["toy-policy"])
-    eos = tuple(eos_ids(tokenizer(), shared.base.generation_config))
-    decoder, how = SlotDecoder(shared, pad=tokenizer().pad_token_id), {"temperature": temperature, "seed": 5}
+def test_answers_are_those_of_the_engine_that_generate_asks(client, engine, temperature):
+    """tests/commands/test_rows.py compares `generate` with it."""
+    how = {"temperature": temperature, "seed": 5}
     for place in ("Peru", "Chile", "Norway", "Spain"):
-        asked = messages(f"Where is {place}?")
-        ids = tokenizer().apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-        [expected] = decoder.generate("policy", [ids], [0], Sampling(40, eos, **how))
-        answer = client.chat.completions.create(model="toy", messages=asked, **how)
+        ids = engine.ids(f"Where is {place}?")
+        [expected] = engine.sample([ids], 40, **how)
+        answer = client.chat.completions.create(model="toy", messages=messages(f"Where is {place}?"), **how)
         [choice], text = answer.choices, tokenizer().decode(expected.tokens, skip_special_tokens=True)
         assert choice.message.content == text
         assert choice.finish_reason == ("stop" if expected.ended else "length")
@@ -150,11 +138,9 @@ def test_the_requests_of_the_documents_are_answered(server):
         assert status == 200, (path, said)
 
 
-def test_a_prompt_is_echoed_with_the_log_probs_of_its_tokens(server, models):
+def test_a_prompt_is_echoed_with_the_log_probs_of_its_tokens(server, engine):
     """Compared with log-softmax of one forward pass. Rows of different lengths share the endpoint's."""
-    shared = shared_base()
-    shared.add("policy", folder=models["toy-policy"])
-    texts = [QUESTION, "Lima.", "The capital of Peru is Lima. Thank you for asking."]
+    shared, texts = engine.shared, [QUESTION, "Lima.", "The capital of Peru is Lima. Thank you for asking."]
     prompts = tokenizer()(texts, add_special_tokens=False).input_ids
     asked = {"model": "toy", "echo": True, "logprobs": 1, "temperature": 0}
     status, _, answer = ask(server.url, COMPLETE, {**asked, "prompt": prompts, "max_tokens": 1})
@@ -177,9 +163,8 @@ def test_a_prompt_is_echoed_with_the_log_probs_of_its_tokens(server, models):
     assert none["usage"]["completion_tokens"] == 0
 
 
-def test_a_raw_prompt_is_completed_as_a_conversation_is(server):
-    ids = tokenizer().apply_chat_template(messages(), add_generation_prompt=True, return_dict=False)
-    asked = {"model": "toy", "prompt": ids, "seed": 3, "n": 2}
+def test_a_raw_prompt_is_completed_as_a_conversation_is(server, engine):
+    asked = {"model": "toy", "prompt": engine.ids(QUESTION), "seed": 3, "n": 2}
     texts = [choice["text"] for choice in ask(server.url, COMPLETE, asked)[2]["choices"]]
     chosen = chat(server.url, seed=3, n=2)[1]["choices"]
     assert texts == [choice["message"]["content"] for choice in chosen]
@@ -217,26 +202,13 @@ def test_neutral_settings_of_clients_are_taken(server):
     assert chat(server.url, max_tokens=1, response_format={"type": "text"}, user="me", **zeros)[0] == 200
 
 
-@pytest.fixture(scope="module")
-def expected(models):
-    """completion -> its score, by the adapter on the shared base, of the text that the chat template makes."""
-    shared = shared_base()
-    shared.add("reward", folder=models["toy-rm"], head=True)
-    scores = {}
-    for completion in COMPLETIONS:
-        turns = [*messages(), {"role": "assistant", "content": completion}]
-        ids = tokenizer().apply_chat_template(turns, return_dict=False)
-        ends = [i for i, token in enumerate(ids) if token in (tokenizer().eos_token_id, 817, 825)]
-        scores[completion] = shared.score("reward", ids[: ends[-1] + 1])
-    return scores
-
-
-def test_a_row_a_list_and_a_pair_are_scored(server, expected):
+def test_a_row_a_list_and_a_pair_are_scored(server, engine):
     def scored(body):
         status, headers, found = ask(server.url, "/score?model=toy-rm", body)
         assert status == 200 and headers["x-model-version"] == "models:/toy-rm/1"
         return found
 
+    expected = {completion: engine.score(QUESTION, completion) for completion in COMPLETIONS}
     close = {c: pytest.approx(score, abs=1e-4) for c, score in expected.items()}
     assert scored({"prompt": QUESTION, "completion": "Lima."}) == {"score": close["Lima."]}
     many = scored([{"prompt": QUESTION, "completion": completion} for completion in COMPLETIONS])

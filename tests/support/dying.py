@@ -15,20 +15,23 @@ def train_of(stage: str) -> Any:
     return importlib.import_module(f"pipeline.stages.{stage}").train
 
 
-def at_step(stage: str, step: int, once: str, happens: Callable[[], None]) -> Any:
-    """The stage's `train`, in which `happens()` after `step`; `once` is a file that remembers it over restarts."""
+def at_step(stage: str, step: int | None, once: str, happens: Callable[[], None]) -> Any:
+    """The stage's `train`, in which `happens()` after `step`, or after the last one, before the adapter is saved, if it is None.
+
+    `once` is a file that remembers it over restarts.
+    """
 
     def touched(worker: Any) -> Any:
-        poll = worker.notice.poll
+        poll, finish = worker.notice.poll, worker.finish
 
-        def polled(at: int) -> bool:
+        def reached(at: int | None) -> None:
             if at == step and worker.rank == 0 and not os.path.exists(once):
                 with open(once, "x", encoding="utf-8"):
                     pass
                 happens()
-            return poll(at)
 
-        worker.notice.poll = polled
+        worker.notice.poll = lambda at: (reached(at), poll(at))[1]
+        worker.finish = lambda *args, **more: (reached(None), finish(*args, **more))[1]
         return train_of(stage)(worker)
 
     return touched
@@ -36,25 +39,6 @@ def at_step(stage: str, step: int, once: str, happens: Callable[[], None]) -> An
 
 def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def before_finish(stage: str, once: str) -> Any:
-    """The stage's `train`, killed once when it has made its last step and checkpoint, and is about to save its adapter."""
-
-    def touched(worker: Any) -> Any:
-        finish = worker.finish
-
-        def dies(*args: Any, **more: Any) -> Any:
-            if not os.path.exists(once):
-                with open(once, "x", encoding="utf-8"):
-                    pass
-                killed()
-            return finish(*args, **more)
-
-        worker.finish = dies
-        return train_of(stage)(worker)
-
-    return touched
 
 
 def fill(folder: str) -> None:

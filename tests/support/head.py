@@ -8,17 +8,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-import urllib.request
 from pathlib import Path
 
+from tests.chaos.runs import answers, free_port, until
+
 TOKEN = "0123456789abcdef" * 2
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 class Head:
@@ -49,15 +43,13 @@ class Head:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=log, start_new_session=True
             )
-        nodes, token = f"{self.address}/api/v0/nodes?detail=1", {"Authorization": f"Bearer {TOKEN}"}
-        for _ in range(240):
-            with contextlib.suppress(OSError):
-                request = urllib.request.Request(nodes, headers=token)
-                if b"ALIVE" in urllib.request.urlopen(request, timeout=5).read():
-                    return self
-            time.sleep(0.5)
-        self.__exit__()
-        raise RuntimeError("the head did not start within two minutes")
+        nodes, token = f"{self.address}/api/v0/nodes?detail=1", f"Bearer {TOKEN}"
+        try:
+            until(lambda: b"ALIVE" in answers(nodes, Authorization=token), "the head", every=0.5)
+        except TimeoutError:
+            self.__exit__()
+            raise
+        return self
 
     def __exit__(self, *_: object) -> None:
         os.killpg(self.process.pid, 15)

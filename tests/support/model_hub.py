@@ -5,12 +5,11 @@ import hashlib
 import json
 import os
 import re
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlparse
 
 import pytest
+import servers
 
 TOKEN = "hf_" + "aB3" * 11  # of the user who may write
 REPO = r"((?:datasets/)?[\w.-]+/[\w.-]+)"
@@ -49,21 +48,12 @@ def of_folder(folder):
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(servers.Handler):
     protocol_version = "HTTP/1.1"
     hub: ModelHub
 
-    def log_message(self, *_):
-        pass
-
-    def send(self, status, body=b"", **headers):
-        body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(status)
-        for key, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(key.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+    def send(self, status, body=b"", kind="application/json", **headers):
+        super().send(status, body if isinstance(body, bytes) else json.dumps(body).encode(), kind, **headers)
 
     def refuse(self, status, code):
         self.send(status, {"error": code}, X_Error_Code=code, X_Error_Message=code)
@@ -106,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def body(self):
         if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            return super().body()
         parts = []
         while size := int(self.rfile.readline(), 16):
             parts.append(self.rfile.read(size))
@@ -154,7 +144,7 @@ class Handler(BaseHTTPRequestHandler):
                 "id": repo.removeprefix("datasets/"), "sha": commit, "siblings": [{"rfilename": name} for name in files],
                 "private": kept["private"], "tags": [], "downloads": 0,
             }  # fmt: skip
-            self.send(200, facts, Content_Type="application/json")
+            self.send(200, facts)
         elif verb == "tree":
             entries = self.tree(files, (rest or "").partition("/")[2], "recursive=true" in self.path.lower())
             self.send(200, entries) if entries else self.refuse(404, "EntryNotFound")
@@ -257,13 +247,9 @@ class Handler(BaseHTTPRequestHandler):
 def serve():
     """A running ModelHub."""
     hub = ModelHub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": hub}))
-    hub.address = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with servers.listening(type("Handler", (Handler,), {"hub": hub})) as server:
+        hub.address = server.address
         yield hub
-    finally:
-        server.shutdown()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from tests.chaos.runs import differences
 
 
 def touched(monkeypatch, verb, step, once, happens):
-    """The stage `verb` will have `happens()` after `step`, once; `once` is a file that remembers it."""
+    """The stage `verb` will have `happens()` after `step`, or after the last one, once; `once` is a file that remembers it."""
     module = importlib.import_module(f"pipeline.stages.{verb}")
     monkeypatch.setattr(module, "train", dying.at_step(verb, step, str(once), happens))
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import ray
 from running import ROOT
-from slow_servers import answering, silent
+from servers import answering, silent
 
 from pipeline import registry
 from pipeline.__main__ import main

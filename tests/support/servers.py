@@ -1,0 +1,62 @@
+"""Servers on loopback, from `with` to its end; some of them answer as no good one does."""
+
+import contextlib
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers a request, and prints nothing."""
+
+    def log_message(self, *_):
+        pass
+
+    def body(self):
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def send(self, status, body, kind="text/plain", **headers):
+        self.send_response(status)
+        headers = {"Content-Type": kind, "Content-Length": str(len(body)), **headers}
+        for key, value in headers.items():
+            self.send_header(key.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@contextlib.contextmanager
+def listening(handler, **facts):
+    """A server with an `address`, and with these facts as attributes."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        vars(server).update(facts, address=f"http://127.0.0.1:{server.server_port}")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+
+
+@contextlib.contextmanager
+def silent():
+    """HOST:PORT where connections are accepted, and nothing is ever answered."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def answering(status, body, kind="application/json", at=None):
+    """HOST:PORT of a server with one answer for everything; `at` gives other bodies to some paths."""
+
+    class Same(Handler):
+        def answer(self):
+            self.body()
+            found = (at or {}).get(self.path.partition("?")[0])
+            self.send(status if found is None else 200, (body if found is None else found).encode(), kind)
+
+        do_GET = do_POST = answer
+
+    with listening(Same) as server:
+        yield server.address.removeprefix("http://")
