@@ -8,15 +8,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import psutil
 import pytest
 import reference
 import yaml
 from head import TOKEN, Head
-from running import ROOT
+from running import ROOT, copy_repository, tracked
 from sockets import on_loopback, sockets
 
 from pipeline.config.schema import keys_of
@@ -65,23 +63,10 @@ def commands_with(*starts):
     return [command for command in dict.fromkeys(COMMANDS) if command.startswith(starts)]
 
 
-def tracked():
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return files.stdout.rstrip("\0").split("\0")
-
-
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A copy of the tracked files, in which `make` finds this environment already set up, and somebody's own data."""
-    folder = tmp_path_factory.mktemp("copy")
-    for name in tracked():
-        if (ROOT / name).is_file() or (ROOT / name).is_symlink():  # pipeline/jobs is a link to jobs
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
-    environment = Path(sys.prefix)
-    (folder / ".venv").symlink_to(environment)
-    for stamp in (".core", ".dev"):
-        (environment / stamp).touch()
+    """A copy of the repository with somebody's own data."""
+    folder = copy_repository(tmp_path_factory.mktemp("copy"), ".dev")
     (folder / "my").mkdir()
     for name in ("demonstrations", "preferences", "prompts"):
         shutil.copy(ROOT / f"jobs/demo/data/{name}.jsonl", folder / "my")

@@ -23,6 +23,7 @@ import pytest
 import yaml
 from clusters import ROOT, Process, environment_with
 from hosts import Hosts, missing
+from running import copy_repository
 
 from tests.chaos.runs import until
 
@@ -57,15 +58,7 @@ def user(hosts):
     home = hosts.folder / "user"
     (home / ".ray").mkdir(parents=True)
     (home / ".ray/auth_token").write_text(TOKEN)
-    copy = home / "project"
-    files = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
-    for name in filter(None, files):
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, copy / name)
-    (copy / ".venv").symlink_to(sys.prefix)
-    for stamp in (".core", ".cloud"):
-        (Path(sys.prefix) / stamp).touch()
+    copy = copy_repository(home / "project", ".cloud")
     file = copy / "jobs/cloud/local.yaml"
     config = yaml.safe_load(file.read_text())
     config["provider"].update(head_ip=hosts[0].ip, worker_ips=[host.ip for host in hosts.hosts[1:]])

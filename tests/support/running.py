@@ -2,6 +2,9 @@
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,23 @@ def stage(
         return result
     finally:
         os.chdir(before)
+
+
+def tracked() -> list[str]:
+    """The files of the repository that git knows."""
+    return subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).rstrip("\0").split("\0")
+
+
+def copy_repository(folder: Path, *stamps: str) -> Path:
+    """Copies the repository into a folder in which `make` finds this environment already set up."""
+    for name in tracked():
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():  # pipeline/jobs is a link to jobs
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
+    (folder / ".venv").symlink_to(sys.prefix)
+    for stamp in (".core", *stamps):
+        (Path(sys.prefix) / stamp).touch()
+    return folder
 
 
 def client(storage: Path) -> MlflowClient:

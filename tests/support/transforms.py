@@ -35,7 +35,3 @@ def text(row):
 
 def not_json(row):
     return {"prompt": row["q"], "completion": {"a", "set"}}
-
-
-def two_arguments(row, tokenizer):
-    return row
