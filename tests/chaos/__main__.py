@@ -43,11 +43,6 @@ def main() -> int:
             for fault in options.faults
             if stage == "ahead" or fault not in ROLLOUT
         }
-    print("\n     " + "  ".join(f"{fault:<10}" for fault in options.faults))
-    words = {True: "equal", False: "NOT EQUAL", None: ""}
-    for stage in options.stages:
-        cells = (f"{words[equal.get((stage, fault))]:<10}" for fault in options.faults)
-        print(f"{stage:<5}{'  '.join(cells)}".rstrip(), flush=True)
     failed = [f"{stage} x {fault}" for (stage, fault), well in equal.items() if not well]
     if failed:
         print(f"\n{len(failed)} of {len(equal)} cells are not equal: {', '.join(failed)}.")
