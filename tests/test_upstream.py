@@ -165,6 +165,15 @@ def test_the_hidden_command_that_drains_a_node_still_takes_our_options():
 # ---------------------------------------------------------------------------------------------- other libraries
 
 
+def test_the_reward_trainer_still_puts_the_chosen_first():
+    """pipeline/stages/rm.py, score_pairs: scores.chunk(2) is (chosen, rejected). If this fails, accuracies are upside down."""
+    from trl.trainer.reward_trainer import DataCollatorForPreference
+
+    rows = [{"chosen_ids": [7, 8 + i], "rejected_ids": [9, 7]} for i in range(4)]
+    ids = DataCollatorForPreference(pad_token_id=0)(rows)["input_ids"].tolist()
+    assert ids == [*(row["chosen_ids"] for row in rows), *(row["rejected_ids"] for row in rows)]
+
+
 def test_a_prepared_loader_still_keeps_its_last_batch_whole():
     """pipeline/data/feed.py, get_train_dataloader: prepare_data_loader for one process, and _drop_last.
 
