@@ -29,13 +29,14 @@ def on_cluster() -> bool:
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
-def for_this_machine(job: Job) -> Job:
-    """Returns the job without keys that choose among nodes, if it runs on one machine; prints which ones it drops."""
+def for_this_machine(job: Job, note: bool = True) -> Job:
+    """Returns the job without keys that choose among nodes, if it runs on one machine. A note says which ones it drops."""
     sections = {"scaling": job.scaling, "rollout": job.rollout}
     dropped = [f"{name}.{key}" for name, keys in sections.items() for key in CLUSTER_ONLY if keys.get(key)]
     if on_cluster() or not dropped:
         return job
-    print(f"note: ignoring {', '.join(dropped)}: this is one machine, not a cluster", flush=True)
+    if note:
+        print(f"note: ignoring {', '.join(dropped)}: this is one machine, not a cluster", flush=True)
     scaling, rollout = (
         {key: value for key, value in keys.items() if key not in CLUSTER_ONLY} for keys in sections.values()
     )

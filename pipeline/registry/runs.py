@@ -182,20 +182,20 @@ def recorded(uri: str, run_id: str) -> dict[str, Any]:
         store.check_reachable(uri)
         mlflow = store.client(uri)
         run = mlflow.get_run(run_id)
+        stage = run.data.tags["stage"]  # other programs' runs have none
     except Exception as error:  # the store's driver and the network raise any type
-        why = f"no such run in {uri} ({summary(error)}); name its folder, or its server with MLFLOW_TRACKING_URI"
+        why = f"no such run of a job in {uri} ({summary(error)}); name its folder, or its server with MLFLOW_TRACKING_URI"
         raise InputError(f"{run_id}: {why}") from error
     logged = {file.path for file in mlflow.list_artifacts(run_id)}
 
     def content(file: str) -> dict[str, Any]:
         return storage.read_json(mlflow.download_artifacts(run_id, file)) if file in logged else {}
 
-    tags = run.data.tags
     return {
         "name": run.info.run_name,
         "status": run.info.status,
-        "stage": tags.get("stage", "?"),
-        "folder": tags.get(RUN_TAG),
+        "stage": stage,
+        "folder": run.data.tags.get(RUN_TAG),
         "job": content("job.json"),
         "result": content("result.json"),
     }

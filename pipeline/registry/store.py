@@ -90,7 +90,7 @@ def client(uri: str) -> Any:
 
 
 def check(job: Job) -> None:
-    """Checks before any work that the tracking server answers, or that the SQLite file is MLflow's. Creates the file if missing.
+    """Checks before any work that the tracking server or SQLite file can be used. Creates the file if missing.
 
     Raises:
         InputError: if it is not usable, or the experiment was deleted.

@@ -184,7 +184,7 @@ def lineage(runs: list[Run]) -> list[Node]:
         if run.version and run.uri:
             _add(nodes, run.version, run.uri)
             continue
-        node = Node(f"run {run.name}", f"{run.stage} ({run.state})", [run.name], kind="run")
+        node = Node(f"run {run.folder or run.name}", f"{run.stage} ({run.state})", [run.name], kind="run")
         nodes[node.key] = node
         parents = {role: _pinned(reference, run.uri) for role, reference in run.inputs.items()}
         base = {"base_name_or_path": run.job["model"]["name_or_path"]}

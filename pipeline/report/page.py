@@ -117,8 +117,9 @@ def groups(run: Run, anchor: str) -> list[dict[str, Any]]:
 
 
 def comparison(runs: list[Run]) -> dict[str, Any]:
-    """Returns panels that compare runs of one stage; letters replace long names."""
-    letters = max(len(run.name) for run in runs) > 14
+    """Returns panels that compare runs of one stage; letters replace long and equal names."""
+    names = {run.name for run in runs}
+    letters = max(map(len, names)) > 14 or len(names) < len(runs)
     labels = [chr(ord("A") + i) if letters else run.name for i, run in enumerate(runs)]
     groups = drawn(dict(zip(labels, runs, strict=True))).values()
     cards = [{card["label"]: card["value"] for card in headline.cards(run)} for run in runs]

@@ -159,14 +159,14 @@ def check_sampler(job: Job) -> None:
     if job.rollout_config.engine != "vllm":
         return
     if importlib.util.find_spec("vllm") is None:
-        package = '-e ".[vllm]" -c constraints-vllm.txt'
+        missing, package = "vLLM", '-e ".[vllm]" -c constraints-vllm.txt'
     # vLLM 0.28 and later read no bitsandbytes weights by themselves.
     elif job.model.load_in_4bit and not list(importlib.metadata.distributions(name="vllm-bnb-plugin")):
-        package = "vllm-bnb-plugin (for model.load_in_4bit)"
+        missing, package = "vLLM's plugin for model.load_in_4bit", "vllm-bnb-plugin"
     else:
         return
     raise InputError(
-        f"vLLM is not installed here; run .venv/bin/pip install {package} on every node (it needs a GPU), or remove the key",
+        f"{missing} is not installed here; run .venv/bin/pip install {package} on every node (vLLM needs a GPU), or remove the key",
         key="rollout.engine",
     )
 

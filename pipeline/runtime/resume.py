@@ -233,7 +233,7 @@ def same_content(left: dict[str, Any], job: Job, base: str, rows: dict[str, str]
     begun_on = was.get("base", base)
     changed = [f"model.name_or_path ({job.model.name_or_path})"] if begun_on != base else []
     names = [name for name, digest in was.get("rows", {}).items() if rows.get(name, digest) != digest]
-    changed += [name if name in INPUTS else f"data.{name}" for name in names]
+    changed += [name if name in INPUTS or "." in name else f"data.{name}" for name in names]
     if changed and _has_progress(job):
         commit = begun_on.partition("commit:")[2]
         restore = f"Set model.revision={commit}" if commit and begun_on != base else "Restore the files"

@@ -123,7 +123,7 @@ def read(path: str, arguments: list[str]) -> Sweep:
     name = base.run.name or f"sweep-{base.stage}-{digest}"
     home = storage.absolute(base.run.storage_path)
     base = replace(base, run=replace(base.run, name=name, storage_path=home))
-    trials = [_trial(base, job, values) for job, values in jobs]
+    trials = [_trial(base, *trial, note=not index) for index, trial in enumerate(jobs)]
     return Sweep(base, known, trials, metric, greater, shared)
 
 
@@ -237,7 +237,7 @@ def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
     return metric, greater_is_better(metric, job.run.greater_is_better)
 
 
-def _trial(base: Job, job: Job, values: dict[str, str]) -> Trial:
+def _trial(base: Job, job: Job, values: dict[str, str], note: bool) -> Trial:
     typed = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", typed)
     if name != typed or len(name) > 80:  # it must be the name of a folder, and unique
@@ -252,4 +252,4 @@ def _trial(base: Job, job: Job, values: dict[str, str]) -> Trial:
         data=replace(job.data, cache_dir=cache),
         gate={},
     )
-    return Trial(name, values, placement.for_this_machine(job))
+    return Trial(name, values, placement.for_this_machine(job, note))

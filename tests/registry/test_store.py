@@ -1,4 +1,4 @@
-"""The tracking server of a job, or its SQLite file: damaged, locked, another application's, with any name. Real MLflow."""
+"""The tracking server of a job, or its SQLite file: damaged, locked, with any name. Real MLflow."""
 
 import contextlib
 import os

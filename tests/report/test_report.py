@@ -205,8 +205,9 @@ def test_the_lineage_leads_from_the_base_to_the_policy(runs, store):
     assert "@champion" in nodes["models:/rlhf-sft/1"].lines
     assert list(nodes["models:/rlhf-rm/1"].parents) == ["base jobs/demo/model"]
     # The baseline and the reward are ancestors of the policy: the arrow from the policy implies them.
-    assert nodes["run one-evaluate"].parents == {"models:/rlhf-ppo/1": "policy"}
-    path = ("base jobs/demo/model", "models:/rlhf-sft/1", ppo.key, "run one-evaluate")
+    last = f"run {store}/one-evaluate"
+    assert nodes[last].parents == {"models:/rlhf-ppo/1": "policy"}
+    path = ("base jobs/demo/model", "models:/rlhf-sft/1", ppo.key, last)
     assert [nodes[key].depth for key in path] == [0, 1, 2, 3]
 
 
@@ -240,7 +241,7 @@ def test_the_samples_come_first_also_on_a_page_of_several_runs(runs, store):
 
 
 def test_runs_of_one_stage_are_drawn_over_each_other(runs, store):
-    """Letters stand for long names."""
+    """Letters stand for long names, and for a name that two of them have."""
 
     def kl_of(*names):
         html = page_of(store, "one-ppo", *names)
@@ -255,6 +256,9 @@ def test_runs_of_one_stage_are_drawn_over_each_other(runs, store):
     assert "var(--c0)" in kl and "var(--c1)" in kl and "#0072b2" not in kl.lower()  # colours follow the page
     kl = kl_of("other-ppo", long)
     assert ">A<" in kl and ">C<" in kl and long not in kl
+    shutil.copytree(store / "one-ppo", store / "elsewhere/one-ppo")
+    kl = kl_of("elsewhere/one-ppo")
+    assert ">A<" in kl and ">B<" in kl
 
 
 # ------------------------------------------------------------------------------------- runs that did not finish
@@ -330,7 +334,10 @@ def test_what_is_no_run_or_cannot_be_drawn_is_one_message(runs, store, tmp_path,
     shutil.copytree(store / "one-rm", tmp_path / "damaged")
     (tmp_path / "damaged/result.json").write_text('{"metrics": 3}')
     given = dict.fromkeys([".", "no\nrun", "models:/a@b", "/dev/null"], "the newest under runs/: runs/")
-    given |= {"0" * 32: "no such run in sqlite", "damaged": "damaged: no report can be drawn ("}
+    given |= dict.fromkeys(
+        ["0" * 32, client(store).create_run("0").info.run_id], "no such run of a job in sqlite"
+    )
+    given |= {"damaged": "damaged: no report can be drawn ("}
     for reference, says in given.items():
         assert main(["report", reference]) == 2
         errors = capsys.readouterr().err

@@ -30,7 +30,8 @@ def halfway(tmp_path_factory):
     for verb, more in (("sft", BATCH), ("ppo", PPO)):
         place = [f"run.storage_path={folder}", f"run.name={verb}"]
         job = load_job(f"jobs/demo/{verb}.yaml", [*place, *more], verb)
-        resume.record(resume.named(job), {}, "sha256:base", {"train": "sha256:rows"})
+        rows = {"train": "sha256:rows", "trainer.advantage_estimator": "sha256:code"}
+        resume.record(resume.named(job), {}, "sha256:base", rows)
         checkpoint = folder / verb / "checkpoint_00000010"
         checkpoint.mkdir()
         (checkpoint / "state.json").write_text("{}")
@@ -113,8 +114,9 @@ def test_without_a_checkpoint_the_job_may_still_be_edited(halfway, tmp_path, in_
     [
         ("sha256:other", {"train": "sha256:rows"}, r"content of model\.name_or_path \(jobs/demo/model\) has changed since 'sft' began"),
         ("sha256:base", {"train": "sha256:edited"}, r"content of data\.train has changed since 'sft' began.*run\.fresh=true"),
+        ("sha256:base", {"trainer.advantage_estimator": "sha256:edited"}, r"content of trainer\.advantage_estimator has changed"),
     ],
-    ids=["base", "rows"],
+    ids=["base", "rows", "code"],
 )  # fmt: skip
 def test_content_that_changed_under_the_same_path_is_found_out(base, rows, says, halfway, in_root):
     job = job_of(halfway, *BATCH)

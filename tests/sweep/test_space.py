@@ -45,6 +45,13 @@ def test_the_same_command_has_the_same_name_and_another_one_another():
     assert name("trainer.learning_rate=1e-4,3e-4", "trainer.seed=9") != first
 
 
+def test_what_one_machine_ignores_is_said_once(monkeypatch, capsys):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    sweep = read(RM, ["lora.r=4,8", "scaling.accelerator_type=H100"])
+    assert capsys.readouterr().out.count("note: ignoring scaling.accelerator_type") == 1
+    assert not any("accelerator_type" in trial.job.scaling for trial in sweep.trials)
+
+
 def test_ranges_are_drawn_by_the_seed():
     def rates(*more):
         given = ["trainer.learning_rate=loguniform(1e-5,1e-3)", "lora.r=8,16", "sweep.num_samples=3", *more]
