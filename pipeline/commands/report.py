@@ -19,12 +19,12 @@ def run(first: str, others: list[str]) -> str:
     if not references:
         raise InputError(f"which run? make report RUN=runs/NAME; the newest under runs/: {report.newest()}")
     alone = len(references) == 1
-    home, rounds = (table.recorded(references[0]) if alone else None) or (None, None)
-    if rounds == []:
-        raise InputError(
-            f"{home}: no round of this iteration has ended yet; make report RUN={home}/round-1-dpo shows its run"
-        )
     try:
+        home, rounds = (table.recorded(references[0]) if alone else None) or (None, None)
+        if rounds == []:
+            raise InputError(
+                f"{home}: no round of this iteration has ended yet; make report RUN={home}/round-1-dpo shows its run"
+            )
         runs = [report.read(one) for one in (table.drawn(rounds) if rounds else references)]
         home = home or (alone and runs[0].folder) or storage.join(runs[-1].folder or "runs", "report")
         path = report.write(runs, home, table.cells(rounds) if rounds else None, pictures=not rounds)

@@ -1,9 +1,9 @@
 """The results of an iteration: a row for each round, in iterate.json and as a table on the terminal."""
 
-import os
 from typing import Any
 
 from pipeline.references import Ref, title
+from pipeline.report.gather import folders
 from pipeline.runtime import resume
 from pipeline.system import storage
 from pipeline.text import number, table
@@ -37,10 +37,9 @@ def row(
 
 def recorded(reference: str, runs: str = "runs") -> tuple[str, list[dict[str, Any]]] | None:
     """Returns (folder, rounds) of the iteration in a folder, or with a name under `runs`, or None if it is no iteration."""
-    given = reference.rstrip("/").removesuffix(f"/{FILE}").removesuffix("/report.html")
-    for folder in (given, storage.join(runs, given)):
-        if not storage.is_remote(folder) and os.path.isfile(f"{folder}/{FILE}"):
-            return storage.absolute(folder), resume.left_in(folder, FILE, False, *KEYS)["rounds"]
+    for folder in folders(reference, runs):
+        if left := resume.left_in(folder, FILE, False, *KEYS):
+            return storage.absolute(folder), left["rounds"]
     return None
 
 

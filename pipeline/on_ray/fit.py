@@ -34,15 +34,12 @@ def fit(
 ) -> Any:
     """Runs `loop(config)` on every worker of a TorchTrainer, and returns what it returns on rank 0.
 
-    Restarts workers that died as run.max_failures allows.
+    Restarts workers that died as run.max_failures allows. Raises ray.train.WorkerGroupError with each worker's exception, or
+    Failure if no place for the workers was found in time.
 
     Args:
         rows: {name: dataset} that each worker gets.
         companion: an actor that is notified when the workers wait for resources, or None.
-
-    Raises:
-        ray.train.WorkerGroupError: with each worker's exception; the command line looks into it for an InputError.
-        Failure: if no place for the workers was found within run.placement_timeout_s.
     """
     trainer = _trainer(job, loop, config, rows, companion)
     # Ray Train's handler of Ctrl-C would end this process with status 1 and without a message (ray 2.60, private). Without it,

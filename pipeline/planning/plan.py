@@ -104,8 +104,6 @@ class Plan:
     device: str  # cpu, cuda
     asked: Settings
     tokens: tuple[int, int]  # longest prompt and completion; of TRL's stages: longest row and 0
-    moved: float  # bytes that a decoding step reads: the weights, and unpacked nf4
-    cache: float  # bytes of keys and values of a token; later decoding steps read them
     gathered: float = 0.0  # bytes that a forward gathers from other workers, if the base is sharded
 
     @property
@@ -166,9 +164,6 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         loras: peft's settings of the adapters that the job starts from, by input (`policy`, `reward`). A missing one is
             assumed to be the job's `lora`.
         learns: False for a rollout worker of a ppo job, which samples and scores, and has no critic.
-
-    Raises:
-        InputError: for a model without a config, and for lengths that do not fit it.
     """
     from pipeline.on_ray.placement import rollout_on_gpu
     from pipeline.runtime.inputs import room_for_prompts
@@ -221,9 +216,8 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         what = f"activations of a forward without gradients: {asked.scored:,} tokens"
         items.append(Item(what, asked.scored * shape.forward(asked.bf16), "score"))
     lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
-    moved, cache = shape.weights + shape.unpacked, shape.cache(asked.bf16)
     gathered = shape.body if in_shards else 0.0
-    return Plan(job, shape, int(trainable / 4), items, device, asked, lengths, moved, cache, gathered)
+    return Plan(job, shape, int(trainable / 4), items, device, asked, lengths, gathered)
 
 
 def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool, gpus: int) -> list[Item]:
@@ -407,8 +401,8 @@ def cost(plan: Plan, name: str, rows: Rows) -> Cost:
         batches = math.ceil(episodes / args.decoded(workers))
         gathered = 0.0 if job.rollout_config.workers[1] else gather_seconds(plan, gpu)
         # Both engines replay CUDA graphs, so a step takes the time to read the weights and the cache, half full on average.
-        filled = args.decoded(workers) * (prompt + completion / 2) * plan.cache
-        step = max((plan.moved + filled) / (gpu.bandwidth * 1e9), gathered)
+        filled = args.decoded(workers) * (prompt + completion / 2) * plan.shape.cache(asked.bf16)
+        step = max((plan.shape.moved + filled) / (gpu.bandwidth * 1e9), gathered)
         sampling = batches * completion * step + 2 * scored  # the reward's and the reference's forwards
         seconds = sampling + (passes - 1) * scored + learning
         sampling /= seconds

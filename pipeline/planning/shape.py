@@ -40,11 +40,7 @@ NF4_BYTES = 0.516  # half a byte, and 8-bit constants for each 64 weights, quant
 
 
 def config_of(model: Model) -> tuple[dict[str, Any], str | None]:
-    """Returns (the base's config.json, None), or for a base of SHAPES (numbers from here, why it cannot be read).
-
-    Raises:
-        InputError: if it cannot be read and is not in SHAPES.
-    """
+    """Returns (the base's config.json, None), or for a base of SHAPES (numbers from here, why it cannot be read)."""
     try:
         return base_config(model.name_or_path, model.revision), None
     except InputError as error:
@@ -82,9 +78,9 @@ class Shape:
         self.embedding = self.vocabulary * self.hidden * self.dtype_bytes
         quantized = whole["linear"] if job.model.load_in_4bit else 0
         self.weights = (self.parameters - quantized) * self.dtype_bytes + quantized * NF4_BYTES
-        # Additional bytes of a forward: bitsandbytes copies each nf4 weight into the compute dtype for the matrix product
-        # (functional.dequantize_4bit). Only its kernel for a single token makes no copy.
-        self.unpacked = 2.0 * quantized * self.dtype_bytes
+        # Bytes that a decoding step moves. bitsandbytes copies each nf4 weight into the compute dtype for the matrix product
+        # (functional.dequantize_4bit): it is also written, and read again. Only its kernel for a single token makes no copy.
+        self.moved = self.weights + 2.0 * quantized * self.dtype_bytes
 
     def sharded(self, workers: int) -> float:
         """Returns the bytes of the base on each worker with `model.fsdp`: its shard of the body, and the full lm head."""

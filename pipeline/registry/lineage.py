@@ -54,11 +54,7 @@ def write(folder: str, lineage: dict[str, Any]) -> None:
 
 
 def read(folder: str, reference: str) -> dict[str, Any]:
-    """Returns the lineage of an adapter folder. Returns {} for a plain peft adapter, whose base is checked by shape.
-
-    Raises:
-        InputError: if the folder is missing or is no adapter, or its lineage.json is damaged.
-    """
+    """Returns the lineage of an adapter folder. Returns {} for a plain peft adapter, whose base is checked by shape."""
     if not os.path.isdir(folder):
         raise InputError(
             f"{reference}: no such folder; give a folder, or models:/NAME@ALIAS of a registered adapter"

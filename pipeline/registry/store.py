@@ -26,11 +26,7 @@ def tracking_uri(job: Job) -> str:
 
 
 def uri_of(given: str | None, storage_path: str) -> str:
-    """Returns the tracking URI for a job's `mlflow.tracking_uri` and `run.storage_path`, without credentials (see `client`).
-
-    Raises:
-        InputError: if the runs lie in a bucket and no server is named.
-    """
+    """Returns the tracking URI for a job's `mlflow.tracking_uri` and `run.storage_path`, without credentials (see `client`)."""
     if uri := given or os.environ.get("MLFLOW_TRACKING_URI"):
         return without_credentials(uri)
     if storage.is_remote(storage_path):
@@ -90,11 +86,7 @@ def client(uri: str) -> Any:
 
 
 def check(job: Job) -> None:
-    """Checks before any work that the tracking server or SQLite file can be used. Creates the file if missing.
-
-    Raises:
-        InputError: if it is not usable, or the experiment was deleted.
-    """
+    """Checks before any work that the tracking server or SQLite file can be used. Creates the file if missing."""
     uri, name = tracking_uri(job), job.mlflow.experiment
     file = file_of_uri(uri)
     import_mlflow()  # slow; kept outside the time limit and the lock
@@ -119,11 +111,7 @@ def check(job: Job) -> None:
 
 
 def check_reachable(uri: str) -> None:
-    """Checks that a store can be read, without creating or changing it.
-
-    Raises:
-        Exception: any type, saying why nothing can be read there.
-    """
+    """Raises an error of any type, saying why, if a store cannot be read. Creates and changes nothing."""
     if file := file_of_uri(uri):
         _try(file, "ro", "BEGIN")
     else:

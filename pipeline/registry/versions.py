@@ -79,9 +79,6 @@ def publish(
 
     Args:
         problem: why the gate fails regardless of the metrics, or None.
-
-    Raises:
-        RuntimeError: if the files that come back from the store differ from those that were saved.
     """
     from mlflow.exceptions import MlflowException
 
@@ -238,13 +235,8 @@ def _link(source: str) -> str:
 def pin(reference: str, uri: str, job_file: str = "") -> str:
     """Returns `models:/name/VERSION` for `models:/name@alias`, so that a run's inputs do not change while it runs.
 
-    A hub id becomes `hf://org/name@COMMIT`. Folders are returned as they are.
-
-    Args:
-        job_file: the file that names the reference, for the command in an error message.
-
-    Raises:
-        InputError: if the model, alias or version does not exist; it lists the existing ones.
+    A hub id becomes `hf://org/name@COMMIT`. Folders are returned as they are. `job_file`, which names the reference, is for the
+    command in an error message.
     """
     from mlflow.exceptions import MlflowException
 
@@ -316,9 +308,6 @@ def fetch(reference: str, uri: str) -> str:
 
     A local folder is returned as it is, and so is a model on the hub that is no adapter. Files of a bucket or a server are
     downloaded once for all processes and runs of a machine, because a version never changes.
-
-    Raises:
-        InputError: if its files are missing or cannot be reached.
     """
     if reference.startswith(hub.SCHEME):
         return hub.fetch(reference)

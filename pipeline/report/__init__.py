@@ -63,8 +63,7 @@ def of_several(
 ) -> str | None:
     """Draws one page about the runs in `folders` into `folder`, without the pictures that each run's folder has already.
 
-    Returns:
-        The path of the page, or None if drawing failed. A message says so, and the run does not fail.
+    Returns the path of the page, or None if drawing failed: a message says so, and the run does not fail.
     """
     try:
         return write([read(one) for one in folders], folder, table, pictures=bool(result), result=result)

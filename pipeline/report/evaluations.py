@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.report.panels import History
-from pipeline.report.plots import COLOURS, FAINT, INK, Drawing, number
+from pipeline.report.plots import COLOURS, DASHED, INK, Drawing, number
 
 FEWEST_POINTS = 4  # evaluations that a fit of two numbers needs
 
@@ -44,7 +44,7 @@ def draw_best_of_n(axes: Any, curve: list[dict[str, float]]) -> None:
         values = [point[name] - curve[0][name] for point in curve]
         axes.plot(sizes, values, color=color, linewidth=1.2, marker="o", markersize=3)
         axes.annotate(label, (sizes[-1], values[-1]), color=color, fontsize=8.5, ha="right", va="bottom")
-    axes.axhline(0, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
+    axes.axhline(0, **DASHED)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(int(n)) for n in sizes])
     axes.set(title="Best of n", xlabel="completions to choose from", ylabel="score above n = 1")
@@ -83,7 +83,7 @@ def over_optimization(history: History, before: float | None) -> list[Drawing]:
         line = [distances[-1] * i / 60 for i in range(1, 61)]
         fitted = [before + d * (alpha - beta * math.log(d)) for d in line]
         axes.plot(line, fitted, color=COLOURS[1], linewidth=1.2)
-        axes.axhline(before, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
+        axes.axhline(before, **DASHED)
         axes.set(title=title, xlabel="square root of the KL, in nats", ylabel="score of the judge")
 
     return [Drawing(title, note, draw)]

@@ -66,16 +66,20 @@ class Run:
         return str(Ref(self.result["registered_model"], version=self.result["version"]))
 
 
+def folders(reference: str, runs: str) -> list[str]:
+    """Returns the folders that a reference may mean: a path, or a name under `runs`; a file in it stands for the folder."""
+    given = re.sub(r"/+(result\.json|iterate\.json|report\.html)?$", "", reference)
+    storage.reach(given)
+    return [given] if storage.is_remote(given) else [given, storage.join(runs, given)]
+
+
 def read(reference: str, runs: str = "runs") -> Run:
     """Returns a run by its folder, its name under `runs`, or its MLflow id. Raises InputError if there is none."""
-    given = reference.rstrip("/").removesuffix("/result.json").removesuffix("/report.html")
-    for folder in (given, storage.join(runs, given)):
-        path = storage.join(folder, "job.json")
-        storage.reach(path)
-        if storage.exists(path):
+    for folder in folders(reference, runs):
+        if storage.exists(storage.join(folder, "job.json")):
             return _from_folder(storage.absolute(folder))
-    if re.fullmatch(r"[0-9a-f]{32}", given):
-        return _from_mlflow(given, runs)
+    if re.fullmatch(r"[0-9a-f]{32}", reference):
+        return _from_mlflow(reference, runs)
     raise InputError(
         f"{reference}: no run (a folder with job.json, a name under {runs}/, or an MLflow run id of 32 hex digits); the "
         f"newest under {runs}/: {newest(runs)}"

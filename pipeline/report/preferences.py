@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.figures import calibration, correlation, mean
 from pipeline.report import plots
-from pipeline.report.plots import COLOURS, FAINT, INK, Drawing, number
+from pipeline.report.plots import COLOURS, DASHED, INK, Drawing, number
 
 Pair = dict[str, float]
 
@@ -65,7 +65,7 @@ def draw_margins(axes: Any, pairs: list[Pair]) -> None:
 
 def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
     error, bins = calibration(margins(pairs))
-    axes.plot([0.5, 1], [0.5, 1], color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
+    axes.plot([0.5, 1], [0.5, 1], **DASHED)
     confidence, accuracy = [one["confidence"] for one in bins], [one["accuracy"] for one in bins]
     axes.plot(confidence, accuracy, color=COLOURS[0], linewidth=1)
     ends = [[one[f"accuracy_{end}"] for one in bins] for end in ("low", "high")]
@@ -78,7 +78,7 @@ def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
 
 
 def draw_lengths(axes: Any, pairs: list[Pair]) -> None:
-    axes.axhline(0, color=FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
+    axes.axhline(0, **DASHED)
     # Many dots become a bitmap inside the SVG, because each dot would be an element of the page.
     dots = {"s": 9, "alpha": 0.5, "color": COLOURS[0], "linewidths": 0, "rasterized": len(pairs) > 500}
     axes.scatter(longer(pairs), margins(pairs), **dots)

@@ -65,9 +65,7 @@ def newest(run_folder: str) -> str | None:
     """Returns the name of the newest checkpoint whose files match their digests, or None if there is no checkpoint.
 
     Newer ones are reported: it deletes an unfinished checkpoint, and moves a damaged one to `damaged/`.
-
-    Raises:
-        InputError: if all checkpoints are damaged. The run must not start over unless the user says so.
+    Raises InputError if all checkpoints are damaged: the run must not start over unless the user says so.
     """
     aside = storage.join(run_folder, DAMAGED)
     for name in reversed(_names(run_folder)):
@@ -107,11 +105,9 @@ def damage(path: str) -> str | None:
         if info.size != size:
             return f"{name} has {info.size} bytes, expected {size}"
         with fs.open_input_stream(f"{folder}/{name}") as stream:
-            digest = hashlib.sha256()
-            while block := stream.read(1 << 22):
-                digest.update(block)
-        if digest.hexdigest() != sha256:
-            return f"{name} has sha256 {digest.hexdigest()[:12]}, expected {sha256[:12]}"
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if digest != sha256:
+            return f"{name} has sha256 {digest[:12]}, expected {sha256[:12]}"
     return None
 
 

@@ -51,11 +51,7 @@ class Verb:
 
 
 def launch(job: Job, verb: Verb) -> dict[str, Any]:
-    """Runs one job over rows of data.train; the same `run.name` continues a run that was cut short.
-
-    Raises:
-        InputError: if the job, the rows or an input is wrong, or a run of that name began with other settings.
-    """
+    """Runs one job over rows of data.train; the same `run.name` continues a run that was cut short."""
     job = resume.named(job)
     if result := finished(job):
         return result
@@ -192,11 +188,7 @@ class Parts:
 
 
 def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
-    """Writes all parts to one file, in the order of the rows. Returns the means of their metrics and the sums of their counts.
-
-    Raises:
-        InputError: if the parts do not hold `count` rows, as those of another version of the pipeline.
-    """
+    """Writes all parts to one file, in the order of the rows. Returns the means of their metrics and the sums of their counts."""
     sums, measured, counts = defaultdict[str, float](float), Counter[str](), Counter[str]()
     seen = 0
 
@@ -210,7 +202,7 @@ def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
                 counts.update(verb.count(record))
                 seen += 1
                 yield from (json.dumps(line, ensure_ascii=False) for line in verb.lines(record))
-        if seen != count:
+        if seen != count:  # for example parts of another version of the pipeline
             raise InputError(
                 f"{work.job.folder}/{resume.PARTS} holds {seen} rows of {count}; set run.fresh=true to start over",
                 key="run.name",

@@ -64,11 +64,7 @@ def train(worker: Worker) -> dict[str, Any]:
 
 
 def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float]]:
-    """Returns the scores of all pairs, in their order. The workers share the pairs.
-
-    Returns:
-        {"chosen", "rejected"}: the scores; {"chosen_tokens", "rejected_tokens"}: lengths, of prompt and completion.
-    """
+    """Returns {chosen, rejected, chosen_tokens, rejected_tokens} of all pairs, in order: scores, and lengths with the prompt."""
     import torch
 
     model = trainer.accelerator.unwrap_model(trainer.model).eval()

@@ -28,7 +28,7 @@ from pipeline.runtime.run import launch
 from pipeline.runtime.worker import name_output
 from pipeline.sweep import table
 from pipeline.sweep.space import Settings, Sweep
-from pipeline.system import storage
+from pipeline.system import storage, terminal
 from pipeline.system.credentials import without_credentials
 
 INTERVAL_S = 2.0  # time between two queries of the rungs
@@ -153,8 +153,7 @@ def overall(state: dict[str, Any], count: int, seconds: float, before: float) ->
     text = f"{len(state['ended'])} of {count} ended, {len(state['running'])} running"
     new, left = done(state) - before, count - done(state)
     if new > 0 and left > 0:
-        minutes, rest = divmod(int(seconds / new * left), 60)
-        text += f", left {minutes}:{rest:02d}"
+        text += f", left {terminal.clock(seconds / new * left)}"
     return text
 
 

@@ -206,9 +206,9 @@ def test_a_job_pays_for_the_smallest_node_that_holds_it(llama_8b):
 def test_decoding_from_nf4_moves_the_weights_unpacked(llama_8b):
     """8 B weights of half a byte are read, written with two bytes, and read again: 4.5 bytes where bf16 has 2."""
     bf16, nf4 = (plan.make(job(llama_8b, f"{name}/ppo")) for name in ("llama3-8b", "llama3-8b-qlora"))
-    assert bf16.moved == 2 * bf16.shape.parameters
+    assert bf16.shape.moved == 2 * bf16.shape.parameters
     linear, others = 6.98e9, 1.05e9  # embedding and lm head
-    assert nf4.moved == pytest.approx(4.5 * linear + 2 * others, rel=0.01)
+    assert nf4.shape.moved == pytest.approx(4.5 * linear + 2 * others, rel=0.01)
 
 
 def rows_of(words, count, file):

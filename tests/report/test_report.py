@@ -337,7 +337,10 @@ def test_what_is_no_run_or_cannot_be_drawn_is_one_message(runs, store, tmp_path,
     given |= dict.fromkeys(
         ["0" * 32, client(store).create_run("0").info.run_id], "no such run of a job in sqlite"
     )
-    given |= {"damaged": "damaged: no report can be drawn ("}
+    given |= {
+        "memory:///no/run": "memory:///no/run: no run (a folder with job.json",
+        "damaged": "damaged: no report can be drawn (",
+    }
     for reference, says in given.items():
         assert main(["report", reference]) == 2
         errors = capsys.readouterr().err
