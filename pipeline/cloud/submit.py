@@ -110,7 +110,7 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
         from pipeline.iteration import plan
 
         iteration = plan.read(path, overrides)
-        return iteration.name, [*iteration.jobs.values()]
+        return str(iteration.run.name), [*iteration.jobs.values()]
     else:
         jobs = [load_job(path, overrides, verb if verb in RUNS else None)]
         if verb in RUNS:

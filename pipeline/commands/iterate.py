@@ -35,8 +35,8 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
     seen = resume.check_folder(plan.folder, "an iteration", "iterate")
     left = recorded(plan)
     if left.get("ended") and (not left["goes_on"] or len(left["rounds"]) >= plan.settings.rounds):
-        print(f"iteration {plan.name} has ended ({plan.folder}); run.fresh=true starts it over")
-        if plan.report and not storage.exists(storage.join(plan.folder, report.PAGE)):
+        print(f"iteration {plan.run.name} has ended ({plan.folder}); run.fresh=true starts it over")
+        if plan.run.report and not storage.exists(storage.join(plan.folder, report.PAGE)):
             draw(plan, left["rounds"])  # the drawing may have been interrupted
         print(closing(plan, left), flush=True)
         return left
@@ -46,7 +46,7 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
         with plans.of_step(step):
             check_paths(replace(job, data=replace(job.data, train=rows)))
             check_scaling(job)
-    print(f"\n== iterate  {plan.train}  {plan.name}  {path}", flush=True)
+    print(f"\n== iterate  {plan.train}  {plan.run.name}  {path}", flush=True)
     with console.waiting("opening MLflow"):
         registry.check(plan.jobs[plan.train])
     essence = plan.essence()  # with the aliases that the job names
@@ -58,7 +58,7 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
             print("reading the rows of all steps", flush=True)
             check_rows(plan, works)
             check_libraries()
-            with resume.locked(plan.folder, seen, plan.fresh):
+            with resume.locked(plan.folder, seen, plan.run.fresh):
                 summary = through(plan, left, {"plan": essence, "pinned": inputs})
     print(closing(plan, summary), flush=True)
     return summary
@@ -66,7 +66,7 @@ def run(path: str, overrides: list[str]) -> dict[str, Any]:
 
 def _in_one_home(plan: Plan) -> Plan:
     """Returns the plan with jobs that use the registry and the cache of rows of the iteration's storage path."""
-    home, jobs = storage.absolute(plan.storage_path), {}
+    home, jobs = storage.absolute(plan.run.storage_path), {}
     for step, job in plan.jobs.items():
         cache = job.data.cache_dir or storage.join(home, "data")
         jobs[step] = replace(
@@ -75,12 +75,12 @@ def _in_one_home(plan: Plan) -> Plan:
             data=replace(job.data, cache_dir=cache),
             mlflow=replace(job.mlflow, tracking_uri=registry.tracking_uri(job)),
         )
-    return replace(plan, storage_path=home, jobs=jobs)
+    return replace(plan, run=replace(plan.run, storage_path=home), jobs=jobs)
 
 
 def recorded(plan: Plan) -> dict[str, Any]:
     """Returns iterate.json of an earlier driver, or {}. Raises InputError if the folder's iteration is of other jobs."""
-    left = resume.left_in(plan.folder, table.FILE, plan.fresh, *table.KEYS)
+    left = resume.left_in(plan.folder, table.FILE, plan.run.fresh, *table.KEYS)
     if not left:
         return {}
     # Keys of a step that no round has completed may be edited.
@@ -88,7 +88,7 @@ def recorded(plan: Plan) -> dict[str, Any]:
     changed = plans.changed(left["plan"], plan.essence())
     if changed := [key for key in changed if key.partition(".")[0] not in unused]:
         raise InputError(
-            f"{plan.name!r} is an iteration of other jobs: {', '.join(changed[:5])}{', ...' * (len(changed) > 5)} changed since "
+            f"{plan.run.name!r} is an iteration of other jobs: {', '.join(changed[:5])}{', ...' * (len(changed) > 5)} changed since "
             "it began; restore them, choose another name, or set run.fresh=true",
             key="run.name",
         )
@@ -172,14 +172,14 @@ def _check_room(plan: Plan, work: Work, longest: int) -> None:
 def through(plan: Plan, left: dict[str, Any], begun_with: dict[str, Any]) -> dict[str, Any]:
     """Runs the rounds that are left. Returns the content of iterate.json, which is written after every round."""
     trained = plan.jobs[plan.train]
-    itself = replace(trained, run=replace(trained.run, name=plan.name, storage_path=plan.storage_path))
+    itself = replace(trained, run=plan.run)
     uri, path = registry.tracking_uri(itself), storage.join(plan.folder, table.FILE)
     rounds: list[dict[str, Any]] = list(left.get("rounds", []))
 
     def keep(ended: bool = False) -> dict[str, Any]:
         summary = {
             "stage": "iterate",
-            "name": plan.name,
+            "name": plan.run.name,
             "folder": plan.folder,
             **begun_with,
             "rounds": rounds,
@@ -197,7 +197,7 @@ def through(plan: Plan, left: dict[str, Any], begun_with: dict[str, Any]) -> dic
             rounds.append(one_round(plan, len(rounds) + 1, newest(plan, rounds)))
             registry.log_figures(uri, run_id, rounds[-1], step=len(rounds))
         summary = keep(ended=True)
-        if plan.report:
+        if plan.run.report:
             draw(plan, rounds)
     return summary
 

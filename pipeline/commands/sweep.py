@@ -16,13 +16,14 @@ from typing import Any
 from pipeline import registry
 from pipeline.config import JOBS, libraries
 from pipeline.errors import Failure, InputError, in_brief
+from pipeline.on_ray import placement
 from pipeline.runtime import resume
 from pipeline.runtime import run as runs
 from pipeline.runtime.host import SweepHandle, Work
 from pipeline.runtime.inputs import by_version, check_paths
 from pipeline.runtime.preparation import prepared
 from pipeline.sweep import space, table, trials
-from pipeline.sweep.space import Sweep
+from pipeline.sweep.space import Sweep, Trial
 from pipeline.system import console, process, storage
 
 
@@ -36,6 +37,7 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
         print(closing(sweep, left), flush=True)
         return left
     check_paths(sweep.job)
+    sweep = at_home(sweep)
     print(f"\n== sweep  {sweep.job.stage}  {sweep.job.run.name}  {sweep.job.source}", flush=True)
     with console.waiting("opening MLflow"):
         registry.check(sweep.job)
@@ -66,6 +68,15 @@ def recorded(sweep: Sweep) -> dict[str, Any]:
         )
     names = {trial.name for trial in sweep.trials}
     return left if names == {row["trial"] for row in left["trials"]} else left | {"ended": False}
+
+
+def at_home(sweep: Sweep) -> Sweep:
+    """Returns the sweep with trials that use its registry, and on one machine no keys that choose among nodes."""
+    uri, trials = registry.tracking_uri(sweep.job), list[Trial]()
+    for trial in sweep.trials:
+        job = replace(trial.job, mlflow=replace(trial.job.mlflow, tracking_uri=uri))
+        trials.append(replace(trial, job=placement.for_this_machine(job, note=not trials)))
+    return replace(sweep, trials=trials)
 
 
 def _pinned(sweep: Sweep, inputs: dict[str, str]) -> Sweep:

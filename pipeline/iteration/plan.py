@@ -61,10 +61,7 @@ class Settings:
 class Plan:
     """An iteration whose jobs are checked."""
 
-    name: str
-    storage_path: str
-    fresh: bool
-    report: bool
+    run: Run  # of the iteration: name, fresh, report, storage_path
     policy: str  # policy of the first round
     settings: Settings
     train: str  # the stage that learns
@@ -73,7 +70,7 @@ class Plan:
     @property
     def folder(self) -> str:
         """Returns the folder of the results and of the runs of all rounds."""
-        return storage.join(self.storage_path, self.name)
+        return storage.join(self.run.storage_path, str(self.run.name))
 
     def essence(self) -> dict[str, Any]:
         """Returns what decides the numbers, as plain data: iterations that differ in it are different ones."""
@@ -122,9 +119,9 @@ def read(path: str, overrides: list[str]) -> Plan:
     mlflow = MLflow(**_section(tree, "mlflow", "tracking_uri", "experiment"))
     jobs = {step: _job(tree, step, Path(path), policy, run, mlflow) for step in steps}
     _check(tree, jobs, train)
-    plan = Plan("", run.storage_path, run.fresh, run.report, policy, settings, train, jobs)
+    plan = Plan(run, policy, settings, train, jobs)
     digest = hashlib.sha256(json.dumps(plan.essence(), sort_keys=True).encode()).hexdigest()[:8]
-    return replace(plan, name=run.name or f"iterate-{train}-{digest}")
+    return replace(plan, run=replace(run, name=run.name or f"iterate-{train}-{digest}"))
 
 
 @contextlib.contextmanager

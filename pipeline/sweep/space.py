@@ -15,13 +15,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from pipeline import registry
 from pipeline.config import Job, load_job, schema
 from pipeline.config.gates import default_metric, greater_is_better, metric_problems
 from pipeline.config.stages import TRAINED
 from pipeline.config.yaml_tree import Tree
 from pipeline.errors import InputError, show
-from pipeline.on_ray import placement
 from pipeline.runtime.resume import essence
 from pipeline.system import storage
 
@@ -123,7 +121,7 @@ def read(path: str, arguments: list[str]) -> Sweep:
     name = base.run.name or f"sweep-{base.stage}-{digest}"
     home = storage.absolute(base.run.storage_path)
     base = replace(base, run=replace(base.run, name=name, storage_path=home))
-    trials = [_trial(base, *trial, note=not index) for index, trial in enumerate(jobs)]
+    trials = [_trial(base, job, values) for job, values in jobs]
     return Sweep(base, known, trials, metric, greater, shared)
 
 
@@ -237,7 +235,7 @@ def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
     return metric, greater_is_better(metric, job.run.greater_is_better)
 
 
-def _trial(base: Job, job: Job, values: dict[str, str], note: bool) -> Trial:
+def _trial(base: Job, job: Job, values: dict[str, str]) -> Trial:
     typed = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", typed)
     if name != typed or len(name) > 80:  # it must be the name of a folder, and unique
@@ -248,8 +246,8 @@ def _trial(base: Job, job: Job, values: dict[str, str], note: bool) -> Trial:
         run=replace(job.run, name=name, storage_path=base.folder, fresh=False),
         # A trial never runs in the sweep's process
         scaling={**job.scaling, "num_workers": job.scaling.get("num_workers", 1) or 1},
-        mlflow=replace(job.mlflow, registered_model=None, tracking_uri=registry.tracking_uri(base)),
+        mlflow=replace(job.mlflow, registered_model=None),
         data=replace(job.data, cache_dir=cache),
         gate={},
     )
-    return Trial(name, values, placement.for_this_machine(job, note))
+    return Trial(name, values, job)

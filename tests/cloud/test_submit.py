@@ -81,6 +81,8 @@ def test_several_runs_are_submitted_under_the_name_that_they_will_have_there(
     assert name == submit.load(verb, path, [given])[0] and name.startswith(f"{verb}-{stages[-2:][0]}-")
     assert [job.stage for job in jobs] == stages
     assert {job.run.storage_path for job in jobs} == {"runs"}  # as it is checked: no path of this machine
+    bucket = "run.storage_path=memory://runs"  # the cluster, which is not asked yet, may have its server
+    assert len(submit.load(verb, path, [given, bucket])[1]) == len(stages)
     with pytest.raises(InputError, match=given.partition("=")[0]):
         submit.load(verb, path, [f"{given},"])
 

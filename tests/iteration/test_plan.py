@@ -38,11 +38,14 @@ def test_the_shipped_jobs_are_those_of_their_stages(profile):
 
 
 def test_the_same_command_is_the_same_iteration():
-    assert read().name == read("iterate.rounds=9").name == read("collect.scaling.num_workers=2").name
-    assert re.fullmatch(r"iterate-dpo-[0-9a-f]{8}", read().name)
+    def name(*overrides):
+        return read(*overrides).run.name
+
+    assert name() == name("iterate.rounds=9") == name("collect.scaling.num_workers=2")
+    assert re.fullmatch(r"iterate-dpo-[0-9a-f]{8}", name())
     for other in ("dpo.trainer.beta=0.3", "iterate.start=first", "policy=models:/rlhf-sft/2"):
-        assert read(other).name != read().name, other
-    assert read("run.name=mine").name == "mine"
+        assert name(other) != name(), other
+    assert name("run.name=mine") == "mine"
 
 
 def test_a_round_goes_on_from_the_newest_policy(tmp_path):
