@@ -17,7 +17,6 @@ from pipeline.config.stages import INPUTS, STAGE
 from pipeline.config.yaml_tree import Tree, read_tree
 from pipeline.errors import show
 
-__all__ = ["JOBS", "OPERATORS", "STAGES", "Collect", "Data", "Job", "MLflow", "Model", "Run", "job_of", "load_job", "make", "parse_gate"]  # fmt: skip
 JOBS = tuple(STAGE)  # the stages that a job file may have
 STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
 # {section: the type of its values}, in the order in which sections are checked

@@ -30,10 +30,3 @@ from pipeline.registry.versions import (
     publish,
     version,
 )
-
-__all__ = [
-    "Curves", "MLflowRun", "MetricLog", "Version", "check", "check_reachable", "check_trackers", "client", "conditions",
-    "end_finished", "end_interrupted", "evaluate_gate", "fetch", "file_of_uri", "find_run", "history", "log_figures", "log_files",
-    "mlflow_run", "nested_under", "other_base", "parameters", "pin", "promote", "publish", "recorded", "tracking_uri",
-    "uri_of", "version",
-]  # fmt: skip

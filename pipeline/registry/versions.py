@@ -87,14 +87,14 @@ def publish(
     name = str(job.mlflow.registered_model)
     ok, reason = (False, f"failed: {problem}") if problem else evaluate_gate(job.gate, metrics)
     run = mlflow.get_run(run_id).info
-    description = describe(job.stage, metrics, lineage, reason, (run.experiment_id, run_id, run.run_name))
+    description = describe(job.stage, metrics, lineage, reason, run)
     known = [one for one in mlflow.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
     if known:
         version = known[0].version
         mlflow.set_model_version_tag(name, version, "gate", reason)  # the gate may have changed
         mlflow.update_model_version(name, version, description)
     else:
-        model_id, source = _store(mlflow, job, run.experiment_id, run_id, folder, lineage)
+        model_id, source = _store(mlflow, job, run, folder, lineage)
         try:
             mlflow.create_registered_model(name)
         except MlflowException as error:
@@ -146,13 +146,10 @@ def other_base(job: Job, base: dict[str, Any]) -> str | None:
     )
 
 
-def _store(
-    mlflow: Any, job: Job, experiment: str, run_id: str, folder: str, lineage: dict[str, Any]
-) -> tuple[str, str]:
+def _store(mlflow: Any, job: Job, run: Any, folder: str, lineage: dict[str, Any]) -> tuple[str, str]:
     """Uploads the folder as a LoggedModel, downloads it again and compares every file. Returns (model id, location)."""
-    model = mlflow.create_logged_model(
-        experiment, name=job.stage, source_run_id=run_id, model_type=f"lora-{job.stage}", tags=_tags(lineage)
-    )
+    named = {"name": job.stage, "model_type": f"lora-{job.stage}", "tags": _tags(lineage)}
+    model = mlflow.create_logged_model(run.experiment_id, source_run_id=run.run_id, **named)
     try:
         mlflow.log_model_artifacts(model.model_id, folder)
         with tempfile.TemporaryDirectory() as into:
@@ -186,11 +183,8 @@ def _tags(lineage: dict[str, Any]) -> dict[str, str]:
     return tags
 
 
-def describe(
-    stage: str, metrics: dict[str, float], lineage: dict[str, Any], gate: str, run: tuple[str, str, str]
-) -> str:
-    """Returns what MLflow's page shows first, in Markdown. `run` is (experiment id, id, name) of the MLflow run."""
-    experiment, run_id, name = run
+def describe(stage: str, metrics: dict[str, float], lineage: dict[str, Any], gate: str, run: Any) -> str:
+    """Returns what MLflow's page shows first, in Markdown. `run` is MLflow's RunInfo."""
     base, parents = lineage.get("base", {}), lineage.get("parents", {})
     lines = [
         f"- {one.label}: "
@@ -202,7 +196,7 @@ def describe(
     lines += [
         f"- gate: {gate}",
         "",
-        f"Trained by [{name}](#/experiments/{experiment}/runs/{run_id}) ({stage}) "
+        f"Trained by [{run.run_name}](#/experiments/{run.experiment_id}/runs/{run.run_id}) ({stage}) "
         f"on `{base.get('name_or_path', '?')}` ({base.get('digest', '?')[:DIGEST]})"
         + (", from" if parents else "."),
     ]

@@ -15,7 +15,6 @@ from pipeline.report.gather import Run, newest, read
 from pipeline.system import storage
 
 PAGE = "report.html"
-__all__ = ["PAGE", "Run", "attach", "newest", "of_several", "read", "write"]
 
 
 def write(

@@ -96,27 +96,21 @@ class Reporter(TrainerCallback):
             found["mfu"] = flops / (seconds * peak * self.worker.world)
         return found
 
-    def on_prediction_step(
-        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any, **_: Any) -> None:
         if self.worker.rank:
             return
         if self.evaluating is None:
             self.evaluating = Bar(total=len(eval_dataloader), desc="evaluating the held-out rows: batch")
         self.evaluating.update()
 
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **_: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
         self.evaluating = None
-        if self.best and metrics and state.global_step:  # the adapter of step 0 has learned nothing
+        if self.best and state.global_step:  # the adapter of step 0 has learned nothing
             self.best.compare(metrics, state.global_step)
             control.should_training_stop |= self.best.exhausted
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
-    ) -> None:
-        numbers = _numbers(logs or {})
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+        numbers = _numbers(logs)
         if "loss" in numbers:
             numbers |= self.speed()
         if "train_runtime" not in numbers:  # the summary at the end is not a step
