@@ -25,23 +25,17 @@ from pipeline.system import process
 COLLECTIVE_TIMEOUT_S = 365 * 24 * 3600
 
 
-def fit(
-    job: Job,
-    loop: Callable[[dict[str, Any]], Any],
-    config: dict[str, Any],
-    rows: dict[str, Any],
-    companion: Any = None,
-) -> Any:
+def fit(job: Job, loop: Callable[[dict[str, Any]], Any], config: dict[str, Any], rows: dict[str, Any]) -> Any:
     """Runs `loop(config)` on every worker of a TorchTrainer, and returns what it returns on rank 0.
 
     Restarts workers that died as run.max_failures allows. Raises ray.train.WorkerGroupError with each worker's exception, or
     Failure if no place for the workers was found in time.
 
     Args:
+        config: its `companion`, if not None, is an actor that is notified when the workers wait for resources.
         rows: {name: dataset} that each worker gets.
-        companion: an actor that is notified when the workers wait for resources, or None.
     """
-    trainer = _trainer(job, loop, config, rows, companion)
+    trainer = _trainer(job, loop, config, rows)
     # Ray Train's handler of Ctrl-C would end this process with status 1 and without a message (ray 2.60, private). Without it,
     # Ctrl-C is a KeyboardInterrupt as elsewhere. Remove when there is a public way to keep one's handler.
     controllers: list[Any] = []
@@ -58,7 +52,7 @@ def fit(
         raise
 
 
-def _trainer(job: Job, loop: Any, config: dict[str, Any], rows: dict[str, Any], companion: Any) -> Any:
+def _trainer(job: Job, loop: Any, config: dict[str, Any], rows: dict[str, Any]) -> Any:
     if job.in_process:  # Ray Train's local mode: it calls the loop here, without starting Ray
         local = ScalingConfig(num_workers=0)
         return TorchTrainer(loop, train_loop_config=config, datasets=rows, scaling_config=local)
@@ -82,7 +76,7 @@ def _trainer(job: Job, loop: Any, config: dict[str, Any], rows: dict[str, Any], 
             storage_path=run.storage_path,
             failure_config=FailureConfig(max_failures=run.max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
-            callbacks=[placement.callback(job, companion)],
+            callbacks=[placement.callback(job, config["companion"])],
         ),
     )
     if folder:

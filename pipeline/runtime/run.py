@@ -29,6 +29,7 @@ from pipeline.runtime.worker import Worker, main
 from pipeline.system import console, prices, storage, terminal
 from pipeline.system.credentials import without_credentials
 
+Train = Callable[[Worker], dict[str, Any]]  # a stage in a worker
 # f(job, its future result.json) -> the version that a stage registers or promotes, or None
 Register = Callable[[Job, dict[str, Any]], registry.Version | None]
 # What a stage runs next to its workers while they train: its value is passed to each of them.
@@ -37,7 +38,7 @@ Companion = Callable[[Work], contextlib.AbstractContextManager[Any]]
 
 def launch(
     job: Job,
-    train: Callable[[Worker], dict[str, Any]],
+    train: Train,
     register: Register | None = None,
     sweep: SweepHandle | None = None,
     companion: Companion | None = None,
@@ -155,9 +156,7 @@ def failure_recorded(run: Run) -> Iterator[None]:
         raise
 
 
-def train_in_workers(
-    work: Work, rows: dict[str, Any], train: Callable[[Worker], dict[str, Any]], companion: Any = None
-) -> dict[str, Any]:
+def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: Any = None) -> dict[str, Any]:
     """Runs `train(worker)` in every worker; see on_ray.fit. Returns the outcome (Worker.finish) and where it is."""
     from pipeline.on_ray.fit import fit
 
@@ -167,7 +166,7 @@ def train_in_workers(
         print(f"starting {count} worker{many}: importing torch and transformers", flush=True)
     started = time.monotonic()
     try:
-        outcome = fit(job, main, {"train": train, "work": work, "companion": companion}, rows, companion)
+        outcome = fit(job, main, {"train": train, "work": work, "companion": companion}, rows)
     except Exception:
         with contextlib.suppress(OSError):  # the disk itself may have failed
             newest = next(reversed(checkpoints.complete(job.folder)), None)

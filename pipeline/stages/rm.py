@@ -13,7 +13,7 @@ from pipeline.runtime.run import launch
 from pipeline.runtime.worker import Worker
 from pipeline.system.progress import Bar
 
-TABLE = 4096  # maximum number of pairs in the report
+TABLE, DOUBTFUL = 4096, 8  # maximum number of pairs in the report, and of those that it shows as text
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -89,12 +89,12 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
     return [part[i] for i in range(len(by_rank[0])) for part in by_rank if i < len(part)]
 
 
-def doubtful(
-    worker: Worker, rows: Any, pairs: list[dict[str, float]], count: int = 8
-) -> list[dict[str, Any]]:
+def doubtful(worker: Worker, rows: Any, pairs: list[dict[str, float]]) -> list[dict[str, Any]]:
     """Returns the pairs with the lowest margins as text: errors of the model or of the data."""
     worst = []
-    for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"])[:count]:
+    for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"])[
+        :DOUBTFUL
+    ]:
         row, scores = rows[index], pairs[index]
         prompt, chosen, rejected = as_text(worker.tokenizer, row["chosen_ids"], row["rejected_ids"])
         texts = {"chosen": chosen, "rejected": rejected}
