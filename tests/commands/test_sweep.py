@@ -104,7 +104,7 @@ def test_trials_start_from_the_versions_that_the_aliases_meant(in_root):
 
 
 def test_an_interrupted_sweep_leaves_no_run_that_seems_to_go_on(in_root, tmp_path):
-    sweep = space.read(JOB, ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s"])
+    sweep = command.at_home(space.read(JOB, ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s"]))
     inner = registry.mlflow_run(sweep.trials[0].job, {})
     with pytest.raises(KeyboardInterrupt), command._trials_closed(sweep):
         inner.__enter__()
