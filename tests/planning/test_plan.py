@@ -133,7 +133,7 @@ def test_8b_and_70b_are_planned_as_by_hand(size, config, parameters, cache, tmp_
     settings = ["num_workers=2", "use_gpu=true", "tensor_parallel_size=2", "engine=vllm"]
     asked = job(tmp_path, name, *(f"rollout.{one}" for one in settings))
     planned = plan.make(asked)
-    assert planned.shape.parameters == parameters and planned.cache == cache
+    assert planned.shape.parameters == parameters and planned.shape.cache(planned.asked.bf16) == cache
     assert not any("vLLM" in item.what or "KV cache" in item.what for item in planned.items)
     base, _, filled = (item for item in plan.make(asked, learns=False).items if "vLLM" in item.what)
     assert base.size == 2 * parameters / 2
