@@ -294,13 +294,14 @@ def _inputs(job: Job) -> Problems:
             or type(item.get("weight", 1)) not in (int, float)
         ):
             yield f"reward.{index}", f"found {show(item)}, expected {{reward: NAME, weight: NUMBER}}"
-    for key, name in {**transforms(job.data), **job.inputs}.items():
+    functions = transforms(job.data)
+    for key, name in {**functions, **job.inputs}.items():
         adapter = key in ("policy", "baseline", "reference") or key.startswith("policies.")
         if name.startswith("models:") and not Ref.parse(name).is_registered:
             expected = "models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion"
         elif name.startswith("python:") and adapter:
             expected = "an adapter: models:/NAME@ALIAS, a folder, or base"
-        elif not Ref.parse(name).is_function and (name.startswith("python:") or key.endswith("transform")):
+        elif not Ref.parse(name).is_function and (name.startswith("python:") or key in functions):
             expected = "python:MODULE:FUNCTION, for example python:pipeline.demo:gold"
         elif not adapter and Ref.parse(f"python:{name}").is_function:
             expected = f"python:{name} for a Python function"

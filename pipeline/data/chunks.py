@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pipeline.data.files import File, open_bytes, unreadable
 from pipeline.data.shapes import Kind
 from pipeline.data.table_rows import pieces, table_rows
-from pipeline.data.text_rows import BLOCK, Row, text_rows
+from pipeline.data.text_rows import BLOCK, REST, Row, text_rows
 from pipeline.data.values import RowError, fields_of, show
 from pipeline.system import storage
 
@@ -103,7 +103,7 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
         row: Any = list(group)
         if len(row) > GROUP:
             found = f"more than {GROUP:,} rows in succession with {show(row[0][column])}"
-            yield numbers[-1], RowError("too_large", column, found, "groups of fewer rows"), b""
+            yield numbers[-1], RowError("too_large", column, found, "groups of fewer rows", rest=REST), b""
             return
         if not isinstance(row[0], dict):
             row = row[0]

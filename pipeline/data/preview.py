@@ -44,7 +44,7 @@ def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
         others |= {"chosen", "rejected"} if stage == "evaluate" and pairs else set()
         columns = {field: column for field, column in columns.items() if field not in others}
     check_columns(columns, kind, f"{key}.columns")
-    if source.label and "good" in source.label and "label" not in known_fields(kind, unordered=False):
+    if source.label and "good" in source.label and "label" not in kind.further.union(*kind.shapes.values()):
         wanted = "expected {first: VALUE, second: VALUE}"
         raise InputError(f"`{stage}` reads no ratings; {wanted}", key=f"{key}.label")
     rule = reshape.Rule.of(source.label) if source.label else None
@@ -52,10 +52,10 @@ def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
     return Preprocess(columns, rule, source.transform, digest, source.group_by)
 
 
-def known_fields(kind: Kind, unordered: bool = True) -> list[str]:
+def known_fields(kind: Kind) -> list[str]:
     """Returns the fields that the rows of a kind may have, first the fields of the shapes."""
     needs = [name for shape in kind.shapes.values() for name in shape]
-    pair = reshape.UNORDERED if kind.has_pairs and unordered else ()
+    pair = reshape.UNORDERED if kind.has_pairs else ()
     input_of = ("input",) if "instruction" in needs else ()
     return [*dict.fromkeys([*needs, *pair, *sorted(kind.further), *input_of, "system", "tools"])]
 
@@ -168,9 +168,10 @@ def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowEr
     rows, errors = list[dict[str, Any]](), list[RowError]()
     for number, decoded, _ in itertools.islice(chunks.rows(chunk), ROWS):
         if isinstance(decoded, RowError):
-            errors.append(replace(decoded, file=file.path, line=number))
+            errors.append(replace(decoded, line=number))
         else:
             rows += [row for row in kind.preprocess.transformed(decoded) if isinstance(row, dict)]
+    chunks.locate(errors, chunk)
     return rows, errors
 
 

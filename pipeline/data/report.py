@@ -131,7 +131,7 @@ class Report:
         return cls(**{**value, "splits": splits, "sources": sources, "overlap": overlap})
 
     def render(self, samples: bool = True) -> str:
-        did = "loaded from the cache into Ray" if self.reused else "read and tokenized"
+        did = "loaded from the cache" if self.reused else "read and tokenized"
         lines = [
             f"data for stage {self.stage}: at most {self.max_length} tokens a row, {did} in {self.seconds:.1f} s"
         ]
@@ -254,7 +254,7 @@ def report_of(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Rep
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_source.values()))
     report.samples = [text for text in in_turn if text is not None][:SAMPLES]
     report.duplicates, report.overlap = duplicates(counts), overlap(counts)
-    report.packed = report.splits["train"].rows if options.packing else None
+    report.packed = report.splits["train"].rows if options.packing and "train" in report.splits else None
     report.notes = list(notes(counts, tokenizer, options))
     return report
 

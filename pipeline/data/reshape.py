@@ -278,7 +278,7 @@ class Preprocess:
             place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
             yield RowError("transform", "", in_brief(error) + place, f"{EXPECTED}, from {self.transform}")
             return
-        if not made or made == [None]:
+        if all(one is None for one in made):
             yield Dropped("left_out")
             return
         for one in made:

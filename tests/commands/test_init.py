@@ -196,6 +196,9 @@ def test_rows_that_cannot_be_read_are_reported(here, capsys):
     shown = capsys.readouterr().out
     assert "warning: 9 of the first 10 rows cannot be read; windows.csv:3: found byte 0x93" in shown
     assert "iconv -f WINDOWS-1252 -t UTF-8" in shown
+    (here / "half.json").write_text(json.dumps(plain_pairs(9))[:-1])
+    init("half.json")
+    assert "1 of the first 10 rows cannot be read; half.json: element 10: found" in capsys.readouterr().out
 
 
 def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_every_job(here, tmp_path):

@@ -26,7 +26,7 @@ GOOD = {
     "generate": "stage: generate\nmodel: {name_or_path: m}\ndata: {train: a.jsonl}\npolicy: base\n",
     "collect": "stage: collect\nmodel: {name_or_path: m}\ndata: {train: a.jsonl}\npolicy: base\nreward: models:/rlhf-rm/3\n",
     "score": "stage: score\nmodel: {name_or_path: m}\ndata: {train: a.jsonl}\nreward: runs/adapter\n",
-    "serve": "stage: serve\nmodel: {name_or_path: m}\nserve: {policies: {one: models:/one@champion}}\n",
+    "serve": "stage: serve\nmodel: {name_or_path: m}\nserve: {policies: {one: models:/one@champion, a-transform: base}}\n",
     "export": "stage: export\nmodel: {name_or_path: m}\npolicy: runs/adapter\n",
 }
 

@@ -144,7 +144,7 @@ def test_rows_of_a_group_become_one(tmp_path, monkeypatch, format):
         make(tmp_path, "dpo", train=path, transform="python:transforms:best_against_worst", group_by="tree")
     monkeypatch.setattr(chunks, "GROUP", 2)
     [(number, error, _)] = chunks.grouped(iter([(i, {"q": "a"}, b"") for i in range(4)]), "q")
-    assert number == 2 and error.found == 'more than 2 rows in succession with "a"'
+    assert number == 2 and error.found == 'more than 2 rows in succession with "a"' and error.rest
 
 
 def test_the_balance_of_thumbs_is_that_of_the_draws(tmp_path):

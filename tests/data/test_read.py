@@ -34,7 +34,7 @@ def test_rows_become_tokens_in_order_and_are_reused(tmp_path, monkeypatch):
     split = second.report.splits["train"]
     assert (split.read, split.kept, second.report.duplicates) == (50, 50, 0)
     assert "read and tokenized in" in first.report.render()
-    assert "loaded from the cache into Ray in" in second.report.render()
+    assert "loaded from the cache in" in second.report.render()
     assert "⟦ answer 0</s>⟧" in second.report.render() and json.dumps(second.report.to_dict())
     assert not make(tmp_path, train=path, max_length=100).report.reused  # other options, other parts
     write(tmp_path / "rows.jsonl", [*ROWS, ROWS[0]])
@@ -106,6 +106,8 @@ def test_packing_keeps_whole_rows(tmp_path):
     assert sorted(pieces) == alone and made.report.packed == len(packed)
     assert len(packed) == -(-50 // (100 // max(map(len, alone))))  # as few as rows of this length allow
     assert made.report.splits["train"].kept == 50
+    held_out = make(tmp_path, eval=path, packing=True, max_length=100)  # as before the first round of iterate
+    assert rows_of(held_out.eval) == packed and held_out.report.packed is None
 
 
 @pytest.mark.parametrize("stage", ["sft", "kto"])

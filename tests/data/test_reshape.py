@@ -226,6 +226,7 @@ def test_a_row_becomes_one_several_or_none():
     [
         ("raises", r"KeyError: 'missing' at .*transforms\.py:\d+"),
         ("text", r'str "a" returned by python:transforms:text'),
+        ("array", r"ndarray .* returned by python:transforms:array"),
         ("not_json", r"a row that is not JSON \(TypeError: Object of type set"),
     ],
 )

@@ -1,5 +1,7 @@
 """What a job may name as data.transform, well-made and not."""
 
+import numpy
+
 COUNT = 3
 
 
@@ -31,6 +33,10 @@ def best_against_worst(rows):
 
 def text(row):
     return row["q"]
+
+
+def array(row):
+    return numpy.zeros(2)
 
 
 def not_json(row):
