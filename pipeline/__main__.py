@@ -86,8 +86,7 @@ def parser() -> argparse.ArgumentParser:
 def plain(arguments: list[str]) -> list[str]:
     """Returns the arguments, with `--section.key value` as `section.key=value` at the end. Applies -v and -q.
 
-    Raises:
-        InputError: if the subcommand is unknown, or a value is missing.
+    Raises InputError if the subcommand is unknown, or a value is missing.
     """
     if arguments and not arguments[0].startswith("-") and arguments[0] not in SUMMARIES:
         raise InputError(f"unknown subcommand {arguments[0]!r}; {nearest(arguments[0], SUMMARIES)}")

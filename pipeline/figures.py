@@ -11,17 +11,12 @@ def mean(values: Sequence[float]) -> float:
 
 
 def wilson(shares: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % Wilson score interval of a mean of `shares`, which are 0 or 1 each (a tie may be 0.5)."""
-    return wilson_of(mean(shares), len(shares))
-
-
-def wilson_of(p: float, n: float) -> tuple[float, float]:
-    """Returns the 95 % Wilson score interval of a share p of n.
+    """Returns the 95 % Wilson score interval of a mean p of n `shares`, which are 0 or 1 each (a tie may be 0.5).
 
     (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n), Wilson 1927. It stays inside [0, 1] and is right for few rows and
     near the ends, where the usual ± is not; with ties, whose variance is below p(1-p), it is a little too wide.
     """
-    z = NormalDist().inv_cdf(0.975)
+    p, n, z = mean(shares), len(shares), NormalDist().inv_cdf(0.975)
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
@@ -46,7 +41,7 @@ def calibration(margins: Sequence[float]) -> tuple[float, list[dict[str, Any]]]:
     for i, found in enumerate(members):
         if found:
             right, said = sum(margin > 0 for margin in found), sum(sigmoid(abs(margin)) for margin in found)
-            low, high = wilson_of(right / len(found), len(found))
+            low, high = wilson([margin > 0 for margin in found])
             error += abs(right - said)
             table.append(
                 {

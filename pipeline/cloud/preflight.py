@@ -68,8 +68,7 @@ class Cluster:
 def look(get: Callable[[str], Any], address: str) -> Cluster:
     """Returns the cluster behind `address`; `get(path)` is an authorized GET that returns parsed JSON.
 
-    Raises:
-        InputError: if its Ray or Python has another version.
+    Raises InputError if its Ray or Python has another version.
     """
     import ray
 

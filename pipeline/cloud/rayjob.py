@@ -61,8 +61,7 @@ Dumper.add_representer(
 def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
     """Returns the RayJob that runs `path` with `overrides`, or the RayService that serves it.
 
-    Raises:
-        InputError: for storage that pods do not share, and for a GPU that the job does not allow.
+    Raises InputError for storage that pods do not share, and for a GPU that the job does not allow.
     """
     storage_path = job.run.storage_path
     if not storage.is_remote(storage_path) and not os.path.isabs(storage_path):
@@ -155,8 +154,7 @@ def pod(
 ) -> dict[str, Any]:
     """Returns a pod: the image, the secrets by name, memory for Ray's object store, the shared folders.
 
-    Args:
-        node_selector: labels of the Kubernetes nodes that it may run on, as NAME=VALUE,...
+    `node_selector` has the labels of the Kubernetes nodes that it may run on, as NAME=VALUE,...
     """
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "4Gi"}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]

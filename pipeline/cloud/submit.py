@@ -129,8 +129,7 @@ def forwarded() -> dict[str, str]:
 def next_attempt(api: "Api", name: str) -> str:
     """Returns the submission id for a run name, NAME or NAME.2, ...: Ray takes each id once, and a run may be repeated.
 
-    Raises:
-        InputError: if a submission of that name is still running.
+    Raises InputError if a submission of that name is still running.
     """
     earlier = [job for job in api.jobs() if (job.metadata or {}).get("run") == name]
     if running := [job for job in earlier if not job.status.is_terminal()]:
@@ -225,11 +224,7 @@ class Api:
             return sorted(listed, key=lambda job: job.start_time or 0)
 
     def submit(self, **job: Any) -> None:
-        """Uploads and submits. Retries for a minute, because a head that has just started has no agent to run jobs.
-
-        Args:
-            job: entrypoint, submission_id, runtime_env and metadata, as submit_job takes them.
-        """
+        """Uploads and submits. Retries for a minute, because a head that has just started has no agent to run jobs."""
         deadline = time.monotonic() + 60
         while True:
             try:

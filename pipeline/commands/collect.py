@@ -75,8 +75,7 @@ def choose(args: Collect, seed: int, count: int) -> list[int] | range:
 
     Runs with the same seed share no prompt until all are used, if each skips the prompts of the previous runs.
 
-    Raises:
-        InputError: if the job asks for more than `count`.
+    Raises InputError if the job asks for more than `count`.
     """
     if args.num_prompts is None:
         return range(count)

@@ -74,10 +74,7 @@ def export(job: Job) -> dict[str, Any]:
 def write(host: Host, name: str, folder: str) -> dict[str, float]:
     """Writes one adapter to `folder`, merged or as it is. Returns the differences of the merged model from the adapter.
 
-    The folder appears only when it is complete.
-
-    Raises:
-        Failure: if a difference is too large.
+    The folder appears only when it is complete. Raises Failure if a difference is too large.
     """
     differences, partial = None, f"{folder}.partial"
     try:

@@ -46,8 +46,7 @@ class Ancestor(NamedTuple):
 def card(host: Host, name: str, differences: dict[str, float] | None = None) -> str:
     """Returns the README.md for the input `name` (`policy` or `reward.0`) of an export job.
 
-    Args:
-        differences: of the merged model, loaded back, from the adapter, or None if the folder holds the adapter.
+    `differences` are those of the merged model, loaded back, from the adapter. None: the folder holds the adapter.
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -130,11 +129,8 @@ def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Itera
 def check(job: Job) -> str | None:
     """Checks the token and the repository before anything is merged. Contacts the Hub only if the job pushes.
 
-    Returns:
-        the commit that a push will replace, or None if repository or branch have to be made.
-
-    Raises:
-        InputError: if the push cannot work.
+    Returns the commit that a push will replace, or None if repository or branch have to be made. Raises InputError if the push
+    cannot work.
     """
     if not job.args.push_to_hub:
         return None
@@ -186,11 +182,7 @@ def _replaced(job: Job) -> str | None:
 def push(job: Job, result: dict[str, Any], before: str | None) -> dict[str, Any]:
     """Pushes what was exported, or prints what a push would do. Returns the result, with where it went.
 
-    Args:
-        before: what `check` returned.
-
-    Raises:
-        Failure: if the hub rejects it, or stops answering.
+    `before` is what `check` returned. Raises Failure if the hub rejects the push, or stops answering.
     """
     from huggingface_hub import constants
 

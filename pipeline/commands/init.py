@@ -83,14 +83,10 @@ class Source:
 
 
 def run(path: str, options: list[str]) -> None:
-    """Writes jobs/NAME, and prints what to run next.
+    """Writes jobs/NAME for a file, a folder or a dataset, and prints what to run next.
 
-    Args:
-        path: path of a file, a folder, or a dataset.
-        options: `name=NAME`, `model=MODEL`, `profile=PROFILE`.
-
-    Raises:
-        InputError: if no stage can read any file, if an option is wrong, and if jobs/NAME exists.
+    `options` may have name=NAME, model=MODEL and profile=PROFILE. Raises InputError if no stage can read any file, if an
+    option is wrong, and if jobs/NAME exists.
     """
     given = dict(option.partition("=")[::2] for option in options)
     profiles = [name for name in shipped.profiles() if name != "demo"]
@@ -417,8 +413,7 @@ def unlabeled(one: Preprocess) -> Preprocess:
 def set_prompts(folder: Path, jobs: dict[str, str], have_eval: bool) -> None:
     """Makes evaluate read ppo's held-out prompts, and limits the prompts of an iterate job to those that there are.
 
-    Args:
-        have_eval: whether the rows come with prompts for evaluation, which the evaluate job names already.
+    If the rows come with prompts for evaluation, `have_eval`, the evaluate job names them already.
     """
     job = loaded(folder, "ppo")
     data: Any = job.data

@@ -117,11 +117,7 @@ def pinned(plan: Plan, left: dict[str, Any]) -> tuple[Plan, dict[str, dict[str, 
 def check_steps(plan: Plan, inputs: dict[str, dict[str, str]]) -> dict[str, Work]:
     """Checks the models and the first rows of all steps before the first round: a round takes hours.
 
-    Returns:
-        {step: base, tokenizer and pinned inputs}; the job that trains is without the rows that a round will collect.
-
-    Raises:
-        InputError: with STEP.section.key.
+    Returns {step: base, tokenizer and pinned inputs}; the job that trains is without the rows that a round will collect.
     """
     from pipeline.data.read import plan_reading
 
@@ -220,10 +216,7 @@ def goes_on(plan: Plan, last: dict[str, Any]) -> bool:
 def one_round(plan: Plan, number: int, policy: str) -> dict[str, Any]:
     """Collects with `policy`, trains on the rows and evaluates the result. Returns the row of the table.
 
-    A step that an earlier driver has finished is not repeated.
-
-    Raises:
-        Failure: if nothing was collected.
+    A step that an earlier driver has finished is not repeated. Raises Failure if nothing was collected.
     """
 
     def run_step(step: str, version: str | None = None) -> dict[str, Any]:

@@ -209,8 +209,7 @@ def over_network(planned: Plan, name: str) -> str:
 def of_rollout_workers(job: Job, planned: Plan) -> str:
     """Describes the memory of one rollout worker. On GPUs, adds which ones it fits and what the workers cost.
 
-    Raises:
-        Failure: if no GPU that rollout.label_selector allows has the memory.
+    Raises Failure if no GPU that rollout.label_selector allows has the memory.
     """
     count, need = job.rollout_config.workers[1], f"A rollout worker needs {planned.peak / GIB:.1f} GiB"
     if planned.device == "cpu":

@@ -103,8 +103,7 @@ def announcement(work: Work) -> str:
 def token_digests(job: Job) -> list[str]:
     """Returns the SHA-256 of each token in RLHF_SERVE_TOKENS, split at commas and white space, to be passed on instead.
 
-    Raises:
-        InputError: without tokens for a server that other machines can reach, or for a short one.
+    Raises InputError without tokens for a server that other machines can reach, or for a short one.
     """
     tokens = os.environ.get(TOKENS, "").replace(",", " ").split()
     if not tokens and job.serve.host not in LOOPBACK:

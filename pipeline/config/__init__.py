@@ -34,24 +34,17 @@ def make(stage: str, job_file: str) -> str:
 
 
 def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | None = None) -> Job:
-    """Reads and checks a job file.
+    """Reads and checks a job file. Raises InputError, naming file:line and section.key.
 
     Args:
         overrides: `section.key=value`, as on the command line.
         stage: the stage that the command line names. None: the stage of the file.
-
-    Raises:
-        InputError: naming file:line and section.key.
     """
     return job_of(read_tree(path, overrides or []), stage, str(path))
 
 
 def job_of(tree: Tree, stage: str | None, path: str) -> Job:
-    """Returns the checked job of a tree, as `load_job` reads it from a file.
-
-    Raises:
-        InputError: naming file:line and section.key.
-    """
+    """Returns the checked job of a tree, as `load_job` reads it from a file."""
     found = tree.data.get("stage")
     if found == "iterate":
         raise tree.error("stage", "`iterate` runs several jobs; use one of those that its sections extend")

@@ -23,7 +23,7 @@ OPERATORS: dict[str, Callable[[float, float], bool]]
 OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 # What a stage measures. The names are repeated here, because gates are checked before heavy imports. Tests compare them with
-# PPO (tests/config/test_gates.py) and with result.json (tests/support/running.py, tests/stages/test_stages.py).
+# PPO (tests/config/test_job.py) and with result.json (tests/support/running.py, tests/stages/test_stages.py).
 HELD_OUT_ROWS = "held-out rows (data.eval or data.eval_fraction)"
 _TRL = "loss runtime samples_per_second steps_per_second num_tokens"
 _TOKENS = "entropy mean_token_accuracy aux_loss"

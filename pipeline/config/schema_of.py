@@ -171,11 +171,7 @@ def _of_stage(stage: str, made: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_class(dotted: str, section: str) -> dict[str, Any]:
-    """Returns {key: schema} of the fields of a dataclass.
-
-    Args:
-        section: the section whose keys it has, if it is a library's class.
-    """
+    """Returns {key: schema} of the fields of a dataclass. `section` has them as its keys, if it is a library's class."""
     module, _, name = dotted.rpartition(".")
     cls = getattr(importlib.import_module(module), name)
     hints = _hints(cls)

@@ -81,11 +81,7 @@ def read_tree(path: str | Path, overrides: list[str]) -> Tree:
 
 
 def section_tree(tree: Tree, section: str, folder: Path) -> Tree:
-    """Returns a section that is a job itself, merged over the files that its `extends` names, relative to `folder`.
-
-    Raises:
-        InputError: if the section is missing or no mapping.
-    """
+    """Returns a section that is a job itself, merged over the files that its `extends` names, relative to `folder`."""
     data = tree.section(section)
     if not data:
         raise tree.error(section, f"missing, expected a job: {section}: {{extends: {section}.yaml}}")

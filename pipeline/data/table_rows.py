@@ -1,8 +1,8 @@
 """The rows of Parquet and Arrow files, read a few at a time, as JSON would have them.
 
 A struct's missing field is null in such a file, and is left out, as in JSON. NaN, which pandas writes for a missing value,
-becomes null. Dates, bytes and decimals keep their Python types; in a column that the stage reads,
-values.check_values rejects them. No code of a file is run: columns with types of Python come as they are stored.
+becomes null. Dates, bytes and decimals keep their Python types; messages.text rejects them in a column
+that the stage reads. No code of a file is run: columns with types of Python come as they are stored.
 """
 
 import contextlib

@@ -7,9 +7,7 @@ from pipeline.config import Job
 from pipeline.config.job import sources_of
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.feed import mix
-from pipeline.data.files import find
-from pipeline.data.preview import resolve_labels
-from pipeline.data.read import options_of
+from pipeline.data.read import plan_reading
 from pipeline.data.report import split_of
 from pipeline.data.tasks import tokenize
 from pipeline.errors import InputError
@@ -38,15 +36,13 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
     if any(storage.is_remote(source.path) for source in sources_of(job.data.train)):
         return None, "data.train is not on this machine"
     try:
-        files = find(job.data.train, "data.train")
         model = job.model
         tokenizer = load_tokenizer(
             model.name_or_path, model.revision, model.chat_template, model.trust_remote_code
         )
-        options = options_of(job.stage, job.data, tokenizer, context, packing=False)
-        options = replace(options, preprocess=resolve_labels(options.preprocess, {"train": files}, job.stage))
+        files, options = plan_reading(job.stage, replace(job.data, eval=None), tokenizer, context)
         sources: list[list[Chunk]] = [[] for _ in sources_of(job.data.train)]
-        for file in files:
+        for file in files["train"]:
             for chunk in plan(file, "train", options.kind_in("train", file.source), CHUNK):
                 sources[chunk.source].append(chunk)
         seen = [some[:: max(1, -(-len(some) * len(sources) // CHUNKS))] for some in sources]

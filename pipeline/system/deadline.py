@@ -12,10 +12,7 @@ abandoned: list[threading.Thread] = []  # threads of calls that have timed out
 def answer(call: Callable[..., Any], *arguments: Any) -> Any:
     """Returns `call(*arguments)`. Libraries retry for up to minutes, and not all of them have a setting for it.
 
-    A call that takes longer continues in its thread, which does not keep the process from ending.
-
-    Raises:
-        TimeoutError: if there is no answer within SECONDS.
+    Raises TimeoutError after SECONDS. The call then continues in its thread, which does not keep the process from ending.
     """
     future: Future[Any] = Future()
 

@@ -63,11 +63,7 @@ def filesystem(path: str) -> tuple[Any, str]:
 
 
 def reach(path: str) -> None:
-    """Contacts a bucket or a hub, with a limit: their clients retry for up to minutes.
-
-    Raises:
-        TimeoutError, and errors of pyarrow and of each cloud's client.
-    """
+    """Contacts a bucket or a hub, with a limit: their clients retry for up to minutes, and raise their own errors."""
     if is_remote(path):
         deadline.answer(exists, path)
 
