@@ -18,7 +18,8 @@ def wilson(shares: Sequence[float]) -> tuple[float, float]:
     """
     p, n, z = mean(shares), len(shares), NormalDist().inv_cdf(0.975)
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+    # Rounding may leave [0, 1] by 1e-16
+    return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
 
 
 def sigmoid(x: float) -> float:

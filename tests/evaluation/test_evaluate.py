@@ -40,6 +40,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(share, rows):
         low, high = figures.wilson([float(draws.random() < share) for _ in range(rows)])
         held += low <= share <= high
     assert held / 4000 == pytest.approx(0.95, abs=0.03)
+    assert all(figures.wilson([0.0] * n)[0] >= 0 and figures.wilson([1.0] * n)[1] <= 1 for n in range(1, 400))
 
 
 def test_ties_make_the_interval_no_narrower_than_a_bootstrap():
