@@ -189,9 +189,10 @@ def rows_of(planned: Plan) -> tuple[Rows, str]:
         rows, how = look(planned.job, room_for_prompts(planned.job, planned.shape.context))
     if rows is not None:
         return rows, how
-    longest = planned.tokens[0]
-    assumed = f"{EPOCH:,} rows an epoch and full-length rows of {longest:,} tokens assumed"
-    return Rows(EPOCH, longest), f"{assumed} ({how})"
+    longest, given = planned.tokens[0], planned.job.trainer
+    sets_length = given.get("total_episodes") or (given.get("max_steps") or 0) > 0
+    epoch = "" if sets_length else f"{EPOCH:,} rows an epoch and "
+    return Rows(EPOCH, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
 
 
 def over_network(planned: Plan, name: str) -> str:
@@ -217,9 +218,10 @@ def of_rollout_workers(job: Job, planned: Plan) -> str:
     allows = allowed(placement.rollout_bundle(job).selector, GPUS)
     fits = [name for name in allows if name in plan.fitting(planned)]
     if not fits:
+        larger = ", ".join(plan.fitting(planned))
         raise Failure(
             f"rollout.label_selector: a{need[1:]}, more than {', '.join(allows) or 'any GPU that plan knows'} has; "
-            f"lower trainer.local_rollout_forward_batch_size, or allow larger ones: {', '.join(plan.fitting(planned))}"
+            f"lower trainer.local_rollout_forward_batch_size{f', or allow larger ones: {larger}' if larger else ''}"
         )
     gpus = count * job.rollout_config.tensor_parallel_size
     dollars, nodes, node = min(

@@ -295,7 +295,7 @@ def test_gated_models_are_planned_without_a_token_or_a_network(capsys, in_root, 
     """Offline, as the tests are: the shapes come from SHAPES, and the plan says so."""
     assert main(["plan", "jobs/llama3-70b-qlora/ppo.yaml", f"run.storage_path={tmp_path}"]) == 0
     out = capsys.readouterr().out
-    assert "70.6 B parameters" in out
+    assert "70.6 B parameters" in out and "data: full-length rows of 512 tokens assumed" in out
     assert "the base's shape is built in, since its config.json cannot be read: " in out
     assert "nothing is registered yet" in out and not list(tmp_path.iterdir())
     listed = [line.split()[0] for line in out.splitlines() if " yes " in line or line.endswith("  no")]
