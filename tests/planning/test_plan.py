@@ -120,7 +120,7 @@ def test_the_header_of_a_profile_names_the_peak_and_the_smallest_gpu(profile, st
 
 
 @pytest.mark.parametrize(("size", "config", "parameters", "cache"), BY_HAND)
-def test_8b_and_70b_are_planned_as_by_hand(size, config, parameters, cache, tmp_path):
+def test_8b_and_70b_are_planned_as_by_hand(size, config, parameters, cache, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(config))
     name, hidden = f"llama3-{size}-qlora/ppo", config["hidden_size"]
     # The loss holds one tile in float32, however many tokens there are, and 8 bytes for each value of a hidden state.
@@ -142,10 +142,13 @@ def test_8b_and_70b_are_planned_as_by_hand(size, config, parameters, cache, tmp_
     # A decoding step reads the weights and the filled cache.
     planned = plan.make(job(tmp_path, name, "model.load_in_4bit=false"))
     args, workers, (prompt, completion) = planned.job.args, planned.job.workers[1], planned.tokens
-    free, weightless = dataclasses.replace(planned, cache=0.0), dataclasses.replace(planned, moved=0.0)
-    full, without, light = (plan.cost(one, "H100", ROWS).hours for one in (planned, free, weightless))
+    full, less = plan.cost(planned, "H100", ROWS).hours, []
+    for name, free in (("cache", lambda bf16: 0.0), ("moved", 0.0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(planned.shape, name, free)
+            less.append(plan.cost(planned, "H100", ROWS).hours)
     read = args.decoded(workers) * (prompt + completion / 2) * cache
-    assert (full - without) / (full - light) == pytest.approx(read / (2 * parameters))
+    assert (full - less[0]) / (full - less[1]) == pytest.approx(read / (2 * parameters))
 
 
 def test_what_plan_advises_fits(llama_8b):
