@@ -59,10 +59,9 @@ def sampler(host: Host, several: int) -> Callable[..., list[tuple[Record, list[R
         keys = range(first * several, (first + len(rows)) * several)
         completions = decoder.generate(role, prompts, keys, how)
         given = [json.loads(row["row"]) for row in rows]
-        tokens, ended = [one.tokens for one in completions], [one.ended for one in completions]
         repeated = [row for row in given for _ in range(several)]
         seeds = [seed_of(how.seed, key) for key in keys]
-        samples = Samples(prompts, tokens, ended, repeated, host.tokenizer, seeds)
+        samples = Samples.of(prompts, completions, repeated, host.tokenizer, seeds)
         made: list[Record] = [
             {"completion": text, "completion_tokens": len(one.tokens), "ended": one.ended}
             for text, one in zip(samples.completions, completions, strict=True)

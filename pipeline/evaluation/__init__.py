@@ -225,15 +225,10 @@ class Comparison:
         self, role: str | None, rows: list[dict[str, Any]], numbers: range, sampling: Sampling
     ) -> tuple[list[Completion], list[dict[str, Any]]]:
         """Returns a completion to each row, and for each its text and scores."""
-        completions = self.decoder.generate(role, [row["input_ids"] for row in rows], numbers, sampling)
-        samples = Samples(
-            prompt_ids=[r["input_ids"] for r in rows],
-            completion_ids=[r.tokens for r in completions],
-            ended=[r.ended for r in completions],
-            rows=[r["row"] for r in rows],
-            tokenizer=self.worker.tokenizer,
-            seeds=[seed_of(self.worker.job.args.seed, number) for number in numbers],
-        )
+        prompts, given = [row["input_ids"] for row in rows], [row["row"] for row in rows]
+        completions = self.decoder.generate(role, prompts, numbers, sampling)
+        seeds = [seed_of(self.worker.job.args.seed, number) for number in numbers]
+        samples = Samples.of(prompts, completions, given, self.worker.tokenizer, seeds)
         scores: list[dict[str, Any]] = [
             {"prompt": p, "completion": c} for p, c in zip(samples.prompts, samples.completions, strict=True)
         ]
@@ -249,10 +244,10 @@ class Comparison:
     def _references(self, rows: list[dict[str, Any]]) -> dict[int, tuple[list[int], list[int]]]:
         """Returns {index into `rows`: (prompt ids, completion ids)} of the rows that have a reference completion."""
         worker, data, found = self.worker, self.worker.job.data, {}
-        room = worker.work.base["context_length"] or 1 << 20
         ends = eos_ids(worker.tokenizer, self.shared.base.generation_config)
         apply, kind = text_as_chat(worker.tokenizer, data.apply_chat_template), kind_of("score")
-        encoder = Encoder(worker.tokenizer, kind, room, "truncate", apply, ends, data.special_tokens)
+        settings = (worker.work.context, "truncate", apply, ends, data.special_tokens)
+        encoder = Encoder(worker.tokenizer, kind, *settings)
         for index, row in enumerate(row["row"] for row in rows):
             if row.get("completion"):
                 reference = {"prompt": row["prompt"], "completion": row["completion"]}
@@ -282,8 +277,7 @@ def logprobs(
     """
     if not token_ids:
         return []
-    early = sampling.min_new_tokens
-    how = (sampling.temperature or 1.0, sampling.eos if early else (), early)
+    how = (sampling.temperature or 1.0, sampling.eos, sampling.min_new_tokens)
     prompts, completions = zip(*token_ids, strict=True)
     episodes, sums = collate_ids(prompts, completions, shared.device), torch.zeros(len(token_ids))
     for rows, part in forward.parts_of(shared, episodes, size):

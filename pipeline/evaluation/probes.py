@@ -83,7 +83,7 @@ def measure(
     count = min(len(rows), MAX_PAIRS)
     if worker.rank == 0:
         print(f"probing the reward with {len(PROBES)} edits of {count} pairs", flush=True)
-    tokenizer, longest = worker.tokenizer, worker.work.base["context_length"] or 1 << 20
+    tokenizer, longest = worker.tokenizer, worker.work.context
 
     def answer(numbers: range) -> list[dict[str, Any]]:
         mine = [dict(row) for row in rows.select(numbers)]

@@ -24,6 +24,7 @@ from pipeline.errors import InputError
 from pipeline.inference.rows import Completion, Decoder, Row, Sampling, seed_of
 from pipeline.models import adapter_files
 from pipeline.models.adapters import SharedBase
+from pipeline.models.hub import source
 
 
 class VllmDecoder(Decoder):
@@ -183,7 +184,7 @@ def start_llm(model: str, device: torch.device | str, longest: int, rank: int, *
         torch.cuda.empty_cache()  # vLLM would count memory left over from loading a base as taken
     with own_device(device, options.get("tensor_parallel_size", 1)):
         return LLM(
-            model,
+            source(model),
             enable_lora=rank > 0,
             max_lora_rank=accepted_rank(rank or 1),
             max_model_len=longest,

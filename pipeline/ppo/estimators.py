@@ -95,14 +95,14 @@ def _gae(
     """Generalized advantage estimation (Schulman et al. 2015, eq. 16)."""
     from pipeline.ppo import functional
 
-    return functional.gae(rewards, values, mask, gamma, lam, bootstrap)[0]
+    return functional.gae(rewards, values, mask, gamma, lam, bootstrap)
 
 
 def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """Discounted sum of the rewards from each action on (Hu 2025, REINFORCE++, 2501.03262): GAE with lam = 1 and no critic."""
     from pipeline.ppo import functional
 
-    return functional.gae(rewards, rewards.new_zeros(rewards.shape), mask, gamma, 1.0)[0]
+    return functional.gae(rewards, rewards.new_zeros(rewards.shape), mask, gamma, 1.0)
 
 
 def _remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor, gamma: float) -> Tensor:

@@ -95,8 +95,8 @@ def gae(
     gamma: float,
     lam: float,
     bootstrap: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Computes generalized advantage estimation. Returns advantages and returns (advantages + values), neither whitened.
+) -> Tensor:
+    """Returns the advantages by generalized advantage estimation, not whitened.
 
     The value after a row's last action is 0 (the completion is over), or `bootstrap` (batch,) for truncated completions.
     The recursion skips masked positions, so gaps inside a row and padding behind it change nothing.
@@ -112,7 +112,7 @@ def gae(
         next_advantage = torch.where(on, delta + gamma * lam * next_advantage, next_advantage)
         next_value = torch.where(on, values[:, t], next_value)
         advantages[:, t] = next_advantage.where(on, 0.0)
-    return advantages, advantages + values
+    return advantages
 
 
 def loss_weights(
@@ -139,30 +139,28 @@ def policy_loss(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
+    weights: Tensor,
+    actions: float,
     cliprange: float,
-    dual_clip: float | None = None,
-    denominator: Tensor | float | None = None,
     cliprange_high: float | None = None,
+    dual_clip: float | None = None,
     importance_sampling_level: Literal["token", "sequence"] = "token",
-    weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns (loss, stats) of the negative clipped surrogate objective.
 
     Args:
+        weights: (batch, 1) of the rows in the loss, as of `loss_weights`.
+        actions: their number in the optimizer step over all workers, so that the stats of micro-batches *add up* to a mean.
         cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange_high].
-        dual_clip: above 1; bounds the loss by -dual_clip * A where the advantage A < 0, which the ordinary clip leaves unbounded.
-        denominator: divides the sums over actions: their number in the optimizer step over all workers, so that losses of
-            micro-batches and workers *add up* to a mean. None: the number of actions in `mask`.
         cliprange_high: None: `cliprange` (DAPO's clip-higher sets it larger).
+        dual_clip: above 1; bounds the loss by -dual_clip * A where the advantage A < 0, which the ordinary clip leaves unbounded.
         importance_sampling_level: "sequence" gives every action of a row the same ratio, exp of the mean of the row's
             log-ratios (GSPO): the ratio of the completions' probabilities, to the power 1 / length.
-        weights: (batch, 1) of the rows in the loss, as of `loss_weights`. None: 1 / denominator.
 
-    `stats`, without gradient and over the denominator: ratio; approxkl, k2 of new against old log-probs of actions in nats;
-    clipfrac, the fraction of actions whose ratio was clipped.
+    `stats`, without gradient: ratio; approxkl, k2 of new against old log-probs of actions in nats; clipfrac, the fraction of
+    actions whose ratio was clipped.
     """
     mask = mask.bool()
-    denominator = mask.sum().clamp(min=1) if denominator is None else denominator
     advantages = advantages.float().where(mask, 0.0)
     log_ratio = logprobs.float().where(mask, 0.0) - old_logprobs.float().where(mask, 0.0)
     log_weight = log_ratio
@@ -178,12 +176,11 @@ def policy_loss(
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
     with torch.no_grad():
         stats = {
-            "ratio": ratio.where(mask, 0.0).sum() / denominator,
-            "approxkl": (log_ratio.square() / 2).sum() / denominator,
-            "clipfrac": ((clipped > unclipped) & mask).sum() / denominator,
+            "ratio": ratio.where(mask, 0.0).sum() / actions,
+            "approxkl": (log_ratio.square() / 2).sum() / actions,
+            "clipfrac": ((clipped > unclipped) & mask).sum() / actions,
         }
-    loss = loss.where(mask, 0.0)
-    return (loss.sum() / denominator if weights is None else (loss * weights).sum()), stats
+    return (loss.where(mask, 0.0) * weights).sum(), stats
 
 
 def off_policy_weights(
@@ -215,19 +212,18 @@ def value_loss(
     old_values: Tensor,
     returns: Tensor,
     mask: Tensor,
+    actions: float,
     cliprange_value: float | None,
-    denominator: Tensor | float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns (loss, stats) of 0.5 * max(clipped, unclipped) squared error.
+    """Returns (loss, stats) of 0.5 * max(clipped, unclipped) squared error, per action.
 
     Args:
+        actions: as in `policy_loss`.
         cliprange_value: the clipped error takes the new value within +- this of the old one. None: no clipping.
-        denominator: as in `policy_loss`.
 
     `stats`, without gradient: clipfrac, the fraction of values whose clipped error is the larger one.
     """
     mask = mask.bool()
-    denominator = mask.sum().clamp(min=1) if denominator is None else denominator
     values, old_values, returns = (x.float().where(mask, 0.0) for x in (values, old_values, returns))
     unclipped = clipped = (values - returns).square()
     if cliprange_value is not None:
@@ -235,8 +231,8 @@ def value_loss(
         bounded = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
         clipped = (bounded - returns).square()
     with torch.no_grad():
-        stats = {"clipfrac": ((clipped > unclipped) & mask).sum() / denominator}
-    return 0.5 * torch.maximum(unclipped, clipped).sum() / denominator, stats
+        stats = {"clipfrac": ((clipped > unclipped) & mask).sum() / actions}
+    return 0.5 * torch.maximum(unclipped, clipped).sum() / actions, stats
 
 
 def adapted_kl_coef(coef: float, kl: float, completions: int, target: float, horizon: float) -> float:

@@ -94,12 +94,12 @@ def policy_objective(
         part.old_logprobs,
         part.advantages,
         part.learn,
-        args.cliprange,
-        args.dual_clip,
-        totals.actions,
-        args.cliprange_high,
-        args.importance_sampling_level,
         weights,
+        totals.actions,
+        args.cliprange,
+        args.cliprange_high,
+        args.dual_clip,
+        args.importance_sampling_level,
     )
     if args.kl_in == "loss":
         kl = kl_estimate(logprobs, part.ref_logprobs, args.kl_estimator)
@@ -118,7 +118,7 @@ def value_objective(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Returns the clipped value loss and its VALUE_STATS. `values` (B, R) are in units of returns normalized by `moments`."""
     old, returns = ((x - moments.mean) / moments.std for x in (part.values, part.returns))
-    loss, stats = value_loss(values, old, returns, part.learn, args.cliprange_value, totals.actions)
+    loss, stats = value_loss(values, old, returns, part.learn, totals.actions, args.cliprange_value)
     return loss, (loss.detach(), stats["clipfrac"])
 
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from pipeline.errors import Failure, in_brief, is_out_of_memory
+from pipeline.inference.rows import Completion
 from pipeline.models.adapters import SharedBase
 from pipeline.models.control_tokens import ControlTokens, chat_ids, text_ids
 from pipeline.models.packing import micro_batches
@@ -48,6 +49,19 @@ class Samples:
 
     def __post_init__(self) -> None:
         self.seeds = list(self.seeds) or [0] * len(self)
+
+    @classmethod
+    def of(
+        cls,
+        prompts: list[list[int]],
+        completions: Sequence[Completion],
+        rows: list[dict[str, Any]],
+        tokenizer: Any,
+        seeds: Sequence[int] = (),
+    ) -> Samples:
+        """Returns sampled completions as samples."""
+        tokens, ended = [one.tokens for one in completions], [one.ended for one in completions]
+        return cls(prompts, tokens, ended, rows, tokenizer, seeds)
 
     def __len__(self) -> int:
         return len(self.rows)

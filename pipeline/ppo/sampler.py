@@ -155,15 +155,11 @@ class Sampler:
         The greedy completion to a prompt has the seed of the prompt's first episode.
         """
         each = len(completions) // len(chunk.prompt_ids)
+        prompts = [ids for ids in chunk.prompt_ids for _ in range(each)]
+        rows = [json.loads(row) for row in chunk.data for _ in range(each)]
         episodes = chunk.episodes[:: chunk.generations // each]
-        return Samples(
-            [ids for ids in chunk.prompt_ids for _ in range(each)],
-            [completion.tokens for completion in completions],
-            [completion.ended for completion in completions],
-            [json.loads(row) for row in chunk.data for _ in range(each)],
-            self.tokenizer,
-            [seed_of(self.args.seed, episode) for episode in episodes],
-        )
+        seeds = [seed_of(self.args.seed, episode) for episode in episodes]
+        return Samples.of(prompts, completions, rows, self.tokenizer, seeds)
 
     @torch.no_grad()
     def reference_logprobs(self, chunk: Chunk, sampled: Sampled) -> None:

@@ -32,6 +32,11 @@ class Work:
     mixture: Any = None  # data.feed.Mixture: sources of the training rows if they have weights
     sweep: SweepHandle | None = None  # set if the run is a trial
 
+    @property
+    def context(self) -> int:
+        """Returns the most tokens of a row: the base's context length, or more than any row has if it names none."""
+        return self.base["context_length"] or 1 << 20
+
 
 class Host:
     """A process that holds the models of a job: a worker of a stage, an actor of Ray Data, or the driver itself."""

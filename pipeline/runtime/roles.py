@@ -159,8 +159,8 @@ def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Dec
 
 def longest_row(host: Host) -> int:
     """Returns the most tokens that a prompt and its completion may have together."""
-    context = host.work.base["context_length"] or 1 << 20
-    return min(context, (host.job.data.max_length or context) + host.job.args.response_length)
+    context, longest = host.work.context, host.job.data.max_length
+    return min(context, (longest or context) + host.job.args.response_length)
 
 
 @contextmanager

@@ -7,3 +7,5 @@ A request passes `app.py` (HTTP, a Ray Serve application), `answer.py` (its choi
 `models.py` starts the decoder and holds the versions of a replica, `scores.py` runs reward models, `feedback.py` keeps
 what users think of the answers, and `metrics.py` counts.
 """
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names of this machine

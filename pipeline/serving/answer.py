@@ -129,12 +129,7 @@ class Answer:
         self.tokens: list[list[Token]] = [[] for _ in range(asked.n)]
         self.reasons: list[str | None] = [None] * asked.n
         self.arrived: asyncio.Queue[Any] = asyncio.Queue()  # of [choice, token or error]
-        self.head = {
-            "id": f"chatcmpl-{secrets.token_hex(16)}",
-            "created": int(time.time()),
-            "model": asked.model,
-            "system_fingerprint": self.version,
-        }
+        self.head = head_of("chatcmpl", asked, served)
         usual: Sampling = server.sampling
         sampling = replace(
             usual,
@@ -253,6 +248,12 @@ class Answer:
         return {"content": content, "refusal": None}
 
 
+def head_of(kind: str, asked: ChatRequest | CompletionRequest, served: Served) -> dict[str, Any]:
+    """Returns the fields with which every answer begins."""
+    facts = {"id": f"{kind}-{secrets.token_hex(16)}", "created": int(time.time()), "model": asked.model}
+    return {**facts, "system_fingerprint": served.version}
+
+
 def usage(answers: list[Answer], prompts: int | None = None) -> dict[str, int]:
     """Returns the tokens of some answers. `prompts` are those of the prompts, if not all of them have an answer."""
     prompt = sum(len(answer.prompt) for answer in answers) if prompts is None else prompts
@@ -307,15 +308,9 @@ async def complete(
             reason = answer.reasons[choice]
         logprobs = None if asked.logprobs is None else text_logprobs(tokens, server.tokenizer)
         choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})
-    return {
-        "id": f"cmpl-{secrets.token_hex(16)}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": asked.model,
-        "system_fingerprint": served.version,
-        "choices": choices,
-        "usage": usage(answers, sum(map(len, prompts))),
-    }
+    spent = usage(answers, sum(map(len, prompts)))
+    head = head_of("cmpl", asked, served)
+    return {"object": "text_completion", **head, "choices": choices, "usage": spent}
 
 
 def text_logprobs(tokens: Iterable[Rated], tokenizer: Any) -> dict[str, Any]:

@@ -36,8 +36,8 @@ from pipeline.inference.rows import Sampling
 from pipeline.on_ray import placement
 from pipeline.runtime import memory
 from pipeline.runtime.host import Host, Work
-from pipeline.runtime.inputs import room_for_prompts
-from pipeline.serving import answer, protocol
+from pipeline.runtime.roles import longest_row
+from pipeline.serving import LOOPBACK, answer, protocol
 from pipeline.serving.answer import Answer, Mailbox, Stream, limit
 from pipeline.serving.feedback import FeedbackStore, encoders, folder_of
 from pipeline.serving.metrics import Metrics, Page
@@ -48,7 +48,6 @@ from pipeline.system import console
 from pipeline.system.credentials import without_credentials
 
 TOO_LONG = "context_length_exceeded"  # the code of OpenAI
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head
 FLUSH_S = 0.2  # maximum time until an answer reaches the recorder and can get feedback
 MAX_UNSENT_ANSWERS = 10_000  # answers that wait while the recorder restarts
@@ -86,16 +85,10 @@ def application(work: Work, digests: list[str]) -> Any:
         logging_config=logging,
         **replicas,
     )
-    longest = longest_prompt(work) + job.args.response_length
-    reading = (work.tokenizer, longest, ends(Host(work)), job.data.special_tokens)
+    host = Host(work)
+    reading = (work.tokenizer, longest_row(host), ends(host), job.data.special_tokens)
     kept = recorder.bind(folder_of(job), job.serve.log_prompts, job.serve.feedback_bytes, reading)
     return server.bind(work, digests, kept)
-
-
-def longest_prompt(work: Work) -> int:
-    context = work.base["context_length"] or 1 << 20
-    room = room_for_prompts(work.job, context) or context
-    return min(room, work.job.data.max_length or room)
 
 
 def bind_to_node_address() -> None:
@@ -170,17 +163,16 @@ class Server:
         bind_to_node_address()
         console.silence_libraries()
         job, host = work.job, Host(work)
-        self.work, self.job, self.serve = work, job, job.serve
+        self.job, self.serve = job, job.serve
         self.digests, self.recorder, self.tokenizer = digests, recorder, work.tokenizer
         self.name = secrets.token_hex(4)
         with memory.explained(job):
             shared, self.batcher = start(host)
             self.models = Models(host, shared, self.batcher)
-        stops = ends(host)
-        args = job.args
+        stops, args, self.longest = ends(host), job.args, longest_row(host)
         self.sampling = Sampling(args.response_length, tuple(stops), args.min_new_tokens, args.temperature)
-        self.scores = Scores(host, self.batcher, work.base["context_length"] or 1 << 20)
-        settings = (longest_prompt(work), "error", True, stops, job.data.special_tokens)
+        self.scores = Scores(host, self.batcher)
+        settings = (self.longest - args.response_length, "error", True, stops, job.data.special_tokens)
         self.encoder = Encoder(self.tokenizer, kind_of("generate"), *settings)
         # Requests are parsed in a separate thread, so that tokenizing a long prompt does not delay other answers.
         self.reader = ThreadPoolExecutor(1, "reader")
@@ -339,8 +331,7 @@ class Server:
         """Returns the token ids of each prompt. Raises Refused."""
         most = self.job.args.response_length
         writes = most if asked.most_tokens is None else min(asked.most_tokens, most)
-        room, vocabulary = longest_prompt(self.work) + most - writes, len(self.tokenizer)
-        prompts = []
+        room, vocabulary, prompts = self.longest - writes, len(self.tokenizer), []
         for prompt in asked.prompts:
             ids = self.encoder.ids([(prompt, None)])[0] if isinstance(prompt, str) else prompt
             if not ids or max(ids) >= vocabulary:

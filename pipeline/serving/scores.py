@@ -25,12 +25,11 @@ Waiting = tuple[list[list[Sample]], Future[list[dict[str, float]]]]
 class Scores:
     """Reads rows of any shape that `score` reads. Requests that wait for the same reward are scored together."""
 
-    def __init__(self, host: Host, batcher: Batcher, context: int) -> None:
+    def __init__(self, host: Host, batcher: Batcher) -> None:
         data, self.tokenizer, self.ends = host.job.data, host.tokenizer, ends(host)
         apply = text_as_chat(host.tokenizer, data.apply_chat_template)
-        self.encoder = Encoder(
-            host.tokenizer, kind_of("score"), context, data.too_long, apply, self.ends, data.special_tokens
-        )
+        settings = (host.work.context, data.too_long, apply, self.ends, data.special_tokens)
+        self.encoder = Encoder(host.tokenizer, kind_of("score"), *settings)
         self.batcher, self.rows = batcher, host.job.args.local_rollout_forward_batch_size
 
     def ask(self, served: Served, rows: list[Any]) -> Future[list[dict[str, float]]]:

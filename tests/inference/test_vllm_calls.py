@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Literal
 
 import pytest
 import toy_ppo as toy
@@ -59,13 +60,16 @@ class Engine:
 @pytest.fixture
 def llm(monkeypatch):
     package, sampling, request = ModuleType("vllm"), ModuleType("vllm.sampling_params"), ModuleType("request")
-    package.SamplingParams = Given
+    package.SamplingParams = package.LLM = Given
+    ranks = ModuleType("vllm.config.lora")
+    ranks.MaxLoRARanks = Literal[8, 16]
     sampling.RequestOutputKind = SimpleNamespace(DELTA="delta")
     request.LoRARequest = lambda name, number, folder: Given(
         name, number, folder, lora_name=name, lora_int_id=number
     )
     for name, module in {
         "vllm": package, "vllm.sampling_params": sampling, "vllm.lora": ModuleType("vllm.lora"), "vllm.lora.request": request,
+        "vllm.config": ModuleType("vllm.config"), "vllm.config.lora": ranks,
     }.items():  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(vllm.adapter_files, "rank", lambda folder: int(folder[-1]))
@@ -103,6 +107,13 @@ def test_rows_become_requests_that_join_and_leave(llm):
     assert llm.llm_engine.calls[1:] == [("abort", [51]), ("remove", 1)]
     with pytest.raises(RuntimeError, match="vLLM has ended"):
         decoder.reset()
+
+
+def test_a_base_in_the_home_folder_is_found(llm, tmp_path, monkeypatch):
+    (tmp_path / "base").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    started = vllm.start_llm("~/base", "cpu", 64, 4)
+    assert started.args == (str(tmp_path / "base"),) and started.max_lora_rank == 8
 
 
 def test_a_changed_role_is_handed_over_under_a_new_number(llm, tmp_path):

@@ -38,6 +38,12 @@ def ragged(seed, rows, time, density, count, scale=1.0):
     return mask, arrays
 
 
+def mean_of(mask):
+    """`weights` and `actions` of a loss that is the mean over a mask's actions."""
+    actions = max(float(mask.sum()), 1.0)
+    return F.loss_weights(mask, "token", actions, len(mask), 1), actions
+
+
 def tensors(arrays):
     return [torch.tensor(x, dtype=torch.float32) for x in arrays]
 
@@ -97,10 +103,10 @@ def test_importance_weights_by_hand():
 def test_the_upper_clip_range_is_its_own():
     new, mask = torch.log(t([1.25, 1.25, 0.7, 0.7])), t([1, 1, 1, 1])
     advantages = t([1.0, -1.0, 1.0, -1.0])
-    loss, stats = F.policy_loss(new, torch.zeros(1, 4), advantages, mask, 0.2, cliprange_high=0.1)
+    loss, stats = F.policy_loss(new, torch.zeros(1, 4), advantages, mask, *mean_of(mask), 0.2, 0.1)
     assert loss.item() == pytest.approx((-1.1 + 1.25 - 0.7 + 0.8) / 4)
     assert stats["clipfrac"].item() == 0.5
-    higher, _ = F.policy_loss(new, torch.zeros(1, 4), advantages, mask, 0.2, cliprange_high=0.3)
+    higher, _ = F.policy_loss(new, torch.zeros(1, 4), advantages, mask, *mean_of(mask), 0.2, 0.3)
     assert higher.item() == pytest.approx((-1.25 + 1.25 - 0.7 + 0.8) / 4)
 
 
@@ -110,9 +116,8 @@ def test_a_sequences_ratio_is_the_geometric_mean_of_its_tokens():
     old, mask = t([0.0, 0.0, 1.0], [0.0, 0.0, 0.0]), t([1, 1, 0], [1, 1, 1])
     advantages = t([2.0, 2.0, NAN], [3.0, 3.0, 3.0])
     weights = F.loss_weights(mask, "sequence", 5, 2, 3)
-    loss, stats = F.policy_loss(
-        new, old, advantages, mask, 0.2, importance_sampling_level="sequence", weights=weights
-    )
+    level = dict(importance_sampling_level="sequence")
+    loss, stats = F.policy_loss(new, old, advantages, mask, weights, 5, 0.2, **level)
     s = math.exp(0.1)  # the second row's, exp(0.5), is clipped to 1.2
     assert loss.item() == pytest.approx(-(2 * s + 3 * 1.2) / 2)
     assert stats["clipfrac"].item() == pytest.approx(3 / 5)
@@ -148,7 +153,8 @@ def test_policy_loss_like_a_loop_and_finite_at_any_ratio(seed, rows, time, densi
         sums["clipfrac"] += clipped > -a * ratio
     a, b, c = tensors([new, old, advantages])
     a.requires_grad_()
-    ours, stats = F.policy_loss(a, b, c, torch.tensor(mask), 0.2, dual)
+    on = torch.tensor(mask)
+    ours, stats = F.policy_loss(a, b, c, on, *mean_of(on), 0.2, dual_clip=dual)
     assert ours.item() == pytest.approx(total / actions, rel=2e-3, abs=1e-4)
     for name, value in sums.items():
         assert stats[name].item() == pytest.approx(value / actions, rel=2e-3, abs=1e-4)
@@ -168,7 +174,7 @@ def test_value_loss_like_a_loop(seed, rows, time, density, clip):
         clipped += errors[1] > errors[0]
     a, b, c = tensors([values, old, returns])
     a.requires_grad_()
-    ours, stats = F.value_loss(a, b, c, torch.tensor(mask), clip)
+    ours, stats = F.value_loss(a, b, c, torch.tensor(mask), max(mask.sum(), 1), clip)
     assert stats["clipfrac"].item() == pytest.approx(clipped / max(mask.sum(), 1))
     assert ours.item() == pytest.approx(total / max(mask.sum(), 1), rel=1e-4, abs=1e-6)
     ours.backward()

@@ -355,7 +355,7 @@ FAULTS = [
           lambda call, worker, shared, args: shared.add("policy", folder=worker.input("policy"), trainable=True)),
     Fault("the reference is another adapter", "ppo", COPY, ADD_POLICY, reference_is_other),
     Fault("the adapter is not switched", "ppo", "as when it was trained.*another|policy writes as when", SWITCH,
-          lambda call, self, role: setattr(self, "_role", role), quick=True),
+          lambda call, self, role: setattr(self, "role", role), quick=True),
     Fault("adapters are off outside of training", "ppo", "policy writes as when it was trained", SWITCH,
           lambda call, self, role: call(self, role if torch.is_grad_enabled() else None)),
     Fault("LoRA's scaling is lost on loading", "ppo", "as when it was trained.*scaling", (SharedBase, "_inject"),

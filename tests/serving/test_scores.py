@@ -20,7 +20,7 @@ REWARD = SimpleNamespace(checked=lambda samples: [1.0] * len(samples.prompts))
 def scores():
     given = ["serve.policies={p: base}", "serve.rewards={}"]
     host = load_host(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve"))
-    return Scores(host, SimpleNamespace(), 256)
+    return Scores(host, SimpleNamespace())
 
 
 def test_a_request_whose_client_has_gone_blocks_no_other(scores):

@@ -133,13 +133,7 @@ def greedy_score(trainer, prompts, rewards=None):
     trainer.sampler.decoder.changed("policy")
     greedy = replace(trainer.sampler.sampling, temperature=0.0)
     completions = trainer.sampler.decoder.generate("policy", ids, range(len(ids)), greedy)
-    samples = Samples(
-        ids,
-        [one.tokens for one in completions],
-        [one.ended for one in completions],
-        [json.loads(row["row"]) for row in prompts],
-        trainer.tokenizer,
-    )
+    samples = Samples.of(ids, completions, [json.loads(row["row"]) for row in prompts], trainer.tokenizer)
     total, _ = weighted(rewards or trainer.rewards, samples, trainer.args.normalize_rewards)
     return sum(total) / len(total)
 
