@@ -282,12 +282,15 @@ class Pool:
             if self.displaced_since is not None:  # else the worker takes resources that the trainers need
                 slot.leaving = True
                 raise WorkerLost(YIELDS_TO_TRAINER)
-            if time.monotonic() > report_at:
+            waiting = [one for one in self.slots if one.worker and one.node is None]
+            if slot is waiting[0] and time.monotonic() > report_at:
                 report_at = math.inf  # once, because of [min, max] workers some may never find resources
                 need = placement.rollout_bundle(self.work.job)
                 with contextlib.suppress(Exception):  # the head is busy
                     there = await asyncio.to_thread(placement.describe_cluster)
-                    terminal.say(f"rollout worker {slot.number} waits for resources, {need}; {there}")
+                    terminal.say(
+                        f"rollout workers that wait for resources: {len(waiting)}, {need} each; {there}"
+                    )
             await asyncio.wait({placed}, timeout=0.2)
         return await _result_of(placed)
 
