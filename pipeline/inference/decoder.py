@@ -128,10 +128,7 @@ class SlotDecoder(Decoder):
             return
         roles = [row.role for row in self.rows]
         graphs = self.graphs if len(set(roles)) == 1 and self.graphs and self.graphs.works else None
-        device = self.shared.device.type
-        look = self.look or (
-            STEPS_PER_GRAPH if graphs else STEPS_PER_LOOK.get(device, STEPS_PER_LOOK["cuda"])
-        )
+        look = self.look or (STEPS_PER_GRAPH if graphs else STEPS_PER_LOOK[self.shared.device.type])
         steps = min(look, *(row.sampling.max_new_tokens - len(row.tokens) for row in self.rows))
         found = []
         with self.shared.use_each(roles):
@@ -157,8 +154,7 @@ class SlotDecoder(Decoder):
         slots = list(slots_of.values())
         distinct = [rows[each[0] - first] for each in slots]
         lengths = [len(row.prompt) for row in distinct]
-        limit = PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cuda"])
-        parts = micro_batches(lengths, None, limit, device.type)
+        parts = micro_batches(lengths, None, PREFILL_TOKENS[device.type], device.type)
         if cache.other_layers:  # filled once, so all prompts go through one forward
             parts = [list(range(len(distinct)))]
         states: dict[int, Tensor] = {}
@@ -301,15 +297,9 @@ class SlotDecoder(Decoder):
         shared, size = self.shared, min(self.shared.vocab_size, 97)
         limit = 1e-3 if shared.autocast is None and shared.base.dtype == torch.float32 else 0.2
         why, worst = "its log-probs differ from those of a whole forward", 0.0
-        rows = [
-            Row(
-                [(7 * i + 3 * j) % size for i in range(2 + 3 * j)],
-                j,
-                Sampling(most, (), temperature=0.0),
-                top=1,
-            )
-            for j, most in enumerate((1, 4, 3))
-        ]
+        prompts = [[(7 * i + 3 * j) % size for i in range(2 + 3 * j)] for j in range(3)]
+        greedy = [Sampling(most, (), temperature=0.0) for most in (1, 4, 3)]
+        rows = [Row(prompt, 0, how, top=1) for prompt, how in zip(prompts, greedy, strict=True)]
         waiting = list(rows)
         try:
             while waiting or self.rows:
@@ -319,9 +309,8 @@ class SlotDecoder(Decoder):
             for row in rows:
                 ids = torch.tensor([[*row.prompt, *row.tokens]], device=shared.device)
                 expected = shared.logits(shared.hidden(None, ids))[0].log_softmax(-1)
-                for at, (token, logprob) in enumerate(
-                    zip(row.tokens, row.logprobs, strict=True), len(row.prompt)
-                ):
+                written = zip(row.tokens, row.logprobs, strict=True)
+                for at, (token, logprob) in enumerate(written, len(row.prompt)):
                     apart = (expected[at - 1, token] - logprob).abs()
                     worst = max(worst, float(apart.nan_to_num(torch.inf)))
         except torch.OutOfMemoryError:

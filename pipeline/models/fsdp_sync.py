@@ -89,14 +89,8 @@ class Lockstep:
             self.joining = False
 
 
-# One per process, because a run has one base. None if the base is not in shards.
+# One per process, because a run has one base; shards.py sets it. None if the base is not in shards.
 current: Lockstep | None = None
-
-
-def start(body: nn.Module) -> None:
-    """Starts to synchronize this process's forwards of its sharded base."""
-    global current
-    current = Lockstep(body)
 
 
 def catch_up() -> None:

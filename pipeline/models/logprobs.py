@@ -34,7 +34,7 @@ def per_action(
         early: (N,) bool, on for actions in which `barred` token ids have probability 0.
     """
     head = shared.base.get_output_embeddings()
-    size = max(1, LOGIT_CHUNK.get(hidden.device.type, LOGIT_CHUNK["cpu"]) // shared.vocab_size)
+    size = max(1, LOGIT_CHUNK[hidden.device.type] // shared.vocab_size)
     # Without actions, an empty result that is still part of the graph.
     chunks = [hidden.new_zeros(1 + want_entropy, 0).float() + hidden.sum() * 0.0] if len(hidden) == 0 else []
     for start in range(0, len(hidden), size):

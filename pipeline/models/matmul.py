@@ -33,20 +33,15 @@ def configure(hidden_size: int, device: str) -> str:
         precision = torch.get_float32_matmul_precision()
         tf32 = "without TF32" if precision == HIGHEST else "with TF32 or less"
         return f'fp32 products at precision "{precision}", on a GPU {tf32}'
-    precision, why = choose(hidden_size)
+    precision, why = HIGHEST, f"torch's default (hidden size {hidden_size}, below {MIN_HIDDEN_SIZE})"
+    if hidden_size >= MIN_HIDDEN_SIZE:
+        error = medium_error()
+        why = f'torch\'s default ("{MEDIUM}" has an error of {error:.1e} here, above {MAX_ERROR:.0e})'
+        if error < MAX_ERROR:  # not if it is NaN
+            precision, why = MEDIUM, f"by oneDNN (error {error:.1e} here)"
     torch.set_float32_matmul_precision(precision)
     F.scaled_dot_product_attention = attention
-    return why
-
-
-def choose(hidden_size: int) -> tuple[str, str]:
-    """Returns the precision for a base of that hidden size on this processor, and a line that says why."""
-    line = f'fp32 products at precision "{HIGHEST}", torch\'s default'
-    if hidden_size < MIN_HIDDEN_SIZE:
-        return HIGHEST, f"{line} (hidden size {hidden_size}, below {MIN_HIDDEN_SIZE})"
-    if not (error := medium_error()) < MAX_ERROR:  # NaN, too
-        return HIGHEST, f'{line} ("{MEDIUM}" has an error of {error:.1e} here, above {MAX_ERROR:.0e})'
-    return MEDIUM, f'fp32 products at precision "{MEDIUM}", by oneDNN (error {error:.1e} here)'
+    return f'fp32 products at precision "{precision}", {why}'
 
 
 def medium_error() -> float:

@@ -142,7 +142,6 @@ def micro_batches(
         completions: in each row, if rows are packs of them. None: one.
     """
     held = completions or [1] * len(lengths)
-    busy = BUSY_TOKENS.get(device, BUSY_TOKENS["cpu"])
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         batch = batches[-1] if batches else []
@@ -150,7 +149,7 @@ def micro_batches(
         padded = (len(batch) + 1) * lengths[i]  # with this row, which is the longest
         full = rows is not None and sum(held[j] for j in batch) + held[i] > rows
         full |= tokens is not None and padded > tokens
-        sparse = used >= busy and padded - used - lengths[i] > padded / 8
+        sparse = used >= BUSY_TOKENS[device] and padded - used - lengths[i] > padded / 8
         if not batch or full or sparse:
             batches.append([])
         batches[-1].append(i)

@@ -21,14 +21,15 @@ def sequences(vocab_size: int, pad: int | None) -> list[list[int]]:
     return [rng.choices(ids, k=length) for length in LENGTHS]
 
 
-def write(folder: str, rows: list[list[int]], output: Callable[[list[int]], float]) -> None:
-    """Writes `rows` of token ids with their outputs into the adapter's folder.
+def write(folder: str, vocab_size: int, pad: int | None, output: Callable[[list[int]], float]) -> None:
+    """Writes the probes with their outputs into the adapter's folder.
 
     Args:
         output: returns the output on a row: a reward's score, or a policy's mean log-prob after the first token, in nats.
     """
+    rows = [{"input_ids": ids, "output": output(ids)} for ids in sequences(vocab_size, pad)]
     with open(os.path.join(folder, FILE), "w", encoding="utf-8") as file:
-        json.dump([{"input_ids": row, "output": output(row)} for row in rows], file)
+        json.dump(rows, file)
 
 
 def read(folder: str) -> list[tuple[list[int], float]]:

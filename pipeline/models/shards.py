@@ -67,7 +67,7 @@ def load_shards(
         with unreadable(model):  # it may name more tokens that end a completion
             where = source(model.name_or_path)
             base.generation_config = GenerationConfig.from_pretrained(where, revision=model.revision)
-    fsdp_sync.start(base.base_model)
+    fsdp_sync.current = fsdp_sync.Lockstep(base.base_model)
     return base
 
 

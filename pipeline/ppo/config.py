@@ -289,6 +289,13 @@ class PPOConfig:
         truncated = ("missing_eos_penalty", "bootstrap_truncated", "mask_truncated_completions")
         if len(chosen := [key for key in truncated if getattr(self, key)]) > 1:
             require(chosen[-1], False, f"only one of {', '.join(truncated)}: found {chosen}")
+        for key in ("learning_rate", "critic_learning_rate"):  # transformers' polynomial schedule ends at 1e-7
+            rate = getattr(self, key)
+            allowed = rate is None or rate > 1e-7 or self.lr_scheduler_type != "polynomial"
+            require(key, allowed, "above 1e-7 with lr_scheduler_type: polynomial")
+        for key in ("vf_coef", "critic_learning_rate"):
+            allowed = getattr(self, key) != 0 or self.critic == "adapter" or not self.uses_critic
+            require(key, allowed, "above 0 with critic: head, which starts from 0")
         for key in ("bootstrap_truncated", "normalize_values", "critic_warmup_steps"):
             allowed = self.uses_critic or not getattr(self, key)
             require(key, allowed, "off without a critic (advantage_estimator: gae)")

@@ -241,8 +241,8 @@ def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
 
 def save_policy(worker: Host, shared: SharedBase, folder: str) -> None:
     shared.save("policy", folder)
-    rows = probes.sequences(shared.vocab_size, worker.tokenizer.pad_token_id)
-    probes.write(folder, rows, lambda ids: shared.mean_logprob("policy", ids))
+    pad = worker.tokenizer.pad_token_id
+    probes.write(folder, shared.vocab_size, pad, lambda ids: shared.mean_logprob("policy", ids))
 
 
 def outputs(shared: SharedBase, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:

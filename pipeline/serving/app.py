@@ -213,7 +213,8 @@ class Server:
                 self.metrics.versions.labels(name, version).set(1)
             answers, self.answers = self.answers, []
             try:
-                await self._ask_recorder("take", self.name, self.metrics.collect(), answers)
+                measured = list(self.metrics.registry.collect())
+                await self._ask_recorder("take", self.name, measured, answers)
             except (Refused, asyncio.CancelledError):  # cancelled: the client has disconnected
                 self.answers = (answers + self.answers)[-MAX_UNSENT_ANSWERS:]
                 raise

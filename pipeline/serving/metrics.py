@@ -16,7 +16,7 @@ class Metrics:
     """The counters of one replica."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()  # what the replica sends to the recorder
         counter = partial(Counter, namespace="rlhf", registry=registry)
         gauge = partial(Gauge, namespace="rlhf", registry=registry)
         histogram = partial(Histogram, namespace="rlhf", registry=registry, buckets=SECONDS)
@@ -30,10 +30,6 @@ class Metrics:
         self.running = gauge("running_rows", "Completions that are being written")
         self.waiting = gauge("waiting_rows", "Completions that wait for a place in the batch")
         self.versions = gauge("versions", "1 for the version behind each model id", models)
-
-    def collect(self) -> list[Metric]:
-        """Returns what the replica sends to the recorder."""
-        return list(self.registry.collect())
 
 
 class Page:

@@ -307,8 +307,6 @@ def save(trainer: Any, folder: str) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     tensors = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
     adapter_files.write(folder, model.peft_config["default"], tensors)
-    vocab_size = model.config.get_text_config().vocab_size
-    rows = probes.sequences(vocab_size, trainer.processing_class.pad_token_id)
 
     def output(ids: list[int]) -> float:
         """Returns the score of a reward model, else the mean log-prob of the tokens after the first."""
@@ -318,7 +316,8 @@ def save(trainer: Any, folder: str) -> None:
         actions = torch.tensor(ids[1:]).unsqueeze(-1)
         return float(found[0, :-1].log_softmax(-1).gather(-1, actions).mean())
 
-    probes.write(folder, rows, output)
+    vocab_size = model.config.get_text_config().vocab_size
+    probes.write(folder, vocab_size, trainer.processing_class.pad_token_id, output)
 
 
 def outputs(trainer: Any, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:

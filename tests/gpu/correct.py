@@ -65,7 +65,7 @@ def _saved(shared: SharedBase, role: str, folder: str) -> str:
     def output(ids: list[int]) -> float:
         return shared.score(role, ids) if role == "reward" else shared.mean_logprob(role, ids)
 
-    probes.write(at, probes.sequences(shared.vocab_size, models.PAD), output)
+    probes.write(at, shared.vocab_size, models.PAD, output)
     return at
 
 

@@ -22,6 +22,8 @@ WRONG = [  # key, value, what is expected, other settings
     ("trainer.dual_clip", "0.5", "above 1", []),
     ("trainer.num_mini_batches", "100", "at most batch_size", []),
     ("trainer.critic_warmup_steps", "2", "off without a critic", ["trainer.advantage_estimator=remax"]),
+    ("trainer.critic_learning_rate", "0", "above 1e-7", ["trainer.lr_scheduler_type=polynomial"]),
+    ("trainer.vf_coef", "0", "above 0 with critic: head", ["trainer.critic=head"]),
     ("trainer.importance_sampling_level", "sequence", "'token' with advantage_estimator gae", []),
     ("trainer.bootstrap_truncated", "true", "only one of", ["trainer.missing_eos_penalty=1"]),
     ("rollout.engine", "sglang", "transformers, vllm", []),
