@@ -112,7 +112,9 @@ class Batcher:
         while self.closed and self.waiting:
             self.waiting.popleft().fail(RuntimeError(ENDED))
         while self.closed and self.requested:
-            self.requested.popleft()[1].set_exception(RuntimeError(ENDED))
+            _, future = self.requested.popleft()
+            if future.set_running_or_notify_cancel():  # False if its client has disconnected
+                future.set_exception(RuntimeError(ENDED))
         self.condition.notify()
 
     def _forget_cancelled(self) -> None:

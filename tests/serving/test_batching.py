@@ -97,13 +97,14 @@ def test_nothing_waits_for_a_batcher_that_has_ended(batcher):
     held = kept_busy(writer)
 
     def fail(rows):
-        writer.requested.append((lambda: None, asked))
+        gone.cancel()  # its client has disconnected
+        writer.requested += [(lambda: None, future) for future in (gone, asked)]
         raise RuntimeError("the engine is dead")
 
     def reset():
         raise RuntimeError("it cannot continue")
 
-    asked, writer.decoder.join, writer.decoder.reset = Future(), fail, reset
+    gone, asked, writer.decoder.join, writer.decoder.reset = Future(), Future(), fail, reset
     writer.submit([client.row("written", [5]), client.row("waiting", [6])])
     held.put(None)
     client.wait(2)
