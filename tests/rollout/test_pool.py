@@ -235,25 +235,26 @@ def test_only_a_version_whose_trainer_died_is_waited_for(error, monkeypatch):
 async def test_no_worker_starts_and_none_waits_for_resources_while_the_trainers_wait_for_theirs(
     quick, monkeypatch, capsys
 ):
-    monkeypatch.setattr(pools.placement, "REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(pools.placement, "REPORT_INTERVAL_S", 0.1)
     monkeypatch.setattr(pools.placement, "rollout_bundle", lambda job: "{CPU: 1}")
     monkeypatch.setattr(pools.placement, "describe_cluster", lambda: "0 free")
     one = pool(num_workers=2)
     started, unplaced = [], worker(node=None)
     one._start = lambda: started.append(True) or unplaced
     trainers = asyncio.ensure_future(one.trainers_wait())
-    keeping = asyncio.gather(one._keep(0), one._keep(1))
-    await asyncio.wait({keeping}, timeout=0.05)
+    keeping = [asyncio.ensure_future(one._keep(number)) for number in (0, 1)]
+    await asyncio.wait(keeping, timeout=0.05)
     assert not started
     await one.trainers_placed()
-    await asyncio.wait({keeping}, timeout=0.8)
+    await asyncio.wait(keeping, timeout=0.8)
     assert started == [True] * 2 and one.slots[0].worker is unplaced
     said = capsys.readouterr().out
     assert said.count("resources") == said.count("that wait for resources: 2, {CPU: 1} each; 0 free") == 1
     trainers = asyncio.ensure_future(one.trainers_wait())
-    await asyncio.wait({keeping}, timeout=0.5)
+    await asyncio.wait(keeping, timeout=0.5)
     assert started == [True] * 2 and quick == [unplaced] * 2 and one.slots[0].worker is None
-    trainers.cancel(), keeping.cancel()
+    for running in (trainers, *keeping):
+        running.cancel()
 
 
 @in_a_loop
