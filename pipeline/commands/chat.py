@@ -53,7 +53,6 @@ class Chat:
     def __init__(self, host: Host):
         from pipeline.inference.decoder import SlotDecoder
         from pipeline.inference.rows import Sampling
-        from pipeline.models.tokenizer import eos_ids
         from pipeline.runtime import roles
 
         self.host = host
@@ -63,9 +62,8 @@ class Chat:
         self.sampling = Sampling.from_args(host.job.args, host.tokenizer, self.shared)
         self.decoder = SlotDecoder(self.shared, 1, host.tokenizer.pad_token_id, look=1)
         self.room = room_for_prompts(host.job, host.work.base["context_length"]) or sys.maxsize
-        ends = eos_ids(host.tokenizer, self.shared.base.generation_config)
-        special, kind = host.job.data.special_tokens, kind_of("generate")
-        self.encoder = Encoder(host.tokenizer, kind, self.room, "error", True, ends, special)
+        settings = (self.room, "error", True, self.sampling.eos, host.job.data.special_tokens)
+        self.encoder = Encoder(host.tokenizer, kind_of("generate"), *settings)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []
         self.completions = 0  # their number; each has its own random numbers

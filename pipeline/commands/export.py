@@ -150,7 +150,6 @@ def expectations(host: Host, name: str) -> list[Any]:
     """Returns what the adapter on its frozen base answers to each probe: a greedy completion, or a score."""
     from pipeline.inference.decoder import SlotDecoder
     from pipeline.inference.rows import Sampling
-    from pipeline.models.tokenizer import eos_ids
     from pipeline.runtime import roles
 
     work = replace(host.work, job=replace(host.job, model=replace(host.job.model, load_in_4bit=False)))
@@ -159,7 +158,7 @@ def expectations(host: Host, name: str) -> list[Any]:
     rows, length = probes(host)
     if name != "policy":
         return [shared.score("exported", row) for row in rows]
-    ends = tuple(eos_ids(host.tokenizer, shared.base.generation_config))
+    ends = tuple(shared.ends(host.tokenizer))
     decoder = SlotDecoder(shared, 1, host.tokenizer.pad_token_id)
     return decoder.generate("exported", rows, range(len(rows)), Sampling(length, ends, temperature=0.0))
 

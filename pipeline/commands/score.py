@@ -20,12 +20,11 @@ def run(job: Job) -> dict[str, Any]:
 
 def load(host: Host) -> Answer:
     from pipeline.evaluation.pairs import named, scores_of
-    from pipeline.models.tokenizer import eos_ids
     from pipeline.runtime import roles
 
     shared = roles.shared_base(host)
     rewards = roles.add_rewards(host, shared)
-    ends = set(eos_ids(host.tokenizer, shared.base.generation_config))
+    ends = set(shared.ends(host.tokenizer))
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
         scored = scores_of(rewards, rows, first, host.tokenizer, ends)

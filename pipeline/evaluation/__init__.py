@@ -22,7 +22,6 @@ from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Completion, Decoder, Sampling, seed_of
 from pipeline.models.adapters import SharedBase
 from pipeline.models.template import text_as_chat
-from pipeline.models.tokenizer import eos_ids
 from pipeline.ppo import forward
 from pipeline.ppo.config import PLANNED_ROWS
 from pipeline.ppo.episodes import collate_ids
@@ -244,9 +243,8 @@ class Comparison:
     def _references(self, rows: list[dict[str, Any]]) -> dict[int, tuple[list[int], list[int]]]:
         """Returns {index into `rows`: (prompt ids, completion ids)} of the rows that have a reference completion."""
         worker, data, found = self.worker, self.worker.job.data, {}
-        ends = eos_ids(worker.tokenizer, self.shared.base.generation_config)
         apply, kind = text_as_chat(worker.tokenizer, data.apply_chat_template), kind_of("score")
-        settings = (worker.work.context, "truncate", apply, ends, data.special_tokens)
+        settings = (worker.work.context, "truncate", apply, self.sampling.eos, data.special_tokens)
         encoder = Encoder(worker.tokenizer, kind, *settings)
         for index, row in enumerate(row["row"] for row in rows):
             if row.get("completion"):

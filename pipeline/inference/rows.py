@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from pipeline.models.adapters import SharedBase
-from pipeline.models.tokenizer import eos_ids
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class Sampling:
 
     @classmethod
     def from_args(cls, args: Any, tokenizer: Any, shared: SharedBase) -> Sampling:
-        """Returns the sampling of a PPOConfig, or of settings with the same names. Ends without a logit are dropped."""
-        ends = tuple(i for i in eos_ids(tokenizer, shared.base.generation_config) if i < shared.vocab_size)
+        """Returns the sampling of a PPOConfig, or of settings with the same names."""
+        ends = tuple(shared.ends(tokenizer))
         return cls(args.response_length, ends, args.min_new_tokens, args.temperature, seed=args.seed)
 
 

@@ -35,6 +35,7 @@ from pipeline.models.logprobs import per_action
 from pipeline.models.lora import FusedLinear, MixedBatch, fuse
 from pipeline.models.packing import Batch, alone, packed
 from pipeline.models.precision import linear_fp32
+from pipeline.models.tokenizer import eos_ids
 
 
 class SharedBase(nn.Module):
@@ -83,6 +84,10 @@ class SharedBase(nn.Module):
     @property
     def roles(self) -> list[str]:
         return list(self._stored)
+
+    def ends(self, tokenizer: Any) -> list[int]:
+        """Returns the token ids that end a completion, without those that have no logit."""
+        return [i for i in eos_ids(tokenizer, self.base.generation_config) if i < self.vocab_size]
 
     # ---------------------------------------------------------------------------------------------- roles
 

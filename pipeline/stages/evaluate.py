@@ -46,7 +46,7 @@ def promote(job: Job, result: dict[str, Any]) -> registry.Version | None:
 def train(worker: Worker) -> dict[str, Any]:
     from pipeline import evaluation
     from pipeline.evaluation import benchmarks, pairs, probes
-    from pipeline.models.tokenizer import eos_ids, warn_of_endless
+    from pipeline.models.tokenizer import warn_of_endless
     from pipeline.runtime import roles
 
     shared = roles.shared_base(worker)
@@ -55,7 +55,7 @@ def train(worker: Worker) -> dict[str, Any]:
     samples: list[dict[str, Any]] = []
     tables: dict[str, Any] = {"pairs": {}, "benchmarks": {}, "probes": {}, "best_of_n": []}
     prompts, preferences, rows = (worker.rows(name) for name in ("eval", "pairs", "benchmarks"))
-    ends = eos_ids(worker.tokenizer, shared.base.generation_config)
+    ends = shared.ends(worker.tokenizer)
     if prompts is not None:
         policy = roles.add_frozen(worker, shared, "policy", "policy")
         baseline = roles.add_frozen(worker, shared, "baseline", "reference")

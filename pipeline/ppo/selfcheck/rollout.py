@@ -19,7 +19,6 @@ from torch import Tensor
 from pipeline.findings import Finding
 from pipeline.models.adapters import SharedBase
 from pipeline.models.template import user_header_and_generation_prompt
-from pipeline.models.tokenizer import eos_ids
 from pipeline.ppo.episodes import Episodes, all_reduce, gather
 from pipeline.ppo.rewards import AdapterReward
 from pipeline.ppo.rollouts import Versions
@@ -248,10 +247,9 @@ def prompts_as_templated(trainer: Learner, episodes: Episodes) -> Finding:
 
 def stops_on_every_eos(trainer: Learner) -> Finding:
     """Checks that sampling stops on all EOS tokens of tokenizer and base (Llama 3 has two)."""
-    shared, stops = trainer.shared, trainer.sampler.sampling.eos
-    ends = [i for i in eos_ids(trainer.tokenizer, shared.base.generation_config) if i < shared.vocab_size]
+    ends = trainer.shared.ends(trainer.tokenizer)
     found = f"completions end with the token ids {ends}"
-    if missing := sorted(set(ends) - set(stops)):
+    if missing := sorted(set(ends) - set(trainer.sampler.sampling.eos)):
         found += f", sampling goes on after {missing}"
     return Finding("sampling stops on every EOS token", found, not missing)
 
