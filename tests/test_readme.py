@@ -94,14 +94,6 @@ def test_the_readme_is_short_and_has_commands():
     assert len(excerpt) > 10 and {*excerpt} <= {"...", *TRANSCRIPT.splitlines()}
 
 
-@pytest.mark.parametrize("page", TEXTS)
-def test_a_line_of_a_page_fits_a_window(page):
-    """Tables, links and commands cannot be broken."""
-    whole = re.sub(r"```.*?```", "", TEXTS[page], flags=re.DOTALL)
-    wide = [line for line in whole.splitlines() if len(line) > 100 and not line.startswith(("|", "!["))]
-    assert not [line for line in wide if "https://" not in line]
-
-
 def test_every_file_of_the_tree_is_in_its_folder():
     tree = re.search(r"```\n(pipeline/.*?)```", PAGES["architecture.md"], re.DOTALL)[1]
     named = re.findall(r"^\s*([\w./-]+\.(?:py|yaml|jinja|toml|txt|ipynb)|[\w-]+/)", tree, re.MULTILINE)
@@ -117,12 +109,6 @@ def test_every_file_of_the_tree_is_in_its_folder():
             assert (folder / name).is_file(), line
             found += 1
     assert found > 40
-
-
-@pytest.mark.parametrize("page", TEXTS)
-def test_source_files_that_a_page_names_exist(page):
-    named = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|ipynb|jinja))`", TEXTS[page])
-    assert not [name for name in named if not any((ROOT / at / name).exists() for at in ("", "pipeline"))]
 
 
 @pytest.mark.parametrize("page", reference.PAGES)
@@ -145,10 +131,15 @@ def test_the_files_that_agents_are_told_of_exist():
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_what_a_page_links_to_exists(page):
-    """Files, from the folder of the page, and the headings in them."""
-    folder = ROOT if page in ("README.md", "AGENTS.md") else ROOT / "docs"
-    for link in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
+def test_a_page_fits_a_window_and_what_it_names_and_links_to_exists(page):
+    """Tables, links and commands cannot be broken. Links are from the folder of the page, also to headings."""
+    text, folder = TEXTS[page], ROOT if page in ("README.md", "AGENTS.md") else ROOT / "docs"
+    whole = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    wide = [line for line in whole.splitlines() if len(line) > 100 and not line.startswith(("|", "!["))]
+    assert not [line for line in wide if "https://" not in line]
+    named = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|ipynb|jinja))`", text)
+    assert not [name for name in named if not any((ROOT / at / name).exists() for at in ("", "pipeline"))]
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
         file, _, anchor = link.partition("#")
         if "://" in link:
             continue
