@@ -298,7 +298,9 @@ def main(arguments: list[str]) -> int:
         verb, name = (*arguments, "", "")[:2]
         if verb not in ("logs", "stop", "jobs") or len(arguments) > 2 or (verb == "stop" and not name):
             raise InputError(f"expected logs [NAME], stop NAME or jobs, found {shlex.join(arguments)!r}")
-        api = Api(os.environ.get("RAY_ADDRESS", ""))
+        if not (address := os.environ.get("RAY_ADDRESS")):
+            raise InputError("missing, expected http://HEAD:8265 of a cluster that is up", key="RAY_ADDRESS")
+        api = Api(address)
         jobs = api.jobs()
         if verb == "jobs":
             for job in jobs:

@@ -123,10 +123,11 @@ def on_this_machine(planned: Plan, loras: dict[str, dict[str, Any]]) -> float:
     """Prints whether all workers and Ray fit into this machine's memory, and the prices. Returns a worker's bytes."""
     job, workers = planned.job, planned.job.workers[1]
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory = (total - FOR_RAY) / workers
-    needed = workers * planned.peak + FOR_RAY
+    ray = 0 if job.in_process else FOR_RAY
+    memory = (total - ray) / workers
+    needed = workers * planned.peak + ray
     print(
-        f"   {workers} worker{'s' * (workers > 1)} on the CPU and Ray: {needed / GIB:.1f} GiB; this machine has "
+        f"   {workers} worker{'s' * (workers > 1)} on the CPU{' and Ray' * bool(ray)}: {needed / GIB:.1f} GiB; this machine has "
         f"{total / GIB:.1f} GiB: {'fits' if planned.peak <= memory else 'does not fit'}"
     )
     print(f"   {price_of_this_machine()}")

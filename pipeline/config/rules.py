@@ -194,10 +194,10 @@ def _table(job: Job) -> Problems:
 
 def name_problem(name: str | None) -> str | None:
     """Returns why a run or an iteration cannot have this name, or None."""
-    if name is None or (name not in RESERVED and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)):
+    if name is None or (name not in RESERVED and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name)):
         return None
     return (
-        f"found {show(name)}, expected letters, digits, `.`, `_` and `-`: it names a folder in run.storage_path, which has "
+        f"found {show(name)}, expected at most 200 letters, digits, `.`, `_` and `-`: it names a folder in run.storage_path, which has "
         f"{', '.join(RESERVED)} already"
     )
 

@@ -93,7 +93,7 @@ def matching(item: str, key: str) -> list[File]:
     else:
         parent = os.path.dirname(inner)
         names = os.listdir(parent) if not storage.is_remote(item) and os.path.isdir(parent) else []
-        close = difflib.get_close_matches(os.path.basename(inner), names, 1)
+        close = difflib.get_close_matches(os.path.basename(inner), names, 1, 0.7)
         hint = f"; did you mean {os.path.join(os.path.dirname(item), close[0])!r}?" if close else ""
         problem = f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://"
     if not infos:

@@ -68,7 +68,10 @@ def estimate_advantages(args: PPOConfig, episodes: Episodes, bootstrap: Tensor) 
         raise Failure(
             f"{args.advantage_estimator} returned {found}, expected a tensor of shape {tuple(mask.shape)}"
         )
-    return advantages.float().where(mask, 0.0)
+    advantages = advantages.float().where(mask, 0.0)
+    if not advantages.isfinite().all():
+        raise Failure(f"{args.advantage_estimator} returned NaN or a number that is too large for fp32")
+    return advantages
 
 
 def policy_objective(

@@ -34,6 +34,7 @@ from pipeline.ppo import forward
 from pipeline.ppo.episodes import collate_ids
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rng import kept_rng_state
+from pipeline.system import process
 
 
 @dataclass
@@ -322,7 +323,7 @@ class FunctionReward(Reward):
         except (KeyboardInterrupt, Failure):
             raise
         except BaseException as error:  # SystemExit too: it would end the worker as if its work were done
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or process.received:  # SIGTERM ends the run, whatever it interrupts
                 raise
             expected = not isinstance(error, Exception)
             hint = "; expected a list of numbers" if expected else f" for {self._culprit(samples, rows)}"

@@ -98,10 +98,13 @@ def check(job: Job) -> None:
                 experiment = client(uri).get_experiment_by_name(name)
     except Exception as error:  # the store's driver raises any type
         fix = "start the server, or" if file is None else "move that file away, name another store, or"
-        raise InputError(
-            f"{uri!r} does not answer ({summary(error)}); {fix} leave the key out to use a SQLite file in run.storage_path",
-            key="mlflow.tracking_uri",
-        ) from error
+        fix += " leave the key out to use a SQLite file in run.storage_path"
+        if file and "database schema" in str(error):
+            fix = (
+                "install the version of MLflow that wrote it, or copy the file and migrate it as MLflow says"
+            )
+        why = f"{uri!r} does not answer ({summary(error)}); {fix}"
+        raise InputError(why, key="mlflow.tracking_uri") from error
     if experiment and experiment.lifecycle_stage == "deleted":
         raise InputError(
             f"{name!r} was deleted in {uri}; name another experiment, e.g. mlflow.experiment={name}-2, or run "

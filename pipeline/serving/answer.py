@@ -131,10 +131,11 @@ class Answer:
         self.arrived: asyncio.Queue[Any] = asyncio.Queue()  # of [choice, token or error]
         self.head = head_of("chatcmpl", asked, served)
         usual: Sampling = server.sampling
+        temperature = usual.temperature if asked.temperature is None else asked.temperature
         sampling = replace(
             usual,
             max_new_tokens=min(asked.most_tokens or usual.max_new_tokens, usual.max_new_tokens),
-            temperature=usual.temperature if asked.temperature is None else asked.temperature,
+            temperature=temperature if temperature >= 1e-6 else 0.0,  # logits divided by less overflow fp32
             top_p=1.0 if asked.top_p is None else asked.top_p,
             seed=self.seed,
         )

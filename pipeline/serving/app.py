@@ -113,16 +113,19 @@ class Recorder:
         self.store, self.page = FeedbackStore(folder, log_prompts, max_bytes, encoders(*reading)), Page()
         self.lock = threading.Lock()  # Ray Serve may call from several threads
 
-    def take(self, replica: str, metrics: Any, answers: list[dict[str, Any]]) -> None:
+    def take(self, replica: str, metrics: Any, answers: list[dict[str, Any]]) -> Refused | None:
         self.page.take(replica, metrics)
-        with self.lock:
-            self.store.remember(answers)
+        return self._stored(self.store.remember, answers)
 
     def give(self, feedback: dict[str, Any]) -> dict[str, Any] | Refused:
+        return self._stored(self.store.give, feedback)
+
+    def _stored(self, work: Callable[[Any], Any], given: Any) -> Any:
+        """Returns what the store does, or the Refused that it raises, because Ray would log it."""
         try:
             with self.lock:
-                return self.store.give(feedback)
-        except Refused as error:  # Ray would log what is raised
+                return work(given)
+        except Refused as error:
             return error
 
     def metrics(self) -> bytes:
@@ -192,14 +195,17 @@ class Server:
 
     async def _ask_recorder(self, method: str, *given: Any) -> Any:
         try:
-            return await getattr(self.recorder, method).remote(*given)
+            said = await getattr(self.recorder, method).remote(*given)
         except Exception as error:
             raise Refused(503, "the recorder restarts; try again") from error
+        if isinstance(said, Refused):
+            raise said
+        return said
 
     async def _flush_often(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
-            # The answers stay queued while the recorder restarts
+            # The answers stay queued while the recorder restarts, or cannot write
             with contextlib.suppress(Exception):
                 await self._flush()
 
@@ -286,7 +292,8 @@ class Server:
     @app.get("/metrics")
     @answered
     async def prometheus(self, request: Request) -> Response:
-        await self._flush()
+        with contextlib.suppress(Refused):  # a full disk, of which the metrics are independent
+            await self._flush()
         page = await self._ask_recorder("metrics")
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -379,10 +386,7 @@ class Server:
     async def feedback(self, request: Request) -> Response:
         given = protocol.read(Feedback, await self._body(request))
         await self._flush()  # the answer may not have reached the recorder yet
-        written = await self._ask_recorder("give", given.model_dump(exclude_none=True))
-        if isinstance(written, Refused):
-            raise written
-        return JSONResponse(written)
+        return JSONResponse(await self._ask_recorder("give", given.model_dump(exclude_none=True)))
 
     @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
     @answered

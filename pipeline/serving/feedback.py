@@ -17,7 +17,7 @@ import mmap
 import os
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ class FeedbackStore:
         if not answers:
             return
         held = self.conversation_bytes
-        with self.known:  # a transaction
+        with self._transaction():
             for answer in answers:  # a replica that missed the reply sends them again
                 row = (answer["id"], answer["time"], json.dumps(answer, ensure_ascii=False))
                 if self.known.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", row).rowcount:
@@ -114,6 +114,15 @@ class FeedbackStore:
             while held > self.max_bytes // 2:
                 held -= self._forget("id = (SELECT id FROM answers ORDER BY time LIMIT ?)", 1)
         self.conversation_bytes = held  # only after the rows are on disk
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Commits what the block writes to the conversations, or raises Refused if the disk is full."""
+        try:
+            with self.known:
+                yield
+        except sqlite3.Error as error:
+            raise Refused(507, f"feedback cannot be written ({error})", code="not_written") from error
 
     def _forget(self, which: str, value: float) -> int:
         """Deletes answers with their feedback. Returns their bytes."""
@@ -151,7 +160,7 @@ class FeedbackStore:
                 self._check(said.kind, row)
             facts = {"version": answer["version"], "seed": answer["seed"], "time": time.time()}
             row |= facts | {"id": name, "said": what}
-            with self.known:  # if the row cannot be written, this is undone
+            with self._transaction():  # if the row cannot be written, this is undone
                 given = (said.id, name, said.kind, json.dumps(what))
                 self.known.execute("INSERT INTO said VALUES (?, ?, ?, ?)", given)
                 self._append(said.kind if "prompt" in row else "votes", row)

@@ -32,7 +32,9 @@ def imported(source: str) -> Callable[..., Any]:
         found = pkgutil.resolve_name(f"{ref.name}:{ref.function}")
     except (Exception, SystemExit) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if at.filename.startswith("<frozen") else f", at {at.filename}:{at.lineno}"
+        where = (
+            "" if at.filename.startswith(("<frozen", pkgutil.__file__)) else f", at {at.filename}:{at.lineno}"
+        )
         raise InputError(
             f"{source}: cannot be imported from {os.getcwd()} ({in_brief(error)}{where}); correct the name, the module, or "
             "PYTHONPATH, which adds folders"

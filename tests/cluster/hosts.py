@@ -154,6 +154,9 @@ class Hosts:
         for host in self.hosts:
             host.process.kill()  # unshare takes its process 1, and with it everything on the host, along
             host.process.wait()
+            subprocess.run(
+                ["ip", "link", "del", f"v{host.name}"]
+            )  # else it stays until the last process has ended
             subprocess.run(["ip", "netns", "del", host.name])
         subprocess.run(["ip", "link", "del", "rlhfbr"])
 

@@ -86,6 +86,7 @@ BAD = [
     ("sft", ["model.fsdp=true", "model.load_in_4bit=true"], r"model\.fsdp: given together with model\.load_in_4bit"),
     ("ppo", ["model.fsdp=true", "rollout.engine=vllm", "rollout.num_workers=1"], r"rollout\.engine: found vllm together with model\.fsdp.* rollout\.engine=transformers"),
     ("sft", ["lora.bias=all"], r"lora\.bias: .*expected none"),
+    ("sft", ["run.name=" + "n" * 201], r"run\.name: found 'nnn.*, expected at most 200 letters"),
     ("sft", ["run.name=feedback"], r"run\.name: found 'feedback', .*: it names a folder in run\.storage_path, which has artifacts"),
     ("sft", ["mlflow.alias=latest"], r"mlflow\.alias: found 'latest'.*reserved by MLflow"),
     ("sft", ["gate.eval_loss=0.5"], r"gate\.eval_loss: found '0\.5', expected a comparison"),

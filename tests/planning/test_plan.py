@@ -316,7 +316,7 @@ def test_a_gpu_has_the_names_that_nodes_advertise():
         ("llama3-8b/ppo", ["scaling.label_selector={ray.io/accelerator-type: A100-40G}", "trainer.batch_size=2048",
                            "trainer.local_rollout_forward_batch_size=512"], 1, r"with trainer\.local_rollout_forward_batch_size="),
         ("demo/sft", ["model.name_or_path={8b}", "data.max_length=4096"], 1, "a worker needs"),
-        ("demo/sft", [], 0, "1 worker on the CPU and Ray"),
+        ("demo/sft", [], 0, "1 worker on the CPU:"),
         ("llama3-8b/sft", [], 0, r"data: 10,000 rows an epoch and full-length rows of 2,048 tokens assumed \(data\.train is not on"),
         ("llama3-8b-qlora/sft", ["scaling.accelerator_type=A100"], 0, r"GPU .*\n   A100-40G .* yes .*\n   A100-80G .* yes .*\n   Assumed"),
         # what cannot be planned, or a run would refuse

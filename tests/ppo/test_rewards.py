@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import signal
 import sys
 import threading
 from decimal import Decimal
@@ -17,6 +18,7 @@ import transformers
 
 from pipeline.errors import Failure, InputError
 from pipeline.ppo.rewards import FunctionReward, ModelReward, Samples
+from pipeline.system import process
 from pipeline.system.functions import imported
 
 
@@ -26,7 +28,7 @@ from pipeline.system.functions import imported
         ("import sys\nsys.exit(0)\n", r"cannot be imported from .* \(SystemExit: 0, at .*/mine\.py:2\)"),
         ("x = 1\nraise RuntimeError('not today')\n", r"\(RuntimeError: not today, at .*/mine\.py:2\)"),
         ("def f(:\n", r"\(SyntaxError: invalid syntax \(mine\.py, line 1\)"),
-        ("x = 1\n", r"module 'mine' has no attribute 'f'"),
+        ("x = 1\n", r"module 'mine' has no attribute 'f'\);"),
         ("f = {}\n", "is no function"),
         (None, r"No module named 'mine'.*PYTHONPATH"),
     ],
@@ -99,7 +101,7 @@ def test_numbers_of_every_library_are_scores(returned):
     assert set(scores) in ({0.5}, {1.0}) and all(type(score) is float for score in scores)
 
 
-def test_what_a_reward_raises_is_shown_with_its_own_frames_only():
+def test_what_a_reward_raises_is_shown_with_its_own_frames_only(monkeypatch):
     def inside(text):
         return json.loads(text)  # raises in a library
 
@@ -119,6 +121,9 @@ def test_what_a_reward_raises_is_shown_with_its_own_frames_only():
         assert all(f'File "{__file__}"' in line for line in frames if "File" in line)
     with pytest.raises(Failure, match=r"raised SystemExit: 0; expected a list of numbers"):
         FunctionReward(lambda **_: sys.exit(0)).checked(samples())  # it would end the worker in silence
+    monkeypatch.setattr(process, "received", signal.SIGTERM)
+    with pytest.raises(SystemExit):  # the run is terminated, not failed
+        FunctionReward(lambda **_: sys.exit(143)).checked(samples())
 
 
 # ----------------------------------------------------------------------------------------------- in a trainer

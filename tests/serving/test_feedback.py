@@ -175,12 +175,11 @@ def test_answers_that_are_sent_again_or_cannot_be_written_take_no_room(stores):
         kept.remember([answer("chatcmpl-1"), answer("chatcmpl-2")])
     [held] = kept.known.execute("SELECT SUM(LENGTH(answer)) FROM answers").fetchone()
     assert kept.conversation_bytes == held
-    kept.known.execute(
-        "CREATE TRIGGER full AFTER INSERT ON answers BEGIN SELECT RAISE(ABORT, 'disk full'); END"
-    )
-    with pytest.raises(sqlite3.IntegrityError, match="disk full"):
-        kept.remember([answer("chatcmpl-3")])
-    assert kept.conversation_bytes == held
+    [pages] = kept.known.execute("PRAGMA page_count").fetchone()
+    kept.known.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(Refused, match="disk is full") as full:
+        kept.remember([answer("chatcmpl-3", ("x" * 99_999,))])
+    assert full.value.status == 507 and kept.conversation_bytes == held
 
 
 def test_without_log_prompts_no_text_is_on_the_disk(stores, tmp_path):

@@ -58,6 +58,8 @@ def test_a_run_continues_if_its_output_cannot_be_written(tmp_path):
     _, err = program(text, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert err == b"" and (tmp_path / "end").exists()
+    _, err = program(text, preexec_fn=lambda: os.close(1))  # as `>&-` starts it
+    assert err == b""
     if os.path.exists("/dev/full"):
         with open("/dev/full", "w") as full:
             _, err = program(text, stdout=full, stderr=subprocess.PIPE)
