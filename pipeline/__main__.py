@@ -9,6 +9,7 @@ Exit status: 0 done, 1 the run failed (with its traceback), 2 the command, the j
 """
 
 import argparse
+import errno
 import importlib
 import os
 import re
@@ -21,7 +22,7 @@ from typing import Any
 from pipeline.commands import COMMANDS, SUMMARIES
 from pipeline.config.schema import nearest
 from pipeline.config.stages import STAGE
-from pipeline.errors import Failure, InputError, causes
+from pipeline.errors import Failure, InputError, causes, in_brief
 from pipeline.system import process, terminal
 from pipeline.system.credentials import without_credentials
 
@@ -158,6 +159,9 @@ def main(arguments: list[str] | None = None) -> int:
             return ended("error", str(wrong), 2)
         if failure := input_error(error, Failure):
             return ended("failed", str(failure), 1)
+        if full := [one for one in causes(error) if getattr(one, "errno", None) == errno.ENOSPC]:
+            why = f"{in_brief(full[0])}; make room on that disk, then run the same command again"
+            return ended("failed", why, 1)
         print(without_credentials(traceback.format_exc()), end="", file=sys.stderr)
         return 1
 

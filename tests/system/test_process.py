@@ -66,6 +66,18 @@ def test_a_run_continues_if_its_output_cannot_be_written(tmp_path):
         assert err == b"warning: cannot write to stdout any more: No space left on device\n"
 
 
+def test_a_full_disk_is_named_without_a_traceback(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        with open("/dev/full", "w") as disk:
+            disk.write("a checkpoint")
+
+    monkeypatch.setattr("pipeline.commands.report.run", full)
+    assert main(["report", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "failed: OSError: [Errno 28] No space left on device; make room on that disk, then run the same command again"
+    ]
+
+
 # ----------------------------------------------------------------------------------------------------- exit status
 
 
