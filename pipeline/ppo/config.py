@@ -211,7 +211,7 @@ class PPOConfig:
     learning_rate: float = 3e-6
     """Initial learning rate of policy and critic, above 0."""
     critic_learning_rate: float | None = None
-    """Initial learning rate of the critic, or of the head with `critic: head`; 0 or more. By default `learning_rate`."""
+    """Initial learning rate of the critic, or, above 0, of the head with `critic: head`. By default `learning_rate`."""
     adam_beta1: float = 0.9
     """Decay rate of Adam's first moment, in [0, 1). [beta1]"""
     adam_beta2: float = 0.999
