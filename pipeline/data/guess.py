@@ -201,7 +201,9 @@ def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, An
     elif stage != "sft":
         for pair in pairs:
             as_they_are = [dict[str, str]()] * bool({"prompt", "instruction"} & columns.keys())
-            for prompt in (*as_they_are, *prompts, {}):
+            left = [name for name in texts if name not in _used(pair)]
+            only = [{"prompt": left[0]}] if len(left) == 1 else []
+            for prompt in (*as_they_are, *prompts, {}, *only):
                 if not {*prompt.values()} & _used(pair):
                     yield _unlike({**prompt, **pair})
     if stage in ("sft", "kto", "score") and not pairs:  # with pairs, these would misread one completion

@@ -26,6 +26,7 @@ SETS = {
     "openhermes": rows(id="x{}", system_prompt="", question="Why is {} so?", response="It just is."),
     "sharegpt": rows(id="{}", conversation=[{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]),
     "stack": rows(qid=1, question="How do I {}?", date="2016/01/01", metadata=["https://a"], response_j="Like this.", response_k="Like that."),
+    "rated": rows(frage="Was ist {}?", answer_1="Das ist es.", answer_2="Wer weiß?", rating_1=(5, 2), rating_2=(1, 4)),
     "llmbar": rows(input="Name {} things.", output_1="One, two.", output_2="No, thanks.", label=(1, 2)),
     "pandalm": rows(idx=1, instruction="Do {} now.", input="", response1="Done it.", response2="Not done.", annotator1=(0, 1, 2), annotator2=(1, 2), annotator3=(1, 2)),
     "alpaca_eval": rows(instruction="Do {} now.", output_1="Done it.", generator_1="gpt4", output_2="Not done.", generator_2="x", annotator="gpt4", preference=(1.0, 2.0, 1.5)),
@@ -69,6 +70,8 @@ FITS = {
     "imdb": "ppo with data.columns='{prompt: review}'",
     "thumbs": "sft, kto and ppo as they are",
     "feedback": "sft and kto with data.columns='{prompt: question, completion: answer, label: thumb}'; ppo with data.columns='{prompt: question}'",
+    "rated": "rm, dpo and kto with data.columns='{prompt: frage, first: answer_1, second: answer_2, first_score: rating_1, "
+    "second_score: rating_2}'",
     "capybara": "sft with data.columns='{messages: conversation}'",
     "red_team": "sft with data.columns='{messages: transcript}'; kto with data.columns='{messages: transcript, label: rating}' "
     "and data.label='{good: VALUE, bad: VALUE}' for what its values mean",
