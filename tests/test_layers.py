@@ -71,3 +71,30 @@ def test_no_files_import_each_other_in_a_circle():
     while ready := {name for name, needs in waiting.items() if not needs & waiting.keys()}:
         waiting = {name: needs for name, needs in waiting.items() if name not in ready}
     assert not waiting, f"these files import each other, or are imported by such files: {sorted(waiting)}"
+
+
+def test_what_tests_import_is_there():
+    """Also those that few machines run: benches beside TRL 1.12, GPUs, several hosts."""
+    files = {name_of(file): file for file in FILES}
+    made = {name: names_in(file) for name, file in files.items()}
+    missing = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in (ROOT / "tests").rglob("*.py")
+        for name in imports(file)
+        if name.startswith("pipeline.") and name not in files
+        if name.rpartition(".")[2] not in made.get(name.rpartition(".")[0], ())
+    ]
+    assert not missing
+
+
+def names_in(file):
+    """Names that a file makes or imports."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found

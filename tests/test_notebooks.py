@@ -84,6 +84,15 @@ def test_the_committed_runs_learned_something():
     assert len(kl) == 3 and kl == sorted(kl, reverse=True), "a higher price of KL buys less of it"
 
 
+def test_the_formulas_give_what_is_committed(capsys):
+    """The cells that call PPO's functions. The slow tests run all cells."""
+    cells, space = [cell for cell in read("ppo.ipynb").cells if cell.cell_type == "code"], {}
+    begin = next(i for i, cell in enumerate(cells) if "pipeline.ppo.functional" in cell.source)
+    for cell in cells[begin : begin + 2]:
+        exec(cell.source, space)
+        assert capsys.readouterr().out == cell.outputs[0].text and len(cell.outputs) == 1
+
+
 @pytest.mark.slow
 def test_the_reward_model_notebook_runs(tmp_path):
     """Every cell, with two steps of training."""

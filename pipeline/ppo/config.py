@@ -289,10 +289,8 @@ class PPOConfig:
         truncated = ("missing_eos_penalty", "bootstrap_truncated", "mask_truncated_completions")
         if len(chosen := [key for key in truncated if getattr(self, key)]) > 1:
             require(chosen[-1], False, f"only one of {', '.join(truncated)}: found {chosen}")
-        for key in (
-            "learning_rate",
-            "critic_learning_rate",
-        ):  # transformers' polynomial schedule ends at 1e-7
+        # transformers' polynomial schedule ends at 1e-7
+        for key in ("learning_rate", "critic_learning_rate")[: 1 + self.uses_critic]:
             rate = getattr(self, key)
             allowed = rate is None or rate > 1e-7 or self.lr_scheduler_type != "polynomial"
             require(key, allowed, "above 1e-7 with lr_scheduler_type: polynomial")

@@ -104,7 +104,8 @@ def damage(path: str) -> str | None:
             return f"{name} is missing"
         if info.size != size:
             return f"{name} has {info.size} bytes, expected {size}"
-        with fs.open_input_stream(f"{folder}/{name}") as stream:
+        # Each read of a bucket's stream is a request, and file_digest reads 256 KiB
+        with fs.open_input_stream(f"{folder}/{name}", buffer_size=1 << 22) as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if digest != sha256:
             return f"{name} has sha256 {digest[:12]}, expected {sha256[:12]}"

@@ -121,7 +121,7 @@ class FeedbackStore:
         try:
             with self.known:
                 yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise Refused(507, f"feedback cannot be written ({error})", code="not_written") from error
 
     def _forget(self, which: str, value: float) -> int:

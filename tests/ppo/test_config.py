@@ -23,6 +23,7 @@ WRONG = [  # key, value, what is expected, other settings
     ("trainer.num_mini_batches", "100", "at most batch_size", []),
     ("trainer.critic_warmup_steps", "2", "off without a critic", ["trainer.advantage_estimator=remax"]),
     ("trainer.critic_learning_rate", "0", "above 1e-7", ["trainer.lr_scheduler_type=polynomial"]),
+    ("trainer.critic_learning_rate", "0", "above 0 with critic: head", ["trainer.critic=head"]),
     ("trainer.vf_coef", "0", "above 0 with critic: head", ["trainer.critic=head"]),
     ("trainer.importance_sampling_level", "sequence", "'token' with advantage_estimator gae", []),
     ("trainer.bootstrap_truncated", "true", "only one of", ["trainer.missing_eos_penalty=1"]),
@@ -44,6 +45,11 @@ def test_a_wrong_setting_names_key_value_and_what_is_expected(key, value, expect
         load_job("jobs/demo/ppo.yaml", [*others, f"{key}={value}"])
     assert caught.value.key == key
     assert caught.value.message.startswith("found") and expected in caught.value.message
+
+
+def test_the_rate_of_a_critic_that_there_is_not_may_be_any():
+    alone = dict(advantage_estimator="remax", lr_scheduler_type="polynomial", critic="head")
+    assert PPOConfig(**alone, critic_learning_rate=0.0, vf_coef=0.0).critic_learning_rate == 0
 
 
 def test_the_last_update_is_a_full_one():

@@ -1,11 +1,14 @@
 """Which checkpoint a run continues from after a kill or a damaged disk, in a folder and in a bucket."""
 
 import contextlib
+import io
 import itertools
 import json
 import os
 import re
+from pathlib import Path
 
+import fsspec
 import pytest
 
 from pipeline.errors import InputError
@@ -103,8 +106,6 @@ def anywhere(request, tmp_path):
     if request.param == "folder":
         yield str(tmp_path / "one")
         return
-    import fsspec
-
     yield "memory:///runs/one"
     fsspec.filesystem("memory").rm("/runs", recursive=True)
 
@@ -129,6 +130,26 @@ def test_committed_checkpoints_are_intact_and_only_the_newest_are_kept(anywhere,
     storage.write_json(f"{newest}/state.json", {"name": "another one"})
     assert checkpoints.newest(anywhere) == "checkpoint_00000010"
     assert storage.folders(f"{anywhere}/damaged") == ["checkpoint_00000015"]
+
+
+def test_a_bucket_is_read_in_pieces_of_megabytes(run, monkeypatch):
+    """Each read is a request."""
+    from pyarrow import PythonFile, fs
+
+    class Counting(io.BytesIO):
+        def read(self, size=-1):
+            reads.append(size)
+            return super().read(size)
+
+    class Bucket(fs.FSSpecHandler):
+        def open_input_stream(self, path):
+            return PythonFile(Counting(Path(path).read_bytes()), mode="r")
+
+    path, reads = make(run, "checkpoint_00000005", content=bytes(16 << 20)), []
+    bucket = fs.PyFileSystem(Bucket(fsspec.filesystem("file")))
+    monkeypatch.setattr(storage, "filesystem", lambda path: (bucket, path))
+    assert checkpoints.damage(str(path)) is None
+    assert len(reads) < 16
 
 
 class Killed(BaseException):

@@ -150,6 +150,8 @@ def test_a_line_that_is_written_in_part_is_taken_back(stores, tmp_path, monkeypa
     assert (tmp_path / "thumbs.jsonl").read_bytes() == b""
     kept.give({**ID, "label": True})
     assert len(rows(tmp_path, "thumbs")) == 1
+    (tmp_path / "edits.jsonl").mkdir()  # a file that cannot be made, as on a full disk
+    refused(kept, {"edit": "Lima."}, 507)
 
 
 def test_the_folder_has_a_size_and_old_conversations_make_room(stores, tmp_path):
