@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -64,6 +63,7 @@ class Slot:
     number: int
     worker: Any = None  # the actor
     node: str | None = None  # where it is, once it has resources
+    reported: bool = False  # a line has counted it among the workers that wait for resources
     settings: NumericSettings | None = None  # that it computes with
     ready: bool = False  # whether it has loaded
     # Ready, or loading for the first time; patience runs out only while no worker is present
@@ -282,9 +282,10 @@ class Pool:
             if self.displaced_since is not None:  # else the worker takes resources that the trainers need
                 slot.leaving = True
                 raise WorkerLost(YIELDS_TO_TRAINER)
-            waiting = [one for one in self.slots if one.worker and one.node is None]
-            if slot is waiting[0] and time.monotonic() > report_at:
-                report_at = math.inf  # once, because of [min, max] workers some may never find resources
+            if not slot.reported and time.monotonic() > report_at:
+                waiting = [one for one in self.slots if one.worker and one.node is None]
+                for one in waiting:  # once, because of [min, max] workers some may never find resources
+                    one.reported = True
                 need = placement.rollout_bundle(self.work.job)
                 with contextlib.suppress(Exception):  # the head is busy
                     there = await asyncio.to_thread(placement.describe_cluster)

@@ -248,6 +248,8 @@ async def test_no_worker_starts_and_none_waits_for_resources_while_the_trainers_
     await one.trainers_placed()
     await asyncio.wait(keeping, timeout=0.8)
     assert started == [True] * 2 and one.slots[0].worker is unplaced
+    one.slots[0].node = "found"
+    await asyncio.wait(keeping, timeout=0.3)
     said = capsys.readouterr().out
     assert said.count("resources") == said.count("that wait for resources: 2, {CPU: 1} each; 0 free") == 1
     trainers = asyncio.ensure_future(one.trainers_wait())
