@@ -159,7 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
             return ended("error", str(wrong), 2)
         if failure := input_error(error, Failure):
             return ended("failed", str(failure), 1)
-        if full := [one for one in causes(error) if getattr(one, "errno", None) == errno.ENOSPC]:
+        no_room = (errno.ENOSPC, errno.EDQUOT)
+        if full := [one for one in causes(error) if getattr(one, "errno", None) in no_room]:
             why = f"{in_brief(full[0])}; make room on that disk, then run the same command again"
             return ended("failed", why, 1)
         print(without_credentials(traceback.format_exc()), end="", file=sys.stderr)

@@ -92,6 +92,7 @@ JOB = [
     case("policy folder without adapter", "dpo", r"policy: jobs/demo/model: no adapter in .*expected adapter_config\.json, found ", overrides=["policy=jobs/demo/model"]),
     case("reward without a head", "ppo", r"reward\.1: .*/plain is an adapter without a scalar head.*rm", overrides=["reward=[python:bad_rewards:length, {plain}]"]),
     case("messages for a policy of plain text", "dpo", r"policy: .*/plain was trained by sft on plain text, and this job has rows of messages", overrides=["policy={plain}"]),
+    case("reward that is no reward model", "ppo", r"reward: 'jobs/demo/model'.*LlamaForCausalLM.*expected", overrides=["reward=jobs/demo/model"]),
     case("policy that is a reward", "ppo", r"policy: .*/judging is a reward adapter.*sft", overrides=["policy={judging}"]),
     case("reward asks for a missing column", "ppo", r"reward: python:bad_rewards:needs_weight asks for `weight`, which the rows of data\.train do not have; expected one of prompts, completions, completion_ids, seeds, answer\.", overrides=["reward=python:bad_rewards:needs_weight"]),
     # the machine
