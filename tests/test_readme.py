@@ -70,6 +70,7 @@ def copy(tmp_path_factory):
     (folder / "my").mkdir()
     for name in ("demonstrations", "preferences", "prompts"):
         shutil.copy(ROOT / f"jobs/demo/data/{name}.jsonl", folder / "my")
+    shutil.copy(ROOT / "jobs/demo/data/prompts_eval.jsonl", folder / "my/held_out.jsonl")
     return folder
 
 

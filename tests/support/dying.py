@@ -60,12 +60,10 @@ def swap(folder: str) -> None:
 
 
 def rollout_workers() -> list[psutil.Process]:
-    """The rollout workers that have loaded their models, on this machine."""
-    return [
-        process
-        for process in psutil.process_iter(["name"])
-        if process.info["name"].startswith("ray::RolloutWork")
-    ]
+    """The rollout workers of this process, or of the node on which this process is a worker."""
+    here = psutil.Process()
+    above = here.parent() if here.name().startswith("ray::") else here
+    return [one for one in above.children(recursive=True) if one.name().startswith("ray::RolloutWork")]
 
 
 def a_rollout_worker_killed_and_one_stopped() -> None:
