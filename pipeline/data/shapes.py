@@ -309,7 +309,7 @@ def parse_rated(row: dict[str, Any], shape: str) -> Record:
         raise RowError("unclear_label", name, show(row[name]), expected)
     record = demonstration(row, inner)
     if record.untrained:
-        found, expected = "turns with weight 0 beside a label", f"`{name}` alone: it is of the last turn"
+        found, expected = "turns with weight 0 beside a label", f"`{name}` alone, which labels the last turn"
         raise RowError("weight", inner, found, expected)
     record.all_turns, record.labels = False, (label,)
     return record

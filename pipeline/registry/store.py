@@ -100,9 +100,7 @@ def check(job: Job) -> None:
         fix = "start the server, or" if file is None else "move that file away, name another store, or"
         fix += " leave the key out to use a SQLite file in run.storage_path"
         if file and "database schema" in str(error):
-            fix = (
-                "install the version of MLflow that wrote it, or copy the file and migrate it as MLflow says"
-            )
+            fix = "install the MLflow that wrote it, or copy the file and migrate it as MLflow says"
         why = f"{uri!r} does not answer ({summary(error)}); {fix}"
         raise InputError(why, key="mlflow.tracking_uri") from error
     if experiment and experiment.lifecycle_stage == "deleted":

@@ -208,8 +208,8 @@ screen = Screen(sys.stdout)
 
 def wrap_streams() -> None:
     """Makes stdout and stderr of a process with a command line a Screen and an Output."""
-    nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for a process that was started with `>&-`
-    sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
+    # A process that was started with `>&-` has no stdout
+    sys.stdout, sys.stderr = (one or open(os.devnull, "w") for one in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # no UTF-8, a lone surrogate
     screen.stream = sys.stdout

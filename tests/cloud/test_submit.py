@@ -255,7 +255,7 @@ def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monke
     assert lines == [f"line {n}" for n in range(40)]
 
 
-def test_leaving_a_job_and_ending_it(cluster, capsys):
+def test_leaving_a_job_and_ending_it(cluster, capsys, monkeypatch):
     """Ctrl-C leaves it running, its name is taken as long as it does, `stop` ends it, and the name continues."""
     api = submit.Api(cluster.address)
     say(api, "long", lines=1000, pause=0.2)
@@ -276,6 +276,9 @@ def test_leaving_a_job_and_ending_it(cluster, capsys):
     assert submit.next_attempt(api, "long") == "long.2"
     assert submit.main(["logs", "nobody"]) == 2
     assert "no job 'nobody'" in capsys.readouterr().err
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert submit.main(["jobs"]) == 2
+    assert "RAY_ADDRESS: missing, expected http://HEAD:8265" in capsys.readouterr().err
 
 
 def test_a_package_that_is_installed_elsewhere_is_uploaded(cluster, tmp_path, monkeypatch, capsys):

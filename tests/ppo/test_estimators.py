@@ -51,6 +51,9 @@ def mine(tmp_path, monkeypatch):
         def wrong_shape(rewards, mask):
             return rewards.sum(-1)
 
+        def no_number(rewards, mask):
+            return rewards / 0.0
+
         def unknown(rewards, weather):
             return rewards
 
@@ -99,8 +102,9 @@ def test_a_function_that_cannot_be_one_is_refused(mine, name, message):
     assert caught.value.key == "advantage_estimator"
 
 
-def test_another_shape_ends_the_run(mine):
-    with pytest.raises(
-        Failure, match=r"python:own_formulas:wrong_shape returned .*\[16\].*expected .* \(16, 8\)"
-    ):
-        toy.trainer(advantage_estimator=f"{mine}wrong_shape").run_update()
+@pytest.mark.parametrize(
+    ("name", "says"), [("wrong_shape", r".*\[16\].*expected .* \(16, 8\)"), ("no_number", "NaN or a number")]
+)
+def test_what_is_no_advantage_ends_the_run(mine, name, says):
+    with pytest.raises(Failure, match=f"python:own_formulas:{name} returned {says}"):
+        toy.trainer(advantage_estimator=mine + name).run_update()

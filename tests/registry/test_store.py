@@ -38,9 +38,7 @@ def test_a_file_that_cannot_be_used_is_named_at_once(job, tmp_path, monkeypatch)
     shutil.copy(store.empty_database(), file)
     with contextlib.closing(sqlite3.connect(file)) as other, other:
         other.execute("UPDATE alembic_version SET version_num = 'bda7b8c39065'")  # another MLflow's
-    with pytest.raises(
-        InputError, match=said + r"schema.*\); install the version of MLflow that wrote it, or"
-    ):
+    with pytest.raises(InputError, match=said + r"schema.*\); install the MLflow that wrote it, or"):
         registry.check(job)
     file.unlink()
     file.mkdir()
