@@ -388,7 +388,7 @@ class Server:
         await self._flush()  # the answer may not have reached the recorder yet
         return JSONResponse(await self._ask_recorder("give", given.model_dump(exclude_none=True)))
 
-    @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+    @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
     @answered
     async def not_found(self, request: Request, path: str) -> Response:
         expected = ", ".join(f"{method} {path}" for path, method in PATHS.items())
