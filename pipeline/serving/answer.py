@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from ray.exceptions import TaskCancelledError
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from tokenizers.decoders import DecodeStream
@@ -37,13 +38,13 @@ Rated = tuple[int, float | None, list[tuple[int, float]]]
 
 
 @contextlib.asynccontextmanager
-async def limit(seconds: float) -> AsyncIterator[None]:
-    """Raises Refused (504) if the block takes longer."""
+async def limit(seconds: float, late: Refused | None = None) -> AsyncIterator[None]:
+    """Raises `late`, or Refused (504), if the block takes longer."""
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as error:
-        raise Refused(504, f"no answer within {seconds:g} s (serve.timeout_s)") from error
+        raise late or Refused(504, f"no answer within {seconds:g} s (serve.timeout_s)") from error
 
 
 class Mailbox:
@@ -300,7 +301,10 @@ class Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with contextlib.suppress(
+                TaskCancelledError
+            ):  # raised by Ray Serve's `receive` if the client is gone
+                await super().__call__(scope, receive, send)
         finally:
             self.answer.cancel()
 

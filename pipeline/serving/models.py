@@ -144,8 +144,7 @@ class Models:
                 if version != before and self._replace(key, version):
                     said[f"{name} {version}"] = f"{name}: {version}"
             except Exception as error:
-                cause = f"{name} {what} {type(error).__name__}"
-                said[cause] = f"{what} ({in_brief(error)}); {before} stays"
+                said[f"{name} {what} {type(error)}"] = f"{what} ({in_brief(error)}); {before} stays"
         self.batcher.run(self._remove_unused).result()
         return said
 

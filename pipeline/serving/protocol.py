@@ -19,6 +19,7 @@ CODES = {
     400: "invalid_value",
     401: "invalid_api_key",
     404: "not_found",
+    408: "timeout",
     409: "already_given",
     413: "too_large",
     429: "rate_limit_exceeded",
@@ -188,12 +189,10 @@ def decoded(body: bytes) -> Any:
 
 
 def read(kind: type[Request], value: Any) -> Request:
-    """Returns the value as a request of a kind. Raises Refused, naming the first field that is wrong.
-
-    Many clients send all keys that they know: null is as if the key was not sent.
-    """
+    """Returns the value as a request of a kind. Raises Refused, naming the first field that is wrong."""
     if not isinstance(value, dict):
         raise Refused(400, f"found a {type(value).__name__}, expected an object", code="invalid_json")
+    # Many clients send all keys that they know, and null for those without a value.
     neutral = NEUTRAL if issubclass(kind, Sampled) else {}
     given = {k: v for k, v in value.items() if v is not None and v not in neutral.get(k, ())}
     try:
