@@ -8,7 +8,7 @@ from uvicorn.protocols.http import auto
 ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "pipeline.serving.proxy:limit_headers"}
 
 
-class TimedProtocol(auto.AutoHTTPProtocol):  # type: ignore[misc, name-defined]
+class TimedProtocol(auto.AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """uvicorn's HTTP protocol, which also closes a connection whose headers take longer than `timeout_keep_alive`."""
 
     def connection_made(self, transport: Any) -> None:
