@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from pipeline.data import reshape
@@ -42,6 +43,8 @@ ERROR_NAMES = {
     "tie": "tie, or without a clear label",
     "unknown_label": "label that data.label does not know",
 }
+MAX_FILES = 8  # files that are not read, and named
+MANY = 0.05  # if a larger share of the rows is dropped, the headline says why
 MAX_LABELS = 8  # different values of a label that are shown one by one
 # {split: name of its rows in the headline}
 ROWS_OF = {
@@ -101,6 +104,7 @@ class Report:
     overlap: tuple[int, int] | None = None
     text_as_chat: bool = True  # whether the chat template is applied to prompts of plain text
     notes: list[str] = field(default_factory=list)  # warnings about the dataset
+    not_read: dict[str, str] = field(default_factory=dict)  # file of a folder -> why it is not read
     reused: bool = False
     seconds: float = 0.0
 
@@ -142,7 +146,7 @@ class Report:
         if self.duplicates:
             repeats = f"{count(self.duplicates)} equal to an earlier row (data.deduplicate=true removes them)"
             lines += ["", f"duplicates    {repeats}"]
-        lines += [line("warning", note) for note in self.notes]
+        lines += [line("warning", note) for note in (*self.notes, *self._not_read())]
         if self.skipped:
             lines += ["", "first rows left out:", *(f"  {visible(row, lines=False)}" for row in self.skipped)]
         if self.samples and samples:
@@ -158,9 +162,21 @@ class Report:
         parts = []
         for name, split in self.splits.items():
             kept = f"{split.kept:,}" + (f" of {split.read:,}" if split.kept < split.read else "")
-            cut = f" ({split.truncated:,} truncated)" if split.truncated else ""
-            parts.append(f"{kept} {ROWS_OF[name]}{cut}")
-        return ", ".join([*parts, *([count(self.duplicates, "duplicate")] if self.duplicates else [])])
+            why = [f"{split.truncated:,} truncated"] if split.truncated else []
+            if split.read - split.kept > MANY * split.read and split.dropped:
+                kind, rows = max(split.dropped.items(), key=itemgetter(1))
+                why = [f"{rows:,} {name_of(kind)}", *why]
+            parts.append(f"{kept} {ROWS_OF[name]}" + (f" ({', '.join(why)})" if why else ""))
+        parts += [count(self.duplicates, "duplicate")] if self.duplicates else []
+        return "; ".join([", ".join(parts), *self._not_read()])
+
+    def _not_read(self) -> list[str]:
+        """Returns one text about the files of folders that are not read, or none."""
+        named = [f"{path} ({why})" for path, why in [*self.not_read.items()][:MAX_FILES]]
+        more = len(self.not_read) - len(named)
+        return (
+            [f"not read: {', '.join([*named, *([f'{more:,} more files'] if more else [])])}"] if named else []
+        )
 
     def _entries(self, name: str, split: Split) -> Iterator[tuple[str, str]]:
         """Yields (title, text) of each line of the table of a split."""

@@ -24,7 +24,7 @@ BLOCK = 1 << 20  # bytes that are read at a time
 ROW = 64 << 20  # most characters of an element of an array, and of a field of CSV
 # Of an array: white space, perhaps one sign, white space
 NEXT = re.compile(r"[ \t\r\n]*([\[,\]]?)[ \t\r\n]*")
-DELIMITERS = {"csv": ",;\t", "tsv": "\t"}  # delimiters of each format, the likeliest first
+DELIMITERS = {"csv": ",;\t|", "tsv": "\t|"}  # delimiters of each format, the likeliest first
 REST = "all that follows"
 
 Row = tuple[int, Any, bytes]  # (number from 1, the decoded row or a RowError, its bytes)
@@ -139,7 +139,10 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
     """
     csv.field_size_limit(ROW)  # applies to the process; the default is 128 KiB
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]
-    delimiter = max(delimiters, key=head.decode(errors="replace").count)
+    given = re.fullmatch(
+        rb"sep=(.)\r?", head
+    )  # the line before the header from which Excel reads the delimiter
+    delimiter = given[1].decode() if given else max(delimiters, key=head.decode(errors="replace").count)
     lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] = []
@@ -161,7 +164,7 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
             expected = "UTF-8 text: run iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
             wrong = RowError("not_utf8", "", f"byte 0x{ord(error.object[error.start]) & 0xFF:02x}", expected)
         else:
-            if not fields:
+            if not fields or (in_header and given and fields == ["sep=", ""]):
                 continue
             if in_header:  # pandas names its index column like this
                 names = [name or f"Unnamed: {index}" for index, name in enumerate(fields)]

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import pickle
 
 import pytest
 from toy_data import ROWS, make, parsed, read_rows, rows_of
@@ -161,3 +162,40 @@ def test_csv_trains_and_its_errors_name_the_line(tmp_path):
         path.write_text(content)
         with pytest.raises(InputError, match=r"rows.csv:1: found no rows; expected at least one row"):
             make(tmp_path, train=str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("a|b\n1|2\n", {"a": "1", "b": "2"}),
+        ("sep=;\na;b\n1,5;2\n", {"a": "1,5", "b": "2"}),
+        ("\ufeffsep=|\r\na|b\r\n1|2\r\n", {"a": "1", "b": "2"}),
+        ("sep=,\na,b\n1,2\n", {"a": "1", "b": "2"}),
+    ],
+)
+def test_other_delimiters_and_the_line_in_which_excel_names_them(tmp_path, text, row):
+    for name in ("a.csv", *(["a.tsv"] if "|" in text else [])):
+        assert [found for _, found in read_rows(write(tmp_path / name, text))] == [row]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", "a,b\n1,2\n".encode("utf-16"), "UTF-16 text; run iconv -f UTF-16 -t UTF-8"),
+        ("a.jsonl", "\ufeff{}\n".encode("utf-16-be"), "UTF-16 text; run iconv"),
+        ("a.xlsx", b"PK\x03\x04\x14", "an Excel workbook .*; save its sheet as CSV UTF-8"),
+        ("a.csv", b"\xd0\xcf\x11\xe0\xa1", "a workbook of an old Excel"),
+        ("a.pkl", pickle.dumps([{"a": 1}]), "a pickle; save its rows as JSON Lines or Parquet"),
+        (
+            "a.json",
+            json.dumps({"data": [{"a": 1}]}, indent=2),
+            r"an object over several lines; run jq -c \. FILE",
+        ),
+        ("a.json", '\ufeff\n{\r\n"a": 1\r\n}', "an object over several lines"),
+    ],
+)
+def test_a_file_of_another_format_is_named_by_its_first_bytes(tmp_path, name, content, says):
+    for zipped in (False, True):
+        path = write(tmp_path / (name + ".gz" * zipped), content, zipped)
+        with pytest.raises(InputError, match=f"{name}.* is .*{says}"):
+            read_rows(path)
