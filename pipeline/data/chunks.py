@@ -34,6 +34,11 @@ MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARRO": "arrow"}
 # First bytes of files that are not read -> what such a file is, and what to do
 FOREIGN = {
     (b"PK\x03\x04",): "an Excel workbook or another zip archive; save its sheet as CSV UTF-8, or unpack it",
+    (
+        b"(\xb5/\xfd",
+        b"BZh",
+        b"\xfd7zXZ",
+    ): "compressed in an unsupported format; unpack it, or compress it with gzip",
     (b"\xd0\xcf\x11\xe0",): "a workbook of an old Excel; save its sheet as CSV UTF-8",
     (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"): "a pickle; save its rows as JSON Lines or Parquet",
     (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE): "UTF-16 text; run iconv -f UTF-16 -t UTF-8 FILE > NEW",

@@ -31,7 +31,6 @@ SUFFIXES = (
     ".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz",
     ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".pq", ".arrow",
 )  # fmt: skip
-PACKED = (".zst", ".bz2", ".xz", ".zip")  # compressed in a format that is not supported
 # Words of names of files and folders whose rows are not for training. The datasets library reads the same words.
 HELD_OUT = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
 BY_NAME = "left out by its name"  # why a file of a folder is not read
@@ -61,10 +60,6 @@ def find(spec: Any, key: str, aside: dict[str, str] | None = None) -> list[File]
         reach(source.location, key)
         with readable(source.location, key):
             found = matching(source.location, key, {} if aside is None else aside)
-        for file in found:
-            if file.path.lower().endswith(PACKED):
-                what = f"{file.path} is compressed in an unsupported format"
-                raise InputError(f"{what}; unpack it, or compress it with gzip", key=key)
         files += [replace(file, source=index) for file in found]
     return files
 

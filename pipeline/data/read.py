@@ -68,8 +68,8 @@ def prepare(
     Raises InputError if files are missing, rows cannot be used (all counted, the first named by file:line), or none is left.
     """
     begin = time.monotonic()
-    not_read = dict[str, str]()
-    files, options = plan_reading(stage, data, tokenizer, context_length, packing, not_read)
+    aside = dict[str, str]()
+    files, options = plan_reading(stage, data, tokenizer, context_length, packing, aside)
     if not files:
         raise InputError(f"stage {stage} needs rows; name a file: data.train=rows.jsonl", key="data.train")
     key = cache_key(files, tokenizer, options)
@@ -99,7 +99,9 @@ def prepare(
         set_up_ray_data()
     sets = {name: load(folder, parts, manifest["columns"], here) for name, parts in manifest["parts"].items()}
     mixture = describe_sources(report, data, files)
-    report = replace(report, reused=reused, not_read=not_read, seconds=round(time.monotonic() - begin, 3))
+    read = {file.path for some in files.values() for file in some}
+    report.not_read = {path: why for path, why in aside.items() if path not in read}
+    report = replace(report, reused=reused, seconds=round(time.monotonic() - begin, 3))
     return Prepared(
         sets.get("train"),
         sets.get("eval"),
@@ -116,21 +118,16 @@ def plan_reading(
     tokenizer: Any,
     context_length: int | None,
     packing: bool = False,
-    not_read: dict[str, str] | None = None,
+    aside: Any = None,
 ) -> tuple[dict[str, list[File]], Options]:
     """Returns the files of each split and the options for their rows, as far as the first rows show, without Ray.
 
-    Adds the files of folders that neither split reads to `not_read`, {path: why}.
-
+    Adds the files of folders that a split does not read to `aside`, {path: why}.
     Raises InputError if files or columns are missing, rows fit another stage, or keys contradict the model.
     """
     options = options_of(stage, data, tokenizer, context_length, packing)
-    aside = dict[str, str]()
     splits = [(key, spec) for key in ("train", "eval") if (spec := getattr(data, key))]
     files = {key: find(spec, f"data.{key}", aside) for key, spec in splits}
-    read = {file.path for some in files.values() for file in some}
-    if not_read is not None:
-        not_read |= {path: why for path, why in aside.items() if path not in read}
     return files, replace(options, preprocess=resolve_labels(options.preprocess, files, stage))
 
 

@@ -41,6 +41,7 @@ ERROR_NAMES = {
     "left_out": "left out by data.transform",
     "duplicate": "equal to an earlier row",
     "tie": "tie, or without a clear label",
+    "unlabeled": "without a label",
     "unknown_label": "label that data.label does not know",
 }
 MAX_FILES = 8  # files that are not read, and named

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipeline.config.stages import STAGE
+from pipeline.data import reshape, values
 from pipeline.data.messages import (
     SIDES,
     Text,
@@ -111,7 +112,16 @@ class Kind:
 
     def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
         """Yields what a decoded row of a file becomes: rows, RowError or Dropped."""
-        return self.preprocess.rows(row, self.needed, self.has_pairs, note_label)
+        for made in self.preprocess.rows(row, self.needed, self.has_pairs, note_label):
+            if isinstance(made, dict):
+                read = self.further.union(self.shapes.get(shape_of(made, self) or "", ()))
+                labels = {name: majority(made[name]) for name in LABELS & read & made.keys()}
+                made = (
+                    values.Dropped("unlabeled")
+                    if any(map(reshape.is_blank, labels.values()))
+                    else {**made, **labels}
+                )
+            yield made
 
     def example(self, record: Record, at: int, prompt: Ids, sides: list[Ids]) -> dict[str, Any]:
         """Returns the columns of pair `at` of a record, from the token ids of the prompt and of each completion."""
@@ -161,6 +171,15 @@ def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
     record = demonstration(row, shape)
     record.unread = tuple(name for name, good in labels.items() if good is None)
     return record
+
+
+def majority(label: Any) -> Any:
+    """Returns what most labels of a list say, true, false, or null if it is neither. Returns other labels unchanged."""
+    votes = (
+        [is_good(one) for one in label if not reshape.is_blank(one)] if isinstance(label, list) else [None]
+    )
+    more = sum(1 if good else -1 for good in votes)
+    return label if None in votes else more > 0 if more else None
 
 
 def is_good(label: Any) -> bool | None:
@@ -305,14 +324,18 @@ def parse_rated(row: dict[str, Any], shape: str) -> Record:
     inner, _, name = shape.rpartition("+")
     label = is_good(row[name])
     if label is None:
-        expected = "true or false, 1 or 0, 1 or -1, or a word such as up or down; for ratings set data.label={good: 4, bad: 2}"
-        raise RowError("unclear_label", name, show(row[name]), expected)
+        raise unclear(row[name], name)
     record = demonstration(row, inner)
     if record.untrained:
         found, expected = "turns with weight 0 beside a label", f"`{name}` alone, which labels the last turn"
         raise RowError("weight", inner, found, expected)
     record.all_turns, record.labels = False, (label,)
     return record
+
+
+def unclear(label: Any, name: str) -> RowError:
+    expected = "true or false, 1 or 0, 1 or -1, or a word such as up or down; for ratings set data.label={good: 4, bad: 2}"
+    return RowError("unclear_label", name, show(label), expected)
 
 
 # ---- completions to be scored: one, or the two of a pair -------------------------------------------------------------
@@ -466,6 +489,8 @@ def _parsed(row: Any, kind: Kind) -> Record:
     check_values({key: value for key, value in fields.items() if value is not row[key]})
     row = row | fields
     record = kind.parse(row, shape)
+    if "label" in record.unread and "label" in kind.preprocess.columns:
+        raise unclear(row["label"], "label")
     record.tools = offered(row.get("tools"))
     if isinstance(version := row.get("version"), str) and Ref.parse(version).version:
         record.version = version

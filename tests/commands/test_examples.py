@@ -34,6 +34,8 @@ KEPT = {
     "glaive": (4, {}),
     "xlam": (4, {}),
     "webgpt": (5, {"tie": 1}),
+    "argilla": (4, {"tie": 1, "unlabeled": 1}),
+    "label_studio": (4, {"tie": 1, "unlabeled": 1}),
 }
 
 TOOLS = """\

@@ -1,8 +1,10 @@
 """JSON Lines, JSON arrays, CSV and TSV: each row once with its number; each bad row is known by its line."""
 
+import bz2
 import csv
 import gzip
 import json
+import lzma
 import pickle
 
 import pytest
@@ -184,6 +186,9 @@ def test_other_delimiters_and_the_line_in_which_excel_names_them(tmp_path, text,
         ("a.csv", "a,b\n1,2\n".encode("utf-16"), "UTF-16 text; run iconv -f UTF-16 -t UTF-8"),
         ("a.jsonl", "\ufeff{}\n".encode("utf-16-be"), "UTF-16 text; run iconv"),
         ("a.xlsx", b"PK\x03\x04\x14", "an Excel workbook .*; save its sheet as CSV UTF-8"),
+        ("a.ZST", b"(\xb5/\xfd\x24", "compressed in an unsupported format; unpack it"),
+        ("a.jsonl.xz", lzma.compress(b"{}"), "compressed in an unsupported format"),
+        ("a.jsonl", bz2.compress(b"{}"), "compressed in an unsupported format"),
         ("a.csv", b"\xd0\xcf\x11\xe0\xa1", "a workbook of an old Excel"),
         ("a.pkl", pickle.dumps([{"a": 1}]), "a pickle; save its rows as JSON Lines or Parquet"),
         (
