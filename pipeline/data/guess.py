@@ -52,7 +52,8 @@ def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "da
     if guess:
         return f"{head}; set {as_setting(guess, rows, key)}"
     for name, value in rows[0].items() if len(rows) == 1 else ():
-        if isinstance(value, list) and len(value) > 1 and all(isinstance(one, dict) for one in value):
+        inner = value[0] if isinstance(value, list) and value else None
+        if isinstance(inner, dict) and not {"role", "from"} & inner.keys():
             return f"{head}; if the rows are in `{name}`, run jq -c '.{name}[]' FILE > NEW"
     others = fitting(rows)
     if others and not others.startswith("ppo with"):  # a text that may hold the completion, too
@@ -115,8 +116,9 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
         return None
     free = {name: values for name, values in columns.items() if name not in _used(guess)}
     if stage == "sft":  # with a label, bad completions are left out
-        rated = [name for name in _called("label", free) if _numbers(free[name]) and _is_label(free[name])]
-        labels = [name for name in _called("label", free) if None not in map(is_good, free[name])] + rated
+        labels = [name for name in _called("label", free) if None not in map(is_good, free[name])]
+        scales = [name for name in free if _numbers(free[name]) and _is_label(free[name])]
+        labels += [name for name in scales if name.lower() in NAMES["label"]]
         guess |= _unlike({"label": labels[0]}) if labels and labels[0] not in VERDICTS else {}
     if stage in ("sft", "ppo") and "tools" not in rows[0]:
         tools = [name for name, values in free.items() if any(map(_is_tools, values))]
@@ -197,9 +199,8 @@ def _is_label(values: Values) -> bool:
 
 def _names_sides(values: Values) -> bool:
     """Returns True if all values name the first or the second of two completions, or a tie."""
-    named = {
-        reshape.side_of(reshape.comparable(one)) for value in values for one in listed(value) if one != ""
-    }
+    filled = (one for value in values for one in listed(value) if not reshape.is_blank(one))
+    named = {reshape.side_of(reshape.comparable(one)) for one in filled}
     return {"first", "second"} <= named <= {"first", "second", "tie"}
 
 

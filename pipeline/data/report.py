@@ -173,11 +173,9 @@ class Report:
 
     def _not_read(self) -> list[str]:
         """Returns one text about the files of folders that are not read, or none."""
-        named = [f"{path} ({why})" for path, why in [*self.not_read.items()][:MAX_FILES]]
-        more = len(self.not_read) - len(named)
-        return (
-            [f"not read: {', '.join([*named, *([f'{more:,} more files'] if more else [])])}"] if named else []
-        )
+        named = [f"{path} ({why})" for path, why in self.not_read.items()]
+        more = [f"{len(named) - MAX_FILES:,} more"] if len(named) > MAX_FILES else []
+        return [f"not read: {', '.join(named[:MAX_FILES] + more)}"] if named else []
 
     def _entries(self, name: str, split: Split) -> Iterator[tuple[str, str]]:
         """Yields (title, text) of each line of the table of a split."""

@@ -116,11 +116,8 @@ class Kind:
             if isinstance(made, dict):
                 read = self.further.union(self.shapes.get(shape_of(made, self) or "", ()))
                 labels = {name: majority(made[name]) for name in LABELS & read & made.keys()}
-                made = (
-                    values.Dropped("unlabeled")
-                    if any(map(reshape.is_blank, labels.values()))
-                    else {**made, **labels}
-                )
+                blank = any(map(reshape.is_blank, labels.values()))
+                made = values.Dropped("unlabeled") if blank else {**made, **labels}
             yield made
 
     def example(self, record: Record, at: int, prompt: Ids, sides: list[Ids]) -> dict[str, Any]:
@@ -175,11 +172,11 @@ def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
 
 def majority(label: Any) -> Any:
     """Returns what most labels of a list say, true, false, or null if it is neither. Returns other labels unchanged."""
-    votes = (
-        [is_good(one) for one in label if not reshape.is_blank(one)] if isinstance(label, list) else [None]
-    )
+    votes = [is_good(one) for one in reshape.listed(label) if not reshape.is_blank(one)]
+    if None in votes or not isinstance(label, list):
+        return label
     more = sum(1 if good else -1 for good in votes)
-    return label if None in votes else more > 0 if more else None
+    return more > 0 if more else None
 
 
 def is_good(label: Any) -> bool | None:

@@ -167,6 +167,7 @@ def test_a_log_with_few_thumbs_is_guessed_and_a_topic_is_no_label(tmp_path):
     rated = [{**UP, "prompt": f"Say {n}.", "rating": 1 + n % 5} for n in range(20)]
     columns = guess.guessed(rated, "sft")
     assert columns == {"label": "rating"} and not guess.is_clear(columns, rated)
+    assert guess.guessed([{**UP, "level": 1 + n % 5} for n in range(20)], "sft") == {}
     path = write(tmp_path / "rated.jsonl", rated)
     report = make(tmp_path, train=path, columns=columns, label={"good": 4, "bad": 2}, on_error="skip").report
     assert report.splits["train"].kept == 8

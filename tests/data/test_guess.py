@@ -127,9 +127,7 @@ def test_the_error_is_one_line_and_ends_in_what_to_type():
         "ppo" not in line
         and "name the columns, data.columns='{prompt: COLUMN, completion: COLUMN}', or" in line
     )
-    line = guess.misfit(
-        [{"version": 1, "data": [{"prompt": "a", "completion": "b"}] * 2}], "sft", "nested.json"
-    )
+    line = guess.misfit([{"version": 1, "data": [{"prompt": "a", "completion": "b"}]}], "sft", "nested.json")
     assert line.endswith(
         "the columns are version, data; if the rows are in `data`, run jq -c '.data[]' FILE > NEW"
     )
