@@ -20,6 +20,7 @@ from pipeline.data.counts import (
     totals,
     versions_in_words,
 )
+from pipeline.data.messages import THOUGHTS
 from pipeline.data.shapes import kind_of
 from pipeline.data.tasks import SAMPLES, Options, encoder_of
 from pipeline.data.values import RowError, show
@@ -36,6 +37,7 @@ ERROR_NAMES = {
     "ragged": "with another number of values than the header",
     "missing_field": "wrong or missing field",
     "equal_pair": "chosen equal to rejected",
+    "python_text": "neither a list nor its JSON",
     "template": "refused by the chat template",
     "transform": "failed in data.transform",
     "left_out": "left out by data.transform",
@@ -200,7 +202,8 @@ class Report:
         if split.unread:
             names = sorted(split.unread, key=lambda column: -split.unread[column])
             more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
-            shown = ", ".join(column[:40] for column in names[:8])
+            some = {name: f" ({count(rows)})" for name, rows in split.unread.items() if rows < split.kept}
+            shown = ", ".join(column[:60] + some.get(column, "") for column in names[:8])
             yield "not read", f"column{'s' * (len(names) > 1)} {shown}{more}"
         for why, rows in sorted(split.dropped.items()):
             yield "dropped", f"{rows:,} {name_of(why)}"
@@ -229,11 +232,12 @@ class Report:
 
     def _warnings(self, name: str, split: Split) -> Iterator[str]:
         completions = kind_of(self.stage).completions
-        if hidden := split.unread.get("tools"):
-            yield (
-                f"the model does not see the `tools` of {count(hidden)}, because the chat template does not write them; for a "
-                "template that does, set model.chat_template=FILE"
-            )
+        for column, hidden in split.unread.items():
+            if column == "tools" or column.rpartition(".")[2] in THOUGHTS:
+                yield (
+                    f"the model does not see the `{column}` of {count(hidden)}, because the chat template does not write them; "
+                    "for a template that does, set model.chat_template=FILE"
+                )
         if completions == "learned" and name == "train" and split.kept and not split.ended:
             why = "all of them are truncated (data.max_length)"
             if split.truncated < split.kept:
@@ -309,6 +313,8 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
         yield f"{options.stage} does not use the column `margin`: only rm does"
     if special := total["special_tokens"]:
         way, other, value = "ordinary text", "control tokens", "control"
+        if options.apply_template:
+            other += "; rows that hold the chat template's markup also need data.apply_chat_template=false"
         if options.special_tokens == "control":
             way, other, value = "control tokens", "ordinary text", "text"
         names = ", ".join(f"{token} in {rows:,}" for token, rows in special.most_common(5))
@@ -363,7 +369,7 @@ def check(counts: Sequence[Counts], options: Options) -> None:
         if not total["kept"]:
             advice = "".join(f"; first: {error}" for error, _ in first_errors(part)[:1])
             if "too_long" in total["dropped"]:
-                advice += "; data.too_long=truncate or a larger data.max_length keeps long rows"
+                advice += "; a larger data.max_length keeps long rows, and data.too_long=truncate all but chat prompts"
             elif "prompt_too_long" in total["dropped"]:
                 tokens = f"the {options.max_length} tokens of data.max_length"
                 advice += f"; their prompts alone fill {tokens}: raise it"

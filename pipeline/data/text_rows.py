@@ -68,7 +68,7 @@ def decode(line: bytes) -> Any:
         found = f"byte 0x{line[error.start]:02x} at position {error.start + 1} of the line"
         return RowError("not_utf8", "", found, "UTF-8 text")
     except json.JSONDecodeError as error:
-        found = f"{show(error.doc[:40])} ({error.msg} at column {error.colno})"
+        found = f"{show(error.doc[:40])} ({error.msg.removesuffix(' at')} at column {error.colno})"
         return RowError("not_json", "", found, "one JSON object on each line, or one JSON array in the file")
     except RecursionError:
         return too_deep()
@@ -88,7 +88,7 @@ def array_rows(stream: Any) -> Iterator[Row]:
         error = RowError("not_utf8", "", f"byte 0x{caught.object[caught.start]:02x}", "UTF-8 text")
     except json.JSONDecodeError as caught:
         place = caught.doc[caught.pos :][:40]
-        found = f"{show(place) if place else 'the end of the file'} ({caught.msg})"
+        found = f"{show(place) if place else 'the end of the file'} ({caught.msg.removesuffix(' at')})"
         error = RowError("not_json", "", found, "one JSON array of objects, with a comma between them")
     except RecursionError:
         error = too_deep()

@@ -90,15 +90,15 @@ def test_an_array_without_end_is_not_decoded_again_and_again(tmp_path, monkeypat
     assert "no end within" in error.found and str(error).endswith("; not read: all that follows")
 
 
-# ---- values that no row may hold -------------------------------------------------------------------------------------
+# ---- values that no field that is read may hold ---------------------------------------------------------------------
 
 PAIR = '"prompt": "a", "chosen": "b", "rejected": "c"'
 VALUES = [
-    (f'{{{PAIR}, "x": NaN}}', "not_finite", "x"),
-    (f'{{{PAIR}, "x": [-Infinity]}}', "not_finite", "x[0]"),
+    (f'{{{PAIR}, "system": NaN}}', "not_finite", "system"),
+    (f'{{{PAIR}, "system": [-Infinity]}}', "not_finite", "system[0]"),
     (f'{{{PAIR}, "margin": 1e400}}', "not_finite", "margin"),
-    (f'{{{PAIR}, "x": {{"y": -{"9" * 5000}}}}}', "not_finite", "x.y"),
-    (f'{{{PAIR}, "x": "\\ud83d"}}', "not_utf8", "x"),
+    (f'{{{PAIR}, "system": {{"y": -{"9" * 5000}}}}}', "not_finite", "system.y"),
+    (f'{{{PAIR}, "system": "\\ud83d"}}', "not_utf8", "system"),
     (f'{{{PAIR}, "\\udc00": 1}}', "not_utf8", ""),
     (f'{{{PAIR}, "x": {"[" * 100_000}{"]" * 100_000}}}', "nested", ""),
 ]
