@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ from pipeline.system import storage
 FILE = "job.json"
 PARTS = "parts"  # the folder of the finished parts of batch inference and of an evaluation
 WORKERS = ".workers"  # the file on which every worker holds a shared lock
+ABANDONED_S = 3600  # age at which a temporary folder that no worker holds is deleted
 # Who owns a folder of run.storage_path, by the file in it.
 OWNERS = {FILE: "a run", "result.json": "a run", "iterate.json": "an iteration", "sweep.json": "a sweep"}
 # Sections that do not decide the numbers of a job.
@@ -123,6 +125,16 @@ def hold_worker_lock(folder: str) -> None:
         os.makedirs(folder, exist_ok=True)
         handle = os.open(os.path.join(folder, WORKERS), os.O_RDWR | os.O_CREAT)
         fcntl.flock(handle, fcntl.LOCK_SH)
+
+
+def remove_abandoned(parent: str) -> None:
+    """Deletes the folders in `parent` that workers have held, an hour ago or more, and that none holds: they were killed."""
+    for name in storage.folders(parent):
+        folder = os.path.join(parent, name)
+        with contextlib.suppress(OSError), open(os.path.join(folder, WORKERS), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(file.fileno()).st_mtime > ABANDONED_S:  # a younger one may be about to be held
+                shutil.rmtree(folder)
 
 
 def wait_for_old_workers(folder: str, seconds: float = 60.0) -> None:
