@@ -133,7 +133,9 @@ def remove_abandoned(parent: str) -> None:
         folder = os.path.join(parent, name)
         with contextlib.suppress(OSError), open(os.path.join(folder, WORKERS), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - os.fstat(file.fileno()).st_mtime > ABANDONED_S:  # a younger one may be about to be held
+            if (
+                time.time() - os.fstat(file.fileno()).st_mtime > ABANDONED_S
+            ):  # a younger one may be about to be held
                 shutil.rmtree(folder)
 
 

@@ -27,7 +27,7 @@ from pipeline.runtime.preparation import Run, announce, prepared
 from pipeline.runtime.summary import print_summary
 from pipeline.runtime.worker import Worker, main
 from pipeline.system import console, prices, storage, terminal
-from pipeline.system.credentials import without_credentials
+from pipeline.system.credentials import without_secrets
 
 Train = Callable[[Worker], dict[str, Any]]  # a stage in a worker
 # f(job, its future result.json) -> the version that a stage registers or promotes, or None
@@ -144,8 +144,8 @@ def failure_recorded(run: Run) -> Iterator[None]:
         yield
     except Exception as error:
         failure = {
-            "error": without_credentials(summary(error)),
-            "traceback": without_credentials("".join(traceback.format_exception(error)))[-8000:],
+            "error": without_secrets(summary(error)),
+            "traceback": without_secrets("".join(traceback.format_exception(error)))[-8000:],
             "seconds": round(time.monotonic() - run.started, 2),
             "mlflow_run_id": run.work.run_id,
             "tracking_uri": registry.tracking_uri(run.job),

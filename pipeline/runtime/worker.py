@@ -276,7 +276,9 @@ class Worker(Host):
         if self.notice.active and self.rank == 0:
             terminal.say(f"node is being reclaimed: checkpoint of step {step} committed")
 
-    def _commit(self, source: str | None, name: str, checked: dict[str, dict[str, Any]] | None = None) -> None:
+    def _commit(
+        self, source: str | None, name: str, checked: dict[str, dict[str, Any]] | None = None
+    ) -> None:
         """Copies the folder `source` of every node, if it has one, into the run's folder; seals it; removes the oldest ones.
 
         Args:

@@ -69,7 +69,7 @@ def read() -> Prices:
         nodes.sort(key=lambda node: (node.gpus, float(node.dollars)))
         machine = None if prices["machine"] is None else float(prices["machine"])
         return Prices(str(prices["date"]), machine, tuple(nodes))
-    except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+    except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"{file}: {summary(error)}; expected `date`, `machine` (dollars an hour) and `instances`, as in "
             "g6.2xlarge: {gpu: L4, gpus: 1, dollars: 0.98}"

@@ -7,6 +7,7 @@ number, as in a shell. The first signal counts: while it is handled, others chan
 one ends the process immediately.
 """
 
+import atexit
 import contextlib
 import logging
 import os
@@ -14,11 +15,16 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pipeline.errors import Failure
 from pipeline.system import deadline, terminal
 
+# They end a process at once, with the status of success if the caller likes: os.execl and others call one of these.
+ENDINGS = ("_exit", "abort", "execv", "execve")
+_exit = os._exit
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 20.0  # time that a run has to end in order
 received: signal.Signals | None = None  # SIGTERM or SIGHUP; ray.get() loses the code of a SystemExit
@@ -30,6 +36,10 @@ def run(main: Callable[[], int]) -> int:
     """Runs `main` as the work of this process, and returns its exit status."""
     global _is_command
     _is_command = True
+    for name in ENDINGS:
+        setattr(os, name, _forbidden(name, getattr(os, name), os.getpid()))
+    # The last function at the exit, after which Python restores the default handlers
+    atexit.register(listen, signal.SIG_IGN)
     terminal.wrap_streams()
     # At import, bitsandbytes warns that an optional package is missing
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -37,12 +47,28 @@ def run(main: Callable[[], int]) -> int:
     listen()
     status = main()
     # A signal while the libraries shut down must not change the status
-    listen(lambda *_: os._exit(status))
+    listen(lambda *_: _exit(status))
     if deadline.abandoned:  # otherwise, the exit would wait for such a thread, for minutes
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
+        _exit(status)
     return status
+
+
+def _forbidden(name: str, real: Callable[..., Any], command: int) -> Callable[..., Any]:
+    """Returns a function for os.`name` that ends children as ever, but raises Failure in the process of the command.
+
+    A reward or a transform that ended that process would give its status to a run that is not done.
+    """
+
+    def end(*arguments: Any) -> Any:
+        if os.getpid() != command:
+            return real(*arguments)
+        library = os.execl.__code__.co_filename
+        at = [frame for frame in traceback.extract_stack()[:-1] if frame.filename != library][-1]
+        raise Failure(f"{at.filename}:{at.lineno} called os.{name}, which no run may do")
+
+    return end
 
 
 def resume() -> None:
@@ -57,7 +83,7 @@ def _on_signal(number: int, _: Any) -> None:
     now = time.monotonic()
     if _is_command and _since is not None:
         if now - _since > PATIENCE_S:
-            os._exit(128 + number)
+            _exit(128 + number)
         return
     _since = now
     if number == signal.SIGINT:

@@ -53,7 +53,8 @@ def private(parent: str, name: str, variable: str) -> str:
         os.chmod(folder, 0o700)
     except OSError as error:
         raise InputError(
-            f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER, a folder that you own", key=variable
+            f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER, a folder that you own",
+            key=variable,
         ) from error
     return folder
 

@@ -116,7 +116,9 @@ def test_the_adapter_that_was_checked_is_the_one_that_is_registered(moment, tmp_
         patch.setattr(at, file, exchanged)
         stage("sft", tmp_path, "one", *quick, status=1)
     said = capsys.readouterr().err
-    assert "failed: the last checkpoint is not what was trained (adapter/adapter_model.safetensors has" in said
+    assert (
+        "failed: the last checkpoint is not what was trained (adapter/adapter_model.safetensors has" in said
+    )
     assert client(tmp_path).search_registered_models() == []
     assert stage("sft", tmp_path, "one", *quick)["version"] == "1", "the same command trains again"
 

@@ -53,7 +53,9 @@ def test_a_folder_that_another_user_made_is_refused(planted, tmp_path):
         (tmp_path / "mine").symlink_to("target")
         whose = tmp_path / ("target" if planted == "link to his" else "mine")
         os.chown(whose, OTHER, OTHER, follow_symlinks=False)
-    with pytest.raises(InputError, match=r"TMPDIR: cannot use .*/mine \(it belongs to another user\); export TMP"):
+    with pytest.raises(
+        InputError, match=r"TMPDIR: cannot use .*/mine \(it belongs to another user\); export TMP"
+    ):
         storage.private(str(tmp_path), "mine", "TMPDIR")
 
 
