@@ -17,7 +17,7 @@ from typing import Any
 from pipeline import registry, report, text
 from pipeline.config import Job, rules
 from pipeline.config.stages import STAGE
-from pipeline.errors import summary
+from pipeline.errors import InputError, causes, summary
 from pipeline.on_ray import placement
 from pipeline.registry import lineage
 from pipeline.report.headline import how_it_ended
@@ -67,9 +67,15 @@ def launch(
                 outcome = train_in_workers(run.work, run.rows, train, running)
             uri = registry.tracking_uri(run.job)
             outcome |= {"mlflow_run_id": run_id, "tracking_uri": uri, "inputs": run.work.inputs}
-            version = (register or publish)(run.job, outcome)
-            if ended := how_it_ended(outcome):
-                registry.client(uri).set_tag(run_id, "ended", ended)
+            ended = how_it_ended(outcome)
+
+            def registered() -> registry.Version | None:
+                version = (register or publish)(run.job, outcome)
+                if ended:
+                    registry.client(uri).set_tag(run_id, "ended", ended)
+                return version
+
+            version = registry.persistently(run.job, registered)
             cost = cost_of(run.job, outcome.pop("usage"), outcome["train_seconds"])
             result = run.finish(
                 **outcome, **described(version), cost=cost, versions=lineage.versions(), data=run.data()
@@ -167,7 +173,9 @@ def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: 
     started = time.monotonic()
     try:
         outcome = fit(job, main, {"train": train, "work": work, "companion": companion}, rows)
-    except Exception:
+    except Exception as error:
+        if any(isinstance(one, InputError) for one in causes(error)):
+            raise  # something else has to change first
         with contextlib.suppress(OSError):  # the disk itself may have failed
             newest = next(reversed(checkpoints.complete(job.folder)), None)
             does = f"continues from {newest}" if newest else "starts it over: no checkpoint is complete yet"

@@ -106,8 +106,8 @@ def in_dollars(amount: float) -> str:
 
 
 def in_words(cost: dict[str, Any]) -> str:
-    """Returns the cost of a run on one line."""
-    parts = [f"{cost['gpu_hours']:.3g} GPU hours"]
+    """Returns the cost of a run on one line: nothing if it counted nothing and used no GPU."""
+    parts = [f"{cost['gpu_hours']:.3g} GPU hours"] if cost["gpu_hours"] else []
     if cost["dollars"] is not None:
         parts.append(f"{in_dollars(cost['dollars'])} at prices of {cost['prices']}")
     if cost["dollars_per_1000_completions"] is not None:
