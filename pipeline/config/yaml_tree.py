@@ -101,9 +101,7 @@ def _tree(path: Path) -> Tree:
         raise InputError(f"{tree.source}: cannot be read as UTF-8 text ({in_brief(error)})") from None
     tree.data = _parse(text, tree.source, tree.where)
     if not isinstance(tree.data, dict):  # it may be the file of a token, and is not quoted
-        found = "a list" if isinstance(tree.data, list) else "a text or a number"
-        expected = "expected sections such as `stage: sft` and `model: ...`"
-        raise InputError(f"{tree.source}: found {found}, {expected}")
+        raise InputError(f"{tree.source}: is no job; expected sections such as `stage: sft` and `model: ...`")
     return tree
 
 
@@ -151,13 +149,10 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
 def _walk(node: yaml.Node, key: str, name: str, where: dict[str, str], left: Iterator[int]) -> None:
     """Records the line of every key. Raises InputError for repeated keys and for keys that are not text.
 
-    Args:
-        left: one item for each node that the document may still have. Aliases of aliases make few lines into billions.
+    `left` has an item for each node that may follow, because aliases of aliases make few lines into billions.
     """
     if next(left, None) is None:
-        raise InputError(
-            f"{name}: has more than {MOST_NODES:,} values, aliases counted in full; remove aliases (*)"
-        )
+        raise InputError(f"{name}: has more than {MOST_NODES:,} values, with aliases (*); remove aliases")
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             _walk(item, f"{key}.{index}", name, where, left)

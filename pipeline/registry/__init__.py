@@ -17,15 +17,7 @@ from pipeline.registry.runs import (
     nested_under,
     recorded,
 )
-from pipeline.registry.store import (
-    check,
-    check_reachable,
-    client,
-    file_of_uri,
-    persistently,
-    tracking_uri,
-    uri_of,
-)
+from pipeline.registry.store import check, check_reachable, client, file_of_uri, tracking_uri, uri_of
 from pipeline.registry.versions import (
     Version,
     conditions,

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from pipeline.config import Job
-from pipeline.errors import Failure, InputError, causes, in_brief, summary
+from pipeline.errors import Failure, InputError, causes, summary
 from pipeline.system import deadline, storage, terminal
 from pipeline.system.credentials import has_credentials, user_and_password, without_credentials
 
@@ -179,28 +179,33 @@ def _try(path: str, mode: str, begin: str) -> None:
 
 
 def persistently(job: Job, call: Callable[[], Any]) -> Any:
-    """Returns what `call` returns. Repeats all of it while the tracking server is away, for at most WAIT_S.
+    """Returns what `call` returns. Repeats it, with all its requests, while the tracking server is away, for at most WAIT_S.
 
-    `call` may be repeated: it looks for what an earlier try has left. Raises its error if that is another one, and Failure if
-    the SQLite file is gone.
+    Raises Failure if something has deleted the SQLite file, into which MLflow may then still write.
     """
     uri, give_up, pause = tracking_uri(job), time.monotonic() + WAIT_S, 1.0
     while True:
+        error: Exception | None = None
         try:
             found = call()
-            require_file(uri)  # MLflow may write into a file that has been deleted
+        except Exception as caught:  # the store's driver raises any type
+            error = caught
+        file = file_of_uri(uri)
+        if file and not (os.path.exists(file) and os.path.getsize(file)):
+            raise Failure(
+                f"{file} is gone: something has deleted it. The same command makes a new one"
+            ) from error
+        if error is None:
             return found
-        except Exception as error:  # the store's driver raises any type
-            require_file(uri)
-            if time.monotonic() > give_up or not _is_away(uri, error):
-                raise
-            if pause == 1.0:
-                terminal.say(
-                    f"MLflow at {uri} does not answer ({in_brief(error, 120)}); waiting up to {WAIT_S // 60} minutes to "
-                    f"register. The adapter is safe in {job.folder}"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 30.0)
+        if time.monotonic() > give_up or not _is_away(uri, error):
+            raise error
+        if pause == 1.0:
+            terminal.say(
+                f"MLflow at {uri} does not answer ({summary(error)}); waiting up to {WAIT_S // 60} minutes to register. "
+                f"The adapter is safe in {job.folder}"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 30.0)
 
 
 def _is_away(uri: str, error: Exception) -> bool:
@@ -208,24 +213,14 @@ def _is_away(uri: str, error: Exception) -> bool:
     from mlflow.exceptions import MlflowException
     from requests import RequestException
 
-    if file_of_uri(uri):
-        return any("database is locked" in str(one) for one in causes(error))
     for one in causes(error):
-        if isinstance(one, MlflowException):
+        if file_of_uri(uri) and "database is locked" in str(one):
+            return True
+        if isinstance(one, MlflowException) and not file_of_uri(uri):
             return one.get_http_status_code() >= 500  # also of a request without an answer
         if isinstance(one, RequestException):  # of artifacts
             return one.response is None or one.response.status_code >= 500
     return False
-
-
-def require_file(uri: str) -> None:
-    """Raises Failure if the SQLite file of a run has been deleted, or SQLite has made an empty one in its place."""
-    file = file_of_uri(uri)
-    if file and not (os.path.exists(file) and os.path.getsize(file)):
-        raise Failure(
-            f"{file} is gone: something has deleted it during the run. The same command makes a new one, and continues from the "
-            "checkpoints that are left"
-        )
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -147,9 +147,8 @@ def other_base(job: Job, base: dict[str, Any]) -> str | None:
 def _store(mlflow: Any, job: Job, run: Any, folder: str, lineage: dict[str, Any]) -> tuple[str, str]:
     """Uploads the folder as a LoggedModel, downloads it again and compares every file. Returns (model id, location)."""
     sent = folder_digests(folder)
-    left = mlflow.search_logged_models(
-        [run.experiment_id], f"source_run_id = '{run.run_id}'"
-    )  # by an earlier try
+    # By an earlier try
+    left = mlflow.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
     for model in left:
         if model.status == "READY" and _received(mlflow, model) == sent:
             return model.model_id, model.artifact_location

@@ -92,31 +92,25 @@ def damage(path: str) -> str | None:
     """Returns what is wrong with a checkpoint (a local folder or one in a bucket), or None if its files match their digests."""
     if not storage.exists(f"{path}/{DIGESTS}"):
         return f"{DIGESTS} is missing, so it was not written to its end"
+    fs, folder = storage.filesystem(path)
     try:
         listed = storage.read_json(f"{path}/{DIGESTS}")["files"]
-        expected = {
-            name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
-            for name, entry in listed.items()
-        }
+        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         return f"{DIGESTS} cannot be read ({in_brief(error)})"
-    return difference(path, expected) if expected else f"{DIGESTS} lists no file"
-
-
-def difference(path: str, expected: dict[str, dict[str, Any]]) -> str | None:
-    """Returns in what the files of a checkpoint differ from these digests, as in digests.json, or None if they match."""
-    fs, folder = storage.filesystem(path)
-    for name, digest in expected.items():
+    if not expected:
+        return f"{DIGESTS} lists no file"
+    for name, (size, sha256) in expected.items():
         info = fs.get_file_info(f"{folder}/{name}")
         if info.type.name != "File":
             return f"{name} is missing"
-        if info.size != digest["bytes"]:
-            return f"{name} has {info.size} bytes, expected {digest['bytes']}"
+        if info.size != size:
+            return f"{name} has {info.size} bytes, expected {size}"
         # Each read of a bucket's stream is a request, and file_digest reads 256 KiB
         with fs.open_input_stream(f"{folder}/{name}", buffer_size=1 << 22) as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
-        if found != digest["sha256"]:
-            return f"{name} has sha256 {found[:12]}, expected {digest['sha256'][:12]}"
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if digest != sha256:
+            return f"{name} has sha256 {digest[:12]}, expected {sha256[:12]}"
     return None
 
 

@@ -13,6 +13,7 @@ name do not notice each other there.
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -32,7 +33,7 @@ from pipeline.system import storage
 FILE = "job.json"
 PARTS = "parts"  # the folder of the finished parts of batch inference and of an evaluation
 WORKERS = ".workers"  # the file on which every worker holds a shared lock
-ABANDONED_S = 3600  # age at which a temporary folder that no worker holds is deleted
+ABANDONED_S = 3600  # age of a folder that no worker holds; a younger one may be about to be held
 # Who owns a folder of run.storage_path, by the file in it.
 OWNERS = {FILE: "a run", "result.json": "a run", "iterate.json": "an iteration", "sweep.json": "a sweep"}
 # Sections that do not decide the numbers of a job.
@@ -75,6 +76,10 @@ def check_folder(folder: str, owner: str, example: str) -> dict[str, list[str]]:
     """
     storage_path, _, name = folder.rpartition("/")
     storage.require_writable(storage_path)
+    if not storage.is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder):
+        raise InputError(
+            f"{folder} is no folder, or links to none; remove it, or choose another run.name", "run.name"
+        )
     for file in (seen := state(folder)):
         if OWNERS[file] != owner:
             raise InputError(
@@ -128,15 +133,12 @@ def hold_worker_lock(folder: str) -> None:
 
 
 def remove_abandoned(parent: str) -> None:
-    """Deletes the folders in `parent` that workers have held, an hour ago or more, and that none holds: they were killed."""
-    for name in storage.folders(parent):
-        folder = os.path.join(parent, name)
-        with contextlib.suppress(OSError), open(os.path.join(folder, WORKERS), "rb") as file:
+    """Deletes the folders in `parent` that workers have held and none holds, because they were killed."""
+    for lock in glob.glob(os.path.join(glob.escape(parent), "*", WORKERS)):
+        with contextlib.suppress(OSError), open(lock, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if (
-                time.time() - os.fstat(file.fileno()).st_mtime > ABANDONED_S
-            ):  # a younger one may be about to be held
-                shutil.rmtree(folder)
+            if time.time() - os.path.getmtime(lock) > ABANDONED_S:
+                shutil.rmtree(os.path.dirname(lock))
 
 
 def wait_for_old_workers(folder: str, seconds: float = 60.0) -> None:

@@ -20,6 +20,7 @@ from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, causes, summary
 from pipeline.on_ray import placement
 from pipeline.registry import lineage
+from pipeline.registry.store import persistently
 from pipeline.report.headline import how_it_ended
 from pipeline.runtime import checkpoints, resume
 from pipeline.runtime.host import SweepHandle, Work
@@ -67,15 +68,9 @@ def launch(
                 outcome = train_in_workers(run.work, run.rows, train, running)
             uri = registry.tracking_uri(run.job)
             outcome |= {"mlflow_run_id": run_id, "tracking_uri": uri, "inputs": run.work.inputs}
-            ended = how_it_ended(outcome)
-
-            def registered() -> registry.Version | None:
-                version = (register or publish)(run.job, outcome)
-                if ended:
-                    registry.client(uri).set_tag(run_id, "ended", ended)
-                return version
-
-            version = registry.persistently(run.job, registered)
+            version = persistently(run.job, lambda: (register or publish)(run.job, outcome))
+            if ended := how_it_ended(outcome):
+                persistently(run.job, lambda: registry.client(uri).set_tag(run_id, "ended", ended))
             cost = cost_of(run.job, outcome.pop("usage"), outcome["train_seconds"])
             result = run.finish(
                 **outcome, **described(version), cost=cost, versions=lineage.versions(), data=run.data()

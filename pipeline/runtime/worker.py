@@ -276,13 +276,10 @@ class Worker(Host):
         if self.notice.active and self.rank == 0:
             terminal.say(f"node is being reclaimed: checkpoint of step {step} committed")
 
-    def _commit(
-        self, source: str | None, name: str, checked: dict[str, dict[str, Any]] | None = None
-    ) -> None:
+    def _commit(self, source: str | None, name: str, checked: dict[str, Any] | None = None) -> None:
         """Copies the folder `source` of every node, if it has one, into the run's folder; seals it; removes the oldest ones.
 
-        Args:
-            checked: digests, made in memory, that files of the checkpoint must have, as in digests.json.
+        `checked`: digests, made in memory, of files that must be stored like that.
         """
         import ray.train.collective
 
@@ -297,13 +294,13 @@ class Worker(Host):
         files = checkpoints.store(source, run_folder, name) if source and self.local_rank == 0 else {}
         parts = self.gather(files)
         if self.rank == 0:
-            files = dict(ChainMap(checked or {}, *parts))
-            if checked and (wrong := checkpoints.difference(storage.join(run_folder, name), files)):
+            checkpoints.seal(run_folder, name, dict(ChainMap(checked or {}, *parts)))
+            if checked and (wrong := checkpoints.damage(path := storage.join(run_folder, name))):
+                storage.remove(path)
                 raise Failure(
                     f"the last checkpoint is not what was trained ({wrong}): something else writes to {self.scratch} or "
-                    f"{run_folder}; nothing was registered. Stop it, then run the same command again"
+                    f"{run_folder}; stop it, then run the same command again"
                 )
-            checkpoints.seal(run_folder, name, files)
             checkpoints.prune(run_folder, self.job.run.num_to_keep)
 
     def finish(
@@ -336,7 +333,7 @@ class Worker(Host):
         outcome = {"metrics": metrics, "samples": samples or [], "peak_memory_bytes": peak, **self.end}
         gpu = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
         outcome["usage"] = {"gpu": gpu, "workers": self.world, **self.usage}
-        final, checked = os.path.join(self.scratch, "final"), dict[str, dict[str, Any]]()
+        final, checked = os.path.join(self.scratch, "final"), dict[str, Any]()
         if self.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
             os.makedirs(final)

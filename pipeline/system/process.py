@@ -22,8 +22,6 @@ from typing import Any
 from pipeline.errors import Failure
 from pipeline.system import deadline, terminal
 
-# They end a process at once, with the status of success if the caller likes: os.execl and others call one of these.
-ENDINGS = ("_exit", "abort", "execv", "execve")
 _exit = os._exit
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 20.0  # time that a run has to end in order
@@ -36,10 +34,10 @@ def run(main: Callable[[], int]) -> int:
     """Runs `main` as the work of this process, and returns its exit status."""
     global _is_command
     _is_command = True
-    for name in ENDINGS:
-        setattr(os, name, _forbidden(name, getattr(os, name), os.getpid()))
+    for name in ("_exit", "abort", "execv", "execve"):  # os.execl and others call these
+        _forbid(name)
     # The last function at the exit, after which Python restores the default handlers
-    atexit.register(listen, signal.SIG_IGN)
+    atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in SIGNALS])
     terminal.wrap_streams()
     # At import, bitsandbytes warns that an optional package is missing
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -55,20 +53,17 @@ def run(main: Callable[[], int]) -> int:
     return status
 
 
-def _forbidden(name: str, real: Callable[..., Any], command: int) -> Callable[..., Any]:
-    """Returns a function for os.`name` that ends children as ever, but raises Failure in the process of the command.
-
-    A reward or a transform that ended that process would give its status to a run that is not done.
-    """
+def _forbid(name: str) -> None:
+    """Makes os.`name` raise Failure in this process, whose run it would end with any status, also 0. Children end as ever."""
+    real, command, library = getattr(os, name), os.getpid(), os.execl.__code__.co_filename
 
     def end(*arguments: Any) -> Any:
         if os.getpid() != command:
             return real(*arguments)
-        library = os.execl.__code__.co_filename
         at = [frame for frame in traceback.extract_stack()[:-1] if frame.filename != library][-1]
         raise Failure(f"{at.filename}:{at.lineno} called os.{name}, which no run may do")
 
-    return end
+    setattr(os, name, end)
 
 
 def resume() -> None:

@@ -38,12 +38,9 @@ def join(base: str, *parts: str) -> str:
 
 
 def private(parent: str, name: str, variable: str) -> str:
-    """Returns a folder that only this user can enter, and creates it if missing.
+    """Returns a folder that only this user can enter, and creates it if missing; `variable` of the environment names `parent`.
 
     Raises InputError if another user made it, who could then exchange files in it.
-
-    Args:
-        variable: the environment variable that names `parent`.
     """
     folder = os.path.join(parent, name)
     try:
@@ -53,7 +50,7 @@ def private(parent: str, name: str, variable: str) -> str:
         os.chmod(folder, 0o700)
     except OSError as error:
         raise InputError(
-            f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER, a folder that you own",
+            f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER, one that you own",
             key=variable,
         ) from error
     return folder

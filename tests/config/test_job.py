@@ -158,7 +158,7 @@ MERGED = "".join(
 @pytest.mark.parametrize("text", [BOMB, MERGED], ids=["values", "merged"])
 def test_aliases_of_aliases_are_refused_at_once(job, capsys, text):
     assert main(["sft", job(text)]) == 2
-    assert re.search(r"job\.yaml: has more than 100,000 values, aliases counted", capsys.readouterr().err)
+    assert re.search(r"job\.yaml: has more than 100,000 values, with aliases", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("of", ["job", "extends"])
@@ -167,8 +167,8 @@ def test_aliases_of_aliases_are_refused_at_once(job, capsys, text):
     [
         ("pipe", "other: is no file; name a job file"),
         ("device", "other: is no file; name a job file"),
-        ("token", "other: found a text or a number, expected sections such as"),
-        ("list of tokens", "other: found a list, expected sections such as"),
+        ("token", "other: is no job; expected sections such as"),
+        ("list of tokens", "other: is no job; expected sections such as"),
     ],
 )
 def test_what_is_no_job_is_neither_waited_for_nor_quoted(of, kind, says, job, tmp_path, capsys):

@@ -232,7 +232,7 @@ def test_only_a_server_that_is_away_is_asked_again(status, tries, job, monkeypat
                 registry.client(f"http://{place}").get_run("1")
 
             with pytest.raises(Exception, match="API request"):
-                registry.persistently(there, call)
+                store.persistently(there, call)
             assert len(asked) == (tries if place == address else 2)
 
 
@@ -245,6 +245,6 @@ def test_a_store_that_was_deleted_during_a_run_is_named_once(job, tmp_path, capf
         (tmp_path / "mlflow.db").unlink()
         mlflow.search_experiments()
 
-    with pytest.raises(Failure, match=r"/mlflow\.db is gone: something has deleted it during the run"):
-        registry.persistently(job, call)
+    with pytest.raises(Failure, match=r"/mlflow\.db is gone: something has deleted it"):
+        store.persistently(job, call)
     assert capfd.readouterr() == ("", "")

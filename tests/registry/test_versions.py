@@ -18,6 +18,7 @@ from pipeline import registry
 from pipeline.errors import InputError
 from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
+from pipeline.registry.store import persistently
 from pipeline.runtime.run import publish
 from pipeline.system import storage
 
@@ -237,7 +238,7 @@ def test_a_server_that_goes_away_while_a_version_is_registered_is_waited_for(
     monkeypatch.setattr("pipeline.registry.store.time.sleep", pauses.append)
     monkeypatch.setattr(MlflowClient, before, goes_away)
     with registry.mlflow_run(job, {}) as run_id:
-        version = registry.persistently(job, lambda: registry.publish(job, run_id, adapter, {}, LINEAGE))
+        version = persistently(job, lambda: registry.publish(job, run_id, adapter, {}, LINEAGE))
     assert str(version) == "rlhf-sft v1 @champion" and pauses == [1.0, 2.0]
     assert mlflow(job).get_run(run_id).info.status == "FINISHED"
     assert len(mlflow(job).search_model_versions("name = 'rlhf-sft'")) == 1

@@ -113,7 +113,7 @@ def test_code_of_a_user_does_not_end_the_process_with_the_status_of_success(name
     __main__.dispatch = lambda *_: FunctionReward(reward).checked(samples)
     return main(["sft", "job.yaml"])
     """
-    out, err = program(text, status=1, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    _, err = program(text, status=1, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     called = name if name in ("_exit", "abort") else "execv"
     assert err.decode() == f"failed: {tmp_path}/ends.py:5 called os.{called}, which no run may do\n"
 
