@@ -152,7 +152,9 @@ def test_what_a_run_left_cannot_be_read(halfway, tmp_path, in_root, capsys):
         (folder / "sft/job.json").write_text(content)
         assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={folder}", "run.name=sft"]) == 2
         error = capsys.readouterr().err
-        assert re.search(r"^error: run\.name: .*/sft/job\.json cannot be read .*run\.fresh=true", error), error
+        assert re.search(r"^error: run\.name: .*/sft/job\.json cannot be read .*run\.fresh=true", error), (
+            error
+        )
 
 
 @pytest.mark.parametrize("what", ["dangling link", "file"])
