@@ -24,7 +24,7 @@ from pipeline.config.schema import nearest
 from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError, causes, in_brief
 from pipeline.system import process, terminal
-from pipeline.system.credentials import without_credentials
+from pipeline.system.credentials import without_secrets
 
 # What follows a subcommand, by Command.takes: name and description of the first word, and of the others.
 VALUE = "replaces that value of the job, also written --section.key value; a sweep varies key=a,b,c"
@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         if full := [one for one in causes(error) if getattr(one, "errno", None) in no_room]:
             why = f"{in_brief(full[0])}; make room on that disk, then run the same command again"
             return ended("failed", why, 1)
-        print(without_credentials(traceback.format_exc()), end="", file=sys.stderr)
+        print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
         return 1
 
 
@@ -178,7 +178,7 @@ def input_error(error: BaseException, kind: Any = InputError) -> Any:
 
 def ended(how: str, why: str, status: int) -> int:
     """Prints how a command ended; returns `status`."""
-    print(f"{how}: {without_credentials(why)}", file=sys.stderr)
+    print(f"{how}: {without_secrets(why)}", file=sys.stderr)
     return status
 
 

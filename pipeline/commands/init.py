@@ -28,7 +28,7 @@ from pipeline.config import Job, load_job
 from pipeline.data import chunks, guess, preview
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.files import NAME as DATA_SET
-from pipeline.data.files import files_of, find
+from pipeline.data.files import files_of, find, is_held_out
 from pipeline.data.reshape import Preprocess
 from pipeline.data.shapes import Kind, Record, kind_of
 from pipeline.data.tasks import checked, held_out
@@ -161,15 +161,17 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
                     yield split, True
                     return
         return
-    files = [file.path for file in find(path, "data.train")]
+    aside = dict[str, str]()
+    files = [file.path for file in find(path, "data", aside)]
     groups: dict[str, list[str]] = {}
     for file in files:
         groups.setdefault(re.sub(r"\d+", "*", file), []).append(file)
     for pattern, group in groups.items():
         as_glob = len(group) > 1 and group == fnmatch.filter(files, pattern)
         for name in [pattern] if as_glob else group:
-            words = re.split(r"[^a-z]+", os.path.relpath(name, path).lower())  # none of a single file
-            yield name, bool({*words} & {*EVAL_NAMES})
+            yield name, is_held_out(os.path.relpath(name, path))
+    for name, why in aside.items():
+        print(f"  {name}: not read ({why})")
 
 
 def source_of(path: str, for_eval: bool) -> Source:

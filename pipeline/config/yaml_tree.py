@@ -6,6 +6,7 @@ is the word "no", and `2026-11-20` is text. A value that looks like a secret is 
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,9 @@ from typing import Any
 import yaml
 
 from pipeline.errors import InputError, in_brief, short, show, visible
-from pipeline.system.credentials import has_credentials
+from pipeline.system.credentials import SECRET, has_credentials
 
-# Tokens and keys of the services that the pipeline uses, and private keys.
-SECRET = re.compile(
-    r"\bhf_[A-Za-z0-9]{16,}|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bsk-[\w-]{20,}"
-    r"|\bdapi[0-9a-f]{32}|\bxox[abp]-[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY"
-)
+MOST_NODES = 100_000  # values of a job file
 NO_SECRETS = (
     "the value looks like a secret, which never belongs in a job file or on a command line; "
     "put it into the environment (HF_TOKEN, AWS_*, MLFLOW_TRACKING_*), and replace it if others have seen it"
@@ -94,6 +91,8 @@ def section_tree(tree: Tree, section: str, folder: Path) -> Tree:
 
 def _tree(path: Path) -> Tree:
     tree = Tree(visible(str(path), lines=False))
+    if path.exists() and not path.is_file():  # a pipe or a device may never end
+        raise InputError(f"{tree.source}: is no file; name a job file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -101,9 +100,8 @@ def _tree(path: Path) -> Tree:
     except (OSError, ValueError) as error:
         raise InputError(f"{tree.source}: cannot be read as UTF-8 text ({in_brief(error)})") from None
     tree.data = _parse(text, tree.source, tree.where)
-    if not isinstance(tree.data, dict):
-        found = f"found {show(tree.data)}, expected sections such as `stage: sft` and `model: ...`"
-        raise InputError(f"{tree.source}: {found}")
+    if not isinstance(tree.data, dict):  # it may be the file of a token, and is not quoted
+        raise InputError(f"{tree.source}: is no job; expected sections such as `stage: sft` and `model: ...`")
     return tree
 
 
@@ -136,7 +134,7 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         node = loader.get_single_node()
         if node is None:
             return {}
-        _walk(node, "", name, where)
+        _walk(node, "", name, where, iter(range(MOST_NODES)))
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -148,18 +146,23 @@ def _parse(text: str, name: str, where: dict[str, str]) -> Any:
         raise InputError(f"{name}: not valid YAML: {what}; remove it") from None
 
 
-def _walk(node: yaml.Node, key: str, name: str, where: dict[str, str]) -> None:
-    """Records the line of every key. Raises InputError for repeated keys and for keys that are not text."""
+def _walk(node: yaml.Node, key: str, name: str, where: dict[str, str], left: Iterator[int]) -> None:
+    """Records the line of every key. Raises InputError for repeated keys and for keys that are not text.
+
+    `left` has an item for each node that may follow, because aliases of aliases make few lines into billions.
+    """
+    if next(left, None) is None:
+        raise InputError(f"{name}: has more than {MOST_NODES:,} values, with aliases (*); remove aliases")
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _walk(item, f"{key}.{index}", name, where)
+            _walk(item, f"{key}.{index}", name, where, left)
     if not isinstance(node, yaml.MappingNode):
         return
     seen: dict[str, int] = {}
     for child, value in node.value:
         line = child.start_mark.line + 1
         if child.tag == "tag:yaml.org,2002:merge":
-            _walk(value, key, name, where)
+            _walk(value, key, name, where, left)
             continue
         if child.tag != "tag:yaml.org,2002:str":
             raise InputError(f"{name}:{line}: {key or 'job'}: a key is not text; put it in quotes")
@@ -170,7 +173,7 @@ def _walk(node: yaml.Node, key: str, name: str, where: dict[str, str]) -> None:
             raise InputError(f"{name}:{line}: {full}: repeated key, first on line {first}; keep one of them")
         seen[child.value] = line
         where[full] = f"{name}:{line}"
-        _walk(value, full, name, where)
+        _walk(value, full, name, where, left)
 
 
 def _override(tree: Tree, text: str) -> None:

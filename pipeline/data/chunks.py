@@ -18,6 +18,7 @@ from pipeline.data.shapes import Kind
 from pipeline.data.table_rows import pieces, table_rows
 from pipeline.data.text_rows import BLOCK, REST, Row, text_rows
 from pipeline.data.values import RowError, fields_of, show
+from pipeline.errors import InputError, visible
 from pipeline.system import storage
 
 GROUP = 10_000  # rows that data.group_by joins
@@ -30,6 +31,21 @@ NAMED: dict[str, Format] = {
 }  # fmt: skip
 UNITS: dict[str, Literal["element", "row"]] = {"array": "element", "parquet": "row", "arrow": "row"}
 MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARRO": "arrow"}
+# First bytes of files that are not read -> what such a file is, and what to do
+FOREIGN = {
+    (b"PK\x03\x04",): "an Excel workbook or another zip archive; save its sheet as CSV UTF-8, or unpack it",
+    (
+        b"(\xb5/\xfd",
+        b"BZh",
+        b"\xfd7zXZ",
+    ): "compressed in an unsupported format; unpack it, or compress it with gzip",
+    (b"\xd0\xcf\x11\xe0",): "a workbook of an old Excel; save its sheet as CSV UTF-8",
+    (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"): "a pickle; save its rows as JSON Lines or Parquet",
+    (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE): "UTF-16 text; run iconv -f UTF-16 -t UTF-8 FILE > NEW",
+    (
+        b"{\n",
+    ): "JSON with an object over several lines; run jq -c . FILE > NEW, or jq -c '.data[]' if the rows are in `data`",
+}
 
 
 @dataclass(frozen=True)
@@ -50,19 +66,23 @@ class Chunk:
 def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
     """Returns the chunks of a file, in order. Reads only its first bytes, and the metadata of tables."""
     path, group_by = storage.absolute(file.path), kind.preprocess.group_by
+    name = path.lower()
     try:
         with open_bytes(file.path) as stream:
             head = stream.read(BLOCK // 4)
     except OSError as error:  # a folder can be opened, but not read
         raise unreadable(file.path, error) from error
-    zipped = head[:2] == b"\x1f\x8b" or path.endswith(".gz")
+    zipped = head[:2] == b"\x1f\x8b" or name.endswith(".gz")
     if zipped:
         try:
             head = zlib.decompressobj(wbits=31).decompress(head, 4096)
         except zlib.error:  # reading the rows reports it
             head = b""
-    text: Format = "array" if head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[" else "lines"
-    format = NAMED.get(os.path.splitext(path.removesuffix(".gz"))[1]) or MAGIC.get(head[:4]) or text
+    start = head.removeprefix(codecs.BOM_UTF8).lstrip().replace(b"\r", b"")
+    if found := next((what for magic, what in FOREIGN.items() if start.startswith(magic)), None):
+        raise InputError(f"data: {visible(file.path, lines=False)} is {found}")
+    text: Format = "array" if start[:1] == b"[" else "lines"
+    format = NAMED.get(os.path.splitext(name.removesuffix(".gz"))[1]) or MAGIC.get(head[:4]) or text
     parts = [(0, -1, file.size)]  # start, stop, bytes; a group must not be split between two chunks
     if format in ("parquet", "arrow") and not group_by:
         parts = pieces(path, format, file.size, chunk_bytes)

@@ -10,14 +10,14 @@ compared as tokens: an empty completion or a pair of equal completions is reject
 import json
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.data.messages import SIDES, Text, as_turns, shared_length
+from pipeline.data.messages import SIDES, Text, as_turns, shared_length, thoughts
 from pipeline.data.shapes import Kind, Record
 from pipeline.data.template import ChatTemplate, Span, holds, without_tokens
 from pipeline.data.values import Dropped, RowError, show
-from pipeline.models.control_tokens import ControlTokens, Escaping
+from pipeline.models.control_tokens import ControlTokens, Escaping, texts_of
 
 FEW = 8  # a text with more different tokens than this is not white space
 
@@ -59,7 +59,8 @@ class Encoder:
         ends: Sequence[int],
         special_tokens: str = "text",
     ):
-        self.tokenizer, self.kind = tokenizer, kind
+        self.chat = ChatTemplate(tokenizer)
+        self.tokenizer, self.kind = tokenizer, replace(kind, message_keys=self.chat.message_keys)
         self.max_length, self.too_long, self.apply_template = max_length, too_long, apply_template
         self.control = ControlTokens(tokenizer, as_text=special_tokens == "text")
         self.eos, self.ends, self.bos = tokenizer.eos_token_id, frozenset(ends), tokenizer.bos_token_id
@@ -67,7 +68,6 @@ class Encoder:
         empty = self.control.names if self.control.as_text else [tokenizer.bos_token, tokenizer.pad_token]
         self.silent = self.ends | set(tokenizer.convert_tokens_to_ids([name for name in empty if name]))
         self.adds_bos = self.bos is not None and tokenizer("a").input_ids[:1] == [self.bos]
-        self.chat = ChatTemplate(tokenizer)
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -103,10 +103,12 @@ class Encoder:
         return list(dict.fromkeys(name for text in texts for name in self.control.tokens_in(text)))
 
     def unread(self, record: Record) -> tuple[str, ...]:
-        """Returns the columns that the model does not see: columns that nothing reads, and `tools` if no template writes it."""
+        """Returns the columns that the model does not see, because nothing reads them, or no chat template writes them."""
         chat = self.apply_template or not isinstance(record.prompt, str)
-        hidden = record.tools and not (chat and self.chat.writes("tools"))
-        return (*record.unread, "tools") if hidden else record.unread
+        variables = self.chat.variables if chat else ()
+        hidden = ["tools"] if record.tools and "tools" not in variables else []
+        hidden += [f"chat_template_kwargs.{name}" for name in record.template_kwargs if name not in variables]
+        return (*record.unread, *hidden)
 
     def unlearned_end(self) -> tuple[str, str] | None:
         """Returns (how the chat template ends a completion, what generation stops on) if these differ, else None."""
@@ -172,7 +174,7 @@ class Encoder:
             if isinstance(prompt, str):
                 wholes = [prompt, *(prompt + str(completion) for completion in completions)]
             else:
-                chat = self.chat.offering(record.tools)
+                chat = self.chat.of_row(record.tools, record.template_kwargs)
                 both = [chat.whole(prompt, list(completion)) for completion in completions]  # type: ignore[arg-type]
                 wholes = [both[0][0] if both else chat.asking(prompt), *(whole for _, whole in both)]
             texts.append([(whole, escaping) for whole in wholes])
@@ -193,7 +195,9 @@ class Encoder:
             return without_tokens("prompt")
         length = len(prompt) + max(map(len, sides), default=0)
         if length > self.max_length:
-            if self.too_long != "truncate":
+            chat = self.apply_template or not isinstance(record.prompt, str)
+            # A cut at the start of a chat would remove the system prompt and the header of a turn
+            if self.too_long != "truncate" or (chat and not sides):
                 return self.over_length(length)
             if not sides:
                 # Cut at the start, because the question is at the end
@@ -241,11 +245,13 @@ class Encoder:
             whole = prompt + str(completion)
             return (whole, escaping), [(len(prompt), len(whole))], True
         turns = [*prompt, *completion]
-        chat = self.chat.offering(record.tools)
+        chat = self.chat.of_row(record.tools, record.template_kwargs)
         whole, spans = chat.spans(turns, 0 if record.all_turns else len(prompt), record.untrained)  # type: ignore[arg-type]
         if not holds(whole, prompt[-1]["content"].strip()):
             # Raises RowError if the template leaves out or changes the last turn of the prompt
             chat.asking(prompt)
+        if not all(holds(whole, thoughts(turn)) for turn in turns[:-1]):  # Qwen3's template leaves them out
+            record.unread += ("thoughts before the last turn",)
         return (whole, escaping), spans, len(turns) - 1 not in record.untrained
 
     def _labelled(self, encoding: Any, text: Rendered, spans: list[Span], trains_end: bool) -> Outcome:
@@ -310,9 +316,9 @@ class Encoder:
             prompt = as_turns(prompt)
             completions = tuple([{"role": "assistant", "content": str(one)}] for one in completions)
         turns = [turn for part in (prompt, *completions) for turn in as_turns(part)]
-        called = [record.tools, *(turn.get("tool_calls") for turn in turns)]
-        if any(called) and self.control.as_text:
-            for name in self.control.tokens_in(json.dumps(called, ensure_ascii=False)):
+        objects = [value for turn in turns for value in turn.values() if not isinstance(value, str)]
+        if self.control.as_text and any(objects := [record.tools, record.template_kwargs, *objects]):
+            for name in self.control.tokens_in(json.dumps(objects, ensure_ascii=False)):
                 expected = "tools and calls without it, or data.special_tokens=control"
                 raise RowError("special_tokens", "tools", show(name), expected)
         escaping = self.control.escaping(contents(prompt, *completions))
@@ -321,10 +327,10 @@ class Encoder:
         return escaped(prompt, escaping), tuple(escaped(one, escaping) for one in completions), escaping
 
     def over_length(self, length: int) -> RowError | Dropped:
-        """Returns the outcome of a row that is too long and must not be truncated."""
+        """Returns the outcome of a row that is too long and must not, or cannot, be truncated."""
         expected = f"at most {self.max_length} tokens (data.max_length or the context)"
         error = RowError("too_long", "", f"{length} tokens", expected)
-        return Dropped("too_long", error) if self.too_long == "drop" else error
+        return error if self.too_long == "error" else Dropped("too_long", error)
 
     def prompt_too_long(self) -> Dropped:
         """Returns the outcome of a row whose prompt leaves no token for the completion."""
@@ -338,10 +344,10 @@ class Encoder:
 
 def contents(*parts: Text) -> list[str]:
     """Returns the texts of a row's prompt and completions."""
-    return [turn["content"] for part in parts for turn in as_turns(part)]
+    return texts_of([turn for part in parts for turn in as_turns(part)])
 
 
 def escaped(part: Text, escaping: Escaping) -> Text:
     if isinstance(part, str):
         return escaping.escape(part)
-    return [{**turn, "content": escaping.escape(turn["content"])} for turn in part]
+    return [escaping.escape_message(turn) for turn in part]

@@ -31,7 +31,11 @@ SUFFIXES = (
     ".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz",
     ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".pq", ".arrow",
 )  # fmt: skip
-PACKED = (".zst", ".bz2", ".xz", ".zip")  # compressed in a format that is not supported
+# Words of names of files and folders whose rows are not for training. The datasets library reads the same words.
+HELD_OUT = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
+BY_NAME = "left out by its name"  # why a file of a folder is not read
+# Names of files in a folder of rows that are neither rows nor missed
+ASIDE = re.compile(r"(?i)(readme|license)[^/]*|dataset_infos?\.json|dataset_dict\.json|state\.json")
 
 
 @dataclass(frozen=True)
@@ -46,17 +50,16 @@ class File:
 Paths = tuple[list[str], str]  # files of a split of a dataset; its commit, if it is on the Hub
 
 
-def find(spec: Any, key: str) -> list[File]:
-    """Returns the files of the sources that a job names (config.job.sources_of). `key` names the setting in errors."""
+def find(spec: Any, key: str, aside: dict[str, str] | None = None) -> list[File]:
+    """Returns the files of the sources that a job names (config.job.sources_of). `key` names the setting in errors.
+
+    Adds the files of folders that are not read to `aside`, {path: why}. With the key `data`, only those without rows are.
+    """
     files: list[File] = []
     for index, source in enumerate(sources_of(spec)):
         reach(source.location, key)
         with readable(source.location, key):
-            found = matching(source.location, key)
-        for file in found:
-            if file.path.endswith(PACKED):
-                what = f"{file.path} is compressed in an unsupported format"
-                raise InputError(f"{what}; unpack it, or compress it with gzip", key=key)
+            found = matching(source.location, key, {} if aside is None else aside)
         files += [replace(file, source=index) for file in found]
     return files
 
@@ -68,8 +71,8 @@ def reach(item: str, key: str) -> None:
             storage.reach(item)
 
 
-def matching(item: str, key: str) -> list[File]:
-    """Returns the files of one path, glob, folder or URI. Raises InputError if there are none."""
+def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
+    """Returns the files of one path, glob, folder or URI, and adds to `aside`. Raises InputError if there are none."""
     if found := files_of(item, key):
         files = []
         for path in found[0]:
@@ -80,10 +83,14 @@ def matching(item: str, key: str) -> list[File]:
     info = fs.get_file_info(inner)
     if info.is_file:
         return [as_file(item, info)]
-    infos = []
+    infos = list[Any]()
     if info.type.name == "Directory":
-        infos = [one for one in below(fs, inner) if one.path.endswith(SUFFIXES)]
+        infos, others = in_folder(fs, inner, key)
         problem = f"the folder {item!r} holds no data file; expected files named *{', *'.join(SUFFIXES)}"
+        aside |= {as_file(item, one).path: why for one, why in others.items()}
+        if held := [as_file(item, one).path for one, why in others.items() if why == BY_NAME]:
+            what = f"the names of all files in {item!r} say that they are for evaluation"
+            problem = f"{what}; name those to train on: {', '.join(held)}"
     elif any(char in inner for char in "*?["):
         infos = below(fs, inner, pattern=True)
         problem = (
@@ -96,9 +103,32 @@ def matching(item: str, key: str) -> list[File]:
         close = difflib.get_close_matches(os.path.basename(inner), names, 1, 0.7)
         hint = f"; did you mean {os.path.join(os.path.dirname(item), close[0])!r}?" if close else ""
         problem = f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://"
+        if info.type.name == "Unknown":  # rows are read several times
+            problem = f"{item!r} is a pipe or a device; write what it gives into a file, and name that file"
     if not infos:
         raise InputError(problem, key=key)
     return [as_file(item, one) for one in infos]
+
+
+def in_folder(fs: Any, inner: str, key: str) -> tuple[list[Any], dict[Any, str]]:
+    """Returns the files of a folder that the setting `key` reads, and {other file: why it is not read}.
+
+    data.train reads the files that are not held out. data.eval reads those that are, if there are any; `data` reads all.
+    """
+    found = [one for one in below(fs, inner) if not ASIDE.fullmatch(one.base_name)]
+    rows = [one for one in found if one.path.lower().endswith(SUFFIXES)]
+    held = [one for one in rows if is_held_out(os.path.relpath(one.path, inner))]
+    read = rows
+    if key == "data.train":
+        read = [one for one in rows if one not in held]
+    elif key != "data":
+        read = held or rows
+    return read, {one: BY_NAME if one in rows else "no format of rows" for one in found if one not in read}
+
+
+def is_held_out(name: str) -> bool:
+    """Returns True if a word of a path says that its rows are not for training: `data/test-00000-of-00001.parquet`."""
+    return not HELD_OUT.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 
 def below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:

@@ -36,6 +36,7 @@ NAMES = {
 LOOKED = 50  # rows that are read to test a guess
 # Words in which the names of a pair's two columns differ.
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
+STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # by which the names of twins differ
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
 # In these columns a larger number is better, unlike in ranks and lengths.
 SCORES = "score rating reward votes likes points winner".split()
@@ -50,13 +51,21 @@ def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "da
     guess = guessed(rows, stage)
     if guess:
         return f"{head}; set {as_setting(guess, rows, key)}"
-    if others := fitting(rows):
+    for name, value in rows[0].items() if len(rows) == 1 else ():
+        inner = value[0] if isinstance(value, list) and value else None
+        if isinstance(inner, dict) and not {"role", "from"} & inner.keys():
+            return f"{head}; if the rows are in `{name}`, run jq -c '.{name}[]' FILE > NEW"
+    others = fitting(rows)
+    if others and not others.startswith("ppo with"):  # a text that may hold the completion, too
         return f"{head}; such rows fit {others}"
-    shape = next(iter(kind_of(stage).shapes.values()))
-    blank = ", ".join(f"{name}: COLUMN" for name in shape)
+    kind = kind_of(stage)
+    known = [needs for needs in kind.shapes.values() if needs[0] == "prompt" and "pos_answers" not in needs]
+    shapes = [known[0], ("prompt", "first", "second", "label")][: 1 + ("chosen" in known[0])]
+    blanks = ["{" + ", ".join(f"{name}: COLUMN" for name in shape) + "}" for shape in shapes]
+    named = " or ".join(setting(f"{key}.columns", blank) for blank in blanks)
     return (
-        f"{head}; expected one of {' | '.join(kind_of(stage).shapes)}: name the columns, "
-        f"{setting(f'{key}.columns', f'{{{blank}}}')}, or make such rows, {key}.transform=python:MODULE:FUNCTION"
+        f"{head}; expected one of {' | '.join(kind.shapes)}: name the columns, {named}, or make such rows, "
+        f"{key}.transform=python:MODULE:FUNCTION"
     )
 
 
@@ -108,6 +117,8 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
     free = {name: values for name, values in columns.items() if name not in _used(guess)}
     if stage == "sft":  # with a label, bad completions are left out
         labels = [name for name in _called("label", free) if None not in map(is_good, free[name])]
+        scales = [name for name in free if _numbers(free[name]) and _is_label(free[name])]
+        labels += [name for name in scales if name.lower() in NAMES["label"]]
         guess |= _unlike({"label": labels[0]}) if labels and labels[0] not in VERDICTS else {}
     if stage in ("sft", "ppo") and "tools" not in rows[0]:
         tools = [name for name, values in free.items() if any(map(_is_tools, values))]
@@ -133,12 +144,12 @@ def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> 
 
 
 def _labels(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """Returns the labels of rows, without nulls, lists and objects."""
+    """Returns the labels of rows, each of a list, without nulls, other lists and objects."""
     found = []
     for row in rows:
         for name in listed(guess.get("label", "label")):
             with contextlib.suppress(KeyError):
-                found.append(value_at(row, name))
+                found += listed(value_at(row, name))
     return [value for value in found if value is not None and not isinstance(value, list | dict)]
 
 
@@ -173,13 +184,24 @@ def _numbers(values: Values) -> list[float]:
 
 
 def _is_label(values: Values) -> bool:
-    """Returns True for few different values of at most two words, or for numbers from 1 to 2, as in AlpacaEval."""
+    """Returns True for few different values of at most two words, or for numbers from 1 to 2, as in AlpacaEval.
+
+    A list holds the labels of several annotators.
+    """
+    values = [one for value in values for one in listed(value)]
     numbers = _numbers(values)
     if numbers and 1 <= min(numbers) < 1.5 < max(numbers) <= 2:
         return True
     different = {str(reshape.comparable(value)) for value in values if not isinstance(value, list | dict)}
     least = 2 if len(values) > 1 else 1  # a column with one value is no label if there are several rows
     return least <= len(different) <= reshape.SEVERAL and all(len(value.split()) < 3 for value in different)
+
+
+def _names_sides(values: Values) -> bool:
+    """Returns True if all values name the first or the second of two completions, or a tie."""
+    filled = (one for value in values for one in listed(value) if not reshape.is_blank(one))
+    named = {reshape.side_of(reshape.comparable(one)) for one in filled}
+    return {"first", "second"} <= named <= {"first", "second", "tie"}
 
 
 # ---- candidates ------------------------------------------------------------------------------------------------------
@@ -189,7 +211,8 @@ def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, An
     """Yields mappings to try, the likeliest first."""
 
     def is_text(values: Values) -> bool:
-        return any(isinstance(value, list) or (isinstance(value, str) and " " in value) for value in values)
+        lists = any(isinstance(value, list) for value in values) and not _is_label(values)
+        return lists or any(isinstance(value, str) and " " in value.strip() for value in values)
 
     yield {}
     texts = [name for name, values in columns.items() if is_text(values) and not any(map(_is_tools, values))]
@@ -215,6 +238,9 @@ def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, An
 
 
 def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
+    # A column with a twin, such as reply_1 with reply_2, may be the worse completion
+    stems = {name: re.sub(STEM, "", name.lower()) for name in columns}
+    columns = {name: columns[name] for name in columns if [*stems.values()].count(stems[name]) == 1}
     for name, (value, *_) in columns.items():  # several texts are a conversation only if their name says so
         if name in NAMES["messages"] or not (isinstance(value, list) and value and isinstance(value[0], str)):
             yield {"messages": name}
@@ -236,12 +262,14 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
 
     labels = [name for name in named(PREFERENCES) if _is_label(columns[name])]
     votes = [name for name in labels if re.search(r"\d$", name)]
+    spoken = [name for name, values in columns.items() if _names_sides(values)]
+    labels += [name for name in spoken if name not in labels]
     scores = [name for name in named(SCORES) if _numbers(columns[name])]
     for low, high in PAIRED:
         for first, second in _siblings(texts, low, high):
             for one, two in _siblings(scores, low, high):
                 yield {"first": first, "second": second, "first_score": one, "second_score": two}
-            for label in ([votes] if len(votes) > 1 else []) + labels:
+            for label in [several for several in (votes, spoken) if len(several) > 1] + labels:
                 yield {"first": first, "second": second, "label": label}
 
 

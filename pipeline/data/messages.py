@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.data.values import RowError, decoded, fields_of, nearest, show
 
-Message = dict[str, Any]  # role, content; of a tool call also tool_calls, tool_call_id, name
+Message = dict[str, Any]  # role, content, perhaps tool_calls, and the other keys that the chat template reads
 Turns = list[Message]
 Text = str | Turns  # raw text, or messages for the chat template
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
@@ -29,6 +29,12 @@ ROLES = {
 
 SIDES = ("chosen", "rejected")
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose content is text
+# What a reasoning model thinks before it answers. transformers gives a template the first of them as `reasoning_content` and
+# `thinking`.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+WEIGHTS = ("weight", "train")  # keys of a message that say whether it is trained
+ABOUT_TOOLS = ("tool_call_id", "name")
+READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_call", *WEIGHTS})
 
 
 def plain(value: Text) -> str:
@@ -37,9 +43,29 @@ def plain(value: Text) -> str:
 
 
 def words(turn: Message) -> str:
-    """Returns the content of a turn, and its tool calls as JSON."""
-    calls = turn.get("tool_calls")
-    return turn["content"] + (json.dumps(calls, ensure_ascii=False) if calls else "")
+    """Returns the content of a turn, with its tool calls and its other keys, such as thoughts, as JSON."""
+    others = {key: value for key, value in turn.items() if key not in (*READ, *ABOUT_TOOLS)}
+    parts = [one for one in (turn.get("tool_calls"), others) if one]
+    return turn["content"] + "".join(json.dumps(one, ensure_ascii=False) for one in parts)
+
+
+def thoughts(turn: Message) -> str:
+    """Returns the thoughts of a turn, or "" if it has none."""
+    return next((turn[key].strip() for key in THOUGHTS if isinstance(turn.get(key), str)), "")
+
+
+def without_unread(value: Any, key: str, keys: frozenset[str], unread: list[str]) -> Any:
+    """Returns the messages in a value without the keys that neither this module nor the chat template (`keys`) reads.
+
+    Adds these keys to `unread`, such as `messages[].id`, if they are not null or empty.
+    """
+    if isinstance(value, list):
+        return [without_unread(one, f"{key.removesuffix('[]')}[]", keys, unread) for one in value]
+    if not isinstance(value, dict) or not value.keys() & {"role", "from"}:
+        return value
+    gone = value.keys() - READ - keys
+    unread += [f"{key}.{name}" for name in sorted(gone) if value[name] not in (None, "", [], {})]
+    return {name: one for name, one in value.items() if name not in gone}
 
 
 def text(value: Any, key: str) -> str:
@@ -66,13 +92,39 @@ def messages(value: Any, key: str, system: Any = None) -> Turns:
     return with_system([message(item, f"{key}[{i}]") for i, item in enumerate(value)], system)
 
 
+# Python's text of messages, which `to_csv` of pandas and datasets writes, or JSON of messages that is cut off; and of any list
+_BEGIN = r"(?:array\()?[\[(\s]*"
+_MESSAGES = rf"{_BEGIN}\{{\s*(?=['\"])(?=.*['\"](?:role|from)['\"]\s*:)(?=.*['\"](?:content|value)['\"]\s*:)"
+_LIST = rf"{_BEGIN}(?<=[\[(])\s*['\"{{].*[\])]\Z"
+
+
+def list_in(value: Any, key: str, of_messages: bool = False) -> Any:
+    """Returns the list in a JSON text, or the value itself. Raises RowError for Python's text of a list (`of_messages`)."""
+    if not isinstance(value, str):
+        return value
+    made = decoded(value) if (stripped := value.strip())[:1] in ("[", "{") else value
+    pattern = _MESSAGES if of_messages else f"{_MESSAGES}|{_LIST}"
+    if made is value and re.match(pattern, stripped, re.DOTALL):
+        expected = "a list, or its JSON text; to_csv writes Python's text of it, so save the rows with to_json or to_parquet"
+        raise RowError("python_text", key, show(value), expected)
+    return made if isinstance(made, list) else value
+
+
+def unpacked(field: str, value: Any) -> Any:
+    """Returns the messages in a JSON text, as in CSV files, or in a conversation's field. Returns other values unchanged."""
+    if field in ("messages", "conversations"):
+        return dialogue(list_in(value, field))
+    items = list_in(value, field, of_messages=True)
+    chat = isinstance(items, list) and all(
+        isinstance(one, dict) and one.keys() & {"role", "from"} for one in items
+    )
+    return items if chat and items else value
+
+
 def dialogue(value: Any) -> Any:
-    """Converts JSON text, a transcript, [{input, output}] or alternating texts to a list of messages; returns other values."""
+    """Converts a transcript, [{input, output}] or alternating texts to a list of messages; returns other values."""
     if isinstance(value, str):
-        listed = decoded(value) if value.lstrip().startswith("[") else value
-        if not isinstance(listed, list):
-            return split_turns(value) if is_transcript(value) else value
-        value = listed
+        return split_turns(value) if is_transcript(value) else value
     if not isinstance(value, list) or not value:
         return value
     if all(isinstance(item, str) for item in value):  # LIMA
@@ -107,9 +159,7 @@ def message(item: Any, key: str) -> Message:
     turn: Message = {"role": ROLES[role.lower()], "content": text(content, f"{key}.{what}")}
     if calls:
         turn["tool_calls"] = calls
-    if turn["role"] == "tool":
-        turn |= {name: item[name] for name in ("tool_call_id", "name") if item.get(name)}
-    return turn
+    return turn | {name: one for name, one in item.items() if name not in READ and one not in (None, "")}
 
 
 def part_text(part: Any, key: str) -> str:
@@ -164,18 +214,25 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
             found = f"a completion by `{turns[0]['role']}`"
             raise RowError("wrong_role", key, found, "a completion by `assistant`")
         check_last(turns, key)
-        if isinstance(prompt, str) and any("tool_calls" in turn for turn in turns):
-            raise RowError("wrong_type", key, "tool calls with a text prompt", "a prompt of messages")
+        further = [name for turn in turns for name in turn if name not in ("role", "content", *ABOUT_TOOLS)]
+        if isinstance(prompt, str) and further:
+            raise RowError("wrong_type", key, f"`{further[0]}` with a text prompt", "a prompt of messages")
         return plain(turns) if isinstance(prompt, str) else turns
     completion = filled(value, key, "empty_completion")
     return completion if isinstance(prompt, str) else assistant_turn(completion)
 
 
 def with_system(turns: Turns, system: Any) -> Turns:
-    """Puts the `system` prompt of a row, if any, in front of a conversation that begins with another turn."""
-    if not system or turns[0]["role"] == "system":
+    """Puts the `system` prompt of a row, if any, in front of a conversation. Raises RowError if it has another one."""
+    if not system:
         return turns
-    return [{"role": "system", "content": text(system, "system")}, *turns]
+    first = {"role": "system", "content": text(system, "system")}
+    if turns[0]["role"] != "system":
+        return [first, *turns]
+    if turns[0]["content"].strip() != system.strip():
+        found = f"{show(system)}, but the first message says {show(turns[0]['content'])}"
+        raise RowError("prompts_differ", "system", found, "one system prompt")
+    return turns
 
 
 def as_turns(prompt: Text) -> Turns:
@@ -193,8 +250,9 @@ def check_last(turns: Turns, key: str) -> None:
     if last["role"] != "assistant":
         expected = "a conversation that ends on `assistant`"
         raise RowError("wrong_role", key, f"a last turn by `{last['role']}`", expected)
-    if not words(last).strip():
-        raise RowError("empty_completion", key, show(last["content"]), "a last turn that is not empty")
+    if not last["content"].strip() and not last.get("tool_calls"):  # would teach the policy to end at once
+        expected = "a turn that is not empty; before the last one, `weight: 0` excludes a turn from training"
+        raise RowError("empty_completion", key, show(last["content"]), expected)
 
 
 def check_prompt(turns: Turns, key: str) -> None:
@@ -297,10 +355,18 @@ def offered(value: Any) -> list[dict[str, Any]] | None:
 
     A bare schema, {name, description, parameters}, is wrapped in OpenAI's {type, function}.
     """
-    value = decoded(value)
+    value = list_in(value, "tools")
     if not value or not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         return None
     return [
         {"type": "function", "function": item} if "name" in item and "function" not in item else item
         for item in value
     ]
+
+
+def template_kwargs(value: Any) -> dict[str, Any]:
+    """Returns the variables of the chat template that a row sets, from an object or its JSON text."""
+    value = decoded(value) or {}
+    if not isinstance(value, dict):
+        raise RowError("wrong_type", "chat_template_kwargs", show(value), "an object")
+    return {name: one for name, one in value.items() if one is not None}

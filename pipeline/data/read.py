@@ -30,7 +30,7 @@ from pipeline.data.template import DATE
 from pipeline.errors import InputError
 from pipeline.system import storage
 
-VERSION = 14  # format of the parts; raise it if the same rows give other tokens or another report
+VERSION = 15  # format of the parts; raise it if the same rows give other tokens or another report
 SMALL = 64 << 20  # most bytes of files that are tokenized without Ray; for more, starting Ray pays off
 
 
@@ -68,7 +68,8 @@ def prepare(
     Raises InputError if files are missing, rows cannot be used (all counted, the first named by file:line), or none is left.
     """
     begin = time.monotonic()
-    files, options = plan_reading(stage, data, tokenizer, context_length, packing)
+    aside = dict[str, str]()
+    files, options = plan_reading(stage, data, tokenizer, context_length, packing, aside)
     if not files:
         raise InputError(f"stage {stage} needs rows; name a file: data.train=rows.jsonl", key="data.train")
     key = cache_key(files, tokenizer, options)
@@ -98,6 +99,8 @@ def prepare(
         set_up_ray_data()
     sets = {name: load(folder, parts, manifest["columns"], here) for name, parts in manifest["parts"].items()}
     mixture = describe_sources(report, data, files)
+    read = {file.path for some in files.values() for file in some}
+    report.not_read = {path: why for path, why in aside.items() if path not in read}
     report = replace(report, reused=reused, seconds=round(time.monotonic() - begin, 3))
     return Prepared(
         sets.get("train"),
@@ -110,14 +113,21 @@ def prepare(
 
 
 def plan_reading(
-    stage: str, data: Any, tokenizer: Any, context_length: int | None, packing: bool = False
+    stage: str,
+    data: Any,
+    tokenizer: Any,
+    context_length: int | None,
+    packing: bool = False,
+    aside: Any = None,
 ) -> tuple[dict[str, list[File]], Options]:
     """Returns the files of each split and the options for their rows, as far as the first rows show, without Ray.
 
+    Adds the files of folders that a split does not read to `aside`, {path: why}.
     Raises InputError if files or columns are missing, rows fit another stage, or keys contradict the model.
     """
     options = options_of(stage, data, tokenizer, context_length, packing)
-    files = {key: find(spec, f"data.{key}") for key in ("train", "eval") if (spec := getattr(data, key))}
+    splits = [(key, spec) for key in ("train", "eval") if (spec := getattr(data, key))]
+    files = {key: find(spec, f"data.{key}", aside) for key, spec in splits}
     return files, replace(options, preprocess=resolve_labels(options.preprocess, files, stage))
 
 

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from pipeline.data import reshape
@@ -19,6 +20,7 @@ from pipeline.data.counts import (
     totals,
     versions_in_words,
 )
+from pipeline.data.messages import THOUGHTS
 from pipeline.data.shapes import kind_of
 from pipeline.data.tasks import SAMPLES, Options, encoder_of
 from pipeline.data.values import RowError, show
@@ -35,13 +37,17 @@ ERROR_NAMES = {
     "ragged": "with another number of values than the header",
     "missing_field": "wrong or missing field",
     "equal_pair": "chosen equal to rejected",
+    "python_text": "neither a list nor its JSON",
     "template": "refused by the chat template",
     "transform": "failed in data.transform",
     "left_out": "left out by data.transform",
     "duplicate": "equal to an earlier row",
     "tie": "tie, or without a clear label",
+    "unlabeled": "without a label",
     "unknown_label": "label that data.label does not know",
 }
+MAX_FILES = 8  # files that are not read, and named
+MANY = 0.05  # if a larger share of the rows is dropped, the headline says why
 MAX_LABELS = 8  # different values of a label that are shown one by one
 # {split: name of its rows in the headline}
 ROWS_OF = {
@@ -101,6 +107,7 @@ class Report:
     overlap: tuple[int, int] | None = None
     text_as_chat: bool = True  # whether the chat template is applied to prompts of plain text
     notes: list[str] = field(default_factory=list)  # warnings about the dataset
+    not_read: dict[str, str] = field(default_factory=dict)  # file of a folder -> why it is not read
     reused: bool = False
     seconds: float = 0.0
 
@@ -142,7 +149,7 @@ class Report:
         if self.duplicates:
             repeats = f"{count(self.duplicates)} equal to an earlier row (data.deduplicate=true removes them)"
             lines += ["", f"duplicates    {repeats}"]
-        lines += [line("warning", note) for note in self.notes]
+        lines += [line("warning", note) for note in (*self.notes, *self._not_read())]
         if self.skipped:
             lines += ["", "first rows left out:", *(f"  {visible(row, lines=False)}" for row in self.skipped)]
         if self.samples and samples:
@@ -158,9 +165,19 @@ class Report:
         parts = []
         for name, split in self.splits.items():
             kept = f"{split.kept:,}" + (f" of {split.read:,}" if split.kept < split.read else "")
-            cut = f" ({split.truncated:,} truncated)" if split.truncated else ""
-            parts.append(f"{kept} {ROWS_OF[name]}{cut}")
-        return ", ".join([*parts, *([count(self.duplicates, "duplicate")] if self.duplicates else [])])
+            why = [f"{split.truncated:,} truncated"] if split.truncated else []
+            if split.read - split.kept > MANY * split.read and split.dropped:
+                kind, rows = max(split.dropped.items(), key=itemgetter(1))
+                why = [f"{rows:,} {name_of(kind)}", *why]
+            parts.append(f"{kept} {ROWS_OF[name]}" + (f" ({', '.join(why)})" if why else ""))
+        parts += [count(self.duplicates, "duplicate")] if self.duplicates else []
+        return "; ".join([", ".join(parts), *self._not_read()])
+
+    def _not_read(self) -> list[str]:
+        """Returns one text about the files of folders that are not read, or none."""
+        named = [f"{path} ({why})" for path, why in self.not_read.items()]
+        more = [f"{len(named) - MAX_FILES:,} more"] if len(named) > MAX_FILES else []
+        return [f"not read: {', '.join(named[:MAX_FILES] + more)}"] if named else []
 
     def _entries(self, name: str, split: Split) -> Iterator[tuple[str, str]]:
         """Yields (title, text) of each line of the table of a split."""
@@ -185,7 +202,8 @@ class Report:
         if split.unread:
             names = sorted(split.unread, key=lambda column: -split.unread[column])
             more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
-            shown = ", ".join(column[:40] for column in names[:8])
+            some = {name: f" ({count(rows)})" for name, rows in split.unread.items() if rows < split.kept}
+            shown = ", ".join(column[:60] + some.get(column, "") for column in names[:8])
             yield "not read", f"column{'s' * (len(names) > 1)} {shown}{more}"
         for why, rows in sorted(split.dropped.items()):
             yield "dropped", f"{rows:,} {name_of(why)}"
@@ -214,11 +232,12 @@ class Report:
 
     def _warnings(self, name: str, split: Split) -> Iterator[str]:
         completions = kind_of(self.stage).completions
-        if hidden := split.unread.get("tools"):
-            yield (
-                f"the model does not see the `tools` of {count(hidden)}, because the chat template does not write them; for a "
-                "template that does, set model.chat_template=FILE"
-            )
+        for column, hidden in split.unread.items():
+            if column == "tools" or column.rpartition(".")[2] in THOUGHTS:
+                yield (
+                    f"the model does not see the `{column}` of {count(hidden)}, because the chat template does not write them; "
+                    "for a template that does, set model.chat_template=FILE"
+                )
         if completions == "learned" and name == "train" and split.kept and not split.ended:
             why = "all of them are truncated (data.max_length)"
             if split.truncated < split.kept:
@@ -294,6 +313,8 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
         yield f"{options.stage} does not use the column `margin`: only rm does"
     if special := total["special_tokens"]:
         way, other, value = "ordinary text", "control tokens", "control"
+        if options.apply_template:
+            other += "; rows that hold the chat template's markup also need data.apply_chat_template=false"
         if options.special_tokens == "control":
             way, other, value = "control tokens", "ordinary text", "text"
         names = ", ".join(f"{token} in {rows:,}" for token, rows in special.most_common(5))
@@ -348,7 +369,7 @@ def check(counts: Sequence[Counts], options: Options) -> None:
         if not total["kept"]:
             advice = "".join(f"; first: {error}" for error, _ in first_errors(part)[:1])
             if "too_long" in total["dropped"]:
-                advice += "; data.too_long=truncate or a larger data.max_length keeps long rows"
+                advice += "; a larger data.max_length keeps long rows, and data.too_long=truncate all but chat prompts"
             elif "prompt_too_long" in total["dropped"]:
                 tokens = f"the {options.max_length} tokens of data.max_length"
                 advice += f"; their prompts alone fill {tokens}: raise it"

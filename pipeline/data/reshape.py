@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from pipeline.data.annotations import flat
 from pipeline.data.values import Dropped, RowError, decoded, fields_of, nearest, row_json, setting, show
 from pipeline.errors import InputError, in_brief
 from pipeline.system.functions import imported
@@ -88,7 +89,7 @@ def value_at(row: dict[str, Any], path: str) -> Any:
 # ---- data.label, and scores ------------------------------------------------------------------------------------------
 
 
-_WORD = r"(?:model|response|output|answer|completion|text|option|summary|assistant|conversation|candidate|system)?"
+_WORD = r"(?:model|response|reply|output|answer|completion|text|option|summary|assistant|conversation|candidate|system)?"
 WORDS = {
     "first": re.compile(rf"{_WORD}(?:a|1|first|left)(?:better|isbetter|wins?)?"),
     "second": re.compile(rf"{_WORD}(?:b|2|second|right)(?:better|isbetter|wins?)?"),
@@ -128,7 +129,7 @@ class Rule:
         """Returns which of NAMES a value means; a rating between good and bad is a `tie`. Raises KeyError for other values."""
         value = comparable(value)
         for name in NAMES:
-            if value in getattr(self, name) or (self.derived and _word(value) == name):
+            if value in getattr(self, name) or (self.derived and side_of(value) == name):
                 return name
         ends = [(end, name) for end, name in self._values() if name != "tie"]
         numbers = [value, *(end for end, _ in ends)]
@@ -157,14 +158,14 @@ def comparable(value: Any) -> Any:
         return value
 
 
-def _word(value: Any) -> str | None:
+def side_of(value: Any) -> str | None:
     """Returns `first`, `second` or `tie` if a text means one of them, else None."""
     word = re.sub(r"[^a-z0-9]", "", value) if isinstance(value, str) else ""
     return next((name for name, pattern in WORDS.items() if pattern.fullmatch(word)), None)
 
 
 def vote(label: Any, rule: Rule) -> str:
-    """Returns what most votes mean, or tie. A label that is no list is the only vote."""
+    """Returns what most votes mean, tie, or unlabeled if there are none. A label that is no list is the only vote."""
     votes: Counter[str] = Counter()
     for value in listed(label):
         try:
@@ -173,7 +174,7 @@ def vote(label: Any, rule: Rule) -> str:
             kind = "unclear_label" if rule.derived else "unknown_label"
             expected = f"{rule}; data.label says what its values mean"
             raise RowError(kind, "label", show(value), expected) from None
-    (most, number), *others = [*votes.most_common(), ("tie", 0)]
+    (most, number), *others = [*votes.most_common(), ("unlabeled", 0)]
     return most if all(number > other for _, other in others) else "tie"
 
 
@@ -204,10 +205,10 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
     values = [
         value
         for value, rows in times.items()
-        if rows > RARE * len(found) or isinstance(value, float) or _word(value)
+        if rows > RARE * len(found) or isinstance(value, float) or side_of(value)
     ]
     numbers = sorted(value for value in values if isinstance(value, float))
-    words = {_word(value) for value in values if not isinstance(value, float)}
+    words = {side_of(value) for value in values if not isinstance(value, float)}
     # A 1 may mean the first or the second, and "right" may mean correct.
     doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
     # The label holds the number of a completion if all names say so, such as response_0, response_1 and better_response_id
@@ -268,7 +269,7 @@ class Preprocess:
     def transformed(self, row: Any) -> Iterator[Any]:
         """Yields what data.transform makes of a row, or of the list of rows of a group: rows, RowError or Dropped."""
         if self.transform is None or isinstance(row, RowError):
-            yield row
+            yield flat(row, listed(self.columns.get("label")))
             return
         try:
             made = function(self.transform)(row)
@@ -301,9 +302,9 @@ class Preprocess:
             read = {"first_score", "second_score"}
             if read <= row.keys():
                 one, two = (_score(row[name], name) for name in sorted(read))
-                meaning = "tie"
-                if one is not None and two is not None and one != two:
-                    meaning = "first" if one > two else "second"
+                meaning = "unlabeled"
+                if one is not None and two is not None:
+                    meaning = "tie" if one == two else "first" if one > two else "second"
             elif "label" in row:
                 read, meaning = {"label"}, vote(row["label"], rule)
             else:
@@ -314,12 +315,20 @@ class Preprocess:
             made |= {"chosen": row[better], "rejected": row[worse]}
         else:
             return row
-        label = row.get("label")
-        if note_label and isinstance(label, str | int | float) and "first_score" not in row:
-            value, column = str(label).strip()[:40], listed(self.columns.get("label", "label"))[0]
-            word = "neither" if rule.good and meaning == "tie" else meaning
+        label, column = row.get("label"), ", ".join(listed(self.columns.get("label", "label")))
+        word = "neither" if rule.good and meaning == "tie" else meaning
+        if meaning == "unlabeled" or "first_score" in row or not note_label:
+            pass
+        elif isinstance(label, list):
+            votes = [comparable(one) for one in label if not is_blank(one)]
+            note_label(column, word)
+            if len(votes) > 1:
+                agreed = "unanimous" if votes.count(votes[0]) == len(votes) else "not unanimous"
+                note_label(f"{column}, {len(votes)} annotators", agreed)
+        elif isinstance(label, str | int | float):
+            value = str(label).strip()[:40]
             note_label(column, word if value.lower() == word else f"{value} = {word}")
-        return Dropped("tie") if meaning == "tie" else made
+        return Dropped(meaning) if meaning in ("tie", "unlabeled") else made
 
 
 NOTHING = Preprocess()

@@ -11,26 +11,33 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipeline.config.stages import STAGE
+from pipeline.data import reshape, values
 from pipeline.data.messages import (
+    ABOUT_TOOLS,
     SIDES,
+    THOUGHTS,
+    WEIGHTS,
     Text,
     Turns,
     as_turns,
     check_last,
     check_prompt,
     completion_text,
-    dialogue,
     instruction,
+    list_in,
     messages,
     offered,
     plain,
     prompt_text,
     repeats_prompt,
     split_transcripts,
+    template_kwargs,
+    unpacked,
+    without_unread,
     words,
 )
 from pipeline.data.reshape import NOTHING, UNORDERED, NoteLabel, Preprocess, shapes_with
-from pipeline.data.values import RowError, check_values, decoded, fields_of, nearest, row_json, show, too_deep
+from pipeline.data.values import RowError, as_json, check_values, decoded, fields_of, nearest, show, too_deep
 from pipeline.references import Ref
 
 
@@ -53,7 +60,9 @@ class Record:
     # The registered version that wrote the row, models:/NAME/NUMBER, if the row names one
     version: str | None = None
     tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that may be called
-    unread: tuple[str, ...] = ()  # columns of the row that nothing reads
+    # Variables of the chat template, such as enable_thinking
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()  # columns of the row, and keys of its messages, that nothing reads
     row: str = ""  # JSON: the prompt and all other columns, as a Python reward gets them
 
     def joined(self) -> bool:
@@ -66,7 +75,7 @@ class Record:
         """Returns the key by which a hold-out is split, equal for a text prompt and one message with the same content."""
         turns = as_turns(self.prompt)
         if len(turns) == 1:
-            return str(turns[0]["content"]).strip()
+            return words(turns[0]).strip()
         return json.dumps([[turn["role"], words(turn)] for turn in turns], ensure_ascii=False)
 
     def digests(self) -> bytes:
@@ -96,6 +105,8 @@ class Kind:
     # written: the rows have only prompts, and the policy writes the completions.
     completions: Literal["learned", "scored", "written"]
     further: frozenset[str] = frozenset()  # fields that no shape needs, and that it reads
+    # keys of messages, other than messages.READ, that the chat template reads
+    message_keys: frozenset[str] = frozenset({*THOUGHTS, *ABOUT_TOOLS})
     stage: str = ""  # the stage that error messages name
     preprocess: Preprocess = NOTHING  # how the job changes a raw row
 
@@ -111,7 +122,13 @@ class Kind:
 
     def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
         """Yields what a decoded row of a file becomes: rows, RowError or Dropped."""
-        return self.preprocess.rows(row, self.needed, self.has_pairs, note_label)
+        for made in self.preprocess.rows(row, self.needed, self.has_pairs, note_label):
+            if isinstance(made, dict):
+                read = self.further.union(self.shapes.get(shape_of(made, self) or "", ()))
+                labels = {name: majority(made[name]) for name in LABELS & read & made.keys()}
+                blank = any(map(reshape.is_blank, labels.values()))
+                made = values.Dropped("unlabeled") if blank else {**made, **labels}
+            yield made
 
     def example(self, record: Record, at: int, prompt: Ids, sides: list[Ids]) -> dict[str, Any]:
         """Returns the columns of pair `at` of a record, from the token ids of the prompt and of each completion."""
@@ -145,7 +162,6 @@ _BAD = (
 )
 BAD = (0, -1, *_BAD.split())
 GOOD = (1, *"chosen desirable good like liked positive t thumbs_up true up y yes 👍".split())
-WEIGHTS = ("weight", "train")  # fields of a message that say whether it is trained
 
 
 def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
@@ -161,6 +177,15 @@ def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
     record = demonstration(row, shape)
     record.unread = tuple(name for name, good in labels.items() if good is None)
     return record
+
+
+def majority(label: Any) -> Any:
+    """Returns what most labels of a list say, true, false, or null if it is neither. Returns other labels unchanged."""
+    votes = [is_good(one) for one in reshape.listed(label) if not reshape.is_blank(one)]
+    if None in votes or not isinstance(label, list):
+        return label
+    more = sum(1 if good else -1 for good in votes)
+    return more > 0 if more else None
 
 
 def is_good(label: Any) -> bool | None:
@@ -250,10 +275,10 @@ def parse_preference(row: dict[str, Any], shape: str) -> Record:
         prompt, completions = split_transcripts(row, row.get("system"))
         pairs = [completions]
     elif any(repeats_prompt(row[side]) for side in SIDES):  # UltraFeedback: both sides repeat it
-        prompt, completions = split_transcripts(row)
-        pairs, key = [completions], shape.partition("+")[0]
-        if not isinstance(row[key], str) or row[key].strip():  # an empty prompt contradicts nothing
-            prompt = agreed(prompt, given_prompt(row, shape), key)
+        key = shape.partition("+")[0]
+        empty = isinstance(row[key], str) and not row[key].strip()  # contradicts nothing
+        prompt, completions = split_transcripts(row, row.get("system") if empty else None)
+        prompt, pairs = prompt if empty else agreed(prompt, given_prompt(row, shape), key), [completions]
     else:
         prompt = given_prompt(row, shape)
         pairs = [tuple(completion_text(row[side], side, prompt) for side in SIDES)]
@@ -305,14 +330,18 @@ def parse_rated(row: dict[str, Any], shape: str) -> Record:
     inner, _, name = shape.rpartition("+")
     label = is_good(row[name])
     if label is None:
-        expected = "true or false, 1 or 0, 1 or -1, or a word such as up or down; for ratings set data.label={good: 4, bad: 2}"
-        raise RowError("unclear_label", name, show(row[name]), expected)
+        raise unclear(row[name], name)
     record = demonstration(row, inner)
     if record.untrained:
         found, expected = "turns with weight 0 beside a label", f"`{name}` alone, which labels the last turn"
         raise RowError("weight", inner, found, expected)
     record.all_turns, record.labels = False, (label,)
     return record
+
+
+def unclear(label: Any, name: str) -> RowError:
+    expected = "true or false, 1 or 0, 1 or -1, or a word such as up or down; for ratings set data.label={good: 4, bad: 2}"
+    return RowError("unclear_label", name, show(label), expected)
 
 
 # ---- completions to be scored: one, or the two of a pair -------------------------------------------------------------
@@ -324,7 +353,7 @@ def parse_scored(row: dict[str, Any], shape: str) -> Record:
     """Parses a demonstration or a preference, and stores the row for a Python reward."""
     read = parse_preference if shape in PREFERENCES else demonstration
     record = read(row, shape)
-    record.row = row_json({**row, "prompt": record.prompt})
+    record.row = as_json({**row, "prompt": record.prompt})
     return record
 
 
@@ -370,11 +399,11 @@ def parse_benchmark(row: dict[str, Any], shape: str) -> Record:
     facts = {"benchmark": name, "subset": subset, "correct": correct, "completions": len(pairs)}
     read = {field for fields in BENCHMARKS.values() for field in fields}
     others = {key: value for key, value in row.items() if key not in read}
-    return Record(prompt, pairs, row=row_json({**others, "prompt": prompt, **facts}))
+    return Record(prompt, pairs, row=as_json({**others, "prompt": prompt, **facts}))
 
 
 def _as_list(value: Any, key: str) -> list[Any]:
-    values = decoded(value) if isinstance(value, str) and value.lstrip().startswith("[") else value  # CSV
+    values = list_in(value, key)
     check_values(values, key)
     if isinstance(values, str):
         return [values]
@@ -396,7 +425,7 @@ def parse_prompt(row: dict[str, Any], shape: str) -> Record:
     else:
         prompt = given_prompt(row, shape)
     further = {key: value for key, value in row.items() if key != shape}
-    return Record(prompt, row=row_json({"prompt": prompt, **further}))
+    return Record(prompt, row=as_json({"prompt": prompt, **further}))
 
 
 def parse_answered(row: dict[str, Any], shape: str) -> Record:
@@ -422,7 +451,7 @@ KIND = {
     "whole_preferences": Kind(PREFERENCES, parse_preference, _WHOLE_PAIR, "scored", _MARGIN),
     "thumbs": Kind(RATED, parse_rated, _RATED, "learned", _MARGIN),
     "prompts": Kind(PROMPTS, parse_prompt, _PROMPT, "written"),
-    "answered_prompts": Kind(PROMPTS, parse_answered, _PROMPT, "written"),
+    "answered_prompts": Kind(PROMPTS, parse_answered, _PROMPT, "written", frozenset({"completion"})),
     "completions": Kind(SCORED, parse_scored, _SCORED, "scored"),
     "pairs": Kind(PREFERENCES, parse_scored, _SCORED, "scored"),
     "benchmarks": Kind(BENCHMARKS, parse_benchmark, _SCORED, "scored"),
@@ -449,7 +478,6 @@ def parse(row: Any, kind: Kind) -> Record:
 
 
 def _parsed(row: Any, kind: Kind) -> Record:
-    check_values(row)
     one_of = f"one of {' | '.join(kind.shapes)} (stage {kind.stage})"
     if not isinstance(row, dict):
         raise RowError("not_object", "", show(row), f"a JSON object with {one_of}")
@@ -459,32 +487,28 @@ def _parsed(row: Any, kind: Kind) -> Record:
         missing = next(need for need in closest if need not in row)
         found = fields_of(row) + nearest(missing, [key for key in row if key not in kind.needed])
         raise RowError("missing_field", missing, found, one_of)
+    fields, unread = {}, list[str]()
     for key in kind.shapes[shape]:
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
-    fields = {key: unpacked(key, row[key]) for key in kind.shapes[shape]}
-    check_values({key: value for key, value in fields.items() if value is not row[key]})
+        fields[key] = without_unread(unpacked(key, row[key]), key, kind.message_keys, unread)
+    read = {*fields, *kind.further, "system"} | ({"input"} if "instruction" in fields else set())
     row = row | fields
+    check_values({key: value if key in read else None for key, value in row.items()})
     record = kind.parse(row, shape)
+    if "label" in record.unread and "label" in kind.preprocess.columns:
+        raise unclear(row["label"], "label")
     record.tools = offered(row.get("tools"))
+    record.template_kwargs = template_kwargs(row.get("chat_template_kwargs"))
     if isinstance(version := row.get("version"), str) and Ref.parse(version).version:
         record.version = version
-    if "row" not in kind.columns:  # Python rewards would read all columns
-        read = {*kind.shapes[shape], *kind.further, "system"} | ({"version"} if record.version else set())
-        read |= ({"input"} if "instruction" in read else set()) | ({"tools"} if record.tools else set())
-        record.unread += tuple(key for key in row if key not in read)
+    also = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs, "version": record.version}
+    check_values(also)
+    if "row" not in kind.columns:  # Python rewards get all columns
+        read |= {key for key, value in also.items() if value}
+        unread += [key for key in row if key not in read]
+    record.unread += tuple(dict.fromkeys(unread))
     return record
-
-
-def unpacked(field: str, value: Any) -> Any:
-    """Returns the messages in a JSON text, as in CSV files, or in a conversation's field. Returns other values unchanged."""
-    if field in ("messages", "conversations"):
-        return dialogue(value)
-    items = decoded(value) if isinstance(value, str) and value.lstrip().startswith("[{") else value
-    chat = isinstance(items, list) and all(
-        isinstance(one, dict) and one.keys() & {"role", "from"} for one in items
-    )
-    return items if chat else value
 
 
 def shape_of(row: dict[str, Any], kind: Kind) -> str | None:

@@ -312,9 +312,12 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
     """
     decode = tokenizer.decode
     if "labels" in columns:
-        text, tokens = "", zip(columns["input_ids"], columns["labels"], strict=True)
-        for trained, run in itertools.groupby(tokens, lambda token: token[1] != -100):
-            piece = decode([token for token, _ in run])
+        ids, text, shown, stop = columns["input_ids"], "", 0, 0
+        for trained, run in itertools.groupby(columns["labels"], lambda label: label != -100):
+            stop += len([*run])
+            # Decoded from the begin, because decoders drop the first space of a text; a character may be incomplete
+            so_far = decode(ids[:stop]) if stop == len(ids) else decode(ids[:stop]).rstrip("\ufffd")
+            piece, shown = so_far[shown:], len(so_far)
             text += f"⟦{piece}⟧" if trained else piece
         return clip(text, limit)
     if "input_ids" in columns:

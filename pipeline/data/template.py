@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from pipeline.data.messages import Turns
+from pipeline.data.messages import THOUGHTS, Turns, check_last, thoughts
 from pipeline.data.values import RowError, show
 from pipeline.errors import visible
 from pipeline.models.template import DATE, GENERATION
@@ -31,19 +31,20 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.text = tokenizer.get_chat_template() if tokenizer.chat_template else None
         self.marks_completions = self.text is not None and GENERATION.search(self.text) is not None
-        self.tools: list[dict[str, Any]] | None = None  # tools of the row that is rendered
+        # Of the row that is rendered: its tools, and the variables that it sets
+        self.tools: list[dict[str, Any]] | None = None
+        self.settings: dict[str, Any] = {"date_string": DATE}
+        self.variables, self.message_keys = names_in(self.text) if self.text else (frozenset(), frozenset())
 
-    def offering(self, tools: list[dict[str, Any]] | None) -> "ChatTemplate":
-        """Returns this template for a row with these tools."""
-        if not tools:
+    def of_row(self, tools: list[dict[str, Any]] | None, settings: dict[str, Any]) -> "ChatTemplate":
+        """Returns this template for a row with these tools, and with the variables that its chat_template_kwargs set."""
+        if not tools and not settings:
             return self
         other = copy.copy(self)
         other.tools = tools
+        known = {name: value for name, value in settings.items() if name in self.variables}
+        other.settings = self.settings | known
         return other
-
-    def writes(self, name: str) -> bool:
-        """Returns True if the template mentions a variable or a field of a message, such as `tools` and `tool_calls`."""
-        return self.text is not None and re.search(rf"\b{name}\b", self.text) is not None
 
     def render(self, turns: Turns, generation_prompt: bool) -> str:
         """Returns the chat template's text. Raises RowError if the template rejects the messages."""
@@ -53,7 +54,7 @@ class ChatTemplate:
                 tools=self.tools,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                date_string=DATE,
+                **self.settings,
             )
         except Exception as error:  # a template is a program, and may raise any error
             roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
@@ -77,16 +78,20 @@ class ChatTemplate:
         return head
 
     def check_rendered(self, turns: Turns, text: str, start: int = 0) -> None:
-        """Raises RowError unless `text` contains the last turn from `start` on, in its own words, and all tool calls."""
+        """Raises RowError unless `text` has the last turn from `start` on, with words and thoughts, and all tool calls."""
         for index, turn in enumerate(turns):
             for call in turn.get("tool_calls", ()):
-                if not self.writes("tool_calls") or call["function"]["name"] not in text:
+                if "tool_calls" not in self.message_keys or call["function"]["name"] not in text:
                     template = f"does not write the call of {show(call['function']['name'])}"
                     raise unusable(index, template, "one that writes tool calls")
         content, role = turns[-1]["content"].strip(), turns[-1]["role"]
+        reads = role == "assistant" and "thinking" in self.message_keys
+        if reads and not holds(text, thoughts(turns[-1]), start):
+            template = "leaves out the thoughts of this turn, or does not write them in the completion"
+            raise unusable(len(turns) - 1, template, "one that does")
         if holds(text, content, start):
             return
-        other = [*turns[:-1], {"role": role, "content": f"not {content} at all"}]
+        other = [*turns[:-1], {**turns[-1], "content": f"not {content} at all"}]
         if self.render(other, role != "assistant") == text:
             raise without_tokens("completion" if role == "assistant" else "prompt")
         if role in ("user", "assistant"):  # templates may reformat the messages of tools
@@ -97,6 +102,8 @@ class ChatTemplate:
         whole = self.render(turns, False)  # raises RowError if the template fails
         completions = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= first]
         trained = [i for i in completions if i not in untrained]
+        for i in trained:
+            check_last(turns[: i + 1], f"messages[{i}]")
         spans = self._marked(turns) if self.marks_completions and first == 0 else []
         if len(spans) == len(completions):
             spans = [span for i, span in zip(completions, spans, strict=True) if i not in untrained]
@@ -122,8 +129,7 @@ class ChatTemplate:
             tools=self.tools,
             chat_template=self.text,
             return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-            date_string=DATE,
+            **self.tokenizer.special_tokens_map | self.settings,
         )
         return [tuple(span) for span in spans[0]]
 
@@ -152,6 +158,19 @@ class ChatTemplate:
             expected = "a template with {% generation %} around the completions, or another one"
             raise unusable(i, template, expected)
         return len(prefix), stop
+
+
+def names_in(template: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the variables of a chat template, and the keys that it may read of a message."""
+    from jinja2 import nodes
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    tree = _compile_jinja_template(template).environment.parse(template)
+    keys = {node.attr for node in tree.find_all(nodes.Getattr)}
+    # message['thinking'], message.get('thinking'), 'thinking' in message
+    keys |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    keys |= {*THOUGHTS} if keys & {*THOUGHTS[:2]} else set()
+    return frozenset(node.name for node in tree.find_all(nodes.Name)), frozenset(keys)
 
 
 def holds(text: str, content: str, start: int = 0) -> bool:

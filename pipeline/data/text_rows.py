@@ -24,7 +24,7 @@ BLOCK = 1 << 20  # bytes that are read at a time
 ROW = 64 << 20  # most characters of an element of an array, and of a field of CSV
 # Of an array: white space, perhaps one sign, white space
 NEXT = re.compile(r"[ \t\r\n]*([\[,\]]?)[ \t\r\n]*")
-DELIMITERS = {"csv": ",;\t", "tsv": "\t"}  # delimiters of each format, the likeliest first
+DELIMITERS = {"csv": ",;\t|", "tsv": "\t|"}  # delimiters of each format, the likeliest first
 REST = "all that follows"
 
 Row = tuple[int, Any, bytes]  # (number from 1, the decoded row or a RowError, its bytes)
@@ -68,7 +68,7 @@ def decode(line: bytes) -> Any:
         found = f"byte 0x{line[error.start]:02x} at position {error.start + 1} of the line"
         return RowError("not_utf8", "", found, "UTF-8 text")
     except json.JSONDecodeError as error:
-        found = f"{show(error.doc[:40])} ({error.msg} at column {error.colno})"
+        found = f"{show(error.doc[:40])} ({error.msg.removesuffix(' at')} at column {error.colno})"
         return RowError("not_json", "", found, "one JSON object on each line, or one JSON array in the file")
     except RecursionError:
         return too_deep()
@@ -88,7 +88,7 @@ def array_rows(stream: Any) -> Iterator[Row]:
         error = RowError("not_utf8", "", f"byte 0x{caught.object[caught.start]:02x}", "UTF-8 text")
     except json.JSONDecodeError as caught:
         place = caught.doc[caught.pos :][:40]
-        found = f"{show(place) if place else 'the end of the file'} ({caught.msg})"
+        found = f"{show(place) if place else 'the end of the file'} ({caught.msg.removesuffix(' at')})"
         error = RowError("not_json", "", found, "one JSON array of objects, with a comma between them")
     except RecursionError:
         error = too_deep()
@@ -139,7 +139,10 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
     """
     csv.field_size_limit(ROW)  # applies to the process; the default is 128 KiB
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]
-    delimiter = max(delimiters, key=head.decode(errors="replace").count)
+    given = re.fullmatch(
+        rb"sep=(.)\r?", head
+    )  # the line before the header from which Excel reads the delimiter
+    delimiter = given[1].decode() if given else max(delimiters, key=head.decode(errors="replace").count)
     lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] = []
@@ -161,7 +164,7 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
             expected = "UTF-8 text: run iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
             wrong = RowError("not_utf8", "", f"byte 0x{ord(error.object[error.start]) & 0xFF:02x}", expected)
         else:
-            if not fields:
+            if not fields or (in_header and given and fields == ["sep=", ""]):
                 continue
             if in_header:  # pandas names its index column like this
                 names = [name or f"Unnamed: {index}" for index, name in enumerate(fields)]

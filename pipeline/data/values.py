@@ -114,6 +114,12 @@ def row_json(row: dict[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False, default=as_text)
 
 
+def as_json(row: dict[str, Any]) -> str:
+    """Returns a row as JSON for Python rewards: null for numbers that are not finite, "?" for half a surrogate pair."""
+    text = row_json(row).encode(errors="replace")
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
+
+
 def too_deep() -> RowError:
     return RowError("nested", "", "hundreds of lists and objects inside each other", "a flatter row")
 

@@ -243,13 +243,14 @@ class Comparison:
     def _references(self, rows: list[dict[str, Any]]) -> dict[int, tuple[list[int], list[int]]]:
         """Returns {index into `rows`: (prompt ids, completion ids)} of the rows that have a reference completion."""
         worker, data, found = self.worker, self.worker.job.data, {}
-        apply, kind = text_as_chat(worker.tokenizer, data.apply_chat_template), kind_of("score")
+        apply = text_as_chat(worker.tokenizer, data.apply_chat_template)
         settings = (worker.work.context, "truncate", apply, self.sampling.eos, data.special_tokens)
-        encoder = Encoder(worker.tokenizer, kind, *settings)
+        encoder = Encoder(worker.tokenizer, kind_of("score"), *settings)
         for index, row in enumerate(row["row"] for row in rows):
             if row.get("completion"):
-                reference = {"prompt": row["prompt"], "completion": row["completion"]}
-                [[example]] = encoder.encode([parse(reference, kind)])
+                names = ("prompt", "completion", "tools", "chat_template_kwargs")
+                reference = {name: row.get(name) for name in names}
+                [[example]] = encoder.encode([parse(reference, encoder.kind)])
                 if isinstance(example, Example):
                     found[index] = example.columns["prompt_ids"], example.columns["chosen_ids"]
         return found

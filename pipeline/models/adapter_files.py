@@ -5,6 +5,7 @@ Only what this pipeline itself reads is checked here; peft checks the other sett
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from copy import copy
@@ -33,25 +34,27 @@ def is_head(key: str) -> bool:
     return key.removeprefix(PREFIX).split(".")[0] in HEAD_NAMES
 
 
-def write(folder: str | Path, config: Any, tensors: dict[str, Any]) -> None:
-    """Writes adapter_config.json and adapter_model.safetensors.
+def write(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Writes adapter_config.json and adapter_model.safetensors. Returns SHA-256 and bytes of the latter, as it is in memory.
 
     Args:
         config: the adapter's peft.LoraConfig, with task type and base; not changed.
         tensors: the tensors of the adapter and its head, by their names in peft's files.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, folder / TENSORS, metadata={"format": "pt"})
+    content = save(contiguous, metadata={"format": "pt"})
+    (folder / TENSORS).write_bytes(content)
     config = copy(config)
     config.inference_mode = True
     for key, value in vars(config).items():
         if isinstance(value, set):  # a set's order differs from process to process
             setattr(config, key, sorted(value))
     config.save_pretrained(str(folder))
+    return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
 
 
 def adapts_lm_head(target_modules: Any) -> bool:

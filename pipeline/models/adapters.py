@@ -298,15 +298,15 @@ class SharedBase(nn.Module):
 
     # ----------------------------------------------------------------------------------------------- files
 
-    def save(self, role: str, folder: str | Path) -> None:
-        """Writes adapter_config.json and adapter_model.safetensors in peft's format, the head as `score`."""
+    def save(self, role: str, folder: str | Path) -> dict[str, Any]:
+        """Writes an adapter in peft's format, the head as `score`. Returns the digest of its tensors; see adapter_files.write."""
         config = LoraConfig(**self.configs[self._stored[role]].to_dict())
         config.task_type = "CAUSAL_LM"
         if self._head_of(role) is not None:
             config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
         name = config.base_model_name_or_path or self.base.config.name_or_path
         config.base_model_name_or_path = name or None
-        adapter_files.write(folder, config, self.tensors_of(role))
+        return adapter_files.write(folder, config, self.tensors_of(role))
 
     def tensors_of(self, role: str) -> dict[str, Tensor]:
         """Returns the role's adapter and head by their names in peft's files, on the CPU."""

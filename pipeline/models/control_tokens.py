@@ -72,6 +72,9 @@ class Escaping:
             at = match.start() + 1
         return self.mark.join([*pieces, content[at:]])
 
+    def escape_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {key: self.escape(one) if isinstance(one, str) else one for key, one in message.items()}
+
     def encode(self, rendered: str, add_special_tokens: bool = False) -> Encoded:
         """Encodes a text rendered from escaped contents. Offsets are those in `rendered`."""
         backend = self.control.tokenizer.backend_tokenizer
@@ -99,12 +102,16 @@ def text_ids(control: ControlTokens, text: str) -> list[int]:
     return list(escaping.encode(escaping.escape(text), add_special_tokens=True).ids)
 
 
-def chat_ids(control: ControlTokens, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Returns the token ids of `apply_chat_template(messages)`, but with control tokens in the contents as text."""
-    escaping = control.escaping([message["content"] for message in messages])
+def texts_of(messages: Sequence[dict[str, Any]]) -> list[str]:
+    return [one for message in messages for one in message.values() if isinstance(one, str)]
+
+
+def chat_ids(control: ControlTokens, messages: Sequence[dict[str, Any]]) -> list[int]:
+    """Returns the token ids of `apply_chat_template(messages)`, but with control tokens in the messages as text."""
+    escaping = control.escaping(texts_of(messages))
     if escaping is None:
         return list(control.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
-    escaped = [{**message, "content": escaping.escape(message["content"])} for message in messages]
+    escaped = [escaping.escape_message(message) for message in messages]
     return list(escaping.encode(control.tokenizer.apply_chat_template(escaped, tokenize=False)).ids)
 
 

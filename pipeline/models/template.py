@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError, in_brief
+from pipeline.system import deadline
 
 PLAIN = Path(__file__).with_name("plain.jinja")
 # Templates of Llama 3.1 and later write today's date into the prompt, so digests would change every day.
 DATE = "26 Jul 2024"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the completions in a template
+MOST = 1_000_000  # characters that a template may write for a probe
 BOS_LINE = "{{- bos_token }}\n"
 PROBES = [
     [{"role": role, "content": "Hello." if role != "user" else "Who is there?"} for role in roles]
@@ -99,11 +102,15 @@ def _error(tokenizer: Any) -> Exception | None:
     from jinja2 import TemplateError
 
     errors: list[Exception] = []
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
     for turns in PROBES:
         asks = turns[-1]["role"] == "user"
         try:
-            tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=asks)
-            return None
+            text = deadline.answer(partial(render, turns, add_generation_prompt=asks))
+            many = ValueError(f"{len(text):,} characters for a conversation of a few words")
+            return many if len(text) > MOST else None
+        except TimeoutError as error:
+            return error
         except Exception as error:
             if type(error) is TemplateError:  # the template's own `raise_exception`
                 return None

@@ -243,19 +243,12 @@ def _session_root() -> Path:
 
     Ray opens its folder and everything in it to all users, so that folder lies in one that only this user can enter.
     """
-    private = Path(os.environ.get("RAY_TMPDIR", "/tmp"), f"rlhf-{os.getuid()}")
-    root = private / "ray"
-    try:
-        private.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if len(str(root)) > MAX_ROOT_CHARACTERS:
-            raise OSError(None, "its path is too long for unix sockets")
-        if private.lstat().st_uid != os.getuid():
-            raise OSError(None, "it belongs to another user")
-    except OSError as error:
+    private = storage.private(os.environ.get("RAY_TMPDIR", "/tmp"), f"rlhf-{os.getuid()}", "RAY_TMPDIR")
+    root = Path(private, "ray")
+    if len(str(root)) > MAX_ROOT_CHARACTERS:
         raise InputError(
-            f"cannot use {private} ({error.strerror}); export RAY_TMPDIR=FOLDER, a folder that you own, with a short path",
+            f"cannot use {private} (its path is too long for unix sockets); export RAY_TMPDIR=FOLDER, with a short path",
             key="RAY_TMPDIR",
-        ) from error
-    private.chmod(0o700)
+        )
     root.mkdir(exist_ok=True)
     return root

@@ -100,7 +100,10 @@ class Samples:
 
 def _brief(value: Any, limit: int = 300) -> str:
     """Returns the repr of a value, shortened to `limit` characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as error:  # the value is user code's, and so is its __repr__
+        text = f"<{type(value).__name__} whose repr raised {type(error).__name__}>"
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 

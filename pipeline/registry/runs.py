@@ -62,8 +62,7 @@ def mlflow_run(job: Job, digests: dict[str, str], new_run: bool = False) -> Iter
                 why = f"server unreachable ({type(error).__name__})"
                 print(f"warning: cannot mark MLflow run {run_id} as ended: {why}", flush=True)
         raise
-    store.wait_for_server(job)
-    mlflow.set_terminated(run_id, "FINISHED")
+    store.persistently(job, lambda: mlflow.set_terminated(run_id, "FINISHED"))
 
 
 def end_finished(uri: str, run_id: str) -> None:

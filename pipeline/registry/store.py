@@ -7,13 +7,13 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote, unquote
 
 from pipeline.config import Job
-from pipeline.errors import InputError, summary
+from pipeline.errors import Failure, InputError, causes, summary
 from pipeline.system import deadline, storage, terminal
 from pipeline.system.credentials import has_credentials, user_and_password, without_credentials
 
@@ -63,6 +63,8 @@ def import_mlflow() -> None:
 
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # It logs each error with its traceback and its SQL, and then raises it
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
 def client(uri: str) -> Any:
@@ -126,9 +128,13 @@ def _created(path: str) -> Iterator[None]:
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with storage.locked(f"{path}.lock", f"another process to set up {path}"):
         if not os.path.exists(path):
-            with contextlib.suppress(OSError):  # without a cache MLflow makes the tables itself, in a second
-                shutil.copyfile(empty_database(), f"{path}.partial")
-                os.replace(f"{path}.partial", path)
+            partial = f"{path}.partial"
+            # Whatever is wrong with the cache: without it MLflow makes the tables itself, in a second
+            with contextlib.suppress(Exception):
+                shutil.copyfile(empty_database(), partial)
+                os.replace(partial, path)
+            with contextlib.suppress(OSError):
+                os.remove(partial)  # of a disk that is full
         _try(path, "rwc", "BEGIN IMMEDIATE")
         yield
 
@@ -136,7 +142,7 @@ def _created(path: str) -> Iterator[None]:
 def empty_database() -> str:
     """Returns the path of a database with MLflow's tables, made once per user and version: the migrations take a second."""
     path = storage.cache(f"mlflow-{version('mlflow')}.db")
-    if not os.path.exists(path):
+    if not _is_whole(path):  # not there, or cut off by a power failure
         import_mlflow()
         from mlflow.store.db import utils
 
@@ -147,6 +153,15 @@ def empty_database() -> str:
             engine.dispose()
             os.replace(new, path)
     return path
+
+
+def _is_whole(path: str) -> bool:
+    """Returns whether a file is an undamaged SQLite database."""
+    with contextlib.suppress(sqlite3.Error):
+        uri = f"file:{quote(os.path.abspath(path))}?mode=ro"
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as database:
+            return database.execute("PRAGMA quick_check").fetchone() == ("ok",)
+    return False
 
 
 def _try(path: str, mode: str, begin: str) -> None:
@@ -163,21 +178,49 @@ def _try(path: str, mode: str, begin: str) -> None:
         database.execute("SELECT name FROM sqlite_master").fetchall()
 
 
-def wait_for_server(job: Job) -> None:
-    """Waits until the tracking server answers, at most WAIT_S; then the next request fails and says why."""
-    give_up, pause = time.monotonic() + WAIT_S, 1.0
-    while time.monotonic() < give_up:
+def persistently(job: Job, call: Callable[[], Any]) -> Any:
+    """Returns what `call` returns. Repeats it, with all its requests, while the tracking server is away, for at most WAIT_S.
+
+    Raises Failure if something has deleted the SQLite file, into which MLflow may then still write.
+    """
+    uri, give_up, pause = tracking_uri(job), time.monotonic() + WAIT_S, 1.0
+    while True:
+        error: Exception | None = None
         try:
-            client(tracking_uri(job)).search_experiments(max_results=1)
-            return
-        except Exception as error:  # the store's driver raises any type
-            if pause == 1.0:
-                terminal.say(
-                    f"MLflow at {tracking_uri(job)} does not answer ({type(error).__name__}); waiting up to "
-                    f"{WAIT_S // 60} minutes to register. The adapter is safe in {job.folder}"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 30.0)
+            found = call()
+        except Exception as caught:  # the store's driver raises any type
+            error = caught
+        file = file_of_uri(uri)
+        if file and not (os.path.exists(file) and os.path.getsize(file)):
+            raise Failure(
+                f"{file} is gone: something has deleted it. The same command makes a new one"
+            ) from error
+        if error is None:
+            return found
+        if time.monotonic() > give_up or not _is_away(uri, error):
+            raise error
+        if pause == 1.0:
+            terminal.say(
+                f"MLflow at {uri} does not answer ({summary(error)}); waiting up to {WAIT_S // 60} minutes to register. "
+                f"The adapter is safe in {job.folder}"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 30.0)
+
+
+def _is_away(uri: str, error: Exception) -> bool:
+    """Returns whether an error means that a server cannot be reached or has failed, or that the SQLite file is locked."""
+    from mlflow.exceptions import MlflowException
+    from requests import RequestException
+
+    for one in causes(error):
+        if file_of_uri(uri) and "database is locked" in str(one):
+            return True
+        if isinstance(one, MlflowException) and not file_of_uri(uri):
+            return one.get_http_status_code() >= 500  # also of a request without an answer
+        if isinstance(one, RequestException):  # of artifacts
+            return one.response is None or one.response.status_code >= 500
+    return False
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

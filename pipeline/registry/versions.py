@@ -17,7 +17,7 @@ from pipeline.errors import InputError, summary
 from pipeline.models import hub
 from pipeline.references import Ref
 from pipeline.registry.lineage import folder_digests
-from pipeline.registry.store import client, metric_key, search_filter, tracking_uri, wait_for_server
+from pipeline.registry.store import client, metric_key, search_filter, tracking_uri
 from pipeline.system import storage
 from pipeline.system.credentials import without_credentials
 
@@ -75,14 +75,13 @@ def publish(
     """Registers an adapter folder as a new version and moves the alias if the gate passes.
 
     The order makes a crash harmless: files, the comparison with what comes back, the version, the alias. A run that was already
-    registered (a crash just before its end) is not registered twice.
+    registered (a crash just before its end) is not registered twice, so all of this may be repeated.
 
     Args:
         problem: why the gate fails regardless of the metrics, or None.
     """
     from mlflow.exceptions import MlflowException
 
-    wait_for_server(job)
     mlflow = client(tracking_uri(job))
     name = str(job.mlflow.registered_model)
     ok, reason = (False, f"failed: {problem}") if problem else evaluate_gate(job.gate, metrics)
@@ -113,7 +112,6 @@ def publish(
 
 def promote(job: Job, reference: str, metrics: dict[str, float]) -> Version:
     """Applies the gate of an evaluation to a pinned version: tags it with the metrics, and moves the alias if they pass."""
-    wait_for_server(job)
     mlflow = client(tracking_uri(job))
     ref = Ref.parse(reference)
     ok, reason = evaluate_gate(job.gate, metrics)
@@ -148,23 +146,31 @@ def other_base(job: Job, base: dict[str, Any]) -> str | None:
 
 def _store(mlflow: Any, job: Job, run: Any, folder: str, lineage: dict[str, Any]) -> tuple[str, str]:
     """Uploads the folder as a LoggedModel, downloads it again and compares every file. Returns (model id, location)."""
-    named = {"name": job.stage, "model_type": f"lora-{job.stage}", "tags": _tags(lineage)}
-    model = mlflow.create_logged_model(run.experiment_id, source_run_id=run.run_id, **named)
-    try:
-        mlflow.log_model_artifacts(model.model_id, folder)
-        with tempfile.TemporaryDirectory() as into:
-            sent = folder_digests(folder)
-            received = folder_digests(_download(mlflow, model.artifact_location, into))
-        if sent != received:
-            different = sorted(k for k in {*sent, *received} if sent.get(k) != received.get(k))
-            raise RuntimeError(
-                f"the artifact store returned other files than were saved: {', '.join(different)}"
-            )
-    except BaseException:
+    sent = folder_digests(folder)
+    # By an earlier try
+    left = mlflow.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
+    for model in left:
+        if model.status == "READY" and _received(mlflow, model) == sent:
+            return model.model_id, model.artifact_location
+    if begun := [model for model in left if model.status == "PENDING"]:
+        model = begun[0]
+    else:
+        named = {"name": job.stage, "model_type": f"lora-{job.stage}", "tags": _tags(lineage)}
+        model = mlflow.create_logged_model(run.experiment_id, source_run_id=run.run_id, **named)
+    mlflow.log_model_artifacts(model.model_id, folder)
+    received = _received(mlflow, model)
+    if sent != received:
         mlflow.finalize_logged_model(model.model_id, "FAILED")
-        raise
+        different = sorted(k for k in {*sent, *received} if sent.get(k) != received.get(k))
+        raise RuntimeError(f"the artifact store returned other files than were saved: {', '.join(different)}")
     mlflow.finalize_logged_model(model.model_id, "READY")
     return model.model_id, model.artifact_location
+
+
+def _received(mlflow: Any, model: Any) -> dict[str, dict[str, Any]]:
+    """Returns the digests of a LoggedModel's files, as they are after a download."""
+    with tempfile.TemporaryDirectory() as into:
+        return folder_digests(_download(mlflow, model.artifact_location, into))
 
 
 def _tags(lineage: dict[str, Any]) -> dict[str, str]:
@@ -313,7 +319,8 @@ def fetch(reference: str, uri: str) -> str:
     try:
         if _is_here(location):
             return _download(mlflow, location)
-        copy = storage.cache("versions", hashlib.sha256(location.encode()).hexdigest()[:32])
+        # mlflow-artifacts:/... means other files on another server
+        copy = storage.cache("versions", hashlib.sha256(f"{uri} {location}".encode()).hexdigest()[:32])
         if not os.path.isdir(copy):  # it appears there complete or not at all
             with tempfile.TemporaryDirectory(dir=os.path.dirname(copy)) as into:
                 folder = _download(mlflow, location, into)

@@ -98,6 +98,8 @@ def damage(path: str) -> str | None:
         expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         return f"{DIGESTS} cannot be read ({in_brief(error)})"
+    if not expected:
+        return f"{DIGESTS} lists no file"
     for name, (size, sha256) in expected.items():
         info = fs.get_file_info(f"{folder}/{name}")
         if info.type.name != "File":

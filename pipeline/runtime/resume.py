@@ -13,8 +13,10 @@ name do not notice each other there.
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +33,7 @@ from pipeline.system import storage
 FILE = "job.json"
 PARTS = "parts"  # the folder of the finished parts of batch inference and of an evaluation
 WORKERS = ".workers"  # the file on which every worker holds a shared lock
+ABANDONED_S = 3600  # age of a folder that no worker holds; a younger one may be about to be held
 # Who owns a folder of run.storage_path, by the file in it.
 OWNERS = {FILE: "a run", "result.json": "a run", "iterate.json": "an iteration", "sweep.json": "a sweep"}
 # Sections that do not decide the numbers of a job.
@@ -73,6 +76,10 @@ def check_folder(folder: str, owner: str, example: str) -> dict[str, list[str]]:
     """
     storage_path, _, name = folder.rpartition("/")
     storage.require_writable(storage_path)
+    if not storage.is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder):
+        raise InputError(
+            f"{folder} is no folder, or links to none; remove it, or choose another run.name", "run.name"
+        )
     for file in (seen := state(folder)):
         if OWNERS[file] != owner:
             raise InputError(
@@ -123,6 +130,15 @@ def hold_worker_lock(folder: str) -> None:
         os.makedirs(folder, exist_ok=True)
         handle = os.open(os.path.join(folder, WORKERS), os.O_RDWR | os.O_CREAT)
         fcntl.flock(handle, fcntl.LOCK_SH)
+
+
+def remove_abandoned(parent: str) -> None:
+    """Deletes the folders in `parent` that workers have held and none holds, because they were killed."""
+    for lock in glob.glob(os.path.join(glob.escape(parent), "*", WORKERS)):
+        with contextlib.suppress(OSError), open(lock, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.path.getmtime(lock) > ABANDONED_S:
+                shutil.rmtree(os.path.dirname(lock))
 
 
 def wait_for_old_workers(folder: str, seconds: float = 60.0) -> None:

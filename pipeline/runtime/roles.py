@@ -239,10 +239,12 @@ def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
     return {role: worker.input(name) for role, name in inputs.items() if role in shared.roles}
 
 
-def save_policy(worker: Host, shared: SharedBase, folder: str) -> None:
-    shared.save("policy", folder)
+def save_policy(worker: Host, shared: SharedBase, folder: str) -> dict[str, Any]:
+    """Writes the policy and its probes. Returns the digest of its tensors."""
+    digest = shared.save("policy", folder)
     pad = worker.tokenizer.pad_token_id
     probes.write(folder, shared.vocab_size, pad, lambda ids: shared.mean_logprob("policy", ids))
+    return digest
 
 
 def outputs(shared: SharedBase, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:

@@ -17,9 +17,10 @@ from typing import Any
 from pipeline import registry, report, text
 from pipeline.config import Job, rules
 from pipeline.config.stages import STAGE
-from pipeline.errors import summary
+from pipeline.errors import InputError, causes, summary
 from pipeline.on_ray import placement
 from pipeline.registry import lineage
+from pipeline.registry.store import persistently
 from pipeline.report.headline import how_it_ended
 from pipeline.runtime import checkpoints, resume
 from pipeline.runtime.host import SweepHandle, Work
@@ -27,7 +28,7 @@ from pipeline.runtime.preparation import Run, announce, prepared
 from pipeline.runtime.summary import print_summary
 from pipeline.runtime.worker import Worker, main
 from pipeline.system import console, prices, storage, terminal
-from pipeline.system.credentials import without_credentials
+from pipeline.system.credentials import without_secrets
 
 Train = Callable[[Worker], dict[str, Any]]  # a stage in a worker
 # f(job, its future result.json) -> the version that a stage registers or promotes, or None
@@ -67,9 +68,9 @@ def launch(
                 outcome = train_in_workers(run.work, run.rows, train, running)
             uri = registry.tracking_uri(run.job)
             outcome |= {"mlflow_run_id": run_id, "tracking_uri": uri, "inputs": run.work.inputs}
-            version = (register or publish)(run.job, outcome)
+            version = persistently(run.job, lambda: (register or publish)(run.job, outcome))
             if ended := how_it_ended(outcome):
-                registry.client(uri).set_tag(run_id, "ended", ended)
+                persistently(run.job, lambda: registry.client(uri).set_tag(run_id, "ended", ended))
             cost = cost_of(run.job, outcome.pop("usage"), outcome["train_seconds"])
             result = run.finish(
                 **outcome, **described(version), cost=cost, versions=lineage.versions(), data=run.data()
@@ -144,8 +145,8 @@ def failure_recorded(run: Run) -> Iterator[None]:
         yield
     except Exception as error:
         failure = {
-            "error": without_credentials(summary(error)),
-            "traceback": without_credentials("".join(traceback.format_exception(error)))[-8000:],
+            "error": without_secrets(summary(error)),
+            "traceback": without_secrets("".join(traceback.format_exception(error)))[-8000:],
             "seconds": round(time.monotonic() - run.started, 2),
             "mlflow_run_id": run.work.run_id,
             "tracking_uri": registry.tracking_uri(run.job),
@@ -167,7 +168,9 @@ def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: 
     started = time.monotonic()
     try:
         outcome = fit(job, main, {"train": train, "work": work, "companion": companion}, rows)
-    except Exception:
+    except Exception as error:
+        if any(isinstance(one, InputError) for one in causes(error)):
+            raise  # something else has to change first
         with contextlib.suppress(OSError):  # the disk itself may have failed
             newest = next(reversed(checkpoints.complete(job.folder)), None)
             does = f"continues from {newest}" if newest else "starts it over: no checkpoint is complete yet"

@@ -56,8 +56,8 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
     page = storage.relative(drawn or f"{result['folder']}/result.json")
     page = text.row("report" if drawn else "result", page)
     print(page) if one_of_several else terminal.say(page, result=True)
-    cost = prices.in_words(result["cost"])
-    terminal.say(text.row("time", f"{terminal.clock(result['seconds'])}, {cost}"), result=True)
+    words = filter(None, (terminal.clock(result["seconds"]), prices.in_words(result["cost"])))
+    terminal.say(text.row("time", ", ".join(words)), result=True)
 
 
 def change(metrics: dict[str, float], figure: Figure) -> str:

@@ -11,7 +11,6 @@ import os
 import resource
 import shutil
 import sys
-import tempfile
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from pipeline.models import hub
 from pipeline.registry import lineage
 from pipeline.runtime import checkpoints, memory
 from pipeline.runtime.host import Host, Work
-from pipeline.runtime.resume import hold_worker_lock
+from pipeline.runtime.resume import hold_worker_lock, remove_abandoned
 from pipeline.system import console, storage, terminal
 
 PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
@@ -183,9 +182,7 @@ class Worker(Host):
         self.resume = resume  # the folder of the checkpoint to resume from, or None
         self.companion = companion  # what runs next to the workers, e.g. the pool of rollout workers
         # The same folder for all workers of a node: transformers lets each rank add its random state to it.
-        self.scratch = os.path.join(
-            tempfile.gettempdir(), f"pipeline-{os.getuid()}", work.run_id or str(self.job.run.name)
-        )
+        self.scratch = storage.scratch("runs", work.run_id or str(self.job.run.name))
         self.started: tuple[float, int] | None = None  # (time, step) of the first line, for the time left
         self.printed = self.shown = 0.0  # times of the last printed line and of the last live line
         self.step = self.total = 0  # the log's last step; the last step of the run
@@ -194,10 +191,11 @@ class Worker(Host):
         self.usage: dict[str, Any] = {}  # what the stage counted: tokens, completions
         self.metrics = registry.Curves(self.job, work.run_id) if self.rank == 0 and work.run_id else None
         self.notice = PreemptionNotice()
-        if self.local_rank == 0:  # removes the files of a worker that was killed
+        if self.local_rank == 0:  # removes the files of workers that were killed
             shutil.rmtree(self.scratch, ignore_errors=True)
+            remove_abandoned(os.path.dirname(self.scratch))
         ray.train.collective.barrier()
-        os.makedirs(self.scratch, exist_ok=True)
+        hold_worker_lock(self.scratch)
 
     @property
     def device(self) -> str:
@@ -278,8 +276,11 @@ class Worker(Host):
         if self.notice.active and self.rank == 0:
             terminal.say(f"node is being reclaimed: checkpoint of step {step} committed")
 
-    def _commit(self, source: str | None, name: str) -> None:
-        """Copies the folder `source` of every node, if it has one, into the run's folder; seals it; removes the oldest ones."""
+    def _commit(self, source: str | None, name: str, checked: dict[str, Any] | None = None) -> None:
+        """Copies the folder `source` of every node, if it has one, into the run's folder; seals it; removes the oldest ones.
+
+        `checked`: digests, made in memory, of files that must be stored like that.
+        """
         import ray.train.collective
 
         from pipeline.models.fsdp_sync import catch_up
@@ -293,13 +294,19 @@ class Worker(Host):
         files = checkpoints.store(source, run_folder, name) if source and self.local_rank == 0 else {}
         parts = self.gather(files)
         if self.rank == 0:
-            checkpoints.seal(run_folder, name, dict(ChainMap(*parts)))
+            checkpoints.seal(run_folder, name, dict(ChainMap(checked or {}, *parts)))
+            if checked and (wrong := checkpoints.damage(path := storage.join(run_folder, name))):
+                storage.remove(path)
+                raise Failure(
+                    f"the last checkpoint is not what was trained ({wrong}): something else writes to {self.scratch} or "
+                    f"{run_folder}; stop it, then run the same command again"
+                )
             checkpoints.prune(run_folder, self.job.run.num_to_keep)
 
     def finish(
         self,
         metrics: dict[str, float],
-        save: Callable[[str], None] | None = None,
+        save: Callable[[str], dict[str, Any]] | None = None,
         outputs: Callable[[str | None], list[Any]] | None = None,
         facts: dict[str, Any] | None = None,
         samples: list[dict[str, Any]] | None = None,
@@ -309,7 +316,8 @@ class Worker(Host):
 
         Args:
             metrics: the final ones; they decide the gate.
-            save: writes adapter and head into a folder (on rank 0), or None if nothing was trained.
+            save: writes adapter and head into a folder (on rank 0), and returns the digest of their file, as
+                adapter_files.write does. None if nothing was trained.
             outputs: returns outputs on a few rows, of the adapter in memory, or of the adapter in a folder (on rank 0).
             facts: more entries of lineage.json, e.g. the reward's mean and standard deviation.
             samples: prompts with completions before and after.
@@ -325,7 +333,7 @@ class Worker(Host):
         outcome = {"metrics": metrics, "samples": samples or [], "peak_memory_bytes": peak, **self.end}
         gpu = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
         outcome["usage"] = {"gpu": gpu, "workers": self.world, **self.usage}
-        final = os.path.join(self.scratch, "final")
+        final, checked = os.path.join(self.scratch, "final"), dict[str, Any]()
         if self.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
             os.makedirs(final)
@@ -333,7 +341,7 @@ class Worker(Host):
                 assert outputs, "an adapter counts once it is checked to reload"
                 adapter = os.path.join(final, "adapter")
                 os.makedirs(adapter)
-                save(adapter)
+                checked[f"adapter/{hub.TENSORS}"] = save(adapter)
                 self.tokenizer.save_pretrained(adapter)
                 lineage.write(adapter, self._lineage(facts or {}))
                 print("checking that the adapter reloads as it was saved", flush=True)
@@ -346,7 +354,7 @@ class Worker(Host):
             for name, content in {**(tables or {}), OUTCOME: outcome}.items():
                 with open(os.path.join(final, f"{name}.json"), "w", encoding="utf-8") as file:
                     json.dump(content, file)
-        self._commit(final if self.rank == 0 else None, "final")
+        self._commit(final if self.rank == 0 else None, "final", checked)
         return outcome
 
     def _lineage(self, facts: dict[str, Any]) -> dict[str, Any]:

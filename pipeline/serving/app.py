@@ -234,6 +234,7 @@ class Server:
         facts = {"id": answer.head["id"], "time": time.time(), "version": answer.version}
         facts |= {"model": asked.model, "seed": answer.seed, "choices": asked.n}
         if self.serve.log_prompts:
+            facts["chat_template_kwargs"] = asked.chat_template_kwargs
             facts |= {"messages": asked.messages, "texts": [text.text for text in answer.texts]}
             facts["cut_off"] = [i for i, reason in enumerate(answer.reasons) if reason == "length"]
         self.answers.append(facts)
@@ -355,8 +356,13 @@ class Server:
     def _prompt(self, asked: ChatRequest) -> list[int]:
         """Returns the token ids of the messages. Raises Refused."""
         outcome: Any
+        row = {"prompt": asked.messages, "chat_template_kwargs": asked.chat_template_kwargs}
         try:
-            [[outcome]] = self.encoder.encode([parse({"prompt": asked.messages}, self.encoder.kind)])
+            record = parse(row, self.encoder.kind)
+            if unknown := [name for name in self.encoder.unread(record) if name.startswith("chat_")]:
+                why = f"{unknown[0]}: the chat template does not read it"
+                raise Refused(400, why, "chat_template_kwargs")
+            [[outcome]] = self.encoder.encode([record])
         except RowError as error:
             outcome = error
         if isinstance(outcome, Example):

@@ -183,6 +183,7 @@ class FeedbackStore:
             why = f"{key}: choice {preferred} was cut off by its length and would teach the policy to stop there"
             raise Refused(400, f"{why}; send an edit with its end", key, "cut_off")
         texts, prompt = answer["texts"], {"prompt": answer["messages"]}
+        prompt |= {key: answer[key] for key in ("chat_template_kwargs",) if answer.get(key)}
         if said.kind == "thumbs":
             return prompt | {"completion": texts[said.choice], "label": said.label}
         if said.kind == "edits":

@@ -92,6 +92,7 @@ class ChatRequest(Sampled):
     """The keys of OpenAI's chat completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the chat template, as in vLLM
     stream: bool = False
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)

@@ -296,8 +296,8 @@ def finish(worker: Worker, trainer: Any, metrics: dict[str, float], **more: Any)
     )
 
 
-def save(trainer: Any, folder: str) -> None:
-    """Writes the trained adapter, with its head if it has one, and its probes.
+def save(trainer: Any, folder: str) -> dict[str, Any]:
+    """Writes the trained adapter, with its head if it has one, and its probes. Returns the digest of its tensors.
 
     Not by peft's save_pretrained, which adds the base's own weights where an adapter is on the lm head or the embedding,
     and looks the base up on the hub.
@@ -306,7 +306,7 @@ def save(trainer: Any, folder: str) -> None:
 
     model = trainer.accelerator.unwrap_model(trainer.model)
     tensors = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
-    adapter_files.write(folder, model.peft_config["default"], tensors)
+    digest = adapter_files.write(folder, model.peft_config["default"], tensors)
 
     def output(ids: list[int]) -> float:
         """Returns the score of a reward model, else the mean log-prob of the tokens after the first."""
@@ -318,6 +318,7 @@ def save(trainer: Any, folder: str) -> None:
 
     vocab_size = model.config.get_text_config().vocab_size
     probes.write(folder, vocab_size, trainer.processing_class.pad_token_id, output)
+    return digest
 
 
 def outputs(trainer: Any, rows: list[list[int]], folder: str | None = None) -> list[torch.Tensor]:

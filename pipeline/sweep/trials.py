@@ -29,7 +29,7 @@ from pipeline.runtime.worker import name_output
 from pipeline.sweep import table
 from pipeline.sweep.space import Settings, Sweep
 from pipeline.system import storage, terminal
-from pipeline.system.credentials import without_credentials
+from pipeline.system.credentials import without_secrets
 
 INTERVAL_S = 2.0  # time between two queries of the rungs
 TUNE = "tune"  # the folder of Ray Tune's files, which are not used
@@ -105,7 +105,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
             with registry.nested_under(handle.run_id):
                 launch(job, train, sweep=handle, companion=rollout_pool)
         except Exception as error:
-            failure = without_credentials(summary(error))
+            failure = without_secrets(summary(error))
             print(f"failed: {failure}", flush=True)
         ray.get(handle.rungs.end.remote(name, failure))
 

@@ -26,6 +26,11 @@ _PARAMETER = re.compile(
     [^&;\s"'<>]+""",
     re.VERBOSE | re.IGNORECASE,
 )
+# Tokens and keys of the services that the pipeline uses, and private keys.
+SECRET = re.compile(
+    r"\bhf_[A-Za-z0-9]{16,}|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bsk-[\w-]{20,}"
+    r"|\bdapi[0-9a-f]{32}|\bxox[abp]-[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
 _PORT = re.compile(r"\d{1,5}([/?#,;]|$)")
 # Names of variables that hold a secret; HF_TOKEN_PATH and TOKENIZERS_PARALLELISM do not.
 _SECRET_NAME = re.compile(
@@ -39,6 +44,11 @@ def without_credentials(text: str) -> str:
     for secret, shown in _secrets(tuple(os.environ.items())):
         text = text.replace(secret, shown)
     return _PARAMETER.sub(r"\1***", _USERINFO.sub("", text))
+
+
+def without_secrets(text: str) -> str:
+    """Returns a text for people: without credentials, and without what looks like a token, as in an error of a user's code."""
+    return SECRET.sub("***", without_credentials(text))
 
 
 def has_credentials(text: str) -> bool:

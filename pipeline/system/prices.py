@@ -69,7 +69,7 @@ def read() -> Prices:
         nodes.sort(key=lambda node: (node.gpus, float(node.dollars)))
         machine = None if prices["machine"] is None else float(prices["machine"])
         return Prices(str(prices["date"]), machine, tuple(nodes))
-    except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+    except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"{file}: {summary(error)}; expected `date`, `machine` (dollars an hour) and `instances`, as in "
             "g6.2xlarge: {gpu: L4, gpus: 1, dollars: 0.98}"
@@ -106,8 +106,8 @@ def in_dollars(amount: float) -> str:
 
 
 def in_words(cost: dict[str, Any]) -> str:
-    """Returns the cost of a run on one line."""
-    parts = [f"{cost['gpu_hours']:.3g} GPU hours"]
+    """Returns the cost of a run on one line: nothing if it counted nothing and used no GPU."""
+    parts = [f"{cost['gpu_hours']:.3g} GPU hours"] if cost["gpu_hours"] else []
     if cost["dollars"] is not None:
         parts.append(f"{in_dollars(cost['dollars'])} at prices of {cost['prices']}")
     if cost["dollars_per_1000_completions"] is not None:

@@ -7,6 +7,7 @@ number, as in a shell. The first signal counts: while it is handled, others chan
 one ends the process immediately.
 """
 
+import atexit
 import contextlib
 import logging
 import os
@@ -14,11 +15,14 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pipeline.errors import Failure
 from pipeline.system import deadline, terminal
 
+_exit = os._exit
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE_S = 20.0  # time that a run has to end in order
 received: signal.Signals | None = None  # SIGTERM or SIGHUP; ray.get() loses the code of a SystemExit
@@ -30,6 +34,10 @@ def run(main: Callable[[], int]) -> int:
     """Runs `main` as the work of this process, and returns its exit status."""
     global _is_command
     _is_command = True
+    for name in ("_exit", "abort", "execv", "execve"):  # os.execl and others call these
+        _forbid(name)
+    # The last function at the exit, after which Python restores the default handlers
+    atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in SIGNALS])
     terminal.wrap_streams()
     # At import, bitsandbytes warns that an optional package is missing
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -37,12 +45,25 @@ def run(main: Callable[[], int]) -> int:
     listen()
     status = main()
     # A signal while the libraries shut down must not change the status
-    listen(lambda *_: os._exit(status))
+    listen(lambda *_: _exit(status))
     if deadline.abandoned:  # otherwise, the exit would wait for such a thread, for minutes
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
+        _exit(status)
     return status
+
+
+def _forbid(name: str) -> None:
+    """Makes os.`name` raise Failure in this process, whose run it would end with any status, also 0. Children end as ever."""
+    real, command, library = getattr(os, name), os.getpid(), os.execl.__code__.co_filename
+
+    def end(*arguments: Any) -> Any:
+        if os.getpid() != command:
+            return real(*arguments)
+        at = [frame for frame in traceback.extract_stack()[:-1] if frame.filename != library][-1]
+        raise Failure(f"{at.filename}:{at.lineno} called os.{name}, which no run may do")
+
+    setattr(os, name, end)
 
 
 def resume() -> None:
@@ -57,7 +78,7 @@ def _on_signal(number: int, _: Any) -> None:
     now = time.monotonic()
     if _is_command and _since is not None:
         if now - _since > PATIENCE_S:
-            os._exit(128 + number)
+            _exit(128 + number)
         return
     _since = now
     if number == signal.SIGINT:

@@ -37,10 +37,34 @@ def join(base: str, *parts: str) -> str:
     return "/".join([base.rstrip("/"), *parts])
 
 
+def private(parent: str, name: str, variable: str) -> str:
+    """Returns a folder that only this user can enter, and creates it if missing; `variable` of the environment names `parent`.
+
+    Raises InputError if another user made it, who could then exchange files in it.
+    """
+    folder = os.path.join(parent, name)
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        if {os.lstat(folder).st_uid, os.stat(folder).st_uid} != {os.getuid()}:  # of a link and of its target
+            raise OSError(None, "it belongs to another user")
+        os.chmod(folder, 0o700)
+    except OSError as error:
+        raise InputError(
+            f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER, one that you own",
+            key=variable,
+        ) from error
+    return folder
+
+
+def scratch(*parts: str) -> str:
+    """Returns a path in this user's temporary folder of the pipeline, on this machine."""
+    return os.path.join(private(tempfile.gettempdir(), f"rlhf-{os.getuid()}", "TMPDIR"), *parts)
+
+
 def cache(*parts: str) -> str:
     """Returns a path in this user's cache of the pipeline, whose folder exists."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path = os.path.join(caches, "rlhf-pipeline", *parts)
+    path = os.path.join(private(caches, "rlhf-pipeline", "XDG_CACHE_HOME"), *parts)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     return path
 
@@ -76,7 +100,10 @@ def exists(path: str) -> bool:
 def read_json(path: str) -> Any:
     """Returns the value of a JSON file. Raises OSError or ValueError if it cannot be read."""
     with _opened(path) as stream:
-        return json.loads(stream.read())
+        try:
+            return json.loads(stream.read())
+        except RecursionError as error:
+            raise ValueError(f"its values are nested too deep ({error})") from error
 
 
 def _opened(path: str) -> Any:

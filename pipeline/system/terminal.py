@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipeline.system import storage
-from pipeline.system.credentials import without_credentials
+from pipeline.system.credentials import without_secrets
 
 INTERVAL_S = 30.0  # time between two lines of progress if stdout is no terminal
 SHOWN, RESULT, LIVE = "\x01", "\x02", "\x03"  # the first character of a line
@@ -30,8 +30,10 @@ QUIET, NORMAL, VERBOSE = -1, 0, 1
 FLAGS = {"-q": QUIET, "--quiet": QUIET, "-v": VERBOSE, "--verbose": VERBOSE}
 # Details that are shown without -v
 IMPORTANT = re.compile(r"\s*(warning|error|note)\b")
-# Control characters except tab, line feed and return, so that a row's text cannot steer the terminal.
+# Control characters except tab, line feed and return, so that a row's text cannot steer the terminal; halves of surrogates,
+# which no file of UTF-8 holds.
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), 11, 12, *range(14, 32), *range(127, 160))}
+CONTROL |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
 WIPE = "\r\x1b[K"
 
 _of_worker = False  # whether Ray brings this process's stdout to a command
@@ -106,7 +108,7 @@ class Output:
 
 def clean(text: str) -> str:
     """Returns a text without credentials and escapes. Ray resets the colors at its end, which needs no trace."""
-    return without_credentials(text.replace("\x1b[0m", "")).translate(CONTROL)
+    return without_secrets(text.replace("\x1b[0m", "")).translate(CONTROL)
 
 
 class Screen(Output):

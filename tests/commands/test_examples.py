@@ -16,7 +16,7 @@ KEPT = {
     "tool_calls": (4, {}),
     "llmbar": (8, {}),
     "pandalm": (5, {"tie": 3}),
-    "alpaca_eval": (6, {"tie": 3}),
+    "alpaca_eval": (6, {"tie": 2, "unlabeled": 1}),
     "shp": (6, {}),
     "stack_exchange": (6, {}),
     "ultrafeedback": (6, {}),
@@ -34,6 +34,8 @@ KEPT = {
     "glaive": (4, {}),
     "xlam": (4, {}),
     "webgpt": (5, {"tie": 1}),
+    "argilla": (4, {"tie": 1, "unlabeled": 1}),
+    "label_studio": (4, {"tie": 1, "unlabeled": 1}),
 }
 
 TOOLS = """\

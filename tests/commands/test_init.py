@@ -107,6 +107,17 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
     assert main(["validate", "jobs/velo/ppo.yaml"]) == 0
 
 
+def test_files_of_a_folder_are_read_whatever_their_case_or_named(here, capsys):
+    rows(here / "my" / "PAIRS.JSONL", plain_pairs(8))
+    rows(here / "my" / "pairs_valid.Json", plain_pairs(4))
+    (here / "my" / "ratings.xlsx").write_bytes(b"PK")
+    (here / "my" / "dataset_info.json").write_text("{}")
+    job = init("my")("my", "rm")
+    assert (job.data.train, job.data.eval) == ("my/PAIRS.JSONL", "my/pairs_valid.Json")
+    shown = capsys.readouterr().out
+    assert "my/ratings.xlsx: not read (no format of rows)" in shown and "dataset_info" not in shown
+
+
 @pytest.mark.parametrize(("gpu", "episodes"), [(None, 1280), ("/usr/bin/nvidia-smi", 2560)])
 def test_the_jobs_are_for_the_gpu_of_this_machine(gpu, episodes, here, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda program: gpu)

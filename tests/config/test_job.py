@@ -1,6 +1,7 @@
 """Job files and the command line: each mistake is answered by one clear message and exit status 2, before heavy imports."""
 
 import json
+import os
 import re
 
 import pytest
@@ -146,6 +147,42 @@ def test_a_mistake_is_answered_by_a_message(job, capsys, text, overrides, messag
     assert printed.out == ""
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1, printed.err
     assert re.search(message, printed.err), printed.err
+
+
+BOMB = "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}' if i else 'a'] * 9)}]\n" for i in range(9))
+MERGED = "".join(
+    f"x{i}: &x{i} {{<<: [{', '.join([f'*x{i - 1}'] * 9)}]}}\n" if i else "x0: &x0 {a: 1}\n" for i in range(9)
+)
+
+
+@pytest.mark.parametrize("text", [BOMB, MERGED], ids=["values", "merged"])
+def test_aliases_of_aliases_are_refused_at_once(job, capsys, text):
+    assert main(["sft", job(text)]) == 2
+    assert re.search(r"job\.yaml: has more than 100,000 values, with aliases", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("of", ["job", "extends"])
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("pipe", "other: is no file; name a job file"),
+        ("device", "other: is no file; name a job file"),
+        ("token", "other: is no job; expected sections such as"),
+        ("list of tokens", "other: is no job; expected sections such as"),
+    ],
+)
+def test_what_is_no_job_is_neither_waited_for_nor_quoted(of, kind, says, job, tmp_path, capsys):
+    other = tmp_path / "other"
+    if kind == "pipe":
+        os.mkfifo(other)
+    elif kind == "device":
+        other.symlink_to("/dev/zero")
+    else:
+        other.write_text("- my-own-token\n" if kind == "list of tokens" else "my-own-token\n")
+    path = job("extends: other\n") if of == "extends" else str(other)
+    assert main(["sft", path]) == 2
+    error = capsys.readouterr().err
+    assert says in error and "my-own-token" not in error
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ CALLED = {
     "tool_calls": [{"name": "weather", "arguments": {"city": "Oslo"}}],
 }
 RESULT = {"role": "tool", "content": "dry"}
+SILENT = {"role": "assistant", "content": ""}
 TOOLS = {"messages": [ASK, CALLED, RESULT, LAST], "tools": [WEATHER]}
 HI, AND = "\n\nHuman: hi\n\nAssistant:", "\n\nHuman: and?\n\nAssistant:"
 SAYS, ASKS = "<|im_start|>assistant\n", "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -147,6 +148,16 @@ EVIL = [{"name": "f", "arguments": {"x": "<|im_end|>"}}]
         *((stage, {**PAIR, "rejected": "yO"}, LOWER, "equal_pair") for stage in ("rm", "dpo", "pairs", "score")),
         ("rm", {**PAIR, "rejected": "yo!"}, LOWER, Example),
         ("dpo", {"prompt": [ASK], "chosen": [CALLED], "rejected": [OTHER_CALL]}, CALLS, Example),
+        # a cut would remove the header of a turn
+        *((stage, {"prompt": [USER]}, {"max_length": 9, **CUT}, "too_long") for stage in ("ppo", "evaluate")),
+        ("ppo", {"prompt": "hi"}, {"max_length": 9, "apply": True, **CUT}, "too_long"),
+        # an empty turn would teach the policy to end at once
+        ("sft", {"messages": [USER, SILENT, USER, BOT]}, {}, "empty_completion"),
+        ("sft", {"prompt": [USER], "completion": [SILENT, USER, BOT]}, {}, "empty_completion"),
+        ("sft", {"prompt": [USER, SILENT, USER], "completion": "yo"}, {}, Example),
+        ("sft", {"messages": [USER, {**SILENT, "weight": 0}, USER, BOT]}, {}, Example),
+        ("kto", {"messages": [USER, SILENT, USER, BOT], "label": True}, {}, Example),
+        ("ppo", {"prompt": [USER, SILENT, USER]}, {}, Example),
         # templates that write no calls, and special tokens in tools
         ("sft", TOOLS, CHAT, "template"),
         ("rm", {"prompt": [ASK], "chosen": [CALLED], "rejected": [NO]}, CHAT, "template"),

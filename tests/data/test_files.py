@@ -1,5 +1,8 @@
 """Which files a job names."""
 
+import gzip
+import os
+
 import pytest
 from toy_data import read_rows
 
@@ -33,14 +36,64 @@ def test_file_names_of_any_kind(tmp_path, name):
 def test_files_that_are_not_there(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "rows.jsonl.zst").write_text("")
     for spec, expected in [
         ("row.jsonl", "rows.jsonl"),
         ("*.txt", "matches no file"),
         ("empty", "holds no data file"),
-        ("rows.jsonl.zst", "unpack it"),
     ]:
         with pytest.raises(InputError, match=expected) as caught:
             files.find(str(tmp_path / spec), "data.train")
         assert "data.train" in str(caught.value)
     assert len(files.find([str(tmp_path), str(tmp_path / "*.jsonl")], "data.train")) == 2
+
+
+def folder_of(tmp_path, *names):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"a": 1}\n')
+    return str(tmp_path)
+
+
+def names_in(folder, key, aside=None):
+    return [os.path.relpath(file.path, folder) for file in files.find(folder, key, aside)]
+
+
+def test_a_folder_is_split_by_the_names_of_its_files_and_folders(tmp_path):
+    held = ["a.dev.json", "data/test-00000-of-00001.parquet", "eval/rows.csv", "VALIDATION_1.jsonl"]
+    folder = folder_of(tmp_path, *held, "train.jsonl", "contest.jsonl", "devices/latest.jsonl", "notes.xlsx")
+    aside = {}
+    assert names_in(folder, "data.train", aside) == ["contest.jsonl", "devices/latest.jsonl", "train.jsonl"]
+    by_name = {os.path.join(folder, name): files.BY_NAME for name in held}
+    assert aside == {**by_name, os.path.join(folder, "notes.xlsx"): "no format of rows"}
+    assert names_in(folder, "data.eval") == sorted(held)
+    assert len(names_in(folder, "data")) == 7
+    assert names_in(folder_of(tmp_path / "one", "train.jsonl"), "data.eval") == ["train.jsonl"]
+
+
+def test_a_folder_of_held_out_files_alone_is_not_trained_on(tmp_path):
+    folder = folder_of(tmp_path / "test", "dev.jsonl", "test.jsonl")
+    with pytest.raises(
+        InputError, match=r"for evaluation; name those to train on: .*dev\.jsonl, .*test\.jsonl"
+    ):
+        files.find(folder, "data.train")
+    assert len(files.find(f"{folder}/*.jsonl", "data.train")) == 2  # named by a pattern
+    assert names_in(folder_of(tmp_path / "test" / "more", "rows.jsonl"), "data.train") == ["rows.jsonl"]
+
+
+def test_suffixes_of_any_case_and_files_that_describe_others(tmp_path):
+    aside, rows = {}, ["A.CSV", "B.JSONL.GZ", "C.Parquet", "d.jsonl"]
+    others = ["README.md", "dataset_info.json", "data/dataset_infos.json", "LICENSE"]
+    folder = folder_of(tmp_path, *rows, *others, "x.PKL")
+    assert names_in(folder, "data.train", aside) == rows and [*aside] == [os.path.join(folder, "x.PKL")]
+    for name in ("a.csv", "A.CSV", "A.CSV.GZ"):
+        text = b"a,b\n1,2\n"
+        (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("GZ") else text)
+        assert read_rows(tmp_path / name) == [(2, {"a": "1", "b": "2"})]
+
+
+def test_a_pipe_is_named(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(
+        InputError, match=r"rows\.jsonl' is a pipe or a device; write what it gives into a file"
+    ):
+        files.find(str(tmp_path / "rows.jsonl"), "data.train")

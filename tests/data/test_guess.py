@@ -48,6 +48,10 @@ SETS = {
     "summarize": rows(info={"id": "t3", "post": "A long post here.", "title": "A title"}, summaries=[{"text": "One of them.", "policy": "sup1"}, {"text": "Another one.", "policy": "ref"}], choice=(0, 1), worker="w"),
     "shop": rows(**{"customer question": "Where is {}?", "good reply": "On its way.", "bad reply": "No idea at all.", "agent": ("ann", "bob")}),
     "ratings": rows(prompt="Say {} now.", response="As you wish.", rating=(1, 2, 3, 4, 5)),
+    "twins": rows(prompt="Say {} now.", reply_1="As you wish.", reply_2="Oh no, never."),
+    "twins of chats": rows(conversation_a=CHAT, conversation_b=OTHER),
+    "sheet": rows(customer_message="Where is {}?", reply_a="On its way.", reply_b="No idea at all.", anna=("A", "B", "tie"), ben=("a ", "B", "")),
+    "votes in a list": rows(prompt="Say {} now.", reply_1="As you wish.", reply_2="Oh no, never.", best=(["reply_1", "reply_2"], ["reply_2"], None)),
 }  # fmt: skip
 FITS = {
     "alpaca": "sft and ppo as they are",
@@ -73,8 +77,7 @@ FITS = {
     "rated": "rm, dpo and kto with data.columns='{prompt: frage, first: answer_1, second: answer_2, first_score: rating_1, "
     "second_score: rating_2}'",
     "capybara": "sft with data.columns='{messages: conversation}'",
-    "red_team": "sft with data.columns='{messages: transcript}'; kto with data.columns='{messages: transcript, label: rating}' "
-    "and data.label='{good: VALUE, bad: VALUE}' for what its values mean",
+    "red_team": "sft and kto with data.columns='{messages: transcript, label: rating}' and data.label='{good: VALUE, bad: VALUE}' for what its values mean",
     "numbers": "",
     "lmsys": "rm, dpo and kto with data.columns='{first: response_a, second: response_b, first_score: winner_model_a, "
     "second_score: winner_model_b}'; ppo as they are",
@@ -85,8 +88,13 @@ FITS = {
     "label: choice}'; ppo with data.columns='{prompt: info.post}'",
     "shop": "rm, dpo and kto with data.columns='{prompt: customer question, chosen: good reply, rejected: bad reply}'; "
     "ppo with data.columns='{prompt: customer question}'",
-    "ratings": "sft with data.columns='{completion: response}'; kto with data.columns='{completion: response, label: rating}' and "
-    "data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
+    "ratings": "sft and kto with data.columns='{completion: response, label: rating}' and data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
+}
+FITS |= {
+    "twins": "ppo as they are",
+    "twins of chats": "",
+    "sheet": "rm, dpo and kto with data.columns='{prompt: customer_message, first: reply_a, second: reply_b, label: [anna, ben]}'",
+    "votes in a list": "rm, dpo and kto with data.columns='{first: reply_1, second: reply_2, label: best}'; ppo as they are",
 }
 
 
@@ -108,8 +116,21 @@ def test_the_error_is_one_line_and_ends_in_what_to_type():
     line = guess.misfit(SETS["hh"], "sft", "hh.jsonl")
     assert line.endswith("; such rows fit rm, dpo, kto and ppo as they are")
     line = guess.misfit(SETS["numbers"], "rm", "n.jsonl")
-    assert "data.columns='{prompt: COLUMN, " in line
+    ways = (
+        "{prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}",
+        "{prompt: COLUMN, first: COLUMN, second: COLUMN, label: COLUMN}",
+    )
+    assert " or ".join(f"data.columns='{way}'" for way in ways) in line
     assert line.endswith("data.transform=python:MODULE:FUNCTION")
+    line = guess.misfit(rows(text="### Human: {}? ### Assistant: It is."), "sft", "guanaco.jsonl")
+    assert (
+        "ppo" not in line
+        and "name the columns, data.columns='{prompt: COLUMN, completion: COLUMN}', or" in line
+    )
+    line = guess.misfit([{"version": 1, "data": [{"prompt": "a", "completion": "b"}]}], "sft", "nested.json")
+    assert line.endswith(
+        "the columns are version, data; if the rows are in `data`, run jq -c '.data[]' FILE > NEW"
+    )
     for stage in ("evaluate", "benchmarks", "pairs"):  # whose rows are of few shapes
         assert "match no format of" in guess.misfit(SETS["stack"], stage, "n.jsonl")
 

@@ -80,6 +80,10 @@ SAID = [  # stage, rows, options, what the report says, what it does not say
     ("sft", LONG, {"max_length": 20, "too_long": "drop"}, ["dropped     3 too long", "rows.jsonl:2: found 54 tokens"], []),
     ("sft", [TOOLS] * 3, {}, ["not read    columns id, tools\n", "the model does not see the `tools` of 3 rows"], []),
     ("ppo", [{"prompt": "q", "id": 1}], {}, [], ["not read"]),  # other columns go to Python rewards
+    ("ppo", [{"prompt": [{**USER, "id": 1}]}], {}, ["not read    column prompt[].id\n"], []),
+    ("sft", [TALK, {"messages": [USER, {**BOT, "thinking": "x"}], "id": 7}], {}, ["not read    columns messages[].thinking (1 row), id (1 row)\n",
+        "the model does not see the `messages[].thinking` of 1 row, because the chat template does not write them"], []),
+    ("sft", ONCE, {"apply_chat_template": True}, ["(data.special_tokens=control encodes them as control tokens; rows that hold the chat template's markup also need data.apply_chat_template=false)"], []),
     ("dpo", [MARGIN], {}, ["dpo does not use the column `margin`", "not read    column source\n"], []),
     ("rm", [MARGIN], {}, ["not read    column source\n"], ["does not use", "white space"]),
     ("rm", JOINS, {}, ["1 row of plain text without white space between prompt and completion: model.chat_template=plain"], []),
@@ -124,14 +128,14 @@ def test_bad_rows_are_named_by_line_in_all_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 200))
     rows = [*ROWS]
     rows[17] = {"prompt": "x", "completion": ""}
-    rows[30] = '{"prompt": '
+    rows[30] = '{"prompt": "'
     rows[41] = {"instruction": "x", "output": "y"}  # another format is read as what it is
     path = write(tmp_path / "rows.jsonl", rows)
     with pytest.raises(InputError) as caught:
         make(tmp_path, train=path)
     message = str(caught.value)
     assert f"{path}:18: `completion`" in message and f"{path}:31: found" in message
-    assert "2 of 50 rows" in message and "data.on_error=skip" in message
+    assert "2 of 50 rows" in message and "data.on_error=skip" in message and " at at " not in message
     assert not list((tmp_path / "cache").glob("*/manifest.json"))
     made = make(tmp_path, train=path, on_error="skip")
     split = made.report.splits["train"]
@@ -189,6 +193,16 @@ def test_rows_with_the_same_problem_share_a_line(tmp_path, monkeypatch):
     assert f"{path}:1: `messages[0].role`" in lines[1] and "(and 8 more with" in lines[1]
 
 
+def test_every_stage_shows_a_completion_alike():
+    """Decoders of SentencePiece drop a space at the begin of a text."""
+    backend = Tokenizer(models.WordLevel({"a": 0, "▁b": 1, "▁c": 2, "ü": 3}, unk_token="a"))
+    backend.decoder = decoders.Metaspace()
+    tok = PreTrainedTokenizerFast(tokenizer_object=backend)
+    labels = {"input_ids": [0, 1, 2, 1, 3], "labels": [-100, 1, -100, 1, 3]}
+    assert sample(tok, labels) == "a⟦ b⟧ c⟦ bü⟧"
+    assert sample(tok, {"prompt_ids": [0], "completion_ids": [1, 2]}) == "a⟦ b c⟧"
+
+
 def test_a_shared_prefix_that_cuts_a_character_is_shown_whole():
     """Without the cut at a character, a run of byte tokens that is no UTF-8 decodes to nothing but replacement characters."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -216,3 +230,23 @@ def test_rare_labels_without_a_meaning_are_skipped_and_frequent_ones_stop_the_ru
     late = [*made[:20], *made[:20]] * 26 + unknown  # all known in the first 1,000 rows
     with pytest.raises(InputError, match=r"set data\.label to what the labels mean"):
         make(tmp_path, "rm", train=write(tmp_path / "late.jsonl", late), on_error="skip")
+
+
+def test_the_headline_names_files_that_are_not_read_and_why_many_rows_are_dropped(tmp_path):
+    good, bad = {"prompt": "a", "completion": " b"}, {"prompt": "a"}
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "rows" / "a.jsonl", [good] * 36 + [bad] * 3 + [{**good, "label": 0}])
+    write(tmp_path / "rows" / "test.jsonl", [good])
+    (tmp_path / "rows" / "scores.xlsx").write_bytes(b"PK")
+    folder, options = tmp_path / "rows", {"on_error": "skip"}
+    for _ in range(2):  # from the rows, then from the cache
+        report = make(tmp_path, train=str(folder), **options).report
+        assert report.headline() == (
+            "36 of 40 training rows (3 wrong or missing field), 37 duplicates; "
+            f"not read: {folder}/scores.xlsx (no format of rows), {folder}/test.jsonl (left out by its name)"
+        )
+        assert f"warning     not read: {folder}/scores.xlsx" in report.render()
+    report = make(tmp_path, train=str(folder), eval=str(folder), **options).report
+    assert "test.jsonl" not in report.headline() and "scores.xlsx" in report.headline()
+    few = make(tmp_path, train=write(tmp_path / "few.jsonl", [good] * 60 + [bad] * 3), **options).report
+    assert few.headline() == "60 of 63 training rows, 61 duplicates"

@@ -147,7 +147,7 @@ def test_what_can_mean_several_things_is_asked_for(values, typed):
 ONE_TWO = {"first": 1, "second": 2, "tie": 0}
 SIDES = [  # data.label, the row's label or scores, what becomes of it
     *((ONE_TWO, {"label": value}, end) for value, end in
-      [(1, "first"), ("2", "second"), (0, "tie"), (None, "tie"), (1.5, "tie"), (" ", "tie"), (3, "unknown_label")]),
+      [(1, "first"), ("2", "second"), (0, "tie"), (None, "unlabeled"), (1.5, "tie"), (" ", "unlabeled"), (3, "unknown_label")]),
     ({"first": 1, "second": 0}, {"label": 0}, "second"),  # SHP's
     ({"first": 1, "second": 0}, {"label": 0.7}, "first"),
     ({"first": -3, "second": 3}, {"label": -1}, "first"),  # HelpSteer3's
@@ -156,14 +156,14 @@ SIDES = [  # data.label, the row's label or scores, what becomes of it
     # of several votes the most count
     *((ONE_TWO, {"label": votes}, end) for votes, end in
       [([1, 1, 2], "first"), ([2, 2, 0], "second"), ([1, 2, 0], "tie"), ([0, 0, 1], "tie"), ([1, 2], "tie"),
-       ([1, None, None], "first"), ([None, None, ""], "tie"), (["2", 2, "1"], "second")]),
+       ([1, None, None], "first"), ([None, None, ""], "unlabeled"), ([], "unlabeled"), (["2", 2, "1"], "second")]),
     # only of one number each is there a between
     ({"first": 1, "second": 4}, {"label": 1.2}, "first"),
     ({"first": [1, 2], "second": "b"}, {"label": 1.2}, "unknown_label"),
     ({"first": [1, 2], "second": [3, 4]}, {"label": 2.5}, "unknown_label"),
     # the higher score
     *((None, {"first_score": one, "second_score": two}, end) for one, two, end in
-      [(3, "12", "second"), (0.5, -1, "first"), (3, 3.0, "tie"), (3, None, "tie"), ("", 1, "tie"), (" ", 1, "tie"),
+      [(3, "12", "second"), (0.5, -1, "first"), (3, 3.0, "tie"), (3, None, "unlabeled"), ("", 1, "unlabeled"), (" ", 1, "unlabeled"),
        ("high", 3, "wrong_type"), (float("nan"), 1, "wrong_type"), ("nan", 1, "wrong_type"), (float("inf"), 1, "wrong_type")]),
     (None, {}, "missing_field"),
 ]  # fmt: skip
@@ -177,7 +177,7 @@ def test_a_label_or_the_higher_score_picks_the_side(label, row, end):
         chosen, rejected = "AB" if end == "first" else "BA"
         assert one == {"prompt": "q", "chosen": chosen, "rejected": rejected}
     else:
-        assert one == Dropped("tie") if end == "tie" else one.kind == end
+        assert one == Dropped(end) if end in ("tie", "unlabeled") else one.kind == end
     assert made("ppo", row) == [row]  # prompts need no side
 
 
@@ -185,7 +185,7 @@ def test_a_label_or_the_higher_score_picks_the_side(label, row, end):
     ("label", "value", "good"),
     [
         *(({"good": 4, "bad": 2}, value, good) for value, good in
-          [(5, True), ("4", True), (2, False), (-1.5, False), (3, None), ("", None)]),
+          [(5, True), ("4", True), (2, False), (-1.5, False), (3, "tie"), ("", "unlabeled")]),
         ({"good": 1, "bad": 3}, 0, True), ({"good": 1, "bad": 3}, 4, False),  # the fewer the better
         ({"good": ["helpful", "great"], "bad": "harmful"}, "Great", True), ({"good": "helpful", "bad": "harmful"}, "harmful", False),
         ({"good": "helpful", "bad": 2}, "so so", "unknown_label"),
@@ -194,10 +194,10 @@ def test_a_label_or_the_higher_score_picks_the_side(label, row, end):
 def test_thresholds_make_labels_of_ratings(label, value, good):
     row = {"prompt": "q", "completion": "a", "label": value}
     (one,) = made("kto", row, rule=Rule.of(label))
-    if isinstance(good, str):
-        assert one.kind == good
+    if good in ("tie", "unlabeled"):
+        assert one == Dropped(good)
     else:
-        assert one == (Dropped("tie") if good is None else row | {"label": good})
+        assert one.kind == good if isinstance(good, str) else one == row | {"label": good}
 
 
 # ---- data.transform --------------------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ def test_a_folder_with_a_readme(folder):
         assert found(f"{folder}{item}", "data.eval") == ["test-00000-of-00001.parquet"]
     assert found(f"{folder}:small") == found(f"{folder}:small/train", "data.eval") == ["small.jsonl"]
     assert found(f"{folder}/data/test*") == ["test-00000-of-00001.parquet"]  # files stay files
-    assert found(f"{folder}/data") == ["test-00000-of-00001.parquet", "train-00000-of-00001.parquet"]
+    assert found(f"{folder}/data") == ["train-00000-of-00001.parquet"]
+    assert found(f"{folder}/data", "data.eval") == ["test-00000-of-00001.parquet"]
     for item, said in [
         (":large/train", r"Available: \['default', 'small'\]"),
         (":small/test", r"no split 'test'; expected one of .*prefs:small/train"),
@@ -88,7 +89,7 @@ def test_a_folder_with_a_readme(folder):
         with pytest.raises(InputError, match=said):
             found(f"{folder}{item}")
     (folder / "README.md").unlink()
-    assert len(found(folder)) == 3  # a folder of files, all of them
+    assert len(found(folder)) == 2  # a folder of files, all but data/test-00000-of-00001.parquet
     assert found(f"{folder}:default/train") == ["train-00000-of-00001.parquet"]  # by the names of its files
 
 

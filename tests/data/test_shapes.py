@@ -225,12 +225,12 @@ ERRORS = [
     ("sft", {"messages": [{"role": "user", "content": ["a", {"type": "image_url"}]}]}, "wrong_type", "messages[0].content[1]"),
     ("sft", {"messages": [{"role": "user", "content": ["a", {"type": "text", "txt": "a"}]}]}, "missing_field", "messages[0].content[1].text"),
     ("sft", {"prompt": "a", "completion": "\ud800"}, "not_utf8", "completion"),
-    ("sft", {"prompt": "a", "completion": "b", "x": {"y": ["\udfff"]}}, "not_utf8", "x.y[0]"),
+    ("sft", {"prompt": "a", "completion": "b", "system": "\udfff"}, "not_utf8", "system"),
+    ("sft", {"prompt": "a", "completion": "b", "\udfff": 1}, "not_utf8", ""),
     ("sft", {"messages": r'[{"role": "user", "content": "\ud800"}]'}, "not_utf8", "messages[0].content"),
     ("rm", {"prompt": "a", "pos_answers": r'["\ud800"]', "neg_answers": "b"}, "not_utf8", "pos_answers[0]"),
-    ("sft", {"prompt": "a", "completion": "b", "x": float("nan")}, "not_finite", "x"),
-    ("ppo", {"prompt": "a", "weights": [1, {"w": float("-inf")}]}, "not_finite", "weights[1].w"),
-    ("generate", {"prompt": "a", "id": 10**400}, "not_finite", "id"),
+    ("sft", {"messages": [USER, {**BOT, "thinking": ["a", 10**400]}]}, "not_finite", "messages[1].thinking[1]"),
+    ("evaluate", {"prompt": "a", "completion": float("nan")}, "not_finite", "completion"),
     ("evaluate", {"prompt": "a", "completion": 0}, "wrong_type", "completion"),
     ("evaluate", {"prompt": "a", "completion": []}, "empty_prompt", "completion"),
     ("rm", {**PAIR, "margin": float("nan")}, "not_finite", "margin"),
@@ -259,6 +259,12 @@ ERRORS = [
     ("sft", {"messages": [USER, BOT], "kto_tag": False}, "label", "kto_tag"),
     ("sft", {"messages": [USER, {**BOT, "tool_calls": [{"function": {}}]}]}, "wrong_type", "messages[1].tool_calls[0]"),
     ("sft", {"prompt": "a", "completion": [{**BOT, "tool_calls": [{"name": "f"}]}]}, "wrong_type", "completion"),
+    ("sft", {"prompt": "a", "completion": [{**BOT, "thinking": "b"}]}, "wrong_type", "completion"),
+    ("sft", {"messages": [USER, {"role": "assistant", "content": "", "thinking": "b"}]}, "empty_completion", "messages"),
+    ("sft", {"prompt": [USER], "completion": "a", "chat_template_kwargs": [1]}, "wrong_type", "chat_template_kwargs"),
+    ("sft", {"messages": [SYSTEM, USER, BOT], "system": "t"}, "prompts_differ", "system"),
+    ("dpo", {"prompt": [SYSTEM, USER], "chosen": "a", "rejected": "b", "system": "t"}, "prompts_differ", "system"),
+    ("rm", {"chosen": [SYSTEM, USER, BOT], "rejected": [SYSTEM, USER, NO], "system": "t"}, "prompts_differ", "system"),
 ]  # fmt: skip
 
 
@@ -268,6 +274,93 @@ def test_row_errors(stage, row, kind, field):
         parsed(row, stage)
     assert (caught.value.kind, caught.value.field) == (kind, field)
     assert caught.value.found and caught.value.expected
+
+
+def test_values_that_nothing_reads_may_be_anything():
+    """NaN and half a surrogate pair: a Python reward gets null and "?" there."""
+    wrong = {"score": float("nan"), "more": [1, {"w": float("-inf"), "t": "a\ud800"}]}
+    assert parsed({"prompt": "a", "completion": "b", **wrong}, "sft").unread == ("score", "more")
+    assert parsed({"messages": [{**USER, **wrong}, BOT]}, "sft").prompt == [USER]
+    row = json.loads(parsed({"prompt": "a", **wrong, "id": 1.5}, "ppo").row)
+    assert row == {"prompt": "a", "score": None, "more": [1, {"w": None, "t": "a?"}], "id": 1.5}
+
+
+def test_a_system_prompt_that_is_there_twice_or_beside_an_empty_prompt():
+    assert parsed({"messages": [SYSTEM, USER, BOT], "system": " s\n"}, "sft").prompt == [SYSTEM, USER]
+    row = {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO], "system": "s"}
+    assert parsed(row, "dpo").prompt == [SYSTEM, USER]
+
+
+def test_keys_of_messages_that_nothing_reads_are_counted_and_change_nothing():
+    def turns(number, *given):
+        return [{**turn, "id": number + i, "refusal": None, "audio": []} for i, turn in enumerate(given)]
+
+    row = {"chosen": turns(1, USER, BOT), "rejected": turns(7, USER, NO), "source": "x"}
+    for stage, unread in (
+        ("dpo", ("chosen[].id", "rejected[].id", "source")),
+        ("score", ("chosen[].id", "rejected[].id")),
+    ):
+        record = parsed(row, stage)
+        assert (record.prompt, record.pairs, record.unread) == ([USER], [([BOT], [NO])], unread)
+    record = parsed({"messages": json.dumps(turns(1, USER, {**BOT, "weight": 1}))}, "sft")
+    assert (record.prompt, record.pairs, record.unread) == ([USER], [([BOT],)], ("messages[].id",))
+    row = {"prompt": [USER], "pos_answers": [turns(1, BOT)], "neg_answers": [turns(1, NO)]}
+    assert parsed(row, "rm").unread == ("pos_answers[].id", "neg_answers[].id")
+
+
+THOUGHT = {**BOT, "reasoning_content": "Say yo."}
+
+
+def test_thoughts_are_a_part_of_a_completion():
+    record = parsed({"prompt": [USER], "chosen": [THOUGHT], "rejected": [BOT]}, "dpo")
+    assert record.pairs == [([THOUGHT], [BOT])]
+    with pytest.raises(RowError, match="the same text on both sides"):
+        parsed({"prompt": [USER], "chosen": [THOUGHT], "rejected": [THOUGHT]}, "dpo")
+    one, two = (parsed({"messages": [USER, turn]}, "sft").digests() for turn in (THOUGHT, BOT))
+    assert one[:8] == two[:8] and one != two
+
+
+# ---- Python's text of a list, such as pandas and datasets write to CSV -----------------------------------------------
+
+TWO = [USER, {"content": 'it\'s "yo"', "role": "assistant"}]
+ARRAY = "[{'content': 'hi', 'role': 'user'}\n {'content': 'yo', 'role': 'assistant'}]"
+REPRS = [
+    str(TWO), str(tuple(TWO)), str([{"from": "human", "value": "hi"}]), str([{"id": 7, **USER}]), str(BOT), ARRAY,
+    f"array({ARRAY}, dtype=object)", f" [{ARRAY}]", json.dumps(TWO)[:-9],
+]  # fmt: skip
+LISTS = ["['a', 'b']", "('a', 'b')", "['a' 'b']", "array(['a', 'b'], dtype=object)", "[\"it's\", 'b']"]
+GIVEN = {"prompt": "hi", "chosen": "a", "rejected": "b", "completion": "c"}
+
+
+@pytest.mark.parametrize("text", REPRS)
+@pytest.mark.parametrize(
+    ("stage", "field"),
+    [("sft", "completion"), ("sft", "messages"), ("sft", "conversations"), ("dpo", "prompt"), ("dpo", "chosen"),
+     ("rm", "rejected"), ("rm", "pos_answers"), ("rm", "neg_answers"), ("ppo", "prompt"), ("score", "chosen")],
+)  # fmt: skip
+def test_pythons_text_of_messages_is_refused(text, stage, field):
+    row = {field: text} if field in ("messages", "conversations") else {**GIVEN, field: text}
+    row |= {"pos_answers": "a", "neg_answers": "b", field: text} if "answers" in field else {}
+    with pytest.raises(RowError) as caught:
+        parsed(row, stage)
+    assert (caught.value.kind, caught.value.field) == ("python_text", field)
+    assert "to_json or to_parquet" in caught.value.expected
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_pythons_text_of_a_list_is_refused_where_a_list_is_read(text):
+    answers = {"prompt": "q", "pos_answers": "a", "neg_answers": "b"}
+    rows = [
+        ("rm", {**answers, "neg_answers": text}),
+        ("sft", {"messages": text}),
+        ("sft", {**SINGLE[0], "tools": str([WEATHER])}),
+    ]
+    for stage, row in (*rows, ("benchmarks", {"prompt": "q", "chosen": text, "rejected": "b"})):
+        with pytest.raises(RowError, match="to_csv writes Python's text"):
+            parsed(row, stage)
+    assert parsed({"prompt": text, "completion": text}, "sft").pairs == [(text,)], "an answer may be code"
+    for code in ("{'role': 'admin'}", json.dumps(BOT), "[", "{'from': 'NYC', 'to': 'LA'}"):
+        assert parsed({"prompt": "q", "completion": code}, "sft").pairs == [(code,)]
 
 
 def test_a_misspelled_field_is_named():

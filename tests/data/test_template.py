@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 from running import ROOT
-from toy_data import BOT, CHATML, CONVERSATION, REASONED, USER, encoded, encoder, trained, write
+from toy_data import BOT, CHATML, CONVERSATION, REASONED, THINKING, USER, encoded, encoder, trained, write
 from toy_data import make as prepared
 from toy_models import BASE, make
 
 from pipeline.config import load_job
 from pipeline.data.encode import Example
+from pipeline.data.shapes import parse
+from pipeline.data.tasks import sample
 from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.models.base import base_identity
@@ -177,6 +179,96 @@ def test_templates_that_take_thoughts_out_of_earlier_turns(name, row):
     if row is CONVERSATION:
         tok, (example,) = encoded("dpo", pair, template=template, ends=ENDS)
         assert tok.decode(example.columns["chosen_ids"]) == f"{LAST[name][0]}<|im_end|>"
+
+
+THOUGHT = {"role": "assistant", "content": "bye", "reasoning_content": "two"}
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_reach_the_template_in_every_stage(key):
+    turn = {**BOT, key: "One <|im_end|> two."}
+    tok, (example,) = encoded("sft", {"messages": [USER, turn]}, template=THINKING, ends=ENDS)
+    assert trained(tok, example) == ["<think>One <|im_end|> two.</think>yo<|im_end|>"]
+    ids = example.columns["input_ids"]
+    assert ids.count(tok.convert_tokens_to_ids("<|im_end|>")) == 2, "a special token in thoughts is text"
+    pair = {"prompt": [USER], "chosen": [turn], "rejected": [{**turn, key: "Three."}]}
+    for stage in ("rm", "dpo", "kto", "score"):
+        tok, (example, *_) = encoded(stage, pair, template=THINKING, ends=ENDS)
+        shown = sample(tok, example.columns, example.prompt_tokens)
+        assert "⟦<think>One <|im_end|> two.</think>yo<|im_end|>⟧" in shown
+        assert stage == "kto" or "⟦<think>Three.</think>yo<|im_end|>⟧" in shown
+    tok, (example,) = encoded("ppo", {"prompt": [USER, turn, USER]}, template=THINKING)
+    assert "<think>One <|im_end|> two.</think>yo" in tok.decode(example.columns["input_ids"])
+
+
+@pytest.mark.parametrize(
+    "read", ["m.mood", "m['mood']", "m.get('mood')", "(m.mood if 'mood' in m)", "m | attr('mood')"]
+)
+def test_any_key_that_the_template_reads_reaches_it(read):
+    made = encoder(
+        "sft",
+        template="{# m.tone #}" + CHATML.replace("m.content", f"{read} ~ ' tone ' ~ m.content"),
+        ends=ENDS,
+    )
+    row = {"messages": [{**USER, "mood": "", "tone": 1}, {**BOT, "mood": "sad", "tone": 2}], "id": 3}
+    record = parse(row, made.kind)
+    [[example]] = made.encode([record])
+    reads = "attr" not in read  # of a filter's argument the template cannot tell; a missing key is empty
+    assert trained(made.tokenizer, example) == [("sad" if reads else "") + " tone yo<|im_end|>"] or not reads
+    assert made.unread(record) == ("messages[].tone", "id")
+
+
+def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
+    """Qwen3's: only the thoughts behind the last question are written."""
+    import trl
+
+    template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    made = encoder("sft", template=template, ends=ENDS)
+    call = {**BOT, "thinking": "Look it up.", "tool_calls": [{"name": "f", "arguments": {}}]}
+    row = {
+        "messages": [USER, {**BOT, "thinking": "one"}, USER, call, {"role": "tool", "content": "x"}, THOUGHT]
+    }
+    record = parse(row, made.kind)
+    [[example]] = made.encode([record])
+    written = trained(made.tokenizer, example)
+    assert written[0] == "yo<|im_end|>" and written[1].startswith(
+        "<think>\nLook it up.\n</think>\n\nyo\n<tool_call>"
+    )
+    assert written[2] == "<think>\ntwo\n</think>\n\nbye<|im_end|>"
+    assert made.unread(record) == ("thoughts before the last turn",)
+
+
+def test_a_template_that_writes_no_thoughts_of_the_last_turn_is_refused():
+    never = THINKING.replace("{% if m.reasoning_content", "{% if not loop.last and m.reasoning_content")
+    words = "{{ m.content | trim }}"
+    block = f"{{% if m.role == 'user' %}}{words}{{% else %}}{{% generation %}}{words}{{% endgeneration %}}{{% endif %}}"
+    before = THINKING.replace(words, block)
+    for template, stages in ((never, ("sft", "dpo")), (before, ("sft",))):
+        for stage in stages:
+            row = {"prompt": [USER], "chosen": [THOUGHT], "rejected": "no"}
+            _, (error,) = encoded(
+                stage, {"messages": [USER, THOUGHT]} if stage == "sft" else row, template=template
+            )
+            assert isinstance(error, RowError) and "leaves out the thoughts of this turn" in error.found, (
+                error
+            )
+
+
+def test_a_row_sets_variables_of_the_template():
+    made = encoder("ppo", template=THINKING)
+    given = {"enable_thinking": False, "tone": "x", "date_string": None}
+    for kwargs in (given, json.dumps(given)):
+        record = parse({"prompt": [USER], "chat_template_kwargs": kwargs}, made.kind)
+        [[example]] = made.encode([record])
+        assert made.tokenizer.decode(example.columns["input_ids"]).endswith("assistant\n<think></think>")
+        assert made.unread(record) == ("chat_template_kwargs.tone",)
+    [[example]] = made.encode([parse({"prompt": [USER], "chat_template_kwargs": None}, made.kind)])
+    assert made.tokenizer.decode(example.columns["input_ids"]).endswith("assistant\n")
+    [[error]] = made.encode([parse({"prompt": [USER], "chat_template_kwargs": {"messages": []}}, made.kind)])
+    assert error.kind == "template" and "multiple values for keyword argument 'messages'" in error.expected
+    row = {"prompt": "hi", "completion": " yo", "chat_template_kwargs": {"enable_thinking": False}}
+    made = encoder("sft", template=THINKING)
+    assert made.unread(parse(row, made.kind)) == ("chat_template_kwargs.enable_thinking",), "plain text"
 
 
 def test_a_template_that_asks_in_another_way_than_it_writes():

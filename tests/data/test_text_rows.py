@@ -1,8 +1,11 @@
 """JSON Lines, JSON arrays, CSV and TSV: each row once with its number; each bad row is known by its line."""
 
+import bz2
 import csv
 import gzip
 import json
+import lzma
+import pickle
 
 import pytest
 from toy_data import ROWS, make, parsed, read_rows, rows_of
@@ -87,15 +90,15 @@ def test_an_array_without_end_is_not_decoded_again_and_again(tmp_path, monkeypat
     assert "no end within" in error.found and str(error).endswith("; not read: all that follows")
 
 
-# ---- values that no row may hold -------------------------------------------------------------------------------------
+# ---- values that no field that is read may hold ---------------------------------------------------------------------
 
 PAIR = '"prompt": "a", "chosen": "b", "rejected": "c"'
 VALUES = [
-    (f'{{{PAIR}, "x": NaN}}', "not_finite", "x"),
-    (f'{{{PAIR}, "x": [-Infinity]}}', "not_finite", "x[0]"),
+    (f'{{{PAIR}, "system": NaN}}', "not_finite", "system"),
+    (f'{{{PAIR}, "system": [-Infinity]}}', "not_finite", "system[0]"),
     (f'{{{PAIR}, "margin": 1e400}}', "not_finite", "margin"),
-    (f'{{{PAIR}, "x": {{"y": -{"9" * 5000}}}}}', "not_finite", "x.y"),
-    (f'{{{PAIR}, "x": "\\ud83d"}}', "not_utf8", "x"),
+    (f'{{{PAIR}, "system": {{"y": -{"9" * 5000}}}}}', "not_finite", "system.y"),
+    (f'{{{PAIR}, "system": "\\ud83d"}}', "not_utf8", "system"),
     (f'{{{PAIR}, "\\udc00": 1}}', "not_utf8", ""),
     (f'{{{PAIR}, "x": {"[" * 100_000}{"]" * 100_000}}}', "nested", ""),
 ]
@@ -161,3 +164,43 @@ def test_csv_trains_and_its_errors_name_the_line(tmp_path):
         path.write_text(content)
         with pytest.raises(InputError, match=r"rows.csv:1: found no rows; expected at least one row"):
             make(tmp_path, train=str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("a|b\n1|2\n", {"a": "1", "b": "2"}),
+        ("sep=;\na;b\n1,5;2\n", {"a": "1,5", "b": "2"}),
+        ("\ufeffsep=|\r\na|b\r\n1|2\r\n", {"a": "1", "b": "2"}),
+        ("sep=,\na,b\n1,2\n", {"a": "1", "b": "2"}),
+    ],
+)
+def test_other_delimiters_and_the_line_in_which_excel_names_them(tmp_path, text, row):
+    for name in ("a.csv", *(["a.tsv"] if "|" in text else [])):
+        assert [found for _, found in read_rows(write(tmp_path / name, text))] == [row]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", "a,b\n1,2\n".encode("utf-16"), "UTF-16 text; run iconv -f UTF-16 -t UTF-8"),
+        ("a.jsonl", "\ufeff{}\n".encode("utf-16-be"), "UTF-16 text; run iconv"),
+        ("a.xlsx", b"PK\x03\x04\x14", "an Excel workbook .*; save its sheet as CSV UTF-8"),
+        ("a.ZST", b"(\xb5/\xfd\x24", "compressed in an unsupported format; unpack it"),
+        ("a.jsonl.xz", lzma.compress(b"{}"), "compressed in an unsupported format"),
+        ("a.jsonl", bz2.compress(b"{}"), "compressed in an unsupported format"),
+        ("a.csv", b"\xd0\xcf\x11\xe0\xa1", "a workbook of an old Excel"),
+        ("a.pkl", pickle.dumps([{"a": 1}]), "a pickle; save its rows as JSON Lines or Parquet"),
+        (
+            "a.json",
+            json.dumps({"data": [{"a": 1}]}, indent=2),
+            r"an object over several lines; run jq -c \. FILE",
+        ),
+        ("a.json", '\ufeff\n{\r\n"a": 1\r\n}', "an object over several lines"),
+    ],
+)
+def test_a_file_of_another_format_is_named_by_its_first_bytes(tmp_path, name, content, says):
+    for zipped in (False, True):
+        path = write(tmp_path / (name + ".gz" * zipped), content, zipped)
+        with pytest.raises(InputError, match=f"{name}.* is .*{says}"):
+            read_rows(path)

@@ -10,17 +10,19 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import toy_ppo
 from datasets import Dataset
 from running import ROOT, client, stage
-from toy_data import evaluator, write
+from toy_data import CALLING, USER, WEATHER, encoder, evaluator, write
 from toy_models import BASE, tokenizer
 
 from pipeline import evaluation, figures
 from pipeline.__main__ import main
+from pipeline.data.shapes import parse
 from pipeline.evaluation import pairs
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Sampling
@@ -99,6 +101,24 @@ def test_log_probs_are_those_of_the_sampler_and_greedy_ones_the_models_own(tempe
         logits[step, toy_ppo.EOS] = float("-inf")
     own = logits.log_softmax(-1).gather(-1, torch.tensor(completion.tokens)[:, None]).sum().item()
     assert found == pytest.approx(own, abs=1e-4)
+
+
+def test_a_reference_completion_follows_the_prompt_as_the_policy_gets_it():
+    """With the row's tools, and the variables of the chat template."""
+    data = SimpleNamespace(apply_chat_template=True, special_tokens="text")
+    for template, more in (
+        (CALLING, {"tools": [WEATHER]}),
+        ("{{ tone }}" + CALLING, {"chat_template_kwargs": {"tone": "Nice."}}),
+    ):
+        made = encoder("evaluate", template=template)
+        row = {"prompt": [USER], "completion": "yo", **more}
+        [[example]] = made.encode([parse(row, made.kind)])
+        worker = SimpleNamespace(
+            tokenizer=made.tokenizer, job=SimpleNamespace(data=data), work=SimpleNamespace(context=999)
+        )
+        asked = SimpleNamespace(worker=worker, sampling=SimpleNamespace(eos=(made.eos,)))
+        found = evaluation.Comparison._references(asked, [{"row": json.loads(example.columns["row"])}])
+        assert found[0][0] == example.columns["input_ids"]
 
 
 def test_figures_of_pairs():

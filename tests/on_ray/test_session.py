@@ -194,7 +194,7 @@ PHASES = [  # of a run, in their order, in its log
     r'fp32 products at precision "\w+".*',
     "evaluating 60 held-out rows, then training", r"step 0/2  held-out loss .*", r"step 2/2  .*held-out loss .*",
     "checking that the adapter reloads as it was saved", "registering rlhf-sft", r"  registered +rlhf-sft v1 @champion .*",
-    r"  result +/.*/one/result\.json", r"  time +\S+, 0 GPU hours, [\d,]+ tokens",
+    r"  result +/.*/one/result\.json", r"  time +\S+, [\d,]+ tokens",
 ]  # fmt: skip
 # Where they take more than a moment; held-out figures
 WAITS = ["opening MLflow", "checking the model", r"  (held-out loss|(end )?token accuracy) +\S+ -> \S+"]

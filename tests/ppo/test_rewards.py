@@ -59,6 +59,11 @@ def checked(returned):
     return FunctionReward(lambda prompts: returned, name="polite").checked(samples())
 
 
+class Unshown:
+    def __repr__(self):
+        return 1 / 0
+
+
 NO_LIST = r"returned {} \(samples: 3\); expected a list of one number for each"
 NO_NUMBER = r"returned {} for prompt 'question 1', completion 'completion 1', row \{{.*\}} \(sample 1 of 3\); expected a finite"
 
@@ -77,6 +82,9 @@ NO_NUMBER = r"returned {} for prompt 'question 1', completion 'completion 1', ro
         ([1, None, 1], NO_NUMBER.format("None")),
         ([1, torch.tensor(-math.inf), 1], NO_NUMBER.format(r"tensor\(-inf\)")),
         ([1, 10**400, 1], NO_NUMBER.format(r"1000+\.\.\.")),
+        pytest.param(
+            [1, Unshown(), 1], NO_NUMBER.format("<Unshown whose repr raised ZeroDivisionError>"), id="unshown"
+        ),
         ([1, torch.ones(2), 1], NO_NUMBER.format(r"tensor\(\[1\., 1\.\]\)")),
     ],
     ids=str,

@@ -1,6 +1,7 @@
 """The tracking server of a job, or its SQLite file: damaged, locked, with any name. Real MLflow."""
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -10,14 +11,16 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from registered import LINEAGE
 from running import ROOT
+from servers import answering
 
 from pipeline import registry
 from pipeline.config import MLflow, load_job
-from pipeline.errors import InputError
+from pipeline.errors import Failure, InputError
 from pipeline.registry import store
 from pipeline.registry.lineage import folder_digests
 from pipeline.system import deadline
@@ -148,3 +151,100 @@ def test_the_clusters_server_answers_through_a_tunnel_on_any_port():
     for host in ("127.0.0.1:5001", "localhost:5000", "10.0.0.1:5000"):
         assert is_allowed_host_header(allowed, host)
     assert not is_allowed_host_header(allowed, "elsewhere.example:5000")
+
+
+def damaged(path):
+    with open(path, "r+b") as file:  # as a power failure leaves it
+        file.truncate(os.path.getsize(path) // 8192 * 4096)
+
+
+def garbage(path):
+    with open(path, "wb") as file:
+        file.write(b"<html>" * 500)
+
+
+@pytest.mark.parametrize("spoil", [damaged, garbage])
+def test_a_damaged_cache_is_made_again(spoil, tmp_path, monkeypatch, in_root):
+    """And is never copied to a storage path, where it would be taken for damaged runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cached = store.empty_database()
+    whole = schema(cached)
+    spoil(cached)
+    registry.check(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}/runs"], "sft"))
+    assert schema(tmp_path / "runs/mlflow.db") == schema(cached) == whole
+
+
+def test_a_cache_on_a_full_disk_is_done_without(tmp_path, monkeypatch, in_root):
+    from mlflow.store.db import utils
+    from sqlalchemy.exc import OperationalError
+
+    made = utils._initialize_tables
+
+    def full(engine):
+        if "/cache/" in str(engine.url):
+            raise OperationalError("INSERT", {}, sqlite3.OperationalError("database or disk is full"))
+        made(engine)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(utils, "_initialize_tables", full)
+    registry.check(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}/runs"], "sft"))
+    assert sorted(os.listdir(tmp_path / "runs")) == ["mlflow.db", "mlflow.db.lock"]
+
+
+def test_a_quota_that_stops_the_first_copy_leaves_no_part_of_it(job, tmp_path, monkeypatch):
+    (tmp_path / "mlflow.db").unlink()
+
+    def stopped(source, target):
+        with open(target, "wb") as file:
+            file.write(b"half")
+        raise OSError(122, "Disk quota exceeded")
+
+    monkeypatch.setattr(store.shutil, "copyfile", stopped)
+    registry.check(job)
+    assert "mlflow.db.partial" not in os.listdir(tmp_path)
+
+
+def test_mlflow_logs_no_sql_and_no_traceback_of_an_error_that_it_raises(job, tmp_path, capfd):
+    mlflow = registry.client(registry.tracking_uri(job))
+    mlflow.search_experiments()
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as other, other:
+        other.execute("ALTER TABLE experiments RENAME TO elsewhere")
+    with pytest.raises(Exception, match="no such table: experiments"):
+        mlflow.search_experiments()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("status", "tries"), [(503, 2), (500, 2), (403, 1), (404, 1)])
+def test_only_a_server_that_is_away_is_asked_again(status, tries, job, monkeypatch):
+    """With an answer to every request that is an error, or with none at all."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    clock = itertools.count()
+    monkeypatch.setattr(store, "WAIT_S", 1.5)
+    slept = SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None)
+    monkeypatch.setattr(store, "time", slept)
+    with answering(status, "<html>", "text/html") as address:
+        for place in (address, "127.0.0.1:9"):
+            asked = []
+            there = replace(job, mlflow=MLflow(tracking_uri=f"http://{place}"))
+
+            def call(place=place, asked=asked):
+                asked.append(place)
+                registry.client(f"http://{place}").get_run("1")
+
+            with pytest.raises(Exception, match="API request"):
+                store.persistently(there, call)
+            assert len(asked) == (tries if place == address else 2)
+
+
+def test_a_store_that_was_deleted_during_a_run_is_named_once(job, tmp_path, capfd):
+    """Also if MLflow still writes into the deleted file, and succeeds."""
+    mlflow = registry.client(registry.tracking_uri(job))
+    mlflow.search_experiments()
+
+    def call():
+        (tmp_path / "mlflow.db").unlink()
+        mlflow.search_experiments()
+
+    with pytest.raises(Failure, match=r"/mlflow\.db is gone: something has deleted it"):
+        store.persistently(job, call)
+    assert capfd.readouterr() == ("", "")

@@ -1,5 +1,6 @@
 """Versions: registered once and whole, the gate and its alias, references that exist, another base. Real MLflow on SQLite."""
 
+import itertools
 import os
 import shutil
 from dataclasses import replace
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 import toy_models
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 from registered import LINEAGE, Killed, killed, mlflow
 from running import stage
 
@@ -15,6 +18,7 @@ from pipeline import registry
 from pipeline.errors import InputError
 from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
+from pipeline.registry.store import persistently
 from pipeline.runtime.run import publish
 from pipeline.system import storage
 
@@ -191,10 +195,10 @@ def test_a_reference_to_nothing_says_what_to_do(job, adapter):
             registry.pin(reference, uri)
 
 
-@pytest.mark.parametrize(
-    "before",
-    ["log_model_artifacts", "finalize_logged_model", "create_registered_model", "create_model_version", "set_registered_model_alias"],
-)  # fmt: skip
+WRITES = ["log_model_artifacts", "finalize_logged_model", "create_registered_model", "create_model_version", "set_registered_model_alias"]  # fmt: skip
+
+
+@pytest.mark.parametrize("before", WRITES)
 def test_killed_anywhere_while_publishing_it_is_registered_once_and_whole(before, job, adapter, monkeypatch):
     """Just before each of its writes: no version without its files, no alias on it, and the second try mends everything."""
     store = mlflow(job)
@@ -209,6 +213,60 @@ def test_killed_anywhere_while_publishing_it_is_registered_once_and_whole(before
         registry.publish(job, second, adapter, {"eval_loss": 1.0}, LINEAGE)
     assert second == first and store.get_run(second).info.status == "FINISHED"
     assert [str(v.version) for v in store.search_model_versions("name = 'rlhf-sft'")] == ["1"]
+    assert len(store.search_logged_models(["1"])) == 1, "none stays behind"
     uri = registry.tracking_uri(job)
     folder = registry.fetch(registry.pin("models:/rlhf-sft@champion", uri), uri)
     assert folder_digests(folder) == folder_digests(adapter)
+
+
+@pytest.mark.parametrize("before", ["get_run", "create_logged_model", *WRITES, "set_terminated"])
+def test_a_server_that_goes_away_while_a_version_is_registered_is_waited_for(
+    before, job, adapter, monkeypatch, capsys
+):
+    """At any request: once before the server has done what it was asked, once after that."""
+    away, real, pauses = itertools.count(), getattr(MlflowClient, before), []
+
+    def goes_away(*arguments, **more):
+        error = MlflowException("(sqlite3.OperationalError) database is locked", TEMPORARILY_UNAVAILABLE)
+        if (attempt := next(away)) == 0:
+            raise error
+        found = real(*arguments, **more)
+        if attempt == 1:
+            raise error
+        return found
+
+    monkeypatch.setattr("pipeline.registry.store.time.sleep", pauses.append)
+    monkeypatch.setattr(MlflowClient, before, goes_away)
+    with registry.mlflow_run(job, {}) as run_id:
+        version = persistently(job, lambda: registry.publish(job, run_id, adapter, {}, LINEAGE))
+    assert str(version) == "rlhf-sft v1 @champion" and pauses == [1.0, 2.0]
+    assert mlflow(job).get_run(run_id).info.status == "FINISHED"
+    assert len(mlflow(job).search_model_versions("name = 'rlhf-sft'")) == 1
+    assert len(mlflow(job).search_logged_models(["1"])) == 1
+    out, err = capsys.readouterr()
+    assert out.count("does not answer") == 1 and "The adapter is safe in" in out and "Traceback" not in err
+
+
+def test_tracking_servers_do_not_share_downloads(job, adapter, tmp_path, monkeypatch):
+    """mlflow-artifacts:/... is a path on the server that is asked."""
+    from pipeline.registry import versions
+
+    monkeypatch.setattr(versions, "_is_here", lambda location: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = []
+
+    class Client:
+        def __init__(self, uri):
+            self.tracking_uri = uri
+
+        def get_model_version_download_uri(self, *_):
+            return "mlflow-artifacts:/1/models/m/artifacts"
+
+    def download(mlflow, location, into):
+        asked.append(mlflow.tracking_uri)
+        return shutil.copytree(adapter, os.path.join(into, "m"))
+
+    monkeypatch.setattr(versions, "client", Client)
+    monkeypatch.setattr(versions, "_download", download)
+    folders = {registry.fetch("models:/rlhf-sft/1", uri) for uri in ("http://a", "http://b", "http://a")}
+    assert len(folders) == 2 and asked == ["http://a", "http://b"]

@@ -52,6 +52,14 @@ DAMAGE = {
         lambda f: (f / "digests.json").write_text('{"files": {"state.json": []}}'),
         r"digests\.json cannot be read",
     ),
+    "an empty seal": (
+        lambda f: (f / "digests.json").write_text('{"files": {}}'),
+        r"digests\.json lists no file",
+    ),
+    "a seal without an end": (
+        lambda f: (f / "digests.json").write_text("[" * 100_000),
+        r"digests\.json cannot be read \(ValueError: its values are nested too deep",
+    ),
     "half a seal": (lambda f: os.truncate(f / "digests.json", 20), r"digests\.json cannot be read"),
 }
 

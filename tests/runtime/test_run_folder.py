@@ -148,10 +148,23 @@ def test_a_python_reward_that_was_edited_is_content_that_changed(halfway, tmp_pa
 
 def test_what_a_run_left_cannot_be_read(halfway, tmp_path, in_root, capsys):
     folder = shutil.copytree(halfway, tmp_path / "copy")
-    (folder / "sft/job.json").write_text('{"stage": "sf')
-    assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={folder}", "run.name=sft"]) == 2
-    error = capsys.readouterr().err
-    assert re.search(r"^error: run\.name: .*/sft/job\.json cannot be read .*run\.fresh=true", error), error
+    for content in ('{"stage": "sf', "[" * 100_000):
+        (folder / "sft/job.json").write_text(content)
+        assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={folder}", "run.name=sft"]) == 2
+        error = capsys.readouterr().err
+        assert re.search(r"^error: run\.name: .*/sft/job\.json cannot be read .*run\.fresh=true", error), (
+            error
+        )
+
+
+@pytest.mark.parametrize("what", ["dangling link", "file"])
+def test_what_lies_in_place_of_a_run_folder(what, tmp_path, in_root, capsys):
+    if what == "file":
+        (tmp_path / "one").touch()
+    else:
+        (tmp_path / "one").symlink_to("nowhere")
+    assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}", "run.name=one"]) == 2
+    assert "run.name: " in (error := capsys.readouterr().err) and "/one is no folder" in error, error
 
 
 # ------------------------------------------------------------------------------------------------ locks

@@ -1,12 +1,15 @@
 """A worker's own process: what it leaves of the group that Ray forms, who may push it aside, and notices that its node goes."""
 
+import fcntl
 import os
 import subprocess
 import sys
 
 import pytest
+from running import NO_EVAL, client, stage
+from safetensors.torch import load_file, save_file
 
-from pipeline.runtime import worker
+from pipeline.runtime import checkpoints, resume, worker
 
 # As Ray's TorchTrainer leaves a worker: a group of torch.distributed, and the environment that accelerate reads.
 SCRIPT = """
@@ -91,3 +94,42 @@ def test_a_notice_is_known_within_the_interval_and_asks_for_one_checkpoint(asked
     assert answers.index(True) < 50 and answers.count(True) == 1 and notice.active
     before = len(asked)
     assert walk(notice, asked, 200, 0.1) == [False] * 200 and len(asked) == before
+
+
+@pytest.mark.parametrize("moment", ["before it is stored", "after it is stored"])
+def test_the_adapter_that_was_checked_is_the_one_that_is_registered(moment, tmp_path, monkeypatch, capsys):
+    """As it is in memory: whoever exchanges its file after the check ends the run."""
+    at, file = (worker, "require_reload") if moment.startswith("before") else (checkpoints, "store")
+    done = getattr(at, file)
+
+    def exchanged(*arguments):
+        found = done(*arguments)
+        if at is checkpoints and arguments[2] != "final":
+            return found
+        folder = arguments[2] if at is worker else os.path.join(*arguments[1:], "adapter")
+        path = os.path.join(folder, "adapter_model.safetensors")
+        save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
+        return found
+
+    quick = ["scaling.num_workers=0", "trainer.max_steps=1", *NO_EVAL]
+    with monkeypatch.context() as patch:
+        patch.setattr(at, file, exchanged)
+        stage("sft", tmp_path, "one", *quick, status=1)
+    said = capsys.readouterr().err
+    assert (
+        "failed: the last checkpoint is not what was trained (adapter/adapter_model.safetensors has" in said
+    )
+    assert client(tmp_path).search_registered_models() == []
+    assert stage("sft", tmp_path, "one", *quick)["version"] == "1", "the same command trains again"
+
+
+def test_the_temporary_folders_of_killed_workers_do_not_stay(tmp_path):
+    for name in ("held", "killed", "young"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / resume.WORKERS).touch()
+    for name in ("held", "killed"):
+        os.utime(tmp_path / name / resume.WORKERS, (1, 1))
+    with open(tmp_path / "held" / resume.WORKERS) as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        resume.remove_abandoned(str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["held", "young"]

@@ -6,14 +6,31 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import ClientDisconnect
 from tokenizers import Tokenizer, decoders, models, normalizers
+from toy_data import BOT, THINKING, USER, encoder
 from toy_models import tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.inference.rows import Sampling
 from pipeline.serving.answer import Answer, Mailbox, Stream, Text, bytes_of, name_of, text_logprobs
+from pipeline.serving.app import Server
 from pipeline.serving.batching import Token
 from pipeline.serving.models import Served
-from pipeline.serving.protocol import ChatRequest
+from pipeline.serving.protocol import ChatRequest, Refused
+
+
+def test_a_request_is_a_prompt_with_thoughts_and_variables_of_the_template():
+    server = SimpleNamespace(encoder=encoder("generate", template=THINKING))
+    tok = server.encoder.tokenizer
+    turns = [USER, {**BOT, "reasoning": "one", "refusal": None, "annotations": [1]}, {**USER, "name": "Ann"}]
+    for kwargs, end in ((None, ""), ({"enable_thinking": False}, "<think></think>")):
+        asked = ChatRequest(model="p", messages=turns, chat_template_kwargs=kwargs)
+        text = tok.decode(Server._prompt(server, asked))
+        assert "<think>one</think>yo<|im_end|>" in text and text.endswith(f"assistant\n{end}")
+    asked.chat_template_kwargs = {"thinking_budget": 9}
+    with pytest.raises(
+        Refused, match=r"^chat_template_kwargs\.thinking_budget: the chat template does not read it$"
+    ):
+        Server._prompt(server, asked)
 
 
 class Gone(OSError):

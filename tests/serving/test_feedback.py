@@ -80,6 +80,17 @@ def test_each_kind_has_its_rows_with_the_version_that_spoke(stores, tmp_path):
     assert all((row["version"], row["seed"]) == ("models:/p/3", 7) for row in (pair, edit))
 
 
+def test_the_row_has_the_variables_of_the_template(stores, tmp_path):
+    given = {"chat_template_kwargs": {"enable_thinking": False}}
+    kept = stores({**answer("chatcmpl-1"), **given}, {**answer("chatcmpl-2"), "chat_template_kwargs": None})
+    for name in ("chatcmpl-1", "chatcmpl-2"):
+        kept.give({"id": name, "label": True})
+    first, second = rows(tmp_path, "thumbs")
+    assert (
+        first["chat_template_kwargs"] == {"enable_thinking": False} and "chat_template_kwargs" not in second
+    )
+
+
 def test_the_same_again_changes_nothing_and_something_else_is_refused_over_a_restart_too(stores, tmp_path):
     kept = stores(answer())
     for _ in range(2):

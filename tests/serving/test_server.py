@@ -258,6 +258,8 @@ WRONG = [
     (CHAT, {"top_logprobs": 3}, 400, "top_logprobs: goes with logprobs"),
     (CHAT, {"tools": [{"type": "function"}]}, 400, "^tools: is not supported here; found "),
     (CHAT, {"prompt": "x"}, 400, "prompt: is not supported here"),
+    (CHAT, {"chat_template_kwargs": {"thinking": True}}, 400, "^chat_template_kwargs.thinking: the chat template does not read it"),
+    (CHAT, {"chat_template_kwargs": [1]}, 400, "^chat_template_kwargs: "),
     (COMPLETE, {"prompt": [[]]}, 400, r"^prompt: found '\[\]'; expected token ids below \d+"),
     (COMPLETE, {"prompt": [10**9]}, 400, r"^prompt: found .*; expected token ids below \d+"),
     (COMPLETE, {"prompt": [5] * 400}, 400, "^prompt: 400 tokens; expected at most 192"),

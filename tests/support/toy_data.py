@@ -53,6 +53,11 @@ CALLING = (  # CHATML with tools and tool calls
     "{{ c.function.name }} {{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+THINKING = (  # like Qwen3's, without its rules about earlier turns
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% endif %}{{ m.content | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
 WEATHER = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
@@ -91,7 +96,7 @@ def encoder(stage, template=None, max_length=500, too_long="error", apply=False,
 def encoded(stage, row, **options):
     """(tokenizer, what becomes of one row)."""
     made = encoder(stage, **options)
-    return made.tokenizer, made.encode([parsed(row, stage)])[0]
+    return made.tokenizer, made.encode([parse(row, made.kind)])[0]
 
 
 def trained(tok, example: Example) -> list[str]:

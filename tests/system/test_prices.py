@@ -43,7 +43,9 @@ def test_a_file_of_your_own_replaces_and_adds(own):
     assert mine.rent("T4", 1) is None
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", "machine: much", "prices: {}", "instances: {box: {gpu: L4}}"])
+@pytest.mark.parametrize(
+    "text", ["[1]", "{", "machine: much", "prices: {}", "instances: {box: {gpu: L4}}", "[" * 9999]
+)
 def test_a_wrong_file_is_named_before_the_work(own, text, capsys, in_root):
     own(text)
     with pytest.raises(InputError, match=r"prices\.yaml: "):

@@ -87,6 +87,51 @@ def test_a_sys_exit_inside_a_run_is_a_failure(monkeypatch, capsys):
     assert re.match(r"failed: .*test_process\.py:\d+ called sys\.exit\(0\)", capsys.readouterr().err)
 
 
+ENDS = {
+    "_exit": "os._exit(0)",
+    "execl": "os.execl('/bin/true', 'true')",
+    "execvp": "os.execvp('true', ['true'])",
+    "abort": "os.abort()",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_code_of_a_user_does_not_end_the_process_with_the_status_of_success(name, tmp_path):
+    """`make` and CI would take a run that trained nothing for done. Children of the process end as they like."""
+    (tmp_path / "ends.py").write_text(f"import os\n\n\ndef reward(completions):\n    {ENDS[name]}\n")
+    text = """
+    import multiprocessing, os
+    from pipeline.__main__ import main
+    from pipeline import __main__
+    from pipeline.ppo.rewards import FunctionReward, Samples
+    from ends import reward
+    child = multiprocessing.get_context("fork").Process(target=print, args=("a child",))
+    child.start()
+    child.join()
+    assert child.exitcode == 0 and os.spawnlp(os.P_WAIT, "true", "true") == 0
+    samples = Samples([[1]], [[1]], [True], [{"prompt": ""}], __import__("types").SimpleNamespace(decode=lambda *_, **__: ""))
+    __main__.dispatch = lambda *_: FunctionReward(reward).checked(samples)
+    return main(["sft", "job.yaml"])
+    """
+    _, err = program(text, status=1, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    called = name if name in ("_exit", "abort") else "execv"
+    assert err.decode() == f"failed: {tmp_path}/ends.py:5 called os.{called}, which no run may do\n"
+
+
+def test_a_signal_after_the_last_line_does_not_change_the_status():
+    """While Python ends: the run is finished and registered by then."""
+    text = """
+    import os, signal, time
+    class Late:
+        def __del__(self, kill=os.kill, pid=os.getpid(), sleep=time.sleep):
+            kill(pid, signal.SIGTERM)
+            sleep(0.5)
+    sys.late = Late()
+    return 0
+    """
+    program(text)
+
+
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [(["sft", "jobs/demo/sft.yaml"], "run.name=sft-1"), (["rlhf", "jobs/demo"], "sft.run.name=sft-1")],

@@ -1,9 +1,16 @@
 """A file appears whole or not at all, and a lock is waited for with a limit."""
 
+import os
+import stat
+import tempfile
+
 import pyarrow.fs
 import pytest
 
+from pipeline.errors import InputError
 from pipeline.system import storage
+
+OTHER = 65534  # the uid of another user
 
 
 def broken():
@@ -32,3 +39,39 @@ def test_whoever_waits_for_a_lock_says_so_and_not_for_ever(tmp_path, capsys):
     assert capsys.readouterr().out == "waiting for another process\n"
     with storage.locked(path, "nobody"):
         pass
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make folders of another user")
+@pytest.mark.parametrize("planted", ["folder", "link to his", "link to ours"])
+def test_a_folder_that_another_user_made_is_refused(planted, tmp_path):
+    """Whoever made it could exchange the files that a run keeps there: an adapter between its check and its registration."""
+    if planted == "folder":
+        (tmp_path / "mine").mkdir(mode=0o777)
+        os.chown(tmp_path / "mine", OTHER, OTHER)
+    else:
+        (tmp_path / "target").mkdir()
+        (tmp_path / "mine").symlink_to("target")
+        whose = tmp_path / ("target" if planted == "link to his" else "mine")
+        os.chown(whose, OTHER, OTHER, follow_symlinks=False)
+    with pytest.raises(
+        InputError, match=r"TMPDIR: cannot use .*/mine \(it belongs to another user\); export TMP"
+    ):
+        storage.private(str(tmp_path), "mine", "TMPDIR")
+
+
+@pytest.mark.parametrize("of", ["scratch", "cache"])
+def test_only_this_user_can_enter_its_folders(of, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    name = tmp_path / ("rlhf-pipeline" if of == "cache" else f"rlhf-{os.getuid()}")
+    name.mkdir(mode=0o777)
+    name.chmod(0o777)  # as an earlier version or a umask left it
+    path = getattr(storage, of)("versions", "one")
+    assert path == str(name / "versions/one") and stat.S_IMODE(name.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000])
+def test_json_that_is_nested_too_deep_is_damaged_like_any_other(content, tmp_path):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(ValueError, match="nested too deep"):
+        storage.read_json(str(tmp_path / "x.json"))

@@ -92,14 +92,20 @@ def test_the_log_has_errors_and_no_secret(command, monkeypatch, tmp_path):
     def fails():
         print("token hf_abcdefgh http://me:password@host/x?token=abc \x1b[2J")
         print("shown on stderr hf_abcdefgh", file=sys.stderr)
-        raise ValueError("hf_abcdefgh is wrong")
+        raise ValueError(f"hf_abcdefgh is wrong, and the user's own key sk-{'a1' * 12}")
 
     with pytest.raises(ValueError):
         command(fails)
     log = (tmp_path / "log.txt").read_text()
     assert r"token *** http://host/x?token=*** \x1b[2J" in log and "shown on stderr ***" in log
-    assert "ValueError: *** is wrong" in log and "hf_abcdefgh" not in log
+    assert "ValueError: *** is wrong, and the user's own key ***\n" in log and "hf_abcdefgh" not in log
     assert sys.stderr.getvalue() == "shown on stderr ***\n"
+
+
+def test_half_a_surrogate_is_shown_and_logged(command):
+    """Of a reward that prints what it scores, for example."""
+    out, log = command(lambda: print("warning: \ud83d is no emoji"))
+    assert out == "warning: \\ud83d is no emoji\n" and log.endswith(out)
 
 
 def test_errors_that_ray_reports_to_the_driver_are_shown_but_for_noise(monkeypatch, capsys):

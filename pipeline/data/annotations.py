@@ -1,0 +1,52 @@
+"""Records that annotation tools export, as rows: the fields of a record, and a column for each question.
+
+    Argilla, to_datasets   {"reply_1": TEXT, "better.responses": ["reply_1"], "better.responses.status": ["submitted"]}
+    Argilla, to_json       {"fields": {"reply_1": TEXT}, "responses": {"better": [{"value": "reply_1"}]}}
+    Label Studio, JSON     {"data": {"reply_1": TEXT},
+                            "annotations": [{"result": [{"from_name": "better", "type": TYPE, "value": {KEY: ["A"]}}]}]}
+
+A column holds the only answer to its question, or the list of the answers of several annotators.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+# Label Studio: type of a result -> key of its value that holds the answer
+ANSWERS = dict(pairwise="selected", choices="choices", rating="rating", textarea="text", number="number")
+
+
+def flat(row: Any, labels: Iterable[str] = ()) -> Any:
+    """Returns a record as a row, or any other row unchanged. `labels` are null in a record that does not answer them."""
+    answers, known = defaultdict[str, list[Any]](list), row if isinstance(row, dict) else {}
+    fields, others = dict[str, Any](), set[str]()
+    if isinstance(known.get("data"), dict) and isinstance(known.get("annotations"), list):
+        fields, others = known["data"], {"data", "annotations"}
+        for one in _objects(known["annotations"]):
+            for result in () if one.get("was_cancelled") else _objects(one.get("result")):
+                value, key = result.get("value"), ANSWERS.get(str(result.get("type")))
+                if isinstance(value, dict) and key in value:
+                    answers[str(result.get("from_name"))].append(_only(value[key]))
+    elif isinstance(known.get("fields"), dict) and isinstance(known.get("responses"), dict):
+        fields, others = known["fields"], {"fields", "responses"}
+        for question, given in known["responses"].items():
+            answers[question] = [one.get("value") for one in _objects(given)]
+    else:
+        for name in [name for name in known if name.endswith(".responses") and f"{name}.status" in known]:
+            pairs = zip(known[name] or (), known[f"{name}.status"] or (), strict=False)
+            answers[name.removesuffix(".responses")] = [one for one, state in pairs if state == "submitted"]
+            others |= {name, f"{name}.status", f"{name}.users"}
+    if not others:
+        return row
+    columns = {name: _only(given) if given else None for name, given in answers.items()}
+    empty = dict.fromkeys([*labels] if any(answers.values()) else [*labels, "label"])
+    rest = {name: value for name, value in known.items() if name not in others}
+    return {**empty, **rest, **fields, **columns}
+
+
+def _only(items: Any) -> Any:
+    return items[0] if isinstance(items, list) and len(items) == 1 else items
+
+
+def _objects(items: Any) -> list[dict[str, Any]]:
+    return [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []

@@ -1,0 +1,177 @@
+"""Exports of Argilla and Label Studio: their rows, what is guessed of them, and how far the annotators agree."""
+
+import pytest
+from toy_data import make, write
+
+from pipeline.data import guess
+from pipeline.data.annotations import flat
+from pipeline.data.files import find
+from pipeline.data.preview import first_rows
+from pipeline.data.shapes import kind_of
+from pipeline.errors import InputError
+
+FIELDS = {"prompt": "Is it open on Sunday?", "reply_1": "Yes, from ten.", "reply_2": "No idea, call later."}
+VOTES = [["reply_1", "reply_2", "reply_1"], ["reply_2"], ["reply_1", "reply_2"], [], ["reply_2", "reply_2"]]
+
+
+def datasets_of_argilla(votes, **more):
+    status = ["submitted"] * len(votes)
+    return {
+        "id": "7", "status": "completed", "_server_id": "x", **FIELDS, **more,
+        "better.responses": [*votes, "reply_1", "reply_1"] if votes else None,
+        "better.responses.users": [*"abcdefgh"][: len(votes) + 2] if votes else None,
+        "better.responses.status": [*status, "draft", "discarded"] if votes else None,
+        "better.suggestion": "reply_1", "better.suggestion.score": None, "better.suggestion.agent": "gpt",
+    }  # fmt: skip
+
+
+def json_of_argilla(votes, **more):
+    responses = {"better": [{"value": vote, "user_id": "a"} for vote in votes]} if votes else {}
+    suggestions = {"better": {"value": "reply_1", "score": None, "agent": None}}
+    return {
+        "id": "7", "fields": {**FIELDS, **more}, "metadata": {}, "suggestions": suggestions, "responses": responses,
+        "vectors": {}, "_server_id": "x",
+    }  # fmt: skip
+
+
+def task(kind, key, votes, **more):
+    """A task of Label Studio. The last annotation was skipped."""
+
+    def annotation(vote, cancelled=False):
+        result = {"id": "a", "from_name": "better", "to_name": "x", "type": kind, "value": {key: vote}}
+        region = {"from_name": "span", "type": "labels", "value": {"text": "no answer", "labels": ["x"]}}
+        return {"id": 1, "completed_by": 1, "result": [result, region], "was_cancelled": cancelled}
+
+    annotations = [*map(annotation, votes), annotation(["left"], cancelled=True)]
+    return {"id": 7, "data": {**FIELDS, **more}, "annotations": annotations, "predictions": [], "meta": {}}
+
+
+def pairwise(votes, **more):
+    return task(
+        "pairwise", "selected", [{"reply_1": "left", "reply_2": "right"}[vote] for vote in votes], **more
+    )
+
+
+def choices(votes, **more):
+    return task("choices", "choices", [[vote] for vote in votes], **more)
+
+
+EXPORTS = [datasets_of_argilla, json_of_argilla, pairwise, choices]
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_a_record_is_a_row_with_the_answers_to_each_question(export):
+    rows = [flat(export(votes), ["better"]) for votes in VOTES]
+    assert all(row.items() >= FIELDS.items() for row in rows)
+    side = {"left": "reply_1", "right": "reply_2"}
+    found = [
+        [side.get(one, one) for one in row["better"] or []]
+        if isinstance(row["better"], list)
+        else row["better"]
+        for row in rows
+    ]
+    found = [side.get(one, one) if isinstance(one, str) else one for one in found]
+    assert found == [VOTES[0], "reply_2", VOTES[2], None, VOTES[4]]
+    assert flat(rows[0]) == rows[0]
+    assert {"annotations", "data", "fields", "responses", "better.responses"}.isdisjoint(rows[0])
+
+
+@pytest.mark.parametrize(
+    ("answer", "row"),
+    [
+        (task("rating", "rating", [4]), 4),
+        (task("textarea", "text", [["Yes, on Sunday too."]]), "Yes, on Sunday too."),
+        (task("number", "number", [3]), 3),
+    ],
+)
+def test_answers_of_other_kinds(answer, row):
+    assert flat(answer)["better"] == row
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        7,
+        None,
+        {"data": {}, "annotations": "none"},
+        {"data": [], "annotations": []},
+        {"fields": [], "responses": {}},
+    ],
+)
+def test_other_rows_stay_as_they_are(row):
+    assert flat(row) is row
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_an_export_of_preferences_is_guessed_and_read_by_majority(tmp_path, export):
+    made = [export(votes, prompt=f"Is it open on day {n}?") for n, votes in enumerate(VOTES * 4)]
+    path = write(tmp_path / "export.jsonl", made)
+    (file,) = find(path, "data.train")
+    rows, _ = first_rows(file, kind_of("sft"))
+    assert guess.guessed(rows, "sft") is None  # reply_1 would be learned, good or bad
+    columns = {"first": "reply_1", "second": "reply_2", "label": "better"}
+    assert guess.guessed(rows, "rm") == columns and guess.is_clear(columns, rows)
+    report = make(tmp_path, "rm", train=path, columns=columns).report
+    split = report.splits["train"]
+    assert (split.kept, split.dropped) == (12, {"tie": 4, "unlabeled": 4})
+    assert "(4 tie, or without a clear label)" in report.headline()
+    shown = report.render(samples=False)
+    assert "label       better, 2 annotators: not unanimous 4, unanimous 4" in shown
+    assert "label       better, 3 annotators: not unanimous 4\n" in shown
+
+
+def test_several_columns_of_labels_are_reported(tmp_path):
+    pair = {"prompt": "Why {}?", "a": "Because.", "b": "No idea."}
+    labels = [("A", "A", "a "), ("A", "B", ""), ("B", "tie", "B"), (None, "", " "), ("tie", "tie", "A")]
+    made = [
+        {**pair, "prompt": f"Why {n}?", **dict(zip("xyz", votes, strict=True))}
+        for n, votes in enumerate(labels)
+    ]
+    columns = {"first": "a", "second": "b", "label": ["x", "y", "z"]}
+    split = make(tmp_path, "rm", train=write(tmp_path / "rows.jsonl", made), columns=columns).report.splits[
+        "train"
+    ]
+    assert (split.kept, split.dropped) == (2, {"tie": 2, "unlabeled": 1})
+    assert split.label_values == {
+        "x, y, z": {"first": 1, "second": 1, "tie": 2},
+        "x, y, z, 2 annotators": {"not unanimous": 1},
+        "x, y, z, 3 annotators": {"not unanimous": 2, "unanimous": 1},
+    }
+
+
+UP = {"prompt": "Say {}.", "completion": "As you wish."}
+
+
+@pytest.mark.parametrize("name", ["label", "kto_tag", "feedback"])
+@pytest.mark.parametrize("stage", ["sft", "kto"])
+def test_rows_without_a_label_are_not_imitated(tmp_path, stage, name):
+    labels = ["up", None, "", ["up", "down", "up"], ["down", "up"], "down", [], ["down"]]
+    made = [{**UP, "prompt": f"Say {n}.", name: label} for n, label in enumerate(labels * 2)]
+    columns = {"label": name} if name == "feedback" else None
+    path = write(tmp_path / "rows.jsonl", made)
+    report = make(tmp_path, stage, train=path, columns=columns, on_error="skip").report
+    split = report.splits["train"]
+    bad = {} if stage == "kto" else {"label": 4}
+    assert split.dropped == {"unlabeled": 8, **bad} and split.unread == {}
+    assert split.kept == (8 if stage == "kto" else 4)
+    assert f"{split.kept} of 16 training rows (8 without a label)" in report.headline()
+
+
+def test_a_log_with_few_thumbs_is_guessed_and_a_topic_is_no_label(tmp_path):
+    made = [
+        {"question": f"Say {n}.", "answer": "As you wish.", "feedback": "up" if n == 3 else None}
+        for n in range(20)
+    ]
+    columns = guess.guessed(made, "sft")
+    assert columns == {"prompt": "question", "completion": "answer", "label": "feedback"}
+    rated = [{**UP, "prompt": f"Say {n}.", "rating": 1 + n % 5} for n in range(20)]
+    columns = guess.guessed(rated, "sft")
+    assert columns == {"label": "rating"} and not guess.is_clear(columns, rated)
+    assert guess.guessed([{**UP, "level": 1 + n % 5} for n in range(20)], "sft") == {}
+    path = write(tmp_path / "rated.jsonl", rated)
+    report = make(tmp_path, train=path, columns=columns, label={"good": 4, "bad": 2}, on_error="skip").report
+    assert report.splits["train"].kept == 8
+    with pytest.raises(InputError, match=r"set data\.label to what the labels mean"):
+        make(tmp_path, train=path, columns=columns, on_error="skip")
+    topics = [{**UP, "prompt": f"Say {n}.", "label": "sports"} for n in range(4)]
+    assert make(tmp_path, train=write(tmp_path / "topics.jsonl", topics)).report.splits["train"].kept == 4
