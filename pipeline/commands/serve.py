@@ -27,7 +27,7 @@ from pipeline.on_ray.session import session
 from pipeline.runtime.host import Work
 from pipeline.runtime.inputs import room_for_prompts
 from pipeline.runtime.preparation import load_host
-from pipeline.serving import LOOPBACK
+from pipeline.serving import LOOPBACK, REQUEST_S
 from pipeline.system import console, storage
 
 TOKENS = "RLHF_SERVE_TOKENS"
@@ -49,7 +49,7 @@ def serving(job: Job) -> Iterator[Work]:
     """Runs the application of a job for the block. Raises Failure if a replica cannot be placed or does not start."""
     from ray import serve
 
-    from pipeline.serving import feedback
+    from pipeline.serving import feedback, proxy
     from pipeline.serving.app import application
 
     digests = token_digests(job)
@@ -60,10 +60,13 @@ def serving(job: Job) -> Iterator[Work]:
     with session(job):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(job)
-        # A request's own limit ends first, with a message. This limit is for clients that send less than they announce.
-        limits = {"request_timeout_s": job.serve.timeout_s + 5, "keep_alive_timeout_s": 30}
-        listen = {"host": job.serve.host, "port": job.serve.port, **limits}
-        serve.start(http_options=listen, logging_config={"log_level": "WARNING", "enable_access_log": False})
+        # A request's own limit ends first, with a message.
+        limits = {"request_timeout_s": job.serve.timeout_s + 5, "keep_alive_timeout_s": REQUEST_S}
+        serve.start(
+            http_options={"host": job.serve.host, "port": job.serve.port, **limits},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+            controller_options={"runtime_env": {"env_vars": proxy.ENVIRONMENT}},
+        )
         name = job.run.name or "serve"
         try:
             with console.waiting("loading the models"):

@@ -162,7 +162,8 @@ class SharedBase(nn.Module):
         for parameter in self._adapter(role).values():
             parameter.data = parameter.data.float()
         for name in self.configs:  # injecting changes requires_grad of the other adapters
-            self.set_trainable(name, self.trainable.get(name, trainable))
+            for parameter in self._adapter(name).values():
+                parameter.requires_grad_(self.trainable.get(name, trainable))
         self.base.eval()
         self._layers_changed()
 

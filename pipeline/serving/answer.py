@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import json
+import re
 import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from ray.exceptions import TaskCancelledError
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from tokenizers.decoders import DecodeStream
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pipeline.errors import in_brief
 from pipeline.inference.rows import Sampling
@@ -28,18 +32,19 @@ from pipeline.serving.batching import ServedRow, Token
 from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest, CompletionRequest, Refused
 
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies
 # Token id, log-prob in nats (the first token of a prompt has none), and the most likely ids with their log-probs.
 Rated = tuple[int, float | None, list[tuple[int, float]]]
 
 
 @contextlib.asynccontextmanager
-async def limit(seconds: float) -> AsyncIterator[None]:
-    """Raises Refused (504) if the block takes longer."""
+async def limit(seconds: float, late: Refused | None = None) -> AsyncIterator[None]:
+    """Raises `late`, or Refused (504), if the block takes longer."""
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as error:
-        raise Refused(504, f"no answer within {seconds:g} s (serve.timeout_s)") from error
+        raise late or Refused(504, f"no answer within {seconds:g} s (serve.timeout_s)") from error
 
 
 class Mailbox:
@@ -237,8 +242,8 @@ class Answer:
         """Returns OpenAI's list of tokens with their log-probs, and of each the most likely ones, if the request wants it."""
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = self.server.tokenizer.decode([token])
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            written = bytes_of(self.server.tokenizer, token)
+            return {"token": name_of(written), "logprob": logprob, "bytes": list(written)}
 
         if not self.asked.logprobs:
             return None
@@ -247,6 +252,27 @@ class Answer:
             for token in tokens
         ]
         return {"content": content, "refusal": None}
+
+
+@lru_cache(1 << 14)
+def bytes_of(tokenizer: Any, token: int) -> bytes:
+    """Returns what a token adds to a text, which may be a part of a character."""
+    entry, decoder = tokenizer.backend_tokenizer.id_to_token(token), tokenizer.backend_tokenizer.decoder
+    if entry is None or decoder is None or token in tokenizer.added_tokens_decoder:
+        return str(tokenizer.decode([token])).encode()
+    if decoder.decode(["Ġ"]) == " " and all(character in BYTES for character in entry):
+        return bytes(BYTES[character] for character in entry)
+    if decoder.decode(["<0x41>"]) == "A" and re.fullmatch("<0x[0-9A-F]{2}>", entry):  # SentencePiece
+        return bytes.fromhex(entry[3:5])
+    return decoder.decode(["a", entry])[1:].encode()  # a text's first token loses its space
+
+
+def name_of(written: bytes) -> str:
+    """Returns a token's text, or for a part of a character what OpenAI writes: `bytes:` and the escaped bytes."""
+    try:
+        return written.decode()
+    except UnicodeDecodeError:
+        return f"bytes:{str(written)[2:-1]}"
 
 
 def head_of(kind: str, asked: ChatRequest | CompletionRequest, served: Served) -> dict[str, Any]:
@@ -275,7 +301,10 @@ class Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with contextlib.suppress(
+                TaskCancelledError
+            ):  # raised by Ray Serve's `receive` if the client is gone
+                await super().__call__(scope, receive, send)
         finally:
             self.answer.cancel()
 
@@ -317,17 +346,16 @@ async def complete(
 def text_logprobs(tokens: Iterable[Rated], tokenizer: Any) -> dict[str, Any]:
     """Returns OpenAI's parallel lists of tokens, their log-probs, and of each the most likely ones."""
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    at = 0
+    at, text = 0, codecs.getincrementaldecoder("utf-8")("replace")
     for token, logprob, most_likely in tokens:
-        text = tokenizer.decode([token])
         top: dict[str, float] = {}
-        # Several ids may have the same text, such as parts of a character.
         for other, value in [] if logprob is None else [(token, logprob), *most_likely]:
-            name = tokenizer.decode([other])
-            top[name] = max(value, top.get(name, value))
-        for column, entry in zip(found.values(), (text, logprob, top or None, at), strict=True):
+            name = name_of(bytes_of(tokenizer, other))
+            top[name] = max(value, top.get(name, value))  # several ids may have the same bytes
+        written = bytes_of(tokenizer, token)
+        for column, entry in zip(found.values(), (name_of(written), logprob, top or None, at), strict=True):
             column.append(entry)
-        at += len(text)
+        at += len(text.decode(written))
     return found
 
 

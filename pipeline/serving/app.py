@@ -37,7 +37,7 @@ from pipeline.on_ray import placement
 from pipeline.runtime import memory
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.roles import longest_row
-from pipeline.serving import LOOPBACK, answer, protocol
+from pipeline.serving import LOOPBACK, REQUEST_S, answer, protocol
 from pipeline.serving.answer import Answer, Mailbox, Stream, limit
 from pipeline.serving.feedback import FeedbackStore, encoders, folder_of
 from pipeline.serving.metrics import Metrics, Page
@@ -51,7 +51,8 @@ TOO_LONG = "context_length_exceeded"  # the code of OpenAI
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head
 FLUSH_S = 0.2  # maximum time until an answer reaches the recorder and can get feedback
 MAX_UNSENT_ANSWERS = 10_000  # answers that wait while the recorder restarts
-HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 413: {"Connection": "close"}}
+RETRY, CLOSE = {"Retry-After": "1"}, {"Connection": "close"}
+HEADERS = {408: CLOSE, 413: CLOSE, 429: RETRY, 503: RETRY}
 app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
 
@@ -265,10 +266,11 @@ class Server:
         too_large = Refused(413, f"a body of more than {most} bytes (serve.max_body_bytes)")
         if int(request.headers.get("content-length", 0)) > most:
             raise too_large
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > most:
-                raise too_large
+        async with limit(REQUEST_S, Refused(408, f"no whole body within {REQUEST_S} s")):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise too_large
         return protocol.decoded(bytes(body))
 
     async def _asked(self, request: Request, kind: type[Asked]) -> tuple[Asked, Served]:

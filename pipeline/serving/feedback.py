@@ -77,13 +77,17 @@ class FeedbackStore:
     ) -> None:
         self.folder, self.log_prompts, self.max_bytes = Path(folder), log_prompts, max_bytes
         self.encoders = encoders
+        self.epoch = time.time() - time.monotonic()  # a system clock that is ahead for a while ages nothing
         try:
             with contextlib.ExitStack() as opened:
                 self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 what = f"another server to release {folder}"
                 opened.enter_context(storage.locked(f"{folder}/.lock", what, LOCK_S))
                 self.bytes = sum(cut_to_lines(self.folder / f"{name}.jsonl") for name in (*READ_BY, "votes"))
-                self.known = sqlite3.connect(self.folder / "conversations.db", check_same_thread=False)
+                database = self.folder / "conversations.db"
+                database.touch()
+                database.chmod(0o600)  # it holds prompts and completions, as the rows do
+                self.known = sqlite3.connect(database, check_same_thread=False)
                 opened.callback(self.known.close)
                 self.known.executescript(TABLES)
                 held = self.known.execute(f"SELECT TOTAL({BYTES}) FROM answers")
@@ -110,7 +114,7 @@ class FeedbackStore:
                 row = (answer["id"], answer["time"], json.dumps(answer, ensure_ascii=False))
                 if self.known.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", row).rowcount:
                     held += len(row[2].encode())
-            held -= self._forget("time < ?", time.time() - KEPT_S)
+            held -= self._forget("time < ?", self.epoch + time.monotonic() - KEPT_S)
             while held > self.max_bytes // 2:
                 held -= self._forget("id = (SELECT id FROM answers ORDER BY time LIMIT ?)", 1)
         self.conversation_bytes = held  # only after the rows are on disk

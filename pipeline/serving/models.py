@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -63,7 +64,7 @@ class Models:
         self.policies: dict[str, Served] = {}  # model id -> policy
         self.rewards: dict[str, Served] = {}
         self.remove: dict[str, Callable[[str], None]] = {}  # role -> how to remove it
-        self.refused: set[tuple[str, str]] = set()  # (input, version) that cannot be served
+        self.refused: dict[str, Any] = {}  # input -> the last version with wrong files, and these files
         self.unused: set[str] = set()  # roles that no model id used at the last poll
         self.loaded = 0
         for key, version in pinned(host.work).items():
@@ -115,43 +116,56 @@ class Models:
 
     def watch(self, poll_s: float) -> None:
         """Follows the registry, and prints what it reports. Does not return."""
-        said: list[str] = []
+        said: dict[str, str] = {}
         while True:
             time.sleep(poll_s)
             try:
-                lines = self.follow()
+                found = self.follow()
             except Exception as error:
-                lines = [f"the aliases cannot be followed: {in_brief(error)}"]
-            for line in lines:
-                if line not in said:  # do not repeat a problem that persists
+                found = {type(error).__name__: f"the aliases cannot be followed: {in_brief(error)}"}
+            for cause, line in found.items():
+                if cause not in said:  # do not repeat a problem that persists
                     print(line, flush=True)
-            said = lines
+            said = found
 
-    def follow(self) -> list[str]:
+    def follow(self) -> dict[str, str]:
         """Checks the registry once, loads the versions that aliases have moved to, and frees versions that nothing uses.
-        Returns what to report.
+        Returns what to report, by cause, because the text of an error may differ from poll to poll.
         """
-        said = []
+        said = {}
         for key, reference in self.host.job.serve.inputs.items():
-            name, ref = key.partition(".")[2], Ref.parse(reference)
-            before = version = self.versions[name]
-            try:
-                if ref.alias:
-                    version = registry.pin(reference, self.uri)
-            except Exception as error:  # the registry cannot be reached, or the alias was deleted
-                said.append(f"{reference}: {in_brief(error)}; {before} stays")
-            if version == before or (key, version) in self.refused:
+            name = key.partition(".")[2]
+            before, what = self.versions[name], f"{reference} cannot be followed"
+            if not Ref.parse(reference).alias:
                 continue
             try:
-                # Fetched and checked here, so that the batch does not wait
-                folder = self._checked(key, version)
-                self.batcher.run(partial(self._serve, key, version, folder)).result()
-                said.append(f"{name}: {version}")
+                version = registry.pin(reference, self.uri)
+                what = f"{version} cannot be served"
+                if version != before and self._replace(key, version):
+                    said[f"{name} {version}"] = f"{name}: {version}"
             except Exception as error:
-                self.refused.add((key, version))
-                said.append(f"{version} cannot be served ({in_brief(error)}); {before} stays")
+                said[f"{name} {what} {type(error)}"] = f"{what} ({in_brief(error)}); {before} stays"
         self.batcher.run(self._remove_unused).result()
         return said
+
+    def _replace(self, key: str, version: str) -> bool:
+        """Answers with another version from now on. Returns False if its files were refused before and are the same.
+
+        Only wrong files are remembered. Other errors may pass, such as no connection or no memory.
+        """
+        folder = registry.fetch(version, self.uri)
+        files = state_of(folder)
+        if self.refused.get(key) == (version, files):
+            return False
+        try:
+            # Checked here, so that the batch does not wait
+            adapter = self._checked(key, version)
+            self.batcher.run(partial(self._serve, key, version, adapter)).result()
+        except InputError:
+            if state_of(folder) == files:
+                self.refused[key] = (version, files)
+            raise
+        return True
 
     def _remove_unused(self) -> None:
         """Removes roles that no model id has used for two polls and whose completions are all finished.
@@ -163,6 +177,11 @@ class Models:
         for role in unused & self.unused:
             self.remove.pop(role)(role)
         self.unused = unused - self.unused
+
+
+def state_of(folder: str) -> list[Any]:
+    """Returns names, sizes and times of a folder's files, which tell whether they have changed."""
+    return sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in os.scandir(folder))
 
 
 def pinned(work: Work) -> dict[str, str]:

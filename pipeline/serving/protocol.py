@@ -11,7 +11,6 @@ from pydantic_core import from_json
 TOP_LOGPROBS = 20  # alternatives to a token, as at OpenAI
 Text = Annotated[str, Field(max_length=1 << 16)]
 TokenId = Annotated[int, Field(ge=0)]
-Zero = Annotated[float, Field(ge=0, le=0)]
 Request = TypeVar("Request", bound=BaseModel)
 Asked = TypeVar("Asked", bound="Sampled")
 
@@ -20,6 +19,7 @@ CODES = {
     400: "invalid_value",
     401: "invalid_api_key",
     404: "not_found",
+    408: "timeout",
     409: "already_given",
     413: "too_large",
     429: "rate_limit_exceeded",
@@ -64,7 +64,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampled(BaseModel):
-    """The keys that both kinds of completions have. Keys that are unknown or have no effect are rejected by name."""
+    """The keys that both kinds of completions have. `read` rejects all others by name, unless they are NEUTRAL."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -75,11 +75,7 @@ class Sampled(BaseModel):
     stop: Text | list[Text] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 64)
     stream_options: StreamOptions | None = None
-    # Accepted if they change nothing.
-    user: Text | None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    user: Text | None = None  # changes nothing
 
     @model_validator(mode="after")
     def _stops(self) -> Sampled:
@@ -102,10 +98,6 @@ class ChatRequest(Sampled):
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
-    # Accepted if they change nothing.
-    tools: list[Any] | None = Field(None, max_length=0)
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
-    store: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _together(self) -> ChatRequest:
@@ -145,8 +137,22 @@ class CompletionRequest(Sampled):
         return self.logprobs
 
 
-# Keys that clients always send; any other value asks for what is not supported.
-NEUTRAL = ("frequency_penalty", "presence_penalty", "logit_bias", "tools", "response_format", "store")
+# {key that clients send anyway: its values that change nothing}; any other value asks for what is not supported.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (False, True),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+}
 
 
 class Feedback(BaseModel):
@@ -187,13 +193,16 @@ def read(kind: type[Request], value: Any) -> Request:
     """Returns the value as a request of a kind. Raises Refused, naming the first field that is wrong."""
     if not isinstance(value, dict):
         raise Refused(400, f"found a {type(value).__name__}, expected an object", code="invalid_json")
+    # Many clients send all keys that they know, and null for those without a value.
+    neutral = NEUTRAL if issubclass(kind, Sampled) else {}
+    given = {k: v for k, v in value.items() if v is not None and v not in neutral.get(k, ())}
     try:
-        return kind.model_validate(value)
+        return kind.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         path = str(first["loc"][0]) if first["loc"] else ""
         message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden" or (issubclass(kind, Sampled) and path in NEUTRAL):
+        if first["type"] == "extra_forbidden":
             message = "is not supported here"
         if path and first["type"] != "missing":
             message += f"; found {value.get(path)!r:.80}"

@@ -174,6 +174,9 @@ def test_frozen_roles_of_one_folder_are_one_adapter_which_goes_with_the_last(tmp
         expected = shared.hidden("one", ids)
         shared.remove("one")
         assert torch.equal(shared.hidden("two", ids), expected)
+        shared.add("more", lora=toy.LORA)  # while the adapter has the name of a role that is gone
+        assert not any(p.requires_grad for p in shared.parameters_of("two"))
+        shared.remove("more")
         shared.remove("two")
         assert size() == before and torch.equal(shared.hidden("reward", ids), expected)
         shared.add("one", folder=tmp_path)

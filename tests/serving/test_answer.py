@@ -5,12 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 from starlette.requests import ClientDisconnect
+from tokenizers import Tokenizer, decoders, models, normalizers
 from toy_data import BOT, THINKING, USER, encoder
 from toy_models import tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.inference.rows import Sampling
-from pipeline.serving.answer import Answer, Mailbox, Stream, Text
+from pipeline.serving.answer import Answer, Mailbox, Stream, Text, bytes_of, name_of, text_logprobs
 from pipeline.serving.app import Server
+from pipeline.serving.batching import Token
 from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest, Refused
 
@@ -62,6 +65,56 @@ def test_a_client_that_closes_cancels_its_rows_from_the_first_message_on(message
 
     rows = asyncio.run(closed())
     assert len(rows) == 3 and all(row.cancelled for row in rows)
+
+
+def sentencepiece():
+    """A vocabulary as SentencePiece makes it: words with their space, and single bytes for all other characters."""
+    words = ["<unk>", "▁", "▁Peru", "Lima", "▁is", "c", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = Tokenizer(models.Unigram([(word, -1.0) for word in words], 0, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize("make", [tokenizer, sentencepiece])
+def test_log_probs_have_the_bytes_of_tokens_and_offsets_in_the_text(make):
+    spoken, text = make(), "Peru is \U0001f600 漢c"
+    ids = spoken(text, add_special_tokens=False).input_ids
+    written = [bytes_of(spoken, token) for token in ids]
+    space = (
+        "" if make is tokenizer else " "
+    )  # SentencePiece keeps it, and its decoder removes it at the start
+    assert b"".join(written).decode() == space + text
+    server = SimpleNamespace(tokenizer=spoken)
+    asked = ChatRequest(model="p", messages=[{}], logprobs=True, top_logprobs=2)
+    tops = [(1, -0.5), (2, -0.7)]
+    tokens = [Token(token, -0.5, tops, False) for token in ids]
+    content = Answer._logprobs(SimpleNamespace(server=server, asked=asked), tokens)["content"]
+    assert [bytes(one["bytes"]) for one in content] == written
+    assert [len(one["top_logprobs"]) for one in content] == [2] * len(ids)
+    parts = [one["token"] for one in content if one["token"].startswith("bytes:")]
+    assert len(parts) > 3 and "bytes:\\xf0" in parts[0] and "\ufffd" not in str(content)
+    # Of /v1/completions
+    rated = [(token, -0.5, []) for token in ids]
+    listed = text_logprobs(rated, spoken)
+    assert listed["tokens"] == [one["token"] for one in content]
+    assert listed["text_offset"][-1] == len(space + text) - 1
+    first = listed["tokens"].index(parts[0])
+    assert (space + text)[listed["text_offset"][first] :].lstrip().startswith("\U0001f600")
+
+
+def test_parts_of_characters_are_different_alternatives():
+    [one, two] = [i for i in range(tokenizer().vocab_size) if bytes_of(tokenizer(), i) in (b"\xf0", b"\xe2")]
+    [top] = text_logprobs([(one, -0.5, [(two, -0.1)])], tokenizer())["top_logprobs"]
+    assert sorted(top.values()) == [-0.5, -0.1]
+
+
+def test_tokens_that_are_no_text_have_names():
+    end = tokenizer().eos_token_id
+    assert name_of(bytes_of(tokenizer(), end)) == tokenizer().decode([end])
+    assert bytes_of(tokenizer(), 10**6) == b""  # an id of a padded vocabulary
 
 
 TEXTS = ("The capital of Peru is Lima.", "Ünïcode \U0001f600 漢字, and\n\n  spaces ", "a" * 50, "")

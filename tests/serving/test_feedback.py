@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from running import ROOT
@@ -192,6 +193,38 @@ def test_answers_that_are_sent_again_or_cannot_be_written_take_no_room(stores):
     with pytest.raises(Refused, match="disk is full") as full:
         kept.remember([answer("chatcmpl-3", ("x" * 99_999,))])
     assert full.value.status == 507 and kept.conversation_bytes == held
+
+
+def test_a_conversation_is_forgotten_after_thirty_days_and_not_if_the_clock_jumps(stores, monkeypatch):
+    day, now = 24 * 3600, time.time()
+    kept = stores(answer("today", time=now), answer("old", time=now - 29 * day))
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now + 40 * day)
+        kept.remember([answer("ahead", time=now + 40 * day)])
+    kept.remember([answer("new", time=now)])
+    for name in ("today", "old", "new"):
+        assert kept.give({"id": name, "label": True})
+    kept.epoch += 2 * day  # as if two days had passed
+    kept.remember([answer("later", time=now)])
+    refused(kept, {"id": "old", "label": True}, 404)
+    assert kept.give({"id": "today", "label": True})
+
+
+def test_nobody_else_reads_the_folders_files(stores, tmp_path):
+    """Not even in a folder that all users may enter, or if an earlier version made them."""
+    (tmp_path / "conversations.db").touch(0o644)
+    kept = stores(answer())
+    kept.give({**ID, "label": True})
+    held = [file for file in tmp_path.iterdir() if file.stat().st_size]
+    assert {"conversations.db-wal", "thumbs.jsonl"} <= {file.name for file in held}
+    assert all(file.stat().st_mode & 0o077 == 0 for file in held), held
+
+
+def test_feedback_of_different_kinds_may_contradict(stores):
+    """As docs/serving.md says."""
+    kept = stores(answer())
+    kept.give({**ID, "label": True})
+    assert kept.give({**ID, "chosen": 1, "rejected": 0})["kind"] == "comparisons"
 
 
 def test_without_log_prompts_no_text_is_on_the_disk(stores, tmp_path):

@@ -1,5 +1,6 @@
 """The endpoint, on a real Ray Serve: OpenAI's client and plain HTTP, versions that move, feedback, attacks."""
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from toy_models import second, shared_base, tokenizer
 
 from pipeline import registry
 from pipeline.__main__ import main
+from pipeline.commands import serve as command
 from pipeline.commands.serve import TOKENS, token_digests
 from pipeline.config import load_job
 from pipeline.errors import InputError
@@ -45,7 +47,9 @@ def messages(text=QUESTION):
 def server(storage, models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("feedback")
     settings = ("serve.log_prompts=true", "serve.poll_s=0.3", "serve.max_queue=64")
-    with served(storage, *settings, f"serve.feedback_path={folder}") as it:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(command, "REQUEST_S", 4)
+        it = stack.enter_context(served(storage, *settings, f"serve.feedback_path={folder}"))
         it.folder, it.uri = folder, registry.tracking_uri(it.job)
         yield it
 
@@ -170,6 +174,27 @@ def test_a_raw_prompt_is_completed_as_a_conversation_is(server, engine):
     assert texts == [choice["message"]["content"] for choice in chosen]
 
 
+def test_a_system_prompt_and_a_second_turn_are_answered_as_the_engine_does(client, engine):
+    turns = [
+        {"role": "system", "content": "You answer in one short sentence."},
+        *messages(),
+        {"role": "assistant", "content": "Lima."},
+    ]
+    ids = tokenizer().apply_chat_template(
+        [*turns, *messages("And of Chile?")], add_generation_prompt=True, return_dict=False
+    )
+    [expected] = engine.sample([ids], 40, temperature=0.0)
+    first = client.chat.completions.create(model="toy", messages=turns[:2], temperature=0).choices[0].message
+    given = [
+        *turns[:2],
+        {**first.model_dump(), "content": "Lima."},
+        *messages("And of Chile?"),
+    ]  # nulls and all
+    answer = client.chat.completions.create(model="toy", messages=given, temperature=0)
+    text = tokenizer().decode(expected.tokens, skip_special_tokens=True)
+    assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == (text, len(ids))
+
+
 def test_stop_texts_limits_and_the_most_likely_tokens(client, telling):
     settings = {"model": "toy", "messages": messages(telling), "temperature": 0}
     whole = client.chat.completions.create(**settings, logprobs=True, top_logprobs=2).choices[0]
@@ -286,6 +311,15 @@ def test_a_client_that_goes_away_is_no_failure_of_the_server(server, capfd):
     until(another, "a client that is gone")
     printed = capfd.readouterr()
     assert "failed" not in printed.out + printed.err
+
+
+def test_a_request_whose_headers_do_not_come_is_closed(server):
+    """tests/serving/test_proxy.py has the other cases; here it is Ray Serve's own proxy."""
+    begun = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.job.serve.port), timeout=20) as one:
+        one.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        assert one.recv(1000) == b""
+    assert time.monotonic() - begun < 5
 
 
 def test_everything_listens_on_this_machine_only(server):
