@@ -137,25 +137,15 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
     if not adapted and (modules or wanted == []):
         found = f"found {show(wanted)}, so no module would be adapted"
         raise InputError(f"{found}; expected some of {endings or 'its modules'}", "lora.target_modules")
-    _check_layers(lora, adapted if modules else [])
+    lists = "|".join(_listed(lora.get("layers_pattern"))) or "[^.]*"
+    parts = [re.match(rf"(?:.*?\.)?(?:{lists})\.(?P<index>\d+)\.", name) for name in adapted]
+    layers = sorted({int(one["index"]) for one in parts if one})
+    for index in _listed(lora.get("layers_to_transform")) if modules else ():
+        if index not in layers:
+            has = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers of that name"
+            raise InputError(f"found {index}, and these modules have {has}", "lora.layers_to_transform")
     if found := unmergeable(base, adapted, bool(lora.get("lora_bias")), scores):
         raise InputError(found[1], f"lora.{found[0]}")
-
-
-def _check_layers(lora: dict[str, Any], adapted: list[str]) -> None:
-    """Raises InputError if a `lora` section names layers in which none of its modules is."""
-    lists = "|".join(_listed(lora.get("layers_pattern"))) or "[^.]*"
-    found = [re.match(rf"(?:.*?\.)?(?:{lists})\.(?P<index>\d+)\.", name) for name in adapted]
-    layers = {int(one["index"]) for one in found if one}
-    beyond = [one for one in _listed(lora.get("layers_to_transform")) if one not in layers]
-    if adapted and beyond:
-        key = "layers_to_transform" if layers else "layers_pattern"
-        there = (
-            f"this base has the modules in layers {min(layers)} to {max(layers)}"
-            if layers
-            else "this base has no such layers"
-        )
-        raise InputError(f"found {show(beyond[0] if layers else lora.get(key))}, and {there}", f"lora.{key}")
 
 
 def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) -> tuple[str, str] | None:
@@ -172,10 +162,8 @@ def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) ->
             why = f"adapts {name}, which this base ties to its {twin}: merging it would change both"
             return "target_modules", f"{why}; train one without it"
         if bias and base.shape_of(module) and not base.shape_of(module, "bias"):
-            return (
-                "lora_bias",
-                f"adds a bias to {name}, which has none in this base; train one without lora_bias",
-            )
+            why = f"adds a bias to {name}, which has none in this base and could not be merged"
+            return "lora_bias", f"{why}; train one with lora.lora_bias=false"
     return None
 
 
