@@ -110,7 +110,8 @@ def exact(folder: str | Path) -> dict[str, Any]:
     made: dict[str, Any] = {"target_modules": set(rank_of), "init_lora_weights": False}
     made |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
     for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-        made[key], made[pattern], value_of = given.get(key, 8), {}, {}
+        made[key], made[pattern] = given.get(key, 8), {}
+        value_of = dict[str, Any]()
         try:
             for name, value in (given.get(pattern) or {}).items():
                 if matched := matching(rf"(.*\.)?({name})", rank_of):

@@ -144,8 +144,8 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
         if index not in layers:
             has = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers of that name"
             raise InputError(f"found {index}, and these modules have {has}", "lora.layers_to_transform")
-    if found := unmergeable(base, adapted, bool(lora.get("lora_bias")), scores):
-        raise InputError(found[1], f"lora.{found[0]}")
+    if problem := unmergeable(base, adapted, bool(lora.get("lora_bias")), scores):
+        raise InputError(problem[1], f"lora.{problem[0]}")
 
 
 def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) -> tuple[str, str] | None:

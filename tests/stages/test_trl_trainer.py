@@ -124,9 +124,13 @@ def test_a_policy_is_continued_without_its_patterns_and_initialization(base, tmp
         rows=lambda _: None,
         tokenizer=None,
     )
-    model = trl_trainer.continue_policy(
-        worker, lambda model, **_: SimpleNamespace(model=model), args=None
-    ).model
+
+    def trainer(model, **_):  # copies the adapter as TRL's DPOTrainer does
+        model.add_adapter("ref", model.peft_config["default"])
+        peft.set_peft_model_state_dict(model, peft.get_peft_model_state_dict(model), adapter_name="ref")
+        return SimpleNamespace(model=model)
+
+    model = trl_trainer.continue_policy(worker, trainer, args=None).model
     stored = load_file(tmp_path / "adapter_model.safetensors")
     for name in ("default", "ref"):
         tensors = peft.get_peft_model_state_dict(model, adapter_name=name)
