@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import Job
-from pipeline.config.stages import TRAINED
+from pipeline.config.stages import STAGE, TRAINED
 from pipeline.errors import Failure, InputError, about, summary
 from pipeline.models import adapter_files
 from pipeline.on_ray import placement
@@ -37,7 +37,7 @@ def run(job: Job) -> dict[str, Any]:
         raise InputError(f"found {job.stage}; plan is for {', '.join(TRAINED)} jobs", key="stage")
     folders, notes = started_from(job)
     check(job, folders)
-    loras = {name.split(".")[0]: adapter_files.settings(at) for name, at in folders.items()}
+    loras = {name.split(".")[0]: adapter_files.described(at) for name, at in folders.items()}
     planned = plan.make(job, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
     size = f"{planned.shape.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn"
@@ -116,7 +116,7 @@ def check(job: Job, folders: dict[str, str]) -> None:
         with about(key_of(job, name)):
             adapter_files.check(base, folder, scores=name != "policy")
     if makes_adapter(job, folders):
-        check_lora(base, job.lora)
+        check_lora(base, job.lora, STAGE[job.stage].learns == "reward")
 
 
 def on_this_machine(planned: Plan, loras: dict[str, dict[str, Any]]) -> float:

@@ -20,7 +20,7 @@ from pipeline.config.yaml_tree import Tree
 from pipeline.errors import InputError, about, show
 from pipeline.intervals import table
 from pipeline.models import hub
-from pipeline.models.adapter_files import adapts_lm_head
+from pipeline.models.adapter_files import adapts_lm_head, ignored_by_vllm
 from pipeline.references import Ref
 
 # What run.storage_path contains in addition to the folders of runs.
@@ -124,6 +124,12 @@ RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
      "found vllm together with model.fsdp, but with vLLM each process loads the full base; set rollout.engine=transformers"),
     ("trl", "lora.target_modules", lambda job: adapts_lm_head(job.lora.get("target_modules")),
      "found lm_head, to which TRL's trainers apply no adapter; remove it"),
+    ("ppo", "rollout.engine",
+     lambda job: job.rollout.get("engine") == "vllm" and job.policy in (None, "base") and ignored_by_vllm(job.lora),
+     "found vllm, which ignores lora.{0}; set rollout.engine=transformers, or remove lora.{0}"),
+    ("ppo evaluate generate collect serve", "trainer.temperature",
+     lambda job: job.rollout.get("engine") == "vllm" and 0 < job.args.temperature < 0.01,
+     "found {value}, which vLLM raises to 0.01; expected at least 0.01 with rollout.engine=vllm"),
     # data
     ("reads_train", "data.train", lambda job: not job.data.train and job.stage,
      "missing; `{}` needs rows, for example data.train=jobs/demo/data/*.jsonl"),

@@ -219,11 +219,13 @@ def sampling_params(sampling: Sampling, number: int, logprobs: int | None, **opt
 
 
 def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
-    """Returns the largest rank of the roles' adapters, or 0 if there is none. Raises ValueError for a DoRA adapter."""
+    """Returns the rank of the roles' adapters, or 0 if there is none. Raises InputError for an adapter that vLLM cannot run."""
     configs = [shared.configs[role] for role in roles if role]
-    if any(config.use_dora for config in configs):
-        raise ValueError("rollout.engine: vLLM cannot run a DoRA adapter; train one with lora.use_dora=false")
-    return max((rank for config in configs for rank in (config.r, *config.rank_pattern.values())), default=0)
+    for config in configs:
+        if ignored := adapter_files.ignored_by_vllm(vars(config)):
+            why = f"vLLM ignores {ignored} of an adapter; train one without lora.{ignored}"
+            raise InputError(why, "rollout.engine")
+    return max((config.r for config in configs), default=0)
 
 
 def accepted_rank(rank: int) -> int:

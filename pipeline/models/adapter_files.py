@@ -6,14 +6,15 @@ Only what this pipeline itself reads is checked here; peft checks the other sett
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from copy import copy
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InputError
-from pipeline.models.compatibility import Base, Shapes, shapes_in
+from pipeline.errors import InputError, in_brief
+from pipeline.models.compatibility import Base, Shapes, matching, shapes_in
 from pipeline.models.hub import HEAD_NAMES, SETTINGS, TENSORS, json_object
 
 PREFIX = "base_model.model."  # peft's prefix of every name in an adapter file
@@ -26,7 +27,12 @@ CHANGES_BASE = (
     "layer_replication",
     "trainable_token_indices",
     "alora_invocation_tokens",
+    "kasa_config",
 )
+# Beginnings of the `init_lora_weights` (peft 0.21) that also change the base, to which the adapter is then relative.
+RELATIVE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+OF_A = ("A.weight", "embedding_A")  # how the names of matrices A end, after `.lora_`
+MAX_ALPHA = 1e6  # largest lora_alpha, as in a job
 
 
 def is_head(key: str) -> bool:
@@ -49,7 +55,7 @@ def write(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str,
     content = save(contiguous, metadata={"format": "pt"})
     (folder / TENSORS).write_bytes(content)
     config = copy(config)
-    config.inference_mode = True
+    config.inference_mode, config.init_lora_weights = True, True  # the tensors need no other initialization
     for key, value in vars(config).items():
         if isinstance(value, set):  # a set's order differs from process to process
             setattr(config, key, sorted(value))
@@ -80,13 +86,64 @@ def settings(folder: str | Path) -> dict[str, Any]:
         value = config.get(key)
         if value and value != "none" and not (key == "modules_to_save" and set(value) <= set(HEAD_NAMES)):
             raise InputError(f"{path}: {key}: found {value!r:.80}, which changes what all roles share; {FIX}")
+    start = str(config.get("init_lora_weights")).lower()
+    if start.startswith(RELATIVE):
+        raise InputError(
+            f"{path}: init_lora_weights: found {start!r:.80}, which changes the base and so makes an adapter for that other base; "
+            "convert it by peft's save_pretrained(path_initial_model_for_weight_conversion=ITS_START), or merge it into its own base"
+        )
     return config
+
+
+def ranks(found: Shapes) -> dict[str, int]:
+    """Returns {module: rank} of an adapter's matrices."""
+    parts = ((key.removeprefix(PREFIX).partition(".lora_"), shape) for key, shape in found.items())
+    return {module: shape[0] for (module, _, part), shape in parts if part in OF_A}
+
+
+def exact(folder: str | Path) -> dict[str, Any]:
+    """Returns an adapter's settings with the modules of its tensors instead of patterns, and without initialization.
+
+    peft would compare the file's patterns with all names by `re`, which some keep busy for ever, and allocate any rank.
+    Raises InputError if a rank is not that of the tensors, or an alpha cannot be one.
+    """
+    where, given, rank_of = Path(folder) / SETTINGS, settings(folder), ranks(shapes(folder))
+    if not rank_of:
+        raise InputError(f"{Path(folder) / TENSORS}: holds no tensors of LoRA; {FIX}")
+    made: dict[str, Any] = {"target_modules": set(rank_of), "init_lora_weights": False}
+    made |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
+    for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        made[key], made[pattern] = given.get(key, 8), {}
+        value_of = dict[str, Any]()
+        try:
+            for name, value in (given.get(pattern) or {}).items():
+                if matched := matching(rf"(.*\.)?({name})", rank_of):
+                    made[pattern].setdefault("|".join(map(re.escape, matched)), value)
+                    value_of = dict.fromkeys(matched, value) | value_of  # the first pattern counts
+        except (AttributeError, ValueError) as error:
+            raise InputError(f"{where}: {pattern}: {in_brief(error)}; {FIX}") from error
+        for module, value in (dict.fromkeys(rank_of, made[key]) | value_of).items():
+            number = isinstance(value, (int, float)) and 0 < value <= MAX_ALPHA
+            if not number or (key == "r" and value != rank_of[module]):
+                expected = f"{rank_of[module]} as its tensors" if key == "r" else f"up to {MAX_ALPHA:.0f}"
+                found = f"found {value!r:.80} for {module}, expected {expected}"
+                raise InputError(f"{where}: {key}: {found}; {FIX}")
+    return made
 
 
 def rank(folder: str | Path) -> int:
     """Returns the largest rank of an adapter's matrices."""
-    given = settings(folder)
-    return max([given["r"], *(given.get("rank_pattern") or {}).values()])
+    return max(ranks(shapes(folder)).values())
+
+
+def ignored_by_vllm(given: dict[str, Any]) -> str | None:
+    """Returns a setting of an adapter that vLLM ignores, or None. vLLM scales all modules by lora_alpha / r."""
+    return next((key for key in ("use_dora", "rank_pattern", "alpha_pattern") if given.get(key)), None)
+
+
+def described(folder: str | Path) -> dict[str, Any]:
+    """Returns an adapter's `settings`, and as `parameters` the number of its parameters, its head included."""
+    return settings(folder) | {"parameters": sum(map(math.prod, shapes(folder).values()))}
 
 
 def shapes(folder: str | Path) -> Shapes:
@@ -106,19 +163,31 @@ def check(base: Base, folder: str | Path, scores: bool) -> None:
     Args:
         scores: whether it must have a scalar head, or must have none.
     """
-    settings(folder)
-    path, found = Path(folder) / TENSORS, shapes(folder)
+    named, path, found = exact(folder)["target_modules"], Path(folder) / TENSORS, shapes(folder)
     if any(map(is_head, found)) != scores:
         problem = "lacks the scalar head that" if scores else "holds a scalar head, unknown to"
         raise InputError(f"{path}: {problem} {SETTINGS}{' promises' * scores}; {FIX}")
     for key, shape in found.items():
-        module, is_lora_a, _ = key.removeprefix(PREFIX).partition(".lora_A.")
-        adapted = base.weight_shape(module) if is_lora_a else None
-        if adapted is not None and shape[-1] not in adapted:
+        module, is_lora, part = key.removeprefix(PREFIX).partition(".lora_")
+        adapted = base.shape_of(module) if is_lora else None
+        if adapted is not None and not {*(shape[-1:] if part in OF_A else shape[:1])} <= {*adapted}:
             raise InputError(
                 f"{path}: {key} has shape {shape}, and the weight that it adapts has {adapted}: the adapter was trained on "
                 "another base"
             )
+    given = settings(folder)
+    if not isinstance(given.get("target_modules"), list):
+        return
+    promised = tuple(f".{name}" for name in given["target_modules"])
+    wrong = [module for module in named if not f".{module}".endswith(promised)]
+    if not given.get("exclude_modules") and not given.get("layers_to_transform"):
+        # The files of some bases lack the beginning of each name
+        lacking = [one for one in base.modules if not any(f".{name}".endswith(f".{one}") for name in named)]
+        wrong += [module for module in lacking if f".{module}".endswith(promised)]
+    if wrong:
+        raise InputError(
+            f"{path}: tensors and target_modules of {SETTINGS} differ, for example in {wrong[0]}; {FIX}"
+        )
 
 
 def learned(folder: str | Path, start: str | Path | None) -> bool:
@@ -132,8 +201,22 @@ def learned(folder: str | Path, start: str | Path | None) -> bool:
 
     after = load_file(Path(folder) / TENSORS)
     if start is None:
-        return any(tensor.any() for name, tensor in after.items() if "lora_B" in name)
+        return any(_acts(name, tensor, after) for name, tensor in after.items())
     before = load_file(Path(start) / TENSORS)
     return before.keys() != after.keys() or not all(
         torch.equal(before[name].float(), after[name].float()) for name in after
     )
+
+
+def _acts(name: str, tensor: Any, tensors: dict[str, Any]) -> bool:
+    """Returns whether a tensor is a matrix A whose product B A is not 0 up to rounding, or a bias that is not 0.
+
+    B is 0 at first, or A (embeddings), or neither (`init_lora_weights: orthogonal`).
+    """
+    module, _, part = name.partition(".lora_")
+    if part not in OF_A:
+        return part == "B.bias" and bool(tensor.any())
+    a, b = tensor.double(), tensors[f"{module}.lora_{part.replace('A', 'B')}"].double()
+    # The squared norm of B A, which itself is as large as the weight
+    squared = ((b.T @ b) * (a @ a.T)).sum()
+    return bool(squared > 1e-12 * a.square().sum() * b.square().sum())

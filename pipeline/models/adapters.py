@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.errors import InputError, in_brief
+from pipeline.errors import Failure, InputError, SelfCheckFailed, in_brief
 from pipeline.models import adapter_files
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.models.base import freeze
@@ -126,18 +127,18 @@ class SharedBase(nn.Module):
             if head_on is not None:
                 self._stored[role], head = self._stored[head_on], True
             elif folder is not None:
-                adapter_files.settings(folder)
-                with _errors_of_peft(str(Path(folder) / SETTINGS)):
-                    config = PeftConfig.from_pretrained(str(folder))
-                    self._inject(role, config, trainable)
+                with errors_of_peft(str(Path(folder) / SETTINGS)):
+                    self._inject(role, saved_config(folder), trainable)
                 self.load(role, folder)
             elif copy_of is not None:
-                self._inject(role, LoraConfig(**self.configs[self._stored[copy_of]].to_dict()), trainable)
+                config = LoraConfig(**self.configs[self._stored[copy_of]].to_dict())
+                config.init_lora_weights = False
+                self._inject(role, config, trainable)
                 if head and self._head_of(copy_of) is not None:
                     self._new_head(role)
                 self.fill(role, self._named(copy_of))
             else:
-                with _errors_of_peft("lora"):
+                with errors_of_peft("lora"):
                     self._inject(role, LoraConfig(**{"task_type": "CAUSAL_LM", **(lora or {})}), trainable)
         except Exception:
             if role in self._stored:
@@ -154,7 +155,8 @@ class SharedBase(nn.Module):
         config.lora_dropout = 0.0  # dropout makes the first ratio differ from 1 and the KL from 0
         config.modules_to_save, config.inference_mode = None, False
         self.configs[role], self._stored[role] = config, role
-        inject_adapter_in_model(config, self.base, role)
+        with unchanged(self.base):
+            inject_adapter_in_model(config, self.base, role)
         fuse(self.base)
         for handle in self._mixing:  # `use_each` hooks all layers again, the new ones included
             handle.remove()
@@ -510,12 +512,51 @@ class SharedBase(nn.Module):
             )
 
 
+def saved_config(folder: str | Path) -> LoraConfig:
+    """Returns the configuration with which to load an adapter: `adapter_files.exact`."""
+    exact = adapter_files.exact(folder)
+    config = PeftConfig.from_pretrained(str(folder))
+    vars(config).update(exact)
+    return config
+
+
 @contextmanager
-def _errors_of_peft(where: str) -> Iterator[None]:
-    """Turns any error of peft over an adapter's settings, which come from `where`, into an InputError."""
+def unchanged(base: nn.Module) -> Iterator[None]:
+    """Raises SelfCheckFailed if the block, which adds an adapter, changes the weights of the base that all roles share.
+
+    Compares where each weight is, its version, and 64 of its numbers, because `weight.data -= x` counts no version.
+    """
+
+    def state() -> list[tuple[int, int, str]]:
+        found = []
+        for name, weight in base.named_parameters():
+            if "lora_" not in name and "modules_to_save" not in name and weight.device.type != "meta":
+                local = weight.to_local() if isinstance(weight, DTensor) else weight
+                some = local.detach().flatten()[:: local.numel() // 64 | 1]  # odd: of all columns
+                found.append((local.data_ptr(), local._version, str(some.tolist())))
+        return found
+
+    before = state()
+    yield
+    if state() != before:
+        raise SelfCheckFailed(
+            "an adapter changed the weights of the base, which all models share; start again without it"
+        )
+
+
+@contextmanager
+def errors_of_peft(where: str, others: bool = True) -> Iterator[None]:
+    """Turns errors of peft over an adapter's settings, which come from `where`, into an InputError.
+
+    Args:
+        others: whether errors that were not raised within peft count, too.
+    """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, InputError, Failure):
         raise
     except Exception as error:
+        frames = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+        if not others and not any(name.startswith("peft.") for name in frames):
+            raise
         raise InputError(f"{where}: peft rejects these settings ({in_brief(error)}); fix them") from error

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import InputError, about, in_brief
+from pipeline.errors import InputError, about, in_brief, show
 from pipeline.models.hub import HEAD_NAMES, KEY, base_file, base_json, local
 
 if TYPE_CHECKING:
     from pipeline.config.job import Model
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LM_HEADS = ("lm_head", "embed_out")  # transformers' names of the lm head
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")  # and of the token embeddings
 
 Shapes = dict[str, tuple[int, ...]]  # of the tensors of files, by name
 
@@ -38,10 +41,24 @@ class Base:
         experts = any(".experts." in name for name in self.shapes)
         return not (special or experts or self.model.trust_remote_code)
 
-    def weight_shape(self, module: str) -> tuple[int, ...] | None:
-        """Returns the shape of a module's weight, or None if the files have no such name."""
+    @property
+    def modules(self) -> list[str]:
+        """Returns the names of the modules that peft can adapt, or [] if the files do not show them."""
+        names = [name.removesuffix(".weight") for name, shape in self.shapes.items() if len(shape) > 1]
+        names = [name for name in names if not name.startswith(HEAD_NAMES)]
+        # An lm head has no tensor if it is tied to the embedding.
+        return [*dict.fromkeys([*names, "lm_head"])] if names and self.plain_names else []
+
+    @property
+    def tied(self) -> bool:
+        """Returns whether the lm head is the embedding: as config.json says, or else because the files have no head."""
+        heads = [name for name in self.shapes if name.removesuffix(".weight").endswith(LM_HEADS)]
+        return bool(self.config.get("tie_word_embeddings", self.shapes and not heads))
+
+    def shape_of(self, module: str, part: str = "weight") -> tuple[int, ...] | None:
+        """Returns the shape of a module's weight or bias, or None if the files have no such name."""
         # Some files of GPT-2 lack the `transformer.` before each name.
-        names = (f"{module}.weight", f"{module.partition('.')[2]}.weight")
+        names = (f"{module}.{part}", f"{module.partition('.')[2]}.{part}")
         return next((self.shapes[name] for name in names if name in self.shapes and self.plain_names), None)
 
 
@@ -93,30 +110,81 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
     return [file for file in fetched if file]
 
 
-def check_lora(base: Base, lora: dict[str, Any]) -> None:
-    """Raises InputError if a name or pattern of a new adapter matches no module of the base; peft ignores some of them.
+def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
+    """Raises InputError if a new adapter does not fit the base, or could not be merged into it after training.
 
     Args:
-        lora: the job's `lora` section.
+        lora: the job's `lora` section. peft ignores some names, patterns and layers that match nothing.
+        scores: whether the adapter is a reward model's.
     """
-    modules = [name.removesuffix(".weight") for name, shape in base.shapes.items() if len(shape) > 1]
-    modules = [name for name in modules if not name.startswith(HEAD_NAMES)]
-    if not base.plain_names or not modules:
-        return
-    modules.append("lm_head")  # it has no tensor if it is tied to the embedding
-    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
-        given = lora.get(key)
-        for name in [given] if isinstance(given, str) else given or ():
+    modules, wanted = base.modules, lora.get("target_modules")
+    endings = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern") if modules else ():
+        for name in _listed(given := lora.get(key)):
             try:
                 matches = name == "all-linear" or any(_matches(name, given, module) for module in modules)
             except re.error as error:
                 raise InputError(f"{name!r} is no regular expression ({error})", f"lora.{key}") from error
             if not matches:
-                endings = dict.fromkeys(module.rpartition(".")[2] for module in modules)
                 raise InputError(
-                    f"{name!r} matches no module of this base; expected some of {', '.join(endings)}",
-                    f"lora.{key}",
+                    f"{name!r} matches no module of this base; expected some of {endings}", f"lora.{key}"
                 )
+    if wanted in (None, "all-linear"):
+        adapted = [name for name in modules if not name.endswith((*LM_HEADS, *EMBEDDINGS, "wpe"))]
+    else:
+        adapted = [name for name in modules or _listed(wanted) if _named(wanted, name)]
+    adapted = [name for name in adapted if not _named(lora.get("exclude_modules"), name)]
+    if not adapted and (modules or wanted == []):
+        found = f"found {show(wanted)}, so no module would be adapted"
+        raise InputError(f"{found}; expected some of {endings or 'its modules'}", "lora.target_modules")
+    lists = "|".join(_listed(lora.get("layers_pattern"))) or "[^.]*"
+    parts = [re.match(rf"(?:.*?\.)?(?:{lists})\.(?P<index>\d+)\.", name) for name in adapted]
+    layers = sorted({int(one["index"]) for one in parts if one})
+    for index in _listed(lora.get("layers_to_transform")) if modules else ():
+        if index not in layers:
+            has = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers of that name"
+            raise InputError(f"found {index}, and these modules have {has}", "lora.layers_to_transform")
+    if problem := unmergeable(base, adapted, bool(lora.get("lora_bias")), scores):
+        raise InputError(problem[1], f"lora.{problem[0]}")
+
+
+def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) -> tuple[str, str] | None:
+    """Returns the setting because of which an adapter on these modules cannot be merged into its base, and why, or None.
+
+    Args:
+        bias: whether it has biases (`lora_bias`).
+        scores: whether it is a reward model's, without an lm head.
+    """
+    for module in adapted:
+        name = module.rpartition(".")[2]
+        if base.tied and not scores and name in (*LM_HEADS, *EMBEDDINGS):
+            twin = "embeddings" if name in LM_HEADS else "lm head"
+            why = f"adapts {name}, which this base ties to its {twin}: merging it would change both"
+            return "target_modules", f"{why}; train one without it"
+        if bias and base.shape_of(module) and not base.shape_of(module, "bias"):
+            why = f"adds a bias to {name}, which has none in this base and could not be merged"
+            return "lora_bias", f"{why}; train one with lora.lora_bias=false"
+    return None
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """Returns the names that a pattern of another person's file matches as a whole, in linear time (RE2).
+
+    Some patterns keep `re` busy for ever. Raises ValueError if it is no regular expression, or has lookaround.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    given = pa.array(names, pa.string())
+    return given.filter(pc.match_substring_regex(given, f"^(?:{pattern})$")).to_pylist()  # type: ignore[no-any-return]
+
+
+def _listed(given: Any) -> list[Any]:
+    return [given] if isinstance(given, (str, int)) else list(given or ())
+
+
+def _named(given: Any, module: str) -> bool:
+    return any(_matches(name, given, module) for name in _listed(given))
 
 
 def _matches(name: str, given: Any, module: str) -> bool:

@@ -108,7 +108,7 @@ def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[s
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); {fix}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({in_brief(error)}); {fix}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: found {type(content).__name__}, expected a JSON object; {fix}")

@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from pipeline.errors import InputError
 from pipeline.models import fsdp_sync
-from pipeline.models.base import configured, fp32_head, freeze, score_head, unreadable
+from pipeline.models.base import check_finite, configured, fp32_head, freeze, score_head, unreadable
 from pipeline.models.compatibility import safetensors_files
 from pipeline.models.hub import HEAD_NAMES, base_file, source
 
@@ -61,6 +61,7 @@ def load_shards(
     _allocate(base, device)
     _fill(base, safetensors_files(model, fetch=True), model.name_or_path)
     freeze(base)
+    check_finite(base)
     if scorer_tokenizer is not None:
         fp32_head(base)
     elif base_file(model.name_or_path, "generation_config.json", model.revision) is not None:

@@ -154,14 +154,14 @@ def settings(job: Job, context: int) -> Settings:
     return Settings(rows, width, job.bf16, checkpointing, 1, decoded, prompt, completion, scored)
 
 
-Loras = Mapping[str, dict[str, Any]]  # peft's settings by input: `policy`, `reward`
+Loras = Mapping[str, dict[str, Any]]  # adapter_files.described by input: `policy`, `reward`
 
 
 def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
     """Returns the plan of a job that runs on workers. For a job that does not train, it only covers memory.
 
     Args:
-        loras: peft's settings of the adapters that the job starts from, by input (`policy`, `reward`). A missing one is
+        loras: descriptions of the adapters that the job starts from, by input (`policy`, `reward`). A missing one is
             assumed to be the job's `lora`.
         learns: False for a rollout worker of a ppo job, which samples and scores, and has no critic.
     """
@@ -176,7 +176,7 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
     try:
         shape = Shape(job)
         lora_of = {role: (loras or {}).get(starts.get(role, role), job.lora) for role in roles}
-        size = {role: 4.0 * shape.adapter(lora) for role, lora in lora_of.items()}
+        size = {role: 4.0 * (lora.get("parameters") or shape.adapter(lora)) for role, lora in lora_of.items()}
     except ValueError as error:  # peft's: no such modules, or settings that exclude each other
         why = f"peft rejects it for {job.model.name_or_path}: {str(error).splitlines()[0]}"
         raise InputError(why, key="lora") from error
@@ -471,7 +471,7 @@ def recomputes(worker: Any) -> bool:
         return bool(given)
     models = [name for name, at in worker.work.inputs.items() if not Ref.parse(at).is_function]
     folders = {name.split(".")[0]: worker.input(name) for name in models}
-    loras = {name: adapter_files.settings(at) for name, at in folders.items() if lineage.is_adapter(at)}
+    loras = {name: adapter_files.described(at) for name, at in folders.items() if lineage.is_adapter(at)}
     mine = is_needed(job, free_bytes(torch.device(worker.device)), loras)
     needed, why = max(worker.gather(mine))  # for the worker with the least memory
     if worker.rank == 0:

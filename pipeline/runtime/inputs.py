@@ -16,6 +16,7 @@ from pipeline.config.job import HUB, transforms
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError, about
 from pipeline.models import hub
+from pipeline.models.compatibility import Base
 from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.system import storage
@@ -171,7 +172,7 @@ def check_sampler(job: Job) -> None:
     )
 
 
-def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files: Any) -> dict[str, str]:
+def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files: Base) -> dict[str, str]:
     """Returns {input: local folder} of the inputs that are adapters; each must have been trained on the job's base.
 
     Args:
@@ -201,23 +202,27 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
             if "base" not in facts:
                 lineage.check_base_name(folder, base, reference)
             adapter_files.check(files, folder, scores)
-            _check_supported(job, adapter_files.settings(folder), files.config)
+            _check_supported(job, name, folder, files)
         adapters[name] = folder
     return adapters
 
 
-def _check_supported(job: Job, adapter: dict[str, Any], base: dict[str, Any]) -> None:
-    """Raises InputError if the stage cannot use an adapter with these settings on a base with this config.json."""
+def _check_supported(job: Job, name: str, folder: str, base: Base) -> None:
+    """Raises InputError if the stage cannot use this adapter as its input `name`, or could not merge what it becomes."""
     from pipeline.models import adapter_files
+    from pipeline.models.compatibility import unmergeable
 
-    stage = STAGE[job.stage]
-    on_head = adapter_files.adapts_lm_head(adapter.get("target_modules"))
-    dora = adapter.get("use_dora")
-    problem = None
+    stage, adapter = STAGE[job.stage], adapter_files.settings(folder)
+    modules = adapter_files.ranks(adapter_files.shapes(folder))
+    scores = name.startswith("reward") or name == "judge"
+    dora, problem = adapter.get("use_dora"), None
+    on_head = adapter_files.adapts_lm_head(list(modules))
+    merged = stage.runs_in == "here" or (stage.learns and name == "policy")
+    ignored = None if scores else adapter_files.ignored_by_vllm(adapter)
     if on_head and stage.trl:
         problem = "adapts lm_head, to which TRL's trainers apply no adapter; train one without it"
-    elif on_head and stage.runs_in == "here" and base.get("tie_word_embeddings"):
-        problem = "adapts lm_head, which this base ties to its embeddings: merging it would change both; train one without it"
+    elif merged and (found := unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):
+        problem = found[1]
     elif dora and stage.runs_in == "serve":
         problem = (
             "is a DoRA adapter, which peft cannot batch with others; merge it into its base (`export`), name the result as "
@@ -225,6 +230,8 @@ def _check_supported(job: Job, adapter: dict[str, Any], base: dict[str, Any]) ->
         )
     elif dora and job.model.fsdp:
         problem = "is a DoRA adapter, which takes norms of full weights; set model.fsdp=false"
+    elif ignored and job.rollout_config.engine == "vllm":
+        problem = f"has {ignored}, which vLLM ignores; set rollout.engine=transformers"
     if problem:
         raise InputError(f"it {problem}")
 

@@ -191,7 +191,7 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
     job = replace(job, model=model)
     adapters = checks.check_adapters(job, inputs, base, files)
     if checks.makes_adapter(job, adapters):
-        check_lora(files, job.lora)
+        check_lora(files, job.lora, STAGE[job.stage].learns == "reward")
     elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
         print(
             f"warning: {', '.join(unused)} changes nothing: the adapters that this job trains are copies of those it starts from; "

@@ -199,10 +199,10 @@ def publish(job: Job, result: dict[str, Any]) -> registry.Version | None:
     with storage.local_copy(adapter) as folder:
         unchanged = None
         if not adapter_files.learned(folder, start and registry.fetch(start, registry.tracking_uri(job))):
-            unchanged = (
-                f"nothing was learned: after training the adapter equals {start or 'its initialization'}. The learning rate "
-                "was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
-            )
+            why = "The learning rate was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
+            if result["metrics"].get("grad_norm/policy") == 0:
+                why = "No gradient reached it: every advantage was 0, as if all completions of a prompt get the same score"
+            unchanged = f"nothing was learned: after training the adapter equals {start or 'its initialization'}. {why}"
             print(f"warning: {unchanged}", flush=True)
         if not job.mlflow.registered_model:
             return None

@@ -22,7 +22,6 @@ def run(job: Job) -> dict[str, Any]:
 
 def train(worker: Worker) -> dict[str, Any]:
     import numpy as np
-    from peft import LoraConfig
     from transformers import set_seed
     from trl import RewardConfig, RewardTrainer
 
@@ -36,11 +35,12 @@ def train(worker: Worker) -> dict[str, Any]:
     # No max_length: pairs that are too long were dropped before.
     args = trl_trainer.arguments(worker, RewardConfig, max_length=None)
     set_seed(args.seed)  # the head is made of random numbers: the same ones on every rank
-    trainer = Trainer(
+    trainer = trl_trainer.made(
+        Trainer,
+        worker.job.lora,
+        task_type="SEQ_CLS",  # makes peft train and save the head; any other leaves it random and frozen
         model=worker.load_base(worker.tokenizer),
         args=args,
-        # SEQ_CLS is what makes peft train and save the head; any other task type leaves it random and frozen.
-        peft_config=LoraConfig(task_type="SEQ_CLS", **worker.job.lora),
         train_dataset=rows,
         eval_dataset=held_out,
         processing_class=worker.tokenizer,

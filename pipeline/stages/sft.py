@@ -26,7 +26,6 @@ def _at_ends(inputs: Any, ends: list[int]) -> Any:
 
 def train(worker: Worker) -> dict[str, Any]:
     import torch
-    from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
     from pipeline.data.feed import ExactBatches
@@ -62,10 +61,11 @@ def train(worker: Worker) -> dict[str, Any]:
     ends = eos_ids(worker.tokenizer, base.generation_config)
     learned = {token for row in rows.select(range(min(64, len(rows))))["labels"] for token in row}
     check_ends(base, worker.tokenizer, learned.intersection(ends))
-    trainer = Trainer(
+    trainer = trl_trainer.made(
+        Trainer,
+        worker.job.lora,
         model=base,
         args=args,
-        peft_config=LoraConfig(task_type="CAUSAL_LM", **worker.job.lora),
         train_dataset=rows,
         eval_dataset=worker.rows("eval"),
         processing_class=worker.tokenizer,

@@ -17,6 +17,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 from pipeline.config.stages import STAGE
 from pipeline.findings import require
 from pipeline.models import adapter_files, probes
+from pipeline.models.adapters import errors_of_peft, saved_config, unchanged
 from pipeline.models.gpus import peak_flops
 from pipeline.planning import plan
 from pipeline.runtime import best
@@ -178,18 +179,21 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
     A job without `policy` starts a new adapter, and its reference is the base. `reference` replaces either: the trainer uses
     the adapter called `ref`, and without one the bare base (trl 1.16, DPOTrainer).
     """
-    from peft import LoraConfig, PeftModel
+    from peft import PeftModel
 
     base, adapter = worker.load_base(), None
     if "policy" in worker.work.inputs:
         # TRL copies the adapter that it finds here to one called `ref` and freezes that.
-        base = PeftModel.from_pretrained(base, worker.input("policy"), is_trainable=True)
+        folder = worker.input("policy")
+        with errors_of_peft(folder), unchanged(base):
+            base = PeftModel.from_pretrained(base, folder, is_trainable=True, config=saved_config(folder))
     else:
-        adapter = LoraConfig(task_type="CAUSAL_LM", **worker.job.lora)
-    trainer = trainer_class(
+        adapter = worker.job.lora
+    trainer = made(
+        trainer_class,
+        adapter,
         model=base,
         args=args,
-        peft_config=adapter,
         train_dataset=worker.rows("train"),
         eval_dataset=worker.rows("eval"),
         processing_class=worker.tokenizer,
@@ -205,8 +209,22 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
         if REFERENCE in trainer.model.peft_config:
             trainer.model.delete_adapter(REFERENCE)
         if "reference" in worker.work.inputs:
-            trainer.model.load_adapter(worker.input("reference"), adapter_name=REFERENCE, is_trainable=False)
+            folder = worker.input("reference")
+            with errors_of_peft(folder), unchanged(trainer.model):
+                trainer.model.add_adapter(REFERENCE, saved_config(folder))
+                trainer.model.load_adapter(folder, adapter_name=REFERENCE, is_trainable=False)
     return trainer
+
+
+def made(
+    trainer_class: Any, lora: dict[str, Any] | None, task_type: str = "CAUSAL_LM", **options: Any
+) -> Any:
+    """Returns one of TRL's trainers, with a new adapter if `lora` is given. Raises InputError if peft rejects that."""
+    from peft import LoraConfig
+
+    with errors_of_peft("lora", others=False):
+        adapter = None if lora is None else LoraConfig(task_type=task_type, **lora)
+        return trainer_class(peft_config=adapter, **options)
 
 
 def run(worker: Worker, trainer: Any) -> dict[str, float]:

@@ -11,6 +11,7 @@ import toy_ppo as toy
 from running import curve, stage
 from toy_models import BASE, shared_base, tokenizer
 
+from pipeline.errors import InputError
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Sampling
 from pipeline.ppo.config import PPOConfig
@@ -150,8 +151,11 @@ def test_a_rank_that_vllm_knows():
         accepted_rank(513)
 
 
-def test_dora_is_refused():
+@pytest.mark.parametrize(
+    ("key", "value"), [("use_dora", True), ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2})]
+)
+def test_what_vllm_ignores_is_refused(key, value):
     shared = shared_base()
-    shared.add("policy", lora={**toy.LORA, "use_dora": True}, trainable=True)
-    with pytest.raises(ValueError, match="vLLM cannot run a DoRA adapter"):
+    shared.add("policy", lora={**toy.LORA, key: value}, trainable=True)
+    with pytest.raises(InputError, match=rf"rollout\.engine: vLLM ignores {key}"):
         largest_rank(shared, ["policy"])

@@ -19,6 +19,10 @@ from pipeline.registry import lineage
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 B = A.replace("lora_A", "lora_B")
 HEAD = "base_model.model.score.weight"
+EMBEDDING = {
+    f"base_model.model.model.embed_tokens.lora_embedding_{x}": np.zeros(shape, np.float32)
+    for x, shape in (("A", (4, 99)), ("B", (128, 4)))
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +83,27 @@ BEFORE = {
     "tensors cut": ("policy", TENSORS, b"\x08", r"adapter_model\.safetensors: not a complete safetensors file .*; save the adapter"),
     "another base": ("policy", TENSORS, lambda t: t.update({A: np.zeros((4, 64), np.float32)}), r"\(4, 64\), .* has \(128, 128\): .*another base"),
     "a head": ("policy", TENSORS, lambda t: t.update({HEAD: np.zeros((1, 128), np.float32)}), "holds a scalar head, unknown to"),
+    "no such module": ("policy", SETTINGS, {"target_modules": ["nope"]}, r"tensors and target_modules of .* differ, for example in model\.layers"),
+    "more modules": ("policy", SETTINGS, {"target_modules": ["q_proj"]}, "tensors and target_modules of .* differ"),
+    "fewer modules": ("policy", TENSORS, lambda t: (t.pop(A), t.pop(B)), r"target_modules of .* differ, for example in model\.layers\.0\.self_attn\.q_proj"),
+    "another rank": ("policy", SETTINGS, {"r": 10_000_000}, r"r: found 10000000 for model\..*, expected 4 as its tensors"),
+    "a rank by pattern": ("policy", SETTINGS, {"rank_pattern": {".*q_proj": 8}}, r"r: found 8 for model\..*q_proj, expected 4"),
+    "a huge alpha": ("policy", SETTINGS, {"lora_alpha": 1e300}, r"lora_alpha: found 1e\+300 for .*, expected up to 1000000"),
+    "alpha NaN": ("policy", SETTINGS, {"alpha_pattern": {"q_proj": float("nan")}}, "lora_alpha: found nan for .*q_proj"),
+    "alpha text": ("policy", SETTINGS, {"lora_alpha": "8"}, "lora_alpha: found '8'"),
+    "no mapping": ("policy", SETTINGS, {"rank_pattern": [8]}, "rank_pattern: AttributeError"),
+    "lookaround": ("policy", SETTINGS, {"alpha_pattern": {"(?!a)b": 8}}, r"alpha_pattern: .*\(\?!"),
+    "no tensors": ("policy", TENSORS, lambda t: t.clear(), "holds no tensors of LoRA"),
+    "other outputs": ("policy", TENSORS, lambda t: t.update({B: np.zeros((64, 4), np.float32)}), r"lora_B\.weight has shape \(64, 4\), .*another base"),
+    "another vocabulary": ("policy", TENSORS, lambda t: t.update(EMBEDDING), r"lora_embedding_A has shape \(4, 99\), .*another base"),
+    "deep": ("policy", SETTINGS, b'{"a":' + b"[" * 100_000, r"adapter_config\.json: not valid JSON \(RecursionError"),
+    "KaSA": ("policy", SETTINGS, {"kasa_config": {"beta": 0.1}}, "kasa_config: found .*which changes what all roles share"),
+    **{start: ("policy", SETTINGS, {"init_lora_weights": start}, f"init_lora_weights: found '{start.lower()}', which changes the base .*path_initial_model")
+       for start in ("pissa", "PiSSA_niter_4", "olora", "OLoRA", "corda", "loftq", "lora_ga")},
     "no head": ("reward", TENSORS, lambda t: t.pop(HEAD), r"lacks the scalar head that adapter_config\.json promises"),
 }  # fmt: skip
 LOADED = {
-    "no such module": ("policy", SETTINGS, {"target_modules": ["nope"]}, "peft rejects these settings"),
-    "other modules": ("policy", SETTINGS, {"target_modules": ["q_proj"]}, "48 tensors differ, for example .*; expected none"),
-    "no pattern": ("policy", SETTINGS, {"target_modules": "(("}, "peft rejects these settings"),
     "another task": ("policy", SETTINGS, {"task_type": "NOPE"}, "peft rejects these settings"),
-    "another rank": ("policy", SETTINGS, {"r": 8}, r"56 tensors differ, for example .*\(4, \d+\); expected \(8, \d+\)"),
     "NaN": ("policy", TENSORS, lambda t: t[A].__setitem__((0, 0), np.nan), "q_proj.lora_A.weight holds NaN or infinity"),
     "infinity": ("reward", TENSORS, lambda t: t[HEAD].__setitem__((0, 0), np.inf), "score.weight holds NaN or infinity"),
     "two scores": ("reward", TENSORS, lambda t: t.update({HEAD: np.zeros((2, 128), np.float32)}), r"score.weight has shape \(2, 128\); expected \(1, 128\)"),
@@ -131,3 +148,56 @@ def test_an_adapter_that_is_its_start_has_learned_nothing(name, copied, made, sh
     shared.remove("new")
     assert not adapter_files.learned(tmp_path / "new", None)
     assert adapter_files.learned(tensors_changed(tmp_path / "new", moved), None) == (name == B)
+
+
+SLOW = r"(.*\w+)+\w+_projX"  # `re` would not end
+
+
+@pytest.mark.parametrize("where", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_backtracks_for_ever_is_never_tried(where, copied, shared):
+    folder = copied("policy")
+    content = json.loads((folder / SETTINGS).read_text())
+    value = {SLOW: 4} if where.endswith("pattern") else SLOW
+    (folder / SETTINGS).write_text(json.dumps({**content, where: value}))
+    check(folder)
+    shared.add("x", folder=folder)
+    adapted = {name for name, one in shared.base.named_modules() if "x" in getattr(one, "r", ())}
+    assert adapter_files.described(folder)["parameters"] == sum(p.numel() for p in shared.parameters_of("x"))
+    assert adapted == adapter_files.ranks(adapter_files.shapes(folder)).keys()
+    shared.remove("x")
+
+
+def test_ranks_and_alphas_of_each_module_are_those_of_the_patterns(shared, tmp_path):
+    """The first pattern that matches counts, as in peft, and what was saved again means the same."""
+    extra = {
+        "rank_pattern": {"k_proj": 2, r"layers\.1\..*": 3},
+        "alpha_pattern": {r"[qk]_proj": 5, "q_proj": 7},
+    }
+    shared.add("made", lora={"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **extra})
+    shared.save("made", tmp_path / "one")
+    check(tmp_path / "one")
+    shared.add("read", folder=tmp_path / "one", trainable=True)
+    shared.save("read", tmp_path / "two")
+    check(tmp_path / "two")
+    shared.add("again", folder=tmp_path / "two")
+    scaled = [one.scaling for one in shared.base.modules() if "made" in getattr(one, "r", ())]
+    assert all(one["made"] == one["read"] == one["again"] for one in scaled)
+    assert {one["made"] for one in scaled} == {5 / 4, 5 / 2, 5 / 3, 8 / 3, 8 / 4}
+    for role in ("again", "read", "made"):
+        shared.remove(role)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "q_proj"])
+@pytest.mark.parametrize("start", [True, "gaussian", "orthogonal"])
+def test_an_adapter_has_learned_when_its_product_is_not_zero(target, start, shared, tmp_path):
+    """On embeddings A is 0 at first, elsewhere B, and of orthogonal ones neither."""
+    if (target, start) == ("embed_tokens", "orthogonal"):
+        pytest.skip("peft has none")
+    shared.add("new", lora={"r": 4, "target_modules": [target], "init_lora_weights": start}, trainable=True)
+    shared.save("new", tmp_path)
+    assert not adapter_files.learned(tmp_path, None)
+    for parameter in shared.parameters_of("new"):
+        parameter.data += 1e-5
+    shared.save("new", tmp_path)
+    assert adapter_files.learned(tmp_path, None)
+    shared.remove("new")

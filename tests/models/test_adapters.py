@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from toy_models import settings
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, SelfCheckFailed
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import load_base
 
@@ -62,6 +62,30 @@ def test_every_dropout_is_off_in_train_mode_too():
     ids, *_ = toy.batch()
     with shared.use("policy"):
         assert torch.equal(shared.base(input_ids=ids).logits, shared.base(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_2", "olora"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_that_changes_the_base_is_noticed(start, dtype):
+    """Whatever peft thinks of next: also a write that counts no version of the tensor."""
+    shared = SharedBase(toy.base().to(dtype))
+    shared.add("policy", lora=toy.LORA)
+    with pytest.raises(SelfCheckFailed, match="an adapter changed the weights of the base"):
+        shared.add("x", lora={**toy.LORA, "init_lora_weights": start})
+
+
+def test_nothing_that_is_loaded_or_copied_is_initialized(monkeypatch, tmp_path):
+    """Its tensors are those of the file, so that no initialization can change the base."""
+    shared = SharedBase(toy.base())
+    shared.add("made", lora={**toy.LORA, "init_lora_weights": "orthogonal"}, trainable=True)
+    shared.save("made", tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["init_lora_weights"] is True
+    for name in ("reset_lora_parameters", "orthogonal_init"):
+        monkeypatch.setattr(peft.tuners.lora.LoraLayer, name, None)
+    shared.add("copy", copy_of="made")
+    shared.add("read", folder=tmp_path)
+    for one, other, third in zip(*map(shared.parameters_of, ("made", "copy", "read")), strict=True):
+        assert torch.equal(one, other) and torch.equal(one, third)
 
 
 # ---------------------------------------------------------------------------------------------- files

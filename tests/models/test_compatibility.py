@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from toy_models import DEMO, settings
 
 from pipeline.errors import InputError
@@ -80,6 +81,15 @@ def test_what_transformers_rejects_is_an_error_of_the_base(changes, says, base):
         load(configured(base, **changes))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_weight_that_is_no_number(value, base):
+    tensors = load_file(base / SINGLE)
+    tensors[UP][3, 5] = value
+    save_file(tensors, base / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=rf"^model\.name_or_path: {UP} holds NaN or infinity"):
+        load(base)
+
+
 def test_attention_that_is_not_available(base):
     with pytest.raises(
         InputError, match=r"^model\.attn_implementation: .*not supported.*attn_implementation=sdpa"
@@ -98,6 +108,15 @@ def test_attention_that_is_not_available(base):
         ({"target_modules": ["input_layernorm"]}, r"target_modules: 'input_layernorm' matches no module"),
         ({"exclude_modules": ["nope"]}, r"exclude_modules: 'nope' matches no module"),
         ({"rank_pattern": {"nope": 2}}, r"rank_pattern: 'nope' matches no module"),
+        ({"target_modules": []}, r"target_modules: found \[\], so no module would be adapted; expected some of .*q_proj"),
+        ({"target_modules": ["q_proj"], "exclude_modules": ".*"}, "target_modules: found .*, so no module would be adapted"),
+        ({"target_modules": ["embed_tokens"]}, "target_modules: adapts embed_tokens, which this base ties to its lm head"),
+        ({"target_modules": "lm_head"}, "target_modules: adapts lm_head, which this base ties to its embeddings"),
+        ({"lora_bias": True}, r"lora_bias: adds a bias to \w+_proj, which has none in this base"),
+        ({"target_modules": None, "lora_bias": True}, r"lora_bias: adds a bias to \w+_proj"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [0, 7]}, "layers_to_transform: found 7, and these modules have layers 0 to 3"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": 7}, "layers_to_transform: found 7"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "h"}, "layers_to_transform: found 0, and these modules have no layers of that name"),
         ({"alpha_pattern": {"((": 2}}, r"alpha_pattern: '\(\(' is no regular expression"),
     ],
     ids=str,
@@ -109,12 +128,26 @@ def test_settings_that_match_no_module(changes, says):
 
 @pytest.mark.parametrize(
     "lora",
-    [{}, {"target_modules": r".*\.(q|v)_proj"}, {"target_modules": ["layers.0.mlp.up_proj"]}, {"target_modules": ["lm_head", "embed_tokens"]},
-     {"target_modules": "all-linear", "exclude_modules": ["q_proj"], "rank_pattern": {"k_proj": 2}}],
+    [{}, {"target_modules": r".*\.(q|v)_proj"}, {"target_modules": ["layers.0.mlp.up_proj"]}, {"lora_bias": False, "layers_to_transform": [0, 3], "target_modules": ["q_proj"]},
+     {"layers_to_transform": 1, "layers_pattern": "layers", "target_modules": ["q_proj"]}, {"target_modules": "all-linear", "exclude_modules": ["q_proj"], "rank_pattern": {"k_proj": 2}}],
     ids=str,
 )  # fmt: skip
 def test_settings_that_match(lora):
     check_lora(check_base(settings(DEMO)), lora)
+
+
+def test_what_can_be_merged_although_it_looks_alike():
+    good = check_base(settings(DEMO))
+    untied = Base(good.model, {**good.config, "tie_word_embeddings": False}, good.shapes)
+    embeddings = {"target_modules": ["embed_tokens"]}
+    check_lora(untied, embeddings)
+    check_lora(good, embeddings, scores=True)  # a reward model has no lm head
+    biases = {name.replace("weight", "bias"): shape[:1] for name, shape in good.shapes.items()}
+    check_lora(Base(good.model, good.config, {**good.shapes, **biases}), {"lora_bias": True})
+    # Without the key in config.json, a base is tied if its files have no lm head.
+    config = {key: value for key, value in good.config.items() if key != "tie_word_embeddings"}
+    assert Base(good.model, config, good.shapes).tied
+    assert not Base(good.model, config, {**good.shapes, "lm_head.weight": (9, 9)}).tied
 
 
 def test_names_that_transformers_may_change_are_left_to_peft():
@@ -132,5 +165,5 @@ def test_names_that_transformers_may_change_are_left_to_peft():
 
 def test_shapes_of_gpt2_without_its_prefix():
     files = Base(settings(DEMO), {}, {"h.0.attn.c_attn.weight": (768, 2304)})
-    assert files.weight_shape("transformer.h.0.attn.c_attn") == (768, 2304)
-    assert files.weight_shape("transformer.h.9.attn.c_attn") is None
+    assert files.shape_of("transformer.h.0.attn.c_attn") == (768, 2304)
+    assert files.shape_of("transformer.h.9.attn.c_attn") is None

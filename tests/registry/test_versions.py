@@ -84,13 +84,15 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
         shutil.copytree(tmp_path / "policy", tmp_path / "unchanged")
     for name, alias in (("unchanged", None), ("other", "champion")):
         inputs = {"policy": str(tmp_path / "policy")} if start else {}
-        result = {"metrics": {"eval_loss": 0.0}, "adapter": str(tmp_path / name), "inputs": inputs}
+        metrics = {"eval_loss": 0.0, "grad_norm/policy": 0.0 if start else 1.0}
+        result = {"metrics": metrics, "adapter": str(tmp_path / name), "inputs": inputs}
         with registry.mlflow_run(job, {}, new_run=True) as run_id:
             lineage.write(str(tmp_path / name), LINEAGE)
             version = publish(job, result | {"mlflow_run_id": run_id})
         assert version.alias == alias
         said = capsys.readouterr().out
         assert ("nothing was learned: after training the adapter equals" in said) == (alias is None)
+        assert ("every advantage was 0" in said) == (alias is None and start is not None)
         assert ("nothing was learned" in version.gate) == (alias is None)
 
 

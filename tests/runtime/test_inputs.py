@@ -85,6 +85,7 @@ def test_settings_of_an_adapter_that_is_not_made(policy, overrides, warned, tmp_
     assert ("warning: lora.r, lora.lora_alpha changes nothing" in out) == warned
 
 
+ON_EMBEDDINGS, RANKS = {"r": 2, "target_modules": ["embed_tokens"]}, {"r": 2, "rank_pattern": {"q_proj": 1}}
 ON_HEAD, DORA = {"r": 2, "target_modules": ["q_proj", "lm_head"]}, {"r": 2, "use_dora": True}
 
 
@@ -94,6 +95,11 @@ ON_HEAD, DORA = {"r": 2, "target_modules": ["q_proj", "lm_head"]}, {"r": 2, "use
         ("dpo", ON_HEAD, [], r"policy: it adapts lm_head, to which TRL's trainers apply no adapter"),
         ("export", ON_HEAD, ["reward=null"], r"policy: it adapts lm_head, which this base ties to its embeddings"),
         ("generate", ON_HEAD, ["reward=null", "data.train=x.jsonl"], None),
+        ("dpo", ON_EMBEDDINGS, [], r"policy: it adapts embed_tokens, which this base ties to its lm head"),
+        ("export", ON_EMBEDDINGS, ["reward=null"], r"policy: it adapts embed_tokens, which this base ties"),
+        ("generate", ON_EMBEDDINGS, ["reward=null", "data.train=x.jsonl"], None),
+        ("dpo", {"r": 2, "lora_bias": True}, [], r"policy: it adds a bias to \w+, which has none in this base"),
+        ("generate", RANKS, ["reward=null", "data.train=x.jsonl", "rollout.engine=vllm"], r"policy: it has rank_pattern, which vLLM ignores"),
         ("dpo", DORA, ["model.fsdp=true"], r"policy: it is a DoRA adapter.*model\.fsdp=false"),
     ],
 )  # fmt: skip
@@ -107,7 +113,7 @@ def test_an_adapter_that_the_stage_would_lose_or_cannot_run_is_refused(
     lineage.write(str(tmp_path), lineage.describe("ppo", base, toy_models.tokenizer(), {}, {}))
     job = load_job(f"jobs/demo/{stage}.yaml", [f"policy={tmp_path}", *more], stage)
     with pytest.raises(InputError, match=says) if says else nullcontext():
-        check_models(job, {"policy": str(tmp_path)})
+        check_models(job, {"policy": str(tmp_path)}, sampler=False)
 
 
 def test_a_quantized_base_is_not_sharded(tmp_path, in_root):

@@ -10,6 +10,7 @@ import toy_ppo as toy
 import transformers
 from safetensors.torch import load_file
 
+from pipeline.errors import InputError
 from pipeline.models.adapters import SharedBase
 from pipeline.runtime import worker
 from pipeline.stages import trl_trainer
@@ -93,3 +94,45 @@ def test_speed_counts_the_tokens_of_steps_and_no_second_between_them(base, monke
     flops = 2 * trainer.model.get_base_model().num_parameters() * 600 * 3
     assert found["mfu"] == pytest.approx(flops / (4 * 1e9 * 2))
     assert measured.speed() == {}
+
+
+@pytest.mark.parametrize(
+    ("lora", "trainer", "error", "says"),
+    [
+        ({"target_modules": ["nope"]}, peft.get_peft_model, InputError, "^lora: peft rejects these settings .*nope"),
+        ({"r": 4, "no_such_key": 1}, peft.get_peft_model, TypeError, "no_such_key"),
+        ({"r": 4}, lambda model, peft_config: {}[0], KeyError, "0"),
+    ],
+    ids=["peft", "Python", "TRL"],
+)  # fmt: skip
+def test_only_an_error_of_peft_is_one_of_the_lora_section(lora, trainer, error, says):
+    with pytest.raises(error, match=says):
+        trl_trainer.made(trainer, lora, model=toy.base())
+
+
+def test_a_policy_is_continued_without_its_patterns_and_initialization(base, tmp_path):
+    """As peft's own loading would hang, or change the base."""
+    trl_trainer.save(trained(base, rank_pattern={"q_proj": 2}), str(tmp_path))
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    changed = {"target_modules": r"(.*\w+)+\w+_projX", "init_lora_weights": False}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, **changed}))
+    worker = SimpleNamespace(
+        load_base=toy.base,
+        work=SimpleNamespace(inputs={"policy": "x", "reference": "x"}),
+        job=SimpleNamespace(reference="x", lora={}),
+        input=lambda _: str(tmp_path),
+        rows=lambda _: None,
+        tokenizer=None,
+    )
+
+    def trainer(model, **_):  # copies the adapter as TRL's DPOTrainer does
+        model.add_adapter("ref", model.peft_config["default"])
+        peft.set_peft_model_state_dict(model, peft.get_peft_model_state_dict(model), adapter_name="ref")
+        return SimpleNamespace(model=model)
+
+    model = trl_trainer.continue_policy(worker, trainer, args=None).model
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    for name in ("default", "ref"):
+        tensors = peft.get_peft_model_state_dict(model, adapter_name=name)
+        assert tensors.keys() == stored.keys()
+        assert all(torch.equal(tensors[key], stored[key]) for key in stored)
