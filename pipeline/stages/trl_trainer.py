@@ -206,6 +206,10 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
             trainer.model.delete_adapter(REFERENCE)
         if "reference" in worker.work.inputs:
             trainer.model.load_adapter(worker.input("reference"), adapter_name=REFERENCE, is_trainable=False)
+    for layer in trainer.model.modules():
+        # TRL turns dropout off unless the job keeps it, and before the reference is loaded. A reference never has any.
+        if REFERENCE in getattr(layer, "lora_dropout", {}):
+            layer.lora_dropout[REFERENCE] = torch.nn.Identity()
     return trainer
 
 
