@@ -21,7 +21,8 @@ from typing import Any
 from pipeline.commands import hub
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.models.hub import ADAPTER, announcement
+from pipeline.models import transformers4
+from pipeline.models.hub import ADAPTER, announcement, base_config
 from pipeline.runtime import resume
 from pipeline.runtime.host import Host
 from pipeline.runtime.run import finished, open_run
@@ -78,7 +79,7 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
     """
     differences, partial = None, f"{folder}.partial"
     try:
-        host.tokenizer.save_pretrained(partial)
+        transformers4.save_tokenizer(host.tokenizer, partial)
         if host.job.args.merge:
             expected = expectations(host, name)
             save_merged(host, name, partial)
@@ -100,6 +101,7 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
 def save_merged(host: Host, name: str, folder: str) -> None:
     """Saves the merged model, with its padding token and the tokens that end a completion."""
     from transformers import GenerationConfig
+    from transformers.utils import logging
 
     from pipeline.models.base import load_base
     from pipeline.models.tokenizer import eos_ids
@@ -114,7 +116,9 @@ def save_merged(host: Host, name: str, folder: str) -> None:
             eos_token_id=eos_ids(tokenizer, merged.generation_config),
             pad_token_id=tokenizer.pad_token_id,
         )
+    logging.disable_progress_bar()  # of the shards that it writes
     merged.save_pretrained(folder)
+    transformers4.add_old_names(folder, base_config(model.name_or_path, model.revision))
 
 
 def merge(base: Any, adapter: str, dtype: str) -> Any:

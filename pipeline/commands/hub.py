@@ -20,7 +20,8 @@ from pipeline.config import Job
 from pipeline.data.counts import count, most_frequent
 from pipeline.data.files import NAME as DATA_SET
 from pipeline.errors import Failure, InputError, in_brief
-from pipeline.models import hub
+from pipeline.models import hub, transformers4
+from pipeline.models.tokenizer import eos_ids
 from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.runtime.host import Host
@@ -92,6 +93,8 @@ def card(host: Host, name: str, differences: dict[str, float] | None = None) -> 
         differences=differences,
         count=count,
         most_frequent=most_frequent,
+        oldest=transformers4.oldest_version(hub.base_config(path, model.revision)),
+        ends=eos_ids(host.tokenizer),
     )
     return f"{made}\n"
 

@@ -76,6 +76,7 @@ EXCLUDES = [
     ("trainer.gradient_accumulation_steps", "data.batch_size", "the one follows from the other"),
     ("trainer.use_cpu", "scaling.use_gpu", "workers have one device"),
     ("trainer.fp16", "trainer.bf16", "matrix products have one dtype"),
+    ("trainer.precompute_ref_log_probs", "reference", "TRL would compute them with the policy"),
 ]
 
 
@@ -151,6 +152,9 @@ RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
      "found 1: the KL term needs completions of other rows; expected 2 or more, or trainer.loss_type=apo_zero_unpaired"),
     ("kto", "trainer.precompute_ref_log_probs", _in_kto_loss("precompute_ref_log_probs", True),
      "each epoch pairs different rows for the KL term, so their log-probs cannot be computed before training; remove it"),
+    ("dpo kto", "trainer.precompute_ref_log_probs",
+     lambda job: job.trainer.get("precompute_ref_log_probs") and job.workers[1] > 1,
+     "TRL cannot share them between workers; set scaling.num_workers=1, or remove it"),
     ("ppo", "trainer.batch_size", _too_few_prompts,
      "fewer prompts for an update than workers; expected at least trainer.batch_size={}"),
     ("evaluate generate collect serve", "trainer.min_new_tokens",
@@ -357,6 +361,10 @@ def warnings(job: Job) -> Iterator[str]:
         yield "run.max_failures: there is no worker to restart with scaling.num_workers=0; set scaling.num_workers=1"
     if job.stage == "ppo" and job.rollout_config.workers[1]:
         yield from _rollout_warnings(job)
+    known = schema.keys(STAGE[job.stage].trainer).get("disable_dropout", {"default": job.stage == "ppo"})
+    if learns and job.lora.get("lora_dropout") and job.trainer.get("disable_dropout", known["default"]):
+        keep = ", or trainer.disable_dropout=false" if STAGE[job.stage].trl else ""
+        yield f"lora.lora_dropout changes nothing: `{job.stage}` trains without dropout; set lora.lora_dropout=0{keep}"
     if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:
         yield (
             f"data.train comes from the command line, but data.eval is still the job file's {show(job.data.eval)}: the run "

@@ -175,10 +175,13 @@ def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflo
             )
     section.data["stage"] = section.data.get("stage", step)
     section.data |= {key: policy for key in ("policy", "baseline") if key in STAGE[step].inputs}
+    if tree.data["iterate"].get("reference") == "first" and "reference" in STAGE[step].inputs:
+        section.data["reference"] = policy  # for the checks; a round sets it again
     with of_step(step):
         job = job_of(section, step, str(path))
     return replace(
         job,
+        reference=None,
         run=replace(job.run, storage_path=run.storage_path, fresh=False),
         mlflow=replace(job.mlflow, tracking_uri=mlflow.tracking_uri, experiment=mlflow.experiment),
     )

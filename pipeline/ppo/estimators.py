@@ -106,8 +106,9 @@ def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def _remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor, gamma: float) -> Tensor:
-    """Reward to go minus the score of the greedy completion (Li et al. 2023, 2310.10505, algorithm 1)."""
-    return _reward_to_go(rewards, mask, gamma) - greedy_scores.unsqueeze(-1)
+    """Reward to go minus the greedy completion's score, discounted as the score is (Li et al. 2023, 2310.10505, algorithm 1)."""
+    later = mask.flip(-1).cumsum(-1).flip(-1) - 1  # actions after this one
+    return _reward_to_go(rewards, mask, gamma) - greedy_scores.unsqueeze(-1) * gamma**later
 
 
 def _above_group_mean(rewards: Tensor, mask: Tensor, num_generations: int) -> tuple[Tensor, Tensor]:
@@ -164,7 +165,7 @@ def _defined_reward_to_go(rewards: Rows, gamma: float) -> Rows:
 
 def _defined_remax(rewards: Rows, greedy_scores: list[float], gamma: float) -> Rows:
     rows = zip(_defined_reward_to_go(rewards, gamma), greedy_scores, strict=True)
-    return [[value - greedy for value in row] for row, greedy in rows]
+    return [[row[t] - greedy * gamma ** (len(row) - 1 - t) for t in range(len(row))] for row, greedy in rows]
 
 
 def _defined_rloo(rewards: Rows) -> Rows:

@@ -120,7 +120,7 @@ def value_objective(
     args: PPOConfig, part: Episodes, totals: Totals, values: Tensor, moments: RunningMoments
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Returns the clipped value loss and its VALUE_STATS. `values` (B, R) are in units of returns normalized by `moments`."""
-    old, returns = ((x - moments.mean) / moments.std for x in (part.values, part.returns))
+    old, returns = (moments.normal(x) for x in (part.values, part.returns))
     loss, stats = value_loss(values, old, returns, part.learn, totals.actions, args.cliprange_value)
     return loss, (loss.detach(), stats["clipfrac"])
 
@@ -130,6 +130,14 @@ class RunningMoments:
 
     def __init__(self) -> None:
         self.mean, self.std, self.count = 0.0, 1.0, 0.0
+        self.center: float | None = None  # value where the critic's head gives 0; None: the mean
+
+    def raw(self, output: Tensor) -> Tensor:
+        """Returns the values that a critic's head means by its output. `normal` is the inverse."""
+        return output * self.std + (self.mean if self.center is None else self.center)
+
+    def normal(self, value: Tensor) -> Tensor:
+        return (value - (self.mean if self.center is None else self.center)) / self.std
 
     def update(self, x: Tensor, mask: Tensor) -> None:
         """Adds the values of `x` where `mask` is on, from all workers (parallel variance, Chan et al. 1979)."""

@@ -133,7 +133,7 @@ class PPOTrainer:
             mean, std = (critic_reward.mean, critic_reward.std) if normal else (0.0, 1.0)
             slope = critic_reward.weight / std
             shared.heads["critic"].weight.data *= slope
-            self.moments.mean = -slope * mean  # a head has no bias
+            self.moments.center = -slope * mean  # a head has no bias
         self.skipped_steps = 0
         self.history: list[dict[str, float]] = []
         self.tokens = 0  # tokens that all workers have sampled for training
@@ -200,7 +200,12 @@ class PPOTrainer:
             kl = metrics["objective/kl"]
             self.kl_coef = adapted_kl_coef(kl_coef, kl, args.batch_size, args.kl_target, args.kl_horizon)
         if args.normalize_values:
+            before = self.moments.std
             self.moments.update(episodes.returns, episodes.learn)
+            if (
+                self.moments.center is not None
+            ):  # a copied critic's values stay what they were (PopArt, 1602.07714)
+                self.shared.heads["critic"].weight.data *= before / self.moments.std
         self.update += 1
         if args.sync_ref_model and self.update % args.ref_model_sync_steps == 0:
             self.shared.average("reference", "policy", 1.0 - args.ref_model_mixup_alpha)
@@ -326,7 +331,7 @@ class PPOTrainer:
             episodes.old_logprobs[rows, :width] = self.sampler.logprobs("policy", part, states=states)[0]
             if self.args.uses_critic:
                 values, last_value = self.values(part, None if self.args.has_critic_adapter else states)
-                values, last_value = (v * self.moments.std + self.moments.mean for v in (values, last_value))
+                values, last_value = (self.moments.raw(output) for output in (values, last_value))
                 episodes.values[rows, :width] = values.where(part.mask, 0.0)
                 # The value after an end is 0, but a truncated completion would have continued.
                 episodes.bootstrap[rows] = last_value.where(~part.ended, 0.0)

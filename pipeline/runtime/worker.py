@@ -19,7 +19,7 @@ from typing import Any
 from pipeline import registry, text
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.models import hub
+from pipeline.models import hub, transformers4
 from pipeline.registry import lineage
 from pipeline.runtime import checkpoints, memory
 from pipeline.runtime.host import Host, Work
@@ -342,7 +342,7 @@ class Worker(Host):
                 adapter = os.path.join(final, "adapter")
                 os.makedirs(adapter)
                 checked[f"adapter/{hub.TENSORS}"] = save(adapter)
-                self.tokenizer.save_pretrained(adapter)
+                transformers4.save_tokenizer(self.tokenizer, adapter)
                 lineage.write(adapter, self._lineage(facts or {}))
                 print("checking that the adapter reloads as it was saved", flush=True)
                 require_reload(outputs(None), outputs(adapter), adapter)

@@ -60,20 +60,22 @@ def check(worker: Worker, trainer: Any) -> list[Finding]:
         findings.append(Finding("the sides of a pair differ", found, not equal))
     if stage == "kto" and trainer.calculate_KL:
         findings.append(pairs_other_rows(trainer))
-    if worker.job.reference:  # the policy does not start as its reference
-        return findings
     training, metrics = model.training, copy.deepcopy(trainer._metrics)
     tokens = trainer._total_train_tokens
     model.eval()  # TRL's means over training steps stay as they are
     try:
         with torch.no_grad():
-            return findings + compare(stage, trainer, model, rows)
+            return findings + compare(
+                stage, trainer, model, rows, starts_as_reference=not worker.job.reference
+            )
     finally:
         model.train(training)
         trainer._metrics, trainer._total_train_tokens = metrics, tokens
 
 
-def compare(stage: str, trainer: Any, model: Any, rows: list[Row]) -> list[Finding]:
+def compare(
+    stage: str, trainer: Any, model: Any, rows: list[Row], starts_as_reference: bool = True
+) -> list[Finding]:
     """Returns the findings about numbers of the trainer on a batch, each compared with the model on single rows."""
     few, findings = affordable(model, rows), []
     if not few:  # all rows are too long
@@ -81,7 +83,8 @@ def compare(stage: str, trainer: Any, model: Any, rows: list[Row]) -> list[Findi
     if stage in ("dpo", "kto"):
         trainer._metrics["eval"].clear()
         trainer.compute_loss(model, collated(trainer, model, few))  # TRL adds its metrics of the batch
-        findings.append(policy_is_reference(trainer, model, few))
+        if starts_as_reference:
+            findings.append(policy_is_reference(trainer, model, few))
     numbers, limit = NUMBERS[stage](trainer, model, few)
     if numbers:
         what, ours, alone = max(numbers, key=lambda number: abs(number[1] - number[2]))
@@ -278,21 +281,28 @@ def rm_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
 
 
 def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
-    """Compares TRL's metrics of each side with the mean log-prob of its completions. In kto, the label is the side."""
+    """Compares TRL's mean log-probs of each side, by policy and reference, with those of rows. In kto, the label is the side."""
+    from trl.trainer.utils import use_adapter
+
     if getattr(trainer, "ld_alpha", None) is not None:  # dpo with weights by length
         return [], 0.0
-    logprobs: dict[str, list[float]] = {}
-    for row in rows:
-        if "label" in row:
-            completions = {"chosen" if row["label"] else "rejected": row["completion_ids"]}
-        else:
-            completions = {side: row[f"{side}_ids"] for side in SIDES}
-        for side, completion in completions.items():
-            logprobs.setdefault(side, []).append(completion_logprob(model, row["prompt_ids"], completion))
-    numbers = []
-    for side, some in logprobs.items():
-        by_trainer = sum(trainer._metrics["eval"][f"logps/{side}"])  # of one batch
-        numbers.append((f"log-prob of the {side}", by_trainer, sum(some) / len(some)))
+    numbers, metrics = [], trainer._metrics["eval"]
+    for role, adapter in ADAPTERS.items():
+        logprobs: dict[str, list[float]] = {}
+        with use_adapter(model, adapter if adapter in model.peft_config else None):
+            for row in rows:
+                if "label" in row:
+                    completions = {"chosen" if row["label"] else "rejected": row["completion_ids"]}
+                else:
+                    completions = {side: row[f"{side}_ids"] for side in SIDES}
+                for side, completion in completions.items():
+                    alone = completion_logprob(model, row["prompt_ids"], completion)
+                    logprobs.setdefault(side, []).append(alone)
+        for side, some in logprobs.items():
+            by_trainer = sum(metrics[f"logps/{side}"])  # of one batch
+            if role == "reference":  # TRL's reward is beta times the log-ratio
+                by_trainer -= sum(metrics[f"rewards/{side}"]) / trainer.beta
+            numbers.append((f"the {role}'s log-prob of the {side}", by_trainer, sum(some) / len(some)))
     return numbers, tolerance(trainer, model) * max(1.0, *(abs(alone) for *_, alone in numbers))
 
 

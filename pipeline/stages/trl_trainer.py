@@ -213,6 +213,10 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
             with errors_of_peft(folder), unchanged(trainer.model):
                 trainer.model.add_adapter(REFERENCE, saved_config(folder))
                 trainer.model.load_adapter(folder, adapter_name=REFERENCE, is_trainable=False)
+    for layer in trainer.model.modules():
+        # TRL turns dropout off unless the job keeps it, and before the reference is loaded. A reference never has any.
+        if REFERENCE in getattr(layer, "lora_dropout", {}):
+            layer.lora_dropout[REFERENCE] = torch.nn.Identity()
     return trainer
 
 

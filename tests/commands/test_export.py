@@ -46,9 +46,14 @@ def test_a_folder_has_what_others_need(exported, models):
         wanted = {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"}
         assert wanted <= names
         assert not any(name.startswith(("adapter", "pytorch_model")) for name in names)
+        settings = json.loads((folder / "config.json").read_text())  # transformers 4 reads these names
+        assert settings["rope_theta"] == 10000.0 and settings["torch_dtype"] == settings["dtype"] == "float32"
+        words = json.loads((folder / "tokenizer_config.json").read_text())
+        assert words["tokenizer_class"] == "PreTrainedTokenizerFast"
         card = (folder / "README.md").read_text()
         version = "toy-policy/1" if kind == "policy" else "toy-rm/1"
-        for text in (f"models:/{version}", "sha256:abababab", "eval_accuracy: 0.75", "trl 1.16.0"):
+        named = (f"models:/{version}", "sha256:abababab", "eval_accuracy: 0.75", "trl 1.16.0")
+        for text in (*named, "Needs transformers 5.0 or newer"):  # as the base does
             assert text in card
     assert "as its policy" in card and "models:/toy-policy/1" in card
     said = json.loads((Path(exported["policy"]["folder"]) / "generation_config.json").read_text())
@@ -257,7 +262,13 @@ def test_the_code_of_a_card_says_what_the_adapter_says(models_of, merge, engine,
     kind = "policy" if models_of is POLICY else "reward"
     made = stage("export", storage, f"card-{kind}-{merge}", *models_of, f"trainer.merge={merge}")["exported"]
     folder = Path(made[kind]["folder"])
+    words = json.loads((folder / "tokenizer_config.json").read_text())
+    assert words["tokenizer_class"] == "PreTrainedTokenizerFast"
     code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
+    # The generation config of the base may lack the end that was trained
+    assert ("eos_token_id=ends" in code and "ends = [817, 825]" in code) == (
+        kind == "policy" and merge == "false"
+    )
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as said:
         exec(code.replace('"jobs/demo/model"', f'"{BASE}"'), {})
     if kind == "reward":

@@ -105,6 +105,9 @@ BAD = [
     ("dpo", ["trainer.loss_type=sigmoidal"], r"trainer\.loss_type: found .*'sigmoidal'.*, expected a list of one of sigmoid, .*did you mean sigmoid\?"),
     ("kto", ["trainer.per_device_train_batch_size=1"], r"per_device_train_batch_size: found 1: .*KL term .*; expected 2 or more, or trainer\.loss_type=apo_zero_unpaired"),
     ("kto", ["trainer.precompute_ref_log_probs=true"], r"precompute_ref_log_probs: each epoch pairs different rows"),
+    ("dpo", ["trainer.precompute_ref_log_probs=true", "reference=base"], r"precompute_ref_log_probs: given together with reference, but TRL would compute them with the policy; keep one"),
+    ("dpo", ["trainer.precompute_ref_log_probs=true", "scaling.num_workers=2"], r"precompute_ref_log_probs: TRL cannot share them between workers; set scaling\.num_workers=1"),
+    ("kto", ["trainer.precompute_ref_log_probs=true", "trainer.loss_type=apo_zero_unpaired", "scaling.num_workers=2"], r"precompute_ref_log_probs: TRL cannot share"),
     ("ppo", ["scaling.num_workers=65"], r"trainer\.batch_size: fewer prompts for an update than workers; expected at least trainer\.batch_size=65"),
     ("sft", ["lora.rank_pattern={q_proj: 0}"], r"lora\.rank_pattern: found 0, expected a whole number between 1"),
     ("sft", ["serve.port=1"], r"serve: `sft` does not use this key \(only `serve` answers requests"),
@@ -289,6 +292,25 @@ def test_nothing_more_than_data_eval_is_typed_to_train_without_held_out_rows(sta
     job = load_job(f"jobs/demo/{stage}.yaml", ["data.eval=null"], stage)
     assert job.trainer.get("eval_strategy", "no") == "no" and not job.trainer.get("eval_on_start")
     assert not job.trainer.get("eval_steps")
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides", "warns"),
+    [
+        ("sft", [], False),
+        ("rm", [], True),
+        ("rm", ["trainer.disable_dropout=false"], False),
+        ("dpo", [], True),
+        ("kto", [], True),
+        ("ppo", [], True),
+        ("ppo", ["lora.lora_dropout=0"], False),
+    ],
+)
+def test_dropout_that_is_never_applied_is_named(stage, overrides, warns, in_root):
+    job = load_job(f"jobs/demo/{stage}.yaml", ["lora.lora_dropout=0.5", *overrides], stage)
+    said = [line for line in rules.warnings(job) if "lora_dropout" in line]
+    assert len(said) == warns
+    assert not warns or f"changes nothing: `{stage}` trains without dropout" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ WRONG = [
     (["dpo.trainer.bta=1"], r"command line: dpo\.trainer\.bta: unknown key; did you mean dpo\.trainer\.beta"),
     (["evaluate.gate.eval_x=>=1"], r"evaluate\.gate\.eval_x: `evaluate` has no such metric"),
     (["iterate.round=3"], r"iterate\.round: unknown key; did you mean rounds\?"),
+    (["iterate.reference=first", "dpo.trainer.precompute_ref_log_probs=true"], r"dpo\.trainer\.precompute_ref_log_probs: given together with"),
     ([*KTO, "iterate.reference=first"], r"iterate\.reference: found first, but `kto` stays close to"),
     (["dpo=null"], r"stage: found none; expected one section of sft, dpo, kto, ppo"),
     (["kto={extends: kto.yaml}"], r"found dpo and kto; expected one section of sft, dpo, kto, ppo"),

@@ -8,6 +8,7 @@ import toy_ppo as toy
 
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Completion
+from pipeline.ppo import estimators, forward
 from pipeline.ppo.config import RolloutConfig
 from pipeline.ppo.rewards import AdapterReward
 
@@ -88,3 +89,32 @@ def test_a_copied_critic_predicts_what_is_paid(normalize):
     episodes = toy.first_episodes(trainer)
     cut_off = toy.in_some_rows(~episodes.ended)
     torch.testing.assert_close(episodes.bootstrap[cut_off], episodes.scores[cut_off].float())
+
+
+def test_normalized_values_of_a_copied_critic_stay_what_they_were():
+    shared = toy.shared_base()
+    reward = AdapterReward(shared, mean=5.0, std=3.0, weight=0.5)
+    settings = dict(reward=reward, normalize_rewards=False, critic_reward=reward, normalize_values=True)
+    trainer = toy.trainer(shared, **settings, critic_learning_rate=0.0, learning_rate=0.0)
+    episodes = toy.first_episodes(trainer)
+    states = forward.states(shared, "critic", episodes)
+
+    def values():
+        return trainer.moments.raw(trainer.values(episodes, states)[0])
+
+    before = values()
+    for _ in range(2):
+        trainer.run_update()
+        assert trainer.moments.std != 1.0
+        torch.testing.assert_close(values(), before)
+        torch.testing.assert_close(trainer.moments.normal(before), trainer.values(episodes, states)[0])
+
+
+def test_remax_discounts_the_greedy_score_as_the_score_is():
+    """A completion that scores what the greedy one scores has no advantage at any of its actions."""
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    rewards = torch.tensor([[0.0, 0.0, 2.0], [4.0, 0.0, 0.0]])
+    greedy = torch.tensor([2.0, 1.0])
+    known = {"rewards": rewards, "mask": mask, "greedy_scores": greedy, "gamma": 0.5}
+    advantages = estimators.call(estimators.ESTIMATORS["remax"].formula, None, known)
+    assert advantages[mask].tolist() == [0.0, 0.0, 0.0, 3.0]

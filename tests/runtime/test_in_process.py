@@ -1,5 +1,6 @@
 """Jobs that run in the process of their command (scaling.num_workers=0): the bits of one worker, and no Ray."""
 
+import json
 import os
 import subprocess
 import sys
@@ -67,3 +68,10 @@ def test_a_command_imports_what_it_needs_and_starts_no_ray(may_import, arguments
     assert not error or (done.stderr.startswith(f"error: {error}") and done.stderr.count("\n") == 1), (
         done.stderr
     )
+    if "mlflow" in may_import:  # the class exists in transformers 4, too
+        saved = [
+            *tmp_path.glob("*/final/adapter/tok*_config.json"),
+            *tmp_path.glob("artifacts/**/tok*_config.json"),
+        ]
+        classes = {json.loads(file.read_text())["tokenizer_class"] for file in saved}
+        assert classes == {"PreTrainedTokenizerFast"}, saved

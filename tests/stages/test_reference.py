@@ -1,13 +1,18 @@
 """dpo's `reference`: the policy itself if the job names none, else another adapter, or the bare base."""
 
+import contextlib
 import json
 from pathlib import Path
 
+import alone
 import pytest
+import torch
 from running import NO_EVAL, stage
-from toy_models import registered
+from toy_models import make, registered
 
+from pipeline.errors import Failure
 from pipeline.registry.lineage import folder_digests
+from pipeline.stages import trl_trainer
 
 
 def trained(storage, name, *overrides):
@@ -29,3 +34,73 @@ def test_the_policy_is_held_to_the_reference_that_the_job_names(storage):
     parents = json.loads(Path(other["adapter"], "lineage.json").read_text())["parents"]
     assert parents == {"policy": "models:/toy-policy/1", "reference": itself["adapter"]}
     assert base["inputs"] == {"policy": "models:/toy-policy/1"}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """Adapters for the policy and another reference, which were trained with dropout."""
+    folders = {}
+    for seed, name in enumerate(("policy", "reference")):
+        folder = folders[name] = str(tmp_path_factory.mktemp(name))
+        make(folder, seed, head=False)
+        settings = Path(folder, "adapter_config.json")
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"lora_dropout": 0.5}))
+    return folders
+
+
+class Stop(Exception):
+    pass
+
+
+def before_the_first_step(monkeypatch, folder, look, *settings, inputs):
+    """Calls `look` with the trainer of a dpo job that is about to begin, and ends the job."""
+
+    def run(worker, trainer):
+        look(trainer)
+        raise Stop
+
+    monkeypatch.setattr(trl_trainer, "run", run)
+    with pytest.raises(Stop):
+        alone.train("dpo", folder, *settings, inputs=inputs)
+
+
+def reference_logprobs(trainer):
+    """TRL's log-probs of the reference on the first rows, as in a training step."""
+    batch = trainer.data_collator([dict(trainer.train_dataset[i]) for i in range(4)])
+    trainer.model.train()
+    return torch.cat(trainer.compute_ref_log_probs(trainer.model, batch))
+
+
+@pytest.mark.parametrize(
+    ("roles", "settings"),
+    [
+        (["policy", "reference"], ["reference=models:/other/1"]),
+        (["policy"], ["trainer.disable_dropout=false"]),
+    ],
+    ids=["another", "itself"],
+)
+def test_no_reference_has_dropout(roles, settings, adapters, monkeypatch, tmp_path):
+    def look(trainer):
+        assert torch.equal(reference_logprobs(trainer), reference_logprobs(trainer))
+        keeps = "trainer.disable_dropout=false" in settings
+        found = [one["default"].p for one in dropouts(trainer.model) if hasattr(one["default"], "p")]
+        assert found and set(found) == {0.5 if keeps else 0.0}
+
+    inputs = {role: adapters[role] for role in roles}
+    before_the_first_step(monkeypatch, tmp_path, look, *settings, inputs=inputs)
+
+
+def dropouts(model):
+    return [layer.lora_dropout for layer in model.modules() if hasattr(layer, "lora_dropout")]
+
+
+@pytest.mark.parametrize("reference", ["models:/other/1", "base"])
+def test_the_reference_that_trl_uses_is_checked(reference, adapters, monkeypatch, tmp_path):
+    roles = ["policy"] if reference == "base" else ["policy", "reference"]
+    inputs = {role: adapters[role] for role in roles}
+    settings = [f"reference={reference}", "model.dtype=float32"]  # the limit is that of rounding
+    alone.train("dpo", tmp_path, *settings, inputs=inputs)  # a sound run is quiet
+    # TRL then takes the policy for the reference, as in log-probs that it computes before the reference is there
+    monkeypatch.setattr("trl.trainer.dpo_trainer.use_adapter", lambda *_, **__: contextlib.nullcontext())
+    with pytest.raises(Failure, match=r"the reference's log-prob of the .* from the rows alone"):
+        alone.train("dpo", tmp_path, *settings, inputs=inputs)

@@ -189,7 +189,7 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> Finding:
             wrong.append("the policy leaves the reference instead of staying: the sign of the KL in the loss")
     if args.uses_critic and learn.any():  # at values above the returns and outside the clip range
         above_returns = 1.0 + 2 * (part.values - part.returns).abs().max() / moments.std
-        values = ((part.returns - moments.mean) / moments.std + above_returns).requires_grad_()
+        values = (moments.normal(part.returns) + above_returns).requires_grad_()
         loss, _ = losses.value_objective(args, part, totals, values, moments)
         if not float(torch.autograd.grad(loss, values)[0][learn].sum()) > 0:
             wrong.append("values move away from the returns")

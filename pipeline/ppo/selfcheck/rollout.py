@@ -379,7 +379,7 @@ def values_before_actions(trainer: Learner, episodes: Episodes) -> Finding:
     for t in {0, count - 1} if count else ():
         ids = episodes.input_ids[row : row + 1, : start + t]
         value = float(head.float() @ shared.hidden("critic", ids)[0, -1].float())
-        value = value * trainer.moments.std + trainer.moments.mean
+        value = trainer.moments.raw(value)
         largest = max(largest, abs(value - float(episodes.values[row, t])) / max(1.0, abs(value)))
     if is_new:
         head.data.zero_()
