@@ -94,6 +94,8 @@ BAD = [
     ("sft", ["trainer.fp16=true", "trainer.bf16=false"], r"trainer\.fp16: needs scaling\.use_gpu; set that too"),
     ("sft", ["trainer.fp16=true", "trainer.bf16=true", "trainer.use_cpu=false", "scaling.use_gpu=true"], r"trainer\.fp16: given together with trainer\.bf16"),
     ("sft", ["run.keep=best"], r"run\.keep: found 'best', but there are no evaluations .*set data\.eval or data\.eval_fraction, and trainer\.eval_strategy=epoch"),
+    ("ppo", ["run.stop_if.eval_kl='> champion'", "data.eval_fraction=0.1", "trainer.eval_steps=1"], r"run\.stop_if\.eval_kl: found '> champion'; only a gate .* has a champion"),
+    ("sft", ["gate.train_loss=<= champion"], r"gate\.train_loss: found '<= champion'; only a gate on held-out rows"),
     ("ppo", ["run.stop_if.eval_klx='> 20'", "data.eval_fraction=0.1", "trainer.eval_steps=1"], r"run\.stop_if\.eval_klx: `ppo` has no such metric .*; did you mean eval_kl\?"),
     ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_los"], r"run\.metric_for_best_model: `sft` has no such metric \(eval_los\); did you mean eval_loss\?"),
     ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_entropy"], r"run\.metric_for_best_model: is a larger eval_entropy better\? Set run\.greater_is_better=true or false"),
@@ -269,7 +271,11 @@ def test_settings_that_are_often_unintended_are_warned_of(overrides, warned, in_
 
 
 def test_gate_rules():
-    assert [parse_gate(rule) for rule in (">= 0.95", "<1e-3")] == [(">=", 0.95), ("<", 1e-3)]
+    assert [parse_gate(rule) for rule in (">= 0.95", "<1e-3", "<=champion")] == [
+        (">=", 0.95),
+        ("<", 1e-3),
+        ("<=", None),
+    ]
     assert OPERATORS[">="](1.0, 1.0) and not OPERATORS[">"](1.0, 1.0)
     for wrong in ("0.95", "== 1", ">= ", ">= nan", ">= 1e400", 0.95, None, [">= 1"]):
         with pytest.raises(ValueError, match="expected a comparison"):
