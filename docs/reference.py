@@ -104,7 +104,7 @@ def type_of(one: Mapping[str, Any]) -> str:
     names = {"a whole number": "integer", "true or false": "boolean", "a number": "number", "text": "string"}
     names |= {"a list": "list", "a mapping": "mapping"}
     for name, usual in names.items():
-        words = re.sub(rf"\b{name}\b", usual, words)
+        words = re.sub(rf"(?<!one of )\b{name}\b", usual, words)  # not values such as `text`
     return words
 
 

@@ -204,7 +204,8 @@ def test_too_old_a_python_is_named(make):
 
 
 @pytest.mark.parametrize(
-    "key", ["trainer.learning_rate=1e-4", "policy=base", "judge=python:a:b", "reference=base", "learning_rate=1"]
+    "key",
+    ["trainer.learning_rate=1e-4", "policy=base", "judge=python:a:b", "reference=base", "learning_rate=1"],
 )
 def test_a_key_outside_of_args_stops_make(key, make):
     """Make took it for a variable: the job trained with the file's value, and registered a version."""

@@ -131,7 +131,7 @@ def of_rows(job: Job, metric: str) -> bool:
 def problems(job: Job) -> Problems:
     """Yields invalid conditions of `gate` and `run.stop_if`, and evaluations that cannot be compared."""
     yield from _keep_problems(job)
-    learns, judged = STAGE[job.stage].learns, job.policy or job.reward
+    learns, judged = STAGE[job.stage].learns, job.inputs.get("policy") or job.reward
     known = metrics(job) if job.gate else {}
     # If the command line removes the held-out rows that the file's gate needs, the run starts, but moves no alias.
     removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}

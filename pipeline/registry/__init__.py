@@ -20,6 +20,7 @@ from pipeline.registry.runs import (
 )
 from pipeline.registry.store import check, check_reachable, client, file_of_uri, tracking_uri, uri_of
 from pipeline.registry.versions import (
+    Missing,
     Version,
     fetch,
     other_base,

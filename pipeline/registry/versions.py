@@ -26,6 +26,10 @@ DIGEST = 19  # characters that are shown of `sha256:...` or `commit:...`, and th
 CLOCKS = ("_runtime", "_per_second", "_num_tokens", "_time")
 
 
+class Missing(InputError):
+    """No such version is registered."""
+
+
 @dataclass(frozen=True)
 class Version:
     """A registered model version. `alias` is None if the gate failed; `gate` says why."""
@@ -249,7 +253,7 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
                 f"no such alias or version of {ref.name!r} (aliases: {known}); the newest is models:/{ref.name}/"
                 f"{newest.version} (gate {newest.tags.get('gate', '?')}); name that to use it anyway"
             )
-        raise InputError(f"{ref}: {why}") from error
+        raise Missing(f"{ref}: {why}") from error
 
 
 def parameters(reference: str, uri: str) -> dict[str, str]:

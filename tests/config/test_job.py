@@ -95,6 +95,7 @@ BAD = [
     ("sft", ["trainer.fp16=true", "trainer.bf16=true", "trainer.use_cpu=false", "scaling.use_gpu=true"], r"trainer\.fp16: given together with trainer\.bf16"),
     ("sft", ["run.keep=best"], r"run\.keep: found 'best', but there are no evaluations .*set data\.eval or data\.eval_fraction, and trainer\.eval_strategy=epoch"),
     ("ppo", ["run.stop_if.eval_kl='> champion'", "data.eval_fraction=0.1", "trainer.eval_steps=1"], r"run\.stop_if\.eval_kl: found '> champion'; only a gate .* has a champion"),
+    ("ppo", ["policy=[models:/a@b, models:/c]"], r"policy\.1: found 'models:/c', expected models:/NAME@ALIAS"),
     ("sft", ["gate.train_loss=<= champion"], r"gate\.train_loss: found '<= champion'; only a gate on held-out rows"),
     ("ppo", ["run.stop_if.eval_klx='> 20'", "data.eval_fraction=0.1", "trainer.eval_steps=1"], r"run\.stop_if\.eval_klx: `ppo` has no such metric .*; did you mean eval_kl\?"),
     ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_los"], r"run\.metric_for_best_model: `sft` has no such metric \(eval_los\); did you mean eval_loss\?"),
