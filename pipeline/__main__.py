@@ -37,7 +37,7 @@ WORDS = {
     "rows": (
         "FILE",
         "rows: a path, a glob, a folder, s3://, gs://, hf://",
-        "--name NAME --model MODEL --profile PROFILE",
+        "--name NAME --model MODEL --profile PROFILE section.key=value",
         "of the jobs; the profile is `own` by default",
     ),
     "key": ("KEY", "section.key, or a section", "KEY", "more of them"),

@@ -175,10 +175,15 @@ def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflo
             )
     section.data["stage"] = section.data.get("stage", step)
     section.data |= {key: policy for key in ("policy", "baseline") if key in STAGE[step].inputs}
+    if (
+        step == "evaluate"
+    ):  # a round evaluates the version that it has trained, also if the first policy is the base
+        section.data["policy"] = "models:/trained/1"
     with of_step(step):
         job = job_of(section, step, str(path))
     return replace(
         job,
+        policy=policy if "policy" in STAGE[step].inputs else None,
         run=replace(job.run, storage_path=run.storage_path, fresh=False),
         mlflow=replace(job.mlflow, tracking_uri=mlflow.tracking_uri, experiment=mlflow.experiment),
     )

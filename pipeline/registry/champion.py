@@ -39,7 +39,12 @@ def champion_of(
 
     try:
         found = mlflow.get_model_version_by_alias(name, job.mlflow.alias)
-    except MlflowException:
+    except MlflowException as error:
+        if error.error_code not in (
+            "RESOURCE_DOES_NOT_EXIST",
+            "INVALID_PARAMETER_VALUE",
+        ):  # no model, no alias
+            raise
         return Champion()
     if str(found.version) == own:
         return Champion()
@@ -48,7 +53,7 @@ def champion_of(
     if other := [key for key in {**measured, **then} if measured.get(key) != then.get(key)]:
         return Champion(note=f"not compared with {which}: other {other[0]}")
     tags = {key: found.tags.get(prefix + metric_key(key)) for key in metrics if key.startswith("eval_")}
-    known = {key: float(value) for key, value in tags.items() if value is not None}
+    known = {key: float(value) for key, value in tags.items() if value not in (None, "nan")}
     metric = job.run.metric_for_best_model or gates.default_metric(job)
     if metric not in known:
         return Champion(known)

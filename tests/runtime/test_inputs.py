@@ -144,7 +144,10 @@ def test_of_several_policies_the_first_that_exists_counts(tmp_path, capsys, in_r
     gone = "serve.rewards={r: models:/vet-rm@champion}"
     job, inputs = pin_inputs(load_job("jobs/demo/serve.yaml", [home, served, gone], "serve"))
     assert inputs == {"policies.b": exist} == job.serve.inputs
-    assert "warning: serve.policies.a is left out: models:/vet-ppo@champion: no regist" in capsys.readouterr().out
+    assert (
+        "warning: serve.policies.a is left out: models:/vet-ppo@champion: no regist"
+        in capsys.readouterr().out
+    )
     alone = load_job("jobs/demo/serve.yaml", [home, gone, "serve.policies={}"], "serve")
     with pytest.raises(InputError, match=r"serve\.rewards\.r: models:/vet-rm@champion"):
         pin_inputs(alone)
