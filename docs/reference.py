@@ -26,7 +26,7 @@ prints the same for one key. The first line of a job file lets an editor complet
 
 A job file names its `stage` and has a `gate` and the sections below. On the command line, set a key
 with `section.key=value` or `--section.key value`. Values are YAML. A key that is not listed is an
-error, and the message names the nearest one.
+error, and the message names the nearest one, if one is near.
 """
 CLI = """\
 # Command line

@@ -139,8 +139,12 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one subcommand. Returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        parser().print_help(sys.stderr)
+        return 2
     try:
-        options = parser().parse_args(plain(sys.argv[1:] if arguments is None else arguments))
+        options = parser().parse_args(plain(arguments))
     except InputError as error:
         return ended("error", str(error), 2)
     try:

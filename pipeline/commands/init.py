@@ -156,8 +156,8 @@ def run(path: str, options: list[str]) -> None:
         )
     set_lengths(folder, jobs, write)
     if "generate" in new and not chosen(sources, "ppo"):  # conversations, which end with an answer
-        job = loaded(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
-        asked = [{"prompt": record.prompt} for _, record in first_records(job)]
+        learns = loaded(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
+        asked = [{"prompt": record.prompt} for _, record in first_records(learns)]
         jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", asked)
     if "evaluate" in new:
         set_prompts(folder, jobs, any(source.for_eval for source in chosen(sources, "ppo")))

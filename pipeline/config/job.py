@@ -73,6 +73,8 @@ class Data:
     # A column: consecutive rows with the same value in it go to `transform` together, as a list.
     group_by: str | None = None
     # {field: column}: the column of each field that the stage reads. A path such as a.0.b names a part of a column.
+    # Fields are prompt, completion, label; chosen, rejected; first, second, and label or first_score, second_score; messages,
+    # conversations; instruction, input, output; system, tools, context.
     columns: dict[str, str | list[str]] | None = None
     # {first: 1, second: 2, tie: 0}: which values of the column `label` prefer the completion `first`, and which `second`.
     label: dict[str, Any] | None = None
