@@ -26,7 +26,7 @@ prints the same for one key. The first line of a job file lets an editor complet
 
 A job file names its `stage` and has a `gate` and the sections below. On the command line, set a key
 with `section.key=value` or `--section.key value`. Values are YAML. A key that is not listed is an
-error, and the message names the nearest one.
+error, and the message names the nearest one, if one is near.
 """
 CLI = """\
 # Command line
@@ -104,7 +104,7 @@ def type_of(one: Mapping[str, Any]) -> str:
     names = {"a whole number": "integer", "true or false": "boolean", "a number": "number", "text": "string"}
     names |= {"a list": "list", "a mapping": "mapping"}
     for name, usual in names.items():
-        words = re.sub(rf"\b{name}\b", usual, words)
+        words = re.sub(rf"(?<!one of )\b{name}\b", usual, words)  # not values such as `text`
     return words
 
 

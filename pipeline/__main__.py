@@ -37,7 +37,7 @@ WORDS = {
     "rows": (
         "FILE",
         "rows: a path, a glob, a folder, s3://, gs://, hf://",
-        "--name NAME --model MODEL --profile PROFILE",
+        "--name NAME --model MODEL --profile PROFILE section.key=value",
         "of the jobs; the profile is `own` by default",
     ),
     "key": ("KEY", "section.key, or a section", "KEY", "more of them"),
@@ -139,8 +139,12 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one subcommand. Returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        parser().print_help(sys.stderr)
+        return 2
     try:
-        options = parser().parse_args(plain(sys.argv[1:] if arguments is None else arguments))
+        options = parser().parse_args(plain(arguments))
     except InputError as error:
         return ended("error", str(error), 2)
     try:

@@ -203,6 +203,18 @@ def test_too_old_a_python_is_named(make):
     assert "make rlhf PYTHON=/path/to/python3.11" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["trainer.learning_rate=1e-4", "policy=base", "judge=python:a:b", "reference=base", "learning_rate=1"],
+)
+def test_a_key_outside_of_args_stops_make(key, make):
+    """Make took it for a variable: the job trained with the file's value, and registered a version."""
+    done = make("sft", key, "PROFILE=own", "ARGS=trainer.seed=2 lora.r=8")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"keys of a job go into ARGS: make sft ARGS=\"'{key}'\"" in done.stderr
+    assert make("sft", "ARGS=trainer.seed=2 lora.r=8", "JOB=a.b/c.yaml", "OMP_NUM_THREADS=1").returncode == 0
+
+
 def test_stages_run_the_job_of_the_profile(make):
     lines = {
         "sft": "sft jobs/demo/sft.yaml",

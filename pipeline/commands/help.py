@@ -10,7 +10,7 @@ from pipeline.errors import InputError
 def run(name: str, more: list[str]) -> None:
     """Prints type, default, range and meaning of keys, or of all keys of a section."""
     every = {key for stage in STAGE for key in schema.keys_of(stage)} | {*INPUTS, "gate", "extends"}
-    for one in [name, *more]:
+    for one in (schema.ELSEWHERE.get(word, word) for word in [name, *more]):
         found = [one] if one in every else sorted(key for key in every if key.startswith(f"{one}."))
         short = sorted(key for key in every if key.rpartition(".")[2] == one)
         if not found and not short:

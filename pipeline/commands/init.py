@@ -4,7 +4,7 @@
 
 The jobs are those of the profile `own` (`--profile` names another) with other values: your files and their columns,
 lengths that fit your rows, and names for the models that they train. Columns are guessed from names and values;
-`validate` shows the rows as the model will see them.
+`validate` shows the rows as the model will see them. With --name of a profile that is there, only jobs that it lacks are written.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -24,7 +24,9 @@ from typing import Any
 import yaml
 
 from pipeline.commands import shipped
-from pipeline.config import Job, load_job
+from pipeline.config import Job, load_job, schema
+from pipeline.config.stages import STAGE
+from pipeline.config.yaml_tree import Tree, override
 from pipeline.data import chunks, guess, preview
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.files import NAME as DATA_SET
@@ -32,8 +34,8 @@ from pipeline.data.files import files_of, find, is_held_out
 from pipeline.data.reshape import Preprocess
 from pipeline.data.shapes import Kind, Record, kind_of
 from pipeline.data.tasks import checked, held_out
-from pipeline.data.values import some
-from pipeline.errors import InputError
+from pipeline.data.values import RowError, some
+from pipeline.errors import InputError, show
 from pipeline.models.base import context_length
 from pipeline.models.hub import base_config
 from pipeline.models.template import text_as_chat
@@ -52,7 +54,8 @@ TAKES = {
 # Other job -> the stage whose rows it reads.
 ROWS_OF = {**dict.fromkeys(("evaluate", "collect", "generate", "serve"), "ppo"), "score": "rm"}
 EVAL_NAMES = ("test", "validation", "eval", "dev")  # splits and files that are not for training
-EVAL_PROMPTS = 200  # largest number of prompts in the file for `evaluate`
+OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that say what rows are
+EVAL_PROMPTS = 200  # largest number of prompts in a file that init writes
 # Examples with a transform or with thresholds -> columns that identify their rows.
 EXAMPLES = {
     "rm/oasst": "message_tree_id prompt tree_state",
@@ -85,45 +88,88 @@ class Source:
 def run(path: str, options: list[str]) -> None:
     """Writes jobs/NAME for a file, a folder or a dataset, and prints what to run next.
 
-    `options` may have name=NAME, model=MODEL and profile=PROFILE. Raises InputError if no stage can read any file, if an
-    option is wrong, and if jobs/NAME exists.
+    `options` may have name=NAME, model=MODEL and profile=PROFILE, and section.key=value for the jobs that have this key.
+    Raises InputError if no stage can read any file, if an option is wrong, or if there is no job to write.
     """
-    given = dict(option.partition("=")[::2] for option in options)
+    typed = [option for option in options if "." in option.partition("=")[0]]
+    given = dict(option.partition("=")[::2] for option in options if option not in typed)
+    keys = Tree("")
+    for option in typed:
+        override(keys, option)
     profiles = [name for name in shipped.profiles() if name != "demo"]
-    name, model = given.pop("name", name_of(path)), given.pop("model", None)
+    named, model = given.pop("name", None), given.pop("model", None)
     if (profile := given.pop("profile", "own")) not in profiles:
         raise InputError(f"there is no profile {profile!r}; expected one of {', '.join(profiles)}")
     if given:
-        raise InputError(f"unknown option {next(iter(given))!r}; expected --name, --model or --profile")
-    folder = Path("jobs") / name
-    if not re.fullmatch(r"[\w-]+", name) or folder.exists() or (shipped.JOBS / name).exists():
-        raise InputError(f"{folder} exists or is not a valid name; choose another name: --name NAME")
+        known = "--name, --model, --profile or section.key=value"
+        raise InputError(f"unknown option {next(iter(given))!r}; expected {known}")
+    folder = Path("jobs") / (name := named or name_of(path))
+    if not re.fullmatch(r"[\w-]{1,64}", name):
+        raise InputError(f"name: found {show(name)}, expected at most 64 letters, digits, `_` and `-`")
+    if (shipped.JOBS / name).exists():
+        raise InputError(f"the project comes with a profile {name}; choose another name: --name NAME")
+    kept = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.yaml"))}
+    if folder.exists() and not (kept and named):
+        raise InputError(f"{folder} exists; run with --name {name} to add to it, or with another name")
     if (Path(path) / "config.json").exists():
         raise InputError(f"{path} is the folder of a model; expected files of rows")
-    sources = [source_of(item, for_eval) for item, for_eval in parts(path)]
-    jobs = profile_of(sources, name, profile, model)
+    own = {key: value for key, value in keys.section("data").items() if key in OF_ROWS}
+    sources = [source_of(item, for_eval, own) for item, for_eval in parts(path)]
+    jobs = profile_of(sources, name, profile, model, kept)
+    read_with = [keys.get("columns") for source in sources for keys in source.stages.values()]
+    if "columns" in own and own["columns"] not in read_with:
+        found = ", ".join(some(sources[0].first))
+        raise InputError(f"no stage can read {path} with them; its columns are {found}", key="data.columns")
     if not jobs:
         raise InputError(guess.misfit([sources[0].first], "sft", sources[0].path))
+    if not (new := jobs.keys() - kept.keys()):
+        raise InputError(f"{folder} has every job that these rows allow; name the rows there: data.train")
+    for option in typed:  # as a run would
+        takers = [job for job in new if takes(job, option.partition("=")[0])]
+        for job in takers or [*new][:1]:
+            load_job(shipped.JOBS / profile / f"{job}.yaml", [option], job)
     shipped.bring(profile)
     if any("transform" in keys for source in sources for keys in source.stages.values()):
         shipped.bring("examples")
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     shipped.write_schema(folder.parent)
-    write(folder, jobs)
-    print(f"wrote {folder}: {', '.join(jobs)}")
+
+    def write() -> None:
+        for job in new:
+            for section, values in keys.data.items():
+                for key in values:
+                    if takes(job, f"{section}.{key}") and key not in own:
+                        jobs[job] = with_key(jobs[job], f"{section}.{key}", values[key])
+            (folder / f"{job}.yaml").write_text(jobs[job], encoding="utf-8")
+
+    write()
+    print(f"wrote {folder}: {', '.join(job for job in jobs if job in new)}")
+    if kept:
+        print(f"  kept as they are, without what is new: {', '.join(kept)}")
     for source in sources:
-        readers = ", ".join(source.stages) or f"no stage; its columns are {', '.join(some(source.first))}"
-        print(f"  {source.path}: {source.kind or 'skipped'}, read by {readers}")
-    set_lengths(folder, jobs)
-    if "evaluate" in jobs:
+        readers = [stage for stage in TAKES if stage in jobs and source in chosen(sources, stage)]
+        how = ", ".join(readers) or f"no stage; its columns are {', '.join(some(source.first))}"
+        columns = next((source.stages[stage].get("columns") for stage in readers), None)
+        print(
+            f"  {source.path}: {source.kind or 'skipped'}, read by {how}"
+            + (f"; columns {columns}" if columns else "")
+        )
+    set_lengths(folder, jobs, write)
+    if "generate" in new and not chosen(sources, "ppo"):  # conversations, which end with an answer
+        learns = loaded(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
+        asked = [{"prompt": record.prompt} for _, record in first_records(learns)]
+        jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", asked)
+    if "evaluate" in new:
         set_prompts(folder, jobs, any(source.for_eval for source in chosen(sources, "ppo")))
-    write(folder, jobs)
+    write()
     print_next(folder, jobs)
 
 
-def write(folder: Path, jobs: dict[str, str]) -> None:
-    for job, text in jobs.items():
-        (folder / f"{job}.yaml").write_text(text, encoding="utf-8")
+def takes(job: str, key: str) -> bool:
+    """Returns True if a job uses a key, `section.key` or below."""
+    section, name, *_ = key.split(".")
+    used = job != "iterate" and f"{section}.{name}" in schema.keys_of(job)
+    return used and not {section, f"{section}.{name}"} & STAGE[job].unused.keys()
 
 
 def print_next(folder: Path, jobs: dict[str, str]) -> None:
@@ -174,11 +220,11 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
         print(f"  {name}: not read ({why})")
 
 
-def source_of(path: str, for_eval: bool) -> Source:
-    """Finds the stages that can read the first rows of a path."""
-    heads = []
+def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
+    """Finds the stages that can read the first rows of a path, with the keys of `data` that were typed, or guessed ones."""
+    heads, made = [], Preprocess(transform=own.get("transform"), group_by=own.get("group_by"))
     for file in find(path, "data.train")[: preview.FILES]:
-        head, errors = preview.first_rows(file, kind_of("sft", Preprocess()))
+        head, errors = preview.first_rows(file, kind_of("sft", made))
         heads.append(head)
         if not head:
             raise InputError(str(errors[0]) if errors else f"{file.path}: it has no rows")
@@ -195,11 +241,16 @@ def source_of(path: str, for_eval: bool) -> Source:
             stages |= dict.fromkeys(["rm", "dpo"] if stage == "rm" else [stage], keys)
     named_prompts = {"prompt", "prompts"} & {*re.split(r"[^a-z]+", os.path.basename(path).lower())}
     for stage in () if stages else ("ppo",) if named_prompts else TAKES:
-        found = guess.guessed(rows, stage)
-        if found is None or not all(guess.reads(others, found, stage) for others in heads):
+        guesses = (own.get("columns"), guess.guessed(rows, stage))
+        fit = (
+            one for one in guesses if one is not None and all(guess.reads(head, one, stage) for head in heads)
+        )
+        if (found := next(fit, None)) is None:
             continue
-        stages[stage] = {"columns": found} if found else {}
-        if not guess.is_clear(found, rows):
+        labeled = "label" in found or "label" in rows[0]
+        typed = {key: own[key] for key in own if key != "columns" and (key != "label" or labeled)}
+        stages[stage] = ({"columns": found} if found else {}) | typed
+        if "label" not in own and not guess.is_clear(found, rows):
             stages[stage]["label"] = None
     return Source(path, rows[0], stages, for_eval)
 
@@ -215,45 +266,64 @@ def name_of(path: str) -> str:
 # ---- jobs --------------------------------------------------------------------------------------------------------
 
 
-def profile_of(sources: list[Source], name: str, profile: str, model: str | None) -> dict[str, str]:
-    """Returns the text of each job that the rows allow, with the lengths of the profile."""
+def profile_of(
+    sources: list[Source], name: str, profile: str, model: str | None, kept: dict[str, str]
+) -> dict[str, str]:
+    """Returns the text of each job that the rows allow, with the lengths of the profile; of the jobs in `kept`, that text."""
     rows = {stage: chosen(sources, stage) for stage in TAKES}
-    reward = f"models:/{name}-rm@champion" if rows["rm"] else None
-    policies = [stage for stage in ("ppo", "dpo", "kto", "sft") if rows[stage] and (stage != "ppo" or reward)]
-    names = [f"{name}-{stage}" for stage in policies if stage in (policies[0], "sft")]
-    served = {one: f"models:/{one}@champion" for one in names}
+    there = {stage for stage in TAKES if rows[stage] or stage in kept}
+    reward = f"models:/{name}-rm@champion" if "rm" in there else None
+    policies = [
+        stage for stage in ("ppo", "dpo", "kto", "sft") if stage in there and (stage != "ppo" or reward)
+    ]
+    served = {f"{name}-{stage}": f"models:/{name}-{stage}@champion" for stage in policies}
     start = served.get(f"{name}-sft", "base")
-    best = {"policy": next(iter(served.values()), start), "reward": reward}
+    newest = [*served.values()]  # of which the first that exists is used, because a gate may fail
+    best = {"policy": newest if len(newest) > 1 else start, "reward": reward}
+    base: dict[str, Any] = next(
+        (found for text in kept.values() if (found := yaml.safe_load(text).get("model"))), {}
+    )
     values: dict[str, dict[str, Any]] = {
         **{job: {"policy": start} for job in ("dpo", "kto", "collect", "iterate")},
         "ppo": {"policy": start, "reward": reward},
         "evaluate": {**best, "baseline": start},
         **dict.fromkeys(("generate", "export"), best),
-        "serve": {"serve.policies": served, "serve.rewards": {f"{name}-rm": reward} if reward else {}},
+        "serve": {
+            "serve.policies": served,
+            "serve.rewards": {f"{name}-rm": reward} if reward else {},
+            "data.max_length": None,  # what the context has besides the completion
+        },
     }
     made = [stage for stage in TAKES if rows[stage]]
     if reward:
         made += ["score"] + ["evaluate", "collect", "iterate"] * bool(rows["ppo"])
     if policies:
         made += ["generate", "serve", "export"]
-    jobs = {}
+    jobs: dict[str, str] = {}
     for job in made:
         if not (file := shipped.JOBS / profile / f"{job}.yaml").exists():
             continue
         text = file.read_text(encoding="utf-8")
         for pattern in ("rlhf-{}", "PROFILE={}", "jobs/{}/"):
             text = text.replace(pattern.format(profile), pattern.removeprefix("rlhf-").format(name))
-        if model and job != "iterate":
-            text = with_key(text, "model.name_or_path", model)
+        for key, value in (base | ({"name_or_path": model} if model else {})).items():
+            if job != "iterate":
+                text = with_key(text, f"model.{key}", value)
         for key, value in values.get(job, {}).items():
             text = with_key(text, key, value)
+        used = dict.fromkeys(re.findall(rf"models:/{name}-(\w+)@champion", str(values.get(job))))
+        needs = filter(None, (" or ".join(one for one in used if one != "rm"), "rm" if "rm" in used else ""))
+        text = re.sub(r"\(needs [^)]*first\)", f"(needs {', and '.join(needs)} first)" if used else "", text)
+        if job == "iterate" and {*OF_ROWS} & {*yaml.safe_load((jobs | kept)["dpo"])["data"]}:
+            collected = dict.fromkeys((*OF_ROWS, "eval")) | {"eval_fraction": 0.1}
+            text = with_key(text, "dpo.data", collected, "collected rows have the columns that dpo reads")
         if job == "ppo" and not reward:
             text = with_key(text, "reward", None, "set python:MODULE:FUNCTION, or a reward model")
         stage = ROWS_OF.get(job, job)
         if job != "serve" and rows.get(stage):
             text = with_rows(text, job, rows[stage], stage)
         jobs[job] = with_device(text) if profile == "own" else text
-    return jobs
+    return kept | jobs | kept if jobs else {}
 
 
 def with_device(text: str) -> str:
@@ -325,7 +395,7 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
 # ---- chat template, lengths and held-out prompts -----------------------------------------------------------------
 
 
-def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
+def set_lengths(folder: Path, jobs: dict[str, str], write: Callable[[], None]) -> None:
     """Sets the smallest lengths, in steps of 64 tokens, that 99 % of the first rows fit into.
 
     If a stage reads messages and the base has no chat template, all jobs get the built-in one: plain text then becomes messages
@@ -342,10 +412,10 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
             )
             as_chat = text_as_chat(tokenizer, job.data.apply_chat_template)
             if not as_chat and any(not isinstance(record.prompt, str) for _, record in records):
-                jobs |= {name: with_key(text, "model.chat_template", "plain") for name, text in jobs.items()}
-                write(folder, jobs)
-                set_lengths(folder, jobs)
-                return
+                for name in jobs.keys() - {"iterate"}:
+                    jobs[name] = with_key(jobs[name], "model.chat_template", "plain")
+                write()
+                return set_lengths(folder, jobs, write)
             sizes[stage] = longest(job, tokenizer, as_chat, records)
         except InputError as error:
             warnings.append(f"warning: {stage} keeps the lengths of the profile: {error}\n")
@@ -355,11 +425,16 @@ def set_lengths(folder: Path, jobs: dict[str, str]) -> None:
         if (stage := ROWS_OF.get(job_name, job_name)) not in sizes:
             continue
         prompt, completion, room = sizes[stage]
+        if job_name in ("generate", "evaluate"):  # also for the chats that sft learns from
+            prompt = max(prompt, sizes.get("sft", (0,))[0])
         if stage == "ppo":  # completions are not part of data.max_length
             answer = -(-completions // 16) * 16 or yaml.safe_load(text)["trainer"]["response_length"]
             answer = min(answer, room // 2)
             text = with_key(text, "trainer.response_length", answer, "tokens of a completion")
             room -= answer
+        if job_name == "serve":
+            jobs[job_name] = text
+            continue
         wanted = -(-(prompt + completion) // 64) * 64
         fits = "99 % of the first rows fit" if wanted <= room else "the model's context; longer rows exist"
         jobs[job_name] = with_key(text, "data.max_length", min(wanted, room), f"tokens; {fits}")
@@ -375,13 +450,20 @@ def longest(
 ) -> tuple[int, int, int]:
     """Returns how many tokens cover 99 % of the prompts, how many cover 99 % of the completions, and the model's context."""
     context = context_length(base_config(job.model.name_or_path, job.model.revision)) or 1 << 20
-    ends, special, examples = eos_ids(tokenizer), job.data.special_tokens, []
+    ends, special = eos_ids(tokenizer), job.data.special_tokens
+    examples, refused = list[Any](), list[RowError]()
     for kind, found in itertools.groupby(records, key=itemgetter(0)):
         encoder = Encoder(tokenizer, kind, context, "truncate", as_chat, ends, special)
         outcomes = itertools.chain.from_iterable(encoder.encode([record for _, record in found]))
-        examples += [outcome for outcome in outcomes if isinstance(outcome, Example)]
+        for outcome in outcomes:
+            examples += [outcome] * isinstance(outcome, Example)
+            refused += [outcome] if isinstance(outcome, RowError) else []
     if not examples:
         raise InputError(f"none of the first rows of {job.data.train} can be read; `validate` says why")
+    if (total := len(examples) + len(refused)) < 20 * len(refused):
+        print(
+            f"warning: {job.stage} leaves out {len(refused)} of the first {total} rows: {refused[0].expected}"
+        )
     prompts = sorted(example.prompt_tokens for example in examples)
     completions = sorted(example.completion_tokens for example in examples)
     at = int(0.99 * (len(examples) - 1))
@@ -419,18 +501,24 @@ def set_prompts(folder: Path, jobs: dict[str, str], have_eval: bool) -> None:
     """
     job = loaded(folder, "ppo")
     data: Any = job.data
-    prompts = {record.prompt_content(): record.prompt for _, record in first_records(job)}
+    prompts = {record.prompt_content(): record.row for _, record in first_records(job)}
     if "iterate" in jobs:
         drawn = re.search(r"num_prompts: (\d+)", jobs["iterate"])
         if drawn and int(drawn[1]) > len(prompts):
             jobs["iterate"] = jobs["iterate"].replace(drawn[0], "num_prompts: null")
     if have_eval:
         return
-    away = [prompt for content, prompt in prompts.items() if held_out(content, data)][:EVAL_PROMPTS]
+    away = [json.loads(row) for content, row in prompts.items() if held_out(content, data)]
+    for row in away:
+        row.pop("system", None)  # it is in the prompt
     path = folder / "eval_prompts.jsonl"
-    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in away]
-    path.write_text("".join(lines), encoding="utf-8")
-    text = with_key(jobs["evaluate"], "data.eval", str(path))
-    # These are the source's columns; the new file has `prompt`.
-    jobs["evaluate"] = with_key(text, "data.columns", None) if data.columns else text
+    jobs["evaluate"] = with_prompts(jobs["evaluate"], "eval", path, away)
     print(f"  {path}: {len(away)} prompts that ppo holds out, for evaluate")
+
+
+def with_prompts(text: str, key: str, path: Path, rows: list[dict[str, Any]]) -> str:
+    """Writes a file of prompts. Returns the text of a job that reads it: the columns of the source are not the file's."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows[:EVAL_PROMPTS]]
+    path.write_text("".join(lines), encoding="utf-8")
+    text = with_key(text, f"data.{key}", str(path))
+    return with_key(text, "data.columns", None) if "columns" in yaml.safe_load(text)["data"] else text

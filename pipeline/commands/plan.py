@@ -70,6 +70,9 @@ def named(job: Job) -> list[str]:
         names = allowed(bundle.selector, names)
     if not names:
         key = "accelerator_type" if wanted else "label_selector"
+        if wanted and plan.called(wanted):
+            excluded = f"which scaling.label_selector={job.scaling['label_selector']} excludes; change that, or set it to {{}}"
+            raise InputError(f"found {wanted!r}, {excluded}", key=f"scaling.{key}")
         raise InputError(f"found {job.scaling[key]!r}; plan knows {', '.join(GPUS)}", key=f"scaling.{key}")
     return names
 
@@ -86,7 +89,7 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
 
     guess = "adapters are assumed to be as large as `lora` makes them"
     uri = registry.tracking_uri(job)
-    registered = any(Ref.parse(name).is_registered for name in (job.policy, *(one for one, _ in job.rewards)))
+    registered = any(Ref.parse(name).is_registered for name in job.inputs.values())
     if registered and (file := registry.file_of_uri(uri)) and not os.path.exists(file):
         return {}, [f"nothing is registered yet; {guess}"]
     try:

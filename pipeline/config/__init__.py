@@ -6,7 +6,6 @@ Sections that belong to a library (`lora`, `trainer`, `scaling`) stay plain mapp
 against its dataclass. Relative paths are relative to the working directory of the command.
 """
 
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from pipeline.config.gates import OPERATORS, parse_gate
 from pipeline.config.job import Collect, Data, Job, MLflow, Model, Run, Serve
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.config.yaml_tree import Tree, read_tree
-from pipeline.errors import show
+from pipeline.errors import InputError, show
 
 JOBS = tuple(STAGE)  # the stages that a job file may have
 STAGES = tuple(name for name in JOBS if STAGE[name].runs_in == "train")
@@ -40,7 +39,25 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
         overrides: `section.key=value`, as on the command line.
         stage: the stage that the command line names. None: the stage of the file.
     """
+    _check_file(Path(path), stage or "sft")
     return job_of(read_tree(path, overrides or []), stage, str(path))
+
+
+def _check_file(path: Path, stage: str) -> None:
+    """Raises InputError for a path that is no file, with the job files that may be meant."""
+    if path.exists() and not path.is_dir():
+        return
+    key, equals, value = str(path).partition("=")
+    if equals:
+        ours = f"{schema.meant(key, stage) or key}={value}"
+        raise InputError(f"{path}: no job file; name one before the keys: jobs/own/{stage}.yaml {ours}")
+    profile = next((one for one in (path, "jobs" / path, path.parent) if any(one.glob("*.yaml"))), None)
+    if profile is None:
+        found = sorted(file.parent.name for file in Path("jobs").glob("*/generate.yaml"))
+        raise InputError(f"{path}: no such job file; profiles here are {', '.join(found) or 'none'}")
+    names = ", ".join(str(file) for file in sorted(profile.glob("*.yaml")))
+    add = f"; `init FILE --name {profile.name}` adds jobs for more rows" if profile == path.parent else ""
+    raise InputError(f"{path}: no such job file; expected one of {names}{add}")
 
 
 def job_of(tree: Tree, stage: str | None, path: str) -> Job:
@@ -72,7 +89,9 @@ def _check_top(tree: Tree, stage: str) -> None:
     known = schema.keys(schema.class_of("job", stage))
     for key, value in tree.data.items():
         if key not in known:
-            raise tree.error(key, f"unknown section; {schema.nearest(key, known)}")
+            meant = schema.meant(key, stage)
+            hint = f"did you mean {meant}?" if meant else schema.nearest(key, known)
+            raise tree.error(key, f"unknown section; {hint}")
         if key in INPUTS:
             if key not in STAGE[stage].inputs:
                 raise tree.error(key, f"`{stage}` takes no {key}; remove it")
@@ -80,7 +99,9 @@ def _check_top(tree: Tree, stage: str) -> None:
                 raise tree.error(key, problem)
     for name, needed in STAGE[stage].inputs.items():
         if needed and not tree.data.get(name):
-            raise tree.error(name, f"missing; `{stage}` needs it: {name}: models:/NAME@ALIAS, or a folder")
+            function = ", or python:MODULE:FUNCTION" if name == "reward" else ""
+            says = f"missing; `{stage}` needs it: {name}: models:/NAME@ALIAS, or a folder{function}"
+            raise tree.error(name, says)
 
 
 def _section(tree: Tree, section: str) -> dict[str, Any]:
@@ -91,9 +112,7 @@ def _section(tree: Tree, section: str) -> dict[str, Any]:
         """Returns what an unknown key may mean: the nearest one of this section, or the same key of another section."""
         if f"{section}.{key}" == "trainer.max_steps" and stage == "ppo":
             return "the length of a ppo run is trainer.total_episodes = updates * trainer.batch_size"
-        near = get_close_matches(key, [name for name, one in known.items() if "not" not in one], 1, 0.7)
-        meant = [f"{section}.{name}" for name in near]
-        meant += [full for full, short in schema.keys_of(stage).items() if short == key]
-        return f"did you mean {meant[0]}?" if meant else f"`rlhf help {section}` lists the keys"
+        meant = schema.meant(f"{section}.{key}", stage)
+        return f"did you mean {meant}?" if meant else f"`rlhf help {section}` lists the keys"
 
     return schema.checked(tree, section, known, hint)

@@ -1,6 +1,6 @@
 """Metrics by name: which ones a stage measures, the conditions of a gate, and the metric that `run.keep: best` compares.
 
-gate: {eval_accuracy: ">= 0.95"}
+gate: {eval_accuracy: ">= 0.95", eval_loss: "<= champion"}
 """
 
 from __future__ import annotations
@@ -58,13 +58,18 @@ LARGER = re.compile(r"accurac|margin|judge|reward$|win_rate|chosen|agreement")
 CLOCKS = re.compile(r"runtime|per_second|num_tokens")
 
 
-def parse_gate(rule: Any) -> tuple[str, float]:
-    """Returns (">=", 0.95) for `">= 0.95"`; the operator is a key of OPERATORS. Raises ValueError."""
-    pattern = r"\s*(>=|<=|>|<)\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*"
+def parse_gate(rule: Any) -> tuple[str, float | None]:
+    """Returns (">=", 0.95) for `">= 0.95"`, and ("<=", None) for `"<= champion"`. Raises ValueError.
+
+    The operator is a key of OPERATORS. `champion` is the metric of the version that mlflow.alias names.
+    """
+    pattern = r"\s*(>=|<=|>|<)\s*(champion|[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*"
     match = re.fullmatch(pattern, rule) if isinstance(rule, str) else None
-    if match is None or not math.isfinite(float(match[2])):
-        raise ValueError(f'found {show(rule)}, expected a comparison in quotes, with >= <= > or <: ">= 0.95"')
-    return match[1], float(match[2])
+    threshold = None if match is None or match[2] == "champion" else float(match[2])
+    if match is None or not math.isfinite(threshold or 0.0):
+        says = 'expected a comparison in quotes, with >= <= > or <: ">= 0.95" or ">= champion"'
+        raise ValueError(f"found {show(rule)}, {says}")
+    return match[1], threshold
 
 
 def metrics(job: Job) -> dict[str, str]:
@@ -126,7 +131,7 @@ def of_rows(job: Job, metric: str) -> bool:
 def problems(job: Job) -> Problems:
     """Yields invalid conditions of `gate` and `run.stop_if`, and evaluations that cannot be compared."""
     yield from _keep_problems(job)
-    learns, judged = STAGE[job.stage].learns, job.policy or job.reward
+    learns, judged = STAGE[job.stage].learns, job.inputs.get("policy") or job.reward
     known = metrics(job) if job.gate else {}
     # If the command line removes the held-out rows that the file's gate needs, the run starts, but moves no alias.
     removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}
@@ -141,9 +146,12 @@ def problems(job: Job) -> Problems:
 
 def _condition_problems(job: Job, key: str, metric: str, rule: Any, known: dict[str, str]) -> Problems:
     try:
-        parse_gate(rule)
+        relative = parse_gate(rule)[1] is None
     except ValueError as error:
         yield key, str(error)
+        return
+    if relative and not (key.startswith("gate.") and metric.startswith("eval_")):
+        yield key, f"found {show(rule)}; only a gate on held-out rows (eval_...) has a champion; set a number"
     if metric not in known and not of_rows(job, metric):
         yield key, _unknown(job, metric, known)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Container
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -72,6 +73,8 @@ class Data:
     # A column: consecutive rows with the same value in it go to `transform` together, as a list.
     group_by: str | None = None
     # {field: column}: the column of each field that the stage reads. A path such as a.0.b names a part of a column.
+    # Fields are prompt, completion, label; chosen, rejected; first, second, and label or first_score, second_score; messages,
+    # conversations; instruction, input, output; system, tools, context.
     columns: dict[str, str | list[str]] | None = None
     # {first: 1, second: 2, tie: 0}: which values of the column `label` prefer the completion `first`, and which `second`.
     label: dict[str, Any] | None = None
@@ -152,6 +155,12 @@ class Serve:
         """{input: name}: policies.ID and rewards.ID of all that the section names."""
         policies = {f"policies.{key}": name for key, name in self.policies.items()}
         return policies | {f"rewards.{key}": name for key, name in self.rewards.items()}
+
+    def without(self, inputs: Container[str]) -> Serve:
+        """Returns the section without some of its `inputs`."""
+        policies = {key: name for key, name in self.policies.items() if f"policies.{key}" not in inputs}
+        rewards = {key: name for key, name in self.rewards.items() if f"rewards.{key}" not in inputs}
+        return replace(self, policies=policies, rewards=rewards)
 
 
 @dataclass(frozen=True)
@@ -236,8 +245,9 @@ class Job:
     run: Run = field(default_factory=Run)
     mlflow: MLflow = field(default_factory=MLflow)
     gate: dict[str, str] = field(default_factory=dict)  # metric -> ">= 0.95"
-    # models:/name@alias, a folder, an adapter on the hub (org/name or org/name@revision), or `base`: no adapter
-    policy: str | None = None
+    # models:/name@alias, a folder, an adapter on the hub (org/name or org/name@revision), or `base`: no adapter.
+    # Of a list, the first that exists.
+    policy: str | list[str] | None = None
     # Of dpo: the frozen adapter that training stays close to; by default the policy that it starts from.
     reference: str | None = None
     # one, or a list of names and {reward: name, weight: number}
@@ -279,7 +289,7 @@ class Job:
         On a cluster, and next to rollout workers, which need Ray, 0 means one worker.
         """
         zero = self.scaling.get("num_workers", 1) == 0
-        return zero and "RAY_ADDRESS" not in os.environ and not self.rollout_config.workers[1]
+        return zero and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.workers[1]
 
     @property
     def rewards(self) -> list[tuple[str, float]]:
@@ -290,9 +300,15 @@ class Job:
         ]
 
     @property
+    def policies(self) -> list[str]:
+        """Returns the names under `policy`, of which the first that exists counts."""
+        return self.policy if isinstance(self.policy, list) else [self.policy] if self.policy else []
+
+    @property
     def inputs(self) -> dict[str, str]:
         """{key: name} of every model or Python function that the job names: policy, baseline, judge, reward.0, ..."""
         given = {key: getattr(self, key) for key in INPUTS if key != "reward"}
+        given["policy"] = next(iter(self.policies), None)
         given |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
         return {key: name for key, name in given.items() if name} | self.serve.inputs
 

@@ -183,7 +183,7 @@ RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
     ("serve", "serve.cache_tokens", lambda job: job.serve.cache_tokens is not None and job.rollout.get("engine") == "vllm",
      "found {value}; expected null with rollout.engine=vllm: rollout.gpu_memory_utilization sets the size of its KV cache"),
     # export
-    ("export", "policy", lambda job: job.policy == "base" or not (job.policy or job.reward),
+    ("export", "policy", lambda job: "base" in job.policies or not (job.policy or job.reward),
      "found {value}; `export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"),
     ("export", "reward", lambda job: isinstance(job.reward, list) or Ref.parse(str(job.reward)).is_function,
      "found {value}, expected one reward adapter: models:/rlhf-rm@champion, or its folder"),
@@ -305,14 +305,19 @@ def _inputs(job: Job) -> Problems:
         ):
             yield f"reward.{index}", f"found {show(item)}, expected {{reward: NAME, weight: NUMBER}}"
     functions = transforms(job.data)
-    for key, name in {**functions, **job.inputs}.items():
-        adapter = key in ("policy", "baseline", "reference") or key.startswith("policies.")
+    policies = {f"policy.{index}": name for index, name in enumerate(job.policies)}
+    for key, name in {**functions, **job.inputs, **policies}.items():
+        adapter = key.startswith(("policy", "baseline", "reference", "policies."))
         if name.startswith("models:") and not Ref.parse(name).is_registered:
             expected = "models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion"
         elif name.startswith("python:") and adapter:
             expected = "an adapter: models:/NAME@ALIAS, a folder, or base"
         elif not Ref.parse(name).is_function and (name.startswith("python:") or key in functions):
             expected = "python:MODULE:FUNCTION, for example python:pipeline.demo:gold"
+        elif not adapter and name.endswith(".py"):
+            expected = (
+                f"python:{name.removesuffix('.py').replace('/', '.')}:FUNCTION for a function of that file"
+            )
         elif not adapter and Ref.parse(f"python:{name}").is_function:
             expected = f"python:{name} for a Python function"
         else:

@@ -31,6 +31,31 @@ TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", s
 WORDS = ("null", "true or false", "a whole number", "a number", "text", "a list", "a mapping")
 NAMES = dict(zip(TYPES.values(), WORDS, strict=True))  # {type in a schema: in words}
 
+# {name in TRL's scripts, LLaMA-Factory, Axolotl or OpenRLHF: ours}. Names that are equal but for the section need no row.
+ELSEWHERE = {
+    name: key
+    for key, names in {
+        "trainer.learning_rate": "lr actor_learning_rate",
+        "trainer.num_train_epochs": "epochs num_epochs max_epochs",
+        "trainer.per_device_train_batch_size": "micro_batch_size micro_train_batch_size",
+        "trainer.warmup_steps": "warmup_ratio lr_warmup_ratio",
+        "lora.r": "rank lora_r lora_rank",
+        "lora.lora_alpha": "alpha",
+        "lora.lora_dropout": "dropout",
+        "lora.target_modules": "lora_target lora_target_modules",
+        "data.max_length": "cutoff_len sequence_len max_seq_length max_seq_len max_len",
+        "data.train": "dataset datasets dataset_name dataset_path train_file",
+        "data.eval_fraction": "val_size val_set_size",
+        "data.batch_size": "train_batch_size global_batch_size",
+        "model.name_or_path": "model_name_or_path base_model pretrain",
+        "model.chat_template": "template",
+        "run.storage_path": "output_dir",
+        "policy": "adapter_name_or_path",
+        "reward": "reward_model reward_model_path",
+    }.items()
+    for name in names.split()
+}
+
 
 # ---------------------------------------------------------------- which keys there are
 @cache
@@ -55,6 +80,17 @@ def keys_of(stage: str) -> dict[str, str]:
     """Returns {section.key: key} of all that the sections of a stage's job may have."""
     known = ((section, keys(class_of(section, stage)).items()) for section in SECTIONS)
     return {f"{section}.{key}": key for section, items in known for key, one in items if "not" not in one}
+
+
+def meant(key: str, stage: str) -> str | None:
+    """Returns the key of a stage's job that an unknown one means: by other tools' names, by spelling, in another section."""
+    section, _, name = key.rpartition(".")
+    known = keys_of(stage)
+    if (ours := ELSEWHERE.get(name)) in {*known, *STAGE[stage].inputs}:
+        return ours
+    siblings = [short for full, short in known.items() if full == f"{section}.{short}"]
+    near = [f"{section}.{one}" for one in difflib.get_close_matches(name, siblings, 1, 0.7)]
+    return next((full for full in (*near, *known) if full in near or known[full] == name), None)
 
 
 # ---------------------------------------------------------------- values

@@ -185,6 +185,7 @@ STAGE: dict[str, Stage] = {
         title="Evaluation",
         headline=(
             Figure("judge win rate", "", "eval_judge_win_rate", "%"),
+            Figure("judge", "before_judge", "eval_judge"),
             Figure("reward win rate", "", "eval_win_rate", "%"),
             Figure("reward", "before_reward", "eval_reward"),
             Figure("KL", "", "eval_kl", "nats per completion"),

@@ -71,8 +71,8 @@ class Tree:
 def read_tree(path: str | Path, overrides: list[str]) -> Tree:
     """Reads the job file at `path` and applies `section.key=value` overrides. Raises InputError with file:line."""
     tree = _extended(_tree(Path(path)), Path(path).parent)
-    for override in overrides:
-        _override(tree, override)
+    for text in overrides:
+        override(tree, text)
     _check_values(tree, tree.data)
     return tree
 
@@ -176,7 +176,7 @@ def _walk(node: yaml.Node, key: str, name: str, where: dict[str, str], left: Ite
         _walk(value, full, name, where, left)
 
 
-def _override(tree: Tree, text: str) -> None:
+def override(tree: Tree, text: str) -> None:
     """Applies one `section.key=value`. The value is YAML, except in `gate`: YAML would read `>= 0.9` as a block."""
     key, equals, value = text.partition("=")
     if _is_secret(text):

@@ -177,11 +177,14 @@ def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflo
     section.data |= {key: policy for key in ("policy", "baseline") if key in STAGE[step].inputs}
     if tree.data["iterate"].get("reference") == "first" and "reference" in STAGE[step].inputs:
         section.data["reference"] = policy  # for the checks; a round sets it again
+    if step == "evaluate":  # of the version that a round has trained, also if the first policy is the base
+        section.data["policy"] = "models:/trained/1"
     with of_step(step):
         job = job_of(section, step, str(path))
     return replace(
         job,
         reference=None,
+        policy=policy if "policy" in STAGE[step].inputs else None,
         run=replace(job.run, storage_path=run.storage_path, fresh=False),
         mlflow=replace(job.mlflow, tracking_uri=mlflow.tracking_uri, experiment=mlflow.experiment),
     )

@@ -29,7 +29,9 @@ def row(
         **{f"{name}_before": metrics.get(f"before_{name}") for name in ("reward", "judge")},
         "version": str(Ref(trained["registered_model"], version=trained["version"])),
         "passed": not failed,
-        "gate": failed[0] if failed else next((gate for gate in gates if gate == "passed"), "none set"),
+        "gate": failed[0]
+        if failed
+        else next((gate for gate in gates if str(gate).startswith("passed")), "none set"),
         "seconds": round(sum(one["seconds"] for one in (collected, trained, evaluated)), 2),
         "folders": [one["folder"] for one in (collected, trained, evaluated)],
     }

@@ -5,6 +5,7 @@ to the same run by its id. A registered version is the adapter folder as it was 
 with tags that name its origin. Before registration the files are downloaded again and compared.
 """
 
+from pipeline.registry.champion import Champion, conditions, evaluate_gate, measured_on
 from pipeline.registry.curves import Curves, MetricLog, MLflowRun, check_trackers
 from pipeline.registry.runs import (
     end_finished,
@@ -19,9 +20,8 @@ from pipeline.registry.runs import (
 )
 from pipeline.registry.store import check, check_reachable, client, file_of_uri, tracking_uri, uri_of
 from pipeline.registry.versions import (
+    Missing,
     Version,
-    conditions,
-    evaluate_gate,
     fetch,
     other_base,
     parameters,

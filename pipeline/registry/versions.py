@@ -5,17 +5,17 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.config import OPERATORS, Job, make, parse_gate
+from pipeline.config import Job, make
 from pipeline.config.stages import STAGE, TRAINED
 from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
 from pipeline.models import hub
 from pipeline.references import Ref
+from pipeline.registry.champion import Champion, champion_of, evaluate_gate, measured_on
 from pipeline.registry.lineage import folder_digests
 from pipeline.registry.store import client, metric_key, search_filter, tracking_uri
 from pipeline.system import storage
@@ -26,6 +26,10 @@ DIGEST = 19  # characters that are shown of `sha256:...` or `commit:...`, and th
 CLOCKS = ("_runtime", "_per_second", "_num_tokens", "_time")
 
 
+class Missing(InputError):
+    """No such version is registered."""
+
+
 @dataclass(frozen=True)
 class Version:
     """A registered model version. `alias` is None if the gate failed; `gate` says why."""
@@ -34,31 +38,10 @@ class Version:
     version: str
     alias: str | None
     gate: str
+    champion: Champion = field(default_factory=Champion)
 
     def __str__(self) -> str:
         return f"{self.name} v{self.version}" + (f" @{self.alias}" if self.alias else "")
-
-
-def conditions(
-    gate: dict[str, str], metrics: dict[str, float]
-) -> Iterator[tuple[str, str, float | None, bool]]:
-    """Yields (metric, condition, value, whether it holds). A metric that is missing or NaN fails its condition."""
-    for name, condition in gate.items():
-        symbol, threshold = parse_gate(condition)
-        value = metrics.get(name)
-        yield name, condition, value, value is not None and OPERATORS[symbol](value, threshold)
-
-
-def evaluate_gate(gate: dict[str, str], metrics: dict[str, float]) -> tuple[bool, str]:
-    """Returns (did every condition hold, the reason in words)."""
-    failures = [
-        f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
-        for name, condition, value, holds in conditions(gate, metrics)
-        if not holds
-    ]
-    if failures:
-        return False, "failed: " + "; ".join(failures)
-    return True, "passed" if gate else "none set"
 
 
 # ------------------------------------------------------------------------------------------------- registration
@@ -84,10 +67,14 @@ def publish(
 
     mlflow = client(tracking_uri(job))
     name = str(job.mlflow.registered_model)
-    ok, reason = (False, f"failed: {problem}") if problem else evaluate_gate(job.gate, metrics)
+    known = [one for one in mlflow.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
+    made = {key: str(lineage.get(key)) for key in ("tokenizer", "chat_template")}
+    measured = made | measured_on(lineage.get("data", {}), lineage.get("parents", {}))
+    own = str(known[0].version) if known else None
+    champion = champion_of(mlflow, job, name, own, metrics, measured)
+    ok, reason = (False, f"failed: {problem}") if problem else evaluate_gate(job.gate, metrics, champion)
     run = mlflow.get_run(run_id).info
     description = describe(job.stage, metrics, lineage, reason, run)
-    known = [one for one in mlflow.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
     if known:
         version = known[0].version
         mlflow.set_model_version_tag(name, version, "gate", reason)  # the gate may have changed
@@ -101,27 +88,32 @@ def publish(
                 raise
         figures = {k: f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")}
         figures = {k: v for k, v in figures.items() if not k.endswith(CLOCKS)}
-        tags = _tags(lineage) | figures | {"gate": reason}
+        tags = _tags(lineage) | figures | {"gate": reason, "measured": json.dumps(measured)}
         version = mlflow.create_model_version(
             name, source, run_id, model_id=model_id, tags=tags, description=description
         ).version
     if ok:
         mlflow.set_registered_model_alias(name, job.mlflow.alias, version)
-    return Version(name, str(version), job.mlflow.alias if ok else None, reason)
+    return Version(name, str(version), job.mlflow.alias if ok else None, reason, champion)
 
 
-def promote(job: Job, reference: str, metrics: dict[str, float]) -> Version:
-    """Applies the gate of an evaluation to a pinned version: tags it with the metrics, and moves the alias if they pass."""
+def promote(job: Job, reference: str, metrics: dict[str, float], measured: dict[str, str]) -> Version:
+    """Applies the gate of an evaluation to a pinned version: tags it with the metrics, and moves the alias if they pass.
+
+    `measured` is as in `champion_of`.
+    """
     mlflow = client(tracking_uri(job))
     ref = Ref.parse(reference)
-    ok, reason = evaluate_gate(job.gate, metrics)
+    champion = champion_of(mlflow, job, ref.name, ref.version, metrics, measured, "evaluate.")
+    ok, reason = evaluate_gate(job.gate, metrics, champion)
     for key, value in metrics.items():
         if key.startswith("eval_"):
             mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{metric_key(key)}", f"{value:.6g}")
+    mlflow.set_model_version_tag(ref.name, ref.version, "evaluate.measured", json.dumps(measured))
     mlflow.set_model_version_tag(ref.name, ref.version, "evaluate.gate", reason)
     if ok:
         mlflow.set_registered_model_alias(ref.name, job.mlflow.alias, ref.version)
-    return Version(ref.name, str(ref.version), job.mlflow.alias if ok else None, reason)
+    return Version(ref.name, str(ref.version), job.mlflow.alias if ok else None, reason, champion)
 
 
 def other_base(job: Job, base: dict[str, Any]) -> str | None:
@@ -267,7 +259,7 @@ def pin(reference: str, uri: str, job_file: str = "") -> str:
                 f"no such alias or version of {ref.name!r} (aliases: {known}); the newest is models:/{ref.name}/"
                 f"{newest.version} (gate {newest.tags.get('gate', '?')}); name that to use it anyway"
             )
-        raise InputError(f"{ref}: {why}") from error
+        raise Missing(f"{ref}: {why}") from error
 
 
 def parameters(reference: str, uri: str) -> dict[str, str]:

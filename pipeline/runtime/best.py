@@ -59,7 +59,7 @@ class Best:
         for metric, condition in self.stop_if.items():
             symbol, threshold = gates.parse_gate(condition)
             found = float(figures[metric])
-            if gates.OPERATORS[symbol](found, threshold):
+            if threshold is not None and gates.OPERATORS[symbol](found, threshold):
                 self.stopped = f"{metric} is {found:.4g} (run.stop_if: {condition})"
         sign = 1.0 if self.greater_is_better else -1.0
         if sign * value > (-math.inf if self.value is None else sign * self.value):

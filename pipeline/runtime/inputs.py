@@ -54,13 +54,40 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 )
         revision = base.get("revision")
         job = replace(job, model=replace(job.model, name_or_path=base["name_or_path"], revision=revision))
-    inputs = {}
+    inputs, missing = dict[str, str](), dict[str, InputError]()
     for name, source in named.items():
         with about(key_of(job, name)):
             if Ref.parse(source).is_function:
                 imported(source)
-            inputs[name] = pinned.get(name) or registry.pin(os.path.expanduser(source), uri, job.source)
-    return job, inputs
+            try:
+                found = pinned.get(name) or first(
+                    job.policies if name == "policy" else [source], uri, job.source
+                )
+            except registry.Missing as error:
+                missing[name] = error
+                if len(missing) < len(job.serve.inputs):  # a server answers with the models that there are
+                    continue
+                raise
+        if found != "base":
+            inputs[name] = found
+    for name, why in missing.items():
+        print(f"warning: serve.{name} is left out: {why.message}", flush=True)
+    return replace(job, serve=job.serve.without(missing)), inputs
+
+
+def first(names: list[str], uri: str, job_file: str) -> str:
+    """Returns the first of several references that exists, pinned. Raises the error of the first one if none does."""
+    errors: list[registry.Missing] = []
+    for name in names:
+        try:
+            found = registry.pin(os.path.expanduser(name), uri, job_file)
+        except registry.Missing as error:
+            errors.append(error)
+            continue
+        if errors:
+            print(f"policy: {', '.join(names[: len(errors)])} does not exist, so it is {found}", flush=True)
+        return found
+    raise errors[0]
 
 
 def by_version(job: Job, inputs: Mapping[str, str]) -> Job:

@@ -86,7 +86,7 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, data_only: bool = F
     on_gpus = bool(job.scaling.get("use_gpu"))
     job, inputs = pin_inputs(placement.for_this_machine(job), pinned or {})
     session.set_environment()
-    if data_only and "RAY_ADDRESS" not in os.environ:
+    if data_only and not placement.on_cluster():
         job = replace(job, scaling={"num_workers": 0})  # the rows are read in this process
     with libraries.asked(*([] if job.in_process or (data_only and on_gpus) else [job])) as check_libraries:
         with console.waiting("checking the model"):

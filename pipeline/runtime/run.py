@@ -11,7 +11,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from pipeline import registry, report, text
@@ -68,6 +68,7 @@ def launch(
                 outcome = train_in_workers(run.work, run.rows, train, running)
             uri = registry.tracking_uri(run.job)
             outcome |= {"mlflow_run_id": run_id, "tracking_uri": uri, "inputs": run.work.inputs}
+            outcome["digests"] = run.work.digests
             version = persistently(run.job, lambda: (register or publish)(run.job, outcome))
             if ended := how_it_ended(outcome):
                 persistently(run.job, lambda: registry.client(uri).set_tag(run_id, "ended", ended))
@@ -227,4 +228,5 @@ def described(version: registry.Version | None) -> dict[str, Any]:
         "version": version.version if version else None,
         "alias": version.alias if version else None,
         "gate": version.gate if version else None,
+        "champion": asdict(version.champion) if version else None,
     }

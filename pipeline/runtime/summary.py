@@ -27,9 +27,11 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
     if result["samples"]:
         detail("\n" + sample_table(result["samples"][:SHOWN_SAMPLES]) + "\n")
     metrics = result["metrics"]
+    champion = registry.Champion(**(result.get("champion") or {}))
+    conditions = registry.conditions(result["job"].get("gate") or {}, metrics, champion.metrics)
     gate = {
-        metric: f"{f'gate {condition}':<14}{'passed' if holds else 'FAILED'}"
-        for metric, condition, _, holds in registry.conditions(result["job"].get("gate") or {}, metrics)
+        metric: f"{f'gate {condition} ':<14}{'passed' if holds else 'FAILED'}"
+        for metric, condition, _, holds in conditions
     }
     figures = [figure for figure in STAGE[result["stage"]].headline if figure.after in metrics]
     for figure in figures:
@@ -51,6 +53,8 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
             lines.append(
                 f"  @{result['job']['mlflow']['alias']} has not moved; name {reference} to use this version"
             )
+        if champion.note not in version.gate:
+            lines.append(f"  {champion.note}")
     for line in lines:
         terminal.say(line, result=True)
     page = storage.relative(drawn or f"{result['folder']}/result.json")

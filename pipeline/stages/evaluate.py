@@ -40,7 +40,11 @@ def run(job: Job) -> dict[str, Any]:
 def promote(job: Job, result: dict[str, Any]) -> registry.Version | None:
     """Moves the alias to the version that was evaluated, if the job has a gate and the figures pass it."""
     judged = result["inputs"].get("policy") or result["inputs"].get("reward.0")
-    return registry.promote(job, judged, result["metrics"]) if job.gate and judged else None
+    if not (job.gate and judged):
+        return None
+    others = {key: name for key, name in result["inputs"].items() if name != judged}
+    measured = registry.measured_on(result["digests"], others)
+    return registry.promote(job, judged, result["metrics"], measured)
 
 
 def train(worker: Worker) -> dict[str, Any]:

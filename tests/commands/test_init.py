@@ -10,8 +10,10 @@ from running import ROOT
 
 from pipeline.__main__ import main
 from pipeline.commands import validate
-from pipeline.commands.init import EXAMPLES
+from pipeline.commands.init import EXAMPLES, TAKES
 from pipeline.config import load_job
+from pipeline.iteration import plan as iteration
+from pipeline.runtime.inputs import check_paths
 
 MODEL = str(ROOT / "jobs/demo/model")
 PAIRS = [
@@ -56,8 +58,10 @@ def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
     assert job.model.name_or_path == load_job(ROOT / "jobs/own/rm.yaml").model.name_or_path
     # Jobs that are there are not overwritten.
     (here / "jobs/my/rm.yaml").write_text("mine\n")
-    assert main(["init", "my.pairs.jsonl"]) == 2
-    assert "jobs/my exists" in capsys.readouterr().err and (here / "jobs/my/rm.yaml").read_text() == "mine\n"
+    assert main(["init", "my.pairs.jsonl"]) == main(["init", "my.pairs.jsonl", "--name", "my"]) == 2
+    said = capsys.readouterr().err
+    assert "jobs/my exists; run with --name my to add to it" in said and "jobs/my has every job" in said
+    assert (here / "jobs/my/rm.yaml").read_text() == "mine\n"
 
 
 def test_demonstrations_alone_make_a_policy_of_another_profile(here, capsys):
@@ -94,13 +98,17 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
         "collect": (train("prompts"), None, 64),
         "generate": (train("prompts"), None, 64),
         "score": (train("preferences"), None, 64),
-        "serve": (None, None, 64),
+        "serve": (None, None, None),
         "export": (None, None, None),
     }
     assert jobs["ppo"].trainer["response_length"] == jobs["serve"].trainer["response_length"] == 32
     starts = {jobs["ppo"].policy, jobs["dpo"].policy, jobs["evaluate"].baseline}
     assert starts == {"models:/velo-sft@champion"}
-    assert jobs["serve"].serve.policies.keys() == {"velo-ppo", "velo-sft"}
+    assert jobs["serve"].serve.policies.keys() == {"velo-ppo", "velo-dpo", "velo-kto", "velo-sft"}
+    best = [f"models:/velo-{stage}@champion" for stage in ("ppo", "dpo", "kto", "sft")]
+    assert best == jobs["export"].policy == jobs["generate"].policy == jobs["evaluate"].policy
+    assert "(needs ppo or dpo or kto or sft, and rm first)" in (here / "jobs/velo/export.yaml").read_text()
+    assert "(needs sft first)" in (here / "jobs/velo/dpo.yaml").read_text()
     assert "num_prompts: null" in (here / "jobs/velo/iterate.yaml").read_text()
     assert "rlhf-own" not in "".join(path.read_text() for path in (here / "jobs/velo").iterdir())
     assert next_commands(capsys.readouterr().out) == ["validate", "sft", "rm", "ppo", "evaluate"]
@@ -150,7 +158,16 @@ def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
         ([{"a": 1}], [], "matches no format of"),
         (PAIRS, ["--profile", "nonsense"], "there is no profile 'nonsense'"),
         (PAIRS, ["--color", "red"], "unknown option 'color'"),
-        (PAIRS, ["--name", "own"], "choose another name"),
+        (PAIRS, ["--name", "own"], "the project comes with a profile own; choose another name"),
+        (PAIRS, ["--name", "a/b"], "name: found 'a/b', expected at most 64 letters"),
+        (PAIRS, ["--name", "a" * 300], "name: found 'aaa"),
+        (
+            PAIRS,
+            ["data.columns={prompt: question, chosen: nothing}"],
+            "data.columns: no stage can read rows.jsonl",
+        ),
+        (PAIRS, ["trainer.lr=1"], "trainer.lr: unknown key"),
+        (PAIRS, ["trainer.learning_rate=fast"], "trainer.learning_rate: found 'fast'"),
         ("nothing.jsonl", [], "there is no file"),
         (MODEL, [], "is the folder of a model"),
     ],
@@ -224,6 +241,125 @@ def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_eve
     assert {job.model.chat_template for job in jobs} == {"plain"}
     assert main(["init", "both/pairs.jsonl", "--model", "base"]) == 0
     assert load_job("jobs/pairs/rm.yaml").model.chat_template is None
+
+
+def talks(count, tools=False):
+    """Conversations with a system prompt and a second turn; with `tools`, the half of them calls one."""
+    for n in range(count):
+        call = [{"type": "function", "function": {"name": "book", "arguments": "{}"}}]
+        answer = {"content": None, "tool_calls": call} if tools and n % 2 else {"content": f"{n}!"}
+        said = ["You are at the desk of a vet.", f"Say {n}.", answer, "And more?", {"content": "No."}]
+        roles = ("system", "user", "assistant", "user", "assistant")
+        turns = [one if isinstance(one, dict) else {"content": one} for one in said]
+        yield {"messages": [{"role": role, **turn} for role, turn in zip(roles, turns, strict=True)]}
+
+
+PLAIN = [{"instruction": f"Say {n}.", "output": f"{n}, as you wish."} for n in range(60)]
+THUMBS = [{"question": f"Say {n}.", "answer": f"{n}.", "thumbs": ["up", "down"][n % 2]} for n in range(60)]
+ASKED = [{"question": f"Say {n}.", "reference": str(n), "topic": "numbers"} for n in range(60)]
+MANY = [{**row, "question": f"{row['question']} {n}"} for n, row in enumerate(PAIRS * 3)]
+FOLDERS = {
+    "chats": {"chats": [*talks(60)]},
+    "pairs": {"ratings": MANY},
+    "plain": {"plain": PLAIN},
+    "thumbs": {"thumbs": THUMBS},
+    "prompts": {"prompts": ASKED},
+    "chats-pairs-prompts": {"chats": [*talks(60)], "ratings": MANY, "prompts": ASKED},
+    "all": {"chats": [*talks(60)], "ratings": MANY, "thumbs": THUMBS, "prompts": ASKED},
+}
+
+
+@pytest.mark.parametrize("template", [True, False])
+@pytest.mark.parametrize("kinds", FOLDERS)
+def test_every_job_loads_whatever_the_rows_and_the_base_are(kinds, template, here, capsys):
+    """iterate's jobs too. Those that train on files read at least half of the rows."""
+    shutil.copytree(MODEL, here / "base")
+    if not template:
+        (here / "base/chat_template.jinja").unlink()
+    for name, made in FOLDERS[kinds].items():
+        rows(here / f"my/{name}.jsonl", made)
+    assert main(["init", "my", "--name", "vet", "--model", "base"]) == 0
+    written = {path.stem: path for path in (here / "jobs/vet").glob("*.yaml")}
+    given = ["reward=models:/any/1"]  # of ppo, if there are no pairs
+    for stage, path in written.items():
+        if stage == "iterate":
+            plan = iteration.read(str(path), [])
+            assert plan.jobs.keys() == {"collect", "dpo", "evaluate"}
+            continue
+        job = load_job(path, given if stage == "ppo" else [], stage)
+        check_paths(job)
+        if stage in TAKES:
+            kept = validate.run(job)["splits"]
+            assert kept["train"]["kept"] >= 20, (stage, kept)
+    if "serve" in written:
+        assert load_job(written["serve"]).data.max_length is None
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_columns_and_other_keys_may_be_typed(here, capsys):
+    """Columns of a file that no guess finds. Each key goes into the jobs that have it."""
+    made = [{"ask": f"Say {n}.", "x": f"{n}.", "y": "No.", "by": ["l", "r"][n % 2]} for n in range(60)]
+    columns = "data.columns={prompt: ask, first: x, second: y, label: by}"
+    meaning = "data.label={first: l, second: r}"
+    path = rows(here / "ratings.jsonl", made)
+    written = init(
+        path, columns, meaning, "trainer.learning_rate=1e-3", "data.max_length=48", "trainer.beta=0.3"
+    )
+    rm, dpo = written("ratings", "rm"), written("ratings", "dpo")
+    assert rm.data.columns == {"prompt": "ask", "first": "x", "second": "y", "label": "by"}
+    assert rm.data.label == {"first": "l", "second": "r"} and rm.data.max_length == 48
+    assert rm.trainer["learning_rate"] == dpo.trainer["learning_rate"] == 1e-3
+    assert dpo.trainer["beta"] == 0.3 and "beta" not in rm.trainer
+    assert "columns {'prompt': 'ask', 'first': 'x'" in capsys.readouterr().out
+    assert main(["validate", "jobs/ratings/rm.yaml"]) == 0
+
+
+def test_a_profile_gets_the_jobs_for_one_more_file(here, capsys):
+    """What is there stays, edited or not; the new jobs are on the same base, and start from its sft policy."""
+    rows(here / "my/plain.jsonl", PLAIN)
+    init("my", "--name", "vet", "model.dtype=float32")
+    edited = (here / "jobs/vet/sft.yaml").read_text() + "\n# mine\n"
+    (here / "jobs/vet/sft.yaml").write_text(edited)
+    rows(here / "ratings.jsonl", MANY)
+    capsys.readouterr()
+    assert main(["init", "ratings.jsonl", "--name", "vet"]) == 0
+    shown = capsys.readouterr().out
+    assert "wrote jobs/vet: rm, dpo, kto, score, evaluate, collect, iterate\n" in shown
+    assert "kept as they are, without what is new: export, generate, ppo, serve, sft" in shown
+    assert (here / "jobs/vet/sft.yaml").read_text() == edited
+    dpo = load_job("jobs/vet/dpo.yaml")
+    assert (dpo.policy, dpo.model.name_or_path) == ("models:/vet-sft@champion", MODEL)
+    assert load_job("jobs/vet/evaluate.yaml").baseline == "models:/vet-sft@champion"
+
+
+def test_held_out_prompts_keep_their_columns(here):
+    """A reward that asks for `reference` can judge them."""
+    rows(here / "my/prompts.jsonl", ASKED)
+    rows(here / "my/ratings.jsonl", MANY)
+    job = init("my")("my", "evaluate")
+    kept = [json.loads(line) for line in (here / job.data.eval).read_text().splitlines()]
+    assert kept and all(
+        row == {"prompt": f"Say {row['reference']}.", "reference": row["reference"], "topic": "numbers"}
+        for row in kept
+    )
+
+
+def test_rows_that_the_template_refuses_are_said(here, capsys):
+    rows(here / "calls.jsonl", talks(60, tools=True))
+    init("calls.jsonl")
+    assert "warning: sft leaves out 30 of the first 60 rows: " in capsys.readouterr().out
+
+
+def test_lines_name_the_stages_whose_jobs_read_a_file(here, capsys):
+    rows(here / "my/thumbs.jsonl", THUMBS)
+    rows(here / "my/plain.jsonl", PLAIN)
+    rows(here / "my/prompts.jsonl", ASKED)
+    init("my")
+    shown = capsys.readouterr().out
+    columns = "{'prompt': 'question', 'completion': 'answer', 'label': 'thumbs'}"
+    assert f"my/thumbs.jsonl: labels, read by kto; columns {columns}\n" in shown
+    assert "my/plain.jsonl: demonstrations, read by sft\n" in shown
+    assert "my/prompts.jsonl: prompts, read by ppo; columns {'prompt': 'question'}\n" in shown
 
 
 def test_evaluate_reads_the_held_out_prompts_of_a_file_with_other_column_names(here):

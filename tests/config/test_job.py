@@ -98,6 +98,19 @@ BAD = [
     ("sft", ["trainer.fp16=true", "trainer.bf16=false"], r"trainer\.fp16: needs scaling\.use_gpu; set that too"),
     ("sft", ["trainer.fp16=true", "trainer.bf16=true", "trainer.use_cpu=false", "scaling.use_gpu=true"], r"trainer\.fp16: given together with trainer\.bf16"),
     ("sft", ["run.keep=best"], r"run\.keep: found 'best', but there are no evaluations .*set data\.eval or data\.eval_fraction, and trainer\.eval_strategy=epoch"),
+    ("ppo", ["run.stop_if.eval_kl='> champion'", "data.eval_fraction=0.1", "trainer.eval_steps=1"], r"run\.stop_if\.eval_kl: found '> champion'; only a gate .* has a champion"),
+    ("ppo", ["policy=[models:/a@b, models:/c]"], r"policy\.1: found 'models:/c', expected models:/NAME@ALIAS"),
+    ("sft", ["learning_rate=1e-4"], r"learning_rate: unknown section; did you mean trainer\.learning_rate\?"),
+    ("sft", ["lr=1e-4"], r"lr: unknown section; did you mean trainer\.learning_rate\?"),
+    ("sft", ["cutoff_len=512"], r"did you mean data\.max_length\?"),
+    ("sft", ["base_model=x"], r"did you mean model\.name_or_path\?"),
+    ("sft", ["trainer.lr=1"], r"trainer\.lr: unknown key; did you mean trainer\.learning_rate\?"),
+    ("sft", ["lora.rank=8"], r"lora\.rank: unknown key; did you mean lora\.r\?"),
+    ("sft", ["trainer.learning_rat=1"], r"unknown key; did you mean trainer\.learning_rate\?"),
+    ("sft", ["trainer.foo=1"], r"trainer\.foo: unknown key; `rlhf help trainer` lists the keys"),
+    ("ppo", ["reward=my/rewards.py"], r"reward: found 'my/rewards\.py', expected python:my\.rewards:FUNCTION"),
+    ("ppo", ["reward=null"], r"reward: missing; .* or a folder, or python:MODULE:FUNCTION"),
+    ("sft", ["gate.train_loss=<= champion"], r"gate\.train_loss: found '<= champion'; only a gate on held-out rows"),
     ("ppo", ["run.stop_if.eval_klx='> 20'", "data.eval_fraction=0.1", "trainer.eval_steps=1"], r"run\.stop_if\.eval_klx: `ppo` has no such metric .*; did you mean eval_kl\?"),
     ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_los"], r"run\.metric_for_best_model: `sft` has no such metric \(eval_los\); did you mean eval_loss\?"),
     ("sft", ["run.keep=best", "data.eval_fraction=0.1", "trainer.eval_strategy=epoch", "run.metric_for_best_model=eval_entropy"], r"run\.metric_for_best_model: is a larger eval_entropy better\? Set run\.greater_is_better=true or false"),
@@ -330,8 +343,34 @@ def test_settings_that_are_often_unintended_are_warned_of(overrides, warned, in_
     assert warned in "".join(said) and len(said) == bool(warned)
 
 
+def test_what_is_no_job_file_names_those_that_may_be_meant(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs/vet").mkdir(parents=True)
+    for name in ("sft", "generate"):
+        (tmp_path / f"jobs/vet/{name}.yaml").write_text("stage: sft\n")
+    both = "jobs/vet/generate.yaml, jobs/vet/sft.yaml"
+    for typed, says in (
+        (["jobs/vet"], f"jobs/vet: no such job file; expected one of {both}\n"),
+        (["vet"], f"vet: no such job file; expected one of {both}\n"),
+        (["jobs/vet/rm.yaml"], f"expected one of {both}; `init FILE --name vet` adds jobs for more rows\n"),
+        (["jobs/velo/sft.yaml"], "jobs/velo/sft.yaml: no such job file; profiles here are vet\n"),
+        (
+            ["--model_name_or_path", "X", "--dataset_name", "Y"],
+            "before the keys: jobs/own/sft.yaml model.name_or_path=X\n",
+        ),
+    ):
+        assert main(["sft", *typed]) == 2
+        assert capsys.readouterr().err.endswith(says)
+    assert main([]) == 2
+    assert "\n    validate " in capsys.readouterr().err
+
+
 def test_gate_rules():
-    assert [parse_gate(rule) for rule in (">= 0.95", "<1e-3")] == [(">=", 0.95), ("<", 1e-3)]
+    assert [parse_gate(rule) for rule in (">= 0.95", "<1e-3", "<=champion")] == [
+        (">=", 0.95),
+        ("<", 1e-3),
+        ("<=", None),
+    ]
     assert OPERATORS[">="](1.0, 1.0) and not OPERATORS[">"](1.0, 1.0)
     for wrong in ("0.95", "== 1", ">= ", ">= nan", ">= 1e400", 0.95, None, [">= 1"]):
         with pytest.raises(ValueError, match="expected a comparison"):

@@ -48,6 +48,8 @@ def test_help_explains_a_key(capsys):
     assert all(one in shown for one in wanted)
     assert main(["help", "kl_coef"]) == 0
     assert "trainer.kl_coef   (ppo)" in (shown := capsys.readouterr().out) and "default  0.05" in shown
+    assert main(["help", "lr"]) == 0
+    assert "trainer.learning_rate   (" in capsys.readouterr().out
     assert main(["help", "trainer.lerning_rate"]) == 2
     assert "did you mean trainer.learning_rate?" in capsys.readouterr().err
 

@@ -52,6 +52,8 @@ def test_one_machine_ignores_keys_that_choose_among_nodes(monkeypatch, capsys):
     assert "note: ignoring scaling.accelerator_type, scaling.label_selector: this is" in out
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert placement.for_this_machine(selected) is selected
+    monkeypatch.setenv("RAY_ADDRESS", "")  # as unset
+    assert job("scaling.num_workers=0").in_process
 
 
 def test_the_sizes_of_an_a100_have_labels(tmp_path):

@@ -322,6 +322,7 @@ def test_a_gpu_has_the_names_that_nodes_advertise():
         # what cannot be planned, or a run would refuse
         ("llama3-8b/sft", ["model.name_or_path=some/model"], 2, "cannot be read from the hub"),
         ("demo/evaluate", ["run.name=x"], 2, "stage: found evaluate"),
+        ("llama3-8b/sft", ["scaling.accelerator_type=A10G"], 2, r"found 'A10G', which scaling\.label_selector=.* excludes; change"),
         ("llama3-8b/sft", ["scaling.accelerator_type=TPU"], 2, r"scaling\.accelerator_type: found 'TPU'"),
         ("demo/sft", ["data.max_length=1000"], 2, r"data\.max_length: 1000 is more than the model's context of 256 tokens; use data\.max_length=256"),
         ("demo/sft", ["lora.target_modules=[nothing]"], 2, r"lora\S*: .*nothing"),

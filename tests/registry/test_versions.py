@@ -42,7 +42,9 @@ def test_a_version_is_described_in_words_and_links(job, adapter):
         "- policy: [rlhf-sft v3](#/models/rlhf-sft/versions/3)\n- reward.0: `python:my:reward`\n\n"
         "Data: train abababababab  \nLibraries: torch 2.13.0"
     )
-    assert set(version.tags) == set("stage base_name_or_path base_digest parents data eval_loss gate".split())
+    assert set(version.tags) == set(
+        "stage base_name_or_path base_digest parents data eval_loss gate measured".split()
+    )
     counts = {f"models:/rlhf-ppo/{i}": i for i in range(1, 31)} | {"others": 7}
     with registry.mlflow_run(job, {}, new_run=True) as run_id:
         registry.publish(job, run_id, adapter, {}, {**LINEAGE, "rows_from": counts})
@@ -180,6 +182,49 @@ def test_the_gate():
         ({"a": "<= 10", "b": ">= 0.9"}, {"a": 3.0, "b": 0.5}, "b = 0.5, required >= 0.9"),
     ):
         assert registry.evaluate_gate(gate, metrics) == (False, f"failed: {says}")
+
+
+def test_a_gate_may_compare_with_the_champion(job, adapter):
+    """Only on the same eval rows. Without such a gate the alias moves, and the version says that it is worse."""
+    compared, rows = replace(job, gate={"eval_loss": "<= champion"}), {"data": {"eval": "e" * 64}}
+
+    def publish(one, loss, **more):
+        with registry.mlflow_run(one, {}, new_run=True) as run_id:
+            return registry.publish(one, run_id, adapter, {"eval_loss": loss}, {**LINEAGE, **rows, **more})
+
+    first, same, worse = (publish(compared, loss) for loss in (0.0733333333, 0.0733333333, 1.67))
+    assert (first.alias, first.gate) == ("champion", "passed; eval_loss: no champion yet")
+    assert (same.alias, same.gate, same.champion.note) == ("champion", "passed", "")
+    assert (worse.alias, worse.gate) == (None, "failed: eval_loss = 1.67, required <= champion (0.07333)")
+    said = "worse than v2, which was champion: eval_loss 1.67, not 0.07333"
+    assert worse.champion.note == said
+    moved = publish(job, 1.67)
+    assert (moved.alias, moved.gate, moved.champion.note) == ("champion", "none set", said)
+    other = publish(compared, 2.0, data={"eval": "f" * 64})
+    assert (other.alias, other.gate) == (
+        "champion",
+        "passed; eval_loss: not compared with v4, which was champion: other eval rows",
+    )
+    assert publish(compared, float("nan"), data={}).gate == "failed: eval_loss = nan, required <= champion"
+
+
+def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
+    """With the figures of the champion's own evaluation, against the same baseline."""
+    compared = replace(job, stage="evaluate", gate={"eval_reward": ">= champion"})
+    for _ in range(3):
+        with registry.mlflow_run(job, {}, new_run=True) as run_id:
+            registry.publish(
+                replace(job, mlflow=replace(job.mlflow, alias="new")), run_id, adapter, {}, LINEAGE
+            )
+
+    def promote(number, reward, baseline="models:/rlhf-sft/1"):
+        measured = registry.measured_on({"eval": "e" * 64}, {"baseline": baseline})
+        return registry.promote(compared, f"models:/rlhf-sft/{number}", {"eval_reward": reward}, measured)
+
+    assert promote(1, 0.5).alias == "champion" and promote(1, 0.5).alias == "champion"
+    assert promote(2, 0.4).gate == "failed: eval_reward = 0.4, required >= champion (0.5)"
+    assert promote(3, 0.4, "base").champion.note == "not compared with v1, which was champion: other baseline"
+    assert str(mlflow(job).get_model_version_by_alias("rlhf-sft", "champion").version) == "3"
 
 
 def test_a_reference_to_nothing_says_what_to_do(job, adapter):

@@ -133,6 +133,32 @@ def test_what_a_run_was_begun_with_is_not_asked_for_again(migrated, tmp_path, in
     assert pin_inputs(job, {"policy": "models:/nothing/1"})[1] == {"policy": "models:/nothing/1"}
 
 
+def test_of_several_policies_the_first_that_exists_counts(tmp_path, capsys, in_root):
+    """After a failed gate of ppo there is no champion of it. A server leaves out what does not exist."""
+    toy_models.registered(tmp_path)
+    home = f"run.storage_path={tmp_path}"
+    exist = "models:/toy-policy/1"
+    names = f"[models:/vet-ppo@champion, models:/vet-dpo@champion, {exist}, models:/toy-policy@champion]"
+    job = load_job("jobs/demo/generate.yaml", [home, "reward=null", f"policy={names}"], "generate")
+    assert pin_inputs(job)[1] == {"policy": exist}
+    said = "policy: models:/vet-ppo@champion, models:/vet-dpo@champion does not exist, so it is models:/toy-policy/1\n"
+    assert capsys.readouterr().out == said
+    none = load_job("jobs/demo/generate.yaml", [home, "policy=[models:/vet-ppo@champion, models:/x@y]"])
+    with pytest.raises(InputError, match="policy: models:/vet-ppo@champion: no registered model"):
+        pin_inputs(none)
+    served = "serve.policies={a: models:/vet-ppo@champion, b: models:/toy-policy/1}"
+    gone = "serve.rewards={r: models:/vet-rm@champion}"
+    job, inputs = pin_inputs(load_job("jobs/demo/serve.yaml", [home, served, gone], "serve"))
+    assert inputs == {"policies.b": exist} == job.serve.inputs
+    assert (
+        "warning: serve.policies.a is left out: models:/vet-ppo@champion: no regist"
+        in capsys.readouterr().out
+    )
+    alone = load_job("jobs/demo/serve.yaml", [home, gone, "serve.policies={}"], "serve")
+    with pytest.raises(InputError, match=r"serve\.rewards\.r: models:/vet-rm@champion"):
+        pin_inputs(alone)
+
+
 def test_vllm_without_its_plugin_is_refused_for_nf4(tmp_path, monkeypatch, in_root):
     """Since vLLM 0.28 `bitsandbytes` is no quantization of its own: its engine would die after minutes of loading."""
     job = load_job("jobs/demo/ppo.yaml", ["rollout.engine=vllm", "model.load_in_4bit=true"], "ppo")

@@ -26,6 +26,7 @@ def rates(low, high):
         ("evaluate", rates(0.41, 0.63), "not better than the baseline: win rate 0.52 (0.41 to 0.63)\n", "worse"),
         ("ppo", rates(0.2, 0.4), "worse than before: ", "try a higher"),
         ("ppo", rates(0.51, 0.7), "mine-rm v3", "than before"),
+        ("rm", PASSED | {"champion": {"metrics": {}, "note": "worse than v2: 1"}}, "\n  worse than v2: 1\n", "not"),
     ],
 )  # fmt: skip
 def test_what_a_summary_warns_of(stage, ended, says, never, capsys):
@@ -52,7 +53,10 @@ def test_what_a_summary_warns_of(stage, ended, says, never, capsys):
     ],
 )
 def test_the_gate_of_own_rows_asks_for_a_gain_and_for_completions_that_end(stage, metric, low, high, in_root):
-    gate, others = load_job(f"jobs/own/{stage}.yaml").gate, {"eval_win_rate_low": 0.51, "eval_eos": 1.0}
+    gate, others = (
+        load_job(f"jobs/own/{stage}.yaml").gate,
+        {"eval_win_rate_low": 0.51, "eval_eos": 1.0, "eval_loss": 1.0},
+    )
     assert [registry.evaluate_gate(gate, {**others, metric: value})[0] for value in (low, high)] == [
         False,
         True,

@@ -1,0 +1,112 @@
+"""The gate of a version, and the champion that it is compared with: the version that the job's alias names before it moves."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.config import OPERATORS, Job, gates, parse_gate
+from pipeline.config.job import SPLITS
+from pipeline.registry.store import metric_key
+
+
+@dataclass(frozen=True)
+class Champion:
+    """What a run is compared with. There are no metrics if there is no champion, or if they mean something else."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    note: str = ""  # that the run is worse, or why it cannot be compared
+
+
+def champion_of(
+    mlflow: Any,
+    job: Job,
+    name: str,
+    own: str | None,
+    metrics: dict[str, float],
+    measured: dict[str, str],
+    prefix: str = "",
+) -> Champion:
+    """Returns the champion of a registered model, for a run with these metrics.
+
+    Args:
+        own: the number of the run's version. If that is the champion already, nothing is compared.
+        measured: what the metrics depend on besides the version: eval rows, reward, ... The champion's must be equal.
+        prefix: of the champion's tags.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        found = mlflow.get_model_version_by_alias(name, job.mlflow.alias)
+    except MlflowException as error:
+        if error.error_code not in (
+            "RESOURCE_DOES_NOT_EXIST",
+            "INVALID_PARAMETER_VALUE",
+        ):  # no model, no alias
+            raise
+        return Champion()
+    if str(found.version) == own:
+        return Champion()
+    which = f"v{found.version}, which was {job.mlflow.alias}"
+    then = json.loads(found.tags.get(f"{prefix}measured", "{}"))
+    if other := [key for key in {**measured, **then} if measured.get(key) != then.get(key)]:
+        return Champion(note=f"not compared with {which}: other {other[0]}")
+    tags = {key: found.tags.get(prefix + metric_key(key)) for key in metrics if key.startswith("eval_")}
+    known = {key: float(value) for key, value in tags.items() if value not in (None, "nan")}
+    metric = job.run.metric_for_best_model or gates.default_metric(job)
+    if metric not in known:
+        return Champion(known)
+    before, now = known[metric], _rounded(metrics[metric])
+    greater = gates.greater_is_better(metric, job.run.greater_is_better)
+    worse = now < before if greater else now > before
+    return Champion(known, f"worse than {which}: {metric} {now:.4g}, not {before:.4g}" if worse else "")
+
+
+def measured_on(digests: dict[str, str], inputs: dict[str, str]) -> dict[str, str]:
+    """Returns what eval metrics depend on besides the version: rows and functions by digest, models by version."""
+    used = {key: digest[:12] for key, digest in digests.items() if not key.startswith("train")}
+    return {
+        f"{key} rows" if key in SPLITS else f"code of {key}": digest for key, digest in used.items()
+    } | inputs
+
+
+def _rounded(value: float) -> float:
+    """Returns a value as the tags of a version have it, so that equal metrics stay equal."""
+    return float(f"{value:.6g}")
+
+
+def conditions(
+    gate: dict[str, str], metrics: dict[str, float], champion: dict[str, float]
+) -> Iterator[tuple[str, str, float | None, bool]]:
+    """Yields (metric, condition, value, whether it holds). A metric that is missing or NaN fails its condition.
+
+    Any other value passes a comparison with a champion that has no such metric.
+    """
+    for name, condition in gate.items():
+        symbol, threshold = parse_gate(condition)
+        value = metrics.get(name)
+        holds = value is not None and not math.isnan(value)
+        if threshold is None and name in champion:
+            condition, threshold = f"{condition} ({champion[name]:.4g})", champion[name]
+            holds = value is not None and OPERATORS[symbol](_rounded(value), threshold)
+        elif threshold is not None:
+            holds = value is not None and OPERATORS[symbol](value, threshold)
+        yield name, condition, value, holds
+
+
+def evaluate_gate(
+    gate: dict[str, str], metrics: dict[str, float], champion: Champion | None = None
+) -> tuple[bool, str]:
+    """Returns (did every condition hold, the reason in words)."""
+    champion = champion or Champion()
+    failures = [
+        f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
+        for name, condition, value, holds in conditions(gate, metrics, champion.metrics)
+        if not holds
+    ]
+    if failures:
+        return False, "failed: " + "; ".join(failures)
+    alone = [key for key, rule in gate.items() if parse_gate(rule)[1] is None and key not in champion.metrics]
+    why = "the champion has none" if champion.metrics else champion.note or "no champion yet"
+    return True, f"passed; {', '.join(alone)}: {why}" if alone else "passed" if gate else "none set"
