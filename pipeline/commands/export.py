@@ -127,7 +127,9 @@ def merge(base: Any, adapter: str, dtype: str) -> Any:
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    model = PeftModel.from_pretrained(base, adapter)
+    from pipeline.models.adapters import saved_config
+
+    model = PeftModel.from_pretrained(base, adapter, config=saved_config(adapter))
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
             weight = layer.get_base_layer().weight

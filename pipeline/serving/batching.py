@@ -6,6 +6,7 @@ written, and between steps runs what other threads request (`run`): scores, and 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pipeline.errors import SelfCheckFailed
 from pipeline.inference.rows import Decoder, Row
 from pipeline.serving.protocol import Refused
 
@@ -132,6 +134,7 @@ class Batcher:
                 if self.closed:
                     return
                 requested, self.requested = self.requested, deque()
+            ruined: SelfCheckFailed | None = None
             for function, future in requested:
                 if not future.set_running_or_notify_cancel():
                     continue  # its client has disconnected
@@ -139,7 +142,10 @@ class Batcher:
                     future.set_result(function())
                 except BaseException as error:  # the caller handles it; the thread also serves others
                     future.set_exception(error)
+                    ruined = error if isinstance(error, SelfCheckFailed) else ruined
             try:
+                if ruined:  # a new version has changed the base
+                    raise ruined
                 if joining := self._joining():
                     self.decoder.join(joining)
                     self._deliver()
@@ -149,12 +155,13 @@ class Batcher:
                 lost, self.rows = self.rows, []
                 for row in lost:
                     row.fail(error)
-                try:
-                    self.decoder.reset()
-                except RuntimeError:  # the decoder cannot continue
-                    with self.condition:
-                        self.closed = True
-                        self._wake()
+                with contextlib.suppress(RuntimeError):
+                    if not ruined:
+                        self.decoder.reset()
+                        continue
+                with self.condition:  # the decoder cannot continue
+                    self.closed = True
+                    self._wake()
 
     def _joining(self) -> list[ServedRow]:
         """Moves the rows that can join from `waiting` to `rows`, first come first served. Returns them."""

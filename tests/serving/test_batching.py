@@ -8,6 +8,7 @@ import pytest
 import torch
 from toy_models import shared_base
 
+from pipeline.errors import SelfCheckFailed
 from pipeline.inference import decoder as decoders
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Sampling
@@ -120,6 +121,25 @@ def test_nothing_waits_for_a_batcher_that_has_ended(batcher):
         with pytest.raises(RuntimeError, match="the batcher has ended"):
             future.result(SECONDS)
     assert not writer.alive
+
+
+def test_a_batcher_ends_if_a_new_version_has_changed_the_base(batcher):
+    """All later completions would be wrong. Ray Serve then starts another replica."""
+
+    def add():
+        raise SelfCheckFailed("adding an adapter changed the base")
+
+    client, writer = Client(), batcher(rows=1)
+    held = kept_busy(writer)
+    adding = writer.run(add)
+    writer.submit([client.row("written", [6], most=10_000, eos=()), client.row("waiting", [7])])
+    held.put(None)
+    with pytest.raises(SelfCheckFailed):
+        adding.result(SECONDS)
+    client.wait(2)
+    writer.thread.join(SECONDS)
+    assert isinstance(client.told["written"][-1], SelfCheckFailed) and not writer.alive
+    assert [str(told) for told in client.told["waiting"]] == ["the batcher has ended"]
 
 
 def test_a_call_whose_client_is_gone_is_left_out(batcher):
