@@ -3,8 +3,10 @@
 import itertools
 import os
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import toy_models
@@ -282,7 +284,8 @@ def test_a_server_that_goes_away_while_a_version_is_registered_is_waited_for(
             raise error
         return found
 
-    monkeypatch.setattr("pipeline.registry.store.time.sleep", pauses.append)
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)  # other threads keep theirs
+    monkeypatch.setattr("pipeline.registry.store.time", clock)
     monkeypatch.setattr(MlflowClient, before, goes_away)
     with registry.mlflow_run(job, {}) as run_id:
         version = persistently(job, lambda: registry.publish(job, run_id, adapter, {}, LINEAGE))

@@ -126,6 +126,7 @@ BAD = {
     "NaN": fill_with_nan,
     "another rank": setting(r=3),
     "changes the base": setting(bias="all"),
+    "PiSSA": setting(init_lora_weights="pissa"),
     "no LoRA": setting(peft_type="IA3"),
     "a reward": setting(task_type="SEQ_CLS"),
 }
