@@ -25,6 +25,7 @@ import yaml
 
 from pipeline.commands import shipped
 from pipeline.config import Job, load_job, schema
+from pipeline.config.job import OF_ROWS
 from pipeline.config.stages import STAGE
 from pipeline.config.yaml_tree import Tree, override
 from pipeline.data import chunks, guess, preview
@@ -54,7 +55,6 @@ TAKES = {
 # Other job -> the stage whose rows it reads.
 ROWS_OF = {**dict.fromkeys(("evaluate", "collect", "generate", "serve"), "ppo"), "score": "rm"}
 EVAL_NAMES = ("test", "validation", "eval", "dev")  # splits and files that are not for training
-OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that say what rows are
 EVAL_PROMPTS = 200  # largest number of prompts in a file that init writes
 # Examples with a transform or with thresholds -> columns that identify their rows.
 EXAMPLES = {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pipeline.config import Job, MLflow, Run, job_of, rules, schema
+from pipeline.config.job import OF_ROWS
 from pipeline.config.stages import STAGE
 from pipeline.config.yaml_tree import Tree, read_tree, section_tree
 from pipeline.errors import InputError, show
@@ -203,7 +204,7 @@ def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
         says = f"found {select}; set {wanted}, which `{train}` learns from"
         raise tree.error("collect.trainer.select", says)
     says = "collected rows have the columns that training reads; set null, and give the key to a source of data.eval"
-    for key in ("columns", "transform", "label", "group_by"):
+    for key in OF_ROWS:
         if getattr(trained.data, key) is not None:
             raise tree.error(f"{train}.data.{key}", says)
 
