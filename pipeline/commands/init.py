@@ -298,9 +298,9 @@ def profile_of(
         made += ["score"] + ["evaluate", "collect", "iterate"] * bool(rows["ppo"])
     if policies:
         made += ["generate", "serve", "export"]
-    jobs: dict[str, str] = {}
+    jobs = dict(kept)
     for job in made:
-        if not (file := shipped.JOBS / profile / f"{job}.yaml").exists():
+        if job in kept or not (file := shipped.JOBS / profile / f"{job}.yaml").exists():
             continue
         text = file.read_text(encoding="utf-8")
         for pattern in ("rlhf-{}", "PROFILE={}", "jobs/{}/"):
@@ -311,7 +311,7 @@ def profile_of(
         used = dict.fromkeys(re.findall(rf"models:/{name}-(\w+)@champion", str(values.get(job))))
         needs = filter(None, (" or ".join(one for one in used if one != "rm"), "rm" if "rm" in used else ""))
         text = re.sub(r"\(needs [^)]*first\)", f"(needs {', and '.join(needs)} first)" if used else "", text)
-        if job == "iterate" and {*OF_ROWS} & {*yaml.safe_load((jobs | kept)["dpo"])["data"]}:
+        if job == "iterate" and {*OF_ROWS} & {*yaml.safe_load(jobs["dpo"])["data"]}:
             collected = dict.fromkeys((*OF_ROWS, "eval")) | {"eval_fraction": 0.1}
             text = with_key(text, "dpo.data", collected, "collected rows have the columns that dpo reads")
         if job == "ppo" and not reward:
@@ -320,7 +320,7 @@ def profile_of(
         if job != "serve" and rows.get(stage):
             text = with_rows(text, job, rows[stage], stage)
         jobs[job] = with_device(text) if profile == "own" else text
-    return kept | jobs | kept if jobs else {}
+    return jobs if made else {}
 
 
 def with_device(text: str) -> str:

@@ -33,12 +33,7 @@ class Model:
 
 
 SPLITS = ("train", "eval", "pairs", "benchmarks")  # keys of `data` that name rows
-OF_ROWS = (
-    "columns",
-    "label",
-    "transform",
-    "group_by",
-)  # keys of `data`, or of one source, that say what its rows are
+OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that say what rows are
 
 
 @dataclass(frozen=True)
