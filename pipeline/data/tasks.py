@@ -313,8 +313,9 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
     decode = tokenizer.decode
 
     def begun(ids: list[int]) -> str:
-        """Returns the text of a row's first tokens, the last of which may be a part of a character."""
-        return str(decode(ids)).rstrip("\ufffd")
+        """Returns the text of a row's first tokens, the last of which may be a part of a character: one of at most 4 bytes."""
+        texts = (str(decode(ids[: max(0, len(ids) - cut)])) for cut in range(4))
+        return next((text for text in texts if not text.endswith("\ufffd")), "")
 
     if "labels" in columns:
         ids, text, shown, stop = columns["input_ids"], "", 0, 0
@@ -322,7 +323,7 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
             stop += len([*run])
             # Decoded from the begin, because decoders drop the first space of a text
             so_far = decode(ids) if stop == len(ids) else begun(ids[:stop])
-            piece, shown = so_far[shown:], len(so_far)
+            piece, shown = so_far[shown:], max(shown, len(so_far))
             text += f"⟦{piece}⟧" if trained else piece
         return clip(text, limit)
     if "input_ids" in columns:
