@@ -128,9 +128,12 @@ def run(path: str, options: list[str]) -> None:
     if not (new := [job for job in jobs if job not in kept]):
         raise InputError(f"{folder} has every job that these rows allow; name the rows there: data.train")
     for one in overrides:  # as a run would
-        takers = [job for job in new if takes(job, one.partition("=")[0])]
+        key = one.partition("=")[0]
+        takers = [job for job in new if takes(job, key)]
         for job in takers or new[:1]:
             load_job(shipped.JOBS / profile / f"{job}.yaml", [one], job)
+        if not takers:
+            raise InputError(f"init sets this key in no job; set it in {folder}/{new[0]}.yaml", key=key)
     shipped.bring(profile)
     if any("transform" in keys for source in sources for keys in source.stages.values()):
         shipped.bring("examples")

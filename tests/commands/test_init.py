@@ -168,6 +168,7 @@ def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
         ),
         (PAIRS, ["trainer.lr=1"], "trainer.lr: unknown key"),
         (PAIRS, ["trainer.learning_rate=fast"], "trainer.learning_rate: found 'fast'"),
+        (PAIRS, ["gate.eval_loss=<= 1"], "gate.eval_loss: init sets this key in no job"),
         ("nothing.jsonl", [], "there is no file"),
         (MODEL, [], "is the folder of a model"),
     ],
