@@ -175,11 +175,12 @@ def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflo
                 section.error(key, "").where,
             )
     section.data["stage"] = section.data.get("stage", step)
-    section.data |= {key: policy for key in ("policy", "baseline") if key in STAGE[step].inputs}
-    if tree.data["iterate"].get("reference") == "first" and "reference" in STAGE[step].inputs:
-        section.data["reference"] = policy  # for the checks; a round sets it again
+    given = {"policy": policy, "baseline": policy}
     if step == "evaluate":  # of the version that a round has trained, also if the first policy is the base
-        section.data["policy"] = "models:/trained/1"
+        given["policy"] = "models:/trained/1"
+    if tree.data["iterate"].get("reference") == "first":
+        given["reference"] = policy  # for the checks; a round sets it again
+    section.data |= {key: name for key, name in given.items() if key in STAGE[step].inputs}
     with of_step(step):
         job = job_of(section, step, str(path))
     return replace(
