@@ -298,7 +298,9 @@ def profile_of(
     }
     made = [stage for stage in TAKES if rows[stage]]
     if reward:
-        made += ["score"] + ["evaluate", "collect", "iterate"] * bool(rows["ppo"])
+        made += ["score"]
+        if rows["ppo"]:
+            made += ["evaluate", "collect"] + ["iterate"] * ("dpo" in there)
     if policies:
         made += ["generate", "serve", "export"]
     jobs = dict(kept)

@@ -333,6 +333,14 @@ def test_a_profile_gets_the_jobs_for_one_more_file(here, capsys):
     assert load_job("jobs/vet/evaluate.yaml").baseline == "models:/vet-sft@champion"
 
 
+def test_a_profile_without_dpo_gets_no_iteration(here, capsys):
+    init(rows(here / "ratings.jsonl", MANY), "--name", "vet")
+    for name in ("dpo", "iterate", "evaluate"):
+        (here / f"jobs/vet/{name}.yaml").unlink()
+    init(rows(here / "prompts.jsonl", ASKED), "--name", "vet")
+    assert "wrote jobs/vet: evaluate\n" in capsys.readouterr().out
+
+
 def test_held_out_prompts_keep_their_columns(here):
     """A reward that asks for `reference` can judge them."""
     rows(here / "my/prompts.jsonl", ASKED)
