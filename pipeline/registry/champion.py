@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ def champion_of(
 
     Args:
         own: the number of the run's version. If that is the champion already, nothing is compared.
-        measured: what the metrics depend on besides the version: eval rows, reward, ... The champion's must be equal.
+        measured: tags of what the metrics depend on: eval rows, reward, tokenizer, ... The champion's must be equal.
         prefix: of the champion's tags.
     """
     models = mlflow.search_registered_models(search_filter("name", name))
@@ -41,7 +41,7 @@ def champion_of(
         return Champion()
     which = f"v{number}, which was {job.mlflow.alias}"
     tags = mlflow.get_model_version(name, number).tags
-    then = json.loads(tags.get(f"{prefix}measured", "{}"))
+    then, measured = _parts(tags, prefix), _parts(measured)
     if other := [key for key in {**measured, **then} if measured.get(key) != then.get(key)]:
         return Champion(note=f"not compared with {which}: other {other[0]}")
     known = {key: float(tags.get(prefix + metric_key(key), "nan")) for key in metrics}
@@ -56,10 +56,19 @@ def champion_of(
 
 
 def measured_on(digests: dict[str, str], inputs: dict[str, str]) -> dict[str, str]:
-    """Returns what eval metrics depend on besides the version: rows and functions by digest, models by version."""
-    named = {key: f"{key} rows" if key in SPLITS else f"code of {key}" for key in digests}
-    used = {named[key]: digest[:12] for key, digest in digests.items() if not key.startswith("train")}
-    return used | inputs
+    """Returns the tags of what metrics are measured on: rows and functions by digest, models by version."""
+    data = {name: digest[:12] for name, digest in digests.items()}
+    return {"data": json.dumps(data), "parents": json.dumps(inputs)}
+
+
+def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
+    """Returns what eval metrics depend on besides the version, by the version's tags."""
+    same = {key: tags[prefix + key] for key in ("tokenizer", "chat_template") if prefix + key in tags}
+    data, inputs = (json.loads(tags.get(prefix + key, "{}")) for key in ("data", "parents"))
+    for key in data:
+        if not key.startswith("train"):
+            same[f"{key} rows" if key in SPLITS else f"code of {key}"] = data[key]
+    return same | inputs
 
 
 def _rounded(value: float) -> float:
