@@ -25,6 +25,7 @@ import yaml
 
 from pipeline.commands import shipped
 from pipeline.config import Job, load_job, schema
+from pipeline.config.job import OF_ROWS
 from pipeline.config.stages import STAGE
 from pipeline.config.yaml_tree import Tree, override
 from pipeline.data import chunks, guess, preview
@@ -54,7 +55,6 @@ TAKES = {
 # Other job -> the stage whose rows it reads.
 ROWS_OF = {**dict.fromkeys(("evaluate", "collect", "generate", "serve"), "ppo"), "score": "rm"}
 EVAL_NAMES = ("test", "validation", "eval", "dev")  # splits and files that are not for training
-OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that say what rows are
 EVAL_PROMPTS = 200  # largest number of prompts in a file that init writes
 # Examples with a transform or with thresholds -> columns that identify their rows.
 EXAMPLES = {
@@ -91,11 +91,14 @@ def run(path: str, options: list[str]) -> None:
     `options` may have name=NAME, model=MODEL and profile=PROFILE, and section.key=value for the jobs that have this key.
     Raises InputError if no stage can read any file, if an option is wrong, or if there is no job to write.
     """
-    typed = [option for option in options if "." in option.partition("=")[0]]
-    given = dict(option.partition("=")[::2] for option in options if option not in typed)
-    keys = Tree("")
-    for option in typed:
-        override(keys, option)
+    overrides = [option for option in options if "." in option.partition("=")[0]]
+    given = dict(option.partition("=")[::2] for option in options if option not in overrides)
+    tree = Tree("")
+    for one in overrides:
+        override(tree, one)
+    typed = {
+        f"{section}.{name}": value for section in tree.data for name, value in tree.section(section).items()
+    }
     profiles = [name for name in shipped.profiles() if name != "demo"]
     named, model = given.pop("name", None), given.pop("model", None)
     if (profile := given.pop("profile", "own")) not in profiles:
@@ -113,21 +116,24 @@ def run(path: str, options: list[str]) -> None:
         raise InputError(f"{folder} exists; run with --name {name} to add to it, or with another name")
     if (Path(path) / "config.json").exists():
         raise InputError(f"{path} is the folder of a model; expected files of rows")
-    own = {key: value for key, value in keys.section("data").items() if key in OF_ROWS}
+    own = {name: typed.pop(f"data.{name}") for name in OF_ROWS if f"data.{name}" in typed}
     sources = [source_of(item, for_eval, own) for item, for_eval in parts(path)]
     jobs = profile_of(sources, name, profile, model, kept)
     read_with = [keys.get("columns") for source in sources for keys in source.stages.values()]
-    if "columns" in own and own["columns"] not in read_with:
+    if own.get("columns") not in (None, *read_with):
         found = ", ".join(some(sources[0].first))
         raise InputError(f"no stage can read {path} with them; its columns are {found}", key="data.columns")
     if not jobs:
         raise InputError(guess.misfit([sources[0].first], "sft", sources[0].path))
-    if not (new := jobs.keys() - kept.keys()):
+    if not (new := [job for job in jobs if job not in kept]):
         raise InputError(f"{folder} has every job that these rows allow; name the rows there: data.train")
-    for option in typed:  # as a run would
-        takers = [job for job in new if takes(job, option.partition("=")[0])]
-        for job in takers or [*new][:1]:
-            load_job(shipped.JOBS / profile / f"{job}.yaml", [option], job)
+    for one in overrides:  # as a run would
+        key = one.partition("=")[0]
+        takers = [job for job in new if takes(job, key)]
+        for job in takers or new[:1]:
+            load_job(shipped.JOBS / profile / f"{job}.yaml", [one], job)
+        if not takers:
+            raise InputError(f"init sets this key in no job; set it in {folder}/{new[0]}.yaml", key=key)
     shipped.bring(profile)
     if any("transform" in keys for source in sources for keys in source.stages.values()):
         shipped.bring("examples")
@@ -136,24 +142,21 @@ def run(path: str, options: list[str]) -> None:
 
     def write() -> None:
         for job in new:
-            for section, values in keys.data.items():
-                for key in values:
-                    if takes(job, f"{section}.{key}") and key not in own:
-                        jobs[job] = with_key(jobs[job], f"{section}.{key}", values[key])
+            for key, value in typed.items():
+                if takes(job, key):
+                    jobs[job] = with_key(jobs[job], key, value)
             (folder / f"{job}.yaml").write_text(jobs[job], encoding="utf-8")
 
     write()
-    print(f"wrote {folder}: {', '.join(job for job in jobs if job in new)}")
+    print(f"wrote {folder}: {', '.join(new)}")
     if kept:
         print(f"  kept as they are, without what is new: {', '.join(kept)}")
     for source in sources:
         readers = [stage for stage in TAKES if stage in jobs and source in chosen(sources, stage)]
         how = ", ".join(readers) or f"no stage; its columns are {', '.join(some(source.first))}"
-        columns = next((source.stages[stage].get("columns") for stage in readers), None)
-        print(
-            f"  {source.path}: {source.kind or 'skipped'}, read by {how}"
-            + (f"; columns {columns}" if columns else "")
-        )
+        if columns := next((source.stages[stage].get("columns") for stage in readers), None):
+            how += f"; columns {columns}"
+        print(f"  {source.path}: {source.kind or 'skipped'}, read by {how}")
     set_lengths(folder, jobs, write)
     if "generate" in new and not chosen(sources, "ppo"):  # conversations, which end with an answer
         learns = loaded(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
@@ -274,15 +277,14 @@ def profile_of(
     there = {stage for stage in TAKES if rows[stage] or stage in kept}
     reward = f"models:/{name}-rm@champion" if "rm" in there else None
     policies = [
-        stage for stage in ("ppo", "dpo", "kto", "sft") if stage in there and (stage != "ppo" or reward)
+        stage for stage in ("ppo", "dpo", "kto", "sft") if stage in there and (reward or stage != "ppo")
     ]
     served = {f"{name}-{stage}": f"models:/{name}-{stage}@champion" for stage in policies}
     start = served.get(f"{name}-sft", "base")
     newest = [*served.values()]  # of which the first that exists is used, because a gate may fail
     best = {"policy": newest if len(newest) > 1 else start, "reward": reward}
-    base: dict[str, Any] = next(
-        (found for text in kept.values() if (found := yaml.safe_load(text).get("model"))), {}
-    )
+    models = (yaml.safe_load(text).get("model") for text in kept.values())
+    base: dict[str, Any] = next(filter(None, models), {}) | ({"name_or_path": model} if model else {})
     values: dict[str, dict[str, Any]] = {
         **{job: {"policy": start} for job in ("dpo", "kto", "collect", "iterate")},
         "ppo": {"policy": start, "reward": reward},
@@ -296,25 +298,25 @@ def profile_of(
     }
     made = [stage for stage in TAKES if rows[stage]]
     if reward:
-        made += ["score"] + ["evaluate", "collect", "iterate"] * bool(rows["ppo"])
+        made += ["score"]
+        if rows["ppo"]:
+            made += ["evaluate", "collect"] + ["iterate"] * ("dpo" in there)
     if policies:
         made += ["generate", "serve", "export"]
-    jobs: dict[str, str] = {}
+    jobs = dict(kept)
     for job in made:
-        if not (file := shipped.JOBS / profile / f"{job}.yaml").exists():
+        if job in kept or not (file := shipped.JOBS / profile / f"{job}.yaml").exists():
             continue
         text = file.read_text(encoding="utf-8")
         for pattern in ("rlhf-{}", "PROFILE={}", "jobs/{}/"):
             text = text.replace(pattern.format(profile), pattern.removeprefix("rlhf-").format(name))
-        for key, value in (base | ({"name_or_path": model} if model else {})).items():
-            if job != "iterate":
-                text = with_key(text, f"model.{key}", value)
-        for key, value in values.get(job, {}).items():
+        own_base = {f"model.{key}": value for key, value in base.items() if job != "iterate"}
+        for key, value in {**own_base, **values.get(job, {})}.items():
             text = with_key(text, key, value)
         used = dict.fromkeys(re.findall(rf"models:/{name}-(\w+)@champion", str(values.get(job))))
         needs = filter(None, (" or ".join(one for one in used if one != "rm"), "rm" if "rm" in used else ""))
         text = re.sub(r"\(needs [^)]*first\)", f"(needs {', and '.join(needs)} first)" if used else "", text)
-        if job == "iterate" and {*OF_ROWS} & {*yaml.safe_load((jobs | kept)["dpo"])["data"]}:
+        if job == "iterate" and {*OF_ROWS} & {*yaml.safe_load(jobs["dpo"])["data"]}:
             collected = dict.fromkeys((*OF_ROWS, "eval")) | {"eval_fraction": 0.1}
             text = with_key(text, "dpo.data", collected, "collected rows have the columns that dpo reads")
         if job == "ppo" and not reward:
@@ -323,7 +325,7 @@ def profile_of(
         if job != "serve" and rows.get(stage):
             text = with_rows(text, job, rows[stage], stage)
         jobs[job] = with_device(text) if profile == "own" else text
-    return kept | jobs | kept if jobs else {}
+    return jobs if made else {}
 
 
 def with_device(text: str) -> str:

@@ -33,6 +33,7 @@ class Model:
 
 
 SPLITS = ("train", "eval", "pairs", "benchmarks")  # keys of `data` that name rows
+OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that say what rows are
 
 
 @dataclass(frozen=True)
@@ -351,7 +352,7 @@ def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:
 
 def completed(data: Data, name: str) -> list[Source]:
     """Returns the sources of one of SPLITS, with the keys of `data` that a source does not set."""
-    shared = {key: getattr(data, key) for key in ("columns", "label", "transform", "group_by")}
+    shared = {key: getattr(data, key) for key in OF_ROWS}
     return [
         replace(source, **{key: value for key, value in shared.items() if getattr(source, key) is None})
         for source in sources_of(getattr(data, name))

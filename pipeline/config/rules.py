@@ -315,9 +315,8 @@ def _inputs(job: Job) -> Problems:
         elif not Ref.parse(name).is_function and (name.startswith("python:") or key in functions):
             expected = "python:MODULE:FUNCTION, for example python:pipeline.demo:gold"
         elif not adapter and name.endswith(".py"):
-            expected = (
-                f"python:{name.removesuffix('.py').replace('/', '.')}:FUNCTION for a function of that file"
-            )
+            module = name.removesuffix(".py").replace("/", ".")
+            expected = f"python:{module}:FUNCTION for a function of that file"
         elif not adapter and Ref.parse(f"python:{name}").is_function:
             expected = f"python:{name} for a Python function"
         else:

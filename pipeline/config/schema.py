@@ -90,7 +90,8 @@ def meant(key: str, stage: str) -> str | None:
         return ours
     siblings = [short for full, short in known.items() if full == f"{section}.{short}"]
     near = [f"{section}.{one}" for one in difflib.get_close_matches(name, siblings, 1, 0.7)]
-    return next((full for full in (*near, *known) if full in near or known[full] == name), None)
+    elsewhere = [full for full, short in known.items() if short == name]
+    return next(iter(near + elsewhere), None)
 
 
 # ---------------------------------------------------------------- values

@@ -8,6 +8,7 @@ Rows are streamed, so memory never holds more than one range.
 import codecs
 import itertools
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,20 +32,14 @@ NAMED: dict[str, Format] = {
 }  # fmt: skip
 UNITS: dict[str, Literal["element", "row"]] = {"array": "element", "parquet": "row", "arrow": "row"}
 MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARRO": "arrow"}
-# First bytes of files that are not read -> what such a file is, and what to do
+# Pattern of the first bytes of files that are not read -> what such a file is, and what to do
 FOREIGN = {
-    (b"PK\x03\x04",): "an Excel workbook or another zip archive; save its sheet as CSV UTF-8, or unpack it",
-    (
-        b"(\xb5/\xfd",
-        b"BZh",
-        b"\xfd7zXZ",
-    ): "compressed in an unsupported format; unpack it, or compress it with gzip",
-    (b"\xd0\xcf\x11\xe0",): "a workbook of an old Excel; save its sheet as CSV UTF-8",
-    (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"): "a pickle; save its rows as JSON Lines or Parquet",
-    (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE): "UTF-16 text; run iconv -f UTF-16 -t UTF-8 FILE > NEW",
-    (
-        b"{\n",
-    ): "JSON with an object over several lines; run jq -c . FILE > NEW, or jq -c '.data[]' if the rows are in `data`",
+    b"PK\x03\x04": "an Excel workbook or another zip archive; save its sheet as CSV UTF-8, or unpack it",
+    b"\xd0\xcf\x11\xe0": "a workbook of an old Excel; save its sheet as CSV UTF-8",
+    rb"\(\xb5/\xfd|BZh|\xfd7zXZ": "compressed in an unsupported format; unpack it, or compress it with gzip",
+    b"\x80[\x02-\x05]": "a pickle; save its rows as JSON Lines or Parquet",
+    b"\xff\xfe|\xfe\xff": "UTF-16 text; run iconv -f UTF-16 -t UTF-8 FILE > NEW",
+    rb"\s*\{\s*\n": "JSON with an object over several lines; run jq -c . FILE > NEW, or jq -c '.data[]' if the rows are in `data`",
 }
 
 
@@ -78,10 +73,11 @@ def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[C
             head = zlib.decompressobj(wbits=31).decompress(head, 4096)
         except zlib.error:  # reading the rows reports it
             head = b""
-    start = head.removeprefix(codecs.BOM_UTF8).lstrip().replace(b"\r", b"")
-    if found := next((what for magic, what in FOREIGN.items() if start.startswith(magic)), None):
-        raise InputError(f"data: {visible(file.path, lines=False)} is {found}")
-    text: Format = "array" if start[:1] == b"[" else "lines"
+    start = head.removeprefix(codecs.BOM_UTF8)
+    for pattern, found in FOREIGN.items():
+        if re.match(pattern, start):
+            raise InputError(f"data: {visible(file.path, lines=False)} is {found}")
+    text: Format = "array" if start.lstrip()[:1] == b"[" else "lines"
     format = NAMED.get(os.path.splitext(name.removesuffix(".gz"))[1]) or MAGIC.get(head[:4]) or text
     parts = [(0, -1, file.size)]  # start, stop, bytes; a group must not be split between two chunks
     if format in ("parquet", "arrow") and not group_by:

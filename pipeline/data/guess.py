@@ -197,13 +197,6 @@ def _is_label(values: Values) -> bool:
     return least <= len(different) <= reshape.SEVERAL and all(len(value.split()) < 3 for value in different)
 
 
-def _names_sides(values: Values) -> bool:
-    """Returns True if all values name the first or the second of two completions, or a tie."""
-    filled = (one for value in values for one in listed(value) if not reshape.is_blank(one))
-    named = {reshape.side_of(reshape.comparable(one)) for one in filled}
-    return {"first", "second"} <= named <= {"first", "second", "tie"}
-
-
 # ---- candidates ------------------------------------------------------------------------------------------------------
 
 
@@ -260,9 +253,13 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
     def named(words: list[str]) -> list[str]:
         return [name for name in columns if any(word in name.lower() for word in words)]
 
+    def sides(name: str) -> set[str | None]:
+        filled = (one for value in columns[name] for one in listed(value) if not reshape.is_blank(one))
+        return {reshape.side_of(reshape.comparable(one)) for one in filled}
+
     labels = [name for name in named(PREFERENCES) if _is_label(columns[name])]
     votes = [name for name in labels if re.search(r"\d$", name)]
-    spoken = [name for name, values in columns.items() if _names_sides(values)]
+    spoken = [name for name in columns if {"first", "second"} <= sides(name) <= {"first", "second", "tie"}]
     labels += [name for name in spoken if name not in labels]
     scores = [name for name in named(SCORES) if _numbers(columns[name])]
     for low, high in PAIRED:

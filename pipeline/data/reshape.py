@@ -315,19 +315,15 @@ class Preprocess:
             made |= {"chosen": row[better], "rejected": row[worse]}
         else:
             return row
-        label, column = row.get("label"), ", ".join(listed(self.columns.get("label", "label")))
-        word = "neither" if rule.good and meaning == "tie" else meaning
-        if meaning == "unlabeled" or "first_score" in row or not note_label:
-            pass
-        elif isinstance(label, list):
-            votes = [comparable(one) for one in label if not is_blank(one)]
-            note_label(column, word)
+        if note_label and meaning != "unlabeled" and "first_score" not in row:
+            label, column = row["label"], ", ".join(listed(self.columns.get("label", "label")))
+            word = "neither" if rule.good and meaning == "tie" else meaning
+            value = word if isinstance(label, list) else str(label).strip()[:40]
+            note_label(column, word if value.lower() == word else f"{value} = {word}")
+            votes = [comparable(one) for one in listed(label) if not is_blank(one)]
             if len(votes) > 1:
                 agreed = "unanimous" if votes.count(votes[0]) == len(votes) else "not unanimous"
                 note_label(f"{column}, {len(votes)} annotators", agreed)
-        elif isinstance(label, str | int | float):
-            value = str(label).strip()[:40]
-            note_label(column, word if value.lower() == word else f"{value} = {word}")
         return Dropped(meaning) if meaning in ("tie", "unlabeled") else made
 
 

@@ -311,13 +311,19 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
     `prompt_tokens` is the length of the prompt that both sides of a pair begin with.
     """
     decode = tokenizer.decode
+
+    def begun(ids: list[int]) -> str:
+        """Returns the text of a row's first tokens, the last of which may be a part of a character: one of at most 4 bytes."""
+        texts = (str(decode(ids[: max(0, len(ids) - cut)])) for cut in range(4))
+        return next((text for text in texts if not text.endswith("\ufffd")), "")
+
     if "labels" in columns:
         ids, text, shown, stop = columns["input_ids"], "", 0, 0
         for trained, run in itertools.groupby(columns["labels"], lambda label: label != -100):
             stop += len([*run])
-            # Decoded from the begin, because decoders drop the first space of a text; a character may be incomplete
-            so_far = decode(ids[:stop]) if stop == len(ids) else decode(ids[:stop]).rstrip("\ufffd")
-            piece, shown = so_far[shown:], len(so_far)
+            # Decoded from the begin, because decoders drop the first space of a text
+            so_far = decode(ids) if stop == len(ids) else begun(ids[:stop])
+            piece, shown = so_far[shown:], max(shown, len(so_far))
             text += f"⟦{piece}⟧" if trained else piece
         return clip(text, limit)
     if "input_ids" in columns:
@@ -325,10 +331,7 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
     names = ("completion_ids", "chosen_ids", "rejected_ids")
     sides = [columns[name] for name in names if columns.get(name) is not None]
     before = columns.get("prompt_ids", [])
-    prompt = (before + sides[0])[: len(before) or prompt_tokens]
-    # Its last tokens may be a part of a character, which alone cannot be decoded: UTF-8 has at most 4 bytes
-    heads = (decode(prompt[: max(0, len(prompt) - cut)]) for cut in range(4))
-    head = next((text for text in heads if not text.endswith("\ufffd")), "")
+    head = begun((before + sides[0])[: len(before) or prompt_tokens])
     texts = [decode(before + side)[len(head) :] for side in sides]
     if len(texts) == 1:
         return clip(f"{head}⟦{texts[0]}⟧", limit)

@@ -139,9 +139,8 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
     """
     csv.field_size_limit(ROW)  # applies to the process; the default is 128 KiB
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]
-    given = re.fullmatch(
-        rb"sep=(.)\r?", head
-    )  # the line before the header from which Excel reads the delimiter
+    # The line before the header from which Excel reads the delimiter
+    given = re.fullmatch(rb"sep=(.)\r?", head)
     delimiter = given[1].decode() if given else max(delimiters, key=head.decode(errors="replace").count)
     lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(lines, delimiter=delimiter, strict=True)

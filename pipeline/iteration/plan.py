@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pipeline.config import Job, MLflow, Run, job_of, rules, schema
+from pipeline.config.job import OF_ROWS
 from pipeline.config.stages import STAGE
 from pipeline.config.yaml_tree import Tree, read_tree, section_tree
 from pipeline.errors import InputError, show
@@ -174,11 +175,12 @@ def _job(tree: Tree, step: str, path: Path, policy: str, run: Run, mlflow: MLflo
                 section.error(key, "").where,
             )
     section.data["stage"] = section.data.get("stage", step)
-    section.data |= {key: policy for key in ("policy", "baseline") if key in STAGE[step].inputs}
-    if tree.data["iterate"].get("reference") == "first" and "reference" in STAGE[step].inputs:
-        section.data["reference"] = policy  # for the checks; a round sets it again
+    given = {"policy": policy, "baseline": policy}
     if step == "evaluate":  # of the version that a round has trained, also if the first policy is the base
-        section.data["policy"] = "models:/trained/1"
+        given["policy"] = "models:/trained/1"
+    if tree.data["iterate"].get("reference") == "first":
+        given["reference"] = policy  # for the checks; a round sets it again
+    section.data |= {key: name for key, name in given.items() if key in STAGE[step].inputs}
     with of_step(step):
         job = job_of(section, step, str(path))
     return replace(
@@ -203,7 +205,7 @@ def _check(tree: Tree, jobs: dict[str, Job], train: str) -> None:
         says = f"found {select}; set {wanted}, which `{train}` learns from"
         raise tree.error("collect.trainer.select", says)
     says = "collected rows have the columns that training reads; set null, and give the key to a source of data.eval"
-    for key in ("columns", "transform", "label", "group_by"):
+    for key in OF_ROWS:
         if getattr(trained.data, key) is not None:
             raise tree.error(f"{train}.data.{key}", says)
 

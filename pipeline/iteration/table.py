@@ -17,7 +17,7 @@ def row(
 ) -> dict[str, Any]:
     """Returns the row of a round from three result.json files."""
     metrics, gates = evaluated["metrics"], (trained["gate"], evaluated["gate"])
-    failed = [gate for gate in gates if str(gate).startswith("failed")]
+    failed, passed = ([gate for gate in gates if str(gate).startswith(how)] for how in ("failed", "passed"))
     return {
         "round": number,
         "policy": collected["inputs"].get("policy", "base"),  # the policy that the round began with
@@ -29,9 +29,7 @@ def row(
         **{f"{name}_before": metrics.get(f"before_{name}") for name in ("reward", "judge")},
         "version": str(Ref(trained["registered_model"], version=trained["version"])),
         "passed": not failed,
-        "gate": failed[0]
-        if failed
-        else next((gate for gate in gates if str(gate).startswith("passed")), "none set"),
+        "gate": (failed or passed or ["none set"])[0],
         "seconds": round(sum(one["seconds"] for one in (collected, trained, evaluated)), 2),
         "folders": [one["folder"] for one in (collected, trained, evaluated)],
     }

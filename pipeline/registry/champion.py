@@ -2,13 +2,13 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config import OPERATORS, Job, gates, parse_gate
 from pipeline.config.job import SPLITS
-from pipeline.registry.store import metric_key
+from pipeline.registry.store import metric_key, search_filter
 
 
 @dataclass(frozen=True)
@@ -32,28 +32,20 @@ def champion_of(
 
     Args:
         own: the number of the run's version. If that is the champion already, nothing is compared.
-        measured: what the metrics depend on besides the version: eval rows, reward, ... The champion's must be equal.
+        measured: tags of what the metrics depend on: eval rows, reward, tokenizer, ... The champion's must be equal.
         prefix: of the champion's tags.
     """
-    from mlflow.exceptions import MlflowException
-
-    try:
-        found = mlflow.get_model_version_by_alias(name, job.mlflow.alias)
-    except MlflowException as error:
-        if error.error_code not in (
-            "RESOURCE_DOES_NOT_EXIST",
-            "INVALID_PARAMETER_VALUE",
-        ):  # no model, no alias
-            raise
+    models = mlflow.search_registered_models(search_filter("name", name))
+    number = next((model.aliases.get(job.mlflow.alias) for model in models if model.name == name), None)
+    if number is None or str(number) == own:
         return Champion()
-    if str(found.version) == own:
-        return Champion()
-    which = f"v{found.version}, which was {job.mlflow.alias}"
-    then = json.loads(found.tags.get(f"{prefix}measured", "{}"))
+    which = f"v{number}, which was {job.mlflow.alias}"
+    tags = mlflow.get_model_version(name, number).tags
+    then, measured = _parts(tags, prefix), _parts(measured)
     if other := [key for key in {**measured, **then} if measured.get(key) != then.get(key)]:
         return Champion(note=f"not compared with {which}: other {other[0]}")
-    tags = {key: found.tags.get(prefix + metric_key(key)) for key in metrics if key.startswith("eval_")}
-    known = {key: float(value) for key, value in tags.items() if value not in (None, "nan")}
+    known = {key: float(tags.get(prefix + metric_key(key), "nan")) for key in metrics}
+    known = {key: value for key, value in known.items() if not math.isnan(value)}
     metric = job.run.metric_for_best_model or gates.default_metric(job)
     if metric not in known:
         return Champion(known)
@@ -64,11 +56,19 @@ def champion_of(
 
 
 def measured_on(digests: dict[str, str], inputs: dict[str, str]) -> dict[str, str]:
-    """Returns what eval metrics depend on besides the version: rows and functions by digest, models by version."""
-    used = {key: digest[:12] for key, digest in digests.items() if not key.startswith("train")}
-    return {
-        f"{key} rows" if key in SPLITS else f"code of {key}": digest for key, digest in used.items()
-    } | inputs
+    """Returns the tags of what metrics are measured on: rows and functions by digest, models by version."""
+    data = {name: digest[:12] for name, digest in digests.items()}
+    return {"data": json.dumps(data), "parents": json.dumps(inputs)}
+
+
+def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
+    """Returns what eval metrics depend on besides the version, by the version's tags."""
+    same = {key: tags[prefix + key] for key in ("tokenizer", "chat_template") if prefix + key in tags}
+    data, inputs = (json.loads(tags.get(prefix + key, "{}")) for key in ("data", "parents"))
+    for key in data:
+        if not key.startswith("train"):
+            same[f"{key} rows" if key in SPLITS else f"code of {key}"] = data[key]
+    return same | inputs
 
 
 def _rounded(value: float) -> float:
@@ -85,21 +85,18 @@ def conditions(
     """
     for name, condition in gate.items():
         symbol, threshold = parse_gate(condition)
-        value = metrics.get(name)
-        holds = value is not None and not math.isnan(value)
-        if threshold is None and name in champion:
-            condition, threshold = f"{condition} ({champion[name]:.4g})", champion[name]
-            holds = value is not None and OPERATORS[symbol](_rounded(value), threshold)
-        elif threshold is not None:
-            holds = value is not None and OPERATORS[symbol](value, threshold)
-        yield name, condition, value, holds
+        value = compared = metrics.get(name)
+        if threshold is None:
+            compared = None if value is None else _rounded(value)
+            threshold = champion.get(name, -math.inf if ">" in symbol else math.inf)
+            condition += f" ({threshold:.4g})" if name in champion else ""
+        yield name, condition, value, compared is not None and OPERATORS[symbol](compared, threshold)
 
 
 def evaluate_gate(
-    gate: dict[str, str], metrics: dict[str, float], champion: Champion | None = None
+    gate: dict[str, str], metrics: dict[str, float], champion: Champion = Champion()
 ) -> tuple[bool, str]:
     """Returns (did every condition hold, the reason in words)."""
-    champion = champion or Champion()
     failures = [
         f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
         for name, condition, value, holds in conditions(gate, metrics, champion.metrics)

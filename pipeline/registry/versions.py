@@ -68,10 +68,8 @@ def publish(
     mlflow = client(tracking_uri(job))
     name = str(job.mlflow.registered_model)
     known = [one for one in mlflow.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
-    made = {key: str(lineage.get(key)) for key in ("tokenizer", "chat_template")}
-    measured = made | measured_on(lineage.get("data", {}), lineage.get("parents", {}))
-    own = str(known[0].version) if known else None
-    champion = champion_of(mlflow, job, name, own, metrics, measured)
+    own, tags = str(known[0].version) if known else None, _tags(lineage)
+    champion = champion_of(mlflow, job, name, own, metrics, tags)
     ok, reason = (False, f"failed: {problem}") if problem else evaluate_gate(job.gate, metrics, champion)
     run = mlflow.get_run(run_id).info
     description = describe(job.stage, metrics, lineage, reason, run)
@@ -88,7 +86,7 @@ def publish(
                 raise
         figures = {k: f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")}
         figures = {k: v for k, v in figures.items() if not k.endswith(CLOCKS)}
-        tags = _tags(lineage) | figures | {"gate": reason, "measured": json.dumps(measured)}
+        tags |= figures | {"gate": reason}
         version = mlflow.create_model_version(
             name, source, run_id, model_id=model_id, tags=tags, description=description
         ).version
@@ -100,17 +98,15 @@ def publish(
 def promote(job: Job, reference: str, metrics: dict[str, float], measured: dict[str, str]) -> Version:
     """Applies the gate of an evaluation to a pinned version: tags it with the metrics, and moves the alias if they pass.
 
-    `measured` is as in `champion_of`.
+    `measured` is what `measured_on` returns.
     """
     mlflow = client(tracking_uri(job))
     ref = Ref.parse(reference)
     champion = champion_of(mlflow, job, ref.name, ref.version, metrics, measured, "evaluate.")
     ok, reason = evaluate_gate(job.gate, metrics, champion)
-    for key, value in metrics.items():
-        if key.startswith("eval_"):
-            mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{metric_key(key)}", f"{value:.6g}")
-    mlflow.set_model_version_tag(ref.name, ref.version, "evaluate.measured", json.dumps(measured))
-    mlflow.set_model_version_tag(ref.name, ref.version, "evaluate.gate", reason)
+    figures = {metric_key(key): f"{value:.6g}" for key, value in metrics.items() if key.startswith("eval_")}
+    for key, value in (figures | measured | {"gate": reason}).items():
+        mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{key}", value)
     if ok:
         mlflow.set_registered_model_alias(ref.name, job.mlflow.alias, ref.version)
     return Version(ref.name, str(ref.version), job.mlflow.alias if ok else None, reason, champion)
@@ -174,8 +170,7 @@ def _tags(lineage: dict[str, Any]) -> dict[str, str]:
     tags |= {f"base_{key}": str(base[key]) for key in ("name_or_path", "revision", "digest") if base.get(key)}
     tags |= {f"reward_{key}": f"{value:.6g}" for key, value in reward.items()}
     tags |= {key: tags[key][:DIGEST] for key in ("tokenizer", "chat_template", "base_digest") if key in tags}
-    tags["parents"] = json.dumps(lineage.get("parents", {}))
-    tags["data"] = json.dumps({name: digest[:12] for name, digest in lineage.get("data", {}).items()})
+    tags |= measured_on(lineage.get("data", {}), lineage.get("parents", {}))
     if rows_from := most_frequent(lineage.get("rows_from", {}), 20):
         tags["rows_from"] = json.dumps(rows_from)
     return tags

@@ -168,6 +168,7 @@ def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
         ),
         (PAIRS, ["trainer.lr=1"], "trainer.lr: unknown key"),
         (PAIRS, ["trainer.learning_rate=fast"], "trainer.learning_rate: found 'fast'"),
+        (PAIRS, ["gate.eval_loss=<= 1"], "gate.eval_loss: init sets this key in no job"),
         ("nothing.jsonl", [], "there is no file"),
         (MODEL, [], "is the folder of a model"),
     ],
@@ -330,6 +331,14 @@ def test_a_profile_gets_the_jobs_for_one_more_file(here, capsys):
     dpo = load_job("jobs/vet/dpo.yaml")
     assert (dpo.policy, dpo.model.name_or_path) == ("models:/vet-sft@champion", MODEL)
     assert load_job("jobs/vet/evaluate.yaml").baseline == "models:/vet-sft@champion"
+
+
+def test_a_profile_without_dpo_gets_no_iteration(here, capsys):
+    init(rows(here / "ratings.jsonl", MANY), "--name", "vet")
+    for name in ("dpo", "iterate", "evaluate"):
+        (here / f"jobs/vet/{name}.yaml").unlink()
+    init(rows(here / "prompts.jsonl", ASKED), "--name", "vet")
+    assert "wrote jobs/vet: evaluate\n" in capsys.readouterr().out
 
 
 def test_held_out_prompts_keep_their_columns(here):
