@@ -16,7 +16,8 @@ from typing import Any
 
 from pipeline.commands.generate import sampler
 from pipeline.config import Collect, Job
-from pipeline.data.messages import repeats_prompt
+from pipeline.data.messages import repeats_prompt, unpacked
+from pipeline.data.values import RowError
 from pipeline.errors import InputError
 from pipeline.runtime.host import Host
 from pipeline.runtime.inference import Answer, Record, Verb, launch
@@ -143,8 +144,11 @@ def distinct(samples: list[Sample]) -> list[Sample]:
 
 
 def is_dialogue(completion: str) -> bool:
-    """Returns True if a row with this completion would be read as a conversation: it continues for the user, or is JSON."""
-    return repeats_prompt(completion) or completion.lstrip().startswith("[{")
+    """Returns True if a row with this completion would be read as a conversation, or refused as the text of one."""
+    try:
+        return repeats_prompt(completion) or unpacked("completion", completion) is not completion
+    except RowError:
+        return True
 
 
 # ------------------------------------------------------------------------------------------------------ figures

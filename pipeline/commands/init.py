@@ -30,8 +30,8 @@ from pipeline.config.stages import STAGE
 from pipeline.config.yaml_tree import Tree, override
 from pipeline.data import chunks, guess, preview
 from pipeline.data.encode import Encoder, Example
+from pipeline.data.files import HELD_OUT, files_of, find, is_held_out
 from pipeline.data.files import NAME as DATA_SET
-from pipeline.data.files import files_of, find, is_held_out
 from pipeline.data.reshape import Preprocess
 from pipeline.data.shapes import Kind, Record, kind_of
 from pipeline.data.tasks import checked, held_out
@@ -54,7 +54,6 @@ TAKES = {
 }
 # Other job -> the stage whose rows it reads.
 ROWS_OF = {**dict.fromkeys(("evaluate", "collect", "generate", "serve"), "ppo"), "score": "rm"}
-EVAL_NAMES = ("test", "validation", "eval", "dev")  # splits and files that are not for training
 EVAL_PROMPTS = 200  # largest number of prompts in a file that init writes
 # Examples with a transform or with thresholds -> columns that identify their rows.
 EXAMPLES = {
@@ -203,7 +202,7 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
     """
     if files_of(path, "data.train"):
         yield path, False
-        for name in EVAL_NAMES:
+        for name in HELD_OUT:
             split = f"{path.rstrip('/').removesuffix('/train')}/{name}"
             with contextlib.suppress(InputError):
                 if files_of(split, "data.eval"):

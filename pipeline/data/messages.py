@@ -92,9 +92,9 @@ def messages(value: Any, key: str, system: Any = None) -> Turns:
     return with_system([message(item, f"{key}[{i}]") for i, item in enumerate(value)], system)
 
 
-# Python's text of messages, which `to_csv` of pandas and datasets writes, or JSON of messages that is cut off; and of any list
+# Python's text of messages, which `to_csv` of pandas and datasets writes and in which keys have single quotes; and of any list
 _BEGIN = r"(?:array\()?[\[(\s]*"
-_MESSAGES = rf"{_BEGIN}\{{\s*(?=['\"])(?=.*['\"](?:role|from)['\"]\s*:)(?=.*['\"](?:content|value)['\"]\s*:)"
+_MESSAGES = rf"{_BEGIN}\{{\s*(?=')(?=.*'(?:role|from)'\s*:)(?=.*'(?:content|value)'\s*:).*[\]}})]\Z"
 _LIST = rf"{_BEGIN}(?<=[\[(])\s*['\"{{].*[\])]\Z"
 
 

@@ -57,7 +57,8 @@ def known_fields(kind: Kind) -> list[str]:
     needs = [name for shape in kind.shapes.values() for name in shape]
     pair = reshape.UNORDERED if kind.has_pairs else ()
     input_of = ("input",) if "instruction" in needs else ()
-    return [*dict.fromkeys([*needs, *pair, *sorted(kind.further), *input_of, "system", "tools"])]
+    of_all = ("system", "tools", "chat_template_kwargs")
+    return [*dict.fromkeys([*needs, *pair, *sorted(kind.further), *input_of, *of_all])]
 
 
 def check_columns(columns: reshape.Columns, kind: Kind, key: str = "data.columns") -> None:

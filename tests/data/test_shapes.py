@@ -326,7 +326,7 @@ TWO = [USER, {"content": 'it\'s "yo"', "role": "assistant"}]
 ARRAY = "[{'content': 'hi', 'role': 'user'}\n {'content': 'yo', 'role': 'assistant'}]"
 REPRS = [
     str(TWO), str(tuple(TWO)), str([{"from": "human", "value": "hi"}]), str([{"id": 7, **USER}]), str(BOT), ARRAY,
-    f"array({ARRAY}, dtype=object)", f" [{ARRAY}]", json.dumps(TWO)[:-9],
+    f"array({ARRAY}, dtype=object)", f" [{ARRAY}]",
 ]  # fmt: skip
 LISTS = ["['a', 'b']", "('a', 'b')", "['a' 'b']", "array(['a', 'b'], dtype=object)", "[\"it's\", 'b']"]
 GIVEN = {"prompt": "hi", "chosen": "a", "rejected": "b", "completion": "c"}
@@ -359,7 +359,8 @@ def test_pythons_text_of_a_list_is_refused_where_a_list_is_read(text):
         with pytest.raises(RowError, match="to_csv writes Python's text"):
             parsed(row, stage)
     assert parsed({"prompt": text, "completion": text}, "sft").pairs == [(text,)], "an answer may be code"
-    for code in ("{'role': 'admin'}", json.dumps(BOT), "[", "{'from': 'NYC', 'to': 'LA'}"):
+    cited = [f"{text}\n\nThis is a list." for text in (json.dumps(TWO), str(TWO))]
+    for code in ("{'role': 'admin'}", json.dumps(BOT), "[", "{'from': 'NYC', 'to': 'LA'}", *cited):
         assert parsed({"prompt": "q", "completion": code}, "sft").pairs == [(code,)]
 
 
