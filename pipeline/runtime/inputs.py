@@ -249,7 +249,7 @@ def _check_supported(job: Job, name: str, folder: str, base: Base) -> None:
     if on_head and stage.trl:
         problem = "adapts lm_head, to which TRL's trainers apply no adapter; train one without it"
     elif merged and (found := unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):
-        problem = found[1]
+        problem = found.message
     elif dora and stage.runs_in == "serve":
         problem = (
             "is a DoRA adapter, which peft cannot batch with others; merge it into its base (`export`), name the result as "
