@@ -226,7 +226,7 @@ def made(
     """Returns one of TRL's trainers, with a new adapter if `lora` is given. Raises InputError if peft rejects that."""
     from peft import LoraConfig
 
-    with errors_of_peft("lora", others=False):
+    with errors_of_peft("lora"):
         adapter = None if lora is None else LoraConfig(task_type=task_type, **lora)
         return trainer_class(peft_config=adapter, **options)
 
