@@ -49,10 +49,8 @@ def private(parent: str, name: str, variable: str) -> str:
             raise OSError(None, "it belongs to another user")
         os.chmod(folder, 0o700)
     except OSError as error:
-        raise InputError(
-            f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER, one that you own",
-            key=variable,
-        ) from error
+        why = f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER, one that you own"
+        raise InputError(why, variable) from error
     return folder
 
 
