@@ -65,11 +65,9 @@ def write(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str,
 
 def adapts_lm_head(target_modules: Any) -> bool:
     """Returns whether peft's `target_modules`, a list of names or a pattern, include the lm head."""
-    if not isinstance(target_modules, str):
-        return any(str(name).rpartition(".")[2] == "lm_head" for name in target_modules or ())
     try:
-        return target_modules == "lm_head" or bool(re.fullmatch(target_modules, "lm_head"))
-    except re.error:
+        return is_named(target_modules, "lm_head")
+    except re.error:  # check_lora says so
         return False
 
 
