@@ -15,8 +15,8 @@ from pipeline.config import Job
 from pipeline.config.job import HUB, transforms
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError, about
-from pipeline.models import hub
-from pipeline.models.compatibility import Base
+from pipeline.models import adapter_files, hub
+from pipeline.models.compatibility import Base, unmergeable
 from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.system import storage
@@ -205,8 +205,6 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
         base: its identity.
         files: its files, models.compatibility.Base.
     """
-    from pipeline.models import adapter_files
-
     adapters = {}
     for name, reference in inputs.items():
         if Ref.parse(reference).is_function:
@@ -235,9 +233,6 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
 
 def _check_supported(job: Job, name: str, folder: str, base: Base, scores: bool) -> None:
     """Raises InputError if the stage cannot use this adapter as its input `name`, or could not merge what it becomes."""
-    from pipeline.models import adapter_files
-    from pipeline.models.compatibility import unmergeable
-
     stage, adapter = STAGE[job.stage], adapter_files.settings(folder)
     modules = adapter_files.ranks(adapter_files.shapes(folder))
     dora, problem = adapter.get("use_dora"), None
