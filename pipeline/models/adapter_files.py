@@ -183,8 +183,8 @@ def check(base: Base, folder: str | Path, scores: bool) -> None:
         every = not (given.get("exclude_modules") or given.get("layers_to_transform"))
         for module in [*named, *(base.modules if every else [])]:
             if is_named(promised, module) != is_named(named, module):
-                found = f"tensors and target_modules of {SETTINGS} differ, for example in {module}"
-                raise InputError(f"{path}: {found}; {FIX}")
+                why = f"tensors and target_modules of {SETTINGS} differ, for example in {module}"
+                raise InputError(f"{path}: {why}; {FIX}")
 
 
 def learned(folder: str | Path, start: str | Path | None) -> bool:
