@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError, in_brief
-from pipeline.models.compatibility import Base, Shapes, matching, shapes_in
+from pipeline.models.compatibility import Base, Shapes, is_named, shapes_in
 from pipeline.models.hub import HEAD_NAMES, SETTINGS, TENSORS, json_object
 
 PREFIX = "base_model.model."  # peft's prefix of every name in an adapter file
@@ -65,11 +65,9 @@ def write(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str,
 
 def adapts_lm_head(target_modules: Any) -> bool:
     """Returns whether peft's `target_modules`, a list of names or a pattern, include the lm head."""
-    if not isinstance(target_modules, str):
-        return any(str(name).rpartition(".")[2] == "lm_head" for name in target_modules or ())
     try:
-        return target_modules == "lm_head" or bool(re.fullmatch(target_modules, "lm_head"))
-    except re.error:
+        return is_named(target_modules, "lm_head")
+    except re.error:  # check_lora says so
         return False
 
 
@@ -107,27 +105,31 @@ def exact(folder: str | Path) -> dict[str, Any]:
     peft would compare the file's patterns with all names by `re`, which some keep busy for ever, and allocate any rank.
     Raises InputError if a rank is not that of the tensors, or an alpha cannot be one.
     """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     where, given, rank_of = Path(folder) / SETTINGS, settings(folder), ranks(shapes(folder))
     if not rank_of:
         raise InputError(f"{Path(folder) / TENSORS}: holds no tensors of LoRA; {FIX}")
+    modules = pa.array(rank_of, pa.string())
     made: dict[str, Any] = {"target_modules": set(rank_of), "init_lora_weights": False}
     made |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
     for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-        made[key], made[pattern] = given.get(key, 8), {}
-        value_of = dict[str, Any]()
+        made[key] = given.get(key, 8)
+        value_of = dict.fromkeys(rank_of, made[key])
         try:
-            for name, value in (given.get(pattern) or {}).items():
-                if matched := matching(rf"(.*\.)?({name})", rank_of):
-                    made[pattern].setdefault("|".join(map(re.escape, matched)), value)
-                    value_of = dict.fromkeys(matched, value) | value_of  # the first pattern counts
+            for name, value in reversed((given.get(pattern) or {}).items()):  # the first that matches counts
+                matches = pc.match_substring_regex(modules, rf"^(.*\.)?({name})$")  # RE2: in linear time
+                value_of |= dict.fromkeys(modules.filter(matches).to_pylist(), value)
         except (AttributeError, ValueError) as error:
             raise InputError(f"{where}: {pattern}: {in_brief(error)}; {FIX}") from error
-        for module, value in (dict.fromkeys(rank_of, made[key]) | value_of).items():
+        for module, value in value_of.items():
             number = isinstance(value, (int, float)) and 0 < value <= MAX_ALPHA
             if not number or (key == "r" and value != rank_of[module]):
                 expected = f"{rank_of[module]} as its tensors" if key == "r" else f"up to {MAX_ALPHA:.0f}"
                 found = f"found {value!r:.80} for {module}, expected {expected}"
                 raise InputError(f"{where}: {key}: {found}; {FIX}")
+        made[pattern] = {re.escape(name): value for name, value in value_of.items() if value != made[key]}
     return made
 
 
@@ -163,7 +165,7 @@ def check(base: Base, folder: str | Path, scores: bool) -> None:
     Args:
         scores: whether it must have a scalar head, or must have none.
     """
-    named, path, found = exact(folder)["target_modules"], Path(folder) / TENSORS, shapes(folder)
+    named, path, found = [*exact(folder)["target_modules"]], Path(folder) / TENSORS, shapes(folder)
     if any(map(is_head, found)) != scores:
         problem = "lacks the scalar head that" if scores else "holds a scalar head, unknown to"
         raise InputError(f"{path}: {problem} {SETTINGS}{' promises' * scores}; {FIX}")
@@ -176,18 +178,13 @@ def check(base: Base, folder: str | Path, scores: bool) -> None:
                 "another base"
             )
     given = settings(folder)
-    if not isinstance(given.get("target_modules"), list):
-        return
-    promised = tuple(f".{name}" for name in given["target_modules"])
-    wrong = [module for module in named if not f".{module}".endswith(promised)]
-    if not given.get("exclude_modules") and not given.get("layers_to_transform"):
-        # The files of some bases lack the beginning of each name
-        lacking = [one for one in base.modules if not any(f".{name}".endswith(f".{one}") for name in named)]
-        wrong += [module for module in lacking if f".{module}".endswith(promised)]
-    if wrong:
-        raise InputError(
-            f"{path}: tensors and target_modules of {SETTINGS} differ, for example in {wrong[0]}; {FIX}"
-        )
+    promised = given.get("target_modules")
+    if isinstance(promised, list):
+        every = not (given.get("exclude_modules") or given.get("layers_to_transform"))
+        for module in [*named, *(base.modules if every else [])]:
+            if is_named(promised, module) != is_named(named, module):
+                why = f"tensors and target_modules of {SETTINGS} differ, for example in {module}"
+                raise InputError(f"{path}: {why}; {FIX}")
 
 
 def learned(folder: str | Path, start: str | Path | None) -> bool:

@@ -131,9 +131,8 @@ class SharedBase(nn.Module):
                     self._inject(role, saved_config(folder), trainable)
                 self.load(role, folder)
             elif copy_of is not None:
-                config = LoraConfig(**self.configs[self._stored[copy_of]].to_dict())
-                config.init_lora_weights = False
-                self._inject(role, config, trainable)
+                given = self.configs[self._stored[copy_of]].to_dict() | {"init_lora_weights": False}
+                self._inject(role, LoraConfig(**given), trainable)
                 if head and self._head_of(copy_of) is not None:
                     self._new_head(role)
                 self.fill(role, self._named(copy_of))
@@ -545,18 +544,14 @@ def unchanged(base: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def errors_of_peft(where: str, others: bool = True) -> Iterator[None]:
-    """Turns errors of peft over an adapter's settings, which come from `where`, into an InputError.
-
-    Args:
-        others: whether errors that were not raised within peft count, too.
-    """
+def errors_of_peft(where: str) -> Iterator[None]:
+    """Turns errors that peft raises over an adapter's settings, which come from `where`, into an InputError."""
     try:
         yield
     except (torch.OutOfMemoryError, InputError, Failure):
         raise
     except Exception as error:
         frames = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
-        if not others and not any(name.startswith("peft.") for name in frames):
+        if not any(name.startswith("peft.") for name in frames):
             raise
         raise InputError(f"{where}: peft rejects these settings ({in_brief(error)}); fix them") from error

@@ -132,24 +132,24 @@ def check_lora(base: Base, lora: dict[str, Any], scores: bool = False) -> None:
     if wanted in (None, "all-linear"):
         adapted = [name for name in modules if not name.endswith((*LM_HEADS, *EMBEDDINGS, "wpe"))]
     else:
-        adapted = [name for name in modules or _listed(wanted) if _named(wanted, name)]
-    adapted = [name for name in adapted if not _named(lora.get("exclude_modules"), name)]
+        adapted = [name for name in modules or _listed(wanted) if is_named(wanted, name)]
+    adapted = [name for name in adapted if not is_named(lora.get("exclude_modules"), name)]
     if not adapted and (modules or wanted == []):
-        found = f"found {show(wanted)}, so no module would be adapted"
-        raise InputError(f"{found}; expected some of {endings or 'its modules'}", "lora.target_modules")
+        why = f"found {show(wanted)}, so no module would be adapted; expected some of {endings or 'its modules'}"
+        raise InputError(why, "lora.target_modules")
     lists = "|".join(_listed(lora.get("layers_pattern"))) or "[^.]*"
-    parts = [re.match(rf"(?:.*?\.)?(?:{lists})\.(?P<index>\d+)\.", name) for name in adapted]
-    layers = sorted({int(one["index"]) for one in parts if one})
+    found = (re.search(rf"(?:^|\.)(?:{lists})\.(?P<index>\d+)\.", name) for name in adapted)
+    layers = sorted({int(one["index"]) for one in found if one})
     for index in _listed(lora.get("layers_to_transform")) if modules else ():
         if index not in layers:
             has = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers of that name"
             raise InputError(f"found {index}, and these modules have {has}", "lora.layers_to_transform")
     if problem := unmergeable(base, adapted, bool(lora.get("lora_bias")), scores):
-        raise InputError(problem[1], f"lora.{problem[0]}")
+        raise problem
 
 
-def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) -> tuple[str, str] | None:
-    """Returns the setting because of which an adapter on these modules cannot be merged into its base, and why, or None.
+def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) -> InputError | None:
+    """Returns the error that an adapter on these modules cannot be merged into its base, or None if it can.
 
     Args:
         bias: whether it has biases (`lora_bias`).
@@ -159,32 +159,21 @@ def unmergeable(base: Base, adapted: Iterable[str], bias: bool, scores: bool) ->
         name = module.rpartition(".")[2]
         if base.tied and not scores and name in (*LM_HEADS, *EMBEDDINGS):
             twin = "embeddings" if name in LM_HEADS else "lm head"
-            why = f"adapts {name}, which this base ties to its {twin}: merging it would change both"
-            return "target_modules", f"{why}; train one without it"
+            why = f"adapts {name}, which this base ties to its {twin}: merging it would change both; train one without it"
+            return InputError(why, "lora.target_modules")
         if bias and base.shape_of(module) and not base.shape_of(module, "bias"):
-            why = f"adds a bias to {name}, which has none in this base and could not be merged"
-            return "lora_bias", f"{why}; train one with lora.lora_bias=false"
+            why = f"adds a bias to {name}, which has none in this base and could not be merged; train one with lora.lora_bias=false"
+            return InputError(why, "lora.lora_bias")
     return None
 
 
-def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """Returns the names that a pattern of another person's file matches as a whole, in linear time (RE2).
-
-    Some patterns keep `re` busy for ever. Raises ValueError if it is no regular expression, or has lookaround.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    given = pa.array(names, pa.string())
-    return given.filter(pc.match_substring_regex(given, f"^(?:{pattern})$")).to_pylist()  # type: ignore[no-any-return]
+def is_named(given: Any, module: str) -> bool:
+    """Returns whether a list of names, or a pattern, of a `lora` section includes a module."""
+    return any(_matches(name, given, module) for name in _listed(given))
 
 
 def _listed(given: Any) -> list[Any]:
     return [given] if isinstance(given, (str, int)) else list(given or ())
-
-
-def _named(given: Any, module: str) -> bool:
-    return any(_matches(name, given, module) for name in _listed(given))
 
 
 def _matches(name: str, given: Any, module: str) -> bool:

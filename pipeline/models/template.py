@@ -102,11 +102,10 @@ def _error(tokenizer: Any) -> Exception | None:
     from jinja2 import TemplateError
 
     errors: list[Exception] = []
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
     for turns in PROBES:
-        asks = turns[-1]["role"] == "user"
+        options = {"tokenize": False, "add_generation_prompt": turns[-1]["role"] == "user"}
         try:
-            text = deadline.answer(partial(render, turns, add_generation_prompt=asks))
+            text = deadline.answer(partial(tokenizer.apply_chat_template, turns, **options))
             many = ValueError(f"{len(text):,} characters for a conversation of a few words")
             return many if len(text) > MOST else None
         except TimeoutError as error:

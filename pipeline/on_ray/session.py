@@ -246,9 +246,7 @@ def _session_root() -> Path:
     private = storage.private(os.environ.get("RAY_TMPDIR", "/tmp"), f"rlhf-{os.getuid()}", "RAY_TMPDIR")
     root = Path(private, "ray")
     if len(str(root)) > MAX_ROOT_CHARACTERS:
-        raise InputError(
-            f"cannot use {private} (its path is too long for unix sockets); export RAY_TMPDIR=FOLDER, with a short path",
-            key="RAY_TMPDIR",
-        )
+        why = f"cannot use {private} (its path is too long for unix sockets); export RAY_TMPDIR=FOLDER, with a short path"
+        raise InputError(why, "RAY_TMPDIR")
     root.mkdir(exist_ok=True)
     return root

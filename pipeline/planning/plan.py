@@ -271,10 +271,8 @@ def _moments(job: Job) -> float:
 
 def _has_reference(job: Job) -> bool:
     """Returns whether the reference is an adapter. Otherwise, the reference is the base, which takes no additional memory."""
-    return STAGE[job.stage].keeps_reference and (job.reference or job.inputs.get("policy")) not in (
-        None,
-        "base",
-    )
+    start = job.reference or job.inputs.get("policy")
+    return STAGE[job.stage].keeps_reference and start not in (None, "base")
 
 
 def _logits(stage: str, shape: Shape, tokens: int, device: str) -> float:

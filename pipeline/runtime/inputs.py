@@ -15,8 +15,8 @@ from pipeline.config import Job
 from pipeline.config.job import HUB, transforms
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError, about
-from pipeline.models import hub
-from pipeline.models.compatibility import Base
+from pipeline.models import adapter_files, hub
+from pipeline.models.compatibility import Base, unmergeable
 from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.system import storage
@@ -54,24 +54,23 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 )
         revision = base.get("revision")
         job = replace(job, model=replace(job.model, name_or_path=base["name_or_path"], revision=revision))
-    inputs, missing = dict[str, str](), dict[str, InputError]()
+    inputs, missing = dict[str, str](), list[str]()
     for name, source in named.items():
         with about(key_of(job, name)):
             if Ref.parse(source).is_function:
                 imported(source)
+            names = job.policies if name == "policy" else [source]
             try:
-                found = pinned.get(name) or first(
-                    job.policies if name == "policy" else [source], uri, job.source
-                )
+                found = pinned.get(name) or first(names, uri, job.source)
             except registry.Missing as error:
-                missing[name] = error
-                if len(missing) < len(job.serve.inputs):  # a server answers with the models that there are
-                    continue
-                raise
+                missing.append(name)
+                if len(missing) >= len(job.serve.inputs):
+                    raise
+                # A server answers with the models that there are
+                print(f"warning: serve.{name} is left out: {error.message}", flush=True)
+                continue
         if found != "base":
             inputs[name] = found
-    for name, why in missing.items():
-        print(f"warning: serve.{name} is left out: {why.message}", flush=True)
     return replace(job, serve=job.serve.without(missing)), inputs
 
 
@@ -206,8 +205,6 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
         base: its identity.
         files: its files, models.compatibility.Base.
     """
-    from pipeline.models import adapter_files
-
     adapters = {}
     for name, reference in inputs.items():
         if Ref.parse(reference).is_function:
@@ -229,19 +226,15 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
             if "base" not in facts:
                 lineage.check_base_name(folder, base, reference)
             adapter_files.check(files, folder, scores)
-            _check_supported(job, name, folder, files)
+            _check_supported(job, name, folder, files, scores)
         adapters[name] = folder
     return adapters
 
 
-def _check_supported(job: Job, name: str, folder: str, base: Base) -> None:
+def _check_supported(job: Job, name: str, folder: str, base: Base, scores: bool) -> None:
     """Raises InputError if the stage cannot use this adapter as its input `name`, or could not merge what it becomes."""
-    from pipeline.models import adapter_files
-    from pipeline.models.compatibility import unmergeable
-
     stage, adapter = STAGE[job.stage], adapter_files.settings(folder)
     modules = adapter_files.ranks(adapter_files.shapes(folder))
-    scores = name.startswith("reward") or name == "judge"
     dora, problem = adapter.get("use_dora"), None
     on_head = adapter_files.adapts_lm_head(list(modules))
     merged = stage.runs_in == "here" or (stage.learns and name == "policy")
@@ -249,7 +242,7 @@ def _check_supported(job: Job, name: str, folder: str, base: Base) -> None:
     if on_head and stage.trl:
         problem = "adapts lm_head, to which TRL's trainers apply no adapter; train one without it"
     elif merged and (found := unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):
-        problem = found[1]
+        problem = found.message
     elif dora and stage.runs_in == "serve":
         problem = (
             "is a DoRA adapter, which peft cannot batch with others; merge it into its base (`export`), name the result as "

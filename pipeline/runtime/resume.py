@@ -77,9 +77,8 @@ def check_folder(folder: str, owner: str, example: str) -> dict[str, list[str]]:
     storage_path, _, name = folder.rpartition("/")
     storage.require_writable(storage_path)
     if not storage.is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder):
-        raise InputError(
-            f"{folder} is no folder, or links to none; remove it, or choose another run.name", "run.name"
-        )
+        why = f"{folder} is no folder, or links to none; remove it, or choose another run.name"
+        raise InputError(why, "run.name")
     for file in (seen := state(folder)):
         if OWNERS[file] != owner:
             raise InputError(

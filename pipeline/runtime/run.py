@@ -18,6 +18,7 @@ from pipeline import registry, report, text
 from pipeline.config import Job, rules
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, causes, summary
+from pipeline.models import adapter_files
 from pipeline.on_ray import placement
 from pipeline.registry import lineage
 from pipeline.registry.store import persistently
@@ -192,8 +193,6 @@ def publish(job: Job, result: dict[str, Any]) -> registry.Version | None:
 
     Returns None if nothing was trained, or the job names no registered model. `result` is as in result.json.
     """
-    from pipeline.models import adapter_files
-
     if not (adapter := result["adapter"]):
         return None
     start = result["inputs"].get("policy")

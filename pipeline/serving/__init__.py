@@ -9,4 +9,4 @@ what users think of the answers, and `metrics.py` counts. `proxy.py` limits the 
 """
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names of this machine
-REQUEST_S = 30  # time for the headers of a request, for its body, and for the next request on a connection
+REQUEST_S = 30  # time until a connection has the headers of its next request, and time for the body

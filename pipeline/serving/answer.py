@@ -301,9 +301,7 @@ class Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(
-                TaskCancelledError
-            ):  # raised by Ray Serve's `receive` if the client is gone
+            with contextlib.suppress(TaskCancelledError):  # from Ray Serve's `receive`: the client is gone
                 await super().__call__(scope, receive, send)
         finally:
             self.answer.cancel()

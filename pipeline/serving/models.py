@@ -64,7 +64,9 @@ class Models:
         self.policies: dict[str, Served] = {}  # model id -> policy
         self.rewards: dict[str, Served] = {}
         self.remove: dict[str, Callable[[str], None]] = {}  # role -> how to remove it
-        self.refused: dict[str, Any] = {}  # input -> the last version with wrong files, and these files
+        self.refused: dict[
+            str, Any
+        ] = {}  # input -> the last version with wrong files, and their sizes and times
         self.unused: set[str] = set()  # roles that no model id used at the last poll
         self.loaded = 0
         for key, version in pinned(host.work).items():
@@ -154,7 +156,7 @@ class Models:
         Only wrong files are remembered. Other errors may pass, such as no connection or no memory.
         """
         folder = registry.fetch(version, self.uri)
-        files = state_of(folder)
+        files = {one.name: (one.stat().st_size, one.stat().st_mtime_ns) for one in os.scandir(folder)}
         if self.refused.get(key) == (version, files):
             return False
         try:
@@ -162,8 +164,7 @@ class Models:
             adapter = self._checked(key, version)
             self.batcher.run(partial(self._serve, key, version, adapter)).result()
         except InputError:
-            if state_of(folder) == files:
-                self.refused[key] = (version, files)
+            self.refused[key] = (version, files)
             raise
         return True
 
@@ -177,11 +178,6 @@ class Models:
         for role in unused & self.unused:
             self.remove.pop(role)(role)
         self.unused = unused - self.unused
-
-
-def state_of(folder: str) -> list[Any]:
-    """Returns names, sizes and times of a folder's files, which tell whether they have changed."""
-    return sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in os.scandir(folder))
 
 
 def pinned(work: Work) -> dict[str, str]:

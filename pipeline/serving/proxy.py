@@ -9,23 +9,20 @@ ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "pipeline.serving.pr
 
 
 class TimedProtocol(auto.AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's HTTP protocol, which also closes a connection whose headers take longer than `timeout_keep_alive`."""
+    """uvicorn's HTTP protocol, whose timer between two requests runs until the headers of the next one are complete."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.loop.call_later(self.timeout_keep_alive / 2, self._look, None)
+        wait = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = wait
 
-    def _look(self, before: tuple[Any] | None) -> None:
-        """Closes the connection if it already waited for the same headers when this was called last."""
-        if self.transport.is_closing():
-            return
-        # Before the first byte of another request, uvicorn has its own timer.
-        waits = (self.cycle is None or self.cycle.response_complete) and self.timeout_keep_alive_task is None
-        now = (self.cycle,) if waits else None
-        if now and now == before:
-            self.transport.close()
-        else:
-            self.loop.call_later(self.timeout_keep_alive / 2, self._look, now)
+    def data_received(self, data: bytes) -> None:
+        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None  # uvicorn would cancel it
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self.timeout_keep_alive_task = timer
+        elif timer:
+            timer.cancel()
 
 
 def limit_headers() -> list[Any]:

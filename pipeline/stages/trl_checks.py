@@ -65,17 +65,13 @@ def check(worker: Worker, trainer: Any) -> list[Finding]:
     model.eval()  # TRL's means over training steps stay as they are
     try:
         with torch.no_grad():
-            return findings + compare(
-                stage, trainer, model, rows, starts_as_reference=not worker.job.reference
-            )
+            return findings + compare(stage, trainer, model, rows, same_start=not worker.job.reference)
     finally:
         model.train(training)
         trainer._metrics, trainer._total_train_tokens = metrics, tokens
 
 
-def compare(
-    stage: str, trainer: Any, model: Any, rows: list[Row], starts_as_reference: bool = True
-) -> list[Finding]:
+def compare(stage: str, trainer: Any, model: Any, rows: list[Row], same_start: bool = True) -> list[Finding]:
     """Returns the findings about numbers of the trainer on a batch, each compared with the model on single rows."""
     few, findings = affordable(model, rows), []
     if not few:  # all rows are too long
@@ -83,7 +79,7 @@ def compare(
     if stage in ("dpo", "kto"):
         trainer._metrics["eval"].clear()
         trainer.compute_loss(model, collated(trainer, model, few))  # TRL adds its metrics of the batch
-        if starts_as_reference:
+        if same_start:  # as its reference
             findings.append(policy_is_reference(trainer, model, few))
     numbers, limit = NUMBERS[stage](trainer, model, few)
     if numbers:

@@ -220,15 +220,13 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
     return trainer
 
 
-def made(
-    trainer_class: Any, lora: dict[str, Any] | None, task_type: str = "CAUSAL_LM", **options: Any
-) -> Any:
+def made(trainer: Any, lora: dict[str, Any] | None, task_type: str = "CAUSAL_LM", **options: Any) -> Any:
     """Returns one of TRL's trainers, with a new adapter if `lora` is given. Raises InputError if peft rejects that."""
     from peft import LoraConfig
 
-    with errors_of_peft("lora", others=False):
+    with errors_of_peft("lora"):
         adapter = None if lora is None else LoraConfig(task_type=task_type, **lora)
-        return trainer_class(peft_config=adapter, **options)
+        return trainer(peft_config=adapter, **options)
 
 
 def run(worker: Worker, trainer: Any) -> dict[str, float]:

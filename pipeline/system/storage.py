@@ -45,14 +45,14 @@ def private(parent: str, name: str, variable: str) -> str:
     folder = os.path.join(parent, name)
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        if {os.lstat(folder).st_uid, os.stat(folder).st_uid} != {os.getuid()}:  # of a link and of its target
+        found = os.stat(folder)
+        if {os.lstat(folder).st_uid, found.st_uid} != {os.getuid()}:  # of a link and of its target
             raise OSError(None, "it belongs to another user")
-        os.chmod(folder, 0o700)
+        if found.st_mode & 0o077:  # else it may be on a read-only disk
+            os.chmod(folder, 0o700)
     except OSError as error:
-        raise InputError(
-            f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER, one that you own",
-            key=variable,
-        ) from error
+        why = f"cannot use {folder} ({error.strerror}); export {variable}=FOLDER, one that you own"
+        raise InputError(why, variable) from error
     return folder
 
 

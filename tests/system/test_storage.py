@@ -1,5 +1,6 @@
 """A file appears whole or not at all, and a lock is waited for with a limit."""
 
+import errno
 import os
 import stat
 import tempfile
@@ -68,6 +69,15 @@ def test_only_this_user_can_enter_its_folders(of, tmp_path, monkeypatch):
     name.chmod(0o777)  # as an earlier version or a umask left it
     path = getattr(storage, of)("versions", "one")
     assert path == str(name / "versions/one") and stat.S_IMODE(name.stat().st_mode) == 0o700
+
+
+def test_a_private_folder_may_be_on_a_disk_that_is_read_only(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    (tmp_path / "mine").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "chmod", refuse)
+    assert storage.private(str(tmp_path), "mine", "TMPDIR") == str(tmp_path / "mine")
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000])
