@@ -126,7 +126,7 @@ RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
     ("trl", "lora.target_modules", lambda job: adapts_lm_head(job.lora.get("target_modules")),
      "found lm_head, to which TRL's trainers apply no adapter; remove it"),
     ("ppo", "rollout.engine",
-     lambda job: job.rollout.get("engine") == "vllm" and job.policy in (None, "base") and ignored_by_vllm(job.lora),
+     lambda job: job.rollout.get("engine") == "vllm" and "base" in (job.policies or ["base"]) and ignored_by_vllm(job.lora),
      "found vllm, which ignores lora.{0}; set rollout.engine=transformers, or remove lora.{0}"),
     ("ppo evaluate generate collect serve", "trainer.temperature",
      lambda job: job.rollout.get("engine") == "vllm" and 0 < job.args.temperature < 0.01,
