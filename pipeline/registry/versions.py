@@ -84,7 +84,7 @@ def publish(
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        figures = {k: f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")}
+        figures = {metric_key(k): f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")}
         figures = {k: v for k, v in figures.items() if not k.endswith(CLOCKS)}
         tags |= figures | {"gate": reason}
         version = mlflow.create_model_version(
@@ -98,12 +98,15 @@ def publish(
 def promote(job: Job, reference: str, metrics: dict[str, float], measured: dict[str, str]) -> Version:
     """Applies the gate of an evaluation to a pinned version: tags it with the metrics, and moves the alias if they pass.
 
-    `measured` is what `measured_on` returns.
+    A version that failed the gate of its training fails this gate too. `measured` is what `measured_on` returns.
     """
     mlflow = client(tracking_uri(job))
     ref = Ref.parse(reference)
     champion = champion_of(mlflow, job, ref.name, ref.version, metrics, measured, "evaluate.")
     ok, reason = evaluate_gate(job.gate, metrics, champion)
+    trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
+    if ok and trained.startswith("failed"):
+        ok, reason = False, f"failed: so did the gate of its training ({trained.removeprefix('failed: ')})"
     figures = {metric_key(key): f"{value:.6g}" for key, value in metrics.items() if key.startswith("eval_")}
     for key, value in (figures | measured | {"gate": reason}).items():
         mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{key}", value)

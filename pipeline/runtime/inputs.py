@@ -19,7 +19,7 @@ from pipeline.models import adapter_files, hub
 from pipeline.models.compatibility import Base, unmergeable
 from pipeline.references import Ref
 from pipeline.registry import lineage
-from pipeline.system import storage
+from pipeline.system import storage, terminal
 from pipeline.system.functions import digest, imported
 
 GIVEN = ("prompts", "completions", "completion_ids", "seeds")  # arguments that every Python reward may have
@@ -84,7 +84,7 @@ def first(names: list[str], uri: str, job_file: str) -> str:
             errors.append(error)
             continue
         if errors:
-            print(f"policy: {', '.join(names[: len(errors)])} does not exist, so it is {found}", flush=True)
+            terminal.say(f"policy: {', '.join(names[: len(errors)])} does not exist, so it is {found}")
         return found
     raise errors[0]
 

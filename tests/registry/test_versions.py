@@ -225,6 +225,10 @@ def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
     assert promote(2, 0.4).gate == "failed: eval_reward = 0.4, required >= champion (0.5)"
     assert promote(3, 0.4, "base").champion.note == "not compared with v1, which was champion: other baseline"
     assert str(mlflow(job).get_model_version_by_alias("rlhf-sft", "champion").version) == "3"
+    mlflow(job).set_model_version_tag("rlhf-sft", "1", "gate", "failed: nothing was learned")
+    unlearned = promote(1, 0.9)
+    assert unlearned.gate == "failed: so did the gate of its training (nothing was learned)"
+    assert unlearned.alias is None
 
 
 def test_a_reference_to_nothing_says_what_to_do(job, adapter):
