@@ -94,7 +94,10 @@ def messages(value: Any, key: str, system: Any = None) -> Turns:
 
 # Python's text of messages, which `to_csv` of pandas and datasets writes and in which keys have single quotes; and of any list
 _BEGIN = r"(?:array\()?[\[(\s]*"
-_MESSAGES = rf"{_BEGIN}\{{\s*(?=')(?=.*'(?:role|from)'\s*:)(?=.*'(?:content|value)'\s*:).*[\]}})]\Z"
+# Dictionaries, or a list of objects such as ChatCompletionMessage(content='yo', role='assistant')
+_DICTIONARY = r"\{\s*(?=')(?=.*'(?:role|from)'\s*:)(?=.*'(?:content|value)'\s*:)"
+_OBJECT = r"\[\s*\w+\((?=.*\brole\b)(?=.*\bcontent\b)"
+_MESSAGES = rf"(?:{_BEGIN}{_DICTIONARY}|{_OBJECT}).*[\]}})]\Z"
 _LIST = rf"{_BEGIN}(?<=[\[(])\s*['\"{{].*[\])]\Z"
 
 

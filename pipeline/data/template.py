@@ -84,6 +84,9 @@ class ChatTemplate:
                 if "tool_calls" not in self.message_keys or call["function"]["name"] not in text:
                     template = f"does not write the call of {show(call['function']['name'])}"
                     raise unusable(index, template, "one that writes tool calls")
+        systems = [index for index, turn in enumerate(turns) if turn["role"] == "system"]
+        if left_out := [i for i in systems[1:] if not holds(text, turns[i]["content"].strip())]:
+            raise unusable(left_out[0], "leaves out this further system prompt", "one system prompt")
         content, role = turns[-1]["content"].strip(), turns[-1]["role"]
         reads = role == "assistant" and "thinking" in self.message_keys
         if reads and not holds(text, thoughts(turns[-1]), start):
@@ -150,7 +153,10 @@ class ChatTemplate:
     def _changing(self, whole: str, turns: Turns, i: int) -> Span:
         """Returns the part of the text that changes if turn `i` has another content."""
         mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in whole)
-        other = self.render([*turns[:i], {**turns[i], "content": mark}, *turns[i + 1 :]], False)
+        # gpt-oss's template takes thoughts or content beside tool calls, not both
+        gone = () if turns[i]["content"].strip() else THOUGHTS
+        turn = {key: value for key, value in turns[i].items() if key not in gone} | {"content": mark}
+        other = self.render([*turns[:i], turn, *turns[i + 1 :]], False)
         prefix, _, suffix = other.partition(mark)
         stop = len(whole) - len(suffix)
         if mark in suffix or stop < len(prefix) or not (whole.startswith(prefix) and whole.endswith(suffix)):

@@ -141,7 +141,10 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]
     # The line before the header from which Excel reads the delimiter
     given = re.fullmatch(rb"sep=(.)\r?", head)
-    delimiter = given[1].decode() if given else max(delimiters, key=head.decode(errors="replace").count)
+    text = head.decode(errors="replace")
+    # Names may contain `|`, so that it counts only if there is no other one
+    likely = max(delimiters, key=lambda one: (one in text and one != "|", text.count(one)))
+    delimiter = given[1].decode() if given else likely
     lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] = []

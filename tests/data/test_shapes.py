@@ -326,7 +326,8 @@ TWO = [USER, {"content": 'it\'s "yo"', "role": "assistant"}]
 ARRAY = "[{'content': 'hi', 'role': 'user'}\n {'content': 'yo', 'role': 'assistant'}]"
 REPRS = [
     str(TWO), str(tuple(TWO)), str([{"from": "human", "value": "hi"}]), str([{"id": 7, **USER}]), str(BOT), ARRAY,
-    f"array({ARRAY}, dtype=object)", f" [{ARRAY}]",
+    f"array({ARRAY}, dtype=object)", f" [{ARRAY}]", "[ChatCompletionMessage(content='yo', role='assistant')]",
+    "[OrderedDict([('role', 'assistant'), ('content', 'yo')])]",
 ]  # fmt: skip
 LISTS = ["['a', 'b']", "('a', 'b')", "['a' 'b']", "array(['a', 'b'], dtype=object)", "[\"it's\", 'b']"]
 GIVEN = {"prompt": "hi", "chosen": "a", "rejected": "b", "completion": "c"}

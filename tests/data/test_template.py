@@ -236,6 +236,20 @@ def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
     )
     assert written[2] == "<think>\ntwo\n</think>\n\nbye<|im_end|>"
     assert made.unread(record) == ("thoughts before the last turn",)
+    for stage, more in (("ppo", {}), ("dpo", {"chosen": [BOT], "rejected": [{**BOT, "content": "no"}]})):
+        asking = encoder(stage, template=template, ends=ENDS)
+        record = parse({"prompt": [USER, {**BOT, "thinking": "one"}, USER], **more}, asking.kind)
+        asking.encode([record])
+        assert asking.unread(record) == ("thoughts before the last turn",)
+
+
+def test_a_second_system_prompt_that_the_template_leaves_out_is_an_error():
+    first = "{% for m in messages %}{% if loop.first or m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    systems = [{"role": "system", "content": words} for words in ("Be nice.", "Be brief.")]
+    made = encoder("sft", template=first, ends=ENDS)
+    for turns, kept in (([systems[0], USER, BOT], True), ([*systems, USER, BOT], False)):
+        [[example]] = made.encode([parse({"messages": turns}, made.kind)])
+        assert (not isinstance(example, RowError)) == kept
 
 
 def test_a_template_that_writes_no_thoughts_of_the_last_turn_is_refused():
