@@ -56,6 +56,12 @@ HELD_OUT = {
 SMALLER = re.compile(r"loss|perplexity|kl|repetition")
 LARGER = re.compile(r"accurac|margin|judge|reward$|win_rate|chosen|agreement")
 CLOCKS = re.compile(r"runtime|per_second|num_tokens")
+# Keys of `trainer` that change what the held-out loss measures, so that losses do not compare.
+LOSS = """beta loss_type loss_weights label_smoothing label_smoothing_factor center_rewards_coefficient desirable_weight
+    undesirable_weight f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha use_weighting rpo_alpha reference_free
+    router_aux_loss_coef""".split()
+# Keys of `trainer` that change the completions of an evaluation, and what their scores and KL measure.
+SAMPLING = "response_length min_new_tokens temperature missing_eos_penalty reward_clip kl_estimator".split()
 
 
 def parse_gate(rule: Any) -> tuple[str, float | None]:

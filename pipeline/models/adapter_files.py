@@ -47,6 +47,7 @@ def write(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str,
         config: the adapter's peft.LoraConfig, with task type and base; not changed.
         tensors: the tensors of the adapter and its head, by their names in peft's files.
     """
+    from peft.utils.other import get_pattern_key
     from safetensors.torch import save
 
     folder = Path(folder)
@@ -56,6 +57,12 @@ def write(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str,
     (folder / TENSORS).write_bytes(content)
     config = copy(config)
     config.inference_mode, config.init_lora_weights = True, True  # the tensors need no other initialization
+    modules = ranks({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    for pattern in ("rank_pattern", "alpha_pattern"):
+        # The first name that matches counts, and peft would sort them
+        given = getattr(config, pattern) or {}
+        found = {module: get_pattern_key(given, module) for module in modules}
+        setattr(config, pattern, {module: given[key] for module, key in found.items() if key in given})
     for key, value in vars(config).items():
         if isinstance(value, set):  # a set's order differs from process to process
             setattr(config, key, sorted(value))
@@ -126,7 +133,9 @@ def exact(folder: str | Path) -> dict[str, Any]:
         for module, value in value_of.items():
             number = isinstance(value, (int, float)) and 0 < value <= MAX_ALPHA
             if not number or (key == "r" and value != rank_of[module]):
-                expected = f"{rank_of[module]} as its tensors" if key == "r" else f"up to {MAX_ALPHA:.0f}"
+                expected = (
+                    f"{rank_of[module]} as its tensors" if key == "r" else f"above 0, up to {MAX_ALPHA:.0f}"
+                )
                 found = f"found {value!r:.80} for {module}, expected {expected}"
                 raise InputError(f"{where}: {key}: {found}; {FIX}")
         made[pattern] = {re.escape(name): value for name, value in value_of.items() if value != made[key]}
@@ -182,6 +191,8 @@ def check(base: Base, folder: str | Path, scores: bool) -> None:
     if isinstance(promised, list):
         every = not (given.get("exclude_modules") or given.get("layers_to_transform"))
         for module in [*named, *(base.modules if every else [])]:
+            if scores and module == "lm_head":  # a scorer has none
+                continue
             if is_named(promised, module) != is_named(named, module):
                 why = f"tensors and target_modules of {SETTINGS} differ, for example in {module}"
                 raise InputError(f"{path}: {why}; {FIX}")

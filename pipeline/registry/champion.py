@@ -1,5 +1,6 @@
 """The gate of a version, and the champion that it is compared with: the version that the job's alias names before it moves."""
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -8,7 +9,9 @@ from typing import Any
 
 from pipeline.config import OPERATORS, Job, gates, parse_gate
 from pipeline.config.job import SPLITS
+from pipeline.references import Ref
 from pipeline.registry.store import metric_key, search_filter
+from pipeline.system.functions import digest
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,19 @@ def measured_on(digests: dict[str, str], inputs: dict[str, str]) -> dict[str, st
     return {"data": json.dumps(data), "parents": json.dumps(inputs)}
 
 
+def settings_of(job: Job) -> str:
+    """Returns a digest of the settings, and of the judge, that change what the metrics of a job measure."""
+    keys = (*gates.LOSS, *gates.SAMPLING)
+    settings = {key: value for key, value in job.trainer.items() if key in keys and value is not None}
+    judge = job.judge and [job.judge, digest([job.judge]) if Ref.parse(job.judge).is_function else ""]
+    content = json.dumps([settings, judge], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
 def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
     """Returns what eval metrics depend on besides the version, by the version's tags."""
-    same = {key: tags[prefix + key] for key in ("tokenizer", "chat_template") if prefix + key in tags}
+    names = {"tokenizer": "tokenizer", "chat_template": "chat_template", "eval_settings": "settings or judge"}
+    same = {name: tags[prefix + key] for key, name in names.items() if prefix + key in tags}
     data, inputs = (json.loads(tags.get(prefix + key, "{}")) for key in ("data", "parents"))
     for key in data:
         if not key.startswith("train"):

@@ -15,7 +15,7 @@ from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
 from pipeline.models import hub
 from pipeline.references import Ref
-from pipeline.registry.champion import Champion, champion_of, evaluate_gate, measured_on
+from pipeline.registry.champion import Champion, champion_of, evaluate_gate, measured_on, settings_of
 from pipeline.registry.lineage import folder_digests
 from pipeline.registry.store import client, metric_key, search_filter, tracking_uri
 from pipeline.system import storage
@@ -68,7 +68,8 @@ def publish(
     mlflow = client(tracking_uri(job))
     name = str(job.mlflow.registered_model)
     known = [one for one in mlflow.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
-    own, tags = str(known[0].version) if known else None, _tags(lineage)
+    own = str(known[0].version) if known else None
+    tags = _tags(lineage) | {"eval_settings": settings_of(job)}
     champion = champion_of(mlflow, job, name, own, metrics, tags)
     ok, reason = (False, f"failed: {problem}") if problem else evaluate_gate(job.gate, metrics, champion)
     run = mlflow.get_run(run_id).info
@@ -101,7 +102,7 @@ def promote(job: Job, reference: str, metrics: dict[str, float], measured: dict[
     A version that failed the gate of its training fails this gate too. `measured` is what `measured_on` returns.
     """
     mlflow = client(tracking_uri(job))
-    ref = Ref.parse(reference)
+    ref, measured = Ref.parse(reference), measured | {"eval_settings": settings_of(job)}
     champion = champion_of(mlflow, job, ref.name, ref.version, metrics, measured, "evaluate.")
     ok, reason = evaluate_gate(job.gate, metrics, champion)
     trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")

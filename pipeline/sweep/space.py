@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pipeline.config import Job, load_job, schema
-from pipeline.config.gates import default_metric, greater_is_better, metric_problems
+from pipeline.config.gates import LOSS, default_metric, greater_is_better, metric_problems
 from pipeline.config.stages import TRAINED
 from pipeline.config.yaml_tree import Tree
 from pipeline.errors import InputError, show
@@ -28,10 +28,6 @@ EXAMPLE = "for example trainer.learning_rate=1e-4,3e-4"
 # Keys and sections that cannot be varied, except for data.batch_size: they change what trials are compared on or where they run.
 FIXED = """stage extends run mlflow gate scaling data judge trainer.eval_strategy trainer.eval_steps trainer.eval_on_start
     trainer.per_device_eval_batch_size""".split()
-# Keys of `trainer` that change what the held-out loss measures, so that losses do not compare.
-LOSS = """beta loss_type loss_weights label_smoothing label_smoothing_factor center_rewards_coefficient desirable_weight
-    undesirable_weight f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha use_weighting rpo_alpha reference_free
-    router_aux_loss_coef""".split()
 IMPLICIT = re.compile("eval_rewards/(margins|chosen|rejected)")  # multiples of beta
 COMPARABLE = {
     "sft": "eval_mean_token_accuracy",

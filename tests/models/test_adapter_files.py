@@ -88,7 +88,7 @@ BEFORE = {
     "fewer modules": ("policy", TENSORS, lambda t: (t.pop(A), t.pop(B)), r"target_modules of .* differ, for example in model\.layers\.0\.self_attn\.q_proj"),
     "another rank": ("policy", SETTINGS, {"r": 10_000_000}, r"r: found 10000000 for model\..*, expected 4 as its tensors"),
     "a rank by pattern": ("policy", SETTINGS, {"rank_pattern": {".*q_proj": 8}}, r"r: found 8 for model\..*q_proj, expected 4"),
-    "a huge alpha": ("policy", SETTINGS, {"lora_alpha": 1e300}, r"lora_alpha: found 1e\+300 for .*, expected up to 1000000"),
+    "a huge alpha": ("policy", SETTINGS, {"lora_alpha": 1e300}, r"lora_alpha: found 1e\+300 for .*, expected above 0, up to 1000000"),
     "alpha NaN": ("policy", SETTINGS, {"alpha_pattern": {"q_proj": float("nan")}}, "lora_alpha: found nan for .*q_proj"),
     "alpha text": ("policy", SETTINGS, {"lora_alpha": "8"}, "lora_alpha: found '8'"),
     "no mapping": ("policy", SETTINGS, {"rank_pattern": [8]}, "rank_pattern: AttributeError"),
@@ -171,7 +171,7 @@ def test_ranks_and_alphas_of_each_module_are_those_of_the_patterns(shared, tmp_p
     """The first pattern that matches counts, as in peft, and what was saved again means the same."""
     extra = {
         "rank_pattern": {"k_proj": 2, r"layers\.1\..*": 3},
-        "alpha_pattern": {r"[qk]_proj": 5, "q_proj": 7},
+        "alpha_pattern": {r"[qk]_proj": 5, "q_proj": 7, "v_proj": 9, r"layers\.0\.self_attn\.v_proj": 3},
     }
     shared.add("made", lora={"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **extra})
     shared.save("made", tmp_path / "one")
@@ -182,7 +182,7 @@ def test_ranks_and_alphas_of_each_module_are_those_of_the_patterns(shared, tmp_p
     shared.add("again", folder=tmp_path / "two")
     scaled = [one.scaling for one in shared.base.modules() if "made" in getattr(one, "r", ())]
     assert all(one["made"] == one["read"] == one["again"] for one in scaled)
-    assert {one["made"] for one in scaled} == {5 / 4, 5 / 2, 5 / 3, 8 / 3, 8 / 4}
+    assert {one["made"] for one in scaled} == {5 / 4, 5 / 2, 5 / 3, 8 / 3, 8 / 4, 9 / 4, 9 / 3}
     for role in ("again", "read", "made"):
         shared.remove(role)
 

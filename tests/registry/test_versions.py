@@ -44,7 +44,7 @@ def test_a_version_is_described_in_words_and_links(job, adapter):
         "- policy: [rlhf-sft v3](#/models/rlhf-sft/versions/3)\n- reward.0: `python:my:reward`\n\n"
         "Data: train abababababab  \nLibraries: torch 2.13.0"
     )
-    assert set(version.tags) == set("stage base_name_or_path base_digest parents data eval_loss gate".split())
+    assert set(version.tags) == set("stage base_name_or_path base_digest parents data eval_loss eval_settings gate".split())
     counts = {f"models:/rlhf-ppo/{i}": i for i in range(1, 31)} | {"others": 7}
     with registry.mlflow_run(job, {}, new_run=True) as run_id:
         registry.publish(job, run_id, adapter, {}, {**LINEAGE, "rows_from": counts})
@@ -205,6 +205,10 @@ def test_a_gate_may_compare_with_the_champion(job, adapter):
         "champion",
         "passed; eval_loss: not compared with v4, which was champion: other eval rows",
     )
+    rescaled = replace(compared, trainer={**compared.trainer, "label_smoothing_factor": 0.2})
+    assert publish(rescaled, 0.1, data={"eval": "f" * 64}).gate.endswith("other settings or judge")
+    judged = replace(compared, judge="python:bad_rewards:short")
+    assert publish(judged, 0.1, data={"eval": "f" * 64}).gate.endswith("other settings or judge")
     assert publish(compared, float("nan"), data={}).gate == "failed: eval_loss = nan, required <= champion"
 
 
