@@ -123,7 +123,10 @@ def run(path: str, options: list[str]) -> None:
         found = ", ".join(some(sources[0].first))
         raise InputError(f"no stage can read {path} with them; its columns are {found}", key="data.columns")
     if not jobs:
-        raise InputError(guess.misfit([sources[0].first], "sft", sources[0].path))
+        first, path, kind = sources[0].first, sources[0].path, kind_of("sft")
+        if preview.fits(first, kind) and isinstance(wrong := checked(first, kind), RowError):
+            raise InputError(f"{path}: {wrong.field}: found {wrong.found}; expected {wrong.expected}")
+        raise InputError(guess.misfit([first], "sft", path))
     if not (new := [job for job in jobs if job not in kept]):
         raise InputError(f"{folder} has every job that these rows allow; name the rows there: data.train")
     for one in overrides:  # as a run would

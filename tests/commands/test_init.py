@@ -410,7 +410,8 @@ def test_pythons_text_of_messages_is_refused_by_name(here, capsys):
     (here / "my/chats.csv").write_text("messages\n" + f'"{cell}"\n' * 9)
     assert main(["init", "my", "--model", MODEL]) == 2
     error = capsys.readouterr().err
-    assert "Traceback" not in error and "my/chats.csv" in error
+    assert "Traceback" not in error
+    assert "my/chats.csv: messages: found" in error and "save the rows with to_json" in error
 
 
 def test_thumbs_that_most_users_did_not_give(here, capsys):
@@ -448,7 +449,7 @@ def test_jobs_whose_rows_are_all_refused_are_not_written(here, capsys):
 
 
 def test_a_label_to_set_leaves_no_length_above_the_context(here):
-    made = [{"prompt": f"Say {n}.", "completion": f"{n}, there.", "rating": n % 5} for n in range(50)]
+    made = [{"prompt": f"Say {n}.", "completion": f"{n}, there.", "feedback": "PQ"[n % 2]} for n in range(50)]
     init(rows(here / "r.jsonl", made))
     text = (here / "jobs/r/kto.yaml").read_text()
     assert "label: null" in text
