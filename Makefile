@@ -16,8 +16,10 @@ NAME ?=
 # Make would take a key without ARGS for a variable of its own, and the job would ignore it. Keys begin with a small letter.
 stray := $(foreach one,$(.VARIABLES),$(if $(findstring command,$(origin $(one))),$(filter a% b% c% d% e% f% g% h% i% j% k% l% m% \
   n% o% p% q% r% s% t% u% v% w% x% y% z%,$(one))))
-$(if $(strip $(stray)),$(error keys of a job go into ARGS: make $(MAKECMDGOALS) \
-  ARGS="$(foreach one,$(strip $(stray)),'$(one)=$(value $(one))')"))
+# What else is typed, PROFILE or JOB, belongs to the command that the message proposes.
+typed := $(foreach one,$(sort $(filter-out ARGS $(stray),$(.VARIABLES))),$(if $(findstring command,$(origin $(one))),$(one)='$(value $(one))'))
+$(if $(strip $(stray)),$(error keys of a job go into ARGS: make $(strip $(MAKECMDGOALS) $(typed)) \
+  ARGS="$(strip $(ARGS) $(foreach one,$(stray),'$(one)=$(value $(one))'))"))
 
 VENV := .venv
 PY := $(VENV)/bin/python

@@ -209,9 +209,10 @@ def test_too_old_a_python_is_named(make):
 )
 def test_a_key_outside_of_args_stops_make(key, make):
     """Make took it for a variable: the job trained with the file's value, and registered a version."""
-    done = make("sft", key, "PROFILE=own", "ARGS=trainer.seed=2 lora.r=8")
+    done = make("sft", key, "PROFILE=own", "JOB=a.yaml", "ARGS=trainer.seed=2 lora.r=8")
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"keys of a job go into ARGS: make sft ARGS=\"'{key}'\"" in done.stderr
+    assert "keys of a job go into ARGS: make sft JOB='a.yaml' PROFILE='own' " in done.stderr
+    assert f"ARGS=\"trainer.seed=2 lora.r=8 '{key}'\"" in done.stderr
     assert make("sft", "ARGS=trainer.seed=2 lora.r=8", "JOB=a.b/c.yaml", "OMP_NUM_THREADS=1").returncode == 0
 
 

@@ -108,7 +108,7 @@ def run(path: str, options: list[str]) -> None:
     folder = Path("jobs") / (name := named or name_of(path))
     if not re.fullmatch(r"[\w-]{1,64}", name):
         raise InputError(f"name: found {show(name)}, expected at most 64 letters, digits, `_` and `-`")
-    if (shipped.JOBS / name).exists():
+    if name in shipped.FOLDERS:
         raise InputError(f"the project comes with a profile {name}; choose another name: --name NAME")
     kept = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.yaml"))}
     if folder.exists() and not (kept and named):
@@ -123,7 +123,10 @@ def run(path: str, options: list[str]) -> None:
         found = ", ".join(some(sources[0].first))
         raise InputError(f"no stage can read {path} with them; its columns are {found}", key="data.columns")
     if not jobs:
-        raise InputError(guess.misfit([sources[0].first], "sft", sources[0].path))
+        first, path, kind = sources[0].first, sources[0].path, kind_of("sft")
+        if preview.fits(first, kind) and isinstance(wrong := checked(first, kind), RowError):
+            raise InputError(f"{path}: {wrong.field}: found {wrong.found}; expected {wrong.expected}")
+        raise InputError(guess.misfit([first], "sft", path))
     if not (new := [job for job in jobs if job not in kept]):
         raise InputError(f"{folder} has every job that these rows allow; name the rows there: data.train")
     for one in overrides:  # as a run would
@@ -147,6 +150,19 @@ def run(path: str, options: list[str]) -> None:
             (folder / f"{job}.yaml").write_text(jobs[job], encoding="utf-8")
 
     write()
+    pending = [stage for one in sources for stage in one.stages if one.stages[stage].get("label", 0) is None]
+    while refused := set_lengths(folder, jobs, write) - {*kept, *pending}:
+        for source in sources:
+            for stage in refused:
+                source.stages.pop(stage, None)
+        for job in new:
+            (folder / f"{job}.yaml").unlink()
+        jobs = profile_of(sources, name, profile, model, kept)
+        if not (new := [job for job in jobs if job not in kept]):
+            if not kept:
+                folder.rmdir()
+            raise InputError(f"no stage can train on {path}; the warnings above say why")
+        write()
     print(f"wrote {folder}: {', '.join(new)}")
     if kept:
         print(f"  kept as they are, without what is new: {', '.join(kept)}")
@@ -156,7 +172,6 @@ def run(path: str, options: list[str]) -> None:
         if columns := next((source.stages[stage].get("columns") for stage in readers), None):
             how += f"; columns {columns}"
         print(f"  {source.path}: {source.kind or 'skipped'}, read by {how}")
-    set_lengths(folder, jobs, write)
     if "generate" in new and not chosen(sources, "ppo"):  # conversations, which end with an answer
         learns = loaded(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
         asked = [{"prompt": record.prompt} for _, record in first_records(learns)]
@@ -185,9 +200,10 @@ def print_next(folder: Path, jobs: dict[str, str]) -> None:
     ready = [job for job in jobs if job in TAKES and not re.search(r"^reward: null", jobs[job], re.M)]
     trained = [job for job in ready if job not in ("dpo", "kto") or "ppo" not in ready]
     after = [("evaluate", "evaluate"), ("chat", "generate"), ("serve", "serve"), ("export", "export")]
-    commands = [("validate", job) for job in (trained or [*jobs])[:1]] + [(job, job) for job in trained]
+    commands = [("validate", job) for job in trained[:1]] + [(job, job) for job in trained]
     commands += [(subcommand, job) for subcommand, job in after if job in jobs]
-    print("Run next:")
+    if commands:
+        print("Run next:")
     for subcommand, job in commands[:5]:
         print(f"  {command.format(subcommand, folder / f'{job}.yaml')}")
 
@@ -243,13 +259,15 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
             stages |= dict.fromkeys(["rm", "dpo"] if stage == "rm" else [stage], keys)
     named_prompts = {"prompt", "prompts"} & {*re.split(r"[^a-z]+", os.path.basename(path).lower())}
     for stage in () if stages else ("ppo",) if named_prompts else TAKES:
-        guesses = (own.get("columns"), guess.guessed(rows, stage))
+        asked = [keys["columns"] for keys in stages.values() if "prompt" in keys.get("columns", ())]
+        prompts = [{"prompt": columns["prompt"]} for columns in asked]
+        guesses = (columns_for(stage, own.get("columns")), guess.guessed(rows, stage), *prompts)
         fit = (
             one for one in guesses if one is not None and all(guess.reads(head, one, stage) for head in heads)
         )
         if (found := next(fit, None)) is None:
             continue
-        labeled = "label" in found or "label" in rows[0]
+        labeled = stage != "ppo" and ("label" in found or "label" in rows[0])
         typed = {key: own[key] for key in own if key != "columns" and (key != "label" or labeled)}
         stages[stage] = ({"columns": found} if found else {}) | typed
         if "label" not in own and not guess.is_clear(found, rows):
@@ -257,12 +275,19 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
     return Source(path, rows[0], stages, for_eval)
 
 
+def columns_for(stage: str, columns: dict[str, str] | None) -> dict[str, str] | None:
+    """Returns the typed columns without the fields that only other stages read."""
+    fields = {one: preview.known_fields(kind_of(one)) for one in TAKES}
+    others = {*itertools.chain(*fields.values())} - {*fields[stage]}
+    return columns and {field: column for field, column in columns.items() if field not in others}
+
+
 def name_of(path: str) -> str:
     """Derives the profile's name from a path or URI; no shipped profile has this name."""
     on_hub = DATA_SET.fullmatch(path)
     last = (on_hub["repo"] if on_hub else path.rstrip("/")).rpartition("/")[2]
     name = re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_") or "data"
-    return f"{name}_rows" if (shipped.JOBS / name).exists() else name
+    return f"{name}_rows" if name in shipped.FOLDERS else name
 
 
 # ---- jobs --------------------------------------------------------------------------------------------------------
@@ -396,31 +421,44 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
 # ---- chat template, lengths and held-out prompts -----------------------------------------------------------------
 
 
-def set_lengths(folder: Path, jobs: dict[str, str], write: Callable[[], None]) -> None:
+def set_lengths(folder: Path, jobs: dict[str, str], write: Callable[[], None]) -> set[str]:
     """Sets the smallest lengths, in steps of 64 tokens, that 99 % of the first rows fit into.
 
     If a stage reads messages and the base has no chat template, all jobs get the built-in one: plain text then becomes messages
     too, so that policy and reward model see one format. If the tokenizer or rows cannot be read, prints why and keeps the
-    lengths of the profile.
+    lengths of the profile, as far as the model's context allows. Returns the stages that can read none of their rows.
     """
-    sizes, warnings = {}, []
+    sizes, measured, refused, warnings = dict[str, tuple[int, int, int]](), set[str](), set[str](), []
     for stage in (stage for stage in TAKES if stage in jobs):
         try:
             job = loaded(folder, stage)
-            records, base = [*first_records(job)], job.model
+            base = job.model
+            context = context_length(base_config(base.name_or_path, base.revision)) or 1 << 20
+            sizes[stage] = (job.data.max_length or context, 0, context)  # if no row can be read
             tokenizer = load_tokenizer(
                 base.name_or_path, base.revision, base.chat_template, base.trust_remote_code
             )
             as_chat = text_as_chat(tokenizer, job.data.apply_chat_template)
+        except InputError as error:
+            warnings.append(f"warning: {stage} keeps the lengths of the profile: {error}\n")
+            continue
+        try:
+            records = [*first_records(job)]
             if not as_chat and any(not isinstance(record.prompt, str) for _, record in records):
                 for name in jobs.keys() - {"iterate"}:
                     jobs[name] = with_key(jobs[name], "model.chat_template", "plain")
                 write()
                 return set_lengths(folder, jobs, write)
-            sizes[stage] = longest(job, tokenizer, as_chat, records)
+            sizes[stage] = (*longest(job, tokenizer, as_chat, records, context), context)
+            measured.add(stage)
         except InputError as error:
-            warnings.append(f"warning: {stage} keeps the lengths of the profile: {error}\n")
+            warnings.append(f"warning: {stage}: {error}\n")
+            refused.add(stage)
     print(*warnings, sep="", end="")
+    learner = next((stage for stage in ("sft", "dpo", "kto") if stage in sizes), None)
+    if learner and "ppo" not in jobs:  # generate completes the prompts of these rows
+        sizes["ppo"] = (sizes[learner][0], 0, sizes[learner][2])
+        measured |= {"ppo"} if learner in measured else set()
     completions = max((sizes[stage][1] for stage in ("sft", "rm", "kto") if stage in sizes), default=0)
     for job_name, text in jobs.items():
         if (stage := ROWS_OF.get(job_name, job_name)) not in sizes:
@@ -437,8 +475,10 @@ def set_lengths(folder: Path, jobs: dict[str, str], write: Callable[[], None]) -
             jobs[job_name] = text
             continue
         wanted = -(-(prompt + completion) // 64) * 64
-        fits = "99 % of the first rows fit" if wanted <= room else "the model's context; longer rows exist"
+        known = "99 % of the first rows fit" if stage in measured else "as in the profile"
+        fits = known if wanted <= room else "the model's context; longer rows exist"
         jobs[job_name] = with_key(text, "data.max_length", min(wanted, room), f"tokens; {fits}")
+    return refused
 
 
 def loaded(folder: Path, stage: str) -> Job:
@@ -447,10 +487,9 @@ def loaded(folder: Path, stage: str) -> Job:
 
 
 def longest(
-    job: Job, tokenizer: Any, as_chat: bool, records: list[tuple[Kind, Record]]
-) -> tuple[int, int, int]:
-    """Returns how many tokens cover 99 % of the prompts, how many cover 99 % of the completions, and the model's context."""
-    context = context_length(base_config(job.model.name_or_path, job.model.revision)) or 1 << 20
+    job: Job, tokenizer: Any, as_chat: bool, records: list[tuple[Kind, Record]], context: int
+) -> tuple[int, int]:
+    """Returns how many tokens cover 99 % of the prompts, and how many cover 99 % of the completions."""
     ends, special = eos_ids(tokenizer), job.data.special_tokens
     examples, refused = list[Any](), list[RowError]()
     for kind, found in itertools.groupby(records, key=itemgetter(0)):
@@ -460,7 +499,8 @@ def longest(
             examples += [outcome] * isinstance(outcome, Example)
             refused += [outcome] if isinstance(outcome, RowError) else []
     if not examples:
-        raise InputError(f"none of the first rows of {job.data.train} can be read; `validate` says why")
+        why = f": {refused[0].expected}" if refused else ""
+        raise InputError(f"none of the first rows of {show(job.data.train)} can be read{why}")
     if (total := len(examples) + len(refused)) < 20 * len(refused):
         print(
             f"warning: {job.stage} leaves out {len(refused)} of the first {total} rows: {refused[0].expected}"
@@ -468,7 +508,7 @@ def longest(
     prompts = sorted(example.prompt_tokens for example in examples)
     completions = sorted(example.completion_tokens for example in examples)
     at = int(0.99 * (len(examples) - 1))
-    return prompts[at], completions[at], context
+    return prompts[at], completions[at]
 
 
 def first_records(job: Job) -> Iterator[tuple[Kind, Record]]:
@@ -514,7 +554,7 @@ def set_prompts(folder: Path, jobs: dict[str, str], have_eval: bool) -> None:
         row.pop("system", None)  # it is in the prompt
     path = folder / "eval_prompts.jsonl"
     jobs["evaluate"] = with_prompts(jobs["evaluate"], "eval", path, away)
-    print(f"  {path}: {len(away)} prompts that ppo holds out, for evaluate")
+    print(f"  {path}: {len(away)} prompt{'s' * (len(away) != 1)} that ppo holds out, for evaluate")
 
 
 def with_prompts(text: str, key: str, path: Path, rows: list[dict[str, Any]]) -> str:

@@ -7,6 +7,8 @@ import pipeline
 from pipeline.errors import InputError
 
 JOBS = Path(pipeline.__file__).parent / "jobs"  # a folder for each profile: demo, own, llama3-8b, ...
+# The folders that the project comes with. In a clone, JOBS has the profiles of its user, too.
+FOLDERS = "cloud demo examples llama3-70b llama3-70b-qlora llama3-8b llama3-8b-qlora own".split()
 
 
 def profiles() -> list[str]:

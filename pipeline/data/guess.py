@@ -18,7 +18,7 @@ from pipeline.data.messages import offered
 from pipeline.data.reshape import Preprocess, listed, value_at
 from pipeline.data.shapes import LABELS as VERDICTS
 from pipeline.data.shapes import is_good, kind_of, parse
-from pipeline.data.values import RowError, setting, some
+from pipeline.data.values import Dropped, RowError, setting, some
 from pipeline.errors import InputError, visible
 
 # What datasets call a field, the likeliest name first.
@@ -127,20 +127,21 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
 
 
 def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> bool:
-    """Returns True if at least half of the rows can be read with these data.columns."""
+    """Returns True if at least half of the rows, without ties and those without a label, can be read with these data.columns."""
     rows = rows[:LOOKED]
     labels = tuple(map(reshape.comparable, _labels(guess, rows)))  # any of them may mean anything
     rule = reshape.Rule(labels) if "first" in guess else reshape.Rule(good=labels if "label" in guess else ())
     kind = kind_of(stage, Preprocess(guess, rule))
     if not kind.shapes:
         return False
-    read = 0
+    read, dropped = 0, 0  # a dropped row is no error, but no sign that the columns are right
     for made in itertools.chain.from_iterable(map(kind.rows, rows)):
+        dropped += isinstance(made, Dropped)
         with contextlib.suppress(RowError):
             if isinstance(made, dict):
                 parse(made, kind)
-            read += not isinstance(made, RowError)  # a tie is no error
-    return 2 * read >= len(rows)
+                read += 1
+    return read > 0 and 2 * read >= len(rows) - dropped
 
 
 def _labels(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
@@ -174,7 +175,9 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Values]:
 
 
 def _is_tools(value: Any) -> bool:
-    return all("function" in tool for tool in offered(value) or [{}])
+    with contextlib.suppress(RowError):  # Python's text of another list
+        return all("function" in tool for tool in offered(value) or [{}])
+    return False
 
 
 def _numbers(values: Values) -> list[float]:

@@ -3,13 +3,14 @@
 import json
 import re
 import shutil
+import subprocess
 
 import datasets
 import pytest
 from running import ROOT
 
 from pipeline.__main__ import main
-from pipeline.commands import validate
+from pipeline.commands import shipped, validate
 from pipeline.commands.init import EXAMPLES, TAKES
 from pipeline.config import load_job
 from pipeline.iteration import plan as iteration
@@ -205,11 +206,17 @@ def test_each_file_goes_to_the_stages_that_can_read_it(here, capsys):
     assert main(["validate", "jobs/two/dpo.yaml"]) == 0
 
 
+CALLS = """{%- for turn in messages %}<{{ turn.role }}>{{ turn.content }}{{ turn.tool_calls | default("") }}
+{%- if turn.role == "assistant" %}{{ eos_token }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_rows_of_an_example_are_read_as_in_the_example(name, here):
     stage, _, example = name.partition("/")
     (path,) = (ROOT / "tests/data/shapes").glob(f"{example}.*")
-    ours = init(str(path), "--name", "mine")("mine", stage).data
+    (here / "calls.jinja").write_text(CALLS)  # the model's own writes no tool calls
+    ours = init(str(path), "--name", "mine", "model.chat_template=calls.jinja")("mine", stage).data
     theirs = load_job(ROOT / f"jobs/examples/{example}.yaml", [], stage).data
     assert ours.train == str(path) and (theirs.transform or theirs.label)
     for key in ("columns", "label", "transform", "group_by"):
@@ -378,3 +385,116 @@ def test_evaluate_reads_the_held_out_prompts_of_a_file_with_other_column_names(h
     written = init("both")
     assert written("both", "ppo").data.columns == {"prompt": "user_query"}
     assert written("both", "evaluate").data.columns is None
+
+
+def test_in_a_clone_a_profile_gets_one_more_file_too(here, monkeypatch):
+    """There, the profiles of the project and those of its user are in one folder."""
+    shutil.copytree(ROOT / "jobs/own", here / "jobs/own")
+    shutil.copy(ROOT / "jobs/schema.json", here / "jobs/schema.json")
+    monkeypatch.setattr(shipped, "JOBS", here / "jobs")
+    init(rows(here / "plain.jsonl", PLAIN), "--name", "vet")
+    init(rows(here / "ratings.jsonl", MANY), "--name", "vet")
+    assert load_job("jobs/vet/dpo.yaml").policy == "models:/vet-sft@champion"
+    assert main(["init", "ratings.jsonl", "--name", "own"]) == 2
+
+
+def test_the_project_comes_with_these_folders_of_jobs():
+    listed = subprocess.run(["git", "ls-files", "jobs"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {line.split("/")[1] for line in listed.stdout.split() if line.count("/") > 1} == {*shipped.FOLDERS}
+
+
+def test_pythons_text_of_messages_is_refused_by_name(here, capsys):
+    """As `to_csv` writes it."""
+    cell = str([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    (here / "my").mkdir()
+    (here / "my/chats.csv").write_text("messages\n" + f'"{cell}"\n' * 9)
+    assert main(["init", "my", "--model", MODEL]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert "my/chats.csv: messages: found" in error and "save the rows with to_json" in error
+
+
+def test_thumbs_that_most_users_did_not_give(here, capsys):
+    """A row without a label is no sign that kto can read the columns."""
+    made = [{"question": f"Say {n}.", "answer": f"{n}, there.", "feedback": None} for n in range(400)]
+    for n in range(0, 400, 10):
+        made[n]["feedback"] = ["up", "down"][n // 10 % 2]
+    job = init(rows(here / "log.jsonl", made))("log", "kto")
+    assert job.data.columns == {"prompt": "question", "completion": "answer", "label": "feedback"}
+    assert job.data.max_length == 64 and "warning" not in capsys.readouterr().out
+
+
+def test_jobs_whose_rows_are_all_refused_are_not_written(here, capsys):
+    """The template leaves out the only difference of the sides. The conversations are still learned."""
+    ask = [{"role": "user", "content": "Say it."}]
+    sides = [
+        [*ask, {"role": "assistant", "reasoning_content": one, "content": "It."}] for one in ("Hm.", "So.")
+    ]
+    same = [{"chosen": sides[0], "rejected": sides[1]}] * 20
+    rows(here / "my/pairs.jsonl", same)
+    init("my", "--name", "asked")
+    assert [path.name for path in (here / "jobs/asked").iterdir()] == ["ppo.yaml"]
+    rows(here / "my/chats.jsonl", talks(30))
+    init("my")
+    assert {path.stem for path in (here / "jobs/my").glob("*.yaml")} == {
+        "sft",
+        "ppo",
+        "generate",
+        "serve",
+        "export",
+    }
+    shown = capsys.readouterr().out
+    assert "warning: rm: none of the first rows of 'my/pairs.jsonl' can be read: " in shown
+    assert "rm" not in next_commands(shown)
+
+
+def test_a_label_to_set_leaves_no_length_above_the_context(here):
+    made = [{"prompt": f"Say {n}.", "completion": f"{n}, there.", "feedback": "PQ"[n % 2]} for n in range(50)]
+    init(rows(here / "r.jsonl", made))
+    text = (here / "jobs/r/kto.yaml").read_text()
+    assert "label: null" in text
+    assert (
+        int(re.search(r"max_length: (\d+)", text)[1])
+        <= json.loads((ROOT / "jobs/demo/model/config.json").read_text())["max_position_embeddings"]
+    )
+
+
+def test_pairs_with_a_prompt_of_any_name_make_every_job(here, capsys):
+    lines = [
+        f"Where is parcel {n}?,On its way.,No idea at all.,{'AB'[n % 2]},A,{'AB'[n % 2]}" for n in range(40)
+    ]
+    head = "customer_message,reply_a,reply_b,annotator_1,annotator_2,annotator_3"
+    (here / "ratings.csv").write_text("\n".join([head, *lines]) + "\n")
+    written = init("ratings.csv")
+    assert written("ratings", "ppo").data.columns == {"prompt": "customer_message"}
+    for job in ("ppo", "generate", "evaluate", "collect"):
+        assert written("ratings", job).data.max_length == 64, job
+
+
+def test_each_stage_gets_the_typed_columns_that_it_reads(here, capsys):
+    made = [{"prompt": f"Say {n}.", "response": f"{n}, there.", "quality": [4, 2][n % 2]} for n in range(60)]
+    columns = "data.columns={completion: response, label: quality}"
+    written = init(rows(here / "rated.jsonl", made), columns, "data.label={good: 4, bad: 2}")
+    assert written("rated", "kto").data.columns == {"completion": "response", "label": "quality"}
+    ppo = load_job("jobs/rated/ppo.yaml", ["reward=models:/any/1"], "ppo").data
+    assert (ppo.columns, ppo.label) == (None, None) and "warning" not in capsys.readouterr().out
+    rows(here / "asked.jsonl", [{"ask": f"Say {n}.", "say": f"{n}, there."} for n in range(60)])
+    written = init("asked.jsonl", "data.columns={prompt: ask, completion: say}")
+    ppo = load_job("jobs/asked/ppo.yaml", ["reward=models:/any/1"], "ppo").data
+    assert ppo.columns == {"prompt": "ask"}
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_prompts_alone_offer_no_command_before_a_reward_is_set(here, capsys):
+    init(rows(here / "prompts.jsonl", ASKED))
+    assert next_commands(capsys.readouterr().out) == []
+
+
+def test_rows_that_every_stage_refuses_leave_no_folder(here, capsys):
+    shutil.copytree(MODEL, here / "base")
+    template = "{{ raise_exception('no such turn') }}"
+    (here / "base/chat_template.jinja").write_text(template)
+    rows(here / "chats.jsonl", talks(30))
+    assert main(["init", "chats.jsonl", "--model", "base"]) == 2
+    assert "no stage can train on chats.jsonl" in capsys.readouterr().err
+    assert not (here / "jobs/chats").exists()

@@ -185,3 +185,18 @@ def test_several_texts_are_a_conversation_only_by_name():
 def test_dates_in_other_columns_do_not_hide_a_conversation():
     made = rows(conversation=CHAT, timestamp=datetime.datetime(2024, 5, 1))
     assert guess.guessed(made, "sft") == {"messages": "conversation"}
+
+
+def test_pythons_text_of_a_list_fits_no_stage():
+    """It was a traceback: the values are not tools, and no rows either."""
+    made = [{"messages": str(CHAT)} for _ in range(8)]
+    assert guess.fitting(made) == ""
+    assert guess.misfit(made, "sft", "chats.csv").startswith("chats.csv: rows 1-8 match no format")
+
+
+def test_rows_without_a_label_do_not_show_that_a_guess_is_right():
+    made = rows(question="Say {} now.", answer="As you wish.", feedback=(None, None, None, "up"))
+    made += rows(question="Say {} then.", answer="As you wish.", feedback=(None, None, None, "down"))
+    full = {"prompt": "question", "completion": "answer", "label": "feedback"}
+    assert guess.guessed(made, "kto") == full
+    assert not guess.reads(made, {"label": "feedback"}, "kto")
