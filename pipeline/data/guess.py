@@ -17,7 +17,7 @@ from pipeline.data import reshape
 from pipeline.data.messages import offered
 from pipeline.data.reshape import Preprocess, listed, value_at
 from pipeline.data.shapes import LABELS as VERDICTS
-from pipeline.data.shapes import is_good, kind_of, parse
+from pipeline.data.shapes import are_clear, is_good, kind_of, parse
 from pipeline.data.values import RowError, setting, some
 from pipeline.errors import InputError, visible
 
@@ -96,7 +96,7 @@ def is_clear(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
         return True
     labels = _labels(guess, rows)
     if "first" not in guess:
-        return None not in map(is_good, labels)
+        return are_clear(labels)
     with contextlib.suppress(InputError):
         return bool(reshape.derived(labels, guess))
     return False
@@ -144,13 +144,13 @@ def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> 
 
 
 def _labels(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """Returns the labels of rows, each of a list, without nulls, other lists and objects."""
+    """Returns the labels of rows, each of a list, without blanks, other lists and objects."""
     found = []
     for row in rows:
         for name in listed(guess.get("label", "label")):
             with contextlib.suppress(KeyError):
                 found += listed(value_at(row, name))
-    return [value for value in found if value is not None and not isinstance(value, list | dict)]
+    return [value for value in found if not reshape.is_blank(value) and not isinstance(value, list | dict)]
 
 
 # ---- columns and their values ----------------------------------------------------------------------------------------

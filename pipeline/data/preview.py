@@ -11,8 +11,8 @@ from pipeline.config.job import Source, completed, sources_of
 from pipeline.data import chunks, guess, reshape
 from pipeline.data.files import File, find
 from pipeline.data.reshape import Preprocess
-from pipeline.data.shapes import Kind, kind_of, shape_of
-from pipeline.data.values import RowError, some
+from pipeline.data.shapes import Kind, are_clear, is_good, kind_of, shape_of
+from pipeline.data.values import RowError, setting, some
 from pipeline.errors import InputError, visible
 from pipeline.system import functions
 
@@ -136,6 +136,7 @@ def resolve_labels(
                 row = reshape.renamed(row, head.preprocess.columns, ())
                 if {"first", "second", "label"} <= row.keys() and "first_score" not in row:
                     found.append(row["label"])
+        check_zeros(head, stage)
 
     def with_rule(one: Preprocess) -> Preprocess:
         if not kind_of(stage, one).has_pairs or one.rule is not None or not labels.get(repr(one)):
@@ -150,6 +151,27 @@ def resolve_labels(
             problem = guess.misfit(head.rows, stage, head.path, head.section)
             raise InputError(problem, key=f"data.{head.split}")
     return made
+
+
+def check_zeros(head: Head, stage: str) -> None:
+    """Raises InputError if labels of the first rows are 0 and -1, and the job does not say which of them is bad."""
+    kind = kind_of(stage, head.preprocess)
+    labels: dict[str, list[Any]] = {}
+    for row in head.rows if head.preprocess.rule is None else ():
+        with contextlib.suppress(RowError):
+            made = reshape.renamed(row, head.preprocess.columns, ())
+            for name in kind.labels_in(made):
+                votes = (one for one in reshape.listed(made[name]) if not isinstance(one, list | dict))
+                labels.setdefault(name, []).extend(one for one in votes if not reshape.is_blank(one))
+    for name, found in labels.items():
+        if None not in map(is_good, found) and not are_clear(found):
+            column = head.preprocess.columns.get(name, name)
+            as_label = (
+                "" if name == "label" else f"{setting(f'{head.section}.columns', f'{{label: {name}}}')} and "
+            )
+            said = setting(f"{head.section}.label", "{good: 1, bad: -1}")
+            problem = f"{head.path}: the column {column!r} has 0 and -1, of which one may mean that nobody has rated"
+            raise InputError(f"{problem}; set {as_label}{said}", key=f"{head.section}.label")
 
 
 def fitting(name: str, data: Any) -> dict[str, str]:

@@ -6,7 +6,7 @@ KIND is the table; config.stages.STAGE says which kind a stage reads. A row has 
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -120,12 +120,16 @@ class Kind:
         """Returns True if a row may have two completions, one preferred to the other."""
         return self.completions != "written" and "rejected" in self.needed
 
+    def labels_in(self, row: dict[str, Any]) -> set[str]:
+        """Returns the fields of a row that are read to learn whether its completion is good."""
+        read = self.further.union(self.shapes.get(shape_of(row, self) or "", ()))
+        return LABELS & read & row.keys()
+
     def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
         """Yields what a decoded row of a file becomes: rows, RowError or Dropped."""
         for made in self.preprocess.rows(row, self.needed, self.has_pairs, note_label):
             if isinstance(made, dict):
-                read = self.further.union(self.shapes.get(shape_of(made, self) or "", ()))
-                labels = {name: majority(made[name]) for name in LABELS & read & made.keys()}
+                labels = {name: majority(made[name]) for name in self.labels_in(made)}
                 blank = any(map(reshape.is_blank, labels.values()))
                 made = values.Dropped("unlabeled") if blank else {**made, **labels}
             yield made
@@ -196,6 +200,11 @@ def is_good(label: Any) -> bool | None:
     if not isinstance(value, str | int | float):
         return None
     return True if value in GOOD else False if value in BAD else None
+
+
+def are_clear(labels: Sequence[Any]) -> bool:
+    """Returns True if each label calls a completion good or bad. Beside -1, a 0 may mean that nobody has rated it."""
+    return None not in map(is_good, labels) and not {0.0, -1.0} <= {*map(reshape.comparable, labels)}
 
 
 def demonstration(row: dict[str, Any], shape: str) -> Record:
