@@ -95,8 +95,8 @@ def is_clear(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     if "label" not in guess and ("first" not in guess or "first_score" in guess):
         return True
     labels = _labels(guess, rows)
-    if "first" not in guess:
-        return are_clear(labels)
+    if "first" not in guess:  # another name may say that the label is about something else
+        return are_clear(labels) and bool(_called("label", listed(guess["label"])))
     with contextlib.suppress(InputError):
         return bool(reshape.derived(labels, guess))
     return False
@@ -116,9 +116,10 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
         return None
     free = {name: values for name, values in columns.items() if name not in _used(guess)}
     if stage == "sft":  # with a label, bad completions are left out
-        labels = [name for name in _called("label", free) if None not in map(is_good, free[name])]
-        scales = [name for name in free if _numbers(free[name]) and _is_label(free[name])]
+        labels = [name for name in _called("label", free) if None not in map(is_good, _filled(free[name]))]
+        scales = [name for name in free if _numbers(_filled(free[name])) and _is_label(free[name])]
         labels += [name for name in scales if name.lower() in NAMES["label"]]
+        labels += _ratings(free)
         guess |= _unlike({"label": labels[0]}) if labels and labels[0] not in VERDICTS else {}
     if stage in ("sft", "ppo") and "tools" not in rows[0]:
         tools = [name for name, values in free.items() if any(map(_is_tools, values))]
@@ -177,6 +178,19 @@ def _is_tools(value: Any) -> bool:
     return all("function" in tool for tool in offered(value) or [{}])
 
 
+def _filled(values: Values) -> Values:
+    """Returns the values, and those in lists, without blanks and objects."""
+    values = [one for value in values for one in listed(value)]
+    return [one for one in values if not reshape.is_blank(one) and not isinstance(one, list | dict)]
+
+
+def _ratings(columns: Mapping[str, Values]) -> list[str]:
+    """Returns the columns of words that call a completion good or bad, such as emoji, whatever their names are."""
+    words = {name: _filled(values) for name, values in columns.items()}
+    spoken = [name for name in words if all(isinstance(reshape.comparable(one), str) for one in words[name])]
+    return [name for name in spoken if False in (said := [*map(is_good, words[name])]) and None not in said]
+
+
 def _numbers(values: Values) -> list[float]:
     """Returns the values as numbers, or [] if one of them is not a number."""
     numbers = [*map(reshape.comparable, values)]
@@ -224,6 +238,7 @@ def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, An
                     yield _unlike({**prompt, **pair})
     if stage in ("sft", "kto", "score") and not pairs:  # with pairs, these would misread one completion
         rated = [name for name in _called("label", columns) if _is_label(columns[name])]
+        rated += _ratings(columns)
         for label in [{"label": name} for name in rated] if stage == "kto" else [{}]:
             for guess in ({}, *_demonstrations(columns, prompts)):
                 if not {*label.values()} & _used(guess):

@@ -48,6 +48,9 @@ SETS = {
     "summarize": rows(info={"id": "t3", "post": "A long post here.", "title": "A title"}, summaries=[{"text": "One of them.", "policy": "sup1"}, {"text": "Another one.", "policy": "ref"}], choice=(0, 1), worker="w"),
     "shop": rows(**{"customer question": "Where is {}?", "good reply": "On its way.", "bad reply": "No idea at all.", "agent": ("ann", "bob")}),
     "ratings": rows(prompt="Say {} now.", response="As you wish.", rating=(1, 2, 3, 4, 5)),
+    "emoji": rows(question="Say {} now.", answer="As you wish.", reaction=("👍", "👎", "")),
+    "thumbs in a sheet": rows(question="Say {} now.", answer="As you wish.", feedback=("up", "down", "")),
+    "zeros": rows(prompt="Say {} now.", completion="As you wish.", rating=(0, -1, 1, 0)),
     "twins": rows(prompt="Say {} now.", reply_1="As you wish.", reply_2="Oh no, never."),
     "twins of chats": rows(conversation_a=CHAT, conversation_b=OTHER),
     "sheet": rows(customer_message="Where is {}?", reply_a="On its way.", reply_b="No idea at all.", anna=("A", "B", "tie"), ben=("a ", "B", "")),
@@ -91,6 +94,11 @@ FITS = {
     "ratings": "sft and kto with data.columns='{completion: response, label: rating}' and data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
 }
 FITS |= {
+    "emoji": "sft and kto with data.columns='{prompt: question, completion: answer, label: reaction}' and data.label='{good: VALUE, bad: VALUE}' "
+    "for what its values mean; ppo with data.columns='{prompt: question}'",
+    "thumbs in a sheet": "sft and kto with data.columns='{prompt: question, completion: answer, label: feedback}'; "
+    "ppo with data.columns='{prompt: question}'",
+    "zeros": "sft and kto with data.columns='{label: rating}' and data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
     "twins": "ppo as they are",
     "twins of chats": "",
     "sheet": "rm, dpo and kto with data.columns='{prompt: customer_message, first: reply_a, second: reply_b, label: [anna, ben]}'",
