@@ -14,10 +14,11 @@ import yaml
 
 from pipeline.config.stages import STAGE
 from pipeline.data import reshape
+from pipeline.data.annotations import Answered
 from pipeline.data.messages import offered
 from pipeline.data.reshape import Preprocess, listed, value_at
+from pipeline.data.shapes import BAD, are_clear, is_good, kind_of, parse
 from pipeline.data.shapes import LABELS as VERDICTS
-from pipeline.data.shapes import are_clear, is_good, kind_of, parse
 from pipeline.data.values import RowError, setting, some
 from pipeline.errors import InputError, visible
 
@@ -48,6 +49,8 @@ def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "da
     found = visible(", ".join(names), lines=False)
     numbers = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
     head = f"{visible(file, lines=False)}: {numbers} no format of `{stage}`; the columns are {found[:300] or 'none'}"
+    if stage in ("sft", "kto") and (problem := doubt(rows)):
+        return f"{head}; {problem}"
     guess = guessed(rows, stage)
     if guess:
         return f"{head}; set {as_setting(guess, rows, key)}"
@@ -110,8 +113,10 @@ def meaning(guess: dict[str, Any]) -> str:
 def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None:
     """Returns {field: column} with which most rows can be read, {} if they need no mapping, or None if no guess fits."""
     rows = rows[:LOOKED]
-    columns = _columns(rows)
-    guess = next((guess for guess in _candidates(columns, stage) if reads(rows, guess, stage)), None)
+    columns, rated = _columns(rows), _ratings(rows)
+    if stage in ("sft", "kto") and doubt(rows):
+        return None
+    guess = next((guess for guess in _candidates(columns, rated, stage) if reads(rows, guess, stage)), None)
     if guess is None:
         return None
     free = {name: values for name, values in columns.items() if name not in _used(guess)}
@@ -119,12 +124,37 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
         labels = [name for name in _called("label", free) if None not in map(is_good, _filled(free[name]))]
         scales = [name for name in free if _numbers(_filled(free[name])) and _is_label(free[name])]
         labels += [name for name in scales if name.lower() in NAMES["label"]]
-        labels += _ratings(free)
+        labels += [name for name in rated if name in free]
         guess |= _unlike({"label": labels[0]}) if labels and labels[0] not in VERDICTS else {}
     if stage in ("sft", "ppo") and "tools" not in rows[0]:
         tools = [name for name, values in free.items() if any(map(_is_tools, values))]
         guess |= {"tools": tools[0]} if tools else {}
     return guess
+
+
+def doubt(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns what makes it unclear which completions are good, and what to set, or "".
+
+    It is a column whose name says that its rows are bad, such as thumbs_down, or another text by annotators.
+    """
+    columns = _columns(rows[:LOOKED])
+    texts, asked = _texts(columns), _questions(rows[:LOOKED])
+    if VERDICTS & columns.keys() or any(True for _ in _pairs(columns, texts)):
+        return ""
+    for name, values in columns.items():
+        bad = {*BAD} & {
+            word.removesuffix("s") for word in re.split(r"[^a-z]+", name.lower()) if len(word) > 2
+        }
+        if bad and (filled := _filled(values)) and None not in map(is_good, filled):
+            alone = f"{setting('data.columns', f'{{label: {name}}}')} and {setting('data.label', '{good: 0, bad: 1}')}"
+            return (
+                f"`{name}` may say which completions are bad; set {alone}, or make one label: data.transform"
+            )
+    given = [name for name in _called("completion", texts) if name not in asked]
+    if given and (written := sorted(asked.intersection(texts))):
+        named = setting("data.columns", f"{{prompt: COLUMN, completion: {written[0]}}}")
+        return f"annotators wrote `{written[0]}` beside `{given[0]}`; if it is the completion to learn, set {named}"
+    return ""
 
 
 def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> bool:
@@ -184,11 +214,31 @@ def _filled(values: Values) -> Values:
     return [one for one in values if not reshape.is_blank(one) and not isinstance(one, list | dict)]
 
 
-def _ratings(columns: Mapping[str, Values]) -> list[str]:
-    """Returns the columns of words that call a completion good or bad, such as emoji, whatever their names are."""
-    words = {name: _filled(values) for name, values in columns.items()}
-    spoken = [name for name in words if all(isinstance(reshape.comparable(one), str) for one in words[name])]
-    return [name for name in spoken if False in (said := [*map(is_good, words[name])]) and None not in said]
+def _texts(columns: Mapping[str, Values]) -> list[str]:
+    """Returns the columns of texts or of lists that are no labels."""
+
+    def is_text(values: Values) -> bool:
+        lists = any(isinstance(value, list) for value in values) and not _is_label(values)
+        return lists or any(isinstance(value, str) and " " in value.strip() for value in values)
+
+    return [name for name, values in columns.items() if is_text(values) and not any(map(_is_tools, values))]
+
+
+def _questions(rows: Sequence[dict[str, Any]]) -> set[str]:
+    """Returns the columns that hold the answers of annotators."""
+    return {name for row in rows if isinstance(row, Answered) for name in row.questions}
+
+
+def _ratings(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the columns that rate completions whatever their names are: words such as emoji, and ratings of annotators."""
+    columns, found, asked = _columns(rows), [], _questions(rows)
+    for name, values in columns.items():
+        filled = _filled(values)
+        said, numbers = [*map(is_good, filled)], _numbers(filled)
+        words = all(isinstance(reshape.comparable(one), str) for one in filled)
+        if (words and False in said and None not in said) or (numbers and name in asked):
+            found.append(name)
+    return found
 
 
 def _numbers(values: Values) -> list[float]:
@@ -214,15 +264,11 @@ def _is_label(values: Values) -> bool:
 # ---- candidates ------------------------------------------------------------------------------------------------------
 
 
-def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, Any]]:
+def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Iterator[dict[str, Any]]:
     """Yields mappings to try, the likeliest first."""
 
-    def is_text(values: Values) -> bool:
-        lists = any(isinstance(value, list) for value in values) and not _is_label(values)
-        return lists or any(isinstance(value, str) and " " in value.strip() for value in values)
-
     yield {}
-    texts = [name for name, values in columns.items() if is_text(values) and not any(map(_is_tools, values))]
+    texts = _texts(columns)
     pairs = [] if stage == "ppo" else [*_pairs(columns, texts)]
     misspelled = difflib.get_close_matches("prompt", columns, 1)
     prompts = [{"prompt": name} for name in (*_called("prompt", texts), *misspelled)]
@@ -237,8 +283,7 @@ def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, An
                 if not {*prompt.values()} & _used(pair):
                     yield _unlike({**prompt, **pair})
     if stage in ("sft", "kto", "score") and not pairs:  # with pairs, these would misread one completion
-        rated = [name for name in _called("label", columns) if _is_label(columns[name])]
-        rated += _ratings(columns)
+        rated = [*(name for name in _called("label", columns) if _is_label(columns[name])), *rated]
         for label in [{"label": name} for name in rated] if stage == "kto" else [{}]:
             for guess in ({}, *_demonstrations(columns, prompts)):
                 if not {*label.values()} & _used(guess):

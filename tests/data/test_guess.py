@@ -6,6 +6,7 @@ import json
 import pytest
 
 from pipeline.data import guess
+from pipeline.data.annotations import flat
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]
 OTHER = [CHAT[0], {"role": "assistant", "content": "What?"}]
@@ -104,6 +105,47 @@ FITS |= {
     "sheet": "rm, dpo and kto with data.columns='{prompt: customer_message, first: reply_a, second: reply_b, label: [anna, ben]}'",
     "votes in a list": "rm, dpo and kto with data.columns='{first: reply_1, second: reply_2, label: best}'; ppo as they are",
 }
+
+
+def asked(**answers):
+    """Records of Argilla with a prompt and a response, and the answers of annotators."""
+    given = {}
+    for name, answer in answers.items():
+        given |= {f"{name}.responses": answer, f"{name}.responses.status": ["submitted"] * len(answer)}
+    return [flat({"prompt": f"Say {i} now.", "response": "No idea.", **given}) for i in range(8)]
+
+
+@pytest.mark.parametrize("ratings", [[1, 2, 1], [2]])
+def test_what_annotators_rate_is_a_label_whatever_the_name_of_the_question(ratings):
+    made = asked(quality=ratings)
+    for stage in ("sft", "kto"):
+        columns = guess.guessed(made, stage)
+        assert columns == {"completion": "response", "label": "quality"}
+        assert not guess.is_clear(columns, made)
+
+
+def test_a_text_that_annotators_wrote_beside_the_completion_is_asked_about():
+    made = asked(corrected=["A tube is 8 euros."])
+    assert guess.guessed(made, "sft") is None
+    line = guess.misfit(made, "sft", "a.jsonl")
+    assert line.endswith("set data.columns='{prompt: COLUMN, completion: corrected}'")
+    assert guess.reads(made, {"completion": "corrected"}, "sft")
+    written = [
+        flat(
+            {"prompt": "Say it.", "reply.responses": ["Like this."], "reply.responses.status": ["submitted"]}
+        )
+    ]
+    assert guess.guessed(written, "sft") == {"completion": "reply"}
+
+
+@pytest.mark.parametrize("names", [("thumbs_up", "thumbs_down"), ("likes", "dislikes"), ("thumbs_down",)])
+def test_a_column_that_says_which_completions_are_bad_is_asked_about(names):
+    made = rows(question="Say {} now.", answer="As you wish.", **dict.fromkeys(names, (0, 1, 0)))
+    assert guess.guessed(made, "sft") is guess.guessed(made, "kto") is None
+    assert guess.guessed(made, "ppo") == {"prompt": "question"}
+    line = guess.misfit(made, "kto", "a.jsonl")
+    assert f"set data.columns='{{label: {names[-1]}}}' and data.label='{{good: 0, bad: 1}}'" in line
+    assert line.endswith("or make one label: data.transform")
 
 
 def test_no_rows_fit_no_stage():
