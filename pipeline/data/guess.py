@@ -8,6 +8,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -17,7 +18,7 @@ from pipeline.data import reshape
 from pipeline.data.annotations import Answered
 from pipeline.data.messages import offered
 from pipeline.data.reshape import Preprocess, listed, value_at
-from pipeline.data.shapes import BAD, are_clear, is_good, kind_of, parse
+from pipeline.data.shapes import BAD, are_clear, is_good, kind_of, parse, shape_of
 from pipeline.data.shapes import LABELS as VERDICTS
 from pipeline.data.values import RowError, setting, some
 from pipeline.errors import InputError, visible
@@ -49,6 +50,12 @@ def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "da
     found = visible(", ".join(names), lines=False)
     numbers = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
     head = f"{visible(file, lines=False)}: {numbers} no format of `{stage}`; the columns are {found[:300] or 'none'}"
+    kind = kind_of(stage)
+    if rows and shape_of(rows[0], kind):
+        try:
+            parse(rows[0], kind)
+        except RowError as error:
+            return str(replace(error, file=file, line=1))
     if stage in ("sft", "kto") and (problem := doubt(rows)):
         return f"{head}; {problem}"
     guess = guessed(rows, stage)
@@ -61,7 +68,6 @@ def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "da
     others = fitting(rows)
     if others and not others.startswith("ppo with"):  # a text that may hold the completion, too
         return f"{head}; such rows fit {others}"
-    kind = kind_of(stage)
     known = [needs for needs in kind.shapes.values() if needs[0] == "prompt" and "pos_answers" not in needs]
     shapes = [known[0], ("prompt", "first", "second", "label")][: 1 + ("chosen" in known[0])]
     blanks = ["{" + ", ".join(f"{name}: COLUMN" for name in shape) + "}" for shape in shapes]

@@ -107,6 +107,14 @@ FITS |= {
 }
 
 
+def test_rows_of_the_right_shape_are_told_what_is_wrong_with_the_first():
+    parts = [{"type": "thinking", "thinking": "T"}, {"type": "text", "text": "5"}]
+    made = rows(messages=[CHAT[0], {"role": "assistant", "content": parts}])
+    line = guess.misfit(made, "sft", "a.jsonl")
+    assert line.startswith("a.jsonl:1: `messages[1].content[0]`: found a part of type")
+    assert "thoughts belong into `reasoning_content`" in line
+
+
 def asked(**answers):
     """Records of Argilla with a prompt and a response, and the answers of annotators."""
     given = {}
