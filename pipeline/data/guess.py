@@ -103,7 +103,7 @@ def is_clear(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     """Returns True if the values show what the labels mean, or if the guess has no labels."""
     if "label" not in guess and ("first" not in guess or "first_score" in guess):
         return True
-    labels = _labels(guess, rows)
+    labels = labels_of(guess, rows)
     if "first" not in guess:  # another name may say that the label is about something else
         return are_clear(labels) and bool(_called("label", listed(guess["label"])))
     with contextlib.suppress(InputError):
@@ -148,14 +148,11 @@ def doubt(rows: Sequence[dict[str, Any]]) -> str:
     if VERDICTS & columns.keys() or any(True for _ in _pairs(columns, texts)):
         return ""
     for name, values in columns.items():
-        bad = {*BAD} & {
-            word.removesuffix("s") for word in re.split(r"[^a-z]+", name.lower()) if len(word) > 2
-        }
+        bad = {*BAD} & {word.removesuffix("s") for word in re.findall(r"[a-z]{3,}", name.lower())}
         if bad and (filled := _filled(values)) and None not in map(is_good, filled):
-            alone = f"{setting('data.columns', f'{{label: {name}}}')} and {setting('data.label', '{good: 0, bad: 1}')}"
-            return (
-                f"`{name}` may say which completions are bad; set {alone}, or make one label: data.transform"
-            )
+            set_one = setting("data.columns", f"{{label: {name}}}")
+            set_one += f" and {setting('data.label', '{good: 0, bad: 1}')}"
+            return f"`{name}` may say what is bad; set {set_one}, or make one label: data.transform"
     given = [name for name in _called("completion", texts) if name not in asked]
     if given and (written := sorted(asked.intersection(texts))):
         named = setting("data.columns", f"{{prompt: COLUMN, completion: {written[0]}}}")
@@ -166,7 +163,7 @@ def doubt(rows: Sequence[dict[str, Any]]) -> str:
 def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> bool:
     """Returns True if at least half of the rows can be read with these data.columns."""
     rows = rows[:LOOKED]
-    labels = tuple(map(reshape.comparable, _labels(guess, rows)))  # any of them may mean anything
+    labels = tuple(map(reshape.comparable, labels_of(guess, rows)))  # any of them may mean anything
     rule = reshape.Rule(labels) if "first" in guess else reshape.Rule(good=labels if "label" in guess else ())
     kind = kind_of(stage, Preprocess(guess, rule))
     if not kind.shapes:
@@ -180,7 +177,7 @@ def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> 
     return 2 * read >= len(rows)
 
 
-def _labels(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
+def labels_of(guess: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
     """Returns the labels of rows, each of a list, without blanks, other lists and objects."""
     found = []
     for row in rows:
@@ -237,14 +234,15 @@ def _questions(rows: Sequence[dict[str, Any]]) -> set[str]:
 
 def _ratings(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the columns that rate completions whatever their names are: words such as emoji, and ratings of annotators."""
-    columns, found, asked = _columns(rows), [], _questions(rows)
-    for name, values in columns.items():
-        filled = _filled(values)
-        said, numbers = [*map(is_good, filled)], _numbers(filled)
-        words = all(isinstance(reshape.comparable(one), str) for one in filled)
-        if (words and False in said and None not in said) or (numbers and name in asked):
-            found.append(name)
-    return found
+    columns, asked = {name: _filled(values) for name, values in _columns(rows).items()}, _questions(rows)
+
+    def rates(name: str, values: Values) -> bool:
+        if name in asked and _numbers(values):
+            return True
+        words = all(isinstance(reshape.comparable(one), str) for one in values)
+        return words and {False} <= {*map(is_good, values)} <= {True, False}
+
+    return [name for name, values in columns.items() if rates(name, values)]
 
 
 def _numbers(values: Values) -> list[float]:

@@ -154,24 +154,15 @@ def resolve_labels(
 
 
 def check_zeros(head: Head, stage: str) -> None:
-    """Raises InputError if labels of the first rows are 0 and -1, and the job does not say which of them is bad."""
-    kind = kind_of(stage, head.preprocess)
-    labels: dict[str, list[Any]] = {}
-    for row in head.rows if head.preprocess.rule is None else ():
-        with contextlib.suppress(RowError):
-            made = reshape.renamed(row, head.preprocess.columns, ())
-            for name in kind.labels_in(made):
-                votes = (one for one in reshape.listed(made[name]) if not isinstance(one, list | dict))
-                labels.setdefault(name, []).extend(one for one in votes if not reshape.is_blank(one))
-    for name, found in labels.items():
-        if None not in map(is_good, found) and not are_clear(found):
-            column = head.preprocess.columns.get(name, name)
-            as_label = (
-                "" if name == "label" else f"{setting(f'{head.section}.columns', f'{{label: {name}}}')} and "
-            )
-            said = setting(f"{head.section}.label", "{good: 1, bad: -1}")
-            problem = f"{head.path}: the column {column!r} has 0 and -1, of which one may mean that nobody has rated"
-            raise InputError(f"{problem}; set {as_label}{said}", key=f"{head.section}.label")
+    """Raises InputError if labels are 0 and -1, of which one may mean that nobody has rated, and the job does not say more."""
+    kind, columns = kind_of(stage, head.preprocess), head.preprocess.columns
+    pair = {"first", "chosen"} & {*columns, *itertools.chain(*head.rows[:1])}
+    read = not pair and "label" in kind.further.union(*kind.shapes.values())
+    found = guess.labels_of(columns, head.rows)
+    if read and head.preprocess.rule is None and None not in map(is_good, found) and not are_clear(found):
+        problem = f"{head.path}: the column {columns.get('label', 'label')!r} has 0 and -1, and one may mean unrated"
+        said = setting(f"{head.section}.label", "{good: 1, bad: -1}")
+        raise InputError(f"{problem}; set {said}", key=f"{head.section}.label")
 
 
 def fitting(name: str, data: Any) -> dict[str, str]:

@@ -120,16 +120,12 @@ class Kind:
         """Returns True if a row may have two completions, one preferred to the other."""
         return self.completions != "written" and "rejected" in self.needed
 
-    def labels_in(self, row: dict[str, Any]) -> set[str]:
-        """Returns the fields of a row that are read to learn whether its completion is good."""
-        read = self.further.union(self.shapes.get(shape_of(row, self) or "", ()))
-        return LABELS & read & row.keys()
-
     def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
         """Yields what a decoded row of a file becomes: rows, RowError or Dropped."""
         for made in self.preprocess.rows(row, self.needed, self.has_pairs, note_label):
             if isinstance(made, dict):
-                labels = {name: majority(made[name]) for name in self.labels_in(made)}
+                read = self.further.union(self.shapes.get(shape_of(made, self) or "", ()))
+                labels = {name: majority(made[name]) for name in LABELS & read & made.keys()}
                 blank = any(map(reshape.is_blank, labels.values()))
                 made = values.Dropped("unlabeled") if blank else {**made, **labels}
             yield made

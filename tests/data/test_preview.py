@@ -122,7 +122,7 @@ def test_what_is_wrong_with_a_source_names_its_entry(tmp_path, stage, rows, said
 
 
 @pytest.mark.parametrize("stage", ["sft", "kto"])
-@pytest.mark.parametrize("name", ["label", "kto_tag", "rating"])
+@pytest.mark.parametrize("name", ["label", "rating"])
 def test_a_zero_beside_minus_one_is_asked_about(tmp_path, stage, name):
     """It may mean that nobody has rated the completion, which would be learned as a bad one."""
     marks = (0, 0, -1, None, [1, 0], 0, 1, "0")
