@@ -258,6 +258,8 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
             keys = {key: value for key, value in job["data"].items() if key != "train"}
             stages |= dict.fromkeys(["rm", "dpo"] if stage == "rm" else [stage], keys)
     named_prompts = {"prompt", "prompts"} & {*re.split(r"[^a-z]+", os.path.basename(path).lower())}
+    if not stages and not own.get("columns") and (problem := guess.doubt(rows)):
+        print(f"warning: {path}: not for sft and kto: {problem}")
     for stage in () if stages else ("ppo",) if named_prompts else TAKES:
         asked = [keys["columns"] for keys in stages.values() if "prompt" in keys.get("columns", ())]
         prompts = [{"prompt": columns["prompt"]} for columns in asked]

@@ -16,6 +16,12 @@ from typing import Any
 ANSWERS = dict(pairwise="selected", choices="choices", rating="rating", textarea="text", number="number")
 
 
+class Answered(dict[str, Any]):
+    """A row whose columns `questions` hold what annotators answered."""
+
+    questions: frozenset[str] = frozenset()
+
+
 def flat(row: Any, labels: Iterable[str] = ()) -> Any:
     """Returns a record as a row, or any other row unchanged. `labels` are null in a record that does not answer them."""
     answers, known = defaultdict[str, list[Any]](list), row if isinstance(row, dict) else {}
@@ -41,7 +47,9 @@ def flat(row: Any, labels: Iterable[str] = ()) -> Any:
     columns = {name: _only(given) if given else None for name, given in answers.items()}
     empty = dict.fromkeys([*labels] if any(answers.values()) else [*labels, "label"])
     rest = {name: value for name, value in known.items() if name not in others}
-    return {**empty, **rest, **fields, **columns}
+    made = Answered({**empty, **rest, **fields, **columns})
+    made.questions = frozenset(columns)
+    return made
 
 
 def _only(items: Any) -> Any:

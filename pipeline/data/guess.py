@@ -8,16 +8,18 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
 from pipeline.config.stages import STAGE
 from pipeline.data import reshape
+from pipeline.data.annotations import Answered
 from pipeline.data.messages import offered
 from pipeline.data.reshape import Preprocess, listed, value_at
+from pipeline.data.shapes import BAD, are_clear, is_good, kind_of, parse, shape_of
 from pipeline.data.shapes import LABELS as VERDICTS
-from pipeline.data.shapes import is_good, kind_of, parse
 from pipeline.data.values import Dropped, RowError, setting, some
 from pipeline.errors import InputError, visible
 
@@ -48,6 +50,14 @@ def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "da
     found = visible(", ".join(names), lines=False)
     numbers = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
     head = f"{visible(file, lines=False)}: {numbers} no format of `{stage}`; the columns are {found[:300] or 'none'}"
+    kind = kind_of(stage)
+    if rows and shape_of(rows[0], kind):
+        try:
+            parse(rows[0], kind)
+        except RowError as error:
+            return str(replace(error, file=file, line=1))
+    if stage in ("sft", "kto") and (problem := doubt(rows)):
+        return f"{head}; {problem}"
     guess = guessed(rows, stage)
     if guess:
         return f"{head}; set {as_setting(guess, rows, key)}"
@@ -58,7 +68,6 @@ def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "da
     others = fitting(rows)
     if others and not others.startswith("ppo with"):  # a text that may hold the completion, too
         return f"{head}; such rows fit {others}"
-    kind = kind_of(stage)
     known = [needs for needs in kind.shapes.values() if needs[0] == "prompt" and "pos_answers" not in needs]
     shapes = [known[0], ("prompt", "first", "second", "label")][: 1 + ("chosen" in known[0])]
     blanks = ["{" + ", ".join(f"{name}: COLUMN" for name in shape) + "}" for shape in shapes]
@@ -94,9 +103,9 @@ def is_clear(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     """Returns True if the values show what the labels mean, or if the guess has no labels."""
     if "label" not in guess and ("first" not in guess or "first_score" in guess):
         return True
-    labels = _labels(guess, rows)
-    if "first" not in guess:
-        return None not in map(is_good, labels)
+    labels = labels_of(guess, rows)
+    if "first" not in guess:  # another name may say that the label is about something else
+        return are_clear(labels) and bool(_called("label", listed(guess["label"])))
     with contextlib.suppress(InputError):
         return bool(reshape.derived(labels, guess))
     return False
@@ -110,15 +119,18 @@ def meaning(guess: dict[str, Any]) -> str:
 def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None:
     """Returns {field: column} with which most rows can be read, {} if they need no mapping, or None if no guess fits."""
     rows = rows[:LOOKED]
-    columns = _columns(rows)
-    guess = next((guess for guess in _candidates(columns, stage) if reads(rows, guess, stage)), None)
+    columns, rated = _columns(rows), _ratings(rows)
+    if stage in ("sft", "kto") and doubt(rows):
+        return None
+    guess = next((guess for guess in _candidates(columns, rated, stage) if reads(rows, guess, stage)), None)
     if guess is None:
         return None
     free = {name: values for name, values in columns.items() if name not in _used(guess)}
     if stage == "sft":  # with a label, bad completions are left out
-        labels = [name for name in _called("label", free) if None not in map(is_good, free[name])]
-        scales = [name for name in free if _numbers(free[name]) and _is_label(free[name])]
+        labels = [name for name in _called("label", free) if None not in map(is_good, _filled(free[name]))]
+        scales = [name for name in free if _numbers(_filled(free[name])) and _is_label(free[name])]
         labels += [name for name in scales if name.lower() in NAMES["label"]]
+        labels += [name for name in rated if name in free]
         guess |= _unlike({"label": labels[0]}) if labels and labels[0] not in VERDICTS else {}
     if stage in ("sft", "ppo") and "tools" not in rows[0]:
         tools = [name for name, values in free.items() if any(map(_is_tools, values))]
@@ -126,10 +138,32 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
     return guess
 
 
+def doubt(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns what makes it unclear which completions are good, and what to set, or "".
+
+    It is a column whose name says that its rows are bad, such as thumbs_down, or another text by annotators.
+    """
+    columns = _columns(rows[:LOOKED])
+    texts, asked = _texts(columns), _questions(rows[:LOOKED])
+    if VERDICTS & columns.keys() or any(True for _ in _pairs(columns, texts)):
+        return ""
+    for name, values in columns.items():
+        bad = {*BAD} & {word.removesuffix("s") for word in re.findall(r"[a-z]{3,}", name.lower())}
+        if bad and (filled := _filled(values)) and None not in map(is_good, filled):
+            set_one = setting("data.columns", f"{{label: {name}}}")
+            set_one += f" and {setting('data.label', '{good: 0, bad: 1}')}"
+            return f"`{name}` may say what is bad; set {set_one}, or make one label: data.transform"
+    given = [name for name in _called("completion", texts) if name not in asked]
+    if given and (written := sorted(asked.intersection(texts))):
+        named = setting("data.columns", f"{{prompt: COLUMN, completion: {written[0]}}}")
+        return f"annotators wrote `{written[0]}` beside `{given[0]}`; if it is the completion to learn, set {named}"
+    return ""
+
+
 def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> bool:
     """Returns True if at least half of the rows, without ties and those without a label, can be read with these data.columns."""
     rows = rows[:LOOKED]
-    labels = tuple(map(reshape.comparable, _labels(guess, rows)))  # any of them may mean anything
+    labels = tuple(map(reshape.comparable, labels_of(guess, rows)))  # any of them may mean anything
     rule = reshape.Rule(labels) if "first" in guess else reshape.Rule(good=labels if "label" in guess else ())
     kind = kind_of(stage, Preprocess(guess, rule))
     if not kind.shapes:
@@ -144,14 +178,14 @@ def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> 
     return read > 0 and 2 * read >= len(rows) - dropped
 
 
-def _labels(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """Returns the labels of rows, each of a list, without nulls, other lists and objects."""
+def labels_of(guess: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """Returns the labels of rows, each of a list, without blanks, other lists and objects."""
     found = []
     for row in rows:
         for name in listed(guess.get("label", "label")):
             with contextlib.suppress(KeyError):
                 found += listed(value_at(row, name))
-    return [value for value in found if value is not None and not isinstance(value, list | dict)]
+    return [value for value in found if not reshape.is_blank(value) and not isinstance(value, list | dict)]
 
 
 # ---- columns and their values ----------------------------------------------------------------------------------------
@@ -180,6 +214,40 @@ def _is_tools(value: Any) -> bool:
     return False
 
 
+def _filled(values: Values) -> Values:
+    """Returns the values, and those in lists, without blanks and objects."""
+    values = [one for value in values for one in listed(value)]
+    return [one for one in values if not reshape.is_blank(one) and not isinstance(one, list | dict)]
+
+
+def _texts(columns: Mapping[str, Values]) -> list[str]:
+    """Returns the columns of texts or of lists that are no labels."""
+
+    def is_text(values: Values) -> bool:
+        lists = any(isinstance(value, list) for value in values) and not _is_label(values)
+        return lists or any(isinstance(value, str) and " " in value.strip() for value in values)
+
+    return [name for name, values in columns.items() if is_text(values) and not any(map(_is_tools, values))]
+
+
+def _questions(rows: Sequence[dict[str, Any]]) -> set[str]:
+    """Returns the columns that hold the answers of annotators."""
+    return {name for row in rows if isinstance(row, Answered) for name in row.questions}
+
+
+def _ratings(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the columns that rate completions whatever their names are: words such as emoji, and ratings of annotators."""
+    columns, asked = {name: _filled(values) for name, values in _columns(rows).items()}, _questions(rows)
+
+    def rates(name: str, values: Values) -> bool:
+        if name in asked and _numbers(values):
+            return True
+        words = all(isinstance(reshape.comparable(one), str) for one in values)
+        return words and {False} <= {*map(is_good, values)} <= {True, False}
+
+    return [name for name, values in columns.items() if rates(name, values)]
+
+
 def _numbers(values: Values) -> list[float]:
     """Returns the values as numbers, or [] if one of them is not a number."""
     numbers = [*map(reshape.comparable, values)]
@@ -203,15 +271,11 @@ def _is_label(values: Values) -> bool:
 # ---- candidates ------------------------------------------------------------------------------------------------------
 
 
-def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, Any]]:
+def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Iterator[dict[str, Any]]:
     """Yields mappings to try, the likeliest first."""
 
-    def is_text(values: Values) -> bool:
-        lists = any(isinstance(value, list) for value in values) and not _is_label(values)
-        return lists or any(isinstance(value, str) and " " in value.strip() for value in values)
-
     yield {}
-    texts = [name for name, values in columns.items() if is_text(values) and not any(map(_is_tools, values))]
+    texts = _texts(columns)
     pairs = [] if stage == "ppo" else [*_pairs(columns, texts)]
     misspelled = difflib.get_close_matches("prompt", columns, 1)
     prompts = [{"prompt": name} for name in (*_called("prompt", texts), *misspelled)]
@@ -226,7 +290,7 @@ def _candidates(columns: dict[str, Values], stage: str) -> Iterator[dict[str, An
                 if not {*prompt.values()} & _used(pair):
                     yield _unlike({**prompt, **pair})
     if stage in ("sft", "kto", "score") and not pairs:  # with pairs, these would misread one completion
-        rated = [name for name in _called("label", columns) if _is_label(columns[name])]
+        rated = [*(name for name in _called("label", columns) if _is_label(columns[name])), *rated]
         for label in [{"label": name} for name in rated] if stage == "kto" else [{}]:
             for guess in ({}, *_demonstrations(columns, prompts)):
                 if not {*label.values()} & _used(guess):

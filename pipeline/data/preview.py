@@ -11,8 +11,8 @@ from pipeline.config.job import Source, completed, sources_of
 from pipeline.data import chunks, guess, reshape
 from pipeline.data.files import File, find
 from pipeline.data.reshape import Preprocess
-from pipeline.data.shapes import Kind, kind_of, shape_of
-from pipeline.data.values import RowError, some
+from pipeline.data.shapes import Kind, are_clear, is_good, kind_of, shape_of
+from pipeline.data.values import RowError, setting, some
 from pipeline.errors import InputError, visible
 from pipeline.system import functions
 
@@ -136,6 +136,7 @@ def resolve_labels(
                 row = reshape.renamed(row, head.preprocess.columns, ())
                 if {"first", "second", "label"} <= row.keys() and "first_score" not in row:
                     found.append(row["label"])
+        check_zeros(head, stage)
 
     def with_rule(one: Preprocess) -> Preprocess:
         if not kind_of(stage, one).has_pairs or one.rule is not None or not labels.get(repr(one)):
@@ -150,6 +151,18 @@ def resolve_labels(
             problem = guess.misfit(head.rows, stage, head.path, head.section)
             raise InputError(problem, key=f"data.{head.split}")
     return made
+
+
+def check_zeros(head: Head, stage: str) -> None:
+    """Raises InputError if labels are 0 and -1, of which one may mean that nobody has rated, and the job does not say more."""
+    kind, columns = kind_of(stage, head.preprocess), head.preprocess.columns
+    pair = {"first", "chosen"} & {*columns, *itertools.chain(*head.rows[:1])}
+    read = not pair and "label" in kind.further.union(*kind.shapes.values())
+    found = guess.labels_of(columns, head.rows)
+    if read and head.preprocess.rule is None and None not in map(is_good, found) and not are_clear(found):
+        problem = f"{head.path}: the column {columns.get('label', 'label')!r} has 0 and -1, and one may mean unrated"
+        said = setting(f"{head.section}.label", "{good: 1, bad: -1}")
+        raise InputError(f"{problem}; set {said}", key=f"{head.section}.label")
 
 
 def fitting(name: str, data: Any) -> dict[str, str]:

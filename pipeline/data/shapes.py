@@ -6,7 +6,7 @@ KIND is the table; config.stages.STAGE says which kind a stage reads. A row has 
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -196,6 +196,11 @@ def is_good(label: Any) -> bool | None:
     if not isinstance(value, str | int | float):
         return None
     return True if value in GOOD else False if value in BAD else None
+
+
+def are_clear(labels: Sequence[Any]) -> bool:
+    """Returns True if each label calls a completion good or bad. Beside -1, a 0 may mean that nobody has rated it."""
+    return None not in map(is_good, labels) and not {0.0, -1.0} <= {*map(reshape.comparable, labels)}
 
 
 def demonstration(row: dict[str, Any], shape: str) -> Record:

@@ -366,6 +366,18 @@ def test_rows_that_the_template_refuses_are_said(here, capsys):
     assert "warning: sft leaves out 30 of the first 60 rows: " in capsys.readouterr().out
 
 
+def test_columns_that_may_say_which_completions_are_bad_are_asked_about(here, capsys):
+    made = [{**row, "thumbs_up": n % 2, "thumbs_down": 0} for n, row in enumerate(ASKED)]
+    rows(here / "log.jsonl", [{**row, "answer": f"It is {n}."} for n, row in enumerate(made)])
+    init("log.jsonl")
+    shown = capsys.readouterr().out
+    assert (
+        "warning: log.jsonl: not for sft and kto: `thumbs_down` may say what is bad; set data.columns="
+        in shown
+    )
+    assert not {"sft", "kto"} & {path.stem for path in (here / "jobs/log").glob("*.yaml")}
+
+
 def test_lines_name_the_stages_whose_jobs_read_a_file(here, capsys):
     rows(here / "my/thumbs.jsonl", THUMBS)
     rows(here / "my/plain.jsonl", PLAIN)

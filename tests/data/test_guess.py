@@ -6,6 +6,7 @@ import json
 import pytest
 
 from pipeline.data import guess
+from pipeline.data.annotations import flat
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]
 OTHER = [CHAT[0], {"role": "assistant", "content": "What?"}]
@@ -48,6 +49,9 @@ SETS = {
     "summarize": rows(info={"id": "t3", "post": "A long post here.", "title": "A title"}, summaries=[{"text": "One of them.", "policy": "sup1"}, {"text": "Another one.", "policy": "ref"}], choice=(0, 1), worker="w"),
     "shop": rows(**{"customer question": "Where is {}?", "good reply": "On its way.", "bad reply": "No idea at all.", "agent": ("ann", "bob")}),
     "ratings": rows(prompt="Say {} now.", response="As you wish.", rating=(1, 2, 3, 4, 5)),
+    "emoji": rows(question="Say {} now.", answer="As you wish.", reaction=("👍", "👎", "")),
+    "thumbs in a sheet": rows(question="Say {} now.", answer="As you wish.", feedback=("up", "down", "")),
+    "zeros": rows(prompt="Say {} now.", completion="As you wish.", rating=(0, -1, 1, 0)),
     "twins": rows(prompt="Say {} now.", reply_1="As you wish.", reply_2="Oh no, never."),
     "twins of chats": rows(conversation_a=CHAT, conversation_b=OTHER),
     "sheet": rows(customer_message="Where is {}?", reply_a="On its way.", reply_b="No idea at all.", anna=("A", "B", "tie"), ben=("a ", "B", "")),
@@ -91,11 +95,65 @@ FITS = {
     "ratings": "sft and kto with data.columns='{completion: response, label: rating}' and data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
 }
 FITS |= {
+    "emoji": "sft and kto with data.columns='{prompt: question, completion: answer, label: reaction}' and data.label='{good: VALUE, bad: VALUE}' "
+    "for what its values mean; ppo with data.columns='{prompt: question}'",
+    "thumbs in a sheet": "sft and kto with data.columns='{prompt: question, completion: answer, label: feedback}'; "
+    "ppo with data.columns='{prompt: question}'",
+    "zeros": "sft and kto with data.columns='{label: rating}' and data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
     "twins": "ppo as they are",
     "twins of chats": "",
     "sheet": "rm, dpo and kto with data.columns='{prompt: customer_message, first: reply_a, second: reply_b, label: [anna, ben]}'",
     "votes in a list": "rm, dpo and kto with data.columns='{first: reply_1, second: reply_2, label: best}'; ppo as they are",
 }
+
+
+def test_rows_of_the_right_shape_are_told_what_is_wrong_with_the_first():
+    parts = [{"type": "thinking", "thinking": "T"}, {"type": "text", "text": "5"}]
+    made = rows(messages=[CHAT[0], {"role": "assistant", "content": parts}])
+    line = guess.misfit(made, "sft", "a.jsonl")
+    assert line.startswith("a.jsonl:1: `messages[1].content[0]`: found a part of type")
+    assert "thoughts belong into `reasoning_content`" in line
+
+
+def asked(**answers):
+    """Records of Argilla with a prompt and a response, and the answers of annotators."""
+    given = {}
+    for name, answer in answers.items():
+        given |= {f"{name}.responses": answer, f"{name}.responses.status": ["submitted"] * len(answer)}
+    return [flat({"prompt": f"Say {i} now.", "response": "No idea.", **given}) for i in range(8)]
+
+
+@pytest.mark.parametrize("ratings", [[1, 2, 1], [2]])
+def test_what_annotators_rate_is_a_label_whatever_the_name_of_the_question(ratings):
+    made = asked(quality=ratings)
+    for stage in ("sft", "kto"):
+        columns = guess.guessed(made, stage)
+        assert columns == {"completion": "response", "label": "quality"}
+        assert not guess.is_clear(columns, made)
+
+
+def test_a_text_that_annotators_wrote_beside_the_completion_is_asked_about():
+    made = asked(corrected=["A tube is 8 euros."])
+    assert guess.guessed(made, "sft") is None
+    line = guess.misfit(made, "sft", "a.jsonl")
+    assert line.endswith("set data.columns='{prompt: COLUMN, completion: corrected}'")
+    assert guess.reads(made, {"completion": "corrected"}, "sft")
+    written = [
+        flat(
+            {"prompt": "Say it.", "reply.responses": ["Like this."], "reply.responses.status": ["submitted"]}
+        )
+    ]
+    assert guess.guessed(written, "sft") == {"completion": "reply"}
+
+
+@pytest.mark.parametrize("names", [("thumbs_up", "thumbs_down"), ("likes", "dislikes"), ("thumbs_down",)])
+def test_a_column_that_says_which_completions_are_bad_is_asked_about(names):
+    made = rows(question="Say {} now.", answer="As you wish.", **dict.fromkeys(names, (0, 1, 0)))
+    assert guess.guessed(made, "sft") is guess.guessed(made, "kto") is None
+    assert guess.guessed(made, "ppo") == {"prompt": "question"}
+    line = guess.misfit(made, "kto", "a.jsonl")
+    assert f"set data.columns='{{label: {names[-1]}}}' and data.label='{{good: 0, bad: 1}}'" in line
+    assert line.endswith("or make one label: data.transform")
 
 
 def test_no_rows_fit_no_stage():

@@ -4,6 +4,7 @@ import pytest
 from toy_data import make, write
 
 from pipeline.config import Data
+from pipeline.data import guess
 from pipeline.data.files import find
 from pipeline.data.preview import preprocessing, resolve_labels
 from pipeline.data.reshape import Rule
@@ -118,3 +119,20 @@ def test_what_is_wrong_with_a_source_names_its_entry(tmp_path, stage, rows, said
     good = TALKS if stage == "sft" else [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     with pytest.raises(InputError, match=message):
         several(tmp_path, stage, x=(good, {}), y=(rows, said))
+
+
+@pytest.mark.parametrize("stage", ["sft", "kto"])
+@pytest.mark.parametrize("name", ["label", "rating"])
+def test_a_zero_beside_minus_one_is_asked_about(tmp_path, stage, name):
+    """It may mean that nobody has rated the completion, which would be learned as a bad one."""
+    marks = (0, 0, -1, None, [1, 0], 0, 1, "0")
+    rows = [{"prompt": f"Why {i}?", "completion": "So.", name: mark} for i, mark in enumerate(marks)]
+    columns = {"label": name} if name == "rating" else None
+    if name == "rating":
+        assert not guess.is_clear(columns, rows) and guess.guessed(rows, stage) == columns
+    with pytest.raises(InputError, match=r"0 and -1, .* set .*data\.label='\{good: 1, bad: -1\}'"):
+        look(tmp_path, rows, stage, columns=columns)
+    told = {"columns": {"label": name}, "label": {"good": 1, "bad": -1}}
+    report = make(tmp_path, stage, train=write(tmp_path / "a.jsonl", rows), on_error="skip", **told).report
+    assert report.splits["train"].kept == (2 if stage == "kto" else 1)
+    look(tmp_path, [row for row in rows if row[name] != -1], stage, columns=columns)
