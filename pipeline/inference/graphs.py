@@ -37,11 +37,12 @@ class Steps:
         self.output: Tensor = torch.empty(0)  # the tensor that a replay writes
         self.pool: Any = None  # of memory, for all graphs
         self.stream: Any = None  # one stream for all graphs, because cuBLAS keeps a workspace for each
-        self.graph: Any = None  # the newest graph, kept because it owns the memory
+        self.graph: Any = None  # the newest graph, kept because it owns the memory, and keeps the pool in use
 
     def forget(self) -> None:
-        """Drops the graph: the tensors that it uses no longer exist."""
-        self.key = self.replay = self.graph = None
+        """Replays the graph no more: the tensors that it uses no longer exist."""
+        # `graph` stays, because torch records nothing more into a pool that no graph uses.
+        self.key = self.replay = None
 
     def __call__(self, key: Hashable, rows: int, seen: int, ahead: int) -> Tensor:
         """Returns the (B, H) hidden states of a step. The next call overwrites them.

@@ -1,5 +1,6 @@
 """Steps of one shape that are replayed: the completions are those of steps that run kernel by kernel."""
 
+import weakref
 from unittest.mock import MagicMock
 
 import pytest
@@ -76,3 +77,32 @@ def test_a_step_that_cannot_be_recorded_runs_as_before(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert not one.graphs.works and said.count("without CUDA graphs") == 1
     assert "(RuntimeError: operation not permitted CUDA error)" in said
+
+
+def test_a_pool_is_never_without_a_graph(monkeypatch):
+    """torch (2.13) records nothing into a pool that has been used and that no graph uses any more."""
+    used = weakref.WeakSet()
+
+    class Graph:
+        def capture_begin(self, pool, **_):
+            assert used or not pool, "use_count > 0 INTERNAL ASSERT FAILED"
+            pool.append(1)
+            used.add(self)
+
+        def capture_end(self):
+            pass
+
+        def replay(self):
+            pass
+
+    for name in ("Stream", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", list)
+    steps = graphs.Steps(lambda rows, seen: torch.zeros(1, 1), lambda rows: None)
+    for _ in range(3):
+        steps("a shape", 1, 0, ahead=9)
+        assert steps.replay is not None
+        steps.forget()
+        assert steps.replay is None
+    assert steps.works and len(used) == 1  # older graphs are gone
