@@ -134,6 +134,13 @@ def test_autocast_casts_what_it_casts_on_cuda():
     assert layer.weight.grad.dtype == torch.float32
 
 
+def test_a_derivative_makes_zeros_on_the_gpu():
+    x = _on_gpu().requires_grad_()
+    first, _ = (x * 2).chunk(2)
+    first.sum().backward()
+    assert x.grad.tolist() == [[2.0] * 3, [0.0] * 3]
+
+
 def test_files_keep_the_device_unless_they_are_told_another():
     file = io.BytesIO()
     torch.save({"gpu": torch.ones(2, device="cuda:1"), "cpu": torch.ones(2)}, file)

@@ -74,8 +74,11 @@ def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
 
 def _replaced() -> list[tuple[Any, dict[str, Any]]]:
     """Returns (module or class, {name: what replaces it}) of torch."""
+    names = _cuda_names()
+    parts = (torch.cuda.random, torch.cuda.memory, torch.cuda.graphs, torch.cuda.streams)
     return [
-        (torch.cuda, _cuda_names()),
+        (torch.cuda, names),
+        *((part, {name: value for name, value in names.items() if hasattr(part, name)}) for part in parts),
         (torch.cuda.amp.common, {"amp_definitely_not_available": lambda: False}),
         (torch.accelerator, _accelerator_names()),
         (torch.optim.Optimizer, {"_accelerator_graph_capture_health_check": lambda self: None}),

@@ -266,7 +266,11 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         device = device or ours[0].device
         _check(func, args, kwargs, tensors, ours)
     elif device is None:
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if not tensors and isinstance(made, torch.Tensor) and torch._C._current_graph_task_id() != -1:
+            # A derivative's zeros for an output without a gradient: of the GPU, if the output was
+            made._of_any_device = True
+        return made
     assert device is not None
     random = _draws(func)
     if given is not None:
@@ -316,7 +320,11 @@ def _check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], ours:
         _check_index(func, args)
         return
     devices = dict.fromkeys(x.device for x in ours)
-    devices |= dict.fromkeys(x.device for x in tensors if not isinstance(x, GpuTensor) and x.dim())
+    devices |= dict.fromkeys(
+        x.device
+        for x in tensors
+        if not isinstance(x, GpuTensor) and x.dim() and not hasattr(x, "_of_any_device")
+    )
     if func.namespace == "c10d":  # gloo takes tensors of any device, NCCL its own
         return
     if len(devices) > 1:
