@@ -134,6 +134,12 @@ def test_autocast_casts_what_it_casts_on_cuda():
     assert layer.weight.grad.dtype == torch.float32
 
 
+def test_the_meta_device_holds_for_new_tensors():
+    """transformers asks so whether it may initialize a model's weights now."""
+    with torch.device("meta"):
+        assert torch.tensor([]).device.type == "meta"
+
+
 def test_a_derivative_makes_zeros_on_the_gpu():
     x = _on_gpu().requires_grad_()
     first, _ = (x * 2).chunk(2)

@@ -54,6 +54,7 @@ def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
     """Pretends that this process has some GPUs of so much memory. Threads that start in the block have them too."""
     with suppress(ImportError):
         import bitsandbytes  # it looks for CUDA's libraries once, when it is imported
+    torch.utils._device._device_constructors()  # torch keeps this list: it must name torch.tensor, not what replaces it
     machine.gpus = [Gpu(index, int(gib * GIB)) for index in range(gpus)]
     machine.thread = threading.local()
     machine.replays = 0
