@@ -134,8 +134,10 @@ def test_autocast_casts_what_it_casts_on_cuda():
     assert layer.weight.grad.dtype == torch.float32
 
 
-def test_the_meta_device_holds_for_new_tensors():
+def test_a_block_of_a_device_holds_for_new_tensors():
     """transformers asks so whether it may initialize a model's weights now."""
+    with torch.device(GPU):
+        assert torch.tensor([1]).device == torch.zeros(1).device == GPU
     with torch.device("meta"):
         assert torch.tensor([]).device.type == "meta"
 

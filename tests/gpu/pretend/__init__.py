@@ -244,11 +244,11 @@ def _maker(plain: Callable[..., Any], copies: bool) -> Callable[..., Any]:
             return made.clone() if copies and made.data_ptr() == data.data_ptr() else made
         if isinstance(data, list | tuple) and any(isinstance(x, GpuTensor) for x in data):
             data = [x.item() if isinstance(x, torch.Tensor) else x for x in data]
-        made = plain(data, *args, **kwargs)
-        if device is None or machine.device(device).type != "cuda":
-            return made
-        requires = made.requires_grad
-        return tensors.to(made.detach(), machine.device(device)).requires_grad_(requires)
+        where = machine.device(torch.empty(0).device if device is None else device)
+        if where.type != "cuda":
+            return plain(data, *args, device=where, **kwargs)
+        made = plain(data, *args, device="cpu", **kwargs)
+        return tensors.to(made.detach(), where).requires_grad_(made.requires_grad)
 
     return make
 
