@@ -165,7 +165,7 @@ chaos: setup ## kill workers, drivers, nodes; runs must end with equal numbers
 faults: $(VENV)/.dev ## plant known bugs one at a time; the self-checks must name them
 	@$(PY) tests/seeded_faults $(ARGS)
 # Without `setup`: a machine with a GPU often has an environment with torch, and needs no other.
-gpu: ## check and measure one GPU (docs/gpu.md); SMALL=1: on a CPU
+gpu: ## check and measure one GPU (docs/gpu.md); on a CPU: PRETEND=1
 	@PYTHONPATH=. $(or $(PYTHON),$(if $(wildcard $(PY)),$(PY),python3)) -m tests.gpu $(ARGS)
 
 # The site's generator needs nothing of the project, and the project nothing of it.

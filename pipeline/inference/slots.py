@@ -6,6 +6,7 @@ grows. When rows leave, the last rows move into their slots.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ class Slots(DynamicLayer):
 
     def __init__(self, cache: SlotCache, sliding: bool) -> None:
         super().__init__()
-        self.cache, self.is_sliding = cache, sliding
+        # Not a cycle, in which the memory would wait for Python's garbage collector
+        self.cache, self.is_sliding = weakref.proxy(cache), sliding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)

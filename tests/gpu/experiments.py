@@ -3,6 +3,7 @@
     make gpu                                all experiments, with make's own environment or PYTHON=...
     make gpu ARGS="doctor-nf4 decode-bf16"  some of them
     SMALL=1 make gpu                        all of them with tiny models on the CPU, in a minute: a rehearsal
+    make gpu PRETEND=1                      the rehearsal on a pretended GPU (tests/gpu/pretend): the code for CUDA runs
     python -m tests.gpu [NAME ...] [--out FOLDER]      from the root of the repository
 
 torch, transformers and peft suffice; bitsandbytes, Ray with TRL and MLflow, and vLLM are used where they are installed.
@@ -21,14 +22,16 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-if os.environ.get("SMALL"):
+if os.environ.get("SMALL") or os.environ.get("PRETEND"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -36,7 +39,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from torch import multiprocessing
 
-from tests.gpu import correct, decoding, models, training
+from pipeline.ppo.trainer import PPOTrainer
+from tests.gpu import correct, decoding, models, pretend, training
 from tests.gpu.record import Record, Skipped, markdown
 
 MINUTES = 25
@@ -52,8 +56,8 @@ def machine(record: Record) -> None:
     tflops = 2 * size**3 / models.timed(lambda: weight @ weight, 20, 3) / 1e12
     record.row(bf16_TFLOPs=tflops, tf32=torch.get_float32_matmul_precision())
     record.check("a product of bf16 matrices", f"{tflops:.3g} TFLOP/s", tflops > 0)
-    if sheet := peak_flops(models.DEVICE):
-        sheet /= 1e12
+    sheet = (peak_flops(models.DEVICE) or 0) / 1e12
+    if sheet and models.MEASURES:
         record.check(f"half of the datasheet's {sheet:.0f} TFLOP/s", tflops, 2 * tflops >= sheet)
 
 
@@ -95,10 +99,12 @@ def main() -> int:
     if unknown := [name for name in options.names if name not in EXPERIMENTS]:
         parser.error(f"no experiment {', '.join(unknown)}; there are {', '.join(EXPERIMENTS)}")
     if not models.CUDA and not models.SMALL:
-        parser.error("there is no GPU that torch can use; SMALL=1 rehearses everything on the CPU")
+        parser.error(
+            "there is no GPU that torch can use; SMALL=1 rehearses everything on the CPU, PRETEND=1 the code for CUDA"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
-    here, records = isolated(LIMIT_S, about), list[Record]()
     method = "fork" if models.SMALL else "spawn"
+    here, records = isolated(LIMIT_S, about, method=method), list[Record]()
     end = time.monotonic() + 60 * MINUTES
     for name in options.names or EXPERIMENTS:
         left = end - time.monotonic()
@@ -127,7 +133,8 @@ def about() -> dict[str, Any]:
     found: dict[str, Any] = {"device": f"CPU rehearsal ({platform.machine()}, {os.cpu_count()} cores)"}
     if models.CUDA:
         properties = torch.cuda.get_device_properties(0)
-        found = {"device": properties.name, "GiB": round(properties.total_memory / models.GIB, 1)}
+        name = f"{'pretended ' * models.PRETEND}{properties.name}"
+        found = {"device": name, "GiB": round(properties.total_memory / models.GIB, 1)}
         found["cuda"] = torch.version.cuda
     found |= {"python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
     for package in ("torch", "transformers", "peft", "bitsandbytes", "trl", "ray", "vllm"):
@@ -147,7 +154,8 @@ def run(name: str) -> Record:
     record, start = Record(name), time.perf_counter()
     try:
         torch.manual_seed(0)
-        EXPERIMENTS[name](record)
+        with counted_updates(record) if models.PRETEND else nullcontext():
+            EXPERIMENTS[name](record)
     except Skipped as reason:
         record.skipped = str(reason)
     except Exception:
@@ -184,4 +192,26 @@ def isolated(seconds: float, work: Callable[..., Any], *args: Any, method: str =
 
 
 def _send(pipe: Any, work: Callable[..., Any], *args: Any) -> None:
-    pipe.send(work(*args))
+    with pretend.cuda() if models.PRETEND else nullcontext():
+        pipe.send(work(*args))
+
+
+@contextmanager
+def counted_updates(record: Record) -> Iterator[None]:
+    """Adds rows that say how often the host waited for the pretended GPU: in each PPO update, and in the whole experiment."""
+    run_update, rows = PPOTrainer.run_update, list[dict[str, Any]]()
+
+    def counted(trainer: PPOTrainer, *args: Any) -> Any:
+        before = Counter(pretend.host_reads)
+        metrics = run_update(trainer, *args)
+        reads = pretend.host_reads - before
+        of = f"update {trainer.update}"
+        rows.append({"host_reads": reads.total(), "of": of, "by": dict(reads.most_common())})
+        return metrics
+
+    with mock.patch.object(PPOTrainer, "run_update", counted):
+        yield
+    record.rows += rows
+    reads = pretend.host_reads
+    figures = {"of": "the experiment", "by": dict(reads.most_common()), "replays": pretend.machine.replays}
+    record.row(host_reads=reads.total(), **figures)

@@ -1,6 +1,7 @@
 """Models with random weights in the shapes of Llama 3, a PPO trainer on them, and how time and memory are measured.
 
-SMALL=1 keeps the architecture and makes everything else tiny: the same code then runs on a CPU within seconds.
+SMALL=1 keeps the architecture and makes everything else tiny: the same code then runs on a CPU within seconds. PRETEND=1 is
+SMALL=1 on a pretended GPU (tests/gpu/pretend).
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from pipeline.ppo.rewards import AdapterReward
 from pipeline.ppo.trainer import PPOTrainer
 from tests.gpu.record import Skipped
 
-SMALL = bool(os.environ.get("SMALL"))
-CUDA = torch.cuda.is_available() and not SMALL
+PRETEND = bool(os.environ.get("PRETEND"))
+SMALL = PRETEND or bool(os.environ.get("SMALL"))
+CUDA = PRETEND or (torch.cuda.is_available() and not SMALL)
+MEASURES = CUDA and not PRETEND  # whether seconds and bytes are those of a GPU
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 PRECISIONS = ("fp32", "bf16", "nf4")
 GIB = 2**30

@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 from pipeline.config import Data, Job, Model
 from pipeline.planning import plan
 from tests.gpu import models
-from tests.gpu.models import CUDA, DEVICE, small
+from tests.gpu.models import CUDA, DEVICE, MEASURES, PRETEND, small
 from tests.gpu.record import Record, Skipped
 
 TOLERANCE = 0.15  # of a peak: measured against planned
@@ -52,6 +52,9 @@ def compare(record: Record, planned: float, above_only: bool = False) -> None:
         record.check(
             "the plan of this step has a peak; peaks are compared on a GPU only", planned, planned > 0
         )
+        return
+    if PRETEND:  # a plan of tiny models is all context and workspaces, which are pretended
+        record.check("the peak is below the planned one", measured, measured < planned)
         return
     off = measured / planned - 1
     said = f"{measured:.1f} GiB, planned {planned:.1f}: {off:+.0%}"
@@ -165,11 +168,11 @@ def _step(
 
 def installed_pipeline(record: Record) -> None:
     """Where Ray, TRL and MLflow are installed: the demo's sft on this device, by the command line."""
-    if not CUDA:
+    if not MEASURES:
         raise Skipped("on a CPU this is `make sft`, which has tests of its own")
     models.need("ray", "trl", "mlflow")
     with tempfile.TemporaryDirectory() as folder:
-        settings = "scaling.use_gpu=true gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
+        settings = "scaling.use_gpu=true trainer.use_cpu=false gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
         where = [f"run.storage_path={folder}", "run.name=gpu", "run.report=false"]
         _succeeds(record, "exit status 0", "pipeline", "sft", "jobs/demo/sft.yaml", *settings.split(), *where)
         result = json.loads(Path(folder, "gpu/result.json").read_text())

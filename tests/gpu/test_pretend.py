@@ -1,0 +1,427 @@
+"""The pretended GPU raises what CUDA raises; on it the code for CUDA runs, and ten faults that a CPU hides are found."""
+
+import dataclasses
+import gc
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import toy_ppo as toy
+from running import ROOT
+
+os.environ["PRETEND"] = "1"  # the sizes and the device of tests.gpu are chosen when it is imported
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing import start_processes
+
+from pipeline.inference.decoder import SlotDecoder
+from pipeline.inference.graphs import Steps
+from pipeline.inference.rows import Sampling
+from pipeline.models import precision
+from pipeline.models.adapters import SharedBase
+from tests.gpu import correct, pretend
+from tests.gpu.record import Record
+
+del os.environ["PRETEND"]
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    with pretend.cuda():
+        yield
+
+
+# ------------------------------------------------------------------------------------------ what CUDA raises
+
+
+def _recorded(work):
+    """Calls `work` while a graph is recorded."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    return graph
+
+
+def _dropped_pool():
+    pool = torch.cuda.graph_pool_handle()
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin(pool=pool)
+            graph.capture_end()
+        del graph
+
+
+def _freed_before_replay():
+    tensors = [torch.ones(3, device=GPU)]
+    graph = _recorded(lambda: tensors[0] + 1)
+    tensors.clear()
+    graph.replay()
+
+
+def _on_gpu():
+    return torch.arange(6.0, device=GPU).view(2, 3)
+
+
+ERRORS = {
+    "a product with a matrix of the CPU": (lambda: _on_gpu() @ torch.ones(3, 2), "at least two devices, cuda:0 and cpu"),
+    "a sum with another GPU's": (lambda: _on_gpu() + torch.ones(3, device="cuda:1"), "two devices, cuda:0 and cuda:1"),
+    "an index of another GPU": (lambda: _on_gpu()[torch.tensor([0], device="cuda:1")], "indices should be either"),
+    "a GPU's index of a tensor of the CPU": (lambda: torch.ones(3)[torch.tensor([0], device=GPU)], "indices should"),
+    "values of another dtype": (
+        lambda: _on_gpu().index_put_((torch.tensor([0], device=GPU),), torch.ones(3, device=GPU).half()),
+        "source and destination dtypes match",
+    ),
+    "numpy": (lambda: _on_gpu().numpy(), "can't convert cuda:0 device type tensor to numpy"),
+    "pinned memory of a GPU": (lambda: _on_gpu().pin_memory(), "only dense CPU tensors can be pinned"),
+    "no such GPU": (lambda: torch.zeros(1, device="cuda:2"), "invalid device ordinal"),
+    "memory": (lambda: torch.empty(1 << 40, device=GPU), "CUDA out of memory. Tried to allocate 4096"),
+    "a generator of the CPU": (lambda: torch.rand(2, device=GPU, generator=torch.Generator()), "found 'cpu'"),
+    "a random state of the CPU": (lambda: torch.cuda.set_rng_state(torch.get_rng_state()), "RNG state is wrong size"),
+    "a product of two dtypes": (lambda: _on_gpu() @ _on_gpu().bfloat16().t(), "same dtype"),
+    "a number read in a graph": (lambda: _recorded(lambda: _on_gpu().sum().item()), "stream is capturing"),
+    "a list read in a graph": (lambda: _recorded(lambda: _on_gpu().tolist()), "stream is capturing"),
+    "a copy from the CPU in a graph": (lambda: _recorded(lambda: torch.ones(2).to(GPU)), "stream is capturing"),
+    "a graph of the default stream": (lambda: torch.cuda.CUDAGraph().capture_begin(), "non-default stream"),
+    "a pool that no graph keeps": (_dropped_pool, "use_count > 0 INTERNAL ASSERT FAILED"),
+    "a replay on memory that is free": (_freed_before_replay, "illegal memory access"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_it_raises_what_cuda_raises(what):
+    work, error = ERRORS[what]
+    with pytest.raises((RuntimeError, TypeError), match=error):
+        work()
+
+
+# ------------------------------------------------------------------------------------------ what CUDA does
+
+
+def test_modules_move_and_keep_their_parameters():
+    layer = nn.Linear(3, 2)
+    weight = layer.weight
+    layer.to(GPU)
+    assert layer.weight is weight and weight.device == GPU and isinstance(weight, nn.Parameter)
+    layer(_on_gpu()).sum().backward()
+    assert weight.grad.device == GPU
+    optimizer = torch.optim.AdamW(layer.parameters())
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].device == GPU
+    layer.cpu()
+    assert layer.weight is weight and type(weight) is nn.Parameter and weight.grad.device.type == "cpu"
+    assert layer(torch.ones(1, 3)).shape == (1, 2)
+
+
+def test_autocast_casts_what_it_casts_on_cuda():
+    layer, x = nn.Linear(3, 2, device=GPU), _on_gpu()
+    with torch.autocast("cuda", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16 and layer(x).softmax(-1).dtype == torch.float32
+        assert nn.functional.cross_entropy(layer(x), torch.tensor([0, 1], device=GPU)).dtype == torch.float32
+    layer(x).sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
+
+
+def test_a_block_of_a_device_holds_for_new_tensors():
+    """transformers asks so whether it may initialize a model's weights now."""
+    with torch.device(GPU):
+        assert torch.tensor([1]).device == torch.zeros(1).device == GPU
+    with torch.device("meta"):
+        assert torch.tensor([]).device.type == "meta"
+
+
+def test_a_derivative_makes_zeros_on_the_gpu():
+    x = _on_gpu().requires_grad_()
+    first, _ = (x * 2).chunk(2)
+    first.sum().backward()
+    assert x.grad.tolist() == [[2.0] * 3, [0.0] * 3]
+
+
+def test_files_keep_the_device_unless_they_are_told_another():
+    file = io.BytesIO()
+    torch.save({"gpu": torch.ones(2, device="cuda:1"), "cpu": torch.ones(2)}, file)
+    for where, found in ((None, ["cuda:1", "cpu"]), ("cpu", ["cpu", "cpu"]), (GPU, ["cuda:0", "cuda:0"])):
+        file.seek(0)
+        loaded = torch.load(file, map_location=where, weights_only=True)
+        assert [str(loaded[key].device) for key in ("gpu", "cpu")] == found
+
+
+def test_each_gpu_has_its_own_random_numbers():
+    torch.manual_seed(0)
+    state = torch.cuda.get_rng_state()
+    first, of_cpu = torch.rand(3, device=GPU), torch.rand(3)
+    others = torch.rand(3, device="cuda:1")
+    assert torch.equal(others, first.to("cuda:1"))  # one seed, and as many numbers drawn
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3, device=GPU), first)
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(3), of_cpu)
+    generator = torch.Generator(GPU).manual_seed(5)
+    assert generator.device == GPU and torch.rand(2, device=GPU, generator=generator).device == GPU
+
+
+def test_memory_is_that_of_live_storages():
+    before, mib = torch.cuda.memory_allocated(), 2**20
+    x = torch.zeros(mib, device=GPU)
+    part = x[5:]
+    assert torch.cuda.memory_allocated() - before == 4 * mib
+    del x
+    assert torch.cuda.memory_allocated() - before == 4 * mib
+    del part
+    assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() >= 4 * mib
+    assert torch.cuda.memory_reserved() >= 4 * mib
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.memory_reserved() == torch.cuda.max_memory_allocated() == before
+
+
+def test_it_counts_what_the_host_waits_for():
+    x = _on_gpu()
+    pretend.host_reads.clear()
+    pinned = torch.ones(3).pin_memory()
+    assert pinned.is_pinned() and pinned.to(GPU, non_blocking=True).device == GPU and not pretend.host_reads
+    x.sum().item(), x.tolist(), x.cpu(), x[x > 1], torch.tensor([1], device=GPU), x.nonzero()
+    assert pretend.host_reads == {
+        **{"item": 1, "tolist": 1, "copy to the host": 1, "index by a mask": 1},
+        **{"copy from the host": 1, "nonzero": 1},
+    }
+
+
+def test_a_replay_computes_with_what_the_tensors_hold_then():
+    x, total = torch.ones(3, device=GPU), torch.zeros(3, device=GPU)
+    results = []
+
+    def work():
+        results.append((x * 2).exp())
+        total.add_(x)
+
+    graph = _recorded(work)
+    assert results[0].isnan().all() and not total.any()  # recording computes nothing
+    x.fill_(2.0)
+    graph.replay()
+    graph.replay()
+    assert results[0].tolist() == pytest.approx([54.598] * 3, rel=1e-4) and total.tolist() == [4.0] * 3
+
+
+def _rank(rank, folder, same_gpu):
+    """What one of two ranks of NCCL does; its GPU is its rank, unless all take the first."""
+    torch.cuda.set_device(0 if same_gpu else rank)
+    dist.init_process_group("nccl", f"file://{folder}/group", rank=rank, world_size=2)
+    x, parts = torch.full((3,), rank + 1.0, device="cuda"), [None, None]
+    try:
+        dist.all_reduce(x)
+        dist.all_gather_object(parts, rank)
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.all_reduce(torch.ones(2))
+        said = [x.tolist(), str(x.device), parts, dist.get_backend()]
+    except dist.DistBackendError as error:
+        said = [str(error)]
+    Path(folder, f"{rank}.json").write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize("same_gpu", [False, True])
+def test_two_ranks_of_nccl(same_gpu, tmp_path):
+    start_processes(_rank, (str(tmp_path), same_gpu), nprocs=2, start_method="fork")
+    said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    if same_gpu:
+        assert all("Duplicate GPU detected" in one[0] for one in said)
+    else:
+        assert said == [[[3.0] * 3, f"cuda:{rank}", [0, 1], "nccl"] for rank in (0, 1)]
+
+
+# ------------------------------------------------------------------------------------------ the pipeline
+
+
+def tiny(**settings):
+    """A PPO trainer with four roles on the pretended GPU."""
+    settings = {"total_episodes": 16, "batch_size": 4, "num_ppo_epochs": 1, "num_mini_batches": 1, **settings}
+    shared = toy.shared_base(critic=settings.pop("critic", True)).to(GPU)
+    return toy.trainer(shared, **settings)
+
+
+def test_every_generate_replays_its_steps():
+    decoder, replays = SlotDecoder(toy.shared_base().to(GPU)), []
+    for _ in range(3):
+        before = pretend.machine.replays
+        decoder.generate("policy", [[5, 6, 7]] * 2, range(2), Sampling(12, ()))
+        replays.append(pretend.machine.replays - before)
+    assert min(replays) >= 8
+
+
+def test_a_recorded_step_is_the_step():
+    shared, prompts = toy.shared_base(spread=0.1).to(GPU), [[5, 6, 7, 8], [9, 4]]
+    replayed, run = (
+        SlotDecoder(shared, graphs=graphs).generate("policy", prompts, range(2), Sampling(12, (), seed=3))
+        for graphs in (True, False)
+    )
+    for one, other in zip(replayed, run, strict=True):
+        assert one.tokens == other.tokens and one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_updates_leave_no_memory_behind():
+    """Without Python's garbage collector, which does not know how full a GPU is."""
+    trainer, allocated = tiny(), []
+    trainer.run_update()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            trainer.run_update()
+            allocated.append(torch.cuda.memory_allocated())
+    finally:
+        gc.enable()
+    assert max(allocated) - min(allocated) < 10_000, allocated
+
+
+def updates(trainer):
+    for _ in range(2):
+        trainer.run_update()
+
+
+def head_left_on_the_cpu(trainer, monkeypatch):
+    trainer.shared.heads["critic"].to("cpu")
+
+
+def index_on_another_gpu(trainer, monkeypatch):
+    states = SharedBase.states
+
+    def moved(shared, role, batch):
+        return states(shared, role, dataclasses.replace(batch, at=batch.at.to("cuda:1")))
+
+    monkeypatch.setattr(SharedBase, "states", moved)
+
+
+def fp32_weight_in_a_bf16_product(trainer, monkeypatch):
+    trainer.shared.autocast, product = torch.bfloat16, precision.mm_fp32
+    monkeypatch.setattr(precision, "mm_fp32", lambda a, b: product(a, b.float()))
+
+
+def host_read_in_a_recorded_step(trainer, monkeypatch):
+    decoder = trainer.sampler.decoder
+    plain = decoder.graphs.step
+
+    def reads(rows, seen):
+        assert int(decoder.cache.lengths[0]) < 10_000
+        return plain(rows, seen)
+
+    monkeypatch.setattr(decoder.graphs, "step", reads)
+
+
+def pool_without_a_graph(trainer, monkeypatch):
+    def forget(self):
+        self.key = self.replay = self.graph = None
+
+    monkeypatch.setattr(Steps, "forget", forget)
+
+
+def mask_made_on_the_host(trainer, monkeypatch):
+    plain = SlotDecoder._bias
+    monkeypatch.setattr(SlotDecoder, "_bias", lambda self, mask: plain(self, mask).cpu())
+
+
+def random_state_that_is_not_restored(trainer, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
+    record = Record("random-state")
+    correct.random_state(record)
+    return record.reason
+
+
+def reference_on_another_gpu(trainer, monkeypatch):
+    for parameter in trainer.shared.parameters_of("reference"):
+        parameter.data = parameter.data.to("cuda:1")
+
+
+def checkpoint_on_the_cpu(trainer, monkeypatch):
+    def fill(self, role, tensors):
+        for key, parameter in self._named(role).items():
+            parameter.data = tensors[key]
+
+    trainer.run_update()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save(folder)
+        monkeypatch.setattr(SharedBase, "fill", fill)
+        trainer.restore(folder)
+
+
+def optimizer_state_on_the_cpu(trainer, monkeypatch):
+    trainer.run_update()
+    for state in trainer.optimizer.state.values():
+        state.update({key: value.cpu() for key, value in state.items()})
+
+
+def nothing(trainer, monkeypatch):
+    """No fault: the error or message is of the fault, not of the test."""
+
+
+FAULTS = {
+    head_left_on_the_cpu: "two devices, cuda:0 and cpu",
+    index_on_another_gpu: "two devices, cuda:0 and cuda:1",
+    fp32_weight_in_a_bf16_product: "expected mat1 and mat2 to have the same dtype",
+    host_read_in_a_recorded_step: "a step cannot be recorded (RuntimeError: CUDA error: operation not permitted",
+    pool_without_a_graph: "a step cannot be recorded (RuntimeError: it->second->use_count > 0",
+    mask_made_on_the_host: "two devices, cuda:0 and cpu",
+    random_state_that_is_not_restored: "numbers go on where they were",
+    reference_on_another_gpu: "two devices, cuda:0 and cuda:1",
+    checkpoint_on_the_cpu: "two devices",
+    optimizer_state_on_the_cpu: "two devices, cuda:0 and cpu",
+    nothing: "",
+}
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_fault_is_found(plant, monkeypatch, capsys):
+    """Each of these is right on a CPU, or is not noticed there."""
+    trainer, said = tiny(), ""
+    try:
+        said = plant(trainer, monkeypatch) or ""
+        updates(trainer)
+    except RuntimeError as error:
+        said += str(error)
+    said += "".join(line for line in capsys.readouterr().out.splitlines() if "without CUDA graphs" in line)
+    assert (FAULTS[plant] in said) if FAULTS[plant] else not said
+
+
+# ------------------------------------------------------------------------------------------ experiments
+
+
+def experiments(tmp_path, *names):
+    """Runs `make gpu PRETEND=1`. Returns {name: what it found}."""
+    done = subprocess.run(
+        ["make", "gpu", "PRETEND=1", f"PYTHON={sys.executable}", f"ARGS={' '.join(names)} --out {tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert found["machine"]["device"].startswith("pretended")
+    return {one["name"]: one for one in found["experiments"]}
+
+
+def test_some_experiments_run_as_on_a_gpu(tmp_path):
+    found = experiments(tmp_path, "collectives", "graphs-bf16", "ppo-bf16")
+    assert {one["outcome"] for one in found.values()} == {"passed"}
+    update = next(row for row in found["ppo-bf16"]["rows"] if row.get("of") == "update 1")
+    assert 0 < update["host_reads"] < 1000 and update["by"]["item"]
+    assert found["graphs-bf16"]["rows"][-1]["replays"] > 0
+
+
+@pytest.mark.slow
+def test_every_experiment_runs_as_on_a_gpu(tmp_path):
+    found = experiments(tmp_path)
+    assert len(found) > 20
+    skipped = {name for name, one in found.items() if one["outcome"] == "skipped"}
+    assert skipped <= {"with-ray-and-trl", "with-vllm"}
