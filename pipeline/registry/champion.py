@@ -75,7 +75,7 @@ def settings_of(job: Job) -> str:
 
 def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
     """Returns what eval metrics depend on besides the version, by the version's tags."""
-    names = {"tokenizer": "tokenizer", "chat_template": "chat_template", "eval_settings": "settings or judge"}
+    names = {"tokenizer": "tokenizer", "chat_template": "chat_template", "settings": "settings or judge"}
     same = {name: tags[prefix + key] for key, name in names.items() if prefix + key in tags}
     data, inputs = (json.loads(tags.get(prefix + key, "{}")) for key in ("data", "parents"))
     for key in data:

@@ -69,7 +69,7 @@ def publish(
     name = str(job.mlflow.registered_model)
     known = [one for one in mlflow.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
     own = str(known[0].version) if known else None
-    tags = _tags(lineage) | {"eval_settings": settings_of(job)}
+    tags = _tags(lineage) | {"settings": settings_of(job)}
     champion = champion_of(mlflow, job, name, own, metrics, tags)
     ok, reason = (False, f"failed: {problem}") if problem else evaluate_gate(job.gate, metrics, champion)
     run = mlflow.get_run(run_id).info
@@ -102,7 +102,7 @@ def promote(job: Job, reference: str, metrics: dict[str, float], measured: dict[
     A version that failed the gate of its training fails this gate too. `measured` is what `measured_on` returns.
     """
     mlflow = client(tracking_uri(job))
-    ref, measured = Ref.parse(reference), measured | {"eval_settings": settings_of(job)}
+    ref, measured = Ref.parse(reference), measured | {"settings": settings_of(job)}
     champion = champion_of(mlflow, job, ref.name, ref.version, metrics, measured, "evaluate.")
     ok, reason = evaluate_gate(job.gate, metrics, champion)
     trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")

@@ -45,7 +45,7 @@ def test_a_version_is_described_in_words_and_links(job, adapter):
         "Data: train abababababab  \nLibraries: torch 2.13.0"
     )
     assert set(version.tags) == set(
-        "stage base_name_or_path base_digest parents data eval_loss eval_settings gate".split()
+        "stage base_name_or_path base_digest parents data eval_loss settings gate".split()
     )
     counts = {f"models:/rlhf-ppo/{i}": i for i in range(1, 31)} | {"others": 7}
     with registry.mlflow_run(job, {}, new_run=True) as run_id:
