@@ -249,7 +249,8 @@ def test_pythons_text_of_a_list_fits_no_stage():
     """It was a traceback: the values are not tools, and no rows either."""
     made = [{"messages": str(CHAT)} for _ in range(8)]
     assert guess.fitting(made) == ""
-    assert guess.misfit(made, "sft", "chats.csv").startswith("chats.csv: rows 1-8 match no format")
+    said = guess.misfit(made, "sft", "chats.csv")
+    assert said.startswith("chats.csv:1: `messages`: found") and said.endswith("to_json or to_parquet")
 
 
 def test_rows_without_a_label_do_not_show_that_a_guess_is_right():
