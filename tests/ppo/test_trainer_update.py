@@ -44,8 +44,7 @@ def test_micro_batches_do_not_change_the_update(changes, loss):
     start = toy.weights(one)
     one.run_update(), many.run_update()
     moved = toy.weights(one) - start
-    # AdamW's first step divides by the gradient's own size, which enlarges the rounding of small gradients
-    assert (toy.weights(many) - toy.weights(one)).norm() / moved.norm() < 5e-5
+    assert (toy.weights(many) - toy.weights(one)).norm() / moved.norm() < 1e-5
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant", None])
