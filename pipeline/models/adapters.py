@@ -131,8 +131,7 @@ class SharedBase(nn.Module):
                     self._inject(role, saved_config(folder), trainable)
                 self.load(role, folder)
             elif copy_of is not None:
-                given = self.configs[self._stored[copy_of]].to_dict() | {"init_lora_weights": False}
-                self._inject(role, LoraConfig(**given), trainable)
+                self._inject(role, LoraConfig(**self.configs[self._stored[copy_of]].to_dict()), trainable)
                 if head and self._head_of(copy_of) is not None:
                     self._new_head(role)
                 self.fill(role, self._named(copy_of))

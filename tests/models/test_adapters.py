@@ -74,16 +74,17 @@ def test_an_adapter_that_changes_the_base_is_noticed(start, dtype):
         shared.add("x", lora={**toy.LORA, "init_lora_weights": start})
 
 
-def test_nothing_that_is_loaded_or_copied_is_initialized(monkeypatch, tmp_path):
+def test_nothing_that_is_loaded_is_initialized(monkeypatch, tmp_path):
     """Its tensors are those of the file, so that no initialization can change the base."""
     shared = SharedBase(toy.base())
     shared.add("made", lora={**toy.LORA, "init_lora_weights": "orthogonal"}, trainable=True)
     shared.save("made", tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["init_lora_weights"] is True
+    shared.add("copy", copy_of="made")
     for name in ("reset_lora_parameters", "orthogonal_init"):
         monkeypatch.setattr(peft.tuners.lora.LoraLayer, name, None)
-    shared.add("copy", copy_of="made")
     shared.add("read", folder=tmp_path)
+    shared.add("copy of that", copy_of="read")
     for one, other, third in zip(*map(shared.parameters_of, ("made", "copy", "read")), strict=True):
         assert torch.equal(one, other) and torch.equal(one, third)
 
