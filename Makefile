@@ -59,7 +59,7 @@ $(VENV)/.notebook: $(PINS)
 $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
-.PHONY: help setup rlhf init chat ui report sft rm dpo kto ppo evaluate sweep iterate validate plan doctor generate collect score serve export \
+.PHONY: help setup rlhf init chat ui report sft rm dpo kto ppo evaluate sweep iterate validate plan generate collect score serve export \
         up status dashboard jobs logs stop down notebook test test-all lint format docs bench chaos faults gpu
 
 help: ## this list
@@ -104,7 +104,6 @@ iterate: ## rounds of collect, dpo and evaluate, resumed if killed
 ##@ Check before you train
 validate: ## read a job's rows and report on them: JOB=jobs/demo/sft.yaml
 plan: ## memory, hours and dollars that a job needs
-doctor: ## examine one rollout and one minibatch of a ppo job
 
 ##@ Use the models
 generate: ## completions for a file of prompts
@@ -118,8 +117,7 @@ JOB_OF_chat := generate
 JOB_OF_sweep := sft
 JOB_OF_validate := sft
 JOB_OF_plan := ppo
-JOB_OF_doctor := ppo
-chat sft rm dpo kto ppo evaluate sweep iterate validate plan doctor generate collect score serve export: setup
+chat sft rm dpo kto ppo evaluate sweep iterate validate plan generate collect score serve export: setup
 	@$(PY) -m pipeline $@ $(or $(JOB),jobs/$(PROFILE)/$(or $(JOB_OF_$@),$@).yaml) $(foreach values,$(SWEEP),'$(values)') $(ARGS)
 
 ##@ Clusters (cluster.yaml)

@@ -1,4 +1,4 @@
-"""What a check found: `Finding`. Runs stop if a check does not hold; `doctor` prints all checks."""
+"""What a check found: `Finding`. Runs stop if a check does not hold."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ TRL = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_stra
 # What shortens each target; a command keeps its own ARGS before these.
 SHORT = {
     "rlhf": "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.max_steps=2 ppo.trainer.total_episodes=64",
-    **dict.fromkeys(("init", "validate", "evaluate", "doctor", "generate", "score", "export"), ""),
+    **dict.fromkeys(("init", "validate", "evaluate", "generate", "score", "export"), ""),
     **dict.fromkeys(("sft", "rm", "dpo", "kto", "sweep"), TRL),
     "ppo": "gate={} trainer.total_episodes=64",
     # The profile's model is gated, and its lengths are those of a larger one.

@@ -22,7 +22,6 @@ COMMANDS = {
     "chat": Command("talk with a policy in the terminal", "job", "generate"),
     "validate": Command("read the data of a job and report on it, without training", "job"),
     "plan": Command("memory, time and money that a job will need, from shapes alone", "job"),
-    "doctor": Command("one rollout and one minibatch of a ppo job, examined from all sides", "job"),
     "sweep": Command(
         "a job with several values of some keys, side by side on Ray Tune; the best one is registered"
     ),

@@ -182,7 +182,7 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
     links = f"layers gathered at {links},\n   " if links else ""
     print(
         f"   Assumed: {plan.UTILIZATION:.0%} of the peak in matrix products, decoding at the memory's "
-        f"bandwidth,\n   {links}and list prices of {prices.read().date}. Measure instead: `doctor` times a rollout and a minibatch of a ppo job."
+        f"bandwidth,\n   {links}and list prices of {prices.read().date}. Measure instead: `ppo` with trainer.total_episodes=64."
     )
     return GIB * max(GPUS[name].memory for name in names)
 

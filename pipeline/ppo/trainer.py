@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,7 @@ class PPOTrainer:
             slope = critic_reward.weight / std
             shared.heads["critic"].weight.data *= slope
             self.moments.center = -slope * mean  # a head has no bias
+        self.folders: Mapping[str, str] = {}  # role -> the adapter folder that it must equal before it learns
         self.skipped_steps = 0
         self.history: list[dict[str, float]] = []
         self.tokens = 0  # tokens that all workers have sampled for training

@@ -1,4 +1,4 @@
-"""Prepares a run: checks everything that the job names, and tokenizes its rows. `validate` and `doctor` begin the same way.
+"""Prepares a run: checks everything that the job names, and tokenizes its rows. `validate` begins the same way.
 
 with prepared(job) as run:      # so far, only the cache of tokenized rows is written
 """

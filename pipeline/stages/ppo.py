@@ -74,6 +74,7 @@ def train(worker: Worker) -> dict[str, Any]:
             rollout_workers=rollout_workers,
             critic_reward=next((reward for reward in rewards if reward.name == copied), None),
         )
+        trainer.folders = roles.folders(worker, shared)
         trainer.on_update = partial(_after_update, worker, trainer, tracked)
         if rollout_workers:
             rollout_workers.begin(trainer)

@@ -20,7 +20,8 @@ from pipeline.models.precision import linear_fp32, mm_fp32
 from pipeline.ppo import losses
 from pipeline.ppo.episodes import Totals, collate
 from pipeline.ppo.rng import rng_state, set_rng_state
-from pipeline.ppo.selfcheck import doctor
+from pipeline.ppo.selfcheck import rollout as checks
+from pipeline.ppo.selfcheck.roles import gradient_of
 from tests.gpu import models
 from tests.gpu.models import DEVICE, SMALL, small
 from tests.gpu.record import Record
@@ -29,17 +30,16 @@ LAYERS = 4
 MEASURED = ("time/", "memory/", "train_", "mfu")  # metrics that differ from run to run
 
 
-def doctors(record: Record, precision: str) -> None:
-    """Every check of `doctor`, two updates after which all metrics are finite, and a resume from a checkpoint."""
+def self_checks(record: Record, precision: str) -> None:
+    """The self-checks that open a PPO run, two updates after which all metrics are finite, and a resume from a checkpoint."""
     shared = models.shared_base(precision=precision, layers=LAYERS)
     trainer = models.trainer(shared, 8, (5, 60), small(32, 12), gradient_checkpointing=True)
     with tempfile.TemporaryDirectory() as folder:
-        folders = {role: _saved(shared, role, folder) for role in ("policy", "reward", "reference")}
-        findings, _ = doctor.examine(trainer, folders)
-        for finding in findings:
+        trainer.folders = {role: _saved(shared, role, folder) for role in ("policy", "reward", "reference")}
+        for finding in checks.check(trainer, trainer.make_experience().episodes):
             if finding.holds is not None:
                 record.check(finding.check, finding.found, finding.holds)
-        record.check("doctor's checks that apply", len(record.checks), len(record.checks) >= 12)
+        record.check("self-checks that apply", len(record.checks), len(record.checks) >= 12)
         for _ in range(2):
             metrics = trainer.run_update()
         wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
@@ -100,7 +100,7 @@ def _one_minibatch(device: torch.device) -> dict[str, torch.Tensor]:
     episodes.ref_logprobs = logprobs - 0.1
     losses.fill_advantages(trainer.args, trainer.rollout_config, episodes, trainer.kl_coef)
     trainer.accumulate(episodes, [0, 1, 2, 3], Totals.of(episodes.learn))
-    gradients = {f"gradient of the {role}": doctor._flat(trainer, role) for role in trainer.roles}
+    gradients = {f"gradient of the {role}": gradient_of(shared, role) for role in trainer.roles}
     return {"log-probs": logprobs, "values": values, **gradients}
 
 

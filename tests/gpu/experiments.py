@@ -1,7 +1,7 @@
 """What a machine with one GPU shows of this pipeline, in 25 minutes: is it right, how fast is it, what does it hold?
 
     make gpu                                all experiments, with make's own environment or PYTHON=...
-    make gpu ARGS="doctor-nf4 decode-bf16"  some of them
+    make gpu ARGS="checks-nf4 decode-bf16"  some of them
     SMALL=1 make gpu                        all of them with tiny models on the CPU, in a minute: a rehearsal
     make gpu PRETEND=1                      the rehearsal on a pretended GPU (tests/gpu/pretend): the code for CUDA runs
     python -m tests.gpu [NAME ...] [--out FOLDER]      from the root of the repository
@@ -63,7 +63,7 @@ def machine(record: Record) -> None:
 
 EXPERIMENTS: dict[str, Callable[[Record], None]] = {  # first whether it is right, then what is measured
     "machine": machine,
-    **{f"doctor-{name}": partial(correct.doctors, precision=name) for name in models.PRECISIONS},
+    **{f"checks-{name}": partial(correct.self_checks, precision=name) for name in models.PRECISIONS},
     "cpu-and-gpu": correct.cpu_and_gpu,
     "two-ranks": correct.ranks,
     "collectives": correct.collectives,

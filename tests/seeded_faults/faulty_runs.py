@@ -1,6 +1,6 @@
 """Runs of each kind, and the messages about them: the checks that fail, and the error that ends the run.
 
-Real models, rows and trainers of the demo, in this process: `doctor`, two updates of PPO, one step of sft, rm, dpo and kto, and
+Real models, rows and trainers of the demo, in this process: two updates of PPO, one step of sft, rm, dpo and kto, and
 the reload of what they save. The adapters that dpo, kto and ppo start from are trained here for a few steps, once.
 """
 
@@ -18,7 +18,6 @@ import torch
 import torch.multiprocessing as mp
 from known_faults import FAULTS, Fault
 
-from pipeline.commands import doctor
 from pipeline.stages import ppo as ppo_stage
 
 RUNS = ("ppo", "pair", "sft", "rm", "dpo", "kto")
@@ -58,10 +57,6 @@ def messages(run: str, *settings: str, fault: Fault | None = None) -> list[str]:
             fault.plant(patch)
         if run == "ppo":
             settings = ("trainer.num_mini_batches=1", "trainer.total_episodes=128", *settings)
-            with _heard(said):
-                outcome = doctor.train(alone.worker("ppo", folder(), *settings, inputs=inputs))
-                findings = outcome["samples"][0]["findings"]
-                said += [f"{f['check']}: {f['found']}" for f in findings if f["holds"] is False]
             with _heard(said):
                 ppo_stage.train(alone.worker("ppo", folder(), *settings, inputs=inputs))
         else:

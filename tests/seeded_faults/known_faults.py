@@ -404,7 +404,7 @@ FAULTS = [
     Fault("the sampler attends to padding", "ppo", AGREE, (decoder.SlotDecoder, "_look_at_rows"),
           afterwards(padding_is_attended)),
     Fault("the minimum length holds in sampling only", "ppo", f"{AGREE}|minimum length", (SharedBase, "logprobs"),
-          lambda call, self, role, ids, starts, mask, temperature, barred, steps, *rest:
+          lambda call, self, role, ids, starts, mask, temperature=1.0, barred=(), steps=0, *rest:
               call(self, role, ids, starts, mask, temperature, (), 0, *rest), "trainer.min_new_tokens=8"),
     # log-probs, values, scores
     Fault("log-probs are read one place late", "ppo", "log-probs are those of the model's own forward", (forward, "states"),

@@ -5,8 +5,6 @@ import toy_ppo as toy
 from faulty_runs import messages
 from known_faults import FAULTS
 
-from pipeline.ppo.selfcheck import doctor
-
 
 @pytest.mark.parametrize(
     "fault",
@@ -65,9 +63,6 @@ def test_a_sound_run_is_quiet(run, settings):
 )
 def test_no_architecture_and_no_variant_raises_an_alarm(kind, settings):
     critic = "advantage_estimator" not in settings and settings.get("critic", "adapter")
-    trainer = toy.trainer(toy.shared_base(kind, critic=critic), **settings)
-    findings, _ = doctor.examine(trainer, {})
-    assert [finding for finding in findings if finding.holds is False] == []
     toy.trainer(toy.shared_base(kind, critic=critic), **settings).train()
 
 

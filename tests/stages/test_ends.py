@@ -39,7 +39,7 @@ def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path, mo
     assert found == pytest.approx(sum(hits) / len(hits)) and 0 < found < 1
 
 
-@pytest.mark.parametrize("verb", ["ppo", "doctor", "evaluate", "generate"])
+@pytest.mark.parametrize("verb", ["ppo", "evaluate", "generate"])
 def test_a_policy_whose_completions_do_not_end_is_named(verb, tmp_path, capfd, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "first_token.py").write_text(
@@ -54,9 +54,7 @@ def test_a_policy_whose_completions_do_not_end_is_named(verb, tmp_path, capfd, m
         "evaluate": [f"data.eval={tmp_path}/prompts.jsonl", "data.pairs=null", "judge=null", "baseline=base"],
         "generate": [rows],
     }  # fmt: skip
-    settings["doctor"] = settings["ppo"]
-    job = "jobs/demo/ppo.yaml" if verb == "doctor" else None
-    stage(verb, tmp_path, f"endless-{verb}", *sampled, *settings[verb], job=job)
+    stage(verb, tmp_path, f"endless-{verb}", *sampled, *settings[verb])
     out = capfd.readouterr().out
     assert (
         out.count("completions ended by themselves, the others were cut off at trainer.response_length") == 1

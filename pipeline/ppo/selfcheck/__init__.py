@@ -1,4 +1,1 @@
-"""Self-checks of PPO: the first rollout and the first update, compared with their definitions.
-
-rollout.py runs in every job, on its first update; doctor.py adds checks that cost extra passes.
-"""
+"""Self-checks of PPO: the first rollout and the first update of every run, compared with their definitions."""

@@ -8,7 +8,7 @@ definition (estimators.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
@@ -22,11 +22,13 @@ from pipeline.findings import Finding
 from pipeline.models.adapters import SharedBase
 from pipeline.ppo import estimators, losses
 from pipeline.ppo.config import PPOConfig, RolloutConfig
-from pipeline.ppo.episodes import Episodes, Totals, gather
+from pipeline.ppo.episodes import Episodes, Totals, all_reduce, gather
 from pipeline.ppo.losses import RunningMoments
 from pipeline.ppo.rewards import Reward
+from pipeline.ppo.rollouts import Rollouts
 from pipeline.ppo.sampler import Sampler
 
+MAX_ACTIONS = 64  # checked actions per completion, from its first
 CHECKED_ROWS = 32  # whose losses' gradients are checked
 Numbers = np.ndarray  # one for each action of a row
 
@@ -44,6 +46,8 @@ class Learner(Protocol):
     draws: Callable[[int], Any] | None
     prompts_per_epoch: int
     prompts_per_update: int
+    rollouts: Rollouts
+    folders: Mapping[str, str]
     roles: list[str]  # roles that learn
     optimizer: torch.optim.Optimizer
     moments: RunningMoments
@@ -51,7 +55,25 @@ class Learner(Protocol):
     workers: int
     skipped_steps: int
 
+    @property
+    def learning(self) -> list[str]: ...
+
     def logprobs_and_values(self, episodes: Episodes) -> None: ...
+
+    def accumulate(self, episodes: Episodes, rows: list[int], totals: Totals) -> dict[str, Tensor]: ...
+
+
+def tolerance(shared: SharedBase) -> float:
+    """Returns the largest root mean square difference of log-probs, in nats, that rounding explains."""
+    low = shared.autocast is not None or shared.base.dtype != torch.float32
+    return 0.1 if low or getattr(shared.base, "is_quantized", False) else 1e-3
+
+
+def root_mean_square(difference: Tensor, mask: Tensor) -> float:
+    """Returns the root mean square over the mask, over all workers."""
+    squares = difference.square().where(mask, 0.0).sum()
+    total, count = all_reduce(torch.stack([squares, mask.sum().float()])).tolist()
+    return (total / max(count, 1)) ** 0.5
 
 
 # -------------------------------------------------------------------------------------- rewards and advantages

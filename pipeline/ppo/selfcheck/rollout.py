@@ -23,9 +23,16 @@ from pipeline.ppo.episodes import Episodes, all_reduce, gather
 from pipeline.ppo.rewards import AdapterReward
 from pipeline.ppo.rollouts import Versions
 from pipeline.ppo.sampler import Chunk, Sampled
-from pipeline.ppo.selfcheck.definitions import Learner, advantages_by_definition, losses_pull_the_right_way
+from pipeline.ppo.selfcheck import roles
+from pipeline.ppo.selfcheck.definitions import (
+    MAX_ACTIONS,
+    Learner,
+    advantages_by_definition,
+    losses_pull_the_right_way,
+    root_mean_square,
+    tolerance,
+)
 
-MAX_ACTIONS = 64  # checked actions per completion, from its first
 MAX_TOKENS = 1024  # checked actions in total
 CHECKED_COMPLETIONS = 4  # per update, of those that rollout workers sampled
 TAILS = (0.8, 0.9, 0.95, 0.99)  # probability mass of the tokens before a tail
@@ -49,13 +56,8 @@ def check(trainer: Learner, episodes: Episodes) -> list[Finding]:
         scores_at_the_end(trainer, episodes),
         advantages_by_definition(trainer, episodes),
         losses_pull_the_right_way(trainer, episodes),
+        *roles.check(trainer, episodes),
     ]
-
-
-def tolerance(shared: SharedBase) -> float:
-    """Returns the largest root mean square difference of log-probs, in nats, that rounding explains."""
-    low = shared.autocast is not None or shared.base.dtype != torch.float32
-    return 0.1 if low or getattr(shared.base, "is_quantized", False) else 1e-3
 
 
 def first_ratio(shared: SharedBase, rms: float) -> Finding:
@@ -75,7 +77,7 @@ def reference_is_policy(trainer: Learner, episodes: Episodes) -> Finding:
     name = "KL to the reference is 0 before the first step"
     if not trainer.args.check_reference:
         return Finding(name, "skipped (check_reference: false)", None)
-    rms = _rms(episodes.old_logprobs - episodes.ref_logprobs, episodes.mask)
+    rms = root_mean_square(episodes.old_logprobs - episodes.ref_logprobs, episodes.mask)
     found, holds = f"log-probs differ by {rms:.2g} nats", rms <= tolerance(trainer.shared)
     if not holds:
         found += ". The policy must start as a copy of the reference (the sft adapter); set check_reference=false if it should not"
@@ -84,7 +86,7 @@ def reference_is_policy(trainer: Learner, episodes: Episodes) -> Finding:
 
 def sampler_agrees(trainer: Learner, episodes: Episodes) -> Finding:
     """Checks that sampler and trainer give the tokens the same log-probs: same temperature, mask and adapter."""
-    rms = _rms(episodes.sampler_logprobs - episodes.old_logprobs, episodes.mask)
+    rms = root_mean_square(episodes.sampler_logprobs - episodes.old_logprobs, episodes.mask)
     holds = rms <= 3 * tolerance(trainer.shared)  # another engine may use other kernels
     return Finding("sampler and trainer agree on log-probs", f"they differ by {rms:.2g} nats", holds)
 
@@ -412,10 +414,3 @@ def scores_at_the_end(trainer: Learner, episodes: Episodes) -> Finding:
         largest = max(largest, abs(total - float(episodes.scores[row])))
     found = f"they differ by up to {largest:.2g} from the head's output on the completion alone"
     return Finding(name, found, largest <= tolerance(shared) * max(1.0, unit))
-
-
-def _rms(difference: Tensor, mask: Tensor) -> float:
-    """Returns the root mean square over the mask, over all workers."""
-    squares = difference.square().where(mask, 0.0).sum()
-    total, count = all_reduce(torch.stack([squares, mask.sum().float()])).tolist()
-    return (total / max(count, 1)) ** 0.5

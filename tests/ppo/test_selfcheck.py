@@ -1,16 +1,13 @@
-"""The doctor: on a sound job every check holds. tests/seeded_faults shows that each check fails when its matter is broken."""
+"""On a sound job every self-check holds. tests/seeded_faults shows that each check fails when its matter is broken."""
 
 import pytest
 import torch
 import toy_ppo as toy
-from running import stage
 
 from pipeline.errors import SelfCheckFailed
 from pipeline.findings import Finding
 from pipeline.models import probes
-from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import prompt_order
-from pipeline.ppo.selfcheck import doctor
 from pipeline.ppo.selfcheck import rollout as checks
 
 
@@ -36,17 +33,12 @@ def test_a_sound_job_passes_every_check(settings, tmp_path):
     before = toy.weights(trainer)
     for role in trainer.shared.roles:
         trainer.shared.save(role, tmp_path / role)
-    findings, phases = doctor.examine(
-        trainer, {r: str(tmp_path / r) for r in trainer.shared.roles if r != "reward"}
-    )
+    trainer.folders = {role: str(tmp_path / role) for role in trainer.shared.roles if role != "reward"}
+    findings = checks.check(trainer, trainer.make_experience().episodes)
     assert False not in verdicts(findings).values(), findings
     assert list(verdicts(findings).values()).count(True) >= 8
     assert torch.equal(before, toy.weights(trainer))  # looked at, not trained
     assert all(p.grad is None for p in trainer.shared.parameters())
-    assert phases["time/update"] > 0
-    phases |= {"time/rollout": 1.0, "time/score": 1.0, "time/values": 1.0, "time/update": 2.0}
-    table = doctor.render(findings, phases, 16, PPOConfig(batch_size=64, num_ppo_epochs=3))
-    assert "WRONG" not in table and "64 completions, 3 epochs, would take 36 s" in table
 
 
 def test_the_start_of_a_run_raises_what_the_checks_find(monkeypatch):
@@ -70,8 +62,3 @@ def test_prompts_in_another_order_are_seen(monkeypatch):
 def test_probes_hold_nothing_of_the_data_and_no_pad():
     rows = probes.sequences(50, pad=7)
     assert rows == probes.sequences(50, pad=7) and all(0 <= i < 50 and i != 7 for row in rows for i in row)
-
-
-def test_doctor_wants_a_ppo_job(tmp_path, capsys):
-    stage("doctor", tmp_path, "mine", job="jobs/demo/sft.yaml", status=2)
-    assert "doctor examines ppo jobs" in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""Checks the roles of a run before its first step, which cost a few extra passes over single rows.
+
+Adapters in memory equal their files and give the outputs that they gave when they were trained, the sampler follows the
+policy, gradients reach the learning roles and nothing else, and are the same with and without gradient checkpointing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipeline.findings import Finding, same_tensors
+from pipeline.models import probes
+from pipeline.models.adapter_files import HEAD, is_head
+from pipeline.models.adapters import SharedBase
+from pipeline.ppo.episodes import Episodes, Totals, collate
+from pipeline.ppo.selfcheck.definitions import MAX_ACTIONS, Learner, root_mean_square, tolerance
+
+ROUNDING = 1e-3  # relative to a gradient's norm: what another order of summation may change in fp32
+
+
+def check(trainer: Learner, episodes: Episodes) -> list[Finding]:
+    """Returns the findings on the roles of a run that has not learned yet. No parameter changes. Every rank calls it."""
+    folders = trainer.folders
+    return [
+        *(same_as_file(trainer, role, folder) for role, folder in folders.items()),
+        *(behaves_as_trained(trainer, role, folder) for role, folder in folders.items() if role != "critic"),
+        sampler_follows(trainer, episodes),
+        *gradients(trainer, episodes),
+    ]
+
+
+def same_as_file(trainer: Learner, role: str, folder: str) -> Finding:
+    """Checks that the role's adapter in memory, with its head if it has one, is bit-identical to the file."""
+    tensors = load_file(f"{folder}/adapter_model.safetensors")
+    stored = {HEAD if is_head(key) else key: tensor.float() for key, tensor in tensors.items()}
+    loaded = trainer.shared.tensors_of(role)
+    if role == "critic":  # its head is rescaled to what an episode is paid
+        stored, loaded = ({k: t for k, t in one.items() if k != HEAD} for one in (stored, loaded))
+    return same_tensors(f"{role} is the adapter of its file", loaded, stored, folder)
+
+
+@torch.no_grad()
+def behaves_as_trained(trainer: Learner, role: str, folder: str) -> Finding:
+    """Checks that the role's outputs on its probes equal its outputs at the end of its training.
+
+    Differences are in standard deviations of a reward's scores, or in nats per token of a policy's log-probs.
+    """
+    shared, rewards = trainer.shared, {reward.name: reward for reward in trainer.rewards}
+    verb = "scores" if role in rewards else "writes"
+    name = f"{role} {verb} as when it was trained"
+    stored = probes.read(folder)
+    if not stored:
+        return Finding(name, f"{folder} holds no {probes.FILE}: it was not trained by this pipeline", None)
+    largest = 0.0
+    for ids, output in stored:
+        if role in rewards:
+            largest = max(largest, abs(shared.score(role, ids) - output) / rewards[role].std)
+        else:
+            largest = max(largest, abs(shared.mean_logprob(role, ids) - output))
+    unit = "deviations" if role in rewards else "nats a token"
+    found = f"{len(stored)} probes differ by up to {largest:.2g} {unit}"
+    if not largest <= tolerance(shared):
+        found += ". Another base, scaling (lora_alpha, r) or precision, or tensors that were lost on the way"
+    return Finding(name, found, largest <= tolerance(shared))
+
+
+@torch.no_grad()
+def sampler_follows(trainer: Learner, episodes: Episodes) -> Finding:
+    """Checks that after the policy has changed, the decoder samples from the policy as it is now. The policy is put back."""
+    name, shared, sampler = "the sampler follows the policy", trainer.shared, trainer.sampler
+    if trainer.rollouts.workers:
+        return Finding(name, "rollout workers sample; their log-probs are checked in each update", None)
+    parameters = shared.parameters_of("policy")
+    before = [parameter.detach().clone() for parameter in parameters]
+    generator = torch.Generator().manual_seed(0)
+    row = episodes.take([0])
+    old, _ = sampler.logprobs("policy", row)
+    moved, limit = 0.0, 5 * tolerance(shared)
+    for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # until the change is large enough to see
+        for parameter, start in zip(parameters, before, strict=True):
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            # In place: CUDA graphs read the parameters at their addresses
+            parameter.copy_(start + scale * noise * (start.std() if len(start) > 1 and start.any() else 0.05))
+        moved = root_mean_square(sampler.logprobs("policy", row)[0] - old, row.mask)
+        if moved > limit:
+            break
+    sampler.decoder.changed("policy")
+    prompts = [row.input_ids[0, : int(row.starts[0])].tolist()] * 4
+    few = replace(sampler.sampling, max_new_tokens=min(sampler.sampling.max_new_tokens, MAX_ACTIONS))
+    completions = sampler.decoder.generate("policy", prompts, range(4), few)
+    sampled = collate(prompts, completions, range(4), sampler.pad, shared.device)
+    now, _ = sampler.logprobs("policy", sampled)
+    apart = root_mean_square(now - sampled.sampler_logprobs, sampled.mask)
+    for parameter, start in zip(parameters, before, strict=True):
+        parameter.copy_(start)
+    sampler.decoder.changed("policy")
+    found = f"the policy moved by {moved:.2g} nats, and then they differ by {apart:.2g}"
+    return Finding(name, found, apart <= 3 * tolerance(shared) if moved > limit else None)
+
+
+def gradients(trainer: Learner, episodes: Episodes) -> list[Finding]:
+    """Runs forward and backward of one completion. Checks which parameters get gradients, and checkpointing if it is on.
+
+    A layer that checkpointing recomputes in backward must use the adapter of the forward.
+    """
+    names = "gradients reach the learning roles and nothing else", "checkpointed gradients are the plain ones"
+    shared, lengths = trainer.shared, episodes.lengths()
+    pulled = (episodes.learn & (episodes.advantages != 0)).any(-1)
+    if trainer.args.uses_critic:
+        pulled &= (episodes.learn & (episodes.returns != episodes.values)).any(-1)
+    rows = sorted(pulled.nonzero().flatten().tolist(), key=lambda row: lengths[row])[:1]
+    if not rows:
+        return [Finding(name, "no completion has an advantage", None) for name in names]
+    learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
+    checkpointing, found = shared.gradient_checkpointing, list[dict[str, Tensor]]()
+    for on in dict.fromkeys((False, checkpointing)):
+        shared.gradient_checkpointing = on
+        shared.zero_grad()
+        trainer.accumulate(episodes, rows, Totals.of(episodes.learn[rows]))
+        found.append({role: gradient_of(shared, role) for role in trainer.learning})
+    others = sum(p.grad is not None for p in shared.parameters() if id(p) not in learning)
+    shared.zero_grad()
+    plain, again = found[0], found[-1]
+    norms = {role: float(gradient.norm()) for role, gradient in again.items()}
+    holds = others == 0 and all(0 < norm < float("inf") for norm in norms.values())
+    listed = ", ".join(f"{role} {norm:.3g}" for role, norm in norms.items())
+    reach = Finding(names[0], f"norms: {listed}; {others} other tensors", holds)
+    if not checkpointing:
+        return [reach, Finding(names[1], "off (gradient_checkpointing: false)", None)]
+    apart = {r: float((again[r] - plain[r]).norm() / plain[r].norm().clamp(min=1e-30)) for r in plain}
+    differ = ", ".join(f"{role} {value:.2g}" for role, value in apart.items())
+    limit = max(ROUNDING, tolerance(shared))
+    holds = all(value <= limit for value in apart.values())
+    return [reach, Finding(names[1], f"relative difference: {differ}", holds)]
+
+
+def gradient_of(shared: SharedBase, role: str) -> Tensor:
+    """Returns all gradients of a role as one vector."""
+    parameters = shared.parameters_of(role)
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
