@@ -52,19 +52,13 @@ class Host:
         return "cuda" if self.job.scaling.get("use_gpu") else "cpu"
 
     def load_base(self, scorer_tokenizer: Any = None) -> Any:
-        """Loads the job's frozen base and sets the precision of fp32 products. Rank 0 prints the precision."""
+        """Loads the job's frozen base. Rank 0 warns if the processor emulates the job's bfloat16."""
         import torch
 
-        from pipeline.models import matmul
-
         base = self.frozen_base(scorer_tokenizer)
-        why = matmul.configure(base.config.get_text_config().hidden_size, base.device.type)
-        if self.rank == 0:
-            print(why, flush=True)
-            if self.job.bf16 and base.device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
-                print(
-                    "warning: this processor emulates bfloat16; trainer.bf16=false may be faster", flush=True
-                )
+        on_cpu = self.rank == 0 and base.device.type == "cpu"
+        if on_cpu and self.job.bf16 and not torch.cpu._is_avx512_bf16_supported():
+            print("warning: this processor emulates bfloat16; trainer.bf16=false may be faster", flush=True)
         return base
 
     def frozen_base(self, scorer_tokenizer: Any = None) -> Any:

@@ -105,7 +105,7 @@ def like_a_worker(job: Job) -> Iterator[None]:
 
     if job.scaling.get("use_gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    threads, precision = torch.get_num_threads(), torch.backends.fp32_precision
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, int((job.scaling.get("resources_per_worker") or {}).get("CPU", 1))))
     # The peak must not include earlier stages of this process
@@ -114,7 +114,7 @@ def like_a_worker(job: Job) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
+        torch.backends.fp32_precision = precision  # trainer.tf32 is a choice for one job
 
 
 def leave_group_of_one(world: int, use_gpu: bool) -> None:

@@ -12,14 +12,12 @@ from sizes import LEARNING_RATE, LORA, PHASES, SEED, SIZES, Clock, Setting, high
 
 def ppo(name: str, case: str, fields: str) -> None:
     """Updates with a reward adapter, timed by phase."""
-    from pipeline.models import matmul
     from pipeline.ppo.config import PPOConfig
     from pipeline.ppo.rewards import AdapterReward
     from pipeline.ppo.trainer import PPOTrainer
 
     clock, size, ours = Clock(), SIZES[name], Setting(**json.loads(fields))
     shared, tokens = shared_base(size.base(case, ours.dtype), ours), size.tokenizer()
-    matmul.configure(shared.hidden_size, "cpu")
     args = PPOConfig(
         total_episodes=size.prompts * size.updates,
         batch_size=size.prompts,

@@ -22,14 +22,11 @@ def ppo(name: str, case: str, fields: str) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, TrainerCallback
 
-    from pipeline.models import matmul
-
     class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
             clock.step(state.global_step)
 
     policy = size.base(case, theirs.dtype)
-    matmul.configure(policy.config.hidden_size, "cpu")
     torch.manual_seed(0)
     reward, critic = (
         AutoModelForSequenceClassification.from_pretrained(size.model, num_labels=1, dtype=theirs.dtype)

@@ -15,7 +15,7 @@ as fast*, *ratio* and *later* are medians of the rounds' ratios and differences.
 and `dpo`, pairs of `evaluate`, and tokens of `serve`. *first* are the seconds from the start of the process to its first step.
 
 `ppo` {", ".join(f"`{case}`: {about}" for case, about in CASES.items())}. Both sides have LoRA of rank 16 on all linear layers, 2
-epochs of 2 minibatches, temperature 1, the same precision of fp32 products, learning rate, KL price, clip ranges, gamma and
+epochs of 2 minibatches, temperature 1, the same learning rate, KL price, clip ranges, gamma and
 lambda. Ours has one base with adapters, Adam's epsilon at 1e-5, and gradients clipped to norm 1. TRL has three models, of which
 it trains all weights of the critic, an epsilon of 1e-8, and no clipping. In bf16 our base is in bf16, its adapters, heads and
 losses in fp32; TRL has all its models in bf16, as under `accelerate launch --mixed_precision bf16`.

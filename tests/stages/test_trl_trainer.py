@@ -3,11 +3,13 @@
 import json
 from types import SimpleNamespace
 
+import alone
 import peft
 import pytest
 import torch
 import toy_ppo as toy
 import transformers
+import trl
 from safetensors.torch import load_file
 
 from pipeline.errors import InputError
@@ -136,3 +138,14 @@ def test_a_policy_is_continued_without_its_patterns_and_initialization(base, tmp
         tensors = peft.get_peft_model_state_dict(model, adapter_name=name)
         assert tensors.keys() == stored.keys()
         assert all(torch.equal(tensors[key], stored[key]) for key in stored)
+
+
+def test_fp32_products_use_tf32_only_in_a_job_that_asks_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.training_args, "is_torch_tf32_available", lambda: True)  # as on a GPU
+    before = torch.backends.fp32_precision
+    for settings, expected in ([], "ieee"), (["trainer.tf32=true"], "tf32"):
+        one = alone.worker("sft", tmp_path, "trainer.torch_compile=true", *settings)
+        with worker.like_a_worker(one.job):
+            trl_trainer.arguments(one, trl.SFTConfig)
+            assert torch.backends.fp32_precision == expected
+        assert torch.backends.fp32_precision == before
