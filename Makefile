@@ -59,7 +59,7 @@ $(VENV)/.notebook: $(PINS)
 $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
-.PHONY: help setup rlhf init chat ui report sft rm dpo kto ppo evaluate sweep iterate validate plan generate collect score serve export \
+.PHONY: help setup rlhf init chat ui report sft rm dpo kto ppo evaluate sweep validate plan generate collect score serve export \
         up status dashboard jobs logs stop down notebook test test-all lint format docs bench chaos faults gpu
 
 help: ## this list
@@ -99,7 +99,6 @@ kto: ## KTO on completions labeled good or bad, from the sft adapter
 ppo: ## PPO against the reward model, starting from the sft adapter
 evaluate: ## policy against a baseline, reward model on pairs
 sweep: ## try values side by side: make sweep SWEEP="lora.r=8,16"
-iterate: ## rounds of collect, dpo and evaluate, resumed if killed
 
 ##@ Check before you train
 validate: ## read a job's rows and report on them: JOB=jobs/demo/sft.yaml
@@ -117,7 +116,7 @@ JOB_OF_chat := generate
 JOB_OF_sweep := sft
 JOB_OF_validate := sft
 JOB_OF_plan := ppo
-chat sft rm dpo kto ppo evaluate sweep iterate validate plan generate collect score serve export: setup
+chat sft rm dpo kto ppo evaluate sweep validate plan generate collect score serve export: setup
 	@$(PY) -m pipeline $@ $(or $(JOB),jobs/$(PROFILE)/$(or $(JOB_OF_$@),$@).yaml) $(foreach values,$(SWEEP),'$(values)') $(ARGS)
 
 ##@ Clusters (cluster.yaml)

@@ -52,7 +52,6 @@ def configuration() -> str:
         ("rollout", schema.class_of("rollout", "ppo"), "Who samples: see [rollouts.md](rollouts.md)."),
         ("serve", "pipeline.config.job.Serve", "The endpoint: see [serving.md](serving.md)."),
         ("sweep", "pipeline.sweep.space.Settings", "Of the subcommand `sweep`: see [training.md](training.md#sweeps)."),
-        ("iterate", "pipeline.iteration.plan.Settings", "Of `stage: iterate`: see [loop.md](loop.md)."),
     ):  # fmt: skip
         sections = {"policy", "baseline", "reference", "reward", "judge"} if title == "Top level" else None
         known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}

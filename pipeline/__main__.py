@@ -188,7 +188,7 @@ def ended(how: str, why: str, status: int) -> int:
 
 def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
     """Prints how a signal ended the run, and how to continue it; returns `status`."""
-    several, own_names = verb in ("rlhf", "demo"), verb in ("sweep", "iterate")
+    several, own_names = verb in ("rlhf", "demo"), verb == "sweep"
     resumable = several or own_names or (verb in STAGE and STAGE[verb].runs_in in ("train", "data"))
     name = "the same run.name"
     if not own_names:

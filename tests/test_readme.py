@@ -46,7 +46,6 @@ SHORT = {
     # The profile's model is gated, and its lengths are those of a larger one.
     "plan": "model.name_or_path=jobs/demo/model trainer.response_length=40 data.max_length=192",
     "collect": "trainer.num_prompts=8",
-    "iterate": "iterate.rounds=1 dpo.trainer.max_steps=2 dpo.trainer.eval_strategy=no dpo.trainer.save_strategy=no evaluate.gate={}",
 }
 INIT = "make init DATA=my NAME=velo MODEL=jobs/demo/model"  # the README's, with a model that is here
 
@@ -259,6 +258,10 @@ def test_every_command_is_covered():
     special = (
         *("make test", "make lint"),  # what CI runs
         "make setup",  # test_setup.py
+        *(
+            "bash jobs/demo/iterate.sh",
+            "NAME=seed-2 SEED=2 bash jobs/demo/iterate.sh",
+        ),  # commands/test_collect.py
         *("make ui", "make serve", "make chat", "make report"),  # above
         "make notebook",  # test_notebooks.py
         *("make gpu", "SMALL=1 make gpu"),  # gpu/test_rehearsal.py

@@ -33,7 +33,7 @@ from pipeline.system.credentials import without_credentials
 
 # Stages whose run.name is the name of the submission.
 RUNS = tuple(name for name, facts in STAGE.items() if facts.runs_in != "here")
-VERBS = (*RUNS, "sweep", "iterate", "validate", "rlhf")
+VERBS = (*RUNS, "sweep", "validate", "rlhf")
 # Forwarded to the job if they are set here. Not AWS_*: nodes have their own role, with fewer rights than a person.
 FORWARDED = """HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE MLFLOW_TRACKING_URI MLFLOW_TRACKING_USERNAME MLFLOW_TRACKING_PASSWORD
     MLFLOW_TRACKING_TOKEN MLFLOW_TRACKING_INSECURE_TLS WANDB_API_KEY WANDB_BASE_URL WANDB_ENTITY WANDB_MODE
@@ -106,11 +106,6 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
 
         sweep = space.read(path, overrides)
         return str(sweep.job.run.name), [load_job(path, sweep.arguments)]
-    elif verb == "iterate":
-        from pipeline.iteration import plan
-
-        iteration = plan.read(path, overrides)
-        return str(iteration.run.name), [*iteration.jobs.values()]
     else:
         jobs = [load_job(path, overrides, verb if verb in RUNS else None)]
         if verb in RUNS:

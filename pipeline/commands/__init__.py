@@ -25,9 +25,6 @@ COMMANDS = {
     "sweep": Command(
         "a job with several values of some keys, side by side on Ray Tune; the best one is registered"
     ),
-    "iterate": Command(
-        "rounds of collect, training and evaluate on a policy's own completions: online DPO, rejection sampling"
-    ),
     "rlhf": Command("sft, rm, ppo and evaluate of a folder of jobs, in one Ray session", "folder"),
     "report": Command("a page about a run, or several: curves, samples, lineage, data, job", "runs"),
     "help": Command("type, default, range and meaning of keys of a job", "key"),

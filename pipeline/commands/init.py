@@ -176,16 +176,18 @@ def run(path: str, options: list[str]) -> None:
         learns = loaded(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
         asked = [{"prompt": record.prompt} for _, record in first_records(learns)]
         jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", asked)
-    if "evaluate" in new:
-        set_prompts(folder, jobs, any(source.for_eval for source in chosen(sources, "ppo")))
+    if "evaluate" in new and not any(source.for_eval for source in chosen(sources, "ppo")):
+        set_prompts(folder, jobs)
     write()
+    if "collect" in new and "dpo" in jobs:
+        write_rounds(folder, jobs)
     print_next(folder, jobs)
 
 
 def takes(job: str, key: str) -> bool:
     """Returns True if a job uses a key, `section.key` or below."""
     section, name, *_ = key.split(".")
-    used = job != "iterate" and f"{section}.{name}" in schema.keys_of(job)
+    used = f"{section}.{name}" in schema.keys_of(job)
     return used and not {section, f"{section}.{name}"} & STAGE[job].unused.keys()
 
 
@@ -312,7 +314,7 @@ def profile_of(
     models = (yaml.safe_load(text).get("model") for text in kept.values())
     base: dict[str, Any] = next(filter(None, models), {}) | ({"name_or_path": model} if model else {})
     values: dict[str, dict[str, Any]] = {
-        **{job: {"policy": start} for job in ("dpo", "kto", "collect", "iterate")},
+        **{job: {"policy": start} for job in ("dpo", "kto", "collect")},
         "ppo": {"policy": start, "reward": reward},
         "evaluate": {**best, "baseline": start},
         **dict.fromkeys(("generate", "export"), best),
@@ -326,7 +328,7 @@ def profile_of(
     if reward:
         made += ["score"]
         if rows["ppo"]:
-            made += ["evaluate", "collect"] + ["iterate"] * ("dpo" in there)
+            made += ["evaluate", "collect"]
     if policies:
         made += ["generate", "serve", "export"]
     jobs = dict(kept)
@@ -336,15 +338,12 @@ def profile_of(
         text = file.read_text(encoding="utf-8")
         for pattern in ("rlhf-{}", "PROFILE={}", "jobs/{}/"):
             text = text.replace(pattern.format(profile), pattern.removeprefix("rlhf-").format(name))
-        own_base = {f"model.{key}": value for key, value in base.items() if job != "iterate"}
+        own_base = {f"model.{key}": value for key, value in base.items()}
         for key, value in {**own_base, **values.get(job, {})}.items():
             text = with_key(text, key, value)
         used = dict.fromkeys(re.findall(rf"models:/{name}-(\w+)@champion", str(values.get(job))))
         needs = filter(None, (" or ".join(one for one in used if one != "rm"), "rm" if "rm" in used else ""))
         text = re.sub(r"\(needs [^)]*first\)", f"(needs {', and '.join(needs)} first)" if used else "", text)
-        if job == "iterate" and {*OF_ROWS} & {*yaml.safe_load(jobs["dpo"])["data"]}:
-            collected = dict.fromkeys((*OF_ROWS, "eval")) | {"eval_fraction": 0.1}
-            text = with_key(text, "dpo.data", collected, "collected rows have the columns that dpo reads")
         if job == "ppo" and not reward:
             text = with_key(text, "reward", None, "set python:MODULE:FUNCTION, or a reward model")
         stage = ROWS_OF.get(job, job)
@@ -447,7 +446,7 @@ def set_lengths(folder: Path, jobs: dict[str, str], write: Callable[[], None]) -
         try:
             records = [*first_records(job)]
             if not as_chat and any(not isinstance(record.prompt, str) for _, record in records):
-                for name in jobs.keys() - {"iterate"}:
+                for name in jobs:
                     jobs[name] = with_key(jobs[name], "model.chat_template", "plain")
                 write()
                 return set_lengths(folder, jobs, write)
@@ -537,26 +536,28 @@ def unlabeled(one: Preprocess) -> Preprocess:
     return replace(one, columns=columns)
 
 
-def set_prompts(folder: Path, jobs: dict[str, str], have_eval: bool) -> None:
-    """Makes evaluate read ppo's held-out prompts, and limits the prompts of an iterate job to those that there are.
-
-    If the rows come with prompts for evaluation, `have_eval`, the evaluate job names them already.
-    """
+def set_prompts(folder: Path, jobs: dict[str, str]) -> None:
+    """Makes evaluate read ppo's held-out prompts."""
     job = loaded(folder, "ppo")
     data: Any = job.data
     prompts = {record.prompt_content(): record.row for _, record in first_records(job)}
-    if "iterate" in jobs:
-        drawn = re.search(r"num_prompts: (\d+)", jobs["iterate"])
-        if drawn and int(drawn[1]) > len(prompts):
-            jobs["iterate"] = jobs["iterate"].replace(drawn[0], "num_prompts: null")
-    if have_eval:
-        return
     away = [json.loads(row) for content, row in prompts.items() if held_out(content, data)]
     for row in away:
         row.pop("system", None)  # it is in the prompt
     path = folder / "eval_prompts.jsonl"
     jobs["evaluate"] = with_prompts(jobs["evaluate"], "eval", path, away)
     print(f"  {path}: {len(away)} prompt{'s' * (len(away) != 1)} that ppo holds out, for evaluate")
+
+
+def write_rounds(folder: Path, jobs: dict[str, str]) -> None:
+    """Writes the script that repeats collect, dpo and evaluate, for the rows that dpo reads."""
+    text = (shipped.JOBS / "demo/iterate.sh").read_text(encoding="utf-8")
+    text = text.replace("jobs/demo/", f"{folder}/").replace("`make sft rm`", "the runs that collect needs")
+    if {*OF_ROWS} & {*yaml.safe_load(jobs["dpo"])["data"]}:  # collected rows have the columns that dpo reads
+        nothing = " ".join(f"data.{key}=null" for key in (*OF_ROWS, "eval"))
+        text = text.replace("data.train=", f"{nothing} data.eval_fraction=0.1 \\\n    data.train=")
+    (folder / "iterate.sh").write_text(text, encoding="utf-8")
+    print(f"  {folder}/iterate.sh: rounds of collect, dpo and evaluate")
 
 
 def with_prompts(text: str, key: str, path: Path, rows: list[dict[str, Any]]) -> str:

@@ -3,13 +3,11 @@
     make report RUN=runs/ppo-...   or   python -m pipeline report RUN [RUN ...]
 
 A RUN is its folder, its name under runs/, or its MLflow id. The page of one run goes into its folder. The page of several
-goes into `report` in the folder of the last, and draws runs of one stage over each other. An iteration's folder means the
-runs of its rounds.
+goes into `report` in the folder of the last, and draws runs of one stage over each other.
 """
 
 from pipeline import report
 from pipeline.errors import InputError, summary
-from pipeline.iteration import table
 from pipeline.system import storage
 
 
@@ -20,14 +18,9 @@ def run(first: str, others: list[str]) -> str:
         raise InputError(f"which run? make report RUN=runs/NAME; the newest under runs/: {report.newest()}")
     alone = len(references) == 1
     try:
-        home, rounds = (table.recorded(references[0]) if alone else None) or (None, None)
-        if rounds == []:
-            raise InputError(
-                f"{home}: no round of this iteration has ended yet; make report RUN={home}/round-1-dpo shows its run"
-            )
-        runs = [report.read(one) for one in (table.drawn(rounds) if rounds else references)]
-        home = home or (alone and runs[0].folder) or storage.join(runs[-1].folder or "runs", "report")
-        path = report.write(runs, home, table.cells(rounds) if rounds else None, pictures=not rounds)
+        runs = [report.read(one) for one in references]
+        home = (alone and runs[0].folder) or storage.join(runs[-1].folder or "runs", "report")
+        path = report.write(runs, home)
     except InputError:
         raise
     except Exception as error:
@@ -38,5 +31,5 @@ def run(first: str, others: list[str]) -> str:
     for one in runs:
         if one.note:
             print(f"{one.name}: {one.note}")
-    print(path if rounds else f"{path}\n{home}/plots/*.png")
+    print(f"{path}\n{home}/plots/*.png")
     return path

@@ -63,8 +63,6 @@ def _check_file(path: Path, stage: str) -> None:
 def job_of(tree: Tree, stage: str | None, path: str) -> Job:
     """Returns the checked job of a tree, as `load_job` reads it from a file."""
     found = tree.data.get("stage")
-    if found == "iterate":
-        raise tree.error("stage", "`iterate` runs several jobs; use one of those that its sections extend")
     if found not in JOBS:
         raise tree.error("stage", f"found {show(found)}, expected one of {', '.join(JOBS)}")
     if stage not in (None, found):

@@ -203,7 +203,7 @@ def _table(job: Job) -> Problems:
 
 
 def name_problem(name: str | None) -> str | None:
-    """Returns why a run or an iteration cannot have this name, or None."""
+    """Returns why a run cannot have this name, or None."""
     if name is None or (name not in RESERVED and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name)):
         return None
     return (

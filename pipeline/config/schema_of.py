@@ -25,7 +25,7 @@ from pipeline.config.stages import STAGE
 from pipeline.intervals import bounds, table
 
 JOB = class_of("job", "")
-OTHERS = (JOB, class_of("source", ""), "pipeline.sweep.space.Settings", "pipeline.iteration.plan.Settings")
+OTHERS = (JOB, class_of("source", ""), "pipeline.sweep.space.Settings")
 
 _MODEL = "the `model` section decides how base and tokenizer are loaded"
 # Keys of the libraries that would break guarantees of the pipeline.
@@ -152,7 +152,7 @@ def text() -> str:
         "title": "job file",
         "versions": {name: version(name) for name in ("trl", "transformers", "peft", "ray")},
         "type": "object",
-        "properties": {"stage": {"enum": [*STAGE, "iterate"]}},
+        "properties": {"stage": {"enum": [*STAGE]}},
         "allOf": [_of_stage(stage, made) for stage in STAGE],
     }
     start = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())

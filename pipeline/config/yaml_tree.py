@@ -77,18 +77,6 @@ def read_tree(path: str | Path, overrides: list[str]) -> Tree:
     return tree
 
 
-def section_tree(tree: Tree, section: str, folder: Path) -> Tree:
-    """Returns a section that is a job itself, merged over the files that its `extends` names, relative to `folder`."""
-    data = tree.section(section)
-    if not data:
-        raise tree.error(section, f"missing, expected a job: {section}: {{extends: {section}.yaml}}")
-    prefix = f"{section}."
-    where = {key.removeprefix(prefix): at for key, at in tree.where.items() if key.startswith(prefix)}
-    job = _extended(Tree(tree.source, data, where), folder)
-    _check_values(job, job.data)
-    return job
-
-
 def _tree(path: Path) -> Tree:
     tree = Tree(visible(str(path), lines=False))
     if path.exists() and not path.is_file():  # a pipe or a device may never end

@@ -12,7 +12,6 @@ from pipeline.registry.runs import (
     end_interrupted,
     find_run,
     history,
-    log_figures,
     log_files,
     mlflow_run,
     nested_under,

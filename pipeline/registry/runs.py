@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -165,14 +165,6 @@ def history(uri: str, run_id: str) -> dict[str, list[tuple[int, float]]]:
         points = sorted(mlflow.get_metric_history(run_id, name), key=lambda p: (p.step, p.timestamp))
         curves[name] = sorted({point.step: point.value for point in points}.items())
     return curves
-
-
-def log_figures(uri: str, run_id: str, figures: Mapping[str, Any], step: int) -> None:
-    """Logs the numbers among `figures` as metrics of a run."""
-    mlflow = store.client(uri)
-    for key, value in figures.items():
-        if type(value) in (int, float):
-            mlflow.log_metric(run_id, key, value, step=step)
 
 
 def recorded(uri: str, run_id: str) -> dict[str, Any]:

@@ -20,14 +20,12 @@ PAGE = "report.html"
 def write(
     runs: list[Run],
     folder: str,
-    table: list[list[str]] | None = None,
     pictures: bool = True,
     result: dict[str, Any] | None = None,
 ) -> str:
     """Writes report.html and plots/*.png into `folder`, a path or a bucket. Returns the path of the page.
 
     Args:
-        table: rows of a table at the top; the first one is its head.
         pictures: whether to write plots/*.png.
         result: the result of the run that just ended; its page in MLflow gets the report.
     """
@@ -35,7 +33,7 @@ def write(
 
     with tempfile.TemporaryDirectory() as local:
         plots, html = Path(local, "plots"), Path(local, PAGE)
-        html.write_text(page.render(runs, table), encoding="utf-8")
+        html.write_text(page.render(runs), encoding="utf-8")
         for run in runs if pictures else ():
             plots.mkdir(exist_ok=True)
             for name, picture in page.pictures(run).items():
@@ -54,18 +52,13 @@ def attach(result: dict[str, Any]) -> str | None:
     return of_several([result["folder"]], result["folder"], result=result)
 
 
-def of_several(
-    folders: list[str],
-    folder: str,
-    table: list[list[str]] | None = None,
-    result: dict[str, Any] | None = None,
-) -> str | None:
+def of_several(folders: list[str], folder: str, result: dict[str, Any] | None = None) -> str | None:
     """Draws one page about the runs in `folders` into `folder`, without the pictures that each run's folder has already.
 
     Returns the path of the page, or None if drawing failed: a message says so, and the run does not fail.
     """
     try:
-        return write([read(one) for one in folders], folder, table, pictures=bool(result), result=result)
+        return write([read(one) for one in folders], folder, pictures=bool(result), result=result)
     except Exception as error:  # a failed drawing must not lose hours of training
         again = f"try again with: python -m pipeline report {' '.join(folders)}"
         print(f"   no report: {summary(error)}; {again}", flush=True)

@@ -68,7 +68,7 @@ class Run:
 
 def folders(reference: str, runs: str) -> list[str]:
     """Returns the folders that a reference may mean: a path, or a name under `runs`; a file in it stands for the folder."""
-    given = re.sub(r"/+(result\.json|iterate\.json|report\.html)?$", "", reference)
+    given = re.sub(r"/+(result\.json|report\.html)?$", "", reference)
     storage.reach(given)
     return [given] if storage.is_remote(given) else [given, storage.join(runs, given)]
 

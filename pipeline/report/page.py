@@ -20,8 +20,8 @@ from pipeline.report.plots import Drawing
 MAX_PANELS_WITHOUT_HEADINGS = 8
 
 
-def render(runs: list[Run], table: list[list[str]] | None = None) -> str:
-    """Returns the page as text. `table` comes first; its first row is its head."""
+def render(runs: list[Run]) -> str:
+    """Returns the page as text."""
     stages = list(dict.fromkeys(run.stage for run in runs))
     by_stage = [[run for run in runs if run.stage == stage] for stage in stages]
     environment = jinja2.Environment(
@@ -37,7 +37,6 @@ def render(runs: list[Run], table: list[list[str]] | None = None) -> str:
     return environment.get_template("page.jinja").render(
         title=runs[0].name if len(runs) == 1 else " → ".join(stages),
         runs=[{"run": run, "anchor": f"r{i}", "groups": groups(run, f"r{i}")} for i, run in enumerate(runs)],
-        rounds=table or [],
         first=sampled[-1] if sampled else None,  # its samples come before everything else
         cards=headline.overview(runs) if len(runs) > 1 else headline.cards(runs[0]),
         compared=[comparison(same) for same in by_stage if len(same) > 1],

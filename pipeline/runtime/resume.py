@@ -1,4 +1,4 @@
-"""The folder of a run, sweep or iteration: who owns it, what an earlier process left there, and what may differ on a resume.
+"""The folder of a run or sweep: who owns it, what an earlier process left there, and what may differ on a resume.
 
     with locked(folder, seen, fresh):       # one driver at a time, and no worker of the driver before it
         ...
@@ -35,7 +35,7 @@ PARTS = "parts"  # the folder of the finished parts of batch inference and of an
 WORKERS = ".workers"  # the file on which every worker holds a shared lock
 ABANDONED_S = 3600  # age of a folder that no worker holds; a younger one may be about to be held
 # Who owns a folder of run.storage_path, by the file in it.
-OWNERS = {FILE: "a run", "result.json": "a run", "iterate.json": "an iteration", "sweep.json": "a sweep"}
+OWNERS = {FILE: "a run", "result.json": "a run", "sweep.json": "a sweep"}
 # Sections that do not decide the numbers of a job.
 ELSEWHERE = ("run", "mlflow", "scaling", "source")
 # Keys that do not decide the numbers, or only the order in which they are summed up.
@@ -71,7 +71,7 @@ def check_folder(folder: str, owner: str, example: str) -> dict[str, list[str]]:
     """Returns the state() of a folder that is writable and has no run of another kind, which run.fresh=true would delete.
 
     Args:
-        owner: `a run`, `an iteration` or `a sweep`.
+        owner: `a run` or `a sweep`.
         example: what another name may begin with.
     """
     storage_path, _, name = folder.rpartition("/")

@@ -1,8 +1,17 @@
 """`collect`: which prompts it uses, and which rows it makes of their completions, as training reads them."""
 
 import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
+from running import ROOT
+from toy_models import registered
 
 from pipeline.commands import collect
 from pipeline.config import Collect
@@ -132,3 +141,88 @@ def test_several_rewards_are_all_named():
     inputs = {"policy": "models:/p/3", "reward.0": "models:/r/1", "reward.1": "python:pipeline.demo:gold"}
     assert collect.origin(inputs)["reward_version"] == ["models:/r/1", "python:pipeline.demo:gold"]
     assert collect.origin({"reward.0": "models:/r/1"}) == {"version": "base", "reward_version": "models:/r/1"}
+
+
+# --------------------------------------------------------------------------------------------- jobs/demo/iterate.sh
+
+TINY = {
+    "collect": {
+        "policy": "models:/toy-policy@champion",
+        "reward": "models:/toy-rm@champion",
+        "trainer": {"num_generations": 3, "response_length": 12},
+    },
+    "dpo": {
+        "trainer": {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "no"},
+        "data": {"batch_size": 16},
+        "mlflow": {"registered_model": "toy-dpo"},
+        "run": {"report": False},
+    },
+    "evaluate": {
+        "reward": "models:/toy-rm@champion",
+        "judge": None,
+        "trainer": {"response_length": 12},
+        "run": {"report": False},
+    },
+}
+
+
+def rounds(folder: Path, storage: Path, **popen) -> subprocess.Popen:
+    """Starts the script with tiny jobs in `folder`."""
+    for name, job in TINY.items():
+        text = json.dumps({"extends": f"{ROOT}/jobs/demo/{name}.yaml", **job})
+        (folder / f"{name}.yaml").write_text(text)
+    found = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    settings = {"JOBS": str(folder), "RUNS": str(storage), "PROMPTS": "24", "ROUNDS": "2"}
+    environment = {**os.environ, "PATH": found, "PYTHONPATH": str(ROOT), **settings}
+    script = ["bash", "jobs/demo/iterate.sh", "trainer.beta=0.2"]
+    return subprocess.Popen(script, cwd=ROOT, env=environment, start_new_session=True, text=True, **popen)
+
+
+@pytest.mark.slow
+def test_rounds_follow_each_other_and_a_kill_repeats_no_finished_run(storage, tmp_path):
+    """The gate of an evaluation may fail here: then the script ends in that round."""
+    registered(storage)
+    cut = storage / "loop-1-dpo"
+    with (
+        open(tmp_path / "log", "w") as log,
+        rounds(tmp_path, storage, stdout=log, stderr=subprocess.STDOUT) as process,
+    ):
+        while process.poll() is None and not list(cut.glob("checkpoint_*")):
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+    log = (tmp_path / "log").read_text()
+    assert process.returncode == -signal.SIGKILL and not (cut / "result.json").exists(), log
+    collected = storage / "loop-1-collect/result.json"
+    before = collected.stat().st_mtime_ns
+
+    with rounds(tmp_path, storage, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        said = process.communicate(timeout=280)[0]
+    assert "run loop-1-collect is finished" in said and collected.stat().st_mtime_ns == before
+
+    def result(step):
+        return json.loads((storage / f"loop-{step}/result.json").read_text())
+
+    first, trained, evaluated = (result(f"1-{step}") for step in TINY)
+    version = f"models:/toy-dpo/{trained['version']}"
+    assert first["inputs"]["policy"] == trained["inputs"]["policy"] == "models:/toy-policy/1"
+    assert (
+        trained["job"]["data"]["train"] == first["folder"] + "/rows.jsonl" and trained["alias"] == "candidate"
+    )
+    assert trained["job"]["trainer"]["beta"] == 0.2
+    assert (evaluated["inputs"]["policy"], evaluated["inputs"]["baseline"]) == (
+        version,
+        "models:/toy-policy/1",
+    )
+    if not evaluated["alias"]:
+        assert (
+            process.returncode == 1
+            and "round 1 failed its gate; the policy is still models:/toy-policy/1" in said
+        )
+        return
+    second = result("2-collect")
+    assert second["inputs"]["policy"] == version and second["job"]["trainer"]["seed"] == 1001
+    prompts = [
+        {json.loads(line)["prompt"] for line in (storage / f"loop-{number}-collect/rows.jsonl").open()}
+        for number in (1, 2)
+    ]
+    assert prompts[0] and not prompts[0] & prompts[1], "the rounds share prompts"

@@ -13,7 +13,6 @@ from pipeline.__main__ import main
 from pipeline.commands import shipped, validate
 from pipeline.commands.init import EXAMPLES, TAKES
 from pipeline.config import load_job
-from pipeline.iteration import plan as iteration
 from pipeline.runtime.inputs import check_paths
 
 MODEL = str(ROOT / "jobs/demo/model")
@@ -84,9 +83,8 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
     """The demo's files: those for evaluation are not trained on, and lengths come from rows and tokenizer."""
     shutil.copytree(ROOT / "jobs/demo/data", here / "my")
     init("my", "--name", "velo")
-    files = [path for path in (here / "jobs/velo").glob("*.yaml") if path.stem != "iterate"]
-    jobs = {path.stem: load_job(path) for path in files}
-    assert jobs.keys() | {"iterate"} == {path.stem for path in (ROOT / "jobs/own").glob("*.yaml")}
+    jobs = {path.stem: load_job(path) for path in (here / "jobs/velo").glob("*.yaml")}
+    assert jobs.keys() == {path.stem for path in (ROOT / "jobs/own").glob("*.yaml")}
     data = {name: (job.data.train, job.data.eval, job.data.max_length) for name, job in jobs.items()}
     train, held_out = "my/{}.jsonl".format, "my/{}_eval.jsonl".format
     assert data == {
@@ -110,7 +108,8 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
     assert best == jobs["export"].policy == jobs["generate"].policy == jobs["evaluate"].policy
     assert "(needs ppo or dpo or kto or sft, and rm first)" in (here / "jobs/velo/export.yaml").read_text()
     assert "(needs sft first)" in (here / "jobs/velo/dpo.yaml").read_text()
-    assert "num_prompts: null" in (here / "jobs/velo/iterate.yaml").read_text()
+    script = (here / "jobs/velo/iterate.sh").read_text()
+    assert "bash jobs/velo/iterate.sh" in script and "demo" not in script and "data.eval=null" not in script
     assert "rlhf-own" not in "".join(path.read_text() for path in (here / "jobs/velo").iterdir())
     assert next_commands(capsys.readouterr().out) == ["validate", "sft", "rm", "ppo", "evaluate"]
     assert main(["validate", "jobs/velo/ppo.yaml"]) == 0
@@ -245,7 +244,7 @@ def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_eve
     rows(here / "both/talks.jsonl", turns)
     rows(here / "both/pairs.jsonl", PAIRS)
     assert main(["init", "both", "--model", "base"]) == 0
-    jobs = [load_job(path) for path in (here / "jobs/both").glob("*.yaml") if path.stem != "iterate"]
+    jobs = [load_job(path) for path in (here / "jobs/both").glob("*.yaml")]
     assert {job.model.chat_template for job in jobs} == {"plain"}
     assert main(["init", "both/pairs.jsonl", "--model", "base"]) == 0
     assert load_job("jobs/pairs/rm.yaml").model.chat_template is None
@@ -280,7 +279,7 @@ FOLDERS = {
 @pytest.mark.parametrize("template", [True, False])
 @pytest.mark.parametrize("kinds", FOLDERS)
 def test_every_job_loads_whatever_the_rows_and_the_base_are(kinds, template, here, capsys):
-    """iterate's jobs too. Those that train on files read at least half of the rows."""
+    """Also dpo with the keys of the script that repeats it. Those that train on files read at least half of the rows."""
     shutil.copytree(MODEL, here / "base")
     if not template:
         (here / "base/chat_template.jinja").unlink()
@@ -290,15 +289,16 @@ def test_every_job_loads_whatever_the_rows_and_the_base_are(kinds, template, her
     written = {path.stem: path for path in (here / "jobs/vet").glob("*.yaml")}
     given = ["reward=models:/any/1"]  # of ppo, if there are no pairs
     for stage, path in written.items():
-        if stage == "iterate":
-            plan = iteration.read(str(path), [])
-            assert plan.jobs.keys() == {"collect", "dpo", "evaluate"}
-            continue
         job = load_job(path, given if stage == "ppo" else [], stage)
         check_paths(job)
         if stage in TAKES:
             kept = validate.run(job)["splits"]
             assert kept["train"]["kept"] >= 20, (stage, kept)
+    script = here / "jobs/vet/iterate.sh"
+    assert script.exists() == ({"collect", "dpo", "evaluate"} <= written.keys())
+    if script.exists():
+        keys = re.findall(r"(data\.(?!train|pairs)\w+=\S+)", script.read_text())
+        assert load_job(written["dpo"], keys).data.columns is None and len(keys) in (0, 6)
     if "serve" in written:
         assert load_job(written["serve"]).data.max_length is None
     assert "Traceback" not in capsys.readouterr().err
@@ -332,7 +332,8 @@ def test_a_profile_gets_the_jobs_for_one_more_file(here, capsys):
     capsys.readouterr()
     assert main(["init", "ratings.jsonl", "--name", "vet"]) == 0
     shown = capsys.readouterr().out
-    assert "wrote jobs/vet: rm, dpo, kto, score, evaluate, collect, iterate\n" in shown
+    assert "wrote jobs/vet: rm, dpo, kto, score, evaluate, collect\n" in shown
+    assert "  jobs/vet/iterate.sh: rounds of collect, dpo and evaluate\n" in shown
     assert "kept as they are, without what is new: export, generate, ppo, serve, sft" in shown
     assert (here / "jobs/vet/sft.yaml").read_text() == edited
     dpo = load_job("jobs/vet/dpo.yaml")
@@ -340,12 +341,13 @@ def test_a_profile_gets_the_jobs_for_one_more_file(here, capsys):
     assert load_job("jobs/vet/evaluate.yaml").baseline == "models:/vet-sft@champion"
 
 
-def test_a_profile_without_dpo_gets_no_iteration(here, capsys):
+def test_a_profile_without_dpo_gets_no_script_of_rounds(here, capsys):
     init(rows(here / "ratings.jsonl", MANY), "--name", "vet")
-    for name in ("dpo", "iterate", "evaluate"):
-        (here / f"jobs/vet/{name}.yaml").unlink()
+    for name in ("dpo.yaml", "collect.yaml", "evaluate.yaml", "iterate.sh"):
+        (here / "jobs/vet" / name).unlink()
     init(rows(here / "prompts.jsonl", ASKED), "--name", "vet")
-    assert "wrote jobs/vet: evaluate\n" in capsys.readouterr().out
+    assert "wrote jobs/vet: evaluate, collect\n" in capsys.readouterr().out
+    assert not (here / "jobs/vet/iterate.sh").exists()
 
 
 def test_held_out_prompts_keep_their_columns(here):

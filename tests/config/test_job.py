@@ -60,7 +60,6 @@ BAD = [
     ("stage: sft\ntrainer: {1: 2}\n", [], r"job\.yaml:2: trainer: a key is not text"),
     ("stage: sft\nmodel: !!python/object/apply:os.system [ls]\n", [], r"job\.yaml:2:8: not valid YAML"),
     ("", [], r"stage: found null, expected one of sft, rm, dpo, kto, ppo, evaluate"),
-    ("stage: iterate\ndpo: {extends: dpo.yaml}\n", [], r"stage: `iterate` runs several jobs; use one of those that its sections extend"),
     ("rm", [], r"this is a job for `rm`, not `sft`: use python -m pipeline rm"),
     ("dpo", ["policy=null"], r"policy: missing; `dpo` needs it"),
     ("sft", ["reward=models:/rlhf-rm@champion"], r"reward: `sft` takes no reward"),

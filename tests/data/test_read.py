@@ -106,7 +106,7 @@ def test_packing_keeps_whole_rows(tmp_path):
     assert sorted(pieces) == alone and made.report.packed == len(packed)
     assert len(packed) == -(-50 // (100 // max(map(len, alone))))  # as few as rows of this length allow
     assert made.report.splits["train"].kept == 50
-    held_out = make(tmp_path, eval=path, packing=True, max_length=100)  # as before the first round of iterate
+    held_out = make(tmp_path, eval=path, packing=True, max_length=100)
     assert rows_of(held_out.eval) == packed and held_out.report.packed is None
 
 
