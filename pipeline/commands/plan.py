@@ -7,10 +7,8 @@ ray.io/accelerator-type names, or else all it knows. If the job does not fit, th
 that make it fit.
 """
 
-import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from pipeline import registry
@@ -50,7 +48,7 @@ def run(job: Job) -> dict[str, Any]:
     if unread := planned.shape.unread:
         notes.append(f"the base's shape is built in, since its config.json cannot be read: {unread}")
     print("".join(f"   note: {note}\n" for note in notes))
-    memory = on_gpus(planned, named(job)) if job.scaling.get("use_gpu") else on_this_machine(planned, loras)
+    memory = on_gpus(planned, named(job)) if job.scaling.get("use_gpu") else on_this_machine(planned)
     if planned.peak > memory:
         advice = "no setting makes it fit: use larger GPUs, a smaller model, or a shorter data.max_length"
         if fitted := plan.fit_into(job, memory, loras):
@@ -122,8 +120,8 @@ def check(job: Job, folders: dict[str, str]) -> None:
         check_lora(base, job.lora, STAGE[job.stage].learns == "reward")
 
 
-def on_this_machine(planned: Plan, loras: dict[str, dict[str, Any]]) -> float:
-    """Prints whether all workers and Ray fit into this machine's memory, and the prices. Returns a worker's bytes."""
+def on_this_machine(planned: Plan) -> float:
+    """Prints whether all workers and Ray fit into this machine's memory. Returns a worker's bytes."""
     job, workers = planned.job, planned.job.workers[1]
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ray = 0 if job.in_process else FOR_RAY
@@ -133,56 +131,26 @@ def on_this_machine(planned: Plan, loras: dict[str, dict[str, Any]]) -> float:
         f"   {workers} worker{'s' * (workers > 1)} on the CPU{' and Ray' * bool(ray)}: {needed / GIB:.1f} GiB; this machine has "
         f"{total / GIB:.1f} GiB: {'fits' if planned.peak <= memory else 'does not fit'}"
     )
-    print(f"   {price_of_this_machine()}")
-    scaling = {"use_gpu": True, "num_workers": job.workers[0] or 1}
-    trainer = {key: value for key, value in job.trainer.items() if key != "use_cpu"} | {"bf16": True}
-    rented = plan.make(replace(job, scaling=scaling, trainer=trainer), loras)
-    rows = rows_of(rented)[0]
-    costs = [plan.cost(rented, name, rows) for name in plan.fitting(rented)]
-    shown = "; ".join(
-        f"{one.node.instance} {prices.in_dollars(one.dollars)} in {max(1, round(60 * one.hours))} min"
-        for one in sorted(costs, key=lambda cost: cost.dollars)[:3]
-    )
-    print(f"   A rented GPU instead, at prices of {prices.read().date}: {shown or 'none is large enough'}")
     return memory
-
-
-def price_of_this_machine(hours: float | None = None) -> str:
-    """Returns in words what `hours` on this machine cost, or one hour of it."""
-    machine = prices.read().machine
-    if machine is None:
-        return f"This machine: price unknown; set `machine`, dollars an hour, in {prices.own_file()}"
-    if hours is None:  # on a CPU
-        return f"This machine: ${machine:.2f} an hour; the hours on a CPU are not estimated"
-    return f"This machine: {prices.in_dollars(hours * machine)} at ${machine:.2f} an hour"
 
 
 def on_gpus(planned: Plan, names: list[str]) -> float:
     """Prints for each kind of GPU whether a worker fits, and the time and cost of the run. Returns the bytes of the largest."""
-    import torch
-
     fitting, workers = plan.fitting(planned), planned.job.workers[1]
     rows, how = rows_of(planned)
     completions = f"; completions of {planned.tokens[1]:,} tokens, the longest" if planned.tokens[1] else ""
     print(f"   data: {how}{completions}\n")
     print(f"   {'GPU':<10} {'GiB':>5}  {'fits':<4}  the run on {workers}: about")
-    costs = {name: plan.cost(planned, name, rows) for name in names if name in fitting}
     for name in names:
         fits = "no"
-        if cost := costs.get(name):
-            fits = f"yes   {cost.hours:>6.1f} h  ${cost.dollars:>5.0f} on demand ({cost.billed(workers)})"
-            fits += over_network(planned, name)
+        if name in fitting:
+            hours = plan.hours(planned, name, rows)
+            fits = f"yes   {hours:>6.1f} h  ${hours * workers * prices.read().gpus[name]:>5.0f}"
         print(f"   {name:<10} {GPUS[name].memory:>5.0f}  {fits}")
-    if workers == 1 and torch.cuda.is_available():
-        for label in {*prices.read().labels(torch.cuda.get_device_name())} & {*fitting}:
-            print(f"   {price_of_this_machine(plan.cost(planned, label, rows).hours)}")
-    if planned.job.stage == "ppo" and costs:
-        print(rollout_workers(next(iter(costs.values()))))
-    links = ", ".join(f"{GPUS[name].link:g} GB/s on {name}" for name in costs if planned.gathered)
-    links = f"layers gathered at {links},\n   " if links else ""
+    gathered = "; gathering the base's shards is not counted" * planned.in_shards
     print(
-        f"   Assumed: {plan.UTILIZATION:.0%} of the peak in matrix products, decoding at the memory's "
-        f"bandwidth,\n   {links}and list prices of {prices.read().date}. Measure instead: `ppo` with trainer.total_episodes=64."
+        f"   Assumed: {plan.UTILIZATION:.0%} of the datasheet's speed, and list prices of "
+        f"{prices.read().date}{gathered}"
     )
     return GIB * max(GPUS[name].memory for name in names)
 
@@ -197,18 +165,6 @@ def rows_of(planned: Plan) -> tuple[Rows, str]:
     sets_length = given.get("total_episodes") or (given.get("max_steps") or 0) > 0
     epoch = "" if sets_length else f"{EPOCH:,} rows an epoch and "
     return Rows(EPOCH, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
-
-
-def over_network(planned: Plan, name: str) -> str:
-    """Returns a warning if each sampled token gathers the base over the network, or an empty text."""
-    job, nodes = planned.job, plan.nodes(planned, GPUS[name])
-    if not (job.stage == "ppo" and planned.gathered and nodes > 1) or job.rollout_config.workers[1]:
-        return ""
-    seconds = plan.gather_seconds(planned, GPUS[name])
-    return (
-        f"\n   warning: with model.fsdp over {nodes} nodes, each sampled token gathers {planned.gathered / GIB:.0f} GiB over "
-        f"the network, {seconds:.1f} s\n   at {plan.NETWORK:g} GB/s; set rollout.num_workers, or use nodes that hold all workers"
-    )
 
 
 def of_rollout_workers(job: Job, planned: Plan) -> str:
@@ -228,22 +184,5 @@ def of_rollout_workers(job: Job, planned: Plan) -> str:
             f"lower trainer.local_rollout_forward_batch_size{f', or allow larger ones: {larger}' if larger else ''}"
         )
     gpus = count * job.rollout_config.tensor_parallel_size
-    dollars, nodes, node = min(
-        (-(-gpus // node.gpus) * node.dollars, -(-gpus // node.gpus), node.instance)
-        for name in fits
-        for node in GPUS[name].nodes
-    )
-    return (
-        f"   {need} and fits on {', '.join(fits)}.\n   All {count} on {nodes} x {node}: about ${dollars:.2f} an hour on "
-        "demand; spot is often a third of it."
-    )
-
-
-def rollout_workers(cost: plan.Cost) -> str:
-    """Returns in words how many rollout workers keep up with a trainer, and what they would save."""
-    count = max(1, math.ceil(cost.sampling / max(1 - cost.sampling, 0.01)))
-    overlapped = max(1 - cost.sampling, cost.sampling / count)
-    return (
-        f"   Sampling and scoring take {cost.sampling:.0%} of the time. With rollout.staleness=1 and rollout.num_workers={count} for each "
-        f"worker,\n   on separate GPUs, the run would take about {overlapped:.2f} of it on {1 + count} times the GPUs."
-    )
+    dollars = gpus * min(prices.read().gpus[name] for name in fits)
+    return f"   {need} and fits on {', '.join(fits)}.\n   All {count}: from ${dollars:.2f} an hour on demand."

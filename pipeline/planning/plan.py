@@ -20,8 +20,6 @@ from pipeline.planning.rows import Rows
 from pipeline.planning.shape import Shape
 from pipeline.references import Ref
 from pipeline.registry import lineage
-from pipeline.system import prices
-from pipeline.system.prices import Node
 
 GIB = 2**30
 
@@ -31,31 +29,24 @@ class Gpu:
     label: str  # label of its nodes (ray.io/accelerator-type), from ray.util.accelerators
     memory: float  # GiB that torch can use
     tflops: float  # dense bf16 matrix products
-    bandwidth: float  # GB/s
-    link: float  # GB/s between the GPUs of a node (NVLink or PCIe); an assumption
-
-    @property
-    def nodes(self) -> list[Node]:
-        """Returns the instances that have it, the smallest first."""
-        return prices.read().of(self.label)
+    bandwidth: float  # GB/s of its memory
 
 
 GPUS = {
     gpu.label: gpu
     for gpu in (
-        Gpu("L4", 22, PEAK_TFLOPS["L4"], 300, 10),
-        Gpu("A10G", 22, PEAK_TFLOPS["A10G"], 600, 10),
-        Gpu("A100-40G", 39, PEAK_TFLOPS["A100"], 1555, 200),
-        Gpu("L40S", 44, PEAK_TFLOPS["L40S"], 864, 20),
-        Gpu("A100-80G", 79, PEAK_TFLOPS["A100"], 2039, 200),
-        Gpu("H100", 79, PEAK_TFLOPS["H100"], 3350, 300),
-        Gpu("H200", 139, PEAK_TFLOPS["H200"], 4800, 300),
+        Gpu("L4", 22, PEAK_TFLOPS["L4"], 300),
+        Gpu("A10G", 22, PEAK_TFLOPS["A10G"], 600),
+        Gpu("A100-40G", 39, PEAK_TFLOPS["A100"], 1555),
+        Gpu("L40S", 44, PEAK_TFLOPS["L40S"], 864),
+        Gpu("A100-80G", 79, PEAK_TFLOPS["A100"], 2039),
+        Gpu("H100", 79, PEAK_TFLOPS["H100"], 3350),
+        Gpu("H200", 139, PEAK_TFLOPS["H200"], 4800),
     )
 }
-NETWORK = 12.5  # GB/s between nodes: 100 Gbit/s, an assumption
 # Share of the memory that a plan may fill. On a CPU, plans are within 15 % of measured peaks; no GPU has been measured.
 MAX_FILL = 0.9
-# Assumed share of a GPU's peak in training and scoring with LoRA; the plan prints it.
+# Assumed share of the datasheet's speed, of matrix products as of reading memory; the plan prints it.
 UTILIZATION = 0.35
 RUNTIME = {"cpu": 0.75 * GIB, "cuda": 0.9 * GIB}  # Python, torch, Ray; or CUDA's context and workspaces
 # Allocated memory divided by memory in use. glibc's allocator cannot place an aligned block into a hole of exactly its size,
@@ -104,7 +95,7 @@ class Plan:
     device: str  # cpu, cuda
     asked: Settings
     tokens: tuple[int, int]  # longest prompt and completion; of TRL's stages: longest row and 0
-    gathered: float = 0.0  # bytes that a forward gathers from other workers, if the base is sharded
+    in_shards: bool  # each worker has a shard of the base
 
     @property
     def peak(self) -> float:
@@ -216,8 +207,7 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         what = f"activations of a forward without gradients: {asked.scored:,} tokens"
         items.append(Item(what, asked.scored * shape.forward(asked.bf16), "score"))
     lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
-    gathered = shape.body if in_shards else 0.0
-    return Plan(job, shape, int(trainable / 4), items, device, asked, lengths, gathered)
+    return Plan(job, shape, int(trainable / 4), items, device, asked, lengths, in_shards)
 
 
 def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool, gpus: int) -> list[Item]:
@@ -359,92 +349,42 @@ def _with(job: Job, changes: dict[str, Any]) -> Job:
     return job
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Hours of a run on one kind of GPU, and what the instances cost."""
+def hours(plan: Plan, name: str, rows: Rows) -> float:
+    """Returns the hours of a run on GPUs of one kind: its matrix products, and what its decoding steps read, at UTILIZATION.
 
-    hours: float
-    count: int
-    node: Node  # the smallest one that holds all workers, or else the largest
-    dollars: float  # price of all nodes, including GPUs that no worker uses
-    # Share of the time that rollout workers could take over: sampling, rewards, the reference.
-    sampling: float
-
-    def billed(self, workers: int) -> str:
-        """Returns the nodes, and how many of their GPUs `workers` use."""
-        gpus = self.count * self.node.gpus
-        unused = f", {workers} of {gpus} GPUs used, all billed" if gpus > workers else ""
-        return f"{self.count} x {self.node.instance}{unused}"
-
-
-def cost(plan: Plan, name: str, rows: Rows) -> Cost:
-    """Returns the cost of a run: matrix products at UTILIZATION of the peak, decoding at the GPU's memory bandwidth.
-
-    Completions are assumed to have their maximum length.
+    Completions are assumed to have their maximum length. Both engines replay CUDA graphs, so a decoding step takes the time to
+    read the weights and the cache, half full on average. The time to gather a base in shards is not counted.
 
     Args:
         rows: training rows of an epoch, and their mean length.
     """
     gpu, job, asked, facts = GPUS[name], plan.job, plan.asked, STAGE[plan.job.stage]
-    workers = job.workers[1]
-    prompt, completion = min(rows.tokens, plan.tokens[0]), plan.tokens[1]
-    sampling = 0.0
+    workers, (longest, completion) = job.workers[1], plan.tokens
+    row, read = min(rows.tokens, longest), 0.0
     if job.stage == "ppo":  # a PPOConfig
         args = job.args
         episodes = args.total_updates(rows.count) * args.batch_size
-        passes = 2 + args.has_critic_adapter  # old and reference log-probs, values; the reward follows
-        learning_passes = args.num_ppo_epochs * (1 + args.has_critic_adapter)
-        tokens = episodes * (prompt + completion)
-        mean = min(prompt + completion, asked.width)
-        scored = _seconds(plan, gpu, tokens, asked.scored)  # a forward without gradients of all episodes
-        learn = learning_passes * (2 if args.gradient_checkpointing is False else 3)
-        learning = _seconds(plan, gpu, tokens, asked.rows * mean, learn, 2 * learning_passes)
-        batches = math.ceil(episodes / args.decoded(workers))
-        gathered = 0.0 if job.rollout_config.workers[1] else gather_seconds(plan, gpu)
-        # Both engines replay CUDA graphs, so a step takes the time to read the weights and the cache, half full on average.
-        filled = args.decoded(workers) * (prompt + completion / 2) * plan.shape.cache(asked.bf16)
-        step = max((plan.shape.moved + filled) / (gpu.bandwidth * 1e9), gathered)
-        sampling = batches * completion * step + 2 * scored  # the reward's and the reference's forwards
-        seconds = sampling + (passes - 1) * scored + learning
-        sampling /= seconds
+        tokens = episodes * (row + completion)
+        models = 1 + args.has_critic_adapter
+        learning = 2 if args.gradient_checkpointing is False else 3  # a backward takes as long as a forward
+        # The reward and the reference; old log-probs and values; the epochs.
+        passes = 2 + models * (1 + args.num_ppo_epochs * learning)
+        at_once = args.decoded(workers)
+        filled = at_once * (row + completion / 2) * plan.shape.cache(asked.bf16)
+        read = math.ceil(episodes / at_once) * completion * (plan.shape.moved + filled)
     else:
-        given, others = job.trainer, facts.keeps_reference + facts.further_forwards
-        row = plan.tokens[0] if given.get("packing") else prompt  # without packing, rows may be short
-        learn = (3 if asked.checkpointing else 2) + others  # passes; the others only go forward
-        steps = given.get("max_steps", 0)
-        if steps and steps > 0:
-            tokens = steps * (job.data.batch_size or 8 * workers) * row
+        # The reference and the further forwards learn nothing.
+        passes = (3 if asked.checkpointing else 2) + facts.keeps_reference + facts.further_forwards
+        steps = job.trainer.get("max_steps", 0)
+        if steps and steps > 0:  # without packing, rows may be short
+            width = longest if job.trainer.get("packing") else row
+            tokens = steps * (job.data.batch_size or 8 * workers) * width
         else:
-            tokens = rows.count * prompt * given.get("num_train_epochs", 3.0)
-        at_once = asked.rows * asked.sequences * row
-        seconds = _seconds(plan, gpu, tokens * facts.sequences, at_once, learn, 2 + others)
-    hours = seconds / workers / 3600
-    rented = prices.read().rent(name, workers)
-    assert rented, "the shipped prices have every kind of GPU"
-    count, node = rented
-    return Cost(hours, count, node, hours * count * node.dollars, sampling)
-
-
-def _seconds(
-    plan: Plan, gpu: Gpu, tokens: float, at_once: float, passes: float = 1.0, gathers: float = 1.0
-) -> float:
-    """Returns the GPU seconds of `passes` over tokens in forwards of `at_once` tokens, which gather the base `gathers` times.
-
-    Products or gathering counts, whichever takes longer.
-    """
-    products = passes * tokens * 2.0 * plan.shape.parameters / (gpu.tflops * 1e12 * UTILIZATION)
-    return max(products, gathers * tokens / max(1, at_once) * gather_seconds(plan, gpu))
-
-
-def nodes(plan: Plan, gpu: Gpu) -> int:
-    """Returns the number of nodes that the workers take, with as many of them on a node as it has GPUs."""
-    return math.ceil(plan.job.workers[1] / gpu.nodes[-1].gpus)
-
-
-def gather_seconds(plan: Plan, gpu: Gpu) -> float:
-    """Returns the seconds in which all workers gather a base in shards once: within their nodes, and between them."""
-    between = plan.gathered * (1 - 1 / nodes(plan, gpu)) / NETWORK
-    return max(plan.gathered / gpu.link, between) / 1e9
+            tokens = rows.count * row * job.trainer.get("num_train_epochs", 3.0)
+        tokens *= facts.sequences
+    products = passes * tokens * 2.0 * plan.shape.parameters
+    seconds = products / (gpu.tflops * 1e12) + read / (gpu.bandwidth * 1e9)
+    return seconds / UTILIZATION / workers / 3600
 
 
 def is_needed(job: Job, memory: float, loras: Loras | None = None) -> tuple[bool, str]:

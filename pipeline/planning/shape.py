@@ -84,12 +84,8 @@ class Shape:
 
     def sharded(self, workers: int) -> float:
         """Returns the bytes of the base on each worker with `model.fsdp`: its shard of the body, and the full lm head."""
-        return self.body / workers + self.embedding * (STAGE[self.job.stage].learns != "reward")
-
-    @property
-    def body(self) -> float:
-        """Bytes of all except the lm head."""
-        return self.weights - self.embedding * (not self.text.tie_word_embeddings)
+        body = self.weights - self.embedding * (not self.text.tie_word_embeddings)
+        return body / workers + self.embedding * (STAGE[self.job.stage].learns != "reward")
 
     def adapter(self, lora: dict[str, Any]) -> int:
         """Returns the parameters of an adapter with these peft settings, its head included."""
