@@ -124,12 +124,11 @@ def save_merged(host: Host, name: str, folder: str) -> None:
 def merge(base: Any, adapter: str, dtype: str) -> Any:
     """Returns the base with the adapter in its weights, and with the adapter's head if it has one, in `dtype`."""
     import torch
-    from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    from pipeline.models.adapters import saved_config
+    from pipeline.models.adapters import as_peft_model
 
-    model = PeftModel.from_pretrained(base, adapter, config=saved_config(adapter))
+    model = as_peft_model(base, adapter)
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
             weight = layer.get_base_layer().weight

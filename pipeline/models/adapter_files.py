@@ -40,6 +40,15 @@ def is_head(key: str) -> bool:
     return key.removeprefix(PREFIX).split(".")[0] in HEAD_NAMES
 
 
+def in_base(key: str) -> str | None:
+    """Returns the name in the base of a tensor of an adapter file, or None if it is the adapter's or its head's.
+
+    peft saves such weights of the base beside an adapter of the embeddings, and with `save_embedding_layers=True`.
+    """
+    of_adapter = ".lora_" in key or is_head(key)
+    return None if of_adapter else key.removeprefix(PREFIX).replace(".base_layer.", ".")
+
+
 def write(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Writes adapter_config.json and adapter_model.safetensors. Returns SHA-256 and bytes of the latter, as it is in memory.
 
@@ -154,7 +163,8 @@ def ignored_by_vllm(given: dict[str, Any]) -> str | None:
 
 def described(folder: str | Path) -> dict[str, Any]:
     """Returns an adapter's `settings`, and as `parameters` the number of its parameters, its head included."""
-    return settings(folder) | {"parameters": sum(map(math.prod, shapes(folder).values()))}
+    own = (shape for key, shape in shapes(folder).items() if not in_base(key))
+    return settings(folder) | {"parameters": sum(map(math.prod, own))}
 
 
 def shapes(folder: str | Path) -> Shapes:
@@ -210,7 +220,7 @@ def learned(folder: str | Path, start: str | Path | None) -> bool:
     after = load_file(Path(folder) / TENSORS)
     if start is None:
         return any(_acts(name, tensor, after) for name, tensor in after.items())
-    before = load_file(Path(start) / TENSORS)
+    before = {key: one for key, one in load_file(Path(start) / TENSORS).items() if not in_base(key)}
     return before.keys() != after.keys() or not all(
         torch.equal(before[name].float(), after[name].float()) for name in after
     )

@@ -21,7 +21,14 @@ from traceback import walk_tb
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, inject_adapter_in_model
+from peft import (
+    MODEL_TYPE_TO_PEFT_MODEL_MAPPING,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    inject_adapter_in_model,
+    set_peft_model_state_dict,
+)
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -324,7 +331,8 @@ class SharedBase(nn.Module):
         """
         adapter_files.shapes(folder)
         path = Path(folder) / TENSORS
-        tensors = {HEAD if is_head(key) else key: tensor for key, tensor in load_file(path).items()}
+        found = tensors_in(folder, self.base)
+        tensors = {HEAD if is_head(key) else key: tensor for key, tensor in found.items()}
         if HEAD in tensors and self._head_of(role) is None:
             self._new_head(self._stored[role])
         expected, found = (
@@ -516,6 +524,49 @@ def saved_config(folder: str | Path) -> LoraConfig:
     config = PeftConfig.from_pretrained(str(folder))
     vars(config).update(exact)
     return config
+
+
+def tensors_in(folder: str | Path, base: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors of an adapter's file, without the base's own weights, which peft adds to adapters of embeddings.
+
+    Raises InputError if these weights are not those of `base`, which may be a PeftModel.
+    """
+    path = Path(folder) / TENSORS
+    tensors = load_file(path)
+    if not (names := {key: name for key in tensors if (name := adapter_files.in_base(key))}):
+        return tensors
+    known = {
+        name.removeprefix(adapter_files.PREFIX).replace(".base_layer.", "."): weight
+        for name, weight in base.named_parameters(remove_duplicate=False)
+    }
+    for key, name in names.items():
+        if (weight := known.get(name)) is None:
+            continue
+        own = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().cpu()
+        given = tensors.pop(key)
+        if not any(torch.equal(own.to(dtype), given.to(dtype)) for dtype in (own.dtype, given.dtype)):
+            raise InputError(
+                f"{path}: {key} differs from the base's weight: the adapter was trained on another base, or changes the base, "
+                "which all roles share; use the base that it was trained on, or merge it into that and name the result as "
+                "model.name_or_path"
+            )
+    return tensors
+
+
+def as_peft_model(base: Any, folder: str | Path, name: str = "default", trainable: bool = False) -> Any:
+    """Returns a base as a PeftModel with the adapter in a folder, which is added if the base is a PeftModel already.
+
+    Not by peft's from_pretrained, which would copy the file's weights of the base into the base.
+    """
+    with errors_of_peft(str(Path(folder) / SETTINGS)), unchanged(base):
+        tensors, config = tensors_in(folder, base), saved_config(folder)
+        config.inference_mode = not trainable
+        if isinstance(base, PeftModel):
+            base.add_adapter(name, config)
+        else:
+            base = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel)(base, config, name)
+        set_peft_model_state_dict(base, tensors, name)
+    return base
 
 
 @contextmanager

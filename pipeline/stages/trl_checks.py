@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline.data.kl_pairs import paired
 from pipeline.findings import Finding, same_tensors
 from pipeline.models.adapter_files import is_head
-from pipeline.models.hub import TENSORS
+from pipeline.models.adapters import tensors_in
 from pipeline.models.template import GENERATION, user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
 from pipeline.runtime.worker import Worker
@@ -183,10 +183,9 @@ def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> 
 def starts_as_its_file(model: Any, worker: Worker, role: str) -> Finding:
     """Checks that an adapter in memory equals its file: the one that learns, or the frozen reference."""
     from peft import get_peft_model_state_dict
-    from safetensors.torch import load_file
 
     folder = worker.input(role)
-    stored = {key: t.float() for key, t in load_file(f"{folder}/{TENSORS}").items()}
+    stored = {key: tensor.float() for key, tensor in tensors_in(folder, model).items()}
     tensors = get_peft_model_state_dict(model, adapter_name=ADAPTERS[role], save_embedding_layers=False)
     loaded = {key: tensor.cpu() for key, tensor in tensors.items()}
     return same_tensors(f"the {role} is the adapter of its file", loaded, stored, folder)

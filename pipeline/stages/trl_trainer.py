@@ -17,7 +17,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 from pipeline.config.stages import STAGE
 from pipeline.findings import require
 from pipeline.models import adapter_files, probes
-from pipeline.models.adapters import errors_of_peft, saved_config, unchanged
+from pipeline.models.adapters import as_peft_model, errors_of_peft
 from pipeline.models.gpus import peak_flops
 from pipeline.planning import plan
 from pipeline.runtime import best
@@ -180,14 +180,10 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
     A job without `policy` starts a new adapter, and its reference is the base. `reference` replaces either: the trainer uses
     the adapter called `ref`, and without one the bare base (trl 1.16, DPOTrainer).
     """
-    from peft import PeftModel
-
     base, adapter = worker.load_base(), None
     if "policy" in worker.work.inputs:
         # TRL copies the adapter that it finds here to one called `ref` and freezes that.
-        folder = worker.input("policy")
-        with errors_of_peft(folder), unchanged(base):
-            base = PeftModel.from_pretrained(base, folder, is_trainable=True, config=saved_config(folder))
+        base = as_peft_model(base, worker.input("policy"), trainable=True)
     else:
         adapter = worker.job.lora
     trainer = made(
@@ -210,10 +206,7 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
         if REFERENCE in trainer.model.peft_config:
             trainer.model.delete_adapter(REFERENCE)
         if "reference" in worker.work.inputs:
-            folder = worker.input("reference")
-            with errors_of_peft(folder), unchanged(trainer.model):
-                trainer.model.add_adapter(REFERENCE, saved_config(folder))
-                trainer.model.load_adapter(folder, adapter_name=REFERENCE, is_trainable=False)
+            as_peft_model(trainer.model, worker.input("reference"), REFERENCE)
     for layer in trainer.model.modules():
         # TRL turns dropout off unless the job keeps it, and before the reference is loaded. A reference never has any.
         if REFERENCE in getattr(layer, "lora_dropout", {}):

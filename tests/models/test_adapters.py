@@ -1,17 +1,21 @@
 """SharedBase: roles on one base, log-probs, scores, files in peft's format, gradients under checkpointing."""
 
 import json
+import re
+from contextlib import nullcontext
 
 import peft
 import pytest
 import torch
 import toy_ppo as toy
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from toy_models import settings
 
+from pipeline.commands import export
 from pipeline.errors import InputError, SelfCheckFailed
-from pipeline.models.adapters import SharedBase
+from pipeline.models import adapter_files
+from pipeline.models.adapters import SharedBase, as_peft_model
 from pipeline.models.base import load_base
 
 
@@ -72,6 +76,59 @@ def test_an_adapter_that_changes_the_base_is_noticed(start, dtype):
     shared.add("policy", lora=toy.LORA)
     with pytest.raises(SelfCheckFailed, match="an adapter changed the weights of the base"):
         shared.add("x", lora={**toy.LORA, "init_lora_weights": start})
+
+
+EMBEDDED = {"embeddings": (["embed_tokens"], "auto"), "both": (["embed_tokens", "lm_head"], "auto"), "asked": (["q_proj"], True)}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EMBEDDED)
+def test_the_bases_own_weights_in_a_file_of_peft_are_ignored_and_others_refused(case, tmp_path):
+    """peft saves them beside adapters of embeddings. All readers, the trainers' and export's included, leave the base alone."""
+    targets, save = EMBEDDED[case]
+    made = peft.get_peft_model(
+        toy.base(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets)
+    )
+    learned = [p for p in made.parameters() if p.requires_grad]
+    for parameter in learned:
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    made.save_pretrained(tmp_path, save_embedding_layers=save)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    (key, *_) = [name for name in tensors if "lora_" not in name]
+    own = sum(p.numel() for p in learned)
+    assert adapter_files.described(tmp_path)["parameters"] == own
+    shared = SharedBase(toy.base())
+    shared.add("policy", folder=tmp_path)
+    shared.save("policy", tmp_path / "again")
+    assert not adapter_files.learned(tmp_path / "again", tmp_path)
+    ids, *_ = toy.batch()
+    expected = made.eval()(input_ids=ids).logits
+
+    def readers():
+        shared = SharedBase(toy.base())
+        yield shared, lambda: shared.add("policy", folder=tmp_path)
+        yield shared, lambda: shared.add("again", folder=tmp_path, trainable=True)
+        yield toy.base(), lambda: as_peft_model(base, tmp_path)
+        continued = as_peft_model(toy.base(), tmp_path, trainable=True)
+        yield continued, lambda: as_peft_model(continued, tmp_path, "ref")
+        yield toy.base(), lambda: export.merge(base, str(tmp_path), "float32")
+
+    for base, read in readers():
+        model = read() or base
+        with model.use("policy") if isinstance(model, SharedBase) else nullcontext():
+            logits = (model.base if isinstance(model, SharedBase) else model)(input_ids=ids).logits
+        torch.testing.assert_close(logits, expected)
+    for other in (tensors[key] + 1, tensors[key].new_zeros(1, 1)):
+        attempts = [*readers()]
+        save_file({**tensors, key: other}, file)
+        for base, read in attempts:  # noqa: B007
+            with pytest.raises(
+                InputError, match=f"{re.escape(key)} differs from the base's weight.*merge it into"
+            ):
+                read()
+        save_file(tensors, file)
+    save_file({**tensors, key: tensors[key].bfloat16()}, file)  # of a training in bfloat16
+    as_peft_model(toy.base(), tmp_path)
 
 
 def test_nothing_that_is_loaded_is_initialized(monkeypatch, tmp_path):
