@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.data.messages import SIDES, Text, Turns, as_turns, shared_length, thoughts
+from pipeline.data.messages import SIDES, THOUGHTS, Text, Turns, as_turns, shared_length, thoughts
 from pipeline.data.shapes import Kind, Record
 from pipeline.data.template import ChatTemplate, Span, holds, without_tokens
 from pipeline.data.values import Dropped, RowError, show
@@ -177,7 +177,7 @@ class Encoder:
                 chat = self.chat.of_row(record.tools, record.template_kwargs)
                 both = [chat.whole(prompt, list(completion)) for completion in completions]  # type: ignore[arg-type]
                 wholes = [both[0][0] if both else chat.asking(prompt), *(whole for _, whole in both)]
-                self._note_thoughts(record, prompt, wholes[0])
+                self._note_unseen(record, chat, prompt, wholes[0], True)
             texts.append([(whole, escaping) for whole in wholes])
         return texts
 
@@ -251,14 +251,25 @@ class Encoder:
         if not holds(whole, prompt[-1]["content"].strip()):
             # Raises RowError if the template leaves out or changes the last turn of the prompt
             chat.asking(prompt)
-        self._note_thoughts(record, turns[:-1], whole)
+        self._note_unseen(record, chat, turns, whole, False)
         return (whole, escaping), spans, len(turns) - 1 not in record.untrained
 
     @staticmethod
-    def _note_thoughts(record: Record, turns: Turns, text: str) -> None:
-        """Counts the row if the chat template leaves out thoughts of earlier turns, as Qwen3's does."""
-        if not all(holds(text, thoughts(turn)) for turn in turns):
-            record.unread = tuple(dict.fromkeys([*record.unread, "thoughts before the last turn"]))
+    def _note_unseen(record: Record, chat: ChatTemplate, turns: Turns, text: str, asks: bool) -> None:
+        """Counts the row if the chat template leaves out thoughts of earlier turns, as Qwen3's does, or other keys of messages.
+
+        Args:
+            text: the rendered turns, with a generation prompt if `asks`.
+        """
+        unseen = (
+            [] if all(holds(text, thoughts(turn)) for turn in turns) else ["thoughts before the last turn"]
+        )
+        keys = {key for turn in turns for key in turn} - {"role", "content", "tool_calls", *THOUGHTS}
+        for key in sorted(keys):  # the template has the word, perhaps of a tool's name
+            without = [{name: one for name, one in turn.items() if name != key} for turn in turns]
+            if chat.render(without, asks) == text:
+                unseen.append(f"messages[].{key}")
+        record.unread = tuple(dict.fromkeys([*record.unread, *unseen]))
 
     def _labelled(self, encoding: Any, text: Rendered, spans: list[Span], trains_end: bool) -> Outcome:
         """Returns the example of a text. `labels` are the ids of the trained tokens, and -100 for other tokens."""

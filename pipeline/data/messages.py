@@ -6,6 +6,7 @@ template of the tokenizer applies. The functions raise RowError for values that 
 
 import json
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose cont
 # What a reasoning model thinks before it answers. transformers gives a template the first of them as `reasoning_content` and
 # `thinking`.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# Templates keep only the text after this marker when the conversation continues.
+END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
+UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf")  # categories of Unicode: white space, control and format characters
 WEIGHTS = ("weight", "train")  # keys of a message that say whether it is trained
 ABOUT_TOOLS = ("tool_call_id", "name")
 READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_call", *WEIGHTS})
@@ -52,6 +56,12 @@ def words(turn: Message) -> str:
 def thoughts(turn: Message) -> str:
     """Returns the thoughts of a turn, or "" if it has none."""
     return next((turn[key].strip() for key in THOUGHTS if isinstance(turn.get(key), str)), "")
+
+
+def answer(content: str) -> str:
+    """Returns what a turn says after its thoughts, without characters that nobody sees, such as a zero-width space."""
+    said = END_OF_THOUGHTS.split(content)[-1]
+    return said.strip() if any(unicodedata.category(char) not in UNSEEN for char in said) else ""
 
 
 def without_unread(value: Any, key: str, keys: frozenset[str], unread: list[str]) -> Any:
@@ -159,6 +169,10 @@ def message(item: Any, key: str) -> Message:
         content = ""
     if isinstance(content, list):
         content = "".join(part_text(part, f"{key}.{what}[{i}]") for i, part in enumerate(content))
+    given = [name for name in THOUGHTS if isinstance(item.get(name), str) and item[name].strip()]
+    if len({item[name].strip() for name in given}) > 1:  # the template gets one of them
+        found = f"`{given[0]}` and `{given[1]}` that differ"
+        raise RowError("thoughts_differ", key, found, "the thoughts of a message in one key")
     turn: Message = {"role": ROLES[role.lower()], "content": text(content, f"{key}.{what}")}
     if calls:
         turn["tool_calls"] = calls
@@ -248,12 +262,12 @@ def assistant_turn(completion: str) -> Turns:
 
 
 def check_last(turns: Turns, key: str) -> None:
-    """Raises RowError unless a conversation ends with a turn of the assistant that has words or tool calls."""
+    """Raises RowError unless a conversation ends with a turn of the assistant that has words, besides thoughts, or tool calls."""
     last = turns[-1]
     if last["role"] != "assistant":
         expected = "a conversation that ends on `assistant`"
         raise RowError("wrong_role", key, f"a last turn by `{last['role']}`", expected)
-    if not last["content"].strip() and not last.get("tool_calls"):  # would teach the policy to end at once
+    if not answer(last["content"]) and not last.get("tool_calls"):  # would teach the policy to end at once
         expected = "a turn that is not empty; before the last one, `weight: 0` excludes a turn from training"
         raise RowError("empty_completion", key, show(last["content"]), expected)
 

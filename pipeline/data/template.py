@@ -7,19 +7,15 @@ leaves out a completion, changes its words, or does not render the last one afte
 """
 
 import copy
-import re
 from collections.abc import Collection
 from typing import Any
 
-from pipeline.data.messages import THOUGHTS, Turns, check_last, thoughts
+from pipeline.data.messages import THOUGHTS, Turns, answer, check_last, thoughts
 from pipeline.data.values import RowError, show
 from pipeline.errors import visible
 from pipeline.models.template import DATE, GENERATION
 
 BEGUN = 200  # most characters of a completion that the generation prompt may already contain
-
-# Templates keep only the text after this marker when the conversation continues.
-END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
 
 Span = tuple[int, int]  # characters of a text: begin, end
 
@@ -116,9 +112,7 @@ class ChatTemplate:
         for at, i in enumerate(trained):
             content, text = turns[i]["content"].strip(), whole[slice(*spans[at])] if one_each else whole
             # Thoughts of earlier completions may be left out
-            if i + 1 < len(turns) and not any(
-                holds(text, one) for one in (content, END_OF_THOUGHTS.split(content)[-1])
-            ):
+            if i + 1 < len(turns) and not any(holds(text, one) for one in (content, answer(content))):
                 raise distorted(i, content)
         last = one_each and trained[-1] + 1 == len(turns)
         self.check_rendered(turns, whole, spans[-1][0] if last else 0)
@@ -142,24 +136,29 @@ class ChatTemplate:
             if not whole.startswith(head):
                 raise not_behind_prompt(i, head)
             return len(head), len(whole)
-        so_far = self.render(turns[: i + 1], False)
-        if i and whole.startswith(head) and whole.startswith(so_far):
-            return len(head), len(so_far)
+        follows = i > 0 and whole.startswith(head)
+        bare = {key: value for key, value in turns[i].items() if key not in THOUGHTS}
+        for turn in (
+            (turns[i], bare) if bare != turns[i] else (bare,)
+        ):  # gpt-oss's template leaves out the thoughts before a final answer
+            so_far = self.render([*turns[:i], turn], False)
+            if whole.startswith(so_far):
+                # The template's text before the content is trained, too
+                return len(head) if follows else self._changing(whole, turns, i)[0], len(so_far)
         begin, stop = self._changing(whole, turns, i)
-        if i and whole.startswith(head):
-            begin = min(begin, len(head))  # the template's text before the content is trained, too
-        return begin, len(so_far) if whole.startswith(so_far) else stop
+        return min(begin, len(head)) if follows else begin, stop
 
     def _changing(self, whole: str, turns: Turns, i: int) -> Span:
         """Returns the part of the text that changes if turn `i` has another content."""
         mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in whole)
-        # gpt-oss's template takes thoughts or content beside tool calls, not both
-        gone = () if turns[i]["content"].strip() else THOUGHTS
-        turn = {key: value for key, value in turns[i].items() if key not in gone} | {"content": mark}
-        other = self.render([*turns[:i], turn, *turns[i + 1 :]], False)
+        other = self.render([*turns[:i], {**turns[i], "content": mark}, *turns[i + 1 :]], False)
         prefix, _, suffix = other.partition(mark)
         stop = len(whole) - len(suffix)
-        if mark in suffix or stop < len(prefix) or not (whole.startswith(prefix) and whole.endswith(suffix)):
+        if (
+            other.count(mark) != 1
+            or stop < len(prefix)
+            or not (whole.startswith(prefix) and whole.endswith(suffix))
+        ):
             template = "writes other turns in another way depending on what this one says"
             expected = "a template with {% generation %} around the completions, or another one"
             raise unusable(i, template, expected)

@@ -8,7 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 from running import ROOT
-from toy_data import BOT, CHATML, CONVERSATION, REASONED, THINKING, USER, encoded, encoder, trained, write
+from toy_data import (
+    BOT,
+    CALLING,
+    CHATML,
+    CONVERSATION,
+    REASONED,
+    THINKING,
+    USER,
+    encoded,
+    encoder,
+    trained,
+    write,
+)
 from toy_data import make as prepared
 from toy_models import BASE, make
 
@@ -167,9 +179,7 @@ LAST = {  # what is trained of the last completion, without and with thoughts
 @pytest.mark.parametrize("row", [CONVERSATION, REASONED], ids=["plain", "reasoned"])
 def test_templates_that_take_thoughts_out_of_earlier_turns(name, row):
     """The real ones of Qwen3, on several turns: each completion is trained as it is written, and nothing beside it."""
-    import trl
-
-    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    template = real_template(name)
     tok, (example,) = encoded("sft", row, template=template, ends=ENDS)
     assert isinstance(example, Example), example
     kept = name == "qwen3_instruct_2507" and row is REASONED
@@ -179,6 +189,13 @@ def test_templates_that_take_thoughts_out_of_earlier_turns(name, row):
     if row is CONVERSATION:
         tok, (example,) = encoded("dpo", pair, template=template, ends=ENDS)
         assert tok.decode(example.columns["chosen_ids"]) == f"{LAST[name][0]}<|im_end|>"
+
+
+def real_template(name: str) -> str:
+    """One of those that TRL ships."""
+    import trl
+
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 
 THOUGHT = {"role": "assistant", "content": "bye", "reasoning_content": "two"}
@@ -215,14 +232,12 @@ def test_any_key_that_the_template_reads_reaches_it(read):
     [[example]] = made.encode([record])
     reads = "attr" not in read  # of a filter's argument the template cannot tell; a missing key is empty
     assert trained(made.tokenizer, example) == [("sad" if reads else "") + " tone yo<|im_end|>"] or not reads
-    assert made.unread(record) == ("messages[].tone", "id")
+    assert made.unread(record) == ("messages[].tone", "id") + (() if reads else ("messages[].mood",))
 
 
 def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
     """Qwen3's: only the thoughts behind the last question are written."""
-    import trl
-
-    template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    template = real_template("qwen3")
     made = encoder("sft", template=template, ends=ENDS)
     call = {**BOT, "thinking": "Look it up.", "tool_calls": [{"name": "f", "arguments": {}}]}
     row = {
@@ -241,6 +256,80 @@ def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
         record = parse({"prompt": [USER, {**BOT, "thinking": "one"}, USER], **more}, asking.kind)
         asking.encode([record])
         assert asking.unread(record) == ("thoughts before the last turn",)
+
+
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "thinking": "Look.",
+    "tool_calls": [{"name": "f", "arguments": {}}],
+}
+FOUND = {"role": "tool", "content": "x"}
+
+
+def test_calls_with_thoughts_are_trained_alone_in_gpt_oss_template():
+    """It leaves their thoughts out if a final answer follows; the answer to the call and the next question are not trained."""
+    template = real_template("gptoss")
+    turns = [USER, CALL, FOUND, BOT, {"role": "user", "content": "why?"}, THOUGHT]
+    tok, (example,) = encoded("sft", {"messages": turns}, template=template, max_length=2000, ends=ENDS)
+    assert [run.rpartition("<|channel|>")[2] for run in trained(tok, example)] == [
+        "commentary json<|message|>{}<|call|>",
+        "yo",
+        "final<|message|>bye<|return|></s>"
+    ]  # fmt: skip
+    tok, (example,) = encoded(
+        "sft", {"messages": [*turns[:3], CALL]}, template=template, max_length=2000, ends=ENDS
+    )
+    assert [run.count("analysis<|message|>Look.<|end|>") for run in trained(tok, example)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "said", ["<think>\none\n</think>", "\u200b", "<think>one</think>\n\u200b", "[THINK]a[/THINK]"]
+)
+@pytest.mark.parametrize("name", ["lfm2_2_5", "qwen3", "qwen3_5_think", "phi3", "llama3"])
+def test_a_turn_that_says_nothing_after_its_thoughts_is_an_empty_one(name, said):
+    """Whether the template strips the thoughts, and wherever the turn is."""
+    quiet = {"role": "assistant", "content": said}
+    turns = [USER, quiet, USER, BOT]
+    template = real_template(name)
+    tok, (error,) = encoded("sft", {"messages": turns}, template=template, ends=ENDS)
+    assert isinstance(error, RowError) and (error.kind, error.field) == ("empty_completion", "messages[1]")
+    turns[1] = {**quiet, "weight": 0}
+    tok, (example,) = encoded("sft", {"messages": turns}, template=template, ends=ENDS)
+    assert [run.rpartition("yo")[1] for run in trained(tok, example)] == ["yo"]
+    with pytest.raises(RowError, match="a turn that is not empty"):
+        encoded("dpo", {"prompt": [USER], "chosen": [quiet], "rejected": [BOT]}, template=template)
+    turns[1] = {**CALL, "content": said}
+    _, (example,) = encoded("sft", {"messages": turns}, template=real_template("qwen3"), ends=ENDS)
+    assert isinstance(example, Example), "calls are no empty turn"
+
+
+def test_two_different_thoughts_of_a_message_are_an_error():
+    made = encoder("sft", template=THINKING)
+    for other, wrong in (("Three.", True), ("Two. ", False), ("", False)):
+        row = {"messages": [USER, {**BOT, "reasoning_content": "Two.", "thinking": other}]}
+        if wrong:
+            with pytest.raises(RowError, match="`reasoning_content` and `thinking` that differ"):
+                parse(row, made.kind)
+        else:
+            parse(row, made.kind)
+
+
+def test_a_name_counts_as_read_only_if_the_template_writes_it():
+    """Its word alone may be of a tool's name; here it is written for tools, and left out for users."""
+    of_tools = CALLING.replace("{{ m.role }}", "{{ m.role }}{{ m.name if m.role == 'tool' }}")
+    for template, written in ((CALLING, False), (of_tools, True)):
+        for stage, row in (
+            ("sft", {"messages": [USER, CALL, FOUND, BOT]}),
+            ("ppo", {"prompt": [USER, CALL, FOUND]}),
+        ):
+            ((key, turns),) = row.items()
+            named = [{**turn, "name": "f"} if turn in (FOUND, USER) else turn for turn in turns]
+            for given, unread in ((named, not written), ([{**USER, "name": "Ann"}, *turns[1:]], True)):
+                made = encoder(stage, template=template, ends=ENDS)
+                record = parse({key: given}, made.kind)
+                made.encode([record])
+                assert ("messages[].name" in made.unread(record)) is unread
 
 
 def test_a_second_system_prompt_that_the_template_leaves_out_is_an_error():
