@@ -34,7 +34,7 @@ def run(job: Job) -> None:
                 "model, e.g. models:/rlhf-rm@champion",
                 key=key,
             )
-    named = [f"{key.removesuffix('.0')} {value}" for key, value in host.work.inputs.items()]
+    named = [f"{key.removesuffix('.0')} {value}" for key, value in host.work.versions.items()]
     print(f"{job.model.name_or_path}: {', '.join(named) or 'the bare base'}\n{HELP}", flush=True)
     if not text_as_chat(host.tokenizer, job.data.apply_chat_template):
         print(

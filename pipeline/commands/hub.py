@@ -52,7 +52,7 @@ def card(host: Host, name: str, differences: dict[str, float] | None = None) -> 
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     kind, base, model = name.removesuffix(".0"), host.work.base, host.job.model
-    uri, reference = registry.tracking_uri(host.job), host.work.inputs[name]
+    uri, reference = host.work.uri, host.work.versions[name]
     tags = registry.version(reference, uri)["tags"] if Ref.parse(reference).version else {}
     figures = {key: value for key, value in sorted(tags.items()) if key.startswith("eval_")}
     repo, made_from = host.job.args.hub_model_id, list(ancestors(reference, uri))

@@ -48,7 +48,7 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
     ):
         check()
         print(ready.report.render(samples=False), flush=True)
-        sweep = _pinned(sweep, ready.work.inputs)
+        sweep = _pinned(sweep, ready.work.versions)
         with resume.locked(sweep.folder, seen, sweep.job.run.fresh), _quietly(sweep):
             summary = _through(sweep, left, ready.work)
     print(closing(sweep, summary), flush=True)
@@ -103,7 +103,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         "name": sweep.job.run.name,
         "folder": sweep.folder,
         "job": resume.essence(sweep.job, "gate"),
-        "inputs": work.inputs,
+        "inputs": work.versions,
         "metric": sweep.metric,
         "greater_is_better": sweep.greater,
         "tracking_uri": registry.tracking_uri(sweep.job),

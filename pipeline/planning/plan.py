@@ -19,7 +19,6 @@ from pipeline.models.gpus import PEAK_TFLOPS
 from pipeline.planning.rows import Rows
 from pipeline.planning.shape import Shape
 from pipeline.references import Ref
-from pipeline.registry import lineage
 
 GIB = 2**30
 
@@ -410,9 +409,8 @@ def recomputes(worker: Any) -> bool:
     given = job.trainer.get("gradient_checkpointing", default)
     if given is not None:
         return bool(given)
-    models = [name for name, at in worker.work.inputs.items() if not Ref.parse(at).is_function]
-    folders = {name.split(".")[0]: worker.input(name) for name in models}
-    loras = {name: adapter_files.described(at) for name, at in folders.items() if lineage.is_adapter(at)}
+    adapters = [name for name, one in worker.work.inputs.items() if one.kind == "adapter"]
+    loras = {name.split(".")[0]: adapter_files.described(worker.input(name)) for name in adapters}
     mine = is_needed(job, free_bytes(torch.device(worker.device)), loras)
     needed, why = max(worker.gather(mine))  # for the worker with the least memory
     if worker.rank == 0:

@@ -1,10 +1,12 @@
 """A process that holds the models of a job: what it starts from (Work), and how it loads its inputs (Host)."""
 
+import os
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from pipeline import registry
 from pipeline.config import Job, Model
+from pipeline.models import hub
 
 
 @dataclass(frozen=True)
@@ -13,6 +15,16 @@ class SweepHandle:
 
     rungs: Any  # the actor that every evaluation is reported to (pipeline/sweep/trials.py)
     run_id: str  # the MLflow run that is the parent of the trials' runs
+
+
+@dataclass(frozen=True)
+class Input:
+    """A model or Python function that the job names: pinned, fetched and checked by the driver."""
+
+    version: str  # models:/NAME/3, hf://OWNER/NAME@COMMIT, a folder, or python:MODULE:FUNCTION
+    kind: Literal["adapter", "model", "function"]
+    folder: str = ""  # of its files on the driver's machine; of a full model on the hub, its id
+    facts: dict[str, Any] = field(default_factory=dict)  # lineage.json of an adapter
 
 
 @dataclass(frozen=True)
@@ -25,7 +37,8 @@ class Work:
     digests: dict[str, str]  # digests of each dataset, of data.transform and of Python rewards
     fingerprints: dict[str, str]  # fingerprint of each tokenized dataset
     run_id: str | None  # MLflow's id of the run, or None to log nothing
-    inputs: dict[str, str] = field(default_factory=dict)  # e.g. {"policy": "models:/rlhf-sft/3"}: pinned
+    inputs: dict[str, Input] = field(default_factory=dict)  # by name: policy, baseline, reward.0, ...
+    uri: str = ""  # MLflow's, of runs and versions
     # {version: number of training rows that it has written}
     rows_from: dict[str, int] = field(default_factory=dict)
     row_format: str | None = None  # format of the rows: chat, text, both
@@ -36,6 +49,11 @@ class Work:
     def context(self) -> int:
         """Returns the most tokens of a row: the base's context length, or more than any row has if it names none."""
         return self.base["context_length"] or 1 << 20
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Returns {name of an input: its pinned version}."""
+        return {name: one.version for name, one in self.inputs.items()}
 
 
 class Host:
@@ -73,5 +91,8 @@ class Host:
         return replace(self.job.model, dtype=self.job.base_dtype)
 
     def input(self, name: str) -> str:
-        """Returns the local folder of an input (`policy`, `reward.0`, ...), fetched to this node if it is registered."""
-        return registry.fetch(self.work.inputs[name], registry.tracking_uri(self.job))
+        """Returns the local folder of an input (`policy`, `reward.0`, ...). On another machine than the driver's, fetches it."""
+        one = self.work.inputs[name]
+        # A folder of the hub's cache may be there with other files of the same commit
+        there = os.path.isdir(one.folder) and not one.version.startswith(hub.SCHEME)
+        return one.folder if there else registry.fetch(one.version, self.work.uri)

@@ -19,6 +19,7 @@ from pipeline.models import adapter_files, hub
 from pipeline.models.compatibility import Base, unmergeable
 from pipeline.references import Ref
 from pipeline.registry import lineage
+from pipeline.runtime.host import Input
 from pipeline.system import storage, terminal
 from pipeline.system.functions import digest, imported
 
@@ -198,16 +199,17 @@ def check_sampler(job: Job) -> None:
     )
 
 
-def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files: Base) -> dict[str, str]:
-    """Returns {input: local folder} of the inputs that are adapters; each must have been trained on the job's base.
+def checked(job: Job, versions: dict[str, str], base: dict[str, Any], files: Base) -> dict[str, Input]:
+    """Returns the inputs of pinned versions; each adapter must have been trained on the job's base, and fit it.
 
     Args:
         base: its identity.
         files: its files, models.compatibility.Base.
     """
-    adapters = {}
-    for name, reference in inputs.items():
+    inputs = {}
+    for name, reference in versions.items():
         if Ref.parse(reference).is_function:
+            inputs[name] = Input(reference, "function")
             continue
         key, scores = key_of(job, name), name == "judge" or name.startswith("reward")
         with about(key):
@@ -218,6 +220,7 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
                         f"{job.reward} is a full model: there is nothing to merge; set {key}=null"
                     )
                 check_reward_model(job, folder)
+                inputs[name] = Input(reference, "model", folder)
                 continue
             facts = lineage.read(folder, reference)
         lineage.check_base(facts, base, key, reference)
@@ -227,8 +230,8 @@ def check_adapters(job: Job, inputs: dict[str, str], base: dict[str, Any], files
                 lineage.check_base_name(folder, base, reference)
             adapter_files.check(files, folder, scores)
             _check_supported(job, name, folder, files, scores)
-        adapters[name] = folder
-    return adapters
+        inputs[name] = Input(reference, "adapter", folder, facts)
+    return inputs
 
 
 def _check_supported(job: Job, name: str, folder: str, base: Base, scores: bool) -> None:
@@ -256,13 +259,13 @@ def _check_supported(job: Job, name: str, folder: str, base: Base, scores: bool)
         raise InputError(f"it {problem}")
 
 
-def makes_adapter(job: Job, adapters: dict[str, str]) -> bool:
+def makes_adapter(job: Job, inputs: dict[str, Input]) -> bool:
     """Returns True if a role of the stage begins as a new adapter, made as the job's `lora` section says."""
     facts = STAGE[job.stage]
     started_from = {"policy", "reward"} & facts.inputs.keys()
     if job.stage == "ppo" and not job.args.has_critic_adapter:  # nothing starts from the reward
         started_from.discard("reward")
-    given = {name.partition(".")[0] for name in adapters}
+    given = {name.partition(".")[0] for name, one in inputs.items() if one.kind == "adapter"}
     return facts.learns is not None and not (started_from and given >= started_from)
 
 
@@ -317,14 +320,13 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
     return room
 
 
-def check_row_format(job: Job, policy: str | None, rows: str | None) -> None:
+def check_row_format(job: Job, policy: Input | None, rows: str | None) -> None:
     """Raises InputError if a policy that learned from plain text gets messages. Plain text becomes what it learned from."""
-    if policy in (None, "base") or rows not in ("chat", "both") or job.data.apply_chat_template is not None:
+    if policy is None or rows not in ("chat", "both") or job.data.apply_chat_template is not None:
         return
-    trained = lineage.read(registry.fetch(policy, registry.tracking_uri(job)), policy)
-    if trained.get("rows") == "text":
+    if policy.facts.get("rows") == "text":
         raise InputError(
-            f"{policy} was trained by {trained['stage']} on plain text, and this job has rows of messages; use rows of plain text, "
+            f"{policy.version} was trained by {policy.facts['stage']} on plain text, and this job has rows of messages; use rows of plain text, "
             "train sft on messages, or set data.apply_chat_template=true to continue in another format",
             key="policy",
         )

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from pipeline import registry
 from pipeline.config import Job, libraries
 from pipeline.config.job import transforms
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.on_ray import placement, session
-from pipeline.registry import lineage
 from pipeline.runtime import inputs as checks
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import pin_inputs
@@ -53,7 +53,7 @@ class Run:
             "stage": self.job.stage,
             "name": self.job.run.name,
             "folder": self.folder,
-            "inputs": self.work.inputs,
+            "inputs": self.work.versions,
             **more,
             "seconds": round(time.monotonic() - self.started, 2),
             "job": self.job.to_dict(),
@@ -84,13 +84,13 @@ def prepared(job: Job, pinned: dict[str, str] | None = None, data_only: bool = F
     """
     started = time.monotonic()
     on_gpus = bool(job.scaling.get("use_gpu"))
-    job, inputs = pin_inputs(placement.for_this_machine(job), pinned or {})
+    job, versions = pin_inputs(placement.for_this_machine(job), pinned or {})
     session.set_environment()
     if data_only and not placement.on_cluster():
         job = replace(job, scaling={"num_workers": 0})  # the rows are read in this process
     with libraries.asked(*([] if job.in_process or (data_only and on_gpus) else [job])) as check_libraries:
         with console.waiting("checking the model"):
-            work = check_models(job, inputs, sampler=not data_only)  # before Ray starts
+            work = check_models(job, versions, sampler=not data_only)  # before Ray starts
         if STAGE[job.stage].runs_in == "here":
             placement.check_scaling(job)
             yield Run(work, {}, None, started)
@@ -169,7 +169,7 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
     return work, rows, report
 
 
-def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work:
+def check_models(job: Job, versions: dict[str, str], sampler: bool = True) -> Work:
     """Checks the base, its tokenizer and the inputs, before any row is read; `sampler`: also the engine of rollouts."""
     from pipeline.models.base import base_identity, check_base
     from pipeline.models.compatibility import check_lora
@@ -189,8 +189,8 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
     checks.room_for_prompts(job, base["context_length"])
     model = replace(model, revision=base["revision"])  # the commit, for all workers
     job = replace(job, model=model)
-    adapters = checks.check_adapters(job, inputs, base, files)
-    if checks.makes_adapter(job, adapters):
+    inputs = checks.checked(job, versions, base, files)
+    if checks.makes_adapter(job, inputs):
         check_lora(files, job.lora, STAGE[job.stage].learns == "reward")
     elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
         print(
@@ -199,18 +199,19 @@ def check_models(job: Job, inputs: dict[str, str], sampler: bool = True) -> Work
             flush=True,
         )
     # The adapter whose chat template counts: the policy's, or else the reward's
+    adapters = {name: one for name, one in inputs.items() if one.kind == "adapter"}
     policies = [name for name in adapters if name == "policy" or name.startswith("policies.")]
     rewards = [name for name in adapters if name.startswith("reward") and not job.policy]
     learned = next((adapters[name] for name in policies + rewards), None)
     template = model.chat_template
     if template is None and learned:
-        saved = os.path.join(learned, "chat_template.jinja")  # the adapter was trained with it
+        saved = os.path.join(learned.folder, "chat_template.jinja")  # the adapter was trained with it
         template = saved if os.path.lexists(saved) else None
     tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
     if learned and model.chat_template is None:  # text prompts are encoded as in training
-        trained = lineage.read(learned, "policy")
-        tokenizer.text_as_chat = bool(trained.get("text_as_chat", not is_plain(tokenizer)))
-    return Work(job, tokenizer, base, digests={}, fingerprints={}, run_id=None, inputs=inputs)
+        tokenizer.text_as_chat = bool(learned.facts.get("text_as_chat", not is_plain(tokenizer)))
+    uri = registry.tracking_uri(job)
+    return Work(job, tokenizer, base, digests={}, fingerprints={}, run_id=None, inputs=inputs, uri=uri)
 
 
 def load_host(job: Job) -> Host:
@@ -220,8 +221,7 @@ def load_host(job: Job) -> Host:
     session.set_environment()
     placement.check_scaling(job)
     with console.waiting("checking the models"):
-        job, inputs = pin_inputs(placement.for_this_machine(job))
-        work = check_models(job, inputs)
-    print(announcement(job.model.name_or_path, job.model.revision), flush=True)
+        work = check_models(*pin_inputs(placement.for_this_machine(job)))
+    print(announcement(work.job.model.name_or_path, work.job.model.revision), flush=True)
     console.silence_libraries()
     return Host(work)

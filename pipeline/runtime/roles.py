@@ -21,8 +21,6 @@ from pipeline.models.base import load_base
 from pipeline.models.tokenizer import load_tokenizer, tokenizer_digest
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward, Reward
-from pipeline.references import Ref
-from pipeline.registry import lineage
 from pipeline.runtime.host import Host
 from pipeline.runtime.worker import Worker
 from pipeline.system.functions import imported
@@ -46,9 +44,9 @@ def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
 
 def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight: float = 1.0) -> Reward:
     """Returns the reward of one input: an adapter, which becomes a role of `shared`, another model, or a Python function."""
-    source, args = worker.work.inputs[name], worker.job.args
-    if Ref.parse(source).is_function:
-        function = imported(source)
+    given, args = worker.work.inputs[name], worker.job.args
+    if given.kind == "function":
+        function = imported(given.version)
         return FunctionReward(function, args.reward_timeout_s, args.reward_threads, weight=weight, name=role)
     # A training job limits a forward by its tokens; the other subcommands by its rows.
     by_tokens = worker.job.stage == "ppo"
@@ -56,10 +54,10 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
         {"tokens": args.micro_batch_tokens} if by_tokens else {"rows": args.local_rollout_forward_batch_size}
     )
     folder = worker.input(name)
-    if lineage.is_adapter(folder):
+    if given.kind == "adapter":
         assert shared is not None
         shared.add(role, folder=folder, head=True)
-        constants = lineage.read(folder, source).get("reward") or {"mean": 0.0, "std": 1.0}
+        constants = given.facts.get("reward") or {"mean": 0.0, "std": 1.0}
         return AdapterReward(shared, role, **limits, weight=weight, **constants)
     # A model of its own, held in memory in addition to the base
     model_name, revision = hub.split(folder)

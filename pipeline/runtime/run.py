@@ -32,8 +32,8 @@ from pipeline.system import console, prices, storage, terminal
 from pipeline.system.credentials import without_secrets
 
 Train = Callable[[Worker], dict[str, Any]]  # a stage in a worker
-# f(job, its future result.json) -> the version that a stage registers or promotes, or None
-Register = Callable[[Job, dict[str, Any]], registry.Version | None]
+# f(run, its future result.json) -> the version that a stage registers or promotes, or None
+Register = Callable[[Run, dict[str, Any]], registry.Version | None]
 # What a stage runs next to its workers while they train: its value is passed to each of them.
 Companion = Callable[[Work], contextlib.AbstractContextManager[Any]]
 
@@ -67,10 +67,10 @@ def launch(
             run.work = replace(run.work, run_id=run_id, sweep=sweep)
             with companion(run.work) if companion else contextlib.nullcontext() as running:
                 outcome = train_in_workers(run.work, run.rows, train, running)
-            uri = registry.tracking_uri(run.job)
-            outcome |= {"mlflow_run_id": run_id, "tracking_uri": uri, "inputs": run.work.inputs}
+            uri = run.work.uri
+            outcome |= {"mlflow_run_id": run_id, "tracking_uri": uri, "inputs": run.work.versions}
             outcome["digests"] = run.work.digests
-            version = persistently(run.job, lambda: (register or publish)(run.job, outcome))
+            version = persistently(run.job, lambda: (register or publish)(run, outcome))
             if ended := how_it_ended(outcome):
                 persistently(run.job, lambda: registry.client(uri).set_tag(run_id, "ended", ended))
             cost = cost_of(run.job, outcome.pop("usage"), outcome["train_seconds"])
@@ -129,7 +129,7 @@ def open_run(job: Job) -> Iterator[Run]:
             run.continues = resume.same_content(left, run.job, run.work.base["digest"], run.work.digests)
         with resume.locked(run.folder, seen, job.run.fresh):
             checkpoints.newest(run.folder)  # moves damaged ones away before any worker starts
-            resume.record(run.job, run.work.inputs, run.work.base["digest"], run.work.digests)
+            resume.record(run.job, run.work.versions, run.work.base["digest"], run.work.digests)
             with failure_recorded(run):
                 try:
                     yield run
@@ -151,7 +151,7 @@ def failure_recorded(run: Run) -> Iterator[None]:
             "traceback": without_secrets("".join(traceback.format_exception(error)))[-8000:],
             "seconds": round(time.monotonic() - run.started, 2),
             "mlflow_run_id": run.work.run_id,
-            "tracking_uri": registry.tracking_uri(run.job),
+            "tracking_uri": run.work.uri,
         }
         # For example of a full disk: the user has to see the failure itself
         with contextlib.suppress(Exception):
@@ -188,21 +188,21 @@ def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: 
     }
 
 
-def publish(job: Job, result: dict[str, Any]) -> registry.Version | None:
+def publish(run: Run, result: dict[str, Any]) -> registry.Version | None:
     """Registers the adapter that was trained; the alias moves to it if it has learned anything and the gate passes.
 
     Returns None if nothing was trained, or the job names no registered model. `result` is as in result.json.
     """
     if not (adapter := result["adapter"]):
         return None
-    start = result["inputs"].get("policy")
+    job, start = run.job, run.work.inputs.get("policy")
     with storage.local_copy(adapter) as folder:
         unchanged = None
-        if not adapter_files.learned(folder, start and registry.fetch(start, registry.tracking_uri(job))):
+        if not adapter_files.learned(folder, start and start.folder):
             why = "The learning rate was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
             if result["metrics"].get("grad_norm/policy") == 0:
                 why = "No gradient reached it: every advantage was 0, as if all completions of a prompt get the same score"
-            unchanged = f"nothing was learned: after training the adapter equals {start or 'its initialization'}. {why}"
+            unchanged = f"nothing was learned: after training the adapter equals {start.version if start else 'its initialization'}. {why}"
             print(f"warning: {unchanged}", flush=True)
         if not job.mlflow.registered_model:
             return None

@@ -368,7 +368,7 @@ class Worker(Host):
         chat = work.row_format == "chat"
         facts["text_as_chat"] = chat or text_as_chat(self.tokenizer, self.job.data.apply_chat_template)
         # The judge is not a parent: nothing was trained on it.
-        parents = {name: source for name, source in work.inputs.items() if name != "judge"}
+        parents = {name: version for name, version in work.versions.items() if name != "judge"}
         return lineage.describe(self.job.stage, work.base, self.tokenizer, parents, work.digests, **facts)
 
     def close(self, patience: float | None = None) -> None:

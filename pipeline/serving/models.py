@@ -24,10 +24,9 @@ from pipeline.models.hub import base_config, base_json
 from pipeline.models.tokenizer import eos_ids, template_digest
 from pipeline.ppo.rewards import Reward
 from pipeline.references import Ref
-from pipeline.registry import lineage
 from pipeline.runtime import roles
-from pipeline.runtime.host import Host, Work
-from pipeline.runtime.inputs import check_adapters
+from pipeline.runtime.host import Host, Input, Work
+from pipeline.runtime.inputs import checked
 from pipeline.serving.batching import Batcher
 from pipeline.serving.protocol import TOP_LOGPROBS
 
@@ -60,7 +59,7 @@ class Models:
     def __init__(self, host: Host, shared: SharedBase | None, batcher: Batcher) -> None:
         self.host, self.shared, self.batcher = host, shared, batcher
         self.files = check_base(host.job.model)
-        self.uri = registry.tracking_uri(host.job)
+        self.uri = host.work.uri
         self.policies: dict[str, Served] = {}  # model id -> policy
         self.rewards: dict[str, Served] = {}
         self.remove: dict[str, Callable[[str], None]] = {}  # role -> how to remove it
@@ -70,7 +69,8 @@ class Models:
         self.unused: set[str] = set()  # roles that no model id used at the last poll
         self.loaded = 0
         for key, version in pinned(host.work).items():
-            self._serve(key, version, self._checked(key, version))
+            found = host.work.inputs.get(key)
+            self._serve(key, version, found and self._with_template(key, found))
 
     @property
     def versions(self) -> dict[str, str]:
@@ -78,24 +78,25 @@ class Models:
 
     # --------------------------------------------------------------------------------------------- loading
 
-    def _checked(self, key: str, version: str) -> str | None:
-        """Returns the local folder of an adapter that fits the base, or None if the version is none. Raises InputError."""
-        if version == BASE:
-            return None
+    def _checked(self, key: str, version: str) -> Input:
+        """Returns a version that fits the base and the other policies. Raises InputError if it does not."""
         work = self.host.work
-        folder = check_adapters(work.job, {key: version}, work.base, self.files).get(key)
-        if not key.startswith("policies.") or folder is None or work.job.model.chat_template is not None:
-            return folder
-        template = lineage.read(folder, version).get("chat_template")
+        return self._with_template(key, checked(work.job, {key: version}, work.base, self.files)[key])
+
+    def _with_template(self, key: str, found: Input) -> Input:
+        """Returns an input. Raises InputError if it is a policy that was trained with another chat template than the others."""
+        if not key.startswith("policies.") or self.host.job.model.chat_template is not None:
+            return found
+        template = found.facts.get("chat_template")
         if template not in (None, template_digest(self.host.tokenizer)):
             raise InputError(
-                f"{version} was trained with another chat template than the other policies; serve it separately, or set "
+                f"{found.version} was trained with another chat template than the other policies; serve it separately, or set "
                 "model.chat_template for all of them",
                 key=f"serve.{key}",
             )
-        return folder
+        return found
 
-    def _serve(self, key: str, version: str, folder: str | None) -> None:
+    def _serve(self, key: str, version: str, found: Input | None) -> None:
         """Loads a version, unless another model id has it, and answers with it."""
         kind, _, name = key.partition(".")
         models = self.policies if kind == "policies" else self.rewards
@@ -103,13 +104,13 @@ class Models:
         if served is None:
             self.loaded += 1
             role, reward = f"{kind}_{self.loaded}", None
+            host = Host(replace(self.host.work, inputs={key: found} if found else {}))
             if kind == "rewards":
-                host = Host(replace(self.host.work, inputs={key: version}))
                 reward = roles.reward(host, self.shared, key, role)
                 if self.shared is not None and hasattr(reward, "role"):
                     self.remove[role] = self.shared.remove
-            elif folder is not None:
-                self.batcher.decoder.add(role, folder)
+            elif found:
+                self.batcher.decoder.add(role, host.input(key))
                 self.remove[role] = self.batcher.decoder.remove
             served = Served(version, role if role in self.remove else None, reward)
         models[name] = served
@@ -161,8 +162,8 @@ class Models:
             return False
         try:
             # Checked here, so that the batch does not wait
-            adapter = self._checked(key, version)
-            self.batcher.run(partial(self._serve, key, version, adapter)).result()
+            found = self._checked(key, version)
+            self.batcher.run(partial(self._serve, key, version, found)).result()
         except InputError:
             self.refused[key] = (version, files)
             raise
@@ -182,7 +183,7 @@ class Models:
 
 def pinned(work: Work) -> dict[str, str]:
     """Returns {policies.ID or rewards.ID: version} as the driver pinned them."""
-    return {key: work.inputs.get(key, BASE) for key in work.job.serve.inputs}
+    return {key: work.versions.get(key, BASE) for key in work.job.serve.inputs}
 
 
 # ------------------------------------------------------------------------------------------------- the decoder

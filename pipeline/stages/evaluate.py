@@ -15,6 +15,7 @@ from typing import Any
 from pipeline import registry
 from pipeline.config import Job
 from pipeline.runtime import resume
+from pipeline.runtime.preparation import Run
 from pipeline.runtime.run import launch
 from pipeline.runtime.summary import best_of_n_table, probes_table, subsets_table
 from pipeline.runtime.worker import Worker
@@ -37,12 +38,13 @@ def run(job: Job) -> dict[str, Any]:
     return result
 
 
-def promote(job: Job, result: dict[str, Any]) -> registry.Version | None:
+def promote(run: Run, result: dict[str, Any]) -> registry.Version | None:
     """Moves the alias to the version that was evaluated, if the job has a gate and the figures pass it."""
-    judged = result["inputs"].get("policy") or result["inputs"].get("reward.0")
+    job, versions = run.job, run.work.versions
+    judged = versions.get("policy") or versions.get("reward.0")
     if not (job.gate and judged):
         return None
-    others = {key: name for key, name in result["inputs"].items() if name != judged}
+    others = {name: version for name, version in versions.items() if version != judged}
     measured = registry.measured_on(result["digests"], others)
     return registry.promote(job, judged, result["metrics"], measured)
 
@@ -82,6 +84,6 @@ def train(worker: Worker) -> dict[str, Any]:
         figures, tables["benchmarks"] = benchmarks.measure(worker, rewards, rows, ends)
         metrics |= figures
     if worker.rank == 0:
-        written = {"metrics": metrics, "inputs": worker.work.inputs, "samples": samples, **tables}
+        written = {"metrics": metrics, "inputs": worker.work.versions, "samples": samples, **tables}
         storage.write_json(storage.join(worker.job.folder, "evaluation.json"), written)
     return worker.finish(metrics, samples=samples)

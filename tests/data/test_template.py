@@ -34,7 +34,7 @@ from pipeline.models.base import base_identity
 from pipeline.models.template import PLAIN, text_as_chat
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.registry import lineage
-from pipeline.runtime.host import Work
+from pipeline.runtime.host import Input, Work
 from pipeline.runtime.inputs import check_row_format
 from pipeline.runtime.preparation import check_models
 from pipeline.runtime.worker import Worker
@@ -118,13 +118,14 @@ def test_the_lineage_says_what_the_rows_were_and_later_stages_do_the_same(bare, 
         given = [f"model.name_or_path={bare}", f"policy={folder}", f"run.storage_path={tmp_path}"]
         job = load_job(ROOT / "jobs/demo/ppo.yaml", given, "ppo")
         assert text_as_chat(check_models(job, {"policy": folder}).tokenizer, None) is chat
-        check_row_format(job, folder, "text")
+        policy = Input(folder, "adapter", folder, lineage.read(folder, folder))
+        check_row_format(job, policy, "text")
         if rows == "text":
             why = "was trained by sft on plain text, and this job has rows of messages"
             with pytest.raises(InputError, match=f"^policy: .*text {why}"):
-                check_row_format(job, folder, "chat")
+                check_row_format(job, policy, "chat")
         else:
-            check_row_format(job, folder, "chat")
+            check_row_format(job, policy, "chat")
 
 
 def test_several_templates_without_a_default(tmp_path):

@@ -21,6 +21,7 @@ from pipeline.errors import InputError
 from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
 from pipeline.registry.store import persistently
+from pipeline.runtime.host import Input
 from pipeline.runtime.run import publish
 from pipeline.system import storage
 
@@ -87,12 +88,14 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
     else:
         shutil.copytree(tmp_path / "policy", tmp_path / "unchanged")
     for name, alias in (("unchanged", None), ("other", "champion")):
-        inputs = {"policy": str(tmp_path / "policy")} if start else {}
+        at = str(tmp_path / "policy")
+        inputs = {"policy": Input(at, "adapter", at)} if start else {}
+        run = SimpleNamespace(job=job, work=SimpleNamespace(inputs=inputs))
         metrics = {"eval_loss": 0.0, "grad_norm/policy": 0.0 if start else 1.0}
-        result = {"metrics": metrics, "adapter": str(tmp_path / name), "inputs": inputs}
+        result = {"metrics": metrics, "adapter": str(tmp_path / name)}
         with registry.mlflow_run(job, {}, new_run=True) as run_id:
             lineage.write(str(tmp_path / name), LINEAGE)
-            version = publish(job, result | {"mlflow_run_id": run_id})
+            version = publish(run, result | {"mlflow_run_id": run_id})
         assert version.alias == alias
         said = capsys.readouterr().out
         assert ("nothing was learned: after training the adapter equals" in said) == (alias is None)

@@ -53,7 +53,7 @@ def test_what_was_pushed_says_the_same_when_loaded_back(
         host(storage, f"{key}={reference}", other) for reference in (f"models:/{kind}@champion", "owner/mine")
     )
     commit = hub.repos["owner/mine"]["branches"]["main"]
-    assert there.work.inputs == {name: f"hf://owner/mine@{commit}"}
+    assert there.work.versions == {name: f"hf://owner/mine@{commit}"}
     assert expectations(there, name) == expectations(here, name)
     assert there.tokenizer.chat_template == here.tokenizer.chat_template
 
@@ -87,7 +87,7 @@ def test_a_reward_model_of_its_own_is_pinned_too(hub, storage, tmp_path, in_root
 
     job_ = job(storage, "reward=org/scorer", verb="score")
     host_ = load_host(job_)
-    assert host_.work.inputs == {"reward.0": f"hf://org/scorer@{commit}"}
+    assert host_.work.versions == {"reward.0": f"hf://org/scorer@{commit}"}
     hub.put("org/scorer", {"config.json": b"moved on"})  # the run keeps to its commit
     reward = roles.add_rewards(host_, roles.shared_base(host_))[0]
     assert type(reward).__name__ == "ModelReward"
@@ -132,7 +132,7 @@ def test_what_cannot_be_an_input_is_refused_with_what_to_type(adapter, hub, stor
     on_hub = ["model.name_or_path=org/base", "reward=null"]
     refuses(storage, r"policy: hf://org/other@\w+ was trained on base org/large, but model\.name_or_path is org/base\. .*use "
             r"model\.name_or_path=org/large", *on_hub, "policy=org/other")  # fmt: skip
-    assert host(storage, *on_hub, "policy=org/same").work.inputs["policy"].startswith("hf://org/same@")
+    assert host(storage, *on_hub, "policy=org/same").work.versions["policy"].startswith("hf://org/same@")
 
 
 def test_a_folder_of_that_name_is_meant_before_the_hub(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from pipeline.data.read import prepare
 from pipeline.models.base import base_identity
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.registry import lineage
-from pipeline.runtime.host import Host, Work
+from pipeline.runtime.host import Host, Input, Work
 from pipeline.runtime.worker import require_reload
 
 ONE_STEP = [
@@ -46,9 +46,6 @@ class Alone(Host):
     def rows(self, name):
         return self.sets.get(name)
 
-    def input(self, name):
-        return self.work.inputs[name]
-
     def gather(self, mine):
         return [mine]
 
@@ -64,7 +61,7 @@ class Alone(Host):
         os.makedirs(adapter)
         if save is not None:
             save(adapter)
-            parents = {name: source for name, source in self.work.inputs.items() if name == "policy"}
+            parents = {name: version for name, version in self.work.versions.items() if name == "policy"}
             described = lineage.describe(
                 self.job.stage, self.work.base, self.tokenizer, parents, {}, **(facts or {})
             )
@@ -85,7 +82,8 @@ def worker(stage, folder, *settings, inputs=None):
     packing = bool(job.trainer.get("packing"))
     made = prepare(stage, data, tokenizer, 256, str(out / "cache"), packing, contextlib.nullcontext)
     sets = {"train": to_hf(made.train, made.fingerprints["train"])}
-    work = Work(job, tokenizer, base_identity(model.name_or_path), {}, {}, None, inputs or {})
+    adapters = {name: Input(at, "adapter", at, lineage.read(at, name)) for name, at in (inputs or {}).items()}
+    work = Work(job, tokenizer, base_identity(model.name_or_path), {}, {}, None, adapters)
     return Alone(work, sets, out)
 
 
