@@ -59,7 +59,7 @@ class Chat:
         self.shared = roles.shared_base(host)
         self.role = roles.add_frozen(host, self.shared, "policy", "policy")
         self.rewards = roles.add_rewards(host, self.shared)
-        self.sampling = Sampling.from_args(host.job.args, host.tokenizer, self.shared)
+        self.sampling = Sampling.from_args(host.args, host.tokenizer, self.shared)
         self.decoder = SlotDecoder(self.shared, 1, host.tokenizer.pad_token_id, look=1)
         self.room = room_for_prompts(host.job, host.work.base["context_length"]) or sys.maxsize
         settings = (self.room, "error", True, self.sampling.eos, host.job.data.special_tokens)

@@ -46,8 +46,8 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def load(host: Host) -> Answer:
-    sample = sampler(host, host.job.args.num_generations)
-    came_from = origin(host.work.versions) | {"seed": host.job.args.seed}
+    sample = sampler(host, host.args.num_generations)
+    came_from = origin(host.work.versions) | {"seed": host.args.seed}
 
     def answer(rows: list[dict[str, Any]], first: int) -> list[Record]:
         return [{"row": cleaned(row) | came_from, "samples": made} for row, made in sample(rows, first)]

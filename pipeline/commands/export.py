@@ -80,7 +80,7 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
     differences, partial = None, f"{folder}.partial"
     try:
         transformers4.save_tokenizer(host.tokenizer, partial)
-        if host.job.args.merge:
+        if host.args.merge:
             expected = expectations(host, name)
             save_merged(host, name, partial)
             gc.collect()  # a large model must fit only once into memory
@@ -147,7 +147,7 @@ def probes(host: Host) -> tuple[list[list[int]], int]:
     encode = host.tokenizer.apply_chat_template
     turns = ([{"role": "user", "content": text}] for text in PROBES)
     rows = [[*encode(one, add_generation_prompt=True, return_dict=False)] for one in turns]
-    context, most = host.work.base["context_length"], host.job.args.response_length
+    context, most = host.work.base["context_length"], host.args.response_length
     return rows, min(most, context - max(map(len, rows))) if context else most
 
 

@@ -52,7 +52,7 @@ def sampler(host: Host, several: int) -> Callable[..., list[tuple[Record, list[R
     role = roles.add_frozen(host, shared, "policy", "policy")
     rewards = roles.add_rewards(host, shared)
     decoder = roles.decoder(host, shared, [role])
-    how = Sampling.from_args(host.job.args, host.tokenizer, shared)
+    how = Sampling.from_args(host.args, host.tokenizer, shared)
 
     def sample(rows: list[dict[str, Any]], first: int) -> list[tuple[Record, list[Record]]]:
         prompts = [row["input_ids"] for row in rows for _ in range(several)]

@@ -55,7 +55,7 @@ def card(host: Host, name: str, differences: dict[str, float] | None = None) -> 
     uri, reference = host.work.uri, host.work.versions[name]
     tags = registry.version(reference, uri)["tags"] if Ref.parse(reference).version else {}
     figures = {key: value for key, value in sorted(tags.items()) if key.startswith("eval_")}
-    repo, made_from = host.job.args.hub_model_id, list(ancestors(reference, uri))
+    repo, made_from = host.args.hub_model_id, list(ancestors(reference, uri))
     parameters = [registry.parameters(one.reference, uri) for one in made_from]
     rows = [value for found in parameters for key, value in found.items() if key.startswith("data.train")]
     datasets = dict.fromkeys(found["repo"] for value in rows if (found := DATA_SET.fullmatch(value)))

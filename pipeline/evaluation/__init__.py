@@ -95,10 +95,10 @@ class Comparison:
     ) -> None:
         self.worker, self.shared, self.prompts = worker, shared, prompts
         self.rewards, self.judge, self.baseline = rewards, judge, baseline
-        sampling = Sampling.from_args(worker.job.args, worker.tokenizer, shared)
+        sampling = Sampling.from_args(worker.args, worker.tokenizer, shared)
         self.sampling = replace(sampling, seed=sampling.seed + SEED_OFFSET)
         # In a PPO job, null becomes a constant, because free memory may differ after a resume and would change the numbers.
-        self.size = worker.job.args.local_rollout_forward_batch_size or PLANNED_ROWS
+        self.size = worker.args.local_rollout_forward_batch_size or PLANNED_ROWS
         self.decoder = decoder or SlotDecoder(shared, self.size, worker.tokenizer.pad_token_id)
         self.before: Completions | None = None
         self.after: Completions | None = None  # of the last call of `of`
@@ -226,7 +226,7 @@ class Comparison:
         """Returns a completion to each row, and for each its text and scores."""
         prompts, given = [row["input_ids"] for row in rows], [row["row"] for row in rows]
         completions = self.decoder.generate(role, prompts, numbers, sampling)
-        seeds = [seed_of(self.worker.job.args.seed, number) for number in numbers]
+        seeds = [seed_of(self.worker.args.seed, number) for number in numbers]
         samples = Samples.of(prompts, completions, given, self.worker.tokenizer, seeds)
         scores: list[dict[str, Any]] = [
             {"prompt": p, "completion": c} for p, c in zip(samples.prompts, samples.completions, strict=True)

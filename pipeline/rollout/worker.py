@@ -66,12 +66,12 @@ class RolloutWorker:
         hold_worker_lock(self.work.job.folder)
         job = self.work.job
         with memory.explained(job):
-            set_seed(job.args.seed)
             host = Host(self.work)
+            set_seed(host.args.seed)
             shared = roles.shared_base(host)
-            reference = roles.add_policy(host, shared, job.args)
+            reference = roles.add_policy(host, shared, host.args)
             rewards = roles.add_rewards(host, shared)
-            self.sampler = Sampler(shared, self.work.tokenizer, job.args, rewards, reference)
+            self.sampler = Sampler(shared, self.work.tokenizer, host.args, rewards, reference)
 
     def apply_settings(self, settings: NumericSettings) -> None:
         """Makes this worker compute as the trainers do. Starts vLLM if the job samples with it."""
@@ -83,7 +83,7 @@ class RolloutWorker:
         torch.set_num_threads(settings.threads)
         self.sampler.shared.can_pack = settings.can_pack
         job = self.work.job
-        rows = job.args.decoded(job.workers[0])
+        rows = self.work.args.decoded(job.workers[0])
         if job.rollout_config.engine == "transformers":
             self.sampler.fit_to_memory(rows, settings.longest)
         else:

@@ -2,10 +2,12 @@
 
 import os
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from pipeline import registry
 from pipeline.config import Job, Model
+from pipeline.config.stages import STAGE, Stage
 from pipeline.models import hub
 
 
@@ -51,6 +53,16 @@ class Work:
         return self.base["context_length"] or 1 << 20
 
     @property
+    def stage(self) -> Stage:
+        """Returns the facts about the job's stage."""
+        return STAGE[self.job.stage]
+
+    @cached_property
+    def args(self) -> Any:
+        """Returns the `trainer` section as its class. None for a TRL stage, which makes TRL's own in its workers."""
+        return None if self.stage.trl else self.job.args
+
+    @property
     def versions(self) -> dict[str, str]:
         """Returns {name of an input: its pinned version}."""
         return {name: one.version for name, one in self.inputs.items()}
@@ -63,6 +75,7 @@ class Host:
 
     def __init__(self, work: Work):
         self.work, self.job, self.tokenizer = work, work.job, work.tokenizer
+        self.args = work.args
 
     @property
     def device(self) -> str:

@@ -74,8 +74,8 @@ def part_file(job: Job, part: int, of: str = "") -> str:
     return storage.join(job.folder, resume.PARTS, f"{of}{part:06d}.jsonl")
 
 
-def part_size(job: Job) -> int:
-    return BATCHES * job.args.rows_per_forward
+def part_size(args: Any) -> int:
+    return BATCHES * args.rows_per_forward
 
 
 def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iterable[Any]]) -> Iterator[Any]:
@@ -87,7 +87,7 @@ def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iter
         of: begins the names of the part files.
         answer: from the numbers of consecutive rows to their records, which must be JSON.
     """
-    size = part_size(worker.job)
+    size = part_size(worker.args)
     parts = range(-(-count // size))
     for part in parts[worker.rank :: worker.world]:
         path = part_file(worker.job, part, of)
@@ -101,7 +101,7 @@ def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iter
 
 def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
     """Makes the missing parts. Returns the number of rows done now."""
-    job, size, count = work.job, part_size(work.job), len(chosen)
+    job, size, count = work.job, part_size(work.args), len(chosen)
     missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(job, i))]
     there = count - sum(min(size, count - i * size) for i in missing)
     if there:
@@ -178,8 +178,9 @@ class Parts:
             return {"rows": [0] * len(parts), "problem": [pickle.dumps(error)] * len(parts)}
 
     def _write(self, part: int) -> int:
-        first = part * part_size(self.work.job)
-        chosen = self.chosen[first : first + part_size(self.work.job)]
+        size = part_size(self.work.args)
+        first = part * size
+        chosen = self.chosen[first : first + size]
         assert self.answer is not None
         records = self.answer([dict(row) for row in self.rows.select(chosen)], first)
         lines = (json.dumps(record, ensure_ascii=False) for record in records)
@@ -194,7 +195,7 @@ def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
 
     def lines() -> Iterator[str]:
         nonlocal seen
-        for part in range(-(-count // part_size(work.job))):
+        for part in range(-(-count // part_size(work.args))):
             for record in map(json.loads, storage.read_lines(part_file(work.job, part))):
                 for name, value in verb.measure(record).items():
                     sums[name] += value

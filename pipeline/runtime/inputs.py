@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -259,13 +259,16 @@ def _check_supported(job: Job, name: str, folder: str, base: Base, scores: bool)
         raise InputError(f"it {problem}")
 
 
-def makes_adapter(job: Job, inputs: dict[str, Input]) -> bool:
-    """Returns True if a role of the stage begins as a new adapter, made as the job's `lora` section says."""
+def makes_adapter(job: Job, adapters: Iterable[str]) -> bool:
+    """Returns True if a role of the stage begins as a new adapter, made as the job's `lora` section says.
+
+    `adapters`: the names of the inputs that are adapters.
+    """
     facts = STAGE[job.stage]
     started_from = {"policy", "reward"} & facts.inputs.keys()
     if job.stage == "ppo" and not job.args.has_critic_adapter:  # nothing starts from the reward
         started_from.discard("reward")
-    given = {name.partition(".")[0] for name, one in inputs.items() if one.kind == "adapter"}
+    given = {name.partition(".")[0] for name in adapters}
     return facts.learns is not None and not (started_from and given >= started_from)
 
 

@@ -190,7 +190,8 @@ def check_models(job: Job, versions: dict[str, str], sampler: bool = True) -> Wo
     model = replace(model, revision=base["revision"])  # the commit, for all workers
     job = replace(job, model=model)
     inputs = checks.checked(job, versions, base, files)
-    if checks.makes_adapter(job, inputs):
+    adapters = {name: one for name, one in inputs.items() if one.kind == "adapter"}
+    if checks.makes_adapter(job, adapters):
         check_lora(files, job.lora, STAGE[job.stage].learns == "reward")
     elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
         print(
@@ -199,7 +200,6 @@ def check_models(job: Job, versions: dict[str, str], sampler: bool = True) -> Wo
             flush=True,
         )
     # The adapter whose chat template counts: the policy's, or else the reward's
-    adapters = {name: one for name, one in inputs.items() if one.kind == "adapter"}
     policies = [name for name in adapters if name == "policy" or name.startswith("policies.")]
     rewards = [name for name in adapters if name.startswith("reward") and not job.policy]
     learned = next((adapters[name] for name in policies + rewards), None)

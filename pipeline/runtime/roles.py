@@ -44,7 +44,7 @@ def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
 
 def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight: float = 1.0) -> Reward:
     """Returns the reward of one input: an adapter, which becomes a role of `shared`, another model, or a Python function."""
-    given, args = worker.work.inputs[name], worker.job.args
+    given, args = worker.work.inputs[name], worker.args
     if given.kind == "function":
         function = imported(given.version)
         return FunctionReward(function, args.reward_timeout_s, args.reward_threads, weight=weight, name=role)
@@ -105,7 +105,7 @@ def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
 
 def start(worker: Host, shared: SharedBase, reference: str | None) -> str | None:
     """Returns the role that the policy began as, to compare it with: the reference, unless that one follows the policy."""
-    if reference is None or not worker.job.args.sync_ref_model:
+    if reference is None or not worker.args.sync_ref_model:
         return reference
     return add_frozen(worker, shared, "policy", "start")
 
@@ -147,7 +147,7 @@ def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Dec
 
     vLLM ends with this process.
     """
-    rows = host.job.args.local_rollout_forward_batch_size
+    rows = host.args.local_rollout_forward_batch_size
     if host.job.rollout_config.engine != "vllm":
         return SlotDecoder(shared, rows, host.tokenizer.pad_token_id)
     stack = ExitStack()
@@ -158,7 +158,7 @@ def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Dec
 def longest_row(host: Host) -> int:
     """Returns the most tokens that a prompt and its completion may have together."""
     context, longest = host.work.context, host.job.data.max_length
-    return min(context, (longest or context) + host.job.args.response_length)
+    return min(context, (longest or context) + host.args.response_length)
 
 
 @contextmanager

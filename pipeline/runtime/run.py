@@ -32,8 +32,8 @@ from pipeline.system import console, prices, storage, terminal
 from pipeline.system.credentials import without_secrets
 
 Train = Callable[[Worker], dict[str, Any]]  # a stage in a worker
-# f(run, its future result.json) -> the version that a stage registers or promotes, or None
-Register = Callable[[Run, dict[str, Any]], registry.Version | None]
+# f(work, the future result.json) -> the version that a stage registers or promotes, or None
+Register = Callable[[Work, dict[str, Any]], registry.Version | None]
 # What a stage runs next to its workers while they train: its value is passed to each of them.
 Companion = Callable[[Work], contextlib.AbstractContextManager[Any]]
 
@@ -70,7 +70,7 @@ def launch(
             uri = run.work.uri
             outcome |= {"mlflow_run_id": run_id, "tracking_uri": uri, "inputs": run.work.versions}
             outcome["digests"] = run.work.digests
-            version = persistently(run.job, lambda: (register or publish)(run, outcome))
+            version = persistently(run.job, lambda: (register or publish)(run.work, outcome))
             if ended := how_it_ended(outcome):
                 persistently(run.job, lambda: registry.client(uri).set_tag(run_id, "ended", ended))
             cost = cost_of(run.job, outcome.pop("usage"), outcome["train_seconds"])
@@ -188,17 +188,17 @@ def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: 
     }
 
 
-def publish(run: Run, result: dict[str, Any]) -> registry.Version | None:
+def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
     """Registers the adapter that was trained; the alias moves to it if it has learned anything and the gate passes.
 
     Returns None if nothing was trained, or the job names no registered model. `result` is as in result.json.
     """
     if not (adapter := result["adapter"]):
         return None
-    job, start = run.job, run.work.inputs.get("policy")
+    job, start = work.job, work.inputs.get("policy")
     with storage.local_copy(adapter) as folder:
         unchanged = None
-        if not adapter_files.learned(folder, start and start.folder):
+        if not adapter_files.learned(folder, start.folder if start else None):
             why = "The learning rate was 0 at every step, as in a run that ends within its warm-up, or no gradient reached the adapter"
             if result["metrics"].get("grad_norm/policy") == 0:
                 why = "No gradient reached it: every advantage was 0, as if all completions of a prompt get the same score"

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import registry, text
@@ -140,6 +141,20 @@ def name_output(stage: str) -> None:
     console.silence_libraries()
 
 
+@dataclass
+class Outcome:
+    """What a stage knows at its end."""
+
+    metrics: dict[str, float]  # the final ones; they decide the gate
+    end: dict[str, Any] = field(default_factory=dict)  # best.outcome of a stage that trains
+    usage: dict[str, int] = field(default_factory=dict)  # what the stage counted: tokens, completions
+    samples: list[dict[str, Any]] = field(default_factory=list)  # prompts with completions before and after
+    # Rows for the report, saved as NAME.json next to the adapter
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    # More entries of lineage.json, e.g. the reward's mean and standard deviation
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
 class PreemptionNotice:
     """What the workers know of nodes that will be taken away: Ray's drain notice, for example of a spot node.
 
@@ -187,8 +202,6 @@ class Worker(Host):
         self.printed = self.shown = 0.0  # times of the last printed line and of the last live line
         self.step = self.total = 0  # the log's last step; the last step of the run
         self.report = self._report if work.sweep else None
-        self.end: dict[str, Any] = {}  # best.outcome of a stage that trains
-        self.usage: dict[str, Any] = {}  # what the stage counted: tokens, completions
         self.metrics = registry.Curves(self.job, work.run_id) if self.rank == 0 and work.run_id else None
         self.notice = PreemptionNotice()
         if self.local_rank == 0:  # removes the files of workers that were killed
@@ -305,23 +318,16 @@ class Worker(Host):
 
     def finish(
         self,
-        metrics: dict[str, float],
+        outcome: Outcome,
         save: Callable[[str], dict[str, Any]] | None = None,
         outputs: Callable[[str | None], list[Any]] | None = None,
-        facts: dict[str, Any] | None = None,
-        samples: list[dict[str, Any]] | None = None,
-        tables: dict[str, list[dict[str, Any]]] | None = None,
     ) -> dict[str, Any]:
         """Saves the adapter, checks that it reloads as it was, and commits it as the run's last checkpoint.
 
         Args:
-            metrics: the final ones; they decide the gate.
             save: writes adapter and head into a folder (on rank 0), and returns the digest of their file, as
                 adapter_files.write does. None if nothing was trained.
             outputs: returns outputs on a few rows, of the adapter in memory, or of the adapter in a folder (on rank 0).
-            facts: more entries of lineage.json, e.g. the reward's mean and standard deviation.
-            samples: prompts with completions before and after.
-            tables: rows for the report, saved as NAME.json next to the adapter.
 
         Returns:
             What result.json says of the training, and `usage`, of which its cost is made.
@@ -329,10 +335,12 @@ class Worker(Host):
         import torch
 
         # PPO resets the system's peak at each phase; its metric has the highest peak (GiB).
+        metrics = outcome.metrics
         peak = max(peak_memory(), int(metrics.get("memory/peak", 0.0) * 2**30))
-        outcome = {"metrics": metrics, "samples": samples or [], "peak_memory_bytes": peak, **self.end}
         gpu = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
-        outcome["usage"] = {"gpu": gpu, "workers": self.world, **self.usage}
+        usage = {"gpu": gpu, "workers": self.world, **outcome.usage}
+        said = {"metrics": metrics, "samples": outcome.samples, "peak_memory_bytes": peak, "usage": usage}
+        said |= outcome.end
         final, checked = os.path.join(self.scratch, "final"), dict[str, Any]()
         if self.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
@@ -343,24 +351,24 @@ class Worker(Host):
                 os.makedirs(adapter)
                 checked[f"adapter/{hub.TENSORS}"] = save(adapter)
                 transformers4.save_tokenizer(self.tokenizer, adapter)
-                lineage.write(adapter, self._lineage(facts or {}))
+                lineage.write(adapter, self._lineage(outcome))
                 print("checking that the adapter reloads as it was saved", flush=True)
                 require_reload(outputs(None), outputs(adapter), adapter)
             if self.metrics:
                 held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "before_"))}
-                step = self.end["kept"]["step"] if self.end else self.step
+                step = outcome.end["kept"]["step"] if outcome.end else self.step
                 self.metrics.log(held_out, step, final=True)
                 self.metrics.close()  # before the run counts as finished
-            for name, content in {**(tables or {}), OUTCOME: outcome}.items():
+            for name, content in {**outcome.tables, OUTCOME: said}.items():
                 with open(os.path.join(final, f"{name}.json"), "w", encoding="utf-8") as file:
                     json.dump(content, file)
         self._commit(final if self.rank == 0 else None, "final", checked)
-        return outcome
+        return said
 
-    def _lineage(self, facts: dict[str, Any]) -> dict[str, Any]:
+    def _lineage(self, outcome: Outcome) -> dict[str, Any]:
         from pipeline.models.template import text_as_chat
 
-        work, facts = self.work, facts | {"step": self.end["kept"]["step"]}
+        work, facts = self.work, outcome.facts | {"step": outcome.end["kept"]["step"]}
         if work.rows_from:
             facts["rows_from"] = work.rows_from
         facts["rows"] = work.row_format

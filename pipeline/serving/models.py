@@ -204,7 +204,7 @@ def start(host: Host) -> tuple[SharedBase | None, Batcher]:
     fits = int(CACHE_FRACTION[device.type] * free / each) if free < float("inf") else 1 << 20
     decoder = SlotDecoder(
         shared,
-        job.args.local_rollout_forward_batch_size,
+        host.args.local_rollout_forward_batch_size,
         host.tokenizer.pad_token_id,
         max_positions=job.serve.cache_tokens or fits,
         look=1,  # clients see each token as it comes
@@ -215,7 +215,7 @@ def start(host: Host) -> tuple[SharedBase | None, Batcher]:
 
 
 def _vllm(host: Host) -> Batcher:
-    job, rows = host.job, host.job.args.local_rollout_forward_batch_size
+    job, rows = host.job, host.args.local_rollout_forward_batch_size
     # One adapter more than policies, because the old version still finishes its completions after an alias has moved.
     options: dict[str, Any] = {
         "max_loras": min(len(job.serve.policies) + 1, MAX_ADAPTERS),

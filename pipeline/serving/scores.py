@@ -30,7 +30,7 @@ class Scores:
         apply = text_as_chat(host.tokenizer, data.apply_chat_template)
         settings = (host.work.context, data.too_long, apply, self.ends, data.special_tokens)
         self.encoder = Encoder(host.tokenizer, kind_of("score"), *settings)
-        self.batcher, self.rows = batcher, host.job.args.local_rollout_forward_batch_size
+        self.batcher, self.rows = batcher, host.args.local_rollout_forward_batch_size
 
     def ask(self, served: Served, rows: list[Any]) -> Future[list[dict[str, float]]]:
         """Returns a future of `score` of each row; of a pair `score_chosen`, `score_rejected` and `score_margin`.

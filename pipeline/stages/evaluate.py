@@ -15,10 +15,10 @@ from typing import Any
 from pipeline import registry
 from pipeline.config import Job
 from pipeline.runtime import resume
-from pipeline.runtime.preparation import Run
+from pipeline.runtime.host import Work
 from pipeline.runtime.run import launch
 from pipeline.runtime.summary import best_of_n_table, probes_table, subsets_table
-from pipeline.runtime.worker import Worker
+from pipeline.runtime.worker import Outcome, Worker
 from pipeline.system import storage, terminal
 
 
@@ -38,9 +38,9 @@ def run(job: Job) -> dict[str, Any]:
     return result
 
 
-def promote(run: Run, result: dict[str, Any]) -> registry.Version | None:
+def promote(work: Work, result: dict[str, Any]) -> registry.Version | None:
     """Moves the alias to the version that was evaluated, if the job has a gate and the figures pass it."""
-    job, versions = run.job, run.work.versions
+    job, versions = work.job, work.versions
     judged = versions.get("policy") or versions.get("reward.0")
     if not (job.gate and judged):
         return None
@@ -69,7 +69,7 @@ def train(worker: Worker) -> dict[str, Any]:
         comparison = evaluation.Comparison(worker, shared, prompts, rewards, judge, baseline, decoder)
         metrics, samples = comparison.of(policy)
         metrics |= comparison.length_controlled()
-        if n := worker.job.args.best_of_n:
+        if n := worker.args.best_of_n:
             tables["best_of_n"] = comparison.best_of(policy, n)
             metrics["eval_best_of_n"] = tables["best_of_n"][-1]["gold"]
         if worker.rank == 0:
@@ -77,7 +77,7 @@ def train(worker: Worker) -> dict[str, Any]:
     if preferences is not None:
         figures, tables["pairs"] = pairs.measure(worker, rewards, judge, preferences, ends)
         metrics |= figures
-        if worker.job.args.probes:
+        if worker.args.probes:
             figures, tables["probes"] = probes.measure(worker, rewards, preferences, ends)
             metrics |= figures
     if rows is not None:
@@ -86,4 +86,4 @@ def train(worker: Worker) -> dict[str, Any]:
     if worker.rank == 0:
         written = {"metrics": metrics, "inputs": worker.work.versions, "samples": samples, **tables}
         storage.write_json(storage.join(worker.job.folder, "evaluation.json"), written)
-    return worker.finish(metrics, samples=samples)
+    return worker.finish(Outcome(metrics, samples=samples))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Job
 from pipeline.runtime.run import launch
-from pipeline.runtime.worker import Worker
+from pipeline.runtime.worker import Outcome, Worker
 
 if TYPE_CHECKING:
     from pipeline.evaluation import Comparison
@@ -42,7 +42,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.runtime import best, roles
 
     job = worker.job
-    args = replace(job.args, gradient_checkpointing=plan.recomputes(worker))
+    args = replace(worker.args, gradient_checkpointing=plan.recomputes(worker))
     rollout_workers = None
     if worker.companion:
         from pipeline.rollout.client import Client  # imports Ray
@@ -129,24 +129,24 @@ def _finish(
     """Puts the weights back that the run keeps, evaluates them, and saves the policy. Returns what result.json says."""
     from pipeline.runtime import best, roles
 
-    shared, samples = trainer.shared, list[dict[str, Any]]()
+    shared = trainer.shared
     if tracked and comparison and trainer.update == trainer.total:
         tracked.compare(comparison.of("policy")[0], trainer.update)
     kept = tracked.restore() if tracked else None
-    worker.end = best.outcome(tracked, kept, trainer.update, trainer.total)
+    end = best.outcome(tracked, kept, trainer.update, trainer.total)
     by_length = sorted(trainer.timelines, key=lambda one: one["seconds"])
-    worker.end["timeline"] = by_length[len(by_length) // 2] if by_length else None
-    worker.usage = {"tokens": trainer.tokens, "completions": trainer.update * trainer.args.batch_size}
-    update = _logged(trainer)[worker.end["kept"]["step"]]
+    end["timeline"] = by_length[len(by_length) // 2] if by_length else None
+    update = _logged(trainer)[end["kept"]["step"]]
     metrics = {name: value for name, value in update.items() if not name.endswith("/evaluate")}
+    usage = {"tokens": trainer.tokens, "completions": trainer.update * trainer.args.batch_size}
+    outcome = Outcome(metrics, end, usage)
     if comparison:
-        figures, samples = comparison.of("policy")
-        metrics |= figures
+        figures, outcome.samples = comparison.of("policy")
+        outcome.metrics |= figures
     prompts = worker.rows("train")
     probe = [list(row["input_ids"]) for row in prompts.select(range(min(4, len(prompts))))]
     return worker.finish(
-        metrics,
+        outcome,
         save=lambda folder: roles.save_policy(worker, shared, folder),
         outputs=lambda folder: roles.outputs(shared, probe, folder),
-        samples=samples,
     )

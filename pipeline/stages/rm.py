@@ -45,22 +45,21 @@ def train(worker: Worker) -> dict[str, Any]:
         eval_dataset=held_out,
         processing_class=worker.tokenizer,
     )
-    metrics = trl_trainer.run(worker, trainer)
+    outcome = trl_trainer.run(worker, trainer)
     # All held-out rows, or enough random training rows for a mean and a deviation.
     some = sorted(np.random.default_rng(args.seed).permutation(len(rows))[:4096].tolist())
     pairs = score_pairs(worker, trainer, held_out if held_out is not None else rows.select(some))
     scores = [pair[side] for side in ("chosen", "rejected") for pair in pairs]
     mean = sum(scores) / len(scores)
     std = (sum((s - mean) ** 2 for s in scores) / max(1, len(scores) - 1)) ** 0.5
-    tables: dict[str, Any] = {}
+    outcome.facts = {"reward": {"mean": mean, "std": std}}
     if held_out is not None:
         # Counted by pairs, because a short last batch weighs too much in TRL's mean over batches.
         margins = [pair["chosen"] - pair["rejected"] for pair in pairs]
-        metrics["eval_accuracy"] = sum(margin > 0 for margin in margins) / len(margins)
-        metrics["eval_margin"] = sum(margins) / len(margins)
-        tables = {"pairs": pairs[:TABLE], "doubtful": doubtful(worker, held_out, pairs)}
-    facts = {"reward": {"mean": mean, "std": std}}
-    return trl_trainer.finish(worker, trainer, metrics, facts=facts, tables=tables)
+        outcome.metrics["eval_accuracy"] = sum(margin > 0 for margin in margins) / len(margins)
+        outcome.metrics["eval_margin"] = sum(margins) / len(margins)
+        outcome.tables = {"pairs": pairs[:TABLE], "doubtful": doubtful(worker, held_out, pairs)}
+    return trl_trainer.finish(worker, trainer, outcome)
 
 
 def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float]]:

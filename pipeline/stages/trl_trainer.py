@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
-from pipeline.config.stages import STAGE
 from pipeline.findings import require
 from pipeline.models import adapter_files, probes
 from pipeline.models.adapters import as_peft_model, errors_of_peft
@@ -22,7 +21,7 @@ from pipeline.models.gpus import peak_flops
 from pipeline.planning import plan
 from pipeline.runtime import best
 from pipeline.runtime.best import Best
-from pipeline.runtime.worker import Worker, peak_memory
+from pipeline.runtime.worker import Outcome, Worker, peak_memory
 from pipeline.stages import trl_checks
 from pipeline.system.progress import Bar
 
@@ -91,7 +90,7 @@ class Reporter(TrainerCallback):
         if peak := peak_flops(self.device):
             # A forward takes 2 FLOPs per token and parameter; a backward through frozen weights as many, since only
             # activations have gradients. What is recomputed does not count: model FLOPs (Chowdhery et al. 2022, PaLM, sec. 4.1).
-            facts = STAGE[self.worker.job.stage]
+            facts = self.worker.work.stage
             passes = 2 + facts.keeps_reference + facts.further_forwards
             base = self.trainer.accelerator.unwrap_model(self.trainer.model).get_base_model()
             flops = 2 * base.num_parameters() * tokens * passes
@@ -223,8 +222,8 @@ def made(trainer: Any, lora: dict[str, Any] | None, task_type: str = "CAUSAL_LM"
         return trainer(peft_config=adapter, **options)
 
 
-def run(worker: Worker, trainer: Any) -> dict[str, float]:
-    """Trains from the start or from the worker's checkpoint; returns the final metrics.
+def run(worker: Worker, trainer: Any) -> Outcome:
+    """Trains from the start or from the worker's checkpoint; returns the final metrics, the step that is kept, and the tokens.
 
     `eval_*` are of the step that is kept, whose weights the trainer's model has afterwards; `before_*` are of step 0, if the job
     sets `eval_on_start`.
@@ -253,15 +252,14 @@ def run(worker: Worker, trainer: Any) -> dict[str, float]:
     if trainer.eval_dataset is not None and last not in _evaluations(trainer):
         trainer.evaluate()
     kept = tracked.restore() if tracked else None
-    worker.end = best.outcome(tracked, kept, last, trainer.state.max_steps)
-    worker.usage = {"tokens": int(trainer._total_train_tokens)}
+    end = best.outcome(tracked, kept, last, trainer.state.max_steps)
     if trainer.eval_dataset is not None:
         evaluated = _evaluations(trainer)
-        for prefix, step in (("eval_", worker.end["kept"]["step"]), ("before_", 0)):
+        for prefix, step in (("eval_", end["kept"]["step"]), ("before_", 0)):
             for key, value in evaluated.get(step, {}).items():
                 if key.startswith("eval_"):
                     metrics[prefix + key.removeprefix("eval_")] = float(value)
-    return metrics
+    return Outcome(metrics, end, {"tokens": int(trainer._total_train_tokens)})
 
 
 def _evaluations(trainer: Any) -> dict[int, dict[str, Any]]:
@@ -295,7 +293,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
     return metrics
 
 
-def finish(worker: Worker, trainer: Any, metrics: dict[str, float], **more: Any) -> dict[str, Any]:
+def finish(worker: Worker, trainer: Any, outcome: Outcome) -> dict[str, Any]:
     """Ends a stage with the trained adapter; a few training rows check that it reloads unchanged."""
     rows = trainer.train_dataset
     few = [dict(row) for row in rows.select(range(min(4, len(rows))))]
@@ -303,10 +301,9 @@ def finish(worker: Worker, trainer: Any, metrics: dict[str, float], **more: Any)
     keys = ("input_ids", "prompt_ids", "completion_ids", "chosen_ids")
     probe = [[token for key in keys for token in row.get(key, ())] for row in few]
     return worker.finish(
-        metrics,
+        outcome,
         save=lambda folder: save(trainer, folder),
         outputs=lambda folder: outputs(trainer, probe, folder),
-        **more,
     )
 
 

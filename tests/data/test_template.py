@@ -37,7 +37,7 @@ from pipeline.registry import lineage
 from pipeline.runtime.host import Input, Work
 from pipeline.runtime.inputs import check_row_format
 from pipeline.runtime.preparation import check_models
-from pipeline.runtime.worker import Worker
+from pipeline.runtime.worker import Outcome, Worker
 
 ROW = {"prompt": "What is it?", "completion": "A cat."}
 
@@ -109,8 +109,8 @@ def test_the_lineage_says_what_the_rows_were_and_later_stages_do_the_same(bare, 
     tokenizer = load_tokenizer(bare)
     for rows, chat in (("chat", True), ("text", False), ("both", False)):
         work = Work(load_job(ROOT / "jobs/demo/sft.yaml"), tokenizer, {}, {}, {}, None, row_format=rows)
-        worker = SimpleNamespace(work=work, tokenizer=tokenizer, job=work.job, end={"kept": {"step": 1}})
-        facts = Worker._lineage(worker, {})
+        worker = SimpleNamespace(work=work, tokenizer=tokenizer, job=work.job)
+        facts = Worker._lineage(worker, Outcome({}, {"kept": {"step": 1}}))
         assert (facts["rows"], facts["text_as_chat"]) == (rows, chat)
         folder = str(tmp_path / rows)
         shutil.copytree(policies[None], folder)

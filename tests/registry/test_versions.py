@@ -90,12 +90,12 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
     for name, alias in (("unchanged", None), ("other", "champion")):
         at = str(tmp_path / "policy")
         inputs = {"policy": Input(at, "adapter", at)} if start else {}
-        run = SimpleNamespace(job=job, work=SimpleNamespace(inputs=inputs))
+        work = SimpleNamespace(job=job, inputs=inputs)
         metrics = {"eval_loss": 0.0, "grad_norm/policy": 0.0 if start else 1.0}
         result = {"metrics": metrics, "adapter": str(tmp_path / name)}
         with registry.mlflow_run(job, {}, new_run=True) as run_id:
             lineage.write(str(tmp_path / name), LINEAGE)
-            version = publish(run, result | {"mlflow_run_id": run_id})
+            version = publish(work, result | {"mlflow_run_id": run_id})
         assert version.alias == alias
         said = capsys.readouterr().out
         assert ("nothing was learned: after training the adapter equals" in said) == (alias is None)

@@ -25,7 +25,8 @@ def host(tmp_path, monkeypatch):
     job = replace(job, reward=[rule, named["reward.1"]])
     given = {name: Input(at, "adapter", at) for name, at in named.items()}
     work = SimpleNamespace(inputs={**given, "reward.0": Input(rule, "function")})
-    return SimpleNamespace(job=job, work=work, input=named.__getitem__, tokenizer=toy_models.tokenizer())
+    made = {"work": work, "args": job.args, "tokenizer": toy_models.tokenizer()}
+    return SimpleNamespace(job=job, input=named.__getitem__, **made)
 
 
 def weights(shared, role):
@@ -52,8 +53,8 @@ def test_the_critic_starts_as_the_first_reward_that_is_an_adapter(host):
     roles.add_critic(host, shared, host.job.args)
     assert torch.equal(weights(shared, "critic"), weights(shared, "reward_1"))
     assert roles.folders(host, shared)["critic"] == host.input("reward.1")
-    assert not inputs.makes_adapter(host.job, host.work.inputs)
-    assert inputs.makes_adapter(host.job, {"policy": Input("", "adapter")})
+    assert not inputs.makes_adapter(host.job, ["policy", "reward.1"])
+    assert inputs.makes_adapter(host.job, ["policy"])
 
 
 def test_a_critic_that_is_a_head_owns_no_adapter(host, tmp_path):
@@ -64,7 +65,7 @@ def test_a_critic_that_is_a_head_owns_no_adapter(host, tmp_path):
     roles.add_critic(host, shared, host.job.args)
     assert weights(shared, "critic").shape == (shared.hidden_size,)
     assert "critic" not in roles.folders(host, shared)
-    assert not inputs.makes_adapter(host.job, {"policy": Input("", "adapter")})
+    assert not inputs.makes_adapter(host.job, ["policy"])
     shared.parameters_of("critic")[0].data += 1.0
     shared.save("critic", tmp_path / "head")
     shared.parameters_of("critic")[0].data.zero_()

@@ -12,6 +12,7 @@ import transformers
 import trl
 from safetensors.torch import load_file
 
+from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.models.adapters import SharedBase
 from pipeline.runtime import worker
@@ -81,7 +82,7 @@ def test_speed_counts_the_tokens_of_steps_and_no_second_between_them(base, monke
     trainer = trained(base)
     trainer._total_train_tokens = 1000  # before a resume
     notice = SimpleNamespace(poll=lambda step: False)
-    two = SimpleNamespace(job=SimpleNamespace(stage="dpo"), device="cpu", world=2, notice=notice)
+    two = SimpleNamespace(work=SimpleNamespace(stage=STAGE["dpo"]), device="cpu", world=2, notice=notice)
     measured = trl_trainer.Reporter(two, trainer, None)
     measured.tokens = 1000
     assert measured.speed() == {}

@@ -55,7 +55,7 @@ class Alone(Host):
     def checkpoint(self, source, step):
         shutil.rmtree(source, ignore_errors=True)
 
-    def finish(self, metrics, save=None, outputs=None, facts=None, samples=None, **_):
+    def finish(self, outcome, save=None, outputs=None):
         adapter = os.path.join(self.scratch, "adapter")
         shutil.rmtree(adapter, ignore_errors=True)
         os.makedirs(adapter)
@@ -63,11 +63,11 @@ class Alone(Host):
             save(adapter)
             parents = {name: version for name, version in self.work.versions.items() if name == "policy"}
             described = lineage.describe(
-                self.job.stage, self.work.base, self.tokenizer, parents, {}, **(facts or {})
+                self.job.stage, self.work.base, self.tokenizer, parents, {}, **outcome.facts
             )
             lineage.write(adapter, described)
             require_reload(outputs(None), outputs(adapter), adapter)
-        return {"metrics": metrics, "adapter": adapter, "samples": samples}
+        return {"metrics": outcome.metrics, "adapter": adapter, "samples": outcome.samples}
 
 
 def worker(stage, folder, *settings, inputs=None):
