@@ -18,7 +18,7 @@ from pipeline.data.values import RowError
 from pipeline.errors import InputError, visible
 from pipeline.models.template import text_as_chat
 from pipeline.runtime.host import Host
-from pipeline.runtime.inputs import functions, room_for_prompts, unfilled
+from pipeline.runtime.inputs import functions, unfilled
 from pipeline.runtime.preparation import load_host
 from pipeline.system import process
 
@@ -61,7 +61,7 @@ class Chat:
         self.rewards = roles.add_rewards(host, self.shared)
         self.sampling = Sampling.from_args(host.args, host.tokenizer, self.shared)
         self.decoder = SlotDecoder(self.shared, 1, host.tokenizer.pad_token_id, look=1)
-        self.room = room_for_prompts(host.job, host.work.base["context_length"]) or sys.maxsize
+        self.room = host.work.room or sys.maxsize
         settings = (self.room, "error", True, self.sampling.eos, host.job.data.special_tokens)
         self.encoder = Encoder(host.tokenizer, kind_of("generate"), *settings)
         self.system: list[dict[str, str]] = []

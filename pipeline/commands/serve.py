@@ -25,7 +25,6 @@ from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
 from pipeline.on_ray.session import session
 from pipeline.runtime.host import Work
-from pipeline.runtime.inputs import room_for_prompts
 from pipeline.runtime.preparation import load_host
 from pipeline.serving import LOOPBACK, REQUEST_S
 from pipeline.system import console, storage
@@ -53,7 +52,7 @@ def serving(job: Job) -> Iterator[Work]:
     from pipeline.serving.app import application
 
     digests = token_digests(job)
-    work = load_work(with_port(job))
+    work = load_host(with_port(job)).work
     job = work.job
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, the recorder checks the folder on the head
         feedback.FeedbackStore(feedback.folder_of(job), log_prompts=False, max_bytes=0).close()
@@ -81,13 +80,6 @@ def serving(job: Job) -> Iterator[Work]:
         finally:
             with console.native_lines_filtered():
                 serve.shutdown()
-
-
-def load_work(job: Job) -> Work:
-    """Loads what a replica starts from. Raises InputError also if completions leave no room for prompts."""
-    work = load_host(job).work
-    room_for_prompts(work.job, work.base["context_length"])
-    return work
 
 
 def announcement(work: Work) -> str:
@@ -169,4 +161,4 @@ def build(args: dict[str, Any]) -> Any:
     if ray.is_initialized():
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     job = absolute(load_job(args["job"], args.get("overrides") or [], "serve"))
-    return application(load_work(job), token_digests(job))
+    return application(load_host(job).work, token_digests(job))

@@ -41,6 +41,9 @@ class Work:
     run_id: str | None  # MLflow's id of the run, or None to log nothing
     inputs: dict[str, Input] = field(default_factory=dict)  # by name: policy, baseline, reward.0, ...
     uri: str = ""  # MLflow's, of runs and versions
+    room: int | None = (
+        None  # most tokens of a row: the context less the completion; None if the base names no context
+    )
     # {version: number of training rows that it has written}
     rows_from: dict[str, int] = field(default_factory=dict)
     row_format: str | None = None  # format of the rows: chat, text, both

@@ -127,8 +127,8 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
         read.prepare, tokenizer=work.tokenizer, cache_root=cache, ray_for_rows=ray_for_rows(job)
     )
     if job.data.train or job.data.eval:
-        room, packing = checks.room_for_prompts(job, context), bool(job.trainer.get("packing"))
-        data = prepare(job.stage, job.data, context_length=room, packing=packing)
+        packing = bool(job.trainer.get("packing"))
+        data = prepare(job.stage, job.data, context_length=work.room, packing=packing)
         report, mixture = data.report, data.mixture
         sets = {name: (data, name) for name in ("train", "eval") if getattr(data, name) is not None}
     for name in ("pairs", "benchmarks"):  # rows that `evaluate` only scores
@@ -186,7 +186,7 @@ def check_models(job: Job, versions: dict[str, str], sampler: bool = True) -> Wo
             "model.fsdp",
         )
     base = base_identity(model.name_or_path, model.revision)
-    checks.room_for_prompts(job, base["context_length"])
+    room = checks.room_for_prompts(job, base["context_length"])
     model = replace(model, revision=base["revision"])  # the commit, for all workers
     job = replace(job, model=model)
     inputs = checks.checked(job, versions, base, files)
@@ -211,7 +211,7 @@ def check_models(job: Job, versions: dict[str, str], sampler: bool = True) -> Wo
     if learned and model.chat_template is None:  # text prompts are encoded as in training
         tokenizer.text_as_chat = bool(learned.facts.get("text_as_chat", not is_plain(tokenizer)))
     uri = registry.tracking_uri(job)
-    return Work(job, tokenizer, base, digests={}, fingerprints={}, run_id=None, inputs=inputs, uri=uri)
+    return Work(job, tokenizer, base, {}, {}, run_id=None, room=room, inputs=inputs, uri=uri)
 
 
 def load_host(job: Job) -> Host:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from toy_models import ROOT, tokenizer
 
-from pipeline.commands.serve import load_work
 from pipeline.config import load_job
+from pipeline.runtime.preparation import load_host
 from pipeline.serving.app import Server
 from pipeline.serving.protocol import ChatRequest, Refused
 
@@ -26,7 +26,7 @@ TURNS = [
 def read(*overrides):
     """Returns what reads the messages of a request, in a replica of the demo's base with these settings."""
     given = ["serve.policies={toy: base}", "serve.rewards={}", *overrides]
-    work = load_work(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve"))
+    work = load_host(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")).work
 
     async def started():
         server = Server(work, [], SimpleNamespace())

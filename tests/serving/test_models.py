@@ -11,11 +11,10 @@ from served import POLICIES, REWARDS
 from toy_models import ROOT, tokenizer
 
 from pipeline import registry
-from pipeline.commands.serve import load_work
 from pipeline.config import load_job
 from pipeline.inference.rows import Sampling
 from pipeline.models.hub import TENSORS
-from pipeline.runtime.host import Host
+from pipeline.runtime.preparation import load_host
 from pipeline.serving.batching import ServedRow
 from pipeline.serving.models import Models, start
 
@@ -25,7 +24,7 @@ FIRST = "models:/toy-policy/1"
 @pytest.fixture(scope="module")
 def server(storage, models, tmp_path_factory):
     given = [POLICIES, REWARDS, f"run.storage_path={storage}"]
-    host = Host(load_work(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")))
+    host = load_host(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve"))
     shared, batcher = start(host)
     yield Models(host, shared, batcher)
     batcher.close()
