@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import JOBS, libraries
-from pipeline.errors import Failure, InputError, in_brief
+from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
 from pipeline.runtime import resume
 from pipeline.runtime import run as runs
@@ -137,11 +137,6 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         typed = [one for one in sweep.arguments if not one.startswith(("run.name=", "run.fresh="))]
         again = shlex.join(["python", "-m", "pipeline", sweep.job.stage, sweep.job.source, *typed, *values])
         summary = keep(state, died, ended=True, best=best["trial"], registered=version, command=again)
-        try:
-            with console.waiting("drawing the plot"):
-                table.attach(sweep, summary)
-        except Exception as error:  # the sweep counts as finished without its plot
-            print(f"   no plot: {in_brief(error)}", flush=True)
     return summary
 
 
@@ -184,7 +179,5 @@ def closing(sweep: Sweep, summary: dict[str, Any]) -> str:
             f"   registered {version['registered_model']} v{version['version']}{alias}  (gate {version['gate']})"
         )
     lines.append(f"   to train it again: {summary['command']}")
-    lines.append(
-        f"   {sweep.folder}/{table.FILE}, table.md, table.csv, plots/sweep.png, a folder for each trial"
-    )
+    lines.append(f"   {sweep.folder}/{table.FILE}, a folder for each trial")
     return "\n".join(lines)

@@ -3,8 +3,8 @@
     sweep = read("jobs/demo/rm.yaml", ["trainer.learning_rate=1e-4,3e-4", "lora.r=8,16", "trainer.seed=2"])
     sweep.trials       # four, each with its values and its job; all of them have been checked
 
-A key with several values, separated by commas, is varied: every combination is a trial. `loguniform(1e-5,1e-3)`,
-`uniform(a,b)` and `randint(a,b)` (b excluded) are drawn, sweep.num_samples times. A key with one value holds for every trial.
+A key with several values, separated by commas, is varied: every combination is a trial. A key with one value holds for every
+trial.
 """
 
 import hashlib
@@ -23,7 +23,6 @@ from pipeline.errors import InputError, show
 from pipeline.runtime.resume import essence
 from pipeline.system import storage
 
-RANGE = re.compile(r"(loguniform|uniform|randint)\(([^,()]+),([^,()]+)\)")
 EXAMPLE = "for example trainer.learning_rate=1e-4,3e-4"
 # Keys and sections that cannot be varied, except for data.batch_size: they change what trials are compared on or where they run.
 FIXED = """stage extends run mlflow gate scaling data judge trainer.eval_strategy trainer.eval_steps trainer.eval_on_start
@@ -41,8 +40,6 @@ COMPARABLE = {
 class Settings:
     """`sweep.*` on the command line; the names are Ray Tune's."""
 
-    # How often each range is drawn from, for every combination of the other values.
-    num_samples: Annotated[int, "[1, 10000]"] = 1
     # A sweep with more trials is rejected.
     max_trials: Annotated[int, "[1, 10000]"] = 64
     # null: as many as the machine or the cluster holds.
@@ -92,7 +89,7 @@ def read(path: str, arguments: list[str]) -> Sweep:
         values = split(text)
         if key.startswith("sweep."):
             settings[key.removeprefix("sweep.")] = text
-        elif len(values) > 1 or RANGE.fullmatch(values[0]):
+        elif len(values) > 1:
             varied[key] = _checked(key, values)
         else:
             shared.append(argument)
@@ -108,7 +105,7 @@ def read(path: str, arguments: list[str]) -> Sweep:
         if {key, key.partition(".")[0]} & {*FIXED} and key != "data.batch_size":
             why = "trials differ only in what is learned"
             raise InputError(f"a sweep cannot vary it, because {why}; give one value", key=key)
-    jobs = _load_all(path, shared, _combinations(varied, known, int(base.trainer.get("seed", 42))))
+    jobs = _load_all(path, shared, _combinations(varied, known))
     metric, greater = _figure(base, varied)
     # The default name follows from what is swept, so that the same command resumes.
     essences = [essence(job, "gate") for job, _ in jobs]
@@ -130,7 +127,7 @@ def split(text: str) -> list[str]:
         elif character in "'\"":
             quote = character
         else:
-            depth += (character in "([{") - (character in ")]}")
+            depth += (character in "[{") - (character in "]}")
         if character == "," and depth == 0 and not quote:
             parts.append("")
         else:
@@ -141,51 +138,18 @@ def split(text: str) -> list[str]:
 def _checked(key: str, values: list[str]) -> list[str]:
     if not all(values):
         raise InputError(f"found {show(','.join(values))}: a value is missing at a comma, {EXAMPLE}", key=key)
-    if match := next(filter(None, map(RANGE.fullmatch, values)), None):
-        try:
-            low, high = (float(bound) for bound in match.groups()[1:])
-        except ValueError:
-            low = high = math.nan
-        if len(values) > 1 or not low < high or (match[1] == "loguniform" and low <= 0):
-            raise InputError(
-                f"found {show(','.join(values))}; a range stands alone and has two numbers, the smaller one first, of "
-                "loguniform above 0",
-                key=key,
-            )
     return values
 
 
-def _combinations(varied: dict[str, list[str]], settings: Settings, seed: int) -> list[dict[str, str]]:
-    ranges = {key: match for key, values in varied.items() if (match := RANGE.fullmatch(values[0]))}
-    if settings.num_samples > 1 and not ranges:
-        raise InputError(
-            "found more than 1, but no key has a range to draw from; set one, e.g. 'trainer.learning_rate=loguniform(1e-5,1e-3)'",
-            key="sweep.num_samples",
-        )
-    listed = {key: values for key, values in varied.items() if key not in ranges}
-    count = settings.num_samples * math.prod(map(len, listed.values()))
+def _combinations(varied: dict[str, list[str]], settings: Settings) -> list[dict[str, str]]:
+    count = math.prod(map(len, varied.values()))
     if count > settings.max_trials:
         raise InputError(
             f"{count} trials, but at most {settings.max_trials} are allowed; list fewer values, or set sweep.max_trials={count}",
             key="sweep.max_trials",
         )
-    drawn = {key: _draw(match, count, seed + i) for i, (key, match) in enumerate(ranges.items())}
-    grid = list(itertools.product(*listed.values())) * settings.num_samples
-    columns = dict(zip(listed, zip(*grid, strict=True), strict=True)) | drawn
-    combinations = [{key: str(columns[key][index]) for key in varied} for index in range(count)]
+    combinations = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
     return [one for i, one in enumerate(combinations) if one not in combinations[:i]]  # values may repeat
-
-
-def _draw(given: re.Match[str], count: int, seed: int) -> list[str]:
-    """Draws values from a range by Ray Tune's distribution of that name; the seed decides them."""
-    import numpy as np
-    from ray import tune
-
-    random, whole = np.random.RandomState(seed), given[1] == "randint"
-    low, high = (int(float(bound)) if whole else float(bound) for bound in given.groups()[1:])
-    domain = getattr(tune, given[1])(low, high)
-    values = [domain.sample(random_state=random) for _ in range(count)]
-    return [str(int(value)) if whole else f"{value:.3g}" for value in values]
 
 
 def _load_all(

@@ -1,22 +1,13 @@
-"""The results of a sweep: a row for each trial, on the terminal, in sweep.json, as CSV and Markdown, and a plot."""
+"""The results of a sweep: a row for each trial, on the terminal and in sweep.json."""
 
-import contextlib
-import csv
-import functools
 import math
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from pipeline import registry
-from pipeline.report import plots
-from pipeline.report.panels import History, Panel
 from pipeline.sweep.space import Sweep, Trial
 from pipeline.system import storage
 from pipeline.text import table
 
 FILE = "sweep.json"
-MAX_CURVES = 6  # curves in the plot; more lines look the same
 
 
 def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict[str, Any]]:
@@ -60,69 +51,20 @@ def best(sweep: Sweep, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def text(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
-    header, *lines = _cells(sweep, rows)
-    return table(header, lines)
-
-
-def _cells(sweep: Sweep, rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Returns header and lines, best first, then trials without a value."""
+    """Returns the table, best first, then trials without a value."""
     sign = -1 if sweep.greater else 1
 
     def rank(row: dict[str, Any]) -> tuple[bool, float]:
         return row["state"] == "failed", sign * row["figure"] if _is_number(row["figure"]) else math.inf
 
-    lines = [[*sweep.keys, sweep.metric, "steps", "seconds", "ended"]]
+    lines = []
     for row in sorted(rows, key=rank):
         steps = f"{row['step']}/{row['of']}" if row["step"] is not None else ""
         seconds = f"{row['seconds']:.0f}" if row["seconds"] is not None else ""
         figure = f"{row['figure']:.4g}" if row["figure"] is not None else ""
         why = f"{row['state']}: {row['why']}" if row["why"] else row["state"]
         lines.append([*row["values"].values(), figure, steps, seconds, why])
-    return lines
-
-
-def attach(sweep: Sweep, summary: dict[str, Any]) -> None:
-    """Writes table.csv, table.md and plots/sweep.png into the sweep's folder, and onto its page in MLflow.
-
-    Args:
-        summary: the content of sweep.json.
-    """
-    cells = _cells(sweep, summary["trials"])
-    ruled = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
-    markdown = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in ruled]
-    with tempfile.TemporaryDirectory() as folder:
-        local, plot = Path(folder), Path(folder, "plots")
-        with open(local / "table.csv", "w", encoding="utf-8", newline="") as sheet:
-            csv.writer(sheet).writerows(cells)
-        (local / "table.md").write_text("".join(markdown), encoding="utf-8")
-        plot.mkdir()
-        (plot / "sweep.png").write_bytes(plots.png(_draws(sweep, summary)))
-        storage.store_folder(folder, sweep.folder)
-        storage.write_json(str(local / FILE), summary)
-        files = [str(local / name) for name in (FILE, "table.csv", "table.md")]
-        registry.log_files(summary["tracking_uri"], summary["mlflow_run_id"], files, [], str(plot))
-
-
-def _draws(sweep: Sweep, summary: dict[str, Any]) -> list[plots.Draw]:
-    """Returns the curves of the best trials, and the metric against each key that varies."""
-    numbered = [row for row in summary["trials"] if _is_number(row["figure"])]
-    ordered = sorted(numbered, key=lambda row: row["figure"], reverse=sweep.greater)[:MAX_CURVES]
-    curves: dict[str, History] = {}
-    for row in ordered:
-        reports = summary["reports"].get(row["trial"], [])
-        curves[row["trial"]] = {sweep.metric: [(one["step"], one["figure"]) for one in reports]}
-    panel = Panel("Held-out figure", sweep.metric, {sweep.metric: "held-out"}, "")
-    drawn = plots.curve(panel, curves, "step")
-
-    def against(key: str, axes: Any) -> None:
-        rows = numbered
-        with contextlib.suppress(ValueError):  # values that are not numbers stay in the order of the trials
-            rows = sorted(numbered, key=lambda row: float(row["values"][key]))
-        values, figures = [row["values"][key] for row in rows], [row["figure"] for row in rows]
-        axes.scatter(values, figures, s=14, color=plots.COLOURS[0])
-        axes.set(title=key, ylabel=sweep.metric)
-
-    return [*([drawn] if drawn else []), *(functools.partial(against, key) for key in sweep.keys)]
+    return table([*sweep.keys, sweep.metric, "steps", "seconds", "ended"], lines)
 
 
 def _is_number(figure: float | None) -> bool:

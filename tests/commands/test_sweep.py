@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -63,12 +64,11 @@ def test_two_trials_of_which_the_better_one_is_registered(embedded_ray, in_root,
     assert parents == {"two": None, "learning_rate-1e-3": parent, "learning_rate-4e-3": parent}
     assert {run.info.status for run in known.values()} == {"FINISHED"}
     assert len(list((tmp_path / "data").iterdir())) == 1
-    # The table, in the terminal and as files; what the trials printed is not between.
+    # One table in the terminal; what the trials printed is not between.
     for text in ("learning_rate-4e-3  step 2/2  eval_loss", "best: trainer.learning_rate=4e-3"):
         assert text in printed
     assert "(rm " not in printed and "training" in (tmp_path / "two/output.log").read_text()
-    assert (tmp_path / "two/table.md").read_text().count("\n") == 4
-    assert (tmp_path / "two/plots/sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert len(re.findall(r"^trainer\.learning_rate +eval_loss +steps +seconds +ended$", printed, re.M)) == 1
     assert not (tmp_path / "two/tune").exists()
     # The same command shows what came out.
     assert main(given) == 0
