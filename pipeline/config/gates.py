@@ -40,8 +40,7 @@ ROLLOUT = "rollout/workers rollout/idle rollout/queue rollout/bytes rollout/lost
 OFF_POLICY = (
     "rollout/ratio_mean rollout/ratio_max rollout/ratio_cut rollout/effective_samples rollout/sampler_kl"
 )
-_BENCHMARKS = """reward_bench_2 best_of_k rm_bench rm_bench_hard rm_bench_normal rm_bench_easy rm_bench_low rm_bench_high
-judge_bench judge_bench_low judge_bench_high"""
+_BENCHMARKS = """reward_bench_2 best_of_k rm_bench rm_bench_hard rm_bench_normal rm_bench_easy rm_bench_low rm_bench_high"""
 _PAIRS = """accuracy accuracy_low accuracy_high margin loss ece accuracy_chosen_shorter accuracy_chosen_longer
     accuracy_matched_length length_correlation temperature ece_calibrated"""
 HELD_OUT = {

@@ -67,7 +67,7 @@ class Data:
     eval: str | list[str | dict[str, Any]] | None = None  # Held-out rows, as `train`.
     # Held-out preference pairs on which `evaluate` measures the reward model.
     pairs: str | list[str | dict[str, Any]] | None = None
-    # Benchmarks for `evaluate`: RewardBench 2, RM-Bench, JudgeBench, or rows with lists of `chosen` and `rejected`.
+    # Benchmarks for `evaluate`: RewardBench 2, RM-Bench, or rows with lists of `chosen` and `rejected`.
     benchmarks: str | list[str | dict[str, Any]] | None = None
     # A Python function of a row, python:module:function. It returns a row, several, or None, and runs before `columns`.
     transform: str | None = None

@@ -364,37 +364,30 @@ def parse_scored(row: dict[str, Any], shape: str) -> Record:
 
 # ---- benchmarks of reward models: a prompt and several completions, the correct ones first ---------------------------
 
-BENCHMARKS = _shapes("prompt+chosen+rejected", "question+response_A+response_B+label")
+BENCHMARKS = _shapes("prompt+chosen+rejected")
 STYLED = 3  # correct and wrong completions of a row of RM-Bench: concise, detailed, markdown
 
 
 def parse_benchmark(row: dict[str, Any], shape: str) -> Record:
-    """Parses a row of RewardBench 2, RM-Bench or JudgeBench, or a row with lists of correct and of wrong completions.
+    """Parses a row of RewardBench 2 or RM-Bench, or a row with lists of correct and of wrong completions.
 
     The other columns are kept, with `benchmark`, `subset`, and the numbers of `correct` and of all `completions`.
     """
-    if shape.startswith("question"):
-        name, subset = "judge_bench", row.get("source")
-        sides = [("response_A", row["response_A"]), ("response_B", row["response_B"])]
-        if row["label"] not in ("A>B", "B>A"):
-            raise RowError("unclear_label", "label", show(row["label"]), "A>B or B>A")
-        completions, correct = (sides if row["label"] == "A>B" else sides[::-1]), 1
+    good, bad = (
+        [(f"{side}[{i}]", value) for i, value in enumerate(_as_list(row[side], side))] for side in SIDES
+    )
+    if "domain" in row:
+        name, subset = "rm_bench", row["domain"]
+        if len(good) != STYLED or len(bad) != STYLED:
+            found = f"{len(good)} correct and {len(bad)} wrong completions"
+            raise RowError("wrong_type", "chosen", found, f"{STYLED} of each: RM-Bench has three styles")
     else:
-        good, bad = (
-            [(f"{side}[{i}]", value) for i, value in enumerate(_as_list(row[side], side))] for side in SIDES
-        )
-        if "domain" in row:
-            name, subset = "rm_bench", row["domain"]
-            if len(good) != STYLED or len(bad) != STYLED:
-                found = f"{len(good)} correct and {len(bad)} wrong completions"
-                raise RowError("wrong_type", "chosen", found, f"{STYLED} of each: RM-Bench has three styles")
-        else:
-            name = "reward_bench_2" if "num_correct" in row else "best_of_k"
-            subset = row.get("subset", "all")
-            if (number := row.get("num_correct", len(good))) != len(good):
-                found = f"{show(number)} and {len(good)} completions in chosen"
-                raise RowError("wrong_type", "num_correct", found, "the number of correct completions")
-        completions, correct = good + bad, len(good)
+        name = "reward_bench_2" if "num_correct" in row else "best_of_k"
+        subset = row.get("subset", "all")
+        if (number := row.get("num_correct", len(good))) != len(good):
+            found = f"{show(number)} and {len(good)} completions in chosen"
+            raise RowError("wrong_type", "num_correct", found, "the number of correct completions")
+    completions, correct = good + bad, len(good)
     prompt = given_prompt(row, shape)
     pairs: list[tuple[Text, ...]] = [(completion_text(value, key, prompt),) for key, value in completions]
     for (key, value), (text,) in zip(completions[correct:], pairs[correct:], strict=True):

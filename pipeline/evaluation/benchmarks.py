@@ -1,4 +1,4 @@
-"""Benchmarks of reward models from files: RewardBench 2, RM-Bench, JudgeBench, and your own best-of-k rows.
+"""Benchmarks of reward models from files: RewardBench 2, RM-Bench, and your own best-of-k rows.
 
 A row of data.benchmarks has one prompt and several completions, the correct ones first (data.shapes.parse_benchmark). Each
 completion is scored alone; the benchmark's rule then compares the scores of a row.
@@ -172,12 +172,6 @@ def _rm_bench(rows: list[Scored]) -> tuple[Figures, Figures]:
     return levels, _by_subset(rows, means)
 
 
-def _judge_bench(rows: list[Scored]) -> tuple[Figures, Figures]:
-    """Scores JudgeBench (https://arxiv.org/abs/2410.12784). Rewards see no order of the answers; equal scores are wrong."""
-    right = [float(_gap(row) > 0) for row in rows]
-    return {"all": _share(right)}, _by_subset(rows, right)
-
-
 def _by_subset(rows: Sequence[Scored], values: Sequence[float]) -> Figures:
     groups: dict[str, list[float]] = defaultdict(list)
     for row, value in zip(rows, values, strict=True):
@@ -195,5 +189,4 @@ BENCHMARKS: dict[str, Callable[[list[Scored]], tuple[Figures, Figures]]] = {
     "reward_bench_2": _best_of_k,
     "best_of_k": _best_of_k,
     "rm_bench": _rm_bench,
-    "judge_bench": _judge_bench,
 }
