@@ -1,4 +1,4 @@
-"""Matrix products of half-precision operands with results in fp32.
+"""The precision of a base, and matrix products of half-precision operands with results in fp32.
 
 torch rounds the product of two bf16 matrices to bf16, 8 bits, though it was summed up in fp32. A logit of 10 is then off
 by up to 0.03, and so is a log-prob.
@@ -12,6 +12,13 @@ import torch
 from torch import Tensor, nn
 
 HALF = (torch.bfloat16, torch.float16)
+
+
+def precision_of(base: Any, autocast: bool) -> str:
+    """Returns `quantized`, `half` (products or weights) or `fp32`. Outputs at two of them differ by more than rounding."""
+    if getattr(base, "is_quantized", False):
+        return "quantized"
+    return "half" if autocast or base.dtype != torch.float32 else "fp32"
 
 
 def mm_fp32(a: Tensor, b: Tensor) -> Tensor:

@@ -21,22 +21,31 @@ def sequences(vocab_size: int, pad: int | None) -> list[list[int]]:
     return [rng.choices(ids, k=length) for length in LENGTHS]
 
 
-def write(folder: str, vocab_size: int, pad: int | None, output: Callable[[list[int]], float]) -> None:
+def write(
+    folder: str, vocab_size: int, pad: int | None, output: Callable[[list[int]], float], precision: str
+) -> None:
     """Writes the probes with their outputs into the adapter's folder.
 
     Args:
         output: returns the output on a row: a reward's score, or a policy's mean log-prob after the first token, in nats.
+        precision: what the outputs are computed in (precision.precision_of).
     """
-    rows = [{"input_ids": ids, "output": output(ids)} for ids in sequences(vocab_size, pad)]
+    rows = [
+        {"input_ids": ids, "output": output(ids), "precision": precision}
+        for ids in sequences(vocab_size, pad)
+    ]
     with open(os.path.join(folder, FILE), "w", encoding="utf-8") as file:
         json.dump(rows, file)
 
 
-def read(folder: str) -> list[tuple[list[int], float]]:
-    """Returns (token ids, output) of an adapter's probes, or nothing if it has none."""
+def read(folder: str) -> list[tuple[list[int], float, str | None]]:
+    """Returns (token ids, output, precision) of an adapter's probes, or nothing if it has none.
+
+    Earlier versions did not write the precision.
+    """
     path = os.path.join(folder, FILE)
     if not os.path.exists(path):
         return []
     with open(path, encoding="utf-8") as file:
         rows = json.load(file)
-    return [(row["input_ids"], row["output"]) for row in rows]
+    return [(row["input_ids"], row["output"], row.get("precision")) for row in rows]

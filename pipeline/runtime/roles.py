@@ -21,6 +21,7 @@ from pipeline.models.base import load_base
 from pipeline.models.tokenizer import load_tokenizer, tokenizer_digest
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward, Reward
+from pipeline.ppo.selfcheck.definitions import precision_in_use
 from pipeline.runtime.host import Host
 from pipeline.runtime.worker import Worker
 from pipeline.system.functions import imported
@@ -241,7 +242,8 @@ def save_policy(worker: Host, shared: SharedBase, folder: str) -> dict[str, Any]
     """Writes the policy and its probes. Returns the digest of its tensors."""
     digest = shared.save("policy", folder)
     pad = worker.tokenizer.pad_token_id
-    probes.write(folder, shared.vocab_size, pad, lambda ids: shared.mean_logprob("policy", ids))
+    precision = precision_in_use(shared)
+    probes.write(folder, shared.vocab_size, pad, lambda ids: shared.mean_logprob("policy", ids), precision)
     return digest
 
 

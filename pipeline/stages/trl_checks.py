@@ -18,6 +18,7 @@ from pipeline.data.kl_pairs import paired
 from pipeline.findings import Finding, same_tensors
 from pipeline.models.adapter_files import is_head
 from pipeline.models.adapters import tensors_in
+from pipeline.models.precision import precision_of
 from pipeline.models.template import GENERATION, user_header_and_generation_prompt
 from pipeline.models.tokenizer import eos_ids
 from pipeline.runtime.worker import Worker
@@ -342,5 +343,8 @@ def completion_logprob(model: Any, prompt: list[int], completion: list[int]) -> 
 
 def tolerance(trainer: Any, model: Any) -> float:
     """Returns the relative difference that rounding explains: batches differ in padding."""
-    low = trainer.args.bf16 or trainer.args.fp16 or model.dtype != torch.float32
-    return 0.05 if low or getattr(model, "is_quantized", False) else 1e-3
+    return 1e-3 if precision_in_use(trainer, model) == "fp32" else 0.05
+
+
+def precision_in_use(trainer: Any, model: Any) -> str:
+    return precision_of(model, trainer.args.bf16 or trainer.args.fp16)

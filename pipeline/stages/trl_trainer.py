@@ -328,7 +328,8 @@ def save(trainer: Any, folder: str) -> dict[str, Any]:
         return float(found[0, :-1].log_softmax(-1).gather(-1, actions).mean())
 
     vocab_size = model.config.get_text_config().vocab_size
-    probes.write(folder, vocab_size, trainer.processing_class.pad_token_id, output)
+    precision = trl_checks.precision_in_use(trainer, model)
+    probes.write(folder, vocab_size, trainer.processing_class.pad_token_id, output, precision)
     return digest
 
 

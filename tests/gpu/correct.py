@@ -21,6 +21,7 @@ from pipeline.ppo import losses
 from pipeline.ppo.episodes import Totals, collate
 from pipeline.ppo.rng import rng_state, set_rng_state
 from pipeline.ppo.selfcheck import rollout as checks
+from pipeline.ppo.selfcheck.definitions import precision_in_use
 from pipeline.ppo.selfcheck.roles import gradient_of
 from tests.gpu import models
 from tests.gpu.models import DEVICE, SMALL, small
@@ -65,7 +66,7 @@ def _saved(shared: SharedBase, role: str, folder: str) -> str:
     def output(ids: list[int]) -> float:
         return shared.score(role, ids) if role == "reward" else shared.mean_logprob(role, ids)
 
-    probes.write(at, shared.vocab_size, models.PAD, output)
+    probes.write(at, shared.vocab_size, models.PAD, output, precision_in_use(shared))
     return at
 
 

@@ -8,6 +8,7 @@ from pipeline.errors import SelfCheckFailed
 from pipeline.findings import Finding
 from pipeline.models import probes
 from pipeline.ppo.episodes import prompt_order
+from pipeline.ppo.selfcheck import roles
 from pipeline.ppo.selfcheck import rollout as checks
 
 
@@ -57,6 +58,29 @@ def test_prompts_in_another_order_are_seen(monkeypatch):
     assert checks.each_episode_once(trainer, trainer.rollout().episodes).holds is True
     monkeypatch.setattr(prompt_order, "__code__", unshuffled.__code__)
     assert checks.each_episode_once(trainer, toy.trainer().rollout().episodes).holds is False
+
+
+@pytest.mark.parametrize(
+    ("precision", "off", "holds"),
+    [
+        ("fp32", 0.05, False),
+        ("half", 0.05, True),
+        ("half", 0.2, False),
+        ("quantized", 0.2, None),
+        (None, 0.2, None),
+    ],
+)
+def test_outputs_are_compared_as_closely_as_the_precision_of_the_training_allows(
+    precision, off, holds, tmp_path
+):
+    trainer = toy.trainer()  # in fp32
+    trainer.shared.save("policy", tmp_path)
+
+    def output(ids):
+        return trainer.shared.mean_logprob("policy", ids) + off
+
+    probes.write(str(tmp_path), toy.VOCAB, 0, output, precision)
+    assert roles.behaves_as_trained(trainer, "policy", str(tmp_path)).holds is holds
 
 
 def test_probes_hold_nothing_of_the_data_and_no_pad():

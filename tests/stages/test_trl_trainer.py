@@ -38,7 +38,10 @@ def trained(base, task_type="CAUSAL_LM", **lora):
             parameter.data += 0.1 * torch.randn_like(parameter)
     accelerator = SimpleNamespace(unwrap_model=lambda model: model)
     return SimpleNamespace(
-        model=model.eval(), accelerator=accelerator, processing_class=SimpleNamespace(pad_token_id=0)
+        model=model.eval(),
+        accelerator=accelerator,
+        processing_class=SimpleNamespace(pad_token_id=0),
+        args=SimpleNamespace(bf16=False, fp16=False),
     )
 
 

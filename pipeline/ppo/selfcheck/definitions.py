@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipeline.findings import Finding
 from pipeline.models.adapters import SharedBase
+from pipeline.models.precision import precision_of
 from pipeline.ppo import estimators, losses
 from pipeline.ppo.config import PPOConfig, RolloutConfig
 from pipeline.ppo.episodes import Episodes, Totals, all_reduce, gather
@@ -29,6 +30,7 @@ from pipeline.ppo.rollouts import Rollouts
 from pipeline.ppo.sampler import Sampler
 
 MAX_ACTIONS = 64  # checked actions per completion, from its first
+LOW_PRECISION = 0.1  # nats that rounding explains if the precision is below fp32
 CHECKED_ROWS = 32  # whose losses' gradients are checked
 Numbers = np.ndarray  # one for each action of a row
 
@@ -65,8 +67,11 @@ class Learner(Protocol):
 
 def tolerance(shared: SharedBase) -> float:
     """Returns the largest root mean square difference of log-probs, in nats, that rounding explains."""
-    low = shared.autocast is not None or shared.base.dtype != torch.float32
-    return 0.1 if low or getattr(shared.base, "is_quantized", False) else 1e-3
+    return 1e-3 if precision_in_use(shared) == "fp32" else LOW_PRECISION
+
+
+def precision_in_use(shared: SharedBase) -> str:
+    return precision_of(shared.base, shared.autocast is not None)
 
 
 def root_mean_square(difference: Tensor, mask: Tensor) -> float:

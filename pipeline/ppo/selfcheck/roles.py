@@ -9,15 +9,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.findings import Finding, same_tensors
 from pipeline.models import probes
 from pipeline.models.adapter_files import HEAD, is_head
-from pipeline.models.adapters import SharedBase
+from pipeline.models.adapters import SharedBase, tensors_in
 from pipeline.ppo.episodes import Episodes, Totals, collate
-from pipeline.ppo.selfcheck.definitions import MAX_ACTIONS, Learner, root_mean_square, tolerance
+from pipeline.ppo.selfcheck.definitions import (
+    LOW_PRECISION,
+    MAX_ACTIONS,
+    Learner,
+    precision_in_use,
+    root_mean_square,
+    tolerance,
+)
 
 ROUNDING = 1e-3  # relative to a gradient's norm: what another order of summation may change in fp32
 
@@ -35,7 +41,7 @@ def check(trainer: Learner, episodes: Episodes) -> list[Finding]:
 
 def same_as_file(trainer: Learner, role: str, folder: str) -> Finding:
     """Checks that the role's adapter in memory, with its head if it has one, is bit-identical to the file."""
-    tensors = load_file(f"{folder}/adapter_model.safetensors")
+    tensors = tensors_in(folder, trainer.shared.base)
     stored = {HEAD if is_head(key) else key: tensor.float() for key, tensor in tensors.items()}
     loaded = trainer.shared.tensors_of(role)
     if role == "critic":  # its head is rescaled to what an episode is paid
@@ -55,17 +61,22 @@ def behaves_as_trained(trainer: Learner, role: str, folder: str) -> Finding:
     stored = probes.read(folder)
     if not stored:
         return Finding(name, f"{folder} holds no {probes.FILE}: it was not trained by this pipeline", None)
+    then, now = stored[0][2], precision_in_use(shared)
+    if then is None or ("quantized" in {then, now} and then != now):
+        found = f"not checked: trained at precision {then or 'unknown'}, and here the base is {now}"
+        return Finding(name, found, None)
+    limit = LOW_PRECISION if then == "half" else tolerance(shared)
     largest = 0.0
-    for ids, output in stored:
+    for ids, output, _ in stored:
         if role in rewards:
             largest = max(largest, abs(shared.score(role, ids) - output) / rewards[role].std)
         else:
             largest = max(largest, abs(shared.mean_logprob(role, ids) - output))
     unit = "deviations" if role in rewards else "nats a token"
     found = f"{len(stored)} probes differ by up to {largest:.2g} {unit}"
-    if not largest <= tolerance(shared):
+    if not largest <= limit:
         found += ". Another base, scaling (lora_alpha, r) or precision, or tensors that were lost on the way"
-    return Finding(name, found, largest <= tolerance(shared))
+    return Finding(name, found, largest <= limit)
 
 
 @torch.no_grad()
