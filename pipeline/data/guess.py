@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from pipeline.data import reshape
 from pipeline.data.annotations import Answered
 from pipeline.data.messages import offered
 from pipeline.data.reshape import Preprocess, listed, value_at
-from pipeline.data.shapes import BAD, are_clear, is_good, kind_of, parse, shape_of
+from pipeline.data.shapes import BAD, are_clear, are_mostly, is_good, kind_of, parse, shape_of
 from pipeline.data.shapes import LABELS as VERDICTS
 from pipeline.data.values import Dropped, RowError, setting, some
 from pipeline.errors import InputError, visible
@@ -127,10 +127,7 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
         return None
     free = {name: values for name, values in columns.items() if name not in _used(guess)}
     if stage == "sft":  # with a label, bad completions are left out
-        labels = [name for name in _called("label", free) if None not in map(is_good, _filled(free[name]))]
-        scales = [name for name in free if _numbers(_filled(free[name])) and _is_label(free[name])]
-        labels += [name for name in scales if name.lower() in NAMES["label"]]
-        labels += [name for name in rated if name in free]
+        labels = _labels(free, rated)
         guess |= _unlike({"label": labels[0]}) if labels and labels[0] not in VERDICTS else {}
     if stage in ("sft", "ppo") and "tools" not in rows[0]:
         tools = [name for name, values in free.items() if any(map(_is_tools, values))]
@@ -138,18 +135,38 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
     return guess
 
 
-def doubt(rows: Sequence[dict[str, Any]]) -> str:
+def beside(rows: Sequence[dict[str, Any]], given: Mapping[str, Any], used: set[str], section: str) -> str:
+    """Returns which column beside those that sft reads may say what is good, and what to set, or "".
+
+    Args:
+        given: the columns of the job.
+        used: these columns, and the fields that sft reads.
+        section: the section of the job that describes the rows.
+    """
+    if problem := doubt(rows, used):
+        return problem
+    columns = {name: one for name, one in _columns(rows[:LOOKED]).items() if name.split(".")[0] not in used}
+    if not (labels := _labels(columns, _ratings(rows[:LOOKED]))):
+        return ""
+    named = as_setting({**given, "label": labels[0]}, rows, section)
+    return (
+        f"`{labels[0]}` may say which completions are good; set {named}, or leave it out: {section}.transform"
+    )
+
+
+def doubt(rows: Sequence[dict[str, Any]], used: Collection[str] = ()) -> str:
     """Returns what makes it unclear which completions are good, and what to set, or "".
 
     It is a column whose name says that its rows are bad, such as thumbs_down, or another text by annotators.
+    Columns that are `used` already are no such text.
     """
-    columns = _columns(rows[:LOOKED])
+    columns = {name: one for name, one in _columns(rows[:LOOKED]).items() if name not in used}
     texts, asked = _texts(columns), _questions(rows[:LOOKED])
     if VERDICTS & columns.keys() or any(True for _ in _pairs(columns, texts)):
         return ""
     for name, values in columns.items():
         bad = {*BAD} & {word.removesuffix("s") for word in re.findall(r"[a-z]{3,}", name.lower())}
-        if bad and (filled := _filled(values)) and None not in map(is_good, filled):
+        if bad and are_mostly(_filled(values)):
             set_one = setting("data.columns", f"{{label: {name}}}")
             set_one += f" and {setting('data.label', '{good: 0, bad: 1}')}"
             return f"`{name}` may say what is bad; set {set_one}, or make one label: data.transform"
@@ -185,7 +202,8 @@ def labels_of(guess: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> list[
         for name in listed(guess.get("label", "label")):
             with contextlib.suppress(KeyError):
                 found += listed(value_at(row, name))
-    return [value for value in found if not reshape.is_blank(value) and not isinstance(value, list | dict)]
+    blank = reshape.is_blank if "first" in guess else reshape.is_unrated
+    return [value for value in found if not blank(value) and not isinstance(value, list | dict)]
 
 
 # ---- columns and their values ----------------------------------------------------------------------------------------
@@ -217,7 +235,7 @@ def _is_tools(value: Any) -> bool:
 def _filled(values: Values) -> Values:
     """Returns the values, and those in lists, without blanks and objects."""
     values = [one for value in values for one in listed(value)]
-    return [one for one in values if not reshape.is_blank(one) and not isinstance(one, list | dict)]
+    return [one for one in values if not reshape.is_unrated(one) and not isinstance(one, list | dict)]
 
 
 def _texts(columns: Mapping[str, Values]) -> list[str]:
@@ -243,9 +261,18 @@ def _ratings(rows: Sequence[dict[str, Any]]) -> list[str]:
         if name in asked and _numbers(values):
             return True
         words = all(isinstance(reshape.comparable(one), str) for one in values)
-        return words and {False} <= {*map(is_good, values)} <= {True, False}
+        return words and _is_label(values) and are_mostly(values) and False in map(is_good, values)
 
     return [name for name, values in columns.items() if rates(name, values)]
+
+
+def _labels(free: Mapping[str, Values], rated: Sequence[str]) -> list[str]:
+    """Returns the columns beside a demonstration that say whether it is good, the likeliest first."""
+    filled = {name: _filled(values) for name, values in free.items()}
+    labels = [name for name in _called("label", free) if not filled[name] or are_mostly(filled[name])]
+    scales = [name for name in free if _numbers(filled[name]) and _is_label(free[name])]
+    labels += [name for name in scales if name.lower() in NAMES["label"]]
+    return labels + [name for name in rated if name in free]
 
 
 def _numbers(values: Values) -> list[float]:

@@ -11,8 +11,8 @@ from pipeline.config.job import Source, completed, sources_of
 from pipeline.data import chunks, guess, reshape
 from pipeline.data.files import File, find
 from pipeline.data.reshape import Preprocess
-from pipeline.data.shapes import Kind, are_clear, is_good, kind_of, shape_of
-from pipeline.data.values import RowError, setting, some
+from pipeline.data.shapes import LABELS, Kind, are_clear, are_mostly, is_good, kind_of, shape_of
+from pipeline.data.values import RowError, setting, show, some
 from pipeline.errors import InputError, visible
 from pipeline.system import functions
 
@@ -136,7 +136,7 @@ def resolve_labels(
                 row = reshape.renamed(row, head.preprocess.columns, ())
                 if {"first", "second", "label"} <= row.keys() and "first_score" not in row:
                     found.append(row["label"])
-        check_zeros(head, stage)
+        check_ratings(head, stage)
 
     def with_rule(one: Preprocess) -> Preprocess:
         if not kind_of(stage, one).has_pairs or one.rule is not None or not labels.get(repr(one)):
@@ -150,19 +150,37 @@ def resolve_labels(
         if head.rows and not any(fits(row, kind) for row in head.rows):
             problem = guess.misfit(head.rows, stage, head.path, head.section)
             raise InputError(problem, key=f"data.{head.split}")
+        check_beside(head, kind)
     return made
 
 
-def check_zeros(head: Head, stage: str) -> None:
-    """Raises InputError if labels are 0 and -1, of which one may mean that nobody has rated, and the job does not say more."""
+def check_ratings(head: Head, stage: str) -> None:
+    """Raises InputError if some labels call a completion neither good nor bad, or are 0 and -1, and the job has no data.label."""
     kind, columns = kind_of(stage, head.preprocess), head.preprocess.columns
     pair = {"first", "chosen"} & {*columns, *itertools.chain(*head.rows[:1])}
     read = not pair and "label" in kind.further.union(*kind.shapes.values())
     found = guess.labels_of(columns, head.rows)
-    if read and head.preprocess.rule is None and None not in map(is_good, found) and not are_clear(found):
-        problem = f"{head.path}: the column {columns.get('label', 'label')!r} has 0 and -1, and one may mean unrated"
-        said = setting(f"{head.section}.label", "{good: 1, bad: -1}")
-        raise InputError(f"{problem}; set {said}", key=f"{head.section}.label")
+    if read and head.preprocess.rule is None and are_mostly(found) and not are_clear(found):
+        other = next((show(one) for one in found if is_good(one) is None), "")
+        why = f"{other}, which means neither good nor bad" if other else "0 and -1, and one may mean unrated"
+        said = setting(
+            f"{head.section}.label", "{good: VALUE, bad: VALUE}" if other else "{good: 1, bad: -1}"
+        )
+        problem = f"{head.path}: the column {columns.get('label', 'label')!r} has {why}; set {said}"
+        raise InputError(problem, key=f"{head.section}.label")
+
+
+def check_beside(head: Head, kind: Kind) -> None:
+    """Raises InputError if sft reads no label, and a column that it does not read looks like one."""
+    columns = head.preprocess.columns
+    rated = "label" in columns or are_mostly(guess.labels_of({"label": [*LABELS]}, head.rows))
+    used = {*itertools.chain(*map(reshape.listed, columns.values())), *known_fields(kind)}
+    if (
+        kind.stage == "sft"
+        and not rated
+        and (problem := guess.beside(head.rows, columns, used, head.section))
+    ):
+        raise InputError(f"{head.path}: {problem}", key=f"{head.section}.columns")
 
 
 def fitting(name: str, data: Any) -> dict[str, str]:

@@ -96,6 +96,7 @@ WORDS = {
     "tie": re.compile(r"(?:tie|tied|draw|equal|same|both|neither|none).*"),
 }
 NAMES = ("first", "second", "tie", "good", "bad")  # what a value of a label may mean
+UNRATED = ("nan", "n/a", "na", "#n/a", "<na>", "null", "none")
 SEVERAL = 12  # a column with more different values is no label
 RARE = 0.05  # up to this share of the labels, an unknown text counts as an error of its row
 # Names of labels that hold the number of a completion, such as better_response_id; not `label`, which may mean anything.
@@ -169,7 +170,8 @@ def vote(label: Any, rule: Rule) -> str:
     votes: Counter[str] = Counter()
     for value in listed(label):
         try:
-            votes.update([] if is_blank(value) else [rule.meaning(value)])
+            blank = is_unrated(value) if rule.good else is_blank(value)
+            votes.update([] if blank else [rule.meaning(value)])
         except KeyError:
             kind = "unclear_label" if rule.derived else "unknown_label"
             expected = f"{rule}; data.label says what its values mean"
@@ -181,6 +183,11 @@ def vote(label: Any, rule: Rule) -> str:
 def is_blank(value: Any) -> bool:
     """Returns True for null and blank text: in CSV nothing is empty text."""
     return value is None or (isinstance(value, str) and not value.strip())
+
+
+def is_unrated(value: Any) -> bool:
+    """Returns True for a rating that is blank, or what pandas and spreadsheets write for that as text."""
+    return is_blank(value) or (isinstance(value, str) and value.strip().lower() in UNRATED)
 
 
 def _score(value: Any, name: str) -> float | None:

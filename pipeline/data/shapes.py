@@ -126,7 +126,7 @@ class Kind:
             if isinstance(made, dict):
                 read = self.further.union(self.shapes.get(shape_of(made, self) or "", ()))
                 labels = {name: majority(made[name]) for name in LABELS & read & made.keys()}
-                blank = any(map(reshape.is_blank, labels.values()))
+                blank = any(map(reshape.is_unrated, labels.values()))
                 made = values.Dropped("unlabeled") if blank else {**made, **labels}
             yield made
 
@@ -181,7 +181,7 @@ def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
 
 def majority(label: Any) -> Any:
     """Returns what most labels of a list say, true, false, or null if it is neither. Returns other labels unchanged."""
-    votes = [is_good(one) for one in reshape.listed(label) if not reshape.is_blank(one)]
+    votes = [is_good(one) for one in reshape.listed(label) if not reshape.is_unrated(one)]
     if None in votes or not isinstance(label, list):
         return label
     more = sum(1 if good else -1 for good in votes)
@@ -199,8 +199,13 @@ def is_good(label: Any) -> bool | None:
 
 
 def are_clear(labels: Sequence[Any]) -> bool:
-    """Returns True if each label calls a completion good or bad. Beside -1, a 0 may mean that nobody has rated it."""
+    """Returns True if each label calls a completion good or bad. Beside -1, a 0 may mean that it has no rating."""
     return None not in map(is_good, labels) and not {0.0, -1.0} <= {*map(reshape.comparable, labels)}
+
+
+def are_mostly(labels: Sequence[Any]) -> bool:
+    """Returns True if most labels call a completion good or bad, so that others, such as neutral, are no topics."""
+    return 2 * [*map(is_good, labels)].count(None) < len(labels)
 
 
 def demonstration(row: dict[str, Any], shape: str) -> Record:

@@ -136,3 +136,50 @@ def test_a_zero_beside_minus_one_is_asked_about(tmp_path, stage, name):
     report = make(tmp_path, stage, train=write(tmp_path / "a.jsonl", rows), on_error="skip", **told).report
     assert report.splits["train"].kept == (2 if stage == "kto" else 1)
     look(tmp_path, [row for row in rows if row[name] != -1], stage, columns=columns)
+
+
+DEMONSTRATION = {"question": "Why {}?", "answer": "So it is."}
+BESIDE = {
+    "reaction": (("👍", "👎"), r"label: reaction\}' and data\.label='\{good: VALUE, bad: VALUE\}'"),
+    "thumbs_down": ((0, 1), r"label: thumbs_down\}' and data\.label='\{good: 0, bad: 1\}'"),
+    "rating": ((1, 2, 5), r"label: rating\}' and data\.label='\{good: VALUE, bad: VALUE\}'"),
+    "feedback": (("up", "down", "NaN"), r"label: feedback\}', or leave it out: data\.transform"),
+    "verdict": (("up", "down", "neutral"), r"label: verdict\}' and data\.label"),
+}
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_label_beside_the_columns_that_sft_reads_is_asked_about(tmp_path, name, mapped):
+    """It was only counted as not read, so bad completions were imitated."""
+    marks, says = BESIDE[name]
+    fields = ("question", "answer") if mapped else ("prompt", "completion")
+    rows = [{fields[0]: f"Why {i}?", fields[1]: "So it is.", name: marks[i % len(marks)]} for i in range(9)]
+    columns = {"prompt": "question", "completion": "answer"} if mapped else None
+    with pytest.raises(InputError, match=f"`{name}` may say .*{says}"):
+        look(tmp_path, rows, "sft", columns=columns)
+    for topics in (("rain", "sun"), (3, 4), ("ann", "bob", "no")):
+        rows = [{**row, name: topics[i % len(topics)]} for i, row in enumerate(rows)]
+        if topics != (3, 4) or name not in ("rating", "feedback"):  # a scale
+            look(tmp_path, rows, "sft", columns=columns)
+
+
+@pytest.mark.parametrize("stage", ["sft", "kto"])
+@pytest.mark.parametrize("name", ["label", "reaction"])
+def test_words_that_are_no_labels_are_asked_about_and_empty_cells_are_not_rated(tmp_path, stage, name):
+    rows = [
+        {"prompt": f"Why {i}?", "completion": "So.", name: ("up", "down", "Up ", "neutral")[i % 4]}
+        for i in range(8)
+    ]
+    columns = {"label": name} if name == "reaction" else None
+    with pytest.raises(InputError, match=f"column '{name}' has \"neutral\", which means neither"):
+        look(tmp_path, rows, stage, columns=columns)
+    told = {"columns": {"label": name}, "label": {"good": "up", "bad": "down"}}
+    for empty in ("NaN", "n/a", "None", "", "null", " <NA>"):
+        for row in rows[3::4]:
+            row[name] = empty
+        look(tmp_path, rows, stage, columns=columns)
+        path = write(tmp_path / f"{len(empty)}.jsonl", rows)
+        for more in ({"columns": columns or {}}, told):
+            split = make(tmp_path, stage, train=path, on_error="skip", **more).report.splits["train"]
+            assert split.dropped["unlabeled"] == 2 and split.kept == (6 if stage == "kto" else 4)
