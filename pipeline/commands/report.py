@@ -31,5 +31,5 @@ def run(first: str, others: list[str]) -> str:
     for one in runs:
         if one.note:
             print(f"{one.name}: {one.note}")
-    print(f"{path}\n{home}/plots/*.png")
+    print(path)
     return path

@@ -1,60 +1,15 @@
-"""Seconds, peak memory and timeline of an update: the trainer's phases, and the chunks that rollout workers had meanwhile."""
+"""Seconds and peak memory of each phase of an update."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
-
-TRAINER = "trainer"
-SHORTEST_S = 1e-4  # shorter spans of the trainer get no bar
-
-
-@dataclass(frozen=True)
-class Span:
-    """An activity from `begin` to `end`, in seconds of the trainer's time.perf_counter()."""
-
-    who: str  # "trainer", "worker 0", ...
-    what: str  # a phase, or "update 7": a chunk of that update's completions
-    begin: float
-    end: float
-
-
-def timeline(update: int, spans: Sequence[Span]) -> dict[str, Any]:
-    """Returns an update's timeline for result.json, with times in seconds since the start of the trainer's first phase.
-
-    Spans are cut at the start and end of the update. Of nested phases of the trainer, each has the time that the others do
-    not have.
-
-    Args:
-        update: counted from 1.
-    """
-    own = [span for span in spans if span.who == TRAINER]
-    begin, end = min(span.begin for span in own), max(span.end for span in own)
-    shown = [span for span in spans if span.who != TRAINER and span.begin < end and span.end > begin]
-    for start, stop in pairwise(sorted({at for span in own for at in (span.begin, span.end)})):
-        inside = [span for span in own if span.begin <= start and stop <= span.end]
-        if inside and stop - start >= SHORTEST_S:
-            innermost = max(inside, key=lambda span: (span.begin, -span.end))
-            shown.append(replace(innermost, begin=start, end=stop))
-    rows = [
-        {
-            "who": span.who,
-            "what": span.what,
-            "begin": round(max(span.begin, begin) - begin, 4),
-            "end": round(min(span.end, end) - begin, 4),
-        }
-        for span in sorted(shown, key=lambda span: (span.begin, -span.end))
-    ]
-    return {"update": update, "seconds": round(end - begin, 4), "spans": rows}
 
 
 class Phases:
@@ -70,7 +25,6 @@ class Phases:
         self.seconds: dict[str, float] = {}
         self.peak_bytes: dict[str, int] = {}
         self.highest = 0
-        self.spans: list[Span] = []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -84,9 +38,7 @@ class Phases:
             raise OutOfMemory(name, in_brief(error)) from error
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # kernels run asynchronously: count them in this phase
-        end = time.perf_counter()
-        self.spans.append(Span(TRAINER, name, begin, end))
-        self.seconds[name] = self.seconds.get(name, 0.0) + end - begin
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
         self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak_bytes(self.device))
 
     def metrics(self) -> dict[str, float]:
@@ -95,7 +47,7 @@ class Phases:
         metrics |= {f"memory/{name}": peak / 2**30 for name, peak in self.peak_bytes.items()}
         self.highest = max(self.highest, *self.peak_bytes.values(), 0)
         metrics["memory/peak"] = self.highest / 2**30
-        self.seconds, self.peak_bytes, self.spans = {}, {}, []
+        self.seconds, self.peak_bytes = {}, {}
         return metrics
 
 

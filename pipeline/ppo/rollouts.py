@@ -18,7 +18,6 @@ from torch import Tensor
 
 from pipeline.inference.rows import Completion
 from pipeline.models.adapters import SharedBase
-from pipeline.ppo.clock import Span
 from pipeline.ppo.episodes import Episodes, collate, gather
 from pipeline.ppo.sampler import Chunk, Sampled, Sampler
 
@@ -96,8 +95,8 @@ class RolloutWorkers(Protocol):
     def collect(self, chunk: Chunk) -> Sampled | None:
         """Waits for a requested chunk and returns it, sampled and scored, or None if no worker is left."""
 
-    def measured(self) -> tuple[dict[str, float], list[Span]]:
-        """Returns the metrics and spans since the last call."""
+    def measured(self) -> dict[str, float]:
+        """Returns the metrics since the last call."""
 
 
 @dataclass

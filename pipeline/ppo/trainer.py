@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.gpus import peak_flops
 from pipeline.models.lora import cast_once
 from pipeline.ppo import forward, losses
-from pipeline.ppo.clock import Phases, timeline
+from pipeline.ppo.clock import Phases
 from pipeline.ppo.config import PPOConfig, RolloutConfig
 from pipeline.ppo.episodes import (
     Episodes,
@@ -139,7 +138,6 @@ class PPOTrainer:
         self.history: list[dict[str, float]] = []
         self.tokens = 0  # tokens that all workers have sampled for training
         self.phases = Phases(self.device)
-        self.timelines: deque[dict[str, Any]] = deque(maxlen=100)  # of the last updates
         staleness = self.rollout_config.staleness
         self.versions = Versions(shared, "policy", staleness) if staleness or rollout_workers else None
         self.rollouts = Rollouts(
@@ -214,12 +212,10 @@ class PPOTrainer:
         return metrics | {"episode": float(self.update * args.batch_size)} | self._costs(episodes, metrics)
 
     def _costs(self, episodes: Episodes, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns seconds and memory of the update's phases, and its speed; keeps its timeline."""
-        spans, costs = self.phases.spans, self.phases.metrics()
+        """Returns seconds and memory of the update's phases, and its speed."""
+        costs = self.phases.metrics()
         if self.rollouts.workers:
-            measured, more = self.rollouts.workers.measured()
-            costs, spans = costs | measured, [*spans, *more]
-        self.timelines.append(timeline(self.update, spans))
+            costs |= self.rollouts.workers.measured()
         seconds = sum(costs.get(f"time/{phase}", 0.0) for phase in ("rollout", "score", "values", "update"))
         if "rollout/waited" in costs:
             costs["rollout/waiting"] = costs["rollout/waited"] / seconds

@@ -192,15 +192,11 @@ def recorded(uri: str, run_id: str) -> dict[str, Any]:
     }
 
 
-def log_files(
-    uri: str, run_id: str, files: list[str], samples: list[dict[str, Any]], plots: str | None
-) -> None:
-    """Adds files, a folder of plots, and samples (as a table: one row a sample) to what a run's page shows."""
+def log_files(uri: str, run_id: str, files: list[str], samples: list[dict[str, Any]]) -> None:
+    """Adds files and samples (as a table: one row a sample) to what a run's page shows."""
     mlflow = store.client(uri)
     for file in files:
         mlflow.log_artifact(run_id, file)
-    if plots:
-        mlflow.log_artifacts(run_id, plots, "plots")
     if not samples:
         return
     # MLflow's page would show a column with a dot in its name as empty.

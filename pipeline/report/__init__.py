@@ -1,4 +1,4 @@
-"""A report about one run or several: one self-contained HTML page, and the plots as PNGs.
+"""A report about one run or several: one self-contained HTML page.
 
     python -m pipeline report RUN [RUN ...]       # folders, names under runs/, or MLflow run ids
 
@@ -20,30 +20,24 @@ PAGE = "report.html"
 def write(
     runs: list[Run],
     folder: str,
-    pictures: bool = True,
     result: dict[str, Any] | None = None,
 ) -> str:
-    """Writes report.html and plots/*.png into `folder`, a path or a bucket. Returns the path of the page.
+    """Writes report.html into `folder`, a path or a bucket. Returns the path of the page.
 
     Args:
-        pictures: whether to write plots/*.png.
         result: the result of the run that just ended; its page in MLflow gets the report.
     """
     from pipeline.report import page
 
     with tempfile.TemporaryDirectory() as local:
-        plots, html = Path(local, "plots"), Path(local, PAGE)
+        html = Path(local, PAGE)
         html.write_text(page.render(runs), encoding="utf-8")
-        for run in runs if pictures else ():
-            plots.mkdir(exist_ok=True)
-            for name, picture in page.pictures(run).items():
-                (plots / (name if len(runs) == 1 else f"{run.name}-{name}")).write_bytes(picture)
         storage.store_folder(local, folder)
         if result:
             uri, run_id, file = result["tracking_uri"], result["mlflow_run_id"], f"{local}/result.json"
             registry.end_finished(uri, run_id)
             storage.write_json(file, result)
-            registry.log_files(uri, run_id, [str(html), file], result["samples"], str(plots))
+            registry.log_files(uri, run_id, [str(html), file], result["samples"])
     return storage.join(folder, PAGE)
 
 
@@ -53,12 +47,12 @@ def attach(result: dict[str, Any]) -> str | None:
 
 
 def of_several(folders: list[str], folder: str, result: dict[str, Any] | None = None) -> str | None:
-    """Draws one page about the runs in `folders` into `folder`, without the pictures that each run's folder has already.
+    """Draws one page about the runs in `folders` into `folder`.
 
     Returns the path of the page, or None if drawing failed: a message says so, and the run does not fail.
     """
     try:
-        return write([read(one) for one in folders], folder, pictures=bool(result), result=result)
+        return write([read(one) for one in folders], folder, result=result)
     except Exception as error:  # a failed drawing must not lose hours of training
         again = f"try again with: python -m pipeline report {' '.join(folders)}"
         print(f"   no report: {summary(error)}; {again}", flush=True)

@@ -1,13 +1,8 @@
-"""Draws whether a score can be trusted: what `evaluate` leaves in evaluation.json, and the judge over the KL of a PPO run."""
+"""Draws whether a score can be trusted, from what `evaluate` leaves in evaluation.json."""
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
-from pipeline.report.panels import History
-from pipeline.report.plots import COLOURS, DASHED, INK, Drawing, number
-
-FEWEST_POINTS = 4  # evaluations that a fit of two numbers needs
+from pipeline.report.plots import COLOURS, DASHED, INK, Drawing
 
 
 def drawings(evaluation: dict[str, Any]) -> list[Drawing]:
@@ -49,61 +44,6 @@ def draw_best_of_n(axes: Any, curve: list[dict[str, float]]) -> None:
     axes.set_xticks(sizes, [str(int(n)) for n in sizes])
     axes.set(title="Best of n", xlabel="completions to choose from", ylabel="score above n = 1")
     axes.margins(y=0.2)
-
-
-def over_optimization(history: History, before: float | None) -> list[Drawing]:
-    """Returns the drawing of reward and judge over the distance of a PPO run's policy, with the fit of the judge's score.
-
-    Args:
-        before: the judge's score of the policy before training.
-    """
-    kls, scores, rewards = (dict(history.get(f"eval_{name}", [])) for name in ("kl", "judge", "reward"))
-    steps = kls.keys() & scores.keys() & rewards.keys()
-    points = sorted((kls[step], scores[step], rewards[step]) for step in steps if kls[step] > 0)
-    if before is None or len(points) < FEWEST_POINTS:
-        return []
-    alpha, beta = fit([kl for kl, _, _ in points], [score - before for _, score, _ in points])
-    title = "Judge over distance"
-    note = "A dot is an evaluation: the judge's score, and as rings the reward's. The line is the fit of Gao et al. (2022), d (a - b ln d) with d = sqrt(KL)."
-    if (peak := peak_kl(alpha, beta)) is None:
-        note += " It has no peak: the judge's score still rises with the KL."
-    else:
-        beyond = ", beyond these evaluations" if peak > points[-1][0] else ""
-        note += f" It peaks at a KL of {number(peak)} nats{beyond}."
-    note += " It describes this run and is no early warning."
-
-    def draw(axes: Any) -> None:
-        distances = [math.sqrt(kl) for kl, _, _ in points]
-        axes.scatter(distances, [score for _, score, _ in points], s=14, color=COLOURS[0], linewidths=0)
-        other = axes.twinx()
-        rings = [reward for _, _, reward in points]
-        other.scatter(distances, rings, s=14, color="none", edgecolors=COLOURS[2])
-        other.set_ylabel("reward")
-        other.grid(False)
-        line = [distances[-1] * i / 60 for i in range(1, 61)]
-        fitted = [before + d * (alpha - beta * math.log(d)) for d in line]
-        axes.plot(line, fitted, color=COLOURS[1], linewidth=1.2)
-        axes.axhline(before, **DASHED)
-        axes.set(title=title, xlabel="square root of the KL, in nats", ylabel="score of the judge")
-
-    return [Drawing(title, note, draw)]
-
-
-def fit(kls: Sequence[float], gains: Sequence[float]) -> tuple[float, float]:
-    """Returns alpha and beta of gain = d (alpha - beta ln d), d = sqrt(KL), by least squares.
-
-    Gao, Schulman and Hilton 2022, https://arxiv.org/abs/2210.10760, section 3.1, for reinforcement learning.
-    """
-    import numpy as np
-
-    d = np.sqrt(np.array(kls, dtype=float))
-    (alpha, beta), *_ = np.linalg.lstsq(np.stack([d, -d * np.log(d)], 1), np.array(gains, dtype=float))
-    return float(alpha), float(beta)
-
-
-def peak_kl(alpha: float, beta: float) -> float | None:
-    """Returns the KL at which d (alpha - beta ln d) is highest, d = exp(alpha / beta - 1), or None if it keeps rising."""
-    return math.exp(2 * (alpha / beta - 1)) if beta > 0 and alpha < 20 * beta else None
 
 
 def examples(evaluation: dict[str, Any]) -> list[dict[str, Any]]:

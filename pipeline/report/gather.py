@@ -2,12 +2,12 @@
 
 import os
 import re
-from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from pipeline import references, registry
+from pipeline import registry
 from pipeline.config.stages import INPUTS
 from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
@@ -143,59 +143,38 @@ def _add_curves(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------------ lineage
 
 
-BOX, GAP, ROW = 178, 74, 104  # pixels: width of a box, gap between columns, height of a row
-MAX_ROW_ARROWS = 4  # versions whose rows have their own arrow
+MOST_VERSIONS = 4  # versions whose rows are named one by one
 
 
 @dataclass
-class Node:
-    """One box of the lineage graph."""
+class Ancestor:
+    """A version, or another input, that a run was made from."""
 
-    key: str  # models:/name/3, or another input of a run
-    title: str
-    lines: list[str] = field(default_factory=list)
-    parents: dict[str, str] = field(default_factory=dict)  # key of the parent -> its role
-    rows_from: dict[str, int] = field(default_factory=dict)  # key of a version -> rows of its conversations
-    kind: str = "version"  # or `run` (registered nothing), `base`, `input`
-    depth: int = 0  # column
-    y: float = 0.0
-
-    @property
-    def x(self) -> int:
-        return 8 + self.depth * (BOX + GAP)
-
-    @property
-    def height(self) -> int:
-        return 28 + 16 * len(self.lines)
-
-    @property
-    def bottom(self) -> float:
-        return self.y + self.height
-
-    @property
-    def arrows(self) -> dict[str, str]:
-        """Returns {key of a box that this one was made from: as what}."""
-        used = {key: [role] for key, role in self.parents.items()}
-        for key, rows in self.rows_from.items():
-            used[key] = [*used.get(key, []), count(rows)]
-        return {key: ", ".join(filter(None, roles)) for key, roles in used.items()}
+    role: str  # for what it was used: policy, reward, 300 rows
+    reference: str  # models:/name/3, or another input
+    state: str = ""  # its aliases and its gate
+    sources: list[tuple[str, str]] = field(default_factory=list)  # (role, reference) of what it was made from
 
 
-def lineage(runs: list[Run]) -> list[Node]:
-    """Returns every version that these runs made or descend from, the runs that registered nothing, and their base."""
-    nodes: dict[str, Node] = {}
-    for run in runs:
-        if run.version and run.uri:
-            _add(nodes, run.version, run.uri)
-            continue
-        node = Node(f"run {run.folder or run.name}", f"{run.stage} ({run.state})", [run.name], kind="run")
-        nodes[node.key] = node
-        parents = {role: _pinned(reference, run.uri) for role, reference in run.inputs.items()}
-        base = {"base_name_or_path": run.job["model"]["name_or_path"]}
-        rows_from = run.data.get("splits", {}).get("train", {}).get("versions", {})
-        _connect(nodes, node, parents, base, rows_from, run.uri)
-    _place(nodes)
-    return list(nodes.values())
+def ancestors(run: Run) -> list[Ancestor]:
+    """Returns the inputs of a run and of the versions that it descends from, each once, the nearest first."""
+    rows_from = run.data.get("splits", {}).get("train", {}).get("versions", {})
+    inputs = {role: _pinned(reference, run.uri) for role, reference in run.inputs.items()}
+    found: dict[str, Ancestor] = {}
+    waiting = _sources(inputs, rows_from, run.job["model"]["name_or_path"])
+    for role, reference in waiting:  # it grows
+        if reference not in found:
+            found[reference] = one = Ancestor(role, reference)
+            if run.uri and Ref.parse(reference).version:
+                one.state, one.sources = _recorded(reference, run.uri)
+                waiting += one.sources
+    return list(found.values())
+
+
+def _sources(inputs: dict[str, str], rows_from: dict[str, int], base: str) -> list[tuple[str, str]]:
+    """Returns (role, reference) of inputs, or else the base, and of the versions that wrote rows."""
+    named = [(role.partition(".")[0], reference) for role, reference in inputs.items()] or [("base", base)]
+    return named + [(count(rows), one) for one, rows in most_frequent(rows_from, MOST_VERSIONS).items()]
 
 
 def _pinned(reference: str, uri: str | None) -> str:
@@ -206,93 +185,24 @@ def _pinned(reference: str, uri: str | None) -> str:
         return reference
 
 
-def _add(nodes: dict[str, Node], key: str, uri: str | None) -> None:
-    """Adds the box of a version, and all that it descends from."""
-    if key in nodes:
-        return
-    if not Ref.parse(key).version or uri is None:
-        nodes[key] = Node(key, _tail(key), kind="input")
-        return
-    node = nodes[key] = Node(key, references.title(key))
+def _recorded(reference: str, uri: str) -> tuple[str, list[tuple[str, str]]]:
+    """Returns aliases and gate of a version, and what it was made from."""
     try:
-        version = registry.version(key, uri)
+        version = registry.version(reference, uri)
     except Exception as error:  # the version was deleted, or the server does not answer
-        node.lines, node.kind = [f"unreadable: {type(error).__name__}"], "input"
-        return
+        return f"unreadable: {type(error).__name__}", []
     tags = version["tags"]
     gate = tags.get("gate", "?")
-    node.lines = [f"@{alias}" for alias in version["aliases"]]
-    node.lines.append("no gate set" if gate == "none set" else f"gate {gate}")
-    parents = {role: parent for role, parent in tags["parents"].items() if role != "judge"}
-    _connect(nodes, node, parents, tags, tags["rows_from"], uri)
+    state = [f"@{alias}" for alias in version["aliases"]]
+    state.append("no gate set" if gate == "none set" else f"gate {gate}")
+    return ", ".join(state), _sources(
+        tags["parents"], tags["rows_from"], tags.get("base_name_or_path", "base")
+    )
 
 
-def _connect(
-    nodes: dict[str, Node],
-    node: Node,
-    parents: dict[str, str],
-    base: dict[str, str],
-    counts: dict[str, int],
-    uri: str | None,
-) -> None:
-    """Adds the boxes that a node was made from, with arrows: parents, or else the base, and the versions that wrote its rows.
-
-    Args:
-        parents: {role or role.number: version or another input}.
-        base: tags, of which base_name_or_path and base_digest are read.
-        counts: {version: rows of its conversations}.
-    """
-    for role, parent in parents.items():
-        node.parents.setdefault(parent, role.partition(".")[0])
-        _add(nodes, parent, uri)
-    if not parents:
-        name, digest = base.get("base_name_or_path", "base"), base.get("base_digest", "")
-        key, lines = f"base {name}", [_tail(name), digest.removeprefix("sha256:")[:12]]
-        nodes.setdefault(key, Node(key, "base", lines, kind="base"))
-        node.parents[key] = ""
-    for version, rows in most_frequent(counts, MAX_ROW_ARROWS).items():
-        if Ref.parse(version).version:
-            node.rows_from[version] = rows
-            _add(nodes, version, uri)
-        else:  # `others`
-            node.lines.append(f"{count(rows)} from {version}")
-
-
-def _tail(path: str) -> str:
-    """Returns the last two parts of a path or hub id."""
-    return "/".join(path.rstrip("/").split("/")[-2:])
-
-
-def _place(nodes: dict[str, Node]) -> None:
-    """Sets columns by the longest path from a root, and rows by order of appearance. Removes arrows that others imply."""
-
-    def above(key: str, *links: str) -> set[str]:
-        """Returns all that a box was made from, along these links."""
-        found: set[str] = set()
-        queue = [key]
-        while queue:
-            node = nodes[queue.pop()]
-            new = {up for link in links for up in getattr(node, link)} - found
-            found |= new
-            queue += new
-        return found
-
-    for node in nodes.values():  # rows may name any version, also one that was made later
-        later = {key for key in node.rows_from if node.key in {key, *above(key, "parents", "rows_from")}}
-        node.rows_from = {key: n for key, n in node.rows_from.items() if key not in later}
-    for node in nodes.values():
-        implied = {up for parent in node.parents for up in above(parent, "parents")}
-        node.parents = {key: role for key, role in node.parents.items() if key not in implied}
-
-    def depth(key: str) -> int:
-        above = (*nodes[key].parents, *nodes[key].rows_from)
-        return 1 + max((depth(one) for one in above), default=-1)
-
-    columns: dict[int, list[Node]] = defaultdict(list)
-    for key, node in nodes.items():
-        node.depth = depth(key)
-        columns[node.depth].append(node)
-    tallest = max(map(len, columns.values()))
-    for column in columns.values():
-        for row, node in enumerate(column):
-            node.y = 8 + ROW * (row + (tallest - len(column)) / 2)
+def address(reference: str, uri: str | None) -> str | None:
+    """Returns the page of a version, or None if the store is no MLflow server."""
+    ref = Ref.parse(reference)
+    if not ref.version or not uri or not uri.startswith("http"):
+        return None
+    return f"{without_credentials(uri)}/#/models/{quote(ref.name)}/versions/{ref.version}"

@@ -67,7 +67,6 @@ def facts(run: Run) -> list[tuple[str, str]]:
     peak, seconds, cost = (result.get(key) for key in ("peak_memory_bytes", "train_seconds", "cost"))
     entries = [
         ("base", " ".join(filter(None, (model["name_or_path"], model.get("revision"))))),
-        *run.inputs.items(),
         ("registered", registered),
         ("ended", how_it_ended(result)),
         ("workers", f"{workers} {'with a GPU each' if scaling.get('use_gpu') else 'on CPUs'}"),

@@ -8,12 +8,14 @@ import jinja2
 import yaml
 from markupsafe import Markup, escape
 
+from pipeline import references
 from pipeline.config.stages import STAGE
 from pipeline.data.counts import versions_in_words
 from pipeline.data.report import name_of
 from pipeline.registry import conditions
-from pipeline.report import evaluations, headline, plots, preferences, timeline
-from pipeline.report.gather import BOX, Run, lineage
+from pipeline.registry.store import flatten
+from pipeline.report import evaluations, gather, headline, plots, preferences
+from pipeline.report.gather import Run
 from pipeline.report.panels import GROUPS
 from pipeline.report.plots import Drawing
 
@@ -32,7 +34,9 @@ def render(runs: list[Run]) -> str:
     )
     functions = (conditions, plots.number, versions_in_words, name_of, title_of, marked, as_yaml)
     environment.globals.update({one.__name__: one for one in functions})
-    environment.globals.update(headline=headline, evaluations=evaluations)
+    environment.globals.update(
+        headline=headline, evaluations=evaluations, gather=gather, references=references
+    )
     sampled = [run for run in runs if run.result.get("samples")]
     return environment.get_template("page.jinja").render(
         title=runs[0].name if len(runs) == 1 else " → ".join(stages),
@@ -40,8 +44,7 @@ def render(runs: list[Run]) -> str:
         first=sampled[-1] if sampled else None,  # its samples come before everything else
         cards=headline.overview(runs) if len(runs) > 1 else headline.cards(runs[0]),
         compared=[comparison(same) for same in by_stage if len(same) > 1],
-        nodes={node.key: node for node in lineage(runs)},
-        box=BOX,
+        anchors={run.version: f"r{i}" for i, run in enumerate(runs) if run.version},
     )
 
 
@@ -80,26 +83,16 @@ def drawn(runs: dict[str, Run]) -> dict[str, tuple[str, list[Drawing]]]:
         question = f"What do {len(first.pairs):,} held-out pairs say about the scores?"
         groups["pairs"] = (question, preferences.drawings(first.pairs))
     if alone:
-        trust = evaluations.drawings(first.evaluation)
-        trust += evaluations.over_optimization(first.history, first.metrics.get("before_judge"))
-        groups["evaluation"] = ("Can the score be trusted?", trust)
+        groups["evaluation"] = ("Can the score be trusted?", evaluations.drawings(first.evaluation))
     for name, (question, panels) in GROUPS.items():
         draws = [(one, plots.curve(one, histories, axis, kept)) for one in panels]
         groups[name] = (question, [Drawing(one.title, one.note, draw) for one, draw in draws if draw])
-    if alone:
-        groups["cost"][1].extend(timeline.drawings(first.result.get("timeline")))
     return {name: group for name, group in groups.items() if group[1]}
 
 
 def picture(runs: dict[str, Run], group: str) -> bytes:
     """Returns a group of drawings as a PNG, of one run or of several runs of one stage by their names."""
     return plots.png([one.draw for one in drawn(runs)[group][1]])
-
-
-def pictures(run: Run) -> dict[str, bytes]:
-    """Returns {file name: PNG} of a run, one for each group of drawings."""
-    groups = drawn({"": run}).items()
-    return {f"{name}.png": plots.png([one.draw for one in group]) for name, (_, group) in groups}
 
 
 def groups(run: Run, anchor: str) -> list[dict[str, Any]]:
@@ -116,19 +109,18 @@ def groups(run: Run, anchor: str) -> list[dict[str, Any]]:
 
 
 def comparison(runs: list[Run]) -> dict[str, Any]:
-    """Returns panels that compare runs of one stage; letters replace long and equal names."""
-    names = {run.name for run in runs}
-    letters = max(map(len, names)) > 14 or len(names) < len(runs)
-    labels = [chr(ord("A") + i) if letters else run.name for i, run in enumerate(runs)]
-    groups = drawn(dict(zip(labels, runs, strict=True))).values()
+    """Returns what compares runs of one stage: their metrics, the keys that differ, and panels whose lines are numbered."""
+    named = {str(number): run for number, run in enumerate(runs, 1)}
     cards = [{card["label"]: card["value"] for card in headline.cards(run)} for run in runs]
+    jobs = [flatten(run.job) for run in runs]
+    keys = sorted({key for job in jobs for key in job} - {"run.name"})
+    groups = drawn(named).values()
     return {
         "stage": runs[0].stage,
         "panels": _panels((one for _, drawings in groups for one in drawings), f"c-{runs[0].stage}"),
-        "rows": [
-            (label if letters else "●", run, of) for label, run, of in zip(labels, runs, cards, strict=True)
-        ],
+        "rows": list(zip(runs, cards, jobs, strict=True)),
         "columns": list(dict.fromkeys(label for of in cards for label in of)),
+        "differ": [key for key in keys if any(job.get(key) != jobs[0].get(key) for job in jobs)],
     }
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pickle
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 
 from pipeline.errors import Failure, causes
-from pipeline.ppo.clock import TRAINER, Span
 from pipeline.rollout.pool import FINAL
 from pipeline.rollout.worker import NumericSettings
 from pipeline.system import terminal
@@ -34,7 +32,7 @@ class Client:
         pool.start.remote()
         self.session = worker.gather(uuid.uuid4().hex)[0]
         self.worker = worker
-        self.own: list[Span] = []  # this trainer's spans since the last `measured`
+        self.waited = 0.0  # seconds that this trainer waited for chunks since the last `measured`
 
     def begin(self, trainer: PPOTrainer) -> None:
         """Sends the workers the trainers' numeric settings. Every rank calls it, before the first update."""
@@ -45,9 +43,8 @@ class Client:
 
     def publish(self, version: int, tensors: Tensors) -> None:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        with self._span("publish"):
-            # In a list, because Ray would fetch a bare reference for the pool, which only passes it on.
-            ray.get(self.pool.publish.remote(self.session, version, [ray.put(dict(tensors))], size))
+        # In a list, because Ray would fetch a bare reference for the pool, which only passes it on.
+        ray.get(self.pool.publish.remote(self.session, version, [ray.put(dict(tensors))], size))
 
     def request(self, chunks: Sequence[Chunk]) -> None:
         asked = [(chunk.key, chunk.version, pickle.dumps(chunk)) for chunk in chunks]
@@ -55,15 +52,16 @@ class Client:
 
     def collect(self, chunk: Chunk) -> Sampled | None:
         """Waits for a chunk. Returns None if this trainer must sample it. Raises the original error of a rollout worker."""
+        begin = time.perf_counter()
         try:
-            with self._span("waiting"):
-                sampled = ray.get(self.pool.collect.remote(self.session, chunk.key))
+            sampled = ray.get(self.pool.collect.remote(self.session, chunk.key))
         except ray.exceptions.RayTaskError as error:
             raise next((cause for cause in causes(error) if isinstance(cause, FINAL)), error) from None
         except ray.exceptions.RayActorError as error:
             raise Failure(
                 "the actor that hands out rollouts died; the same command continues the run"
             ) from error
+        self.waited += time.perf_counter() - begin
         if sampled is None:
             terminal.say(
                 f"no rollout worker is there: this trainer samples chunk {chunk.number} of update {chunk.update + 1} itself"
@@ -71,21 +69,8 @@ class Client:
             return None
         return pickle.loads(sampled)
 
-    def measured(self) -> tuple[dict[str, float], list[Span]]:
-        spans, self.own = self.own, []
+    def measured(self) -> dict[str, float]:
+        waited, self.waited = self.waited, 0.0
         if self.rank != 0:
-            return {}, spans
-        waited = sum(span.end - span.begin for span in spans if span.what == "waiting")
-        figures, assignments, there = ray.get(self.pool.metrics.remote())
-        here = time.perf_counter()  # the pool's clock may be another machine's
-        for one in assignments:
-            what = "lost" if one.lost else f"update {one.update + 1}"
-            begin, end = (at - there + here for at in (one.begin, one.end or there))
-            spans.append(Span(f"worker {one.slot}", what, begin, end))
-        return figures | {"rollout/waited": waited}, spans
-
-    @contextmanager
-    def _span(self, what: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.own.append(Span(TRAINER, what, begin, time.perf_counter()))
+            return {}
+        return ray.get(self.pool.metrics.remote()) | {"rollout/waited": waited}

@@ -76,11 +76,8 @@ class Slot:
 class Assignment:
     """A chunk that a worker samples, with times of this process's time.monotonic()."""
 
-    slot: int
-    update: int  # the chunk's update, counted from 0
     begin: float
     end: float | None = None  # when it finished
-    lost: bool = False  # the worker was lost
 
 
 class Pool:
@@ -189,11 +186,8 @@ class Pool:
         self.bytes += len(task.chunk) + len(made)
         return made
 
-    async def metrics(self) -> tuple[dict[str, float], list[Assignment], float]:
-        """Returns metrics since the last call, the assignments that had not ended before it, and this process's clock.
-
-        The metrics: ready workers, the idle share of their time, waiting chunks, bytes, lost workers.
-        """
+    async def metrics(self) -> dict[str, float]:
+        """Returns, since the last call: ready workers, the idle share of their time, waiting chunks, bytes, lost workers."""
         now, ready = time.monotonic(), sum(slot.ready for slot in self.slots)
         busy = sum((one.end or now) - max(one.begin, self.measured) for one in self.assignments)
         figures = {
@@ -203,10 +197,9 @@ class Pool:
             "rollout/bytes": float(self.bytes),
             "rollout/lost_workers": float(self.lost),
         }
-        assignments = self.assignments
-        self.assignments = [one for one in assignments if one.end is None]
+        self.assignments = [one for one in self.assignments if one.end is None]
         self.measured, self.bytes = now, 0
-        return figures, assignments, now
+        return figures
 
     # ------------------------------------------------------------------------------------------- workers
 
@@ -316,7 +309,7 @@ class Pool:
         if (task.session, task.version) not in slot.has:
             slot.has.add((task.session, task.version))
             self.bytes += size
-        assignment = Assignment(slot.number, task.key[0], time.monotonic())
+        assignment = Assignment(time.monotonic())
         try:
             await self._check_heartbeat(worker)  # if it is lost before it begins, the chunk is not to blame
             task.attempts += 1
@@ -328,7 +321,6 @@ class Pool:
                 task.result.set_exception(error)
             return
         except WorkerLost as error:
-            assignment.lost = True
             if slot.leaving or getattr(error.__cause__, "preempted", False):
                 task.attempts -= 1  # the node is to blame, not the chunk
             await self._give_back(task, error)

@@ -134,8 +134,6 @@ def _finish(
         tracked.compare(comparison.of("policy")[0], trainer.update)
     kept = tracked.restore() if tracked else None
     end = best.outcome(tracked, kept, trainer.update, trainer.total)
-    by_length = sorted(trainer.timelines, key=lambda one: one["seconds"])
-    end["timeline"] = by_length[len(by_length) // 2] if by_length else None
     update = _logged(trainer)[end["kept"]["step"]]
     metrics = {name: value for name, value in update.items() if not name.endswith("/evaluate")}
     usage = {"tokens": trainer.tokens, "completions": trainer.update * trainer.args.batch_size}

@@ -1,11 +1,10 @@
-"""Metrics of an update are what their names say, and its timeline."""
+"""Metrics of an update are what their names say."""
 
 import pytest
 import torch
 import toy_ppo as toy
 
 from pipeline.models.gpus import peak_flops
-from pipeline.ppo.clock import Span, timeline
 from pipeline.ppo.rewards import FunctionReward
 
 
@@ -67,31 +66,3 @@ def test_mfu_is_the_share_of_a_gpus_peak(settings, passes, monkeypatch):
 def test_the_peak_of_a_gpu_is_found_by_its_name(name, tflops, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(torch.device("cuda")) == (tflops and tflops * 1e12)
-
-
-def test_spans_of_other_updates_are_cut_off_and_inner_phases_out_of_outer_ones():
-    own = [Span("trainer", "rollout", 10.0, 11.5), Span("trainer", "update", 11.5, 13.0)]
-    others = [
-        Span("trainer", "waiting", 10.5, 11.5),
-        Span("worker 0", "update 3", 11.5, 14.0),
-        Span("worker 0", "update 1", 8.0, 10.0),
-        Span("worker 1", "update 4", 13.0, 15.0),
-        Span("worker 1", "update 2", 9.0, 10.5),
-    ]
-    shown = timeline(2, [*own, *others])
-    assert (shown["update"], shown["seconds"]) == (2, 3.0)
-    assert sorted(tuple(span.values()) for span in shown["spans"]) == [
-        ("trainer", "rollout", 0.0, 0.5),
-        ("trainer", "update", 1.5, 3.0),
-        ("trainer", "waiting", 0.5, 1.5),
-        ("worker 0", "update 3", 1.5, 3.0),
-        ("worker 1", "update 2", 0.0, 0.5),
-    ]
-
-
-def test_a_trainer_keeps_the_phases_of_each_of_its_updates():
-    trainer = toy.trainer(total_episodes=48)
-    trainer.train()
-    assert [one["update"] for one in trainer.timelines] == [1, 2, 3]
-    for one in trainer.timelines:
-        assert [span["what"] for span in one["spans"]] == ["rollout", "score", "values", "update"]

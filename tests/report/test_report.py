@@ -17,7 +17,7 @@ from running import ROOT, client, stage
 from pipeline import registry, report
 from pipeline.__main__ import main
 from pipeline.config import load_job
-from pipeline.report import evaluations, gather, page, panels, plots, preferences, timeline
+from pipeline.report import gather, page, panels, plots, preferences
 from pipeline.runtime import run
 
 SCRIPT = "<script>alert('x')</script> & \"quotes\" $x^2$"
@@ -31,16 +31,6 @@ PPO_CURVES = {
     "time/update": [2.0, 2.0, 2.1],
     "memory/peak": [0.8, 0.9, 0.9],
     "lr": [1e-3, 1e-3, 1e-3],
-}
-TIMELINE = {
-    "update": 2,
-    "seconds": 2.0,
-    "spans": [
-        {"who": "trainer", "what": "waiting", "begin": 0.0, "end": 0.5},
-        {"who": "worker 0", "what": "update 2", "begin": 0.0, "end": 0.5},
-        {"who": "trainer", "what": "update", "begin": 0.6, "end": 2.0},
-        {"who": "worker 10", "what": "update 3", "begin": 0.7, "end": 1.9},
-    ],
 }
 LINEAGE = {
     "stage": "?",
@@ -62,8 +52,8 @@ def store(tmp_path_factory):
     return folder
 
 
-def begin(store, name, verb="ppo"):
-    given = [f"run.storage_path={store}", f"run.name={name}"]
+def begin(store, name, verb="ppo", *changed):
+    given = [f"run.storage_path={store}", f"run.name={name}", *changed]
     job = load_job(ROOT / f"jobs/demo/{verb}.yaml", given, verb)
     (store / name).mkdir()
     (store / name / "job.json").write_text(json.dumps(job.to_dict()))
@@ -77,7 +67,7 @@ def log(job, run_id, curves):
     metrics.close()
 
 
-def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, rows_from=None, timeline=None):
+def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, rows_from=None):
     """A run as `launch` leaves it, without the training: its MLflow run, its version, its result.json."""
     with registry.mlflow_run(job, {"train": "d" * 64}) as run_id:
         if curves:
@@ -95,7 +85,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, r
     read = {"splits": splits, "sources": sources, "samples": [f"{SCRIPT}⟦a <b>⟧"]}
     result = run.described(version) | {
         "stage": job.stage, "name": job.run.name, "folder": job.folder, "metrics": metrics, "samples": list(samples),
-        "timeline": timeline, "checkpoint": str(store / job.run.name / "final"), "mlflow_run_id": run_id,
+        "checkpoint": str(store / job.run.name / "final"), "mlflow_run_id": run_id,
         "tracking_uri": registry.tracking_uri(job), "adapter": str(store / job.run.name / "adapter") if publish else None,
         "inputs": inputs or {}, "data": {"digests": {"train": "d" * 64}, "report": read}, "seconds": 75.4,
         "train_seconds": 60.0, "peak_memory_bytes": 2**30, "versions": {"python": "3.11.9", "torch": "2.13.0"},
@@ -119,7 +109,7 @@ def runs(store):
     }
     judged = {"before_judge": 0.25, "eval_judge": 0.915}
     figures = judged | {"eval_win_rate": 0.9, "eval_kl": 2.5, "eval_eos": 0.5}
-    ppo = finish(store, begin(store, "one-ppo"), PPO_CURVES, figures, inputs, [sample], timeline=TIMELINE)
+    ppo = finish(store, begin(store, "one-ppo"), PPO_CURVES, figures, inputs, [sample])
     inputs |= {"policy": "models:/rlhf-ppo/1", "baseline": "models:/rlhf-sft/1"}
     job = begin(store, "one-evaluate", "evaluate")
     evaluate = finish(store, job, {}, {"eval_judge_win_rate": 0.8}, inputs, publish=False)
@@ -178,40 +168,35 @@ def test_the_page_says_what_a_reader_looks_for(runs, store):
     for words in (
         "one-ppo", "finished", "0.25 → 0.915", "90.0 %", "1 min 15 s", "KL from the reference",
         "Explained variance of the values", "Seconds per update", "Oslo.", "reward 3.50",
-        "2 chosen equal to rejected", "eval_eos", "fails", "torch 2.13.0", "models:/rlhf-sft/1", "An update of median length: update 2",
+        "2 chosen equal to rejected", "eval_eos", "fails", "torch 2.13.0",
         "train 2 sources · dddddddddddd a.jsonl: 9 of 10 kept b.parquet: 9 of 10 kept, 3 of 9 drawn an epoch 12",
     ):  # fmt: skip
         assert words in text, words
     assert "Implicit rewards" not in text and "Learning rate" not in text  # not of this stage; never changed
-    assert "An update of median length" not in page_of(store, "one-rm")
 
 
-def test_the_timeline_has_a_row_for_each_and_names_each_chunk_by_its_update():
-    axes = plots.figure([timeline.drawings(TIMELINE)[0].draw]).axes[0]
-    rows = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
-    assert {name.get_text(): round(at) for at, name in rows} == {"trainer": 0, "worker 0": 1, "worker 10": 2}
-    names = {text.get_text(): text.xy for text in axes.texts}
-    assert names["update 3"] == (pytest.approx(1.3), 2) and names["waiting"] == (pytest.approx(0.25), 0)
-    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
-    assert len(ends) == 4 and max(ends) == axes.get_xlim()[1] == 2.0
-    assert timeline.drawings({**TIMELINE, "spans": []}) == []
+def lines_of(store, name):
+    """The list of a run's ancestors, as text."""
+    html = page_of(store, name)
+    there = html[html.index("Where it comes from") :].partition("</ul>")[0]
+    return [text_of(line) for line in re.findall("<li>.*?</li>", there, re.DOTALL)]
 
 
-def test_the_lineage_leads_from_the_base_to_the_policy(runs, store):
-    nodes = {node.key: node for node in gather.lineage([report.read(str(store / "one-evaluate"))])}
-    ppo = nodes["models:/rlhf-ppo/1"]
-    assert ppo.parents == {"models:/rlhf-sft/1": "policy", "models:/rlhf-rm/1": "reward"}
-    assert ppo.lines[0].startswith("gate failed"), "its eval_eos missed the gate: no alias"
-    assert "@champion" in nodes["models:/rlhf-sft/1"].lines
-    assert list(nodes["models:/rlhf-rm/1"].parents) == ["base jobs/demo/model"]
-    # The baseline and the reward are ancestors of the policy: the arrow from the policy implies them.
-    last = f"run {store}/one-evaluate"
-    assert nodes[last].parents == {"models:/rlhf-ppo/1": "policy"}
-    path = ("base jobs/demo/model", "models:/rlhf-sft/1", ppo.key, last)
-    assert [nodes[key].depth for key in path] == [0, 1, 2, 3]
+def test_the_ancestors_lead_from_the_policy_to_the_base(runs, store):
+    assert lines_of(store, "one-evaluate") == [
+        # its eval_eos missed the gate: no alias
+        "policy: rlhf-ppo v1 (gate failed: eval_eos = 0.5, required >= 0.9), from policy: rlhf-sft v1, reward: rlhf-rm v1",
+        "reward: rlhf-rm v1 (@champion, gate passed), from base: jobs/demo/model",
+        "baseline: rlhf-sft v1 (@champion, gate passed), from base: jobs/demo/model",
+        "base: jobs/demo/model",
+    ]
+    assert '<a href="#r0">rlhf-sft v1</a>' in page_of(store, "one-sft", "one-ppo")  # it is on the page, too
+    there = "http://server:5000/#/models/rlhf-rm/versions/1"
+    assert gather.address("models:/rlhf-rm/1", "http://me:secret@server:5000") == there
+    assert gather.address("models:/rlhf-rm/1", "sqlite:///mlflow.db") is None
 
 
-def test_the_lineage_draws_the_loop(migrated, tmp_path):
+def test_the_ancestors_include_versions_that_wrote_rows(migrated, tmp_path):
     """sft -> its conversations -> dpo v1 -> its conversations -> dpo v2, which starts from sft again."""
     shutil.copy(migrated, tmp_path / "mlflow.db")
     sft, first, second = "models:/rlhf-sft/1", "models:/rlhf-dpo/1", "models:/rlhf-dpo/2"
@@ -220,14 +205,12 @@ def test_the_lineage_draws_the_loop(migrated, tmp_path):
     counts = {first: 200, sft: 100, second: 5, "models:/gone/1": 3, **rare}
     for name, rows_from in (("one", {sft: 300}), ("two", counts)):
         finish(tmp_path, begin(tmp_path, name, "dpo"), {}, {}, {"policy": sft}, rows_from=rows_from)
-    run = report.read(str(tmp_path / "two"))
-    nodes = {node.key: node for node in gather.lineage([run])}
-    assert nodes[first].parents == nodes[second].parents == {sft: "policy"}
-    assert nodes[second].depth == 1 + nodes[first].depth == 2 + nodes[sft].depth
-    assert "2 rows from others" in nodes[second].lines
-    assert nodes[first].arrows == {sft: "policy, 300 rows"}
-    rows = {first: "200 rows", sft: "policy, 100 rows", "models:/gone/1": "3 rows"}
-    assert nodes[second].arrows == rows, "none of itself"
+    lines = lines_of(tmp_path, "two")
+    assert [line.partition(" (")[0] for line in lines] == [
+        "policy: rlhf-sft v1", "200 rows: rlhf-dpo v1", "5 rows: rlhf-dpo v2", "3 rows: gone v1", "2 rows: others",
+        "base: jobs/demo/model",
+    ]  # fmt: skip
+    assert "unreadable" in lines[3] and lines[1].endswith("from policy: rlhf-sft v1, 300 rows: rlhf-sft v1")
     assert "200 rows from models:/rlhf-dpo/1, 100 rows from models:/rlhf-sft/1" in page_of(tmp_path, "two")
 
 
@@ -236,29 +219,28 @@ def test_the_samples_come_first_also_on_a_page_of_several_runs(runs, store):
     for names in (("one-ppo",), ("one-sft", "one-rm", "one-ppo")):
         html = page_of(store, *names)
         samples = html.index("Completions to held-out prompts")
-        assert samples < html.index("Where it comes from") < html.index("<section")
+        assert samples < html.index("<section") < html.index("Where it comes from")
         assert html.count("Completions to held-out prompts") == 1
 
 
 def test_runs_of_one_stage_are_drawn_over_each_other(runs, store):
-    """Letters stand for long names, and for a name that two of them have."""
+    """Numbers stand for names, which may be long or equal; a table has the keys that differ."""
 
     def kl_of(*names):
         html = page_of(store, "one-ppo", *names)
-        assert f"{1 + len(names)} runs compared" in html
-        return re.search(r'<svg[^>]*aria-label="KL from the reference.*?</svg>', html, re.DOTALL)[0]
+        kl = re.search(r'<svg[^>]*aria-label="KL from the reference.*?</svg>', html, re.DOTALL)[0]
+        assert "var(--c0)" in kl and "#0072b2" not in kl.lower()  # colors follow the page
+        return re.findall(r"fill: var\(--c\d\)[^<]*>(\d)</text>", kl), text_of(html)
 
-    long = "a-run-with-a-long-name"
-    for name in ("other-ppo", long):
-        finish(store, begin(store, name), PPO_CURVES, {"eval_kl": 0.5}, publish=False)
-    kl = kl_of("other-ppo")
-    assert "one-ppo" in kl and "other-ppo" in kl
-    assert "var(--c0)" in kl and "var(--c1)" in kl and "#0072b2" not in kl.lower()  # colours follow the page
-    kl = kl_of("other-ppo", long)
-    assert ">A<" in kl and ">C<" in kl and long not in kl
+    for name, *changed in (("other-ppo", "trainer.kl_coef=0.5"), ("third-ppo", "data.eval=null")):
+        finish(store, begin(store, name, "ppo", *changed), PPO_CURVES, {"eval_kl": 0.5}, publish=False)
+    ends, text = kl_of("other-ppo")
+    assert sorted(ends) == ["1", "2"] and "PPO: 2 runs compared run trainer.kl_coef judge" in text
+    assert "2 other-ppo 0.5" in text
+    ends, text = kl_of("other-ppo", "third-ppo")
+    assert sorted(ends) == ["1", "2", "3"] and "run data.eval trainer.kl_coef judge" in text
     shutil.copytree(store / "one-ppo", store / "elsewhere/one-ppo")
-    kl = kl_of("elsewhere/one-ppo")
-    assert ">A<" in kl and ">B<" in kl
+    assert sorted(kl_of("elsewhere/one-ppo")[0]) == ["1", "2"]
 
 
 # ------------------------------------------------------------------------------------- runs that did not finish
@@ -350,15 +332,12 @@ def test_what_is_no_run_or_cannot_be_drawn_is_one_message(runs, store, tmp_path,
 # -------------------------------------------------------------------------------------------- command and files
 
 
-def test_the_command_writes_a_page_and_pictures(runs, store, capsys):
+def test_the_command_writes_a_page(runs, store, capsys):
     assert main(["report", str(store / "one-ppo")]) == 0
     assert f"{store}/one-ppo/report.html" in capsys.readouterr().out
-    pictures = {path.name: path.read_bytes() for path in (store / "one-ppo/plots").iterdir()}
-    assert pictures.keys() == {"learning.png", "policy.png", "health.png", "cost.png"}
-    assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in pictures.values())
     assert main(["report", str(store / "one-sft"), str(store / "one-ppo")]) == 0
-    joint = store / "one-ppo/report"  # two pairs of runs that end at the same time have a page each
-    assert (joint / "report.html").exists() and (joint / "plots/one-sft-learning.png").exists()
+    # two pairs of runs that end at the same time have a page each
+    assert (store / "one-ppo/report/report.html").exists()
 
 
 def test_a_run_is_found_by_name_and_by_its_mlflow_id(runs, store, monkeypatch):
@@ -389,13 +368,13 @@ def test_without_a_run_the_newest_are_named(tmp_path, monkeypatch, capsys):
     assert errors.endswith("make report RUN=runs/NAME; the newest under runs/: runs/b runs/a\n")
 
 
-def test_a_finished_run_has_its_page_plots_and_samples_in_mlflow(runs, store):
+def test_a_finished_run_has_its_page_and_samples_in_mlflow(runs, store):
     result = runs["ppo"]
     assert report.attach(result)
     run_id = result["mlflow_run_id"]
     api = client(store)
-    logged = {file.path for path in ("", "plots") for file in api.list_artifacts(run_id, path)}
-    assert logged >= {"report.html", "result.json", "samples.json", "plots/learning.png", "plots/policy.png"}
+    logged = {file.path for file in api.list_artifacts(run_id)}
+    assert logged >= {"report.html", "result.json", "samples.json"} and "plots" not in logged
     # What MlflowClient.load_table and the page of a run look for.
     tag = json.loads(api.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
     assert tag == [{"path": "samples.json", "type": "table"}]
@@ -461,27 +440,6 @@ def test_of_a_step_logged_twice_the_later_value_counts(store):
         registry.client(registry.tracking_uri(job)).log_metric(run_id, "loss", 2.5, timestamp=later, step=2)
     history = registry.history(registry.tracking_uri(job), run_id)
     assert history["loss"] == [(1, 3.0), (2, 2.5), (3, 1.0)]
-
-
-def test_the_fit_of_over_optimization_finds_its_own_curve_and_where_it_peaks():
-    kls = [0.1 + 5 * i for i in range(9)]
-    gains = [math.sqrt(kl) * (0.8 - 0.31 * math.log(math.sqrt(kl))) for kl in kls]
-    alpha, beta = evaluations.fit(kls, gains)
-    assert (alpha, beta) == pytest.approx((0.8, 0.31), abs=1e-9)
-    near = [i / 1000 for i in range(1, 60_000)]
-    highest = max(near, key=lambda kl: math.sqrt(kl) * (alpha - beta * math.log(math.sqrt(kl))))
-    assert evaluations.peak_kl(alpha, beta) == pytest.approx(highest, abs=1e-3)
-    assert evaluations.peak_kl(0.5, -0.1) is None
-
-    points = {"kl": kls, "judge": [0.25 + gain for gain in gains], "reward": kls}
-    history = {f"eval_{name}": list(enumerate(values)) for name, values in points.items()}
-    (drawing,) = evaluations.over_optimization(history, 0.25)
-    assert "peaks at a KL of 23.6 nats." in drawing.note and "no early warning" in drawing.note
-    assert "square root of the KL" in plots.svg(drawing.draw, "x", drawing.note)
-    early = {name: values[:4] for name, values in history.items()}
-    assert "nats, beyond these evaluations." in evaluations.over_optimization(early, 0.25)[0].note
-    few = {name: values[:3] for name, values in history.items()}
-    assert evaluations.over_optimization(few, 0.25) == evaluations.over_optimization(history, None) == []
 
 
 def test_every_panel_can_be_drawn():
