@@ -129,9 +129,8 @@ def _on_local_disk(path: str) -> bool:
 
 def check_resources(job: Job, cluster: Cluster) -> None:
     """Raises InputError if no node of the cluster, present or future, can hold a worker: Ray would wait forever."""
-    for section, who, fewest, _, need in placement.groups(job):
-        # With rollout.num_workers=[0, max] the run may start without any, but a selector that no node can satisfy is a mistake.
-        count, room = max(1, fewest), _room(need, cluster)
+    for section, who, count, _, need in placement.groups(job):
+        room = _room(need, cluster)
         if room >= count:
             continue
         wanted = [f"{amount:g} {name}" for name, amount in sorted(need.resources.items())]

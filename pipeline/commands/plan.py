@@ -55,7 +55,7 @@ def run(job: Job) -> dict[str, Any]:
             changes, smaller = fitted
             advice = f"with {' '.join(changes)} it needs {smaller.peak / GIB:.1f}"
         raise Failure(f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}; {advice}")
-    if job.rollout_config.workers[1]:
+    if job.rollout_config.num_workers:
         print(of_rollout_workers(job, plan.make(job, loras, learns=False)))
     return {"peak_bytes": planned.peak, "items": [vars(item) for item in planned.items]}
 
@@ -172,7 +172,7 @@ def of_rollout_workers(job: Job, planned: Plan) -> str:
 
     Raises Failure if no GPU that rollout.label_selector allows has the memory.
     """
-    count, need = job.rollout_config.workers[1], f"A rollout worker needs {planned.peak / GIB:.1f} GiB"
+    count, need = job.rollout_config.num_workers, f"A rollout worker needs {planned.peak / GIB:.1f} GiB"
     if planned.device == "cpu":
         return f"   {need} of the memory of its node."
     allows = allowed(placement.rollout_bundle(job).selector, GPUS)

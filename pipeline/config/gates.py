@@ -97,7 +97,7 @@ def metrics(job: Job) -> dict[str, str]:
         rollout = job.rollout_config
         add(UPDATE)
         add(" ".join(f"rewards/reward_{index}/mean" for index in range(1, len(job.rewards))))
-        add(ROLLOUT, "" if rollout.workers[1] else "rollout workers (rollout.num_workers)")
+        add(ROLLOUT, "" if rollout.num_workers else "rollout workers (rollout.num_workers)")
         corrected = rollout.corrects or rollout.staleness
         add(OFF_POLICY, "" if corrected else "rollout.staleness or rollout.correction")
     reward, judge = "" if job.reward else "a reward", "" if job.judge else "a judge"

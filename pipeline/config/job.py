@@ -290,7 +290,7 @@ class Job:
         On a cluster, and next to rollout workers, which need Ray, 0 means one worker.
         """
         zero = self.scaling.get("num_workers", 1) == 0
-        return zero and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.workers[1]
+        return zero and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.num_workers
 
     @property
     def rewards(self) -> list[tuple[str, float]]:

@@ -363,7 +363,7 @@ def warnings(job: Job) -> Iterator[str]:
         yield "gate: the job registers nothing (mlflow.registered_model is null): the gate moves no alias, and is only reported"
     if job.in_process and job.run.max_failures:
         yield "run.max_failures: there is no worker to restart with scaling.num_workers=0; set scaling.num_workers=1"
-    if job.stage == "ppo" and job.rollout_config.workers[1]:
+    if job.stage == "ppo" and job.rollout_config.num_workers:
         yield from _rollout_warnings(job)
     known = schema.keys(STAGE[job.stage].trainer).get("disable_dropout", {"default": job.stage == "ppo"})
     if learns and job.lora.get("lora_dropout") and job.trainer.get("disable_dropout", known["default"]):
@@ -379,7 +379,7 @@ def warnings(job: Job) -> Iterator[str]:
 def _rollout_warnings(job: Job) -> Iterator[str]:
     """Yields a warning if there are more rollout workers than chunks."""
     args, rollout = job.args, job.rollout_config
-    workers, trainers, ahead = rollout.workers[1], job.workers[1], max(1, rollout.staleness)
+    workers, trainers, ahead = rollout.num_workers, job.workers[1], max(1, rollout.staleness)
     prompts = -(-args.batch_size // args.num_generations // trainers)  # prompts of an update on one trainer
     chunks = trainers * -(-prompts // max(1, args.decoded(trainers) // args.num_generations)) * ahead
     if workers > chunks:

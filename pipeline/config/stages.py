@@ -32,7 +32,7 @@ _DECODES = table(
     {
         "only `ppo` learns from what it samples; here only rollout.engine and its settings count": """rollout.num_workers
             rollout.staleness rollout.use_gpu rollout.resources_per_worker rollout.label_selector rollout.patience_s
-            rollout.heartbeat_timeout_s rollout.chunk_timeout_s rollout.tensor_parallel_size rollout.correction
+            rollout.chunk_timeout_s rollout.tensor_parallel_size rollout.correction
             rollout.correction_cap""",
     }
 )

@@ -32,7 +32,6 @@ def fit(job: Job, loop: Callable[[dict[str, Any]], Any], config: dict[str, Any],
     Failure if no place for the workers was found in time.
 
     Args:
-        config: its `companion`, if not None, is an actor that is notified when the workers wait for resources.
         rows: {name: dataset} that each worker gets.
     """
     trainer = _trainer(job, loop, config, rows)
@@ -76,7 +75,7 @@ def _trainer(job: Job, loop: Any, config: dict[str, Any], rows: dict[str, Any]) 
             storage_path=run.storage_path,
             failure_config=FailureConfig(max_failures=run.max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
-            callbacks=[placement.callback(job, config["companion"])],
+            callbacks=[placement.callback(job)],
         ),
     )
     if folder:

@@ -117,8 +117,8 @@ class Group(NamedTuple):
 def groups(job: Job) -> list[Group]:
     """Returns the workers of a job, and its rollout workers if it has any."""
     found = [Group("scaling", "worker", *job.workers, bundles(job)[0])]
-    if job.rollout_config.workers[1]:
-        found.append(Group("rollout", "rollout worker", *job.rollout_config.workers, rollout_bundle(job)))
+    if count := job.rollout_config.num_workers:
+        found.append(Group("rollout", "rollout worker", count, count, rollout_bundle(job)))
     return found
 
 
@@ -149,13 +149,12 @@ def check_scaling(job: Job) -> None:
     for section, who, count, _, bundle in groups(job) if there else ():
         for name, amount in bundle.resources.items():
             most = there.get(name, 0)
-            # Also for workers without which the job may start, because a worker that fits nowhere would never start.
-            if taken[name] + count * amount > most or amount > most:
+            if taken[name] + count * amount > most:
                 trainer = f", next to a trainer with {taken[name]:g}" if taken[name] else ""
                 key = "num_workers" if amount <= most else "resources_per_worker"
                 key = "use_gpu" if name == "GPU" and not most else key
                 raise InputError(
-                    f"{count or 1} {who}{'s' * (count > 1)} with {name}: {amount:g} each{trainer}, but {has} has {most:g}; lower "
+                    f"{count} {who}{'s' * (count > 1)} with {name}: {amount:g} each{trainer}, but {has} has {most:g}; lower "
                     f"{section}.num_workers or {section}.resources_per_worker, or run the job where there is more",
                     key=f"{section}.{key}",
                 )
@@ -196,9 +195,8 @@ def side_by_side(job: Job) -> int:
         nodes = [({**nodes[0][0], "CPU": float(os.cpu_count() or 1)}, {})]
     free = [(defaultdict[str, float](float, resources), labels) for resources, labels in nodes]
     needed: list[Bundle] = []
-    for one in groups(job):  # of the rollout workers, all that the job may have
-        each = replace(one.each, selector={}) if most else one.each
-        needed += [each] * (one.most if one.section == "rollout" else one.fewest)
+    for one in groups(job):
+        needed += [replace(one.each, selector={}) if most else one.each] * one.fewest
     runs = 0
     while True:
         for bundle in needed:
@@ -257,15 +255,15 @@ def describe_cluster() -> str:
     return f"the cluster has {total}, of which {free} are free{grow}"
 
 
-def callback(job: Job, companion: Any = None) -> Any:
+def callback(job: Job) -> Any:
     """Returns a callback of Ray Train's controller that ends a run if its workers waited too long or ran out of memory.
 
     Ray (2.60) retries a placement forever, and restarts a worker after any error; it has no setting for either. A controller's
     callback is called at every change of its state and at each new try; what it raises ends the run. Remove when FailureConfig
-    has a deadline, and errors that are not retried. `companion` is an actor that hears of waits for resources and of their end.
+    has a deadline, and errors that are not retried.
     """
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
-    from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+    from ray.train.v2._internal.execution.callback import ControllerCallback
 
     def is_news(record: logging.LogRecord) -> bool:
         """Returns False for Ray's traceback of each try, because Wait prints a line instead."""
@@ -273,7 +271,7 @@ def callback(job: Job, companion: Any = None) -> Any:
             record.exc_info and isinstance(record.exc_info[1], (Failure, WorkerGroupStartupTimeoutError))
         )
 
-    class Placement(ControllerCallback, WorkerGroupCallback):
+    class Placement(ControllerCallback):
         def __init__(self) -> None:
             self.wait = Wait(job)
 
@@ -289,14 +287,7 @@ def callback(job: Job, companion: Any = None) -> Any:
             if type(current_state).__name__ not in WAITING:
                 self.wait.since = None
                 return
-            if companion:
-                companion.trainers_wait.remote()
             self.wait.check()
-
-        def before_init_train_context(self, workers: Any) -> dict[str, list[Any]]:
-            if companion:
-                companion.trainers_placed.remote()
-            return {}
 
     return Placement()
 

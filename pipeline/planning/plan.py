@@ -199,7 +199,7 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
     if job.stage == "ppo" and asked.bf16:
         items.append(Item("the learning adapters in bfloat16", trainable / 2, "update"))
     vllm = job.stage == "ppo" and job.rollout_config.engine == "vllm"
-    if asked.rollout_rows and not (learning and vllm and job.rollout_config.workers[1]):
+    if asked.rollout_rows and not (learning and vllm and job.rollout_config.num_workers):
         gpus = job.rollout_config.tensor_parallel_size if vllm and not learning else 1
         items += _rollout_items(shape, asked, device, vllm, gpus)
     if asked.scored:

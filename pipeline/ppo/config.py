@@ -48,7 +48,8 @@ RANGES = table(
         "(0, 1)": "gpu_memory_utilization",
         "(1, 1000000]": "dual_clip correction_cap",
         "-1 or [0, 31536000]": "patience_s",
-        "[1, 31536000]": "chunk_timeout_s heartbeat_timeout_s",
+        "[1, 31536000]": "chunk_timeout_s",
+        "[0, 1000]": "num_workers",
     }
 )
 # Arguments of vllm.LLM that follow from the job.
@@ -366,9 +367,9 @@ class RolloutConfig:
     engine: Literal["transformers", "vllm"] = "transformers"
     """What decodes. transformers: the frozen base that the process holds anyway. vllm (the extra `vllm`): faster for large
     models, at the cost of a second copy of the base."""
-    num_workers: int | list[Any] = 0
+    num_workers: int = 0
     """Rollout workers: Ray actors that hold the frozen base and every frozen role, sample completions and score them.
-    [min, max]: up to `max`, which come and go; the run waits until `min` have resources. 0: the training workers sample."""
+    0: the training workers sample."""
     staleness: int = 0
     """How many updates old the policy is that samples: the one after update u - staleness samples the episodes of update u,
     and the initial policy the first ones. 0: sampling and learning take turns. 1 or more: rollout workers sample while the
@@ -382,8 +383,6 @@ class RolloutConfig:
     patience_s: float = 600.0
     """Seconds that the trainer waits if there is no rollout worker. Then it samples by itself, until a rollout worker comes.
     -1: no limit."""
-    heartbeat_timeout_s: float = 60.0
-    """Seconds without a heartbeat after which a rollout worker is replaced and another worker gets its chunk."""
     chunk_timeout_s: float = 3600.0
     """Seconds that a chunk may take, its rewards included, before its rollout worker is replaced. Loading the models may take
     an hour, or this long if it is more."""
@@ -402,27 +401,16 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         require = partial(_require, self)
-        low, high = self.workers
-        numbers = type(low) is type(high) is int and 0 <= low <= high
-        require("num_workers", numbers, "a number of workers, or [min, max] with 0 <= min <= max")
         behind = "0 without rollout workers: no process samples ahead; set rollout.num_workers=1"
-        require("staleness", self.staleness == 0 or high > 0, behind)
+        require("staleness", self.staleness == 0 or self.num_workers > 0, behind)
         overruled = sorted(VLLM_FIXED & (self.vllm_kwargs or {}).keys())
         require("vllm_kwargs", not overruled, f"none of what the sampler sets itself: {overruled}")
-        split = self.engine == "vllm" and self.use_gpu is True and high > 0
+        split = self.engine == "vllm" and self.use_gpu is True and self.num_workers > 0
         one = "1 unless rollout workers (rollout.num_workers) decode with vLLM on GPUs (rollout.use_gpu=true)"
         require("tensor_parallel_size", self.tensor_parallel_size == 1 or split, one)
         for key in ("gpu_memory_utilization", "vllm_kwargs"):
             allowed = self.engine == "vllm" or not getattr(self, key)
             require(key, allowed, "null without rollout.engine=vllm")
-
-    @property
-    def workers(self) -> tuple[Any, Any]:
-        """Returns (fewest, most) rollout workers."""
-        count = self.num_workers
-        if not isinstance(count, list):
-            return count, count
-        return (count[0], count[1]) if len(count) == 2 else (-1, -1)
 
     @property
     def corrects(self) -> Literal["token", "sequence"] | None:

@@ -1,6 +1,6 @@
-"""Rollout workers: Ray actors that sample and score completions for the trainer. They may come and go, and change no result.
+"""Rollout workers: Ray actors that sample and score completions for the trainer. They may die, and change no result.
 
-    pool.py    who samples which chunk: one actor that hands out work, watches its workers and replaces them
+    pool.py    who samples which chunk: one actor that hands out work; Ray restarts workers that die
     worker.py  the actor with the models: the frozen base, the frozen roles, and the policy in the version that is asked for
     client.py  the trainer's side: publishes versions, asks for chunks, collects them
 

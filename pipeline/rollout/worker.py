@@ -15,8 +15,6 @@ from pipeline.runtime.host import Host, Work
 if TYPE_CHECKING:
     from pipeline.ppo.sampler import Sampler
 
-HEARTBEAT_GROUP = "heartbeat"  # the concurrency group that answers while the other one computes
-
 
 @dataclass(frozen=True)
 class NumericSettings:
@@ -40,21 +38,18 @@ class RolloutWorker:
         self.work = replace(work, job=replace(job, scaling=scaling))
         self.stack = contextlib.ExitStack()
         self.sampler: Sampler | None = None
+        self.settings: NumericSettings | None = None  # that it computes with
         self.holds: tuple[str, int] | None = None  # (session, version) of the policy
         self.digest = ""
 
-    @ray.method(concurrency_group=HEARTBEAT_GROUP)
-    def node(self) -> str:
-        """Returns the id of this worker's node, as soon as the worker has one."""
-        return ray.get_runtime_context().get_node_id()
-
-    @ray.method(concurrency_group=HEARTBEAT_GROUP)
-    def alive(self) -> bool:
-        """Answers a heartbeat."""
-        return True
+    @ray.method(max_task_retries=-1)
+    def placed(self) -> None:
+        """Returns once this worker has resources, or after its death the process that Ray starts in its place."""
 
     def load(self) -> None:
         """Loads base and roles, at the same time as the trainers."""
+        if self.sampler:
+            return
         from transformers import set_seed
 
         from pipeline.ppo.sampler import Sampler
@@ -79,6 +74,9 @@ class RolloutWorker:
 
         from pipeline.runtime import memory, roles
 
+        self.load()
+        if settings == self.settings:
+            return
         assert self.sampler
         torch.set_num_threads(settings.threads)
         self.sampler.shared.can_pack = settings.can_pack
@@ -90,11 +88,15 @@ class RolloutWorker:
             with memory.explained(job):
                 vllm = roles.vllm(Host(self.work), self.sampler.shared, ["policy"], settings.longest, rows)
                 self.sampler.decoder = self.stack.enter_context(vllm)
+        self.settings = settings
 
-    def sample(self, session: str, chunk: bytes, tensors: list[Any]) -> bytes | None:
+    def sample(
+        self, settings: NumericSettings, session: str, chunk: bytes, tensors: list[Any]
+    ) -> bytes | None:
         """Samples and scores a chunk. Returns it pickled, or None if the trainer that published its policy version has ended.
 
         Args:
+            settings: applied if this process is new, because Ray restarted it while it had nothing to do.
             session: within it, a version's number stands for one adapter.
             chunk: a pickled ppo.sampler.Chunk.
             tensors: a reference to the adapter of its version; fetched unless this worker holds it.
@@ -102,6 +104,7 @@ class RolloutWorker:
         from pipeline.ppo.rollouts import digest
         from pipeline.runtime import memory
 
+        self.apply_settings(settings)
         one = pickle.loads(chunk)
         assert self.sampler
         with memory.explained(self.work.job):

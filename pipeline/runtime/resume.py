@@ -48,7 +48,7 @@ MAY_CHANGE = (
     "trainer.gradient_checkpointing", "trainer.gradient_checkpointing_kwargs",
     "trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor", "trainer.dataloader_pin_memory",
     "rollout.num_workers", "rollout.use_gpu", "rollout.resources_per_worker", "rollout.label_selector", "rollout.patience_s",
-    "rollout.heartbeat_timeout_s", "rollout.chunk_timeout_s", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
+    "rollout.chunk_timeout_s", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
 )  # fmt: skip
 # Keys that decide which step is kept and where training stops, in a run that compares its evaluations.
 COMPARISON = (

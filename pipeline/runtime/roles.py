@@ -134,7 +134,7 @@ def _reward_role(index: int) -> str:
 def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Iterator[Decoder | None]:
     """Yields vLLM for a training worker, or None if the base samples here, or only rollout workers sample."""
     rollout = worker.job.rollout_config
-    if rollout.engine != "vllm" or rollout.workers[1]:
+    if rollout.engine != "vllm" or rollout.num_workers:
         yield None
         return
     longest = max(map(len, worker.rows("train")["input_ids"])) + args.response_length

@@ -215,7 +215,7 @@ def cost_of(job: Job, usage: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Returns what a run cost: the GPUs of its workers and of all rollout workers that the job allows; see prices.of_run."""
     gpus = 0.0
     if usage["gpu"]:
-        sampling = job.rollout_config.workers[1] * placement.rollout_bundle(job).resources.get("GPU", 0)
+        sampling = job.rollout_config.num_workers * placement.rollout_bundle(job).resources.get("GPU", 0)
         gpus = usage["workers"] * placement.bundles(job)[0].resources.get("GPU", 0) + sampling
     return prices.of_run({**usage, "gpus": gpus}, seconds, not placement.on_cluster())
 

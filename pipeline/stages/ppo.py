@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def run(job: Job) -> dict[str, Any]:
-    if not job.rollout_config.workers[1]:
+    if not job.rollout_config.num_workers:
         return launch(job, train)
     from pipeline.rollout.pool import rollout_pool
 

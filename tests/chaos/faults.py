@@ -101,7 +101,7 @@ def hang(run: Run, rng: random.Random) -> str:
     run.start()
     step = moment(run, rng, last=STEPS - 3)
     os.kill(actors(run, ROLLOUT_WORKER)[0], signal.SIGSTOP)
-    run.wait_for("missed its heartbeat")
+    run.wait_for("has not answered")
     ended(run)
     return f"stopped the rollout worker after step {step}"
 
@@ -114,7 +114,10 @@ def node(run: Run, rng: random.Random, notice: bool = False, actor: str = TRAINE
             training worker is allowed for.
     """
     training = actor == TRAINER
-    nodes = Nodes(run, 3) if training else Nodes(run, 1, for_rollouts=2)
+    ahead = int(
+        "rollout.num_workers=1" in run.arguments
+    )  # its rollout worker must not take a trainer's place
+    nodes = Nodes(run, 3, for_rollouts=ahead) if training else Nodes(run, 1, for_rollouts=2)
     if notice:
         run.pause = 1.2  # the run is not to end before the node does
     run.start(*([f"run.max_failures={0 if notice else 3}"] if training else []))

@@ -30,9 +30,9 @@ SMALL = {
         "trainer.kl_controller=adaptive", "trainer.kl_horizon=100", "trainer.normalize_values=true", "data.eval=null",
         "judge=null",
     ],
-    # Where a node is lost for good, its trainer takes the rollout worker's place: the trainers sample, after less than PATIENCE.
+    # Without a node for a rollout worker, the trainers sample after less than PATIENCE.
     "ahead": [
-        "rollout.num_workers=1", "rollout.staleness=1", "rollout.heartbeat_timeout_s=3", "rollout.patience_s=20",
+        "rollout.num_workers=1", "rollout.staleness=1", "rollout.chunk_timeout_s=5", "rollout.patience_s=20",
         "trainer.local_rollout_forward_batch_size=4",
     ],
 }  # fmt: skip

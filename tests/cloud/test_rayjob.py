@@ -100,7 +100,7 @@ def test_a_folder_of_one_pod_is_refused(capsys):
 def test_rollout_workers_have_pods_of_their_own(monkeypatch):
     monkeypatch.setenv("ROLLOUT_NODE_SELECTOR", "cloud.google.com/gke-spot=true")
     selector = "rollout.label_selector={market: 'in(spot,preemptible)', ray.io/accelerator-type: L40S}"
-    trainers, rollouts = groups("jobs/llama3-8b/ppo.yaml", "rollout.num_workers=[1, 3]", selector)
+    trainers, rollouts = groups("jobs/llama3-8b/ppo.yaml", "rollout.num_workers=3", selector)
     assert (rollouts["groupName"], rollouts["maxReplicas"]) == ("rollout-workers", 3)
     assert rollouts["labels"] == {"market": "spot", "ray.io/accelerator-type": "L40S"}
     assert rollouts["template"]["spec"]["nodeSelector"] == {"cloud.google.com/gke-spot": "true"}

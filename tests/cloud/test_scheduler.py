@@ -100,7 +100,7 @@ def test_a_task_without_a_gpu_rents_no_gpu(file, tasks):
 
 def rollout_jobs():
     """The profiles' ppo with the overrides that their comments name."""
-    ahead = ["rollout.num_workers=[1, 3]", "rollout.staleness=1", "rollout.label_selector={market: spot}"]
+    ahead = ["rollout.num_workers=3", "rollout.staleness=1", "rollout.label_selector={market: spot}"]
     stay = "scaling.label_selector={{market: on-demand{}}}".format
     gpus = ', ray.io/accelerator-type: "in(A100-40G,L40S,A100-80G,H100,H200)"'
     yield "cluster.yaml", load_job("jobs/llama3-8b/ppo.yaml", [*ahead, stay(gpus)])

@@ -98,7 +98,7 @@ def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
     assert count(job(*GPU, "scaling.num_workers=4")) == 2
     assert count(job(*GPU, "scaling.label_selector={zone: a}")) == 4
     assert count(job(*GPU, "scaling.num_workers=9")) == 1  # it waits for what Ray Train waits for
-    rollouts = ["rollout.num_workers=[1,2]", "rollout.use_gpu=true", "rollout.label_selector={zone: b}"]
+    rollouts = ["rollout.num_workers=2", "rollout.use_gpu=true", "rollout.label_selector={zone: b}"]
     # Trainers in a, rollout workers in b, and so on
     for trainers in (
         ["scaling.use_gpu=true", "scaling.num_workers=2"],

@@ -6,7 +6,6 @@ import pytest
 from dying import (
     a_rollout_worker_killed_and_one_stopped,
     killed,
-    killed_and_replaced,
     rollout_workers_killed,
 )
 from resumed import assert_equal, touched
@@ -17,7 +16,7 @@ PPO = [
     "trainer.total_episodes=40", "trainer.batch_size=8", "trainer.response_length=8", "trainer.local_rollout_forward_batch_size=4",
     "trainer.save_steps=2", "trainer.normalize_rewards=false",
 ]  # fmt: skip
-AHEAD = [*PPO, "rollout.staleness=1", "rollout.heartbeat_timeout_s=3"]
+AHEAD = [*PPO, "rollout.staleness=1"]
 
 
 def run(storage, name, *overrides):
@@ -50,11 +49,11 @@ def test_one_update_ahead_two_workers_of_which_one_dies_and_one_hangs_change_no_
 ):
     happens = a_rollout_worker_killed_and_one_stopped
     touched(monkeypatch, "ppo", 2, storage / "rollout-hurt-once", happens)
-    result = run(storage, "rollout-hurt", *AHEAD, "rollout.num_workers=[1, 2]", "scaling.num_workers=1")
+    result = run(storage, "rollout-hurt", *AHEAD, "rollout.num_workers=2", "rollout.chunk_timeout_s=3")
     assert_equal(storage, ahead, result)
     assert ahead["metrics"]["rollout/sampler_kl"] != 0  # sampled by the version before
     said = capfd.readouterr().out
-    assert "missed its heartbeat for 3 s" in said and "another worker takes its place" in said
+    assert "has not answered for 3 s" in said and said.count("another worker takes its place") >= 2
     assert result["metrics"]["rollout/sampler_kl"] != 0
     one, other = (Path(r["adapter"], "adapter_model.safetensors").read_bytes() for r in (ahead, alone))
     assert one != other
@@ -65,45 +64,6 @@ def test_a_trainer_that_is_killed_asks_again_for_what_was_in_flight(ahead, stora
     touched(monkeypatch, "ppo", 3, storage / "rollout-trainer-once", killed)
     result = run(storage, "rollout-trainer", *AHEAD, "rollout.num_workers=2", "run.max_failures=1")
     assert_equal(storage, ahead, result)
-
-
-def half_each():
-    """Trainer and rollout worker fill the machine."""
-    import ray
-
-    half = f"{{CPU: {ray.cluster_resources()['CPU'] / 2:g}}}"
-    return [
-        f"scaling.resources_per_worker={half}",
-        f"rollout.resources_per_worker={half}",
-        "run.max_failures=1",
-        "run.placement_timeout_s=120",
-    ]
-
-
-@pytest.mark.slow
-def test_a_rollout_worker_that_waits_for_a_place_does_not_take_that_of_a_killed_trainer(
-    ahead, storage, monkeypatch
-):
-    touched(monkeypatch, "ppo", 3, storage / "rollout-full-once", killed)
-    result = run(storage, "rollout-full", *AHEAD, "rollout.num_workers=[1, 2]", *half_each())
-    assert_equal(storage, ahead, result)
-
-
-@pytest.mark.slow
-def test_a_rollout_worker_leaves_the_only_place_that_a_killed_trainer_finds(
-    ahead, storage, monkeypatch, capfd
-):
-    import ray
-
-    touched(monkeypatch, "ppo", 3, storage / "rollout-room-once", killed_and_replaced)
-    try:
-        result = run(
-            storage, "rollout-room", *AHEAD, "rollout.num_workers=1", "rollout.patience_s=0", *half_each()
-        )
-    finally:
-        ray.kill(ray.get_actor("squatter", namespace="squatters"))
-    assert_equal(storage, ahead, result)
-    assert "rollout worker 0 makes room for a trainer" in capfd.readouterr().out
 
 
 @pytest.mark.slow

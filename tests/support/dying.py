@@ -66,9 +66,14 @@ def rollout_workers() -> list[psutil.Process]:
     return [one for one in above.children(recursive=True) if one.name().startswith("ray::RolloutWork")]
 
 
+def has_loaded(rollout_worker: psutil.Process) -> bool:
+    """Ray names a process by what it does."""
+    return not rollout_worker.cmdline()[0].endswith(("__init__", ".load"))
+
+
 def a_rollout_worker_killed_and_one_stopped() -> None:
     give_up = time.monotonic() + 120
-    while len(workers := rollout_workers()) < 2 and time.monotonic() < give_up:
+    while len(workers := [*filter(has_loaded, rollout_workers())]) < 2 and time.monotonic() < give_up:
         time.sleep(0.1)
     for process, action in zip(workers, (signal.SIGKILL, signal.SIGSTOP), strict=True):
         process.send_signal(action)
@@ -77,18 +82,3 @@ def a_rollout_worker_killed_and_one_stopped() -> None:
 def rollout_workers_killed() -> None:
     for process in rollout_workers():
         process.send_signal(signal.SIGKILL)
-
-
-def killed_and_replaced() -> None:
-    """Kills this process, whose place an actor gets that has been waiting for one as large."""
-    import ray
-
-    class Squatter:
-        """Stays where it is."""
-
-    half = ray.cluster_resources()["CPU"] / 2
-    ray.remote(num_cpus=half)(Squatter).options(
-        name="squatter", namespace="squatters", lifetime="detached"
-    ).remote()
-    time.sleep(2)  # it is queued
-    killed()
