@@ -3,7 +3,7 @@
     make export    or    python -m pipeline export jobs/demo/export.yaml [reward=null] [model.dtype=float32]
     make export ARGS="reward=null trainer.merge=false trainer.hub_model_id=OWNER/NAME [trainer.push_to_hub=true]"
 
-With trainer.hub_model_id it prints what a push to the hub would do; trainer.push_to_hub=true pushes (commands/hub.py).
+With trainer.hub_model_id and trainer.push_to_hub=true it pushes to the hub (commands/hub.py).
 
 This is the only place that merges. The base is loaded as it is stored (never from nf4), each layer's sum is made in float32 and
 rounded once to model.dtype. The folder holds safetensors, tokenizer, chat template, generation config (every token that ends a
@@ -48,10 +48,10 @@ def run(job: Job) -> dict[str, Any]:
             "run.storage_path=./exports, and copy it",
             key="run.storage_path",
         )
-    before = hub.check(job)
+    hub.check(job)
     job = resume.named(job)
     result = finished(job) or export(job)
-    return hub.push(job, result, before) if job.args.hub_model_id else result
+    return hub.push(job, result) if job.args.hub_model_id else result
 
 
 def export(job: Job) -> dict[str, Any]:

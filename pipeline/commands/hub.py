@@ -1,4 +1,4 @@
-"""Writes the model card of an exported folder, and pushes the folder to the Hub or shows what a push would do.
+"""Writes the model card of an exported folder, and pushes the folder to the Hub.
 
     make export ARGS="reward=null trainer.hub_model_id=OWNER/NAME"                              sends nothing
     make export ARGS="reward=null trainer.hub_model_id=OWNER/NAME trainer.push_to_hub=true"     pushes
@@ -12,8 +12,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from tqdm import tqdm
 
 from pipeline import registry
 from pipeline.config import Job
@@ -129,18 +127,14 @@ def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Itera
 # ---------------------------------------------------------------------------------------------------- the push
 
 
-def check(job: Job) -> str | None:
-    """Checks the token and the repository before anything is merged. Contacts the Hub only if the job pushes.
-
-    Returns the commit that a push will replace, or None if repository or branch have to be made. Raises InputError if the push
-    cannot work.
-    """
+def check(job: Job) -> None:
+    """Checks the token and the repository before anything is merged, if the job pushes. Raises InputError if it cannot."""
     if not job.args.push_to_hub:
-        return None
+        return
     if not os.environ.get("HF_TOKEN", "").strip():
         raise InputError(f"HF_TOKEN is not set; {ADVICE}", "trainer.push_to_hub")
     try:
-        return deadline.answer(_replaced, job)  # type: ignore[no-any-return]
+        deadline.answer(_check_repository, job)
     except InputError:
         raise
     except Exception as error:  # the HTTP client raises its own types
@@ -153,20 +147,21 @@ def _api() -> Any:
     return HfApi(token=os.environ["HF_TOKEN"].strip())
 
 
-def _replaced(job: Job) -> str | None:
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+def _check_repository(job: Job) -> None:
+    """Raises InputError if the repository is there, and public against the job's will or with other content."""
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     api, repo = _api(), job.args.hub_model_id
     api.whoami()
     try:
-        if job.args.hub_private_repo and not api.repo_info(repo).private:
-            raise InputError(
-                f"{repo} exists and is public; set trainer.hub_private_repo=false, or use another name",
-                "trainer.hub_model_id",
-            )
-        found = api.repo_info(repo, revision=job.args.hub_revision)
-    except (RepositoryNotFoundError, RevisionNotFoundError):
-        return None
+        found = api.repo_info(repo)
+    except RepositoryNotFoundError:
+        return
+    if job.args.hub_private_repo and not found.private:
+        raise InputError(
+            f"{repo} exists and is public; set trainer.hub_private_repo=false, or use another name",
+            "trainer.hub_model_id",
+        )
     files = {file.rfilename for file in found.siblings or []} - {".gitattributes"}
     made_here = False
     if "README.md" in files:
@@ -175,51 +170,43 @@ def _replaced(job: Job) -> str | None:
         made_here = f"- {MADE_HERE}" in metadata.splitlines()
     if files and not made_here:
         raise InputError(
-            f"{repo} holds files that do not come from an export ({', '.join(sorted(files)[:3])}); use another name, or "
-            "trainer.hub_revision=BRANCH for a branch of it",
+            f"{repo} holds files that do not come from an export ({', '.join(sorted(files)[:3])}); use another name",
             "trainer.hub_model_id",
         )
-    return str(found.sha)
 
 
-def push(job: Job, result: dict[str, Any], before: str | None) -> dict[str, Any]:
-    """Pushes what was exported, or prints what a push would do. Returns the result, with where it went.
+def push(job: Job, result: dict[str, Any]) -> dict[str, Any]:
+    """Pushes what was exported, if the job says so. Returns the result, with where it went.
 
-    `before` is what `check` returned. Raises Failure if the hub rejects the push, or stops answering.
+    Raises Failure if the hub rejects the push, or stops answering.
     """
-    from huggingface_hub import constants
-
-    kind, repo, branch = "policy" if job.policy else "reward", job.args.hub_model_id, job.args.hub_revision
+    kind, repo = "policy" if job.policy else "reward", job.args.hub_model_id
     if kind not in result["exported"]:
         raise InputError(
             f"{result['name']!r} exported no {kind}; set run.fresh=true or another run.name", key="run.name"
         )
     folder = result["exported"][kind]["folder"]
-    address = f"{constants.ENDPOINT}/{repo}, branch {branch or 'main'}"
+    if "base_model:" not in Path(folder, "README.md").read_text(encoding="utf-8") and not job.args.merge:
+        base = job.model.name_or_path
+        print(f"warning: the base is a folder, {base}: others cannot load an adapter on it", flush=True)
     if not job.args.push_to_hub:
-        _print_dry_run(job, folder, address)
+        print(f"nothing was sent; trainer.push_to_hub=true pushes {folder} to {repo}", flush=True)
         return result
-    print(f"pushing {folder} to {address}", flush=True)
+    print(f"pushing {folder} to {repo}", flush=True)
     api = _api()
     try:
-        if before is None:
-            api.create_repo(repo, private=job.args.hub_private_repo, exist_ok=True)
-            if branch:
-                api.create_branch(repo, branch=branch, exist_ok=True)
-            before = api.repo_info(repo, revision=branch).sha
+        api.create_repo(repo, private=job.args.hub_private_repo, exist_ok=True)
         commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
-            revision=branch,
-            parent_commit=before,  # the Hub rejects the push if another one came in between
             delete_patterns="*",  # an adapter of an earlier push would be loaded onto merged weights
             commit_message=f"{'Merged model' if job.args.merge else 'Adapter'} from {result['name']}",
-        ).oid
+        )
     except Exception as error:  # the HTTP client and the uploader raise their own types
         again = f"the same command with run.name={result['name']} continues without merging again"
         raise Failure(f"{_explained(job, error)}; {again}") from error
-    print(f"   {address}  commit {commit[:12]}", flush=True)
-    result = result | {"hub": {"repo_id": repo, "revision": branch or "main", "commit": str(commit)}}
+    print(f"   {commit}", flush=True)
+    result = result | {"hub": {"repo_id": repo, "commit": str(commit.oid)}}
     storage.write_json(storage.join(result["folder"], "result.json"), result)
     return result
 
@@ -227,30 +214,5 @@ def push(job: Job, result: dict[str, Any], before: str | None) -> dict[str, Any]
 def _explained(job: Job, error: Exception) -> str:
     """Returns why the Hub did not take a push, and what to do."""
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if status in (409, 412):
-        return f"{job.args.hub_model_id} was changed by another push, and nothing was replaced"
     advice = f"; {ADVICE}, or set another owner" if status in (401, 403) else ""
     return f"the push to {job.args.hub_model_id} failed ({without_credentials(in_brief(error))}){advice}"
-
-
-def _print_dry_run(job: Job, folder: str, address: str) -> None:
-    """Prints what a push would do, without contacting the hub."""
-    text = Path(folder, "README.md").read_text(encoding="utf-8")
-    sizes = {one.name: one.stat().st_size for one in sorted(Path(folder).iterdir())}
-    width = max(map(len, sizes))
-    visibility = "private" if job.args.hub_private_repo else "public"
-    owner, token = job.args.hub_model_id.partition("/")[0], "set" if os.environ.get("HF_TOKEN") else "not set"
-    lines = [
-        "",
-        "dry run: nothing was sent. With trainer.push_to_hub=true this goes",
-        f"   to     {address}, {visibility} if it has to be made",
-        f"   as     a user who may write to {owner!r}: HF_TOKEN, which is {token}",
-        f"   in     {len(sizes)} files, {tqdm.format_sizeof(sum(sizes.values()), 'B')}",
-        *(f"          {name:{width}}  {tqdm.format_sizeof(size, 'B'):>8}" for name, size in sizes.items()),
-        "   under  the card",
-        *(f"          {line}" for line in text.splitlines()[:24]),
-    ]
-    if "base_model:" not in text and not job.args.merge:
-        base = job.model.name_or_path
-        lines.append(f"warning: the base is a folder, {base}: others cannot load an adapter on it")
-    print("\n".join(lines), flush=True)

@@ -227,10 +227,9 @@ class Export:
     merge: bool = True  # false: the adapter as it is, with its tokenizer and card
     response_length: Annotated[int, "[1, 1048576]"] = 256  # maximum new tokens of the compared completions
     bf16: bool = False  # bfloat16 (autocast) for the adapter that the merged model is compared with
-    hub_model_id: str | None = None  # OWNER/NAME on the hub; by default, nothing is pushed
-    push_to_hub: bool = False  # false: only show what would be pushed
+    hub_model_id: str | None = None  # OWNER/NAME on the hub, for the model card and a push
+    push_to_hub: bool = False  # false: nothing is sent
     hub_private_repo: bool = True  # whether a repository that the push creates is private
-    hub_revision: str | None = None  # the branch, created if missing; by default main
 
 
 @dataclass(frozen=True)

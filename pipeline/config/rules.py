@@ -64,7 +64,7 @@ NEEDS = table(
         "reward": "data.pairs data.benchmarks",
         "data.eval reward": "trainer.best_of_n",
         "trainer.num_prompts": "trainer.skip_prompts",
-        "trainer.hub_model_id": "trainer.push_to_hub trainer.hub_private_repo trainer.hub_revision",
+        "trainer.hub_model_id": "trainer.push_to_hub trainer.hub_private_repo",
         "scaling.use_gpu": "trainer.fp16 trainer.activation_offloading",
     }
 )

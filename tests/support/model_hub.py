@@ -130,9 +130,6 @@ class Handler(servers.Handler):
         return kept, commit
 
     def repository(self, repo, verb, rest, body, user):
-        if verb == "branch":
-            self.branch(repo, rest, user)
-            return
         revision = (rest or "main").split("/")[0]
         there = self.found(repo, revision, user)
         if there is None:
@@ -187,24 +184,10 @@ class Handler(servers.Handler):
                     found[name] = {"type": "file", "oid": oid, "size": len(data), "path": name}
         return list(found.values())
 
-    def branch(self, repo, name, user):
-        kept = self.hub.repos[repo]
-        if user != "owner":
-            self.send(403, {"error": "forbidden"})
-        elif name in kept["branches"]:
-            self.send(409, {"error": "Reference already exists"})
-        else:
-            kept["branches"][name] = kept["branches"]["main"]
-            self.send(200, {})
-
     def commit(self, repo, kept, branch, files, body, user):
         lines = [json.loads(line) for line in body.splitlines() if line.strip()]
-        header = next(one["value"] for one in lines if one["key"] == "header")
         if user != "owner":
             self.send(403, {"error": "forbidden"})
-            return
-        if header.get("parentCommit", kept["branches"][branch]) != kept["branches"][branch]:
-            self.send(412, {"error": "The expected parent commit is not the head of the branch"})
             return
         new = dict(files)
         for one in lines:
