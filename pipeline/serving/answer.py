@@ -1,9 +1,8 @@
-"""Answers to requests for completions: choices as the batch writes them, in one piece or as a stream; log-probs of prompts."""
+"""Answers to requests for completions: choices as the batch writes them, in one piece or as a stream."""
 
 from __future__ import annotations
 
 import asyncio
-import codecs
 import contextlib
 import json
 import re
@@ -15,7 +14,6 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-import torch
 from ray.exceptions import TaskCancelledError
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -24,17 +22,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pipeline.errors import in_brief
 from pipeline.inference.rows import Sampling
-from pipeline.models.adapters import SharedBase
-from pipeline.models.logprobs import LOGIT_CHUNK
-from pipeline.ppo import forward
-from pipeline.ppo.episodes import collate_ids
 from pipeline.serving.batching import ServedRow, Token
 from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest, CompletionRequest, Refused
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies
-# Token id, log-prob in nats (the first token of a prompt has none), and the most likely ids with their log-probs.
-Rated = tuple[int, float | None, list[tuple[int, float]]]
 
 
 @contextlib.asynccontextmanager
@@ -281,9 +273,9 @@ def head_of(kind: str, asked: ChatRequest | CompletionRequest, served: Served) -
     return {**facts, "system_fingerprint": served.version}
 
 
-def usage(answers: list[Answer], prompts: int | None = None) -> dict[str, int]:
-    """Returns the tokens of some answers. `prompts` are those of the prompts, if not all of them have an answer."""
-    prompt = sum(len(answer.prompt) for answer in answers) if prompts is None else prompts
+def usage(answers: list[Answer]) -> dict[str, int]:
+    """Returns the tokens of some answers."""
+    prompt = sum(len(answer.prompt) for answer in answers)
     completion = sum(len(tokens) for answer in answers for tokens in answer.tokens)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -313,83 +305,18 @@ class Stream(StreamingResponse):
 async def complete(
     server: Any, asked: CompletionRequest, prompts: list[list[int]], served: Served
 ) -> dict[str, Any]:
-    """Returns the completions of all prompts; with `echo`, each behind its prompt."""
-    writes = asked.most_tokens != 0
-    answers = [Answer(server, asked, prompt, served) for prompt in prompts if writes]
-    rated = await _rate(server, asked, prompts, served) if asked.echo and asked.logprobs is not None else None
+    """Returns the completions of all prompts."""
+    answers = [Answer(server, asked, prompt, served) for prompt in prompts]
     try:
         server.batcher.submit([row for answer in answers for row in answer.rows])
         await asyncio.gather(*(answer.finish() for answer in answers))
     finally:
         for answer in answers:
             answer.cancel()
-    choices: list[dict[str, Any]] = []
-    for index in range(len(prompts) * asked.n):
-        number, choice = divmod(index, asked.n)
-        tokens: list[Rated] = list(rated[number]) if rated else []
-        text = server.tokenizer.decode(prompts[number]) if asked.echo else ""
-        reason: str | None = "length"
-        if writes:
-            answer = answers[number]
-            text += answer.texts[choice].text
-            tokens += [token[:3] for token in answer.tokens[choice]]
-            reason = answer.reasons[choice]
-        logprobs = None if asked.logprobs is None else text_logprobs(tokens, server.tokenizer)
-        choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})
-    spent = usage(answers, sum(map(len, prompts)))
+    written = [one for answer in answers for one in zip(answer.texts, answer.reasons, strict=True)]
+    choices = [
+        {"index": index, "text": text.text, "logprobs": None, "finish_reason": reason}
+        for index, (text, reason) in enumerate(written)
+    ]
     head = head_of("cmpl", asked, served)
-    return {"object": "text_completion", **head, "choices": choices, "usage": spent}
-
-
-def text_logprobs(tokens: Iterable[Rated], tokenizer: Any) -> dict[str, Any]:
-    """Returns OpenAI's parallel lists of tokens, their log-probs, and of each the most likely ones."""
-    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    at, text = 0, codecs.getincrementaldecoder("utf-8")("replace")
-    for token, logprob, most_likely in tokens:
-        top: dict[str, float] = {}
-        for other, value in [] if logprob is None else [(token, logprob), *most_likely]:
-            name = name_of(bytes_of(tokenizer, other))
-            top[name] = max(value, top.get(name, value))  # several ids may have the same bytes
-        written = bytes_of(tokenizer, token)
-        for column, entry in zip(found.values(), (name_of(written), logprob, top or None, at), strict=True):
-            column.append(entry)
-        at += len(text.decode(written))
-    return found
-
-
-async def _rate(
-    server: Any, asked: CompletionRequest, prompts: list[list[int]], served: Served
-) -> list[list[Rated]]:
-    """Computes log-probs of the prompts in the batcher's thread, one batch between two decoding steps."""
-    shared, size = server.models.shared, server.job.args.local_rollout_forward_batch_size
-    if server.job.rollout_config.engine == "vllm":
-        raise Refused(400, "echo: no log-probs of prompts with rollout.engine=vllm", "echo")
-    found: list[list[Rated]] = []
-    async with limit(server.serve.timeout_s):
-        for start in range(0, len(prompts), size):
-            given = (shared, served.role, prompts[start : start + size], asked.logprobs or 0)
-            found += await asyncio.wrap_future(server.batcher.run(lambda given=given: rate(*given)))
-    return found
-
-
-@torch.no_grad()
-def rate(shared: SharedBase, role: str | None, prompts: list[list[int]], top: int) -> list[list[Rated]]:
-    """Returns for each prompt its tokens with their log-probs at temperature 1 and the `top` most likely ids."""
-    found: list[list[Rated]] = [[(prompt[0], None, [])] for prompt in prompts]
-    longer = [i for i, prompt in enumerate(prompts) if len(prompt) > 1]
-    if not longer:
-        return found
-    ids = [prompts[i] for i in longer]
-    episodes = collate_ids([one[:1] for one in ids], [one[1:] for one in ids], shared.device)
-    size = max(1, LOGIT_CHUNK[shared.device.type] // shared.vocab_size)
-    for rows, part in forward.parts_of(shared, episodes):
-        for row, hidden in zip(rows, forward.states(shared, role, part), strict=True):
-            targets = torch.tensor(ids[row][1:], device=shared.device)
-            for states, actions in zip(hidden[: len(targets)].split(size), targets.split(size), strict=True):
-                with shared.use(role):
-                    logprobs = shared.logits(states).log_softmax(-1)
-                own = logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1).tolist()
-                values, most_likely = (one.tolist() for one in logprobs.topk(top))
-                tops = [list(zip(*one, strict=True)) for one in zip(most_likely, values, strict=True)]
-                found[longer[row]] += zip(actions.tolist(), own, tops, strict=True)
-    return found
+    return {"object": "text_completion", **head, "choices": choices, "usage": usage(answers)}

@@ -70,6 +70,7 @@ class Sampled(BaseModel):
 
     model: Text
     n: int = Field(1, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     stop: Text | list[Text] | None = None
@@ -87,6 +88,15 @@ class Sampled(BaseModel):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """Returns how many alternatives to a token the answer has, or None if it has no log-probs."""
+        return None
+
 
 class ChatRequest(Sampled):
     """The keys of OpenAI's chat completions."""
@@ -95,7 +105,6 @@ class ChatRequest(Sampled):
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the chat template, as in vLLM
     stream: bool = False
     max_completion_tokens: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
 
@@ -118,23 +127,12 @@ class CompletionRequest(Sampled):
     """A request for completions of prompts as they are, without the chat template. Evaluation tools send them as ids."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=0)
-    echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
     stream: Literal[False] = False
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         alone = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if alone else self.prompt  # type: ignore[return-value, list-item]
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens
-
-    @property
-    def top(self) -> int | None:
-        return self.logprobs
 
 
 # {key that clients send anyway: its values that change nothing}; any other value asks for what is not supported.
@@ -151,6 +149,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "best_of": (1,),
+    "echo": (False,),
     "suffix": ("",),
 }
 

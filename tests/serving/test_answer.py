@@ -11,7 +11,7 @@ from toy_models import tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.inference.rows import Sampling
-from pipeline.serving.answer import Answer, Mailbox, Stream, Text, bytes_of, name_of, text_logprobs
+from pipeline.serving.answer import Answer, Mailbox, Stream, Text, bytes_of, name_of
 from pipeline.serving.app import Server
 from pipeline.serving.batching import Token
 from pipeline.serving.models import Served
@@ -96,19 +96,6 @@ def test_log_probs_have_the_bytes_of_tokens_and_offsets_in_the_text(make):
     assert [len(one["top_logprobs"]) for one in content] == [2] * len(ids)
     parts = [one["token"] for one in content if one["token"].startswith("bytes:")]
     assert len(parts) > 3 and "bytes:\\xf0" in parts[0] and "\ufffd" not in str(content)
-    # Of /v1/completions
-    rated = [(token, -0.5, []) for token in ids]
-    listed = text_logprobs(rated, spoken)
-    assert listed["tokens"] == [one["token"] for one in content]
-    assert listed["text_offset"][-1] == len(space + text) - 1
-    first = listed["tokens"].index(parts[0])
-    assert (space + text)[listed["text_offset"][first] :].lstrip().startswith("\U0001f600")
-
-
-def test_parts_of_characters_are_different_alternatives():
-    [one, two] = [i for i in range(tokenizer().vocab_size) if bytes_of(tokenizer(), i) in (b"\xf0", b"\xe2")]
-    [top] = text_logprobs([(one, -0.5, [(two, -0.1)])], tokenizer())["top_logprobs"]
-    assert sorted(top.values()) == [-0.5, -0.1]
 
 
 def test_tokens_that_are_no_text_have_names():

@@ -14,9 +14,9 @@ from toy_models import registered
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("embedded_ray")]
 ROWS = [
-    {"question": f"What is the capital of {place}?", "choices": [" Lima.", " Oslo.", " I am not sure, sorry."], "label": label}
-    for label, place in enumerate(("Peru", "Norway", "Atlantis"))
-]  # fmt: skip
+    {"question": f"What is the capital of {place}?", "answer": answer}
+    for place, answer in (("Peru", "Lima."), ("Norway", "Oslo."), ("Atlantis", "I am not sure, sorry."))
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def command(server, model):
     return line.split()
 
 
-def test_lm_eval_rates_choices_the_same_through_the_server_and_from_the_folder(server, tmp_path):
+def test_lm_eval_gets_the_same_texts_from_the_server_and_from_the_folder(server, tmp_path):
     pytest.importorskip("lm_eval")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     task = {
@@ -44,21 +44,19 @@ def test_lm_eval_rates_choices_the_same_through_the_server_and_from_the_folder(s
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": str(tmp_path / "rows.jsonl")},
         "test_split": "train",
-        "output_type": "multiple_choice",
+        "output_type": "generate_until",
         "doc_to_text": "question",
-        "doc_to_choice": "choices",
-        "doc_to_target": "label",
-        "metric_list": [{"metric": "acc"}],
+        "doc_to_target": "answer",
+        "generation_kwargs": {"until": ["\n"], "do_sample": False, "temperature": 0.0, "max_gen_toks": 8},
+        "metric_list": [{"metric": "exact_match"}],
     }
     (tmp_path / "capitals.yaml").write_text(yaml.safe_dump(task))
-    found = [_rated(tmp_path, command(server, start)) for start in ("local-completions", "hf")]
-    (acc, served_logprobs), (expected_acc, expected) = found
-    assert acc == expected_acc and len(expected) == 9
-    assert served_logprobs == pytest.approx(expected, abs=1e-3)
+    served, local = [_written(tmp_path, command(server, start)) for start in ("local-completions", "hf")]
+    assert served == local and len(served[1]) == 3 and any(served[1])
 
 
-def _rated(folder, words):
-    """Returns lm_eval's accuracy, and the log-probs of all choices."""
+def _written(folder, words):
+    """Returns lm_eval's figure and the texts that it got."""
     out = folder / words[2]
     words += ["--include_path", str(folder), "--output_path", str(out), "--log_samples"]
     words = [sys.executable, "-m", *words]
@@ -67,8 +65,8 @@ def _rated(folder, words):
     [results], [samples] = out.rglob("results_*.json"), out.rglob("samples_*.jsonl")
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     rows.sort(key=lambda row: row["doc_id"])
-    logprobs = [float(choice[0]) for row in rows for choice in row["filtered_resps"]]
-    return json.loads(results.read_text())["results"]["capitals"]["acc,none"], logprobs
+    texts = [row["filtered_resps"][0] for row in rows]
+    return json.loads(results.read_text())["results"]["capitals"]["exact_match,none"], texts
 
 
 def test_inspect_asks_the_server(server, tmp_path):

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import ray
-import torch
 from running import ROOT
 from served import POLICIES, REWARDS, ask, chat, served
 from sockets import on_loopback, sockets
@@ -142,33 +141,8 @@ def test_the_requests_of_the_documents_are_answered(server):
         assert status == 200, (path, said)
 
 
-def test_a_prompt_is_echoed_with_the_log_probs_of_its_tokens(server, engine):
-    """Compared with log-softmax of one forward pass. Rows of different lengths share the endpoint's."""
-    shared, texts = engine.shared, [QUESTION, "Lima.", "The capital of Peru is Lima. Thank you for asking."]
-    prompts = tokenizer()(texts, add_special_tokens=False).input_ids
-    asked = {"model": "toy", "echo": True, "logprobs": 1, "temperature": 0}
-    status, _, answer = ask(server.url, COMPLETE, {**asked, "prompt": prompts, "max_tokens": 1})
-    assert (status, answer["object"], len(answer["choices"])) == (200, "text_completion", 3), answer
-    for ids, text, choice in zip(prompts, texts, answer["choices"], strict=True):
-        with torch.no_grad(), shared.use("policy"):
-            expected = shared.logits(shared.hidden("policy", torch.tensor([ids]))[0]).log_softmax(-1)
-        own = [expected[i, token].item() for i, token in enumerate(ids[1:])]
-        found = choice["logprobs"]
-        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
-        assert found["token_logprobs"][1:] == pytest.approx([*own, expected[-1].max().item()], abs=1e-4)
-        best = [max(top.values()) for top in found["top_logprobs"][1:]]
-        assert best == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
-        assert "".join(found["tokens"][: len(ids)]) == text and choice["text"].startswith(text)
-        assert found["text_offset"][1] == len(found["tokens"][0])
-    # A text is encoded with the begin token.
-    sent = ({**asked, "prompt": p, "max_tokens": 0} for p in (QUESTION, tokenizer()(QUESTION).input_ids))
-    none, same = (ask(server.url, COMPLETE, one)[2] for one in sent)
-    assert none["choices"] == same["choices"] and len(none["choices"][0]["logprobs"]["tokens"]) == 8
-    assert none["usage"]["completion_tokens"] == 0
-
-
 def test_a_raw_prompt_is_completed_as_a_conversation_is(server, engine):
-    asked = {"model": "toy", "prompt": engine.ids(QUESTION), "seed": 3, "n": 2}
+    asked = {"model": "toy", "prompt": engine.ids(QUESTION), "seed": 3, "n": 2, "echo": False}
     texts = [choice["text"] for choice in ask(server.url, COMPLETE, asked)[2]["choices"]]
     chosen = chat(server.url, seed=3, n=2)[1]["choices"]
     assert texts == [choice["message"]["content"] for choice in chosen]
@@ -265,6 +239,9 @@ WRONG = [
     (COMPLETE, {"prompt": [5] * 400}, 400, "^prompt: 400 tokens; expected at most 192"),
     (COMPLETE, {"prompt": [[5]] * 65}, 400, "^prompt: found 65 prompts; expected at most 64 completions"),
     (COMPLETE, {"prompt": "a", "stream": True}, 400, "^stream: "),
+    (COMPLETE, {"prompt": "a", "echo": True}, 400, "^echo: is not supported here; found True"),
+    (COMPLETE, {"prompt": "a", "logprobs": 1}, 400, "^logprobs: is not supported here; found 1"),
+    (COMPLETE, {"prompt": "a", "max_tokens": 0}, 400, "^max_tokens: .* greater than or equal to 1; found 0"),
     ("/score", [{"prompt": "a", "completion": "b"}, 7], 400, "request: element 2: found 7; expected a JSON object"),
     ("/score", {"prompt": "a " * 400, "completion": "b"}, 400, r"request: element 1: found \d+ tokens; expected at most"),
     ("/score", [0] * 4097, 413, "found 4097 rows; expected at most 4096"),
