@@ -147,6 +147,9 @@ def exact(folder: str | Path) -> dict[str, Any]:
                 )
                 found = f"found {value!r:.80} for {module}, expected {expected}"
                 raise InputError(f"{where}: {key}: {found}; {FIX}")
+        if key == "r":  # also of 8.0, which peft does not take
+            value_of = rank_of
+        made[key] = next(iter(value_of.values()))
         made[pattern] = {re.escape(name): value for name, value in value_of.items() if value != made[key]}
     return made
 

@@ -104,14 +104,20 @@ def base_json(name_or_path: str, filename: str, revision: str | None = None) -> 
 
 def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[str, Any]:
     """Returns the content of a JSON file. Raises InputError, which ends with `fix`, if it is no JSON object."""
+    return json_in(path, dict, fix)  # type: ignore[no-any-return]
+
+
+def json_in(path: str | Path, kind: type, fix: str) -> Any:
+    """Returns the content of a JSON file, a list or an object. Raises InputError, which ends with `fix`, if it is no `kind`."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); {fix}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({in_brief(error)}); {fix}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: found {type(content).__name__}, expected a JSON object; {fix}")
+    if not isinstance(content, kind):
+        expected = {dict: "object", list: "list"}[kind]
+        raise InputError(f"{path}: found {type(content).__name__}, expected a JSON {expected}; {fix}")
     return content
 
 

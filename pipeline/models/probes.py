@@ -10,6 +10,8 @@ import os
 import random
 from collections.abc import Callable
 
+from pipeline.models import hub
+
 FILE = "probes.json"
 LENGTHS = (4, 9, 17, 30)  # tokens of each probe
 
@@ -46,6 +48,5 @@ def read(folder: str) -> list[tuple[list[int], float, str | None]]:
     path = os.path.join(folder, FILE)
     if not os.path.exists(path):
         return []
-    with open(path, encoding="utf-8") as file:
-        rows = json.load(file)
+    rows = hub.json_in(path, list, "remove it, or save the adapter again")
     return [(row["input_ids"], row["output"], row.get("precision")) for row in rows]

@@ -67,6 +67,7 @@ def session(job: Job) -> Iterator[None]:
     if job.in_process:
         yield
         return
+    storage.scratch()  # each worker needs it: a folder of another user is an error before Ray starts
     import ray
 
     if ray.is_initialized():

@@ -22,7 +22,9 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.config import Job, gates
 from pipeline.errors import Failure, SelfCheckFailed
+from pipeline.models.hub import json_object
 
+FIX = "remove this checkpoint, so that the run resumes from an earlier one"
 STATE, WEIGHTS = "best.json", "best.safetensors"
 # Passes the value and the step of an evaluation to a sweep, and returns why to stop, or None
 Report = Callable[[float, int], str | None]
@@ -89,8 +91,7 @@ class Best:
         save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, f"{folder}/{WEIGHTS}")
 
     def load(self, folder: str) -> None:
-        with open(os.path.join(folder, STATE), encoding="utf-8") as file:
-            vars(self).update(json.load(file))
+        vars(self).update(json_object(os.path.join(folder, STATE), FIX))
         self.weights = load_file(os.path.join(folder, WEIGHTS))
 
     def reason(self) -> str:

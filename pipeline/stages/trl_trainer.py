@@ -18,9 +18,10 @@ from pipeline.findings import require
 from pipeline.models import adapter_files, probes
 from pipeline.models.adapters import as_peft_model, errors_of_peft
 from pipeline.models.gpus import peak_flops
+from pipeline.models.hub import json_object
 from pipeline.planning import plan
 from pipeline.runtime import best
-from pipeline.runtime.best import Best
+from pipeline.runtime.best import FIX, Best
 from pipeline.runtime.worker import Outcome, Worker, peak_memory
 from pipeline.stages import trl_checks
 from pipeline.system.progress import Bar
@@ -155,8 +156,7 @@ def save_sums(trainer: Any, path: str) -> None:
 
 
 def restore_sums(trainer: Any, path: str) -> None:
-    with open(path, encoding="utf-8") as file:
-        sums = json.load(file)
+    sums = json_object(path, FIX)
     trainer._tr_loss.fill_(sums["tr_loss"])
     trainer._total_loss_scalar = sums["total_loss"]
     trainer._globalstep_last_logged = sums["last_logged"]
@@ -272,7 +272,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
     if worker.resume:
         # The run was evaluated at step 0; another evaluation here would be in mid-run.
         trainer.args.eval_on_start = False
-        state = TrainerState.load_from_json(os.path.join(worker.resume, "trainer_state.json"))
+        state = TrainerState(**json_object(os.path.join(worker.resume, "trainer_state.json"), FIX))
         if best:
             best.load(worker.resume)
         if state.global_step >= state.max_steps > 0 or (best and best.exhausted):
@@ -280,8 +280,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
             trainer._load_from_checkpoint(worker.resume)
             trainer.state = state
             worker.replay(_history(state))
-            with open(_sums_file(worker, worker.resume), encoding="utf-8") as file:
-                sums = json.load(file)
+            sums = json_object(_sums_file(worker, worker.resume), FIX)
             trainer._total_train_tokens = sums["tokens"]
             train_loss = (sums["total_loss"] + sums["tr_loss"]) / state.global_step
             return {"train_loss": train_loss, "epoch": float(state.epoch)}

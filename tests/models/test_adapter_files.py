@@ -150,6 +150,15 @@ def test_an_adapter_that_is_its_start_has_learned_nothing(name, copied, made, sh
     assert adapter_files.learned(tensors_changed(tmp_path / "new", moved), None) == (name == B)
 
 
+def test_a_rank_that_is_written_as_a_fraction_is_whole(copied, shared):
+    folder = copied("policy")
+    content = json.loads((folder / SETTINGS).read_text())
+    (folder / SETTINGS).write_text(json.dumps({**content, "r": 4.0, "rank_pattern": {"q_proj": 4.0}}))
+    check(folder)
+    shared.add("x", folder=folder)
+    shared.remove("x")
+
+
 SLOW = r"(.*\w+)+\w+_projX"  # `re` would not end
 
 
