@@ -11,7 +11,7 @@ SHARE = 0.5  # share of the free memory for decoding; the rest is for the prompt
 SAMPLING_BYTES = 20
 # Assumed memory of vLLM's largest activations, its CUDA graphs, and the CUDA context of its process.
 WORKSPACE = 3 * GIB
-LARGEST = 0.95  # largest share of a GPU for vLLM
+LARGEST = 0.95  # largest share of a GPU's free memory for vLLM
 MOST_ROWS = 256  # rows that vLLM decodes at once
 BATCHED_TOKENS = 8192  # tokens of one forward of vLLM, which splits longer prompts
 CGROUP = Path("/sys/fs/cgroup")
@@ -69,16 +69,17 @@ def free_of_node() -> float:
     return max(0.0, min(found))
 
 
-def memory_share(total: float, weights: float, kv_bytes: float, rows: int, length: int) -> float:
-    """Returns the share of a GPU of `total` bytes that vLLM needs, rounded up to hundredths: its gpu_memory_utilization.
+def memory_share(total: float, free: float, weights: float, kv_bytes: float, rows: int, length: int) -> float:
+    """Returns the share of a GPU of `total` bytes that vLLM needs, in hundredths: its gpu_memory_utilization.
 
-    At most LARGEST: with a cache for fewer rows, vLLM decodes in turns.
+    At most LARGEST of what is free, or vLLM does not start: with a cache for fewer rows, vLLM decodes in turns.
 
     Args:
+        free: bytes that the trainer, which has loaded its own base, leaves.
         weights: bytes of the base.
         kv_bytes: keys and values of one token in all layers.
         rows: completions of one worker in an update.
         length: tokens of the longest prompt and completion together.
     """
     needed = weights + kv_bytes * min(rows, MOST_ROWS) * length + WORKSPACE
-    return min(LARGEST, math.ceil(100 * needed / total) / 100)
+    return min(math.ceil(100 * needed / total), math.floor(100 * LARGEST * free / total)) / 100

@@ -389,7 +389,8 @@ class RolloutConfig:
     tensor_parallel_size: int = 1
     """GPUs over which vLLM splits the base in each rollout worker."""
     gpu_memory_utilization: float | None = None
-    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache, in (0, 1). By default what they need."""
+    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache, in (0, 1). By default what they need, or less
+    if less is free."""
     vllm_kwargs: dict[str, Any] | None = None
     """Other arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
     correction: Literal["none", "token", "sequence"] | None = None

@@ -185,7 +185,8 @@ def vllm(
         named = shared.base.named_parameters()
         weights = sum(p.numel() * p.element_size() for name, p in named if "lora_" not in name)
         total = torch.cuda.get_device_properties(shared.device).total_memory
-        share = memory.memory_share(total, weights, cache, rows, longest)
+        free = memory.free_bytes(shared.device)
+        share = memory.memory_share(total, free, weights, cache, rows, longest)
         options["gpu_memory_utilization"] = host.job.rollout_config.gpu_memory_utilization or share
         print(f"vLLM takes {options['gpu_memory_utilization']} of the GPU's memory", flush=True)
     # Like the trainer's, log-probs include the temperature.

@@ -336,7 +336,7 @@ class Worker(Host):
 
         # PPO resets the system's peak at each phase; its metric has the highest peak (GiB).
         metrics = outcome.metrics
-        peak = max(peak_memory(), int(metrics.get("memory/peak", 0.0) * 2**30))
+        peak = max(peak_memory(self.device), int(metrics.get("memory/peak", 0.0) * 2**30))
         gpu = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
         usage = {"gpu": gpu, "workers": self.world, **outcome.usage}
         said = {"metrics": metrics, "samples": outcome.samples, "peak_memory_bytes": peak, "usage": usage}
@@ -399,13 +399,13 @@ def require_reload(trained: list[Any], reloaded: list[Any], folder: str) -> None
             )
 
 
-def peak_memory() -> int:
-    """Returns this worker's peak memory in bytes: GPU memory if it has a GPU, else resident memory."""
+def peak_memory(device: Any) -> int:
+    """Returns this worker's peak memory in bytes: GPU memory if its device is a GPU, else resident memory."""
     import torch
 
     from pipeline.ppo import clock
 
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_reserved()
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
     # macOS reports no peak that can be reset; its ru_maxrss is in bytes.
     return clock.peak_bytes(torch.device("cpu")) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -87,7 +87,7 @@ class Reporter(TrainerCallback):
         if not tokens or not seconds:
             return {}
         self.tokens, self.seconds = self.tokens + tokens, 0.0
-        found = {"train_tokens_per_second": tokens / seconds, "memory/peak": peak_memory() / 2**30}
+        found = {"train_tokens_per_second": tokens / seconds, "memory/peak": peak_memory(self.device) / 2**30}
         if peak := peak_flops(self.device):
             # A forward takes 2 FLOPs per token and parameter; a backward through frozen weights as many, since only
             # activations have gradients. What is recomputed does not count: model FLOPs (Chowdhery et al. 2022, PaLM, sec. 4.1).

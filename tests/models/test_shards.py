@@ -75,9 +75,11 @@ def trained(base, **changes):
     return toy.weights(shared), kept
 
 
-def alone(base, rank):
-    """Hidden states, after forwards and a backward that only one of the ranks makes."""
+def alone(base, rank, checkpointing):
+    """Hidden states, after forwards and a backward that only one of the ranks makes. The other one joins in eval mode."""
     shared = with_roles(base)
+    if checkpointing:
+        shared.enable_gradient_checkpointing()
     ids = torch.arange(8).view(2, 4)
     if rank == 0:
         with torch.no_grad():
@@ -95,7 +97,10 @@ def worker(rank, port, folder):
     wholes = [trained(load_base(model), **changes) for changes in RUNS]
     base = load_shards(model)
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in base.parameters())
-    found = computed(base), alone(load_shards(model), rank)
+    found = (
+        computed(base),
+        [alone(load_shards(model), rank, checkpointing) for checkpointing in (False, True)],
+    )
     shards = [trained(load_shards(model), **changes) for changes in RUNS]
     scorer = load_shards(model, toy.Tokenizer())
     torch.manual_seed(3 + rank)
@@ -122,10 +127,10 @@ def test_shards_compute_what_the_whole_computes(tmp_path):
     parts = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     expected = computed(load_base(job_model(tmp_path)))
     same = with_roles(load_base(job_model(tmp_path))).hidden("policy", torch.arange(8).view(2, 4))
-    for (found, hidden), held, wholes, shards, eos, head in parts:
+    for (found, hiddens), held, wholes, shards, eos, head in parts:
         assert held < 0.55 * (size - lm_head) + lm_head
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        assert torch.equal(hidden, same) and eos == toy.EOS
+        assert all(torch.equal(hidden, same) for hidden in hiddens) and eos == toy.EOS
         for (a, history), (b, expected_history) in zip(shards, wholes, strict=True):
             assert torch.equal(a, b) and history == expected_history
         assert torch.equal(head, parts[0][-1]) and head.std() > 0
