@@ -403,7 +403,8 @@ def test_evaluate_reads_the_held_out_prompts_of_a_file_with_other_column_names(h
 
 def test_in_a_clone_a_profile_gets_one_more_file_too(here, monkeypatch):
     """There, the profiles of the project and those of its user are in one folder."""
-    shutil.copytree(ROOT / "jobs/own", here / "jobs/own")
+    for name in ("own", "demo"):
+        shutil.copytree(ROOT / "jobs" / name, here / "jobs" / name)
     shutil.copy(ROOT / "jobs/schema.json", here / "jobs/schema.json")
     monkeypatch.setattr(shipped, "JOBS", here / "jobs")
     init(rows(here / "plain.jsonl", PLAIN), "--name", "vet")
