@@ -116,7 +116,7 @@ def json_in(path: str | Path, kind: type, fix: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({in_brief(error)}); {fix}") from error
     if not isinstance(content, kind):
-        expected = {dict: "object", list: "list"}[kind]
+        expected = "object" if kind is dict else "list"
         raise InputError(f"{path}: found {type(content).__name__}, expected a JSON {expected}; {fix}")
     return content
 

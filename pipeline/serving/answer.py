@@ -219,7 +219,7 @@ class Answer:
             for choice in range(self.asked.n):
                 yield part(choice, {"role": "assistant", "content": ""})
             async for choice, more, tokens in self.written():
-                if more or self.asked.logprobs:
+                if more or self.asked.top is not None:
                     yield part(choice, {"content": more}, tokens)
                 if reason := self.reasons[choice]:
                     yield part(choice, {}, reason=reason)
@@ -237,7 +237,7 @@ class Answer:
             written = bytes_of(self.server.tokenizer, token)
             return {"token": name_of(written), "logprob": logprob, "bytes": list(written)}
 
-        if not self.asked.logprobs:
+        if self.asked.top is None:
             return None
         content = [
             {**entry(token.id, token.logprob), "top_logprobs": [entry(*one) for one in token.top]}
