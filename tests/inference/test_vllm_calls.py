@@ -21,6 +21,10 @@ class Given(SimpleNamespace):
         super().__init__(args=args, **named)
 
 
+class Refused(Exception):
+    """vllm.exceptions.VLLMClientError, which is no ValueError."""
+
+
 class Engine:
     """Counts up from the last token of the prompt, one token a step."""
 
@@ -29,7 +33,7 @@ class Engine:
 
     def add_request(self, name, prompt, params, lora_request=None):
         if not prompt["prompt_token_ids"]:
-            raise ValueError("empty prompt")
+            raise Refused("empty prompt")
         self.written[name] = (prompt["prompt_token_ids"][-1], params, lora_request)
 
     def abort_request(self, names):
@@ -63,12 +67,15 @@ def llm(monkeypatch):
     package.SamplingParams = package.LLM = Given
     ranks = ModuleType("vllm.config.lora")
     ranks.MaxLoRARanks = Literal[8, 16]
+    exceptions = ModuleType("vllm.exceptions")
+    exceptions.VLLMClientError = Refused
     sampling.RequestOutputKind = SimpleNamespace(DELTA="delta")
     request.LoRARequest = lambda name, number, folder: Given(
         name, number, folder, lora_name=name, lora_int_id=number
     )
     for name, module in {
         "vllm": package, "vllm.sampling_params": sampling, "vllm.lora": ModuleType("vllm.lora"), "vllm.lora.request": request,
+        "vllm.exceptions": exceptions,
         "vllm.config": ModuleType("vllm.config"), "vllm.config.lora": ranks,
     }.items():  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
