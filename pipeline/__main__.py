@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.commands import COMMANDS, SUMMARIES
+from pipeline.config import command_line
 from pipeline.config.schema import nearest
 from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError, causes, in_brief
@@ -160,7 +161,11 @@ def main(arguments: list[str] | None = None) -> int:
         return ended("failed", why, 1)
     except Exception as error:
         if wrong := input_error(error):
-            return ended("error", str(wrong), 2)
+            ended("error", str(wrong), 2)
+            if wrong.change:
+                again = command_line(options.verb, options.job, [*options.overrides, wrong.change])
+                print(f"run: {without_secrets(again)}", file=sys.stderr)
+            return 2
         if failure := input_error(error, Failure):
             return ended("failed", str(failure), 1)
         no_room = (errno.ENOSPC, errno.EDQUOT)

@@ -34,11 +34,12 @@ class InputError(Exception):
         message: the text, without the key and its location.
         key: the job's key, `section.key`.
         where: `file:line` of that key.
+        change: `section.key=value` with which the same command starts.
     """
 
-    def __init__(self, message: str, key: str = "", where: str = ""):
-        super().__init__(message, key, where)  # exceptions are pickled by their args
-        self.message, self.key, self.where = message, key, where
+    def __init__(self, message: str, key: str = "", where: str = "", change: str = ""):
+        super().__init__(message, key, where, change)  # exceptions are pickled by their args
+        self.message, self.key, self.where, self.change = message, key, where, change
 
     def __str__(self) -> str:
         return visible(": ".join(filter(None, (self.where, self.key, self.message))))

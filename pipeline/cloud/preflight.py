@@ -139,11 +139,16 @@ def check_resources(job: Job, cluster: Cluster) -> None:
         grows = (
             f"may start {', '.join(more)}" if more else "CLUSTER=file.yaml names the file of an autoscaler"
         )
+        change = placement.fewer(job, room) if section == "scaling" else ""
+        advice = (
+            f"set {change}" if change else f"lower {section}.num_workers or {section}.resources_per_worker"
+        )
         raise InputError(
             f"{count} {who}s with {', '.join(wanted)} each, but the cluster has room for {room} (nodes: "
-            f"{'; '.join(map(_shown, cluster.nodes))}; {grows}); lower {section}.num_workers or "
-            f"{section}.resources_per_worker, change {section}.use_gpu or {section}.label_selector, or add nodes",
+            f"{'; '.join(map(_shown, cluster.nodes))}; {grows}); {advice}, change {section}.use_gpu or "
+            f"{section}.label_selector, or add nodes",
             key=f"{section}.num_workers",
+            change=change,
         )
 
 

@@ -2,20 +2,22 @@
 
     python -m pipeline plan jobs/llama3-8b/ppo.yaml [section.key=value ...]
 
-It needs no weights and no GPU. It considers the GPUs that `scaling.accelerator_type` or a `scaling.label_selector` on
-ray.io/accelerator-type names, or else all it knows. If the job does not fit, the exit status is 1, and it prints the changes
-that make it fit.
+It needs no weights and no GPU. It considers this machine's GPUs. On a machine without one, or with RAY_ADDRESS, it considers
+those that `scaling.accelerator_type` or a `scaling.label_selector` on ray.io/accelerator-type names, or else all it knows. If
+the job does not fit, the exit status is 1, and it prints the changes that make it fit.
 """
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pipeline import registry
 from pipeline.config import Job
-from pipeline.config.stages import STAGE, TRAINED
+from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError, about, summary
 from pipeline.models import adapter_files
+from pipeline.models.gpus import of_this_machine
 from pipeline.on_ray import placement
 from pipeline.planning import plan
 from pipeline.planning.plan import GIB, GPUS, Plan
@@ -31,8 +33,11 @@ EPOCH = 10_000  # rows, if neither the job nor its data has a length
 
 
 def run(job: Job) -> dict[str, Any]:
-    if job.stage not in TRAINED:
-        raise InputError(f"found {job.stage}; plan is for {', '.join(TRAINED)} jobs", key="stage")
+    if STAGE[job.stage].runs_in == "here":
+        raise InputError(f"found {job.stage}, which has no workers; plan is for jobs that do", key="stage")
+    gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else of_this_machine()
+    if gpus:
+        job = placement.for_this_machine(job)
     folders, notes = started_from(job)
     check(job, folders)
     loras = {name.split(".")[0]: adapter_files.described(at) for name, at in folders.items()}
@@ -44,20 +49,45 @@ def run(job: Job) -> dict[str, Any]:
         when = "" if item.phase == "always" else f"  ({item.phase})"
         print(f"   {item.size / GIB:>8.2f} GiB  {item.what}{when}")
     print(f"   {planned.peak / GIB:>8.2f} GiB  peak, including what the allocator loses")
-    print(f"   {planned.checkpoint / 1e9:>8.3f} GB   a checkpoint on disk; run.num_to_keep of them are kept")
+    if STAGE[job.stage].learns:
+        print(
+            f"   {planned.checkpoint / 1e9:>8.3f} GB   a checkpoint on disk; run.num_to_keep of them are kept"
+        )
     if unread := planned.shape.unread:
         notes.append(f"the base's shape is built in, since its config.json cannot be read: {unread}")
+    notes += [f"this machine has {name}, {size / GIB:.0f} GiB" for name, size in gpus]
     print("".join(f"   note: {note}\n" for note in notes))
     memory = on_gpus(planned, named(job)) if job.scaling.get("use_gpu") else on_this_machine(planned)
-    if planned.peak > memory:
-        advice = "no setting makes it fit: use larger GPUs, a smaller model, or a shorter data.max_length"
-        if fitted := plan.fit_into(job, memory, loras):
-            changes, smaller = fitted
-            advice = f"with {' '.join(changes)} it needs {smaller.peak / GIB:.1f}"
-        raise Failure(f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}; {advice}")
+    check_fit(planned, loras, min((size for _, size in gpus), default=memory), len(gpus) or None)
     if job.rollout_config.num_workers:
         print(of_rollout_workers(job, plan.make(job, loras, learns=False)))
     return {"peak_bytes": planned.peak, "items": [vars(item) for item in planned.items]}
+
+
+def check_fit(
+    planned: Plan, loras: dict[str, dict[str, Any]], memory: float, gpus: int | None = None
+) -> None:
+    """Raises Failure if a worker needs more than `memory` bytes, or the workers more `gpus` than there are; says what to do."""
+    job, lacks, changes = planned.job, [], list[str]()
+    each = placement.bundles(job)[0].resources.get("GPU", 0)
+    if gpus is not None and (needed := job.workers[0] * each) > gpus:
+        lacks.append(f"the workers need {needed:g} GPUs, and this machine has {gpus}")
+        if not (change := placement.fewer(job, gpus / each)):
+            raise Failure(f"{lacks[0]}; lower scaling.resources_per_worker")
+        changes, count = [change], int(change.split("=")[1])
+        planned = plan.make(replace(job, scaling={**job.scaling, "num_workers": count}), loras)
+    if planned.peak > memory:
+        lacks.append(f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}")
+        smaller, planned = plan.fit_into(planned.job, memory, loras)
+        changes += smaller
+    if not lacks:
+        return
+    if changes:
+        lacks.append(f"with {' '.join(changes)} a worker needs {planned.peak / GIB:.1f} GiB")
+    if planned.peak > memory:
+        larger = ", ".join(plan.fitting(planned)) if planned.device == "cuda" else "a larger machine"
+        lacks.append(f"use {larger or 'larger GPUs'}, a smaller model, or a shorter data.max_length")
+    raise Failure("; ".join(lacks))
 
 
 def named(job: Job) -> list[str]:
@@ -115,7 +145,7 @@ def check(job: Job, folders: dict[str, str]) -> None:
     base = check_base(job.model, weights=weights)
     for name, folder in folders.items():
         with about(key_of(job, name)):
-            adapter_files.check(base, folder, scores=name != "policy")
+            adapter_files.check(base, folder, scores=name == "judge" or name.startswith("reward"))
     if makes_adapter(job, folders):
         check_lora(base, job.lora, STAGE[job.stage].learns == "reward")
 
@@ -137,6 +167,11 @@ def on_this_machine(planned: Plan) -> float:
 def on_gpus(planned: Plan, names: list[str]) -> float:
     """Prints for each kind of GPU whether a worker fits, and the time and cost of the run. Returns the bytes of the largest."""
     fitting, workers = plan.fitting(planned), planned.job.workers[1]
+    if not STAGE[planned.job.stage].learns:
+        print(
+            f"   It fits on {', '.join(name for name in names if name in fitting) or 'none of the GPUs that plan knows'}."
+        )
+        return GIB * max(GPUS[name].memory for name in names)
     rows, how = rows_of(planned)
     completions = f"; completions of {planned.tokens[1]:,} tokens, the longest" if planned.tokens[1] else ""
     print(f"   data: {how}{completions}\n")

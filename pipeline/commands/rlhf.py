@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import report
-from pipeline.config import STAGES, Job, libraries, load_job
+from pipeline.config import STAGES, Job, command_line, libraries, load_job
 from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
@@ -128,15 +128,11 @@ def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: st
     store, home = last.get("tracking_uri", ""), last["folder"].rpartition("/")[0]
     local = file_of_uri(store) == os.path.abspath("runs/mlflow.db") if store else home == "runs"
     jobs = Path(folder)
-    profile = "" if jobs.name == "demo" else f" PROFILE={jobs.name}"
-    again = f'make ppo{profile} ARGS="trainer.kl_coef=0.1"'
-    if jobs.parent != Path("jobs"):
-        again = f"python -m pipeline ppo {jobs / 'ppo.yaml'} trainer.kl_coef=0.1"
     look = [
         (page and storage.relative(page), "report on all stages"),
         ("make ui" if local else store, "curves in MLflow" + (": http://127.0.0.1:5000" if local else "")),
         (str(jobs / "ppo.yaml"), "settings of ppo, explained"),
-        (again, "ppo with another KL penalty"),
+        (command_line("ppo", str(jobs / "ppo.yaml"), ["trainer.kl_coef=0.1"]), "ppo with another KL penalty"),
     ]
     samples = last.get("samples", [])[:SHOWN_SAMPLES]
     lines = ["", sample_table(samples), ""] if samples else [""]

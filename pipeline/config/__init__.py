@@ -6,6 +6,7 @@ Sections that belong to a library (`lora`, `trainer`, `scaling`) stay plain mapp
 against its dataclass. Relative paths are relative to the working directory of the command.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,16 @@ def make(stage: str, job_file: str) -> str:
     profile = folder.name if folder.parent.name == "jobs" and folder.name != "demo" else ""
     profile = "own" if profile == "examples" else profile  # the examples extend jobs/own
     return f"make {stage}" + (f" PROFILE={profile}" if profile else "")
+
+
+def command_line(verb: str, path: str, overrides: list[str]) -> str:
+    """Returns a command line, with make if the job or the folder of jobs is a profile's."""
+    profile = Path(path) if verb == "rlhf" else Path(path).parent
+    given = shlex.join(overrides)
+    if profile.parent != Path("jobs") or (verb != "rlhf" and Path(path).stem != verb):
+        return f"python -m pipeline {verb} {path} {given}"
+    name = "" if profile.name == "demo" else f" PROFILE={profile.name}"
+    return f'make {verb}{name} ARGS="{given}"'
 
 
 def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | None = None) -> Job:

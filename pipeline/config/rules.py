@@ -30,12 +30,17 @@ LABELS = ({"good", "bad"}, {"first", "second"}, {"first", "second", "tie"})  # k
 MAX_WORKERS = 1000
 
 
-def check(tree: Tree, job: Job) -> None:
-    """Raises InputError for the first problem of a job. Later checks may assume that earlier ones found nothing."""
+def problems(job: Job) -> Problems:
+    """Yields the problems of a job. Later checks may assume that earlier ones found nothing, so only the first one counts."""
     own = (_unused, _settings, _table, _together, _evaluations, _rows, _selectors, _batches, _inputs)
-    for problems in (*own, gates.problems):
-        for key, message in problems(job):
-            raise tree.error(key, message)
+    for check_one in (*own, gates.problems):
+        yield from check_one(job)
+
+
+def check(tree: Tree, job: Job) -> None:
+    """Raises InputError for the first problem of a job."""
+    for key, message in problems(job):
+        raise tree.error(key, message)
 
 
 def _value(job: Job, key: str) -> Any:

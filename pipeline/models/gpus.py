@@ -1,4 +1,4 @@
-"""The peak matrix products per second of GPUs, by their datasheets."""
+"""GPUs: those of this machine, and their peak matrix products per second by their datasheets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any
 
 # Dense bf16 matrix products in TFLOP/s (of the SXM version if there are several), by a word in torch's name of the device.
 PEAK_TFLOPS = {"L4": 121, "A10G": 70, "A100": 312, "L40S": 362, "H100": 989, "H200": 989}
+
+
+def of_this_machine() -> list[tuple[str, float]]:
+    """Returns name and bytes of each GPU that torch can use."""
+    import torch
+
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [(gpu.name, float(gpu.total_memory)) for gpu in found]
 
 
 def peak_flops(device: Any) -> float | None:

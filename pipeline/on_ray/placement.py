@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from pipeline.config import Job
+from pipeline.config import Job, rules
 from pipeline.errors import Failure, InputError, OutOfMemory, SelfCheckFailed, causes
 from pipeline.system import terminal
 
@@ -153,12 +153,23 @@ def check_scaling(job: Job) -> None:
                 trainer = f", next to a trainer with {taken[name]:g}" if taken[name] else ""
                 key = "num_workers" if amount <= most else "resources_per_worker"
                 key = "use_gpu" if name == "GPU" and not most else key
+                change = fewer(job, most / amount) if section == "scaling" else ""
+                advice = f"lower {section}.num_workers or {section}.resources_per_worker, or run the job where there is more"
                 raise InputError(
-                    f"{count} {who}{'s' * (count > 1)} with {name}: {amount:g} each{trainer}, but {has} has {most:g}; lower "
-                    f"{section}.num_workers or {section}.resources_per_worker, or run the job where there is more",
+                    f"{count} {who}{'s' * (count > 1)} with {name}: {amount:g} each{trainer}, but {has} has {most:g}; "
+                    f"{f'set {change}' if change else advice}",
                     key=f"{section}.{key}",
+                    change=change,
                 )
             taken[name] += count * amount
+
+
+def fewer(job: Job, room: float) -> str:
+    """Returns the override for the most workers that have `room` and can divide the batch, or "" if there are none."""
+    for count in range(min(int(room), job.workers[0]), 0, -1):
+        if not any(rules.problems(replace(job, scaling={**job.scaling, "num_workers": count}))):
+            return f"scaling.num_workers={count}"
+    return ""
 
 
 def _limits() -> dict[str, float]:

@@ -294,18 +294,18 @@ def fitting(plan: Plan) -> list[str]:
     return [name for name, gpu in GPUS.items() if plan.peak <= gpu.memory * GIB]
 
 
-def fit_into(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan] | None:
-    """Returns (overrides, plan) of the mildest changes that fit a worker into `memory` bytes, or None if none do."""
+def fit_into(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan]:
+    """Returns (overrides, plan) of the mildest changes that fit a worker into `memory` bytes, or of all if none do."""
     made: dict[str, Any] = {}
     for key, value in _changes(job, loras):
-        if key == "model.load_in_4bit":  # shards cannot have 4 bits
-            made.pop("model.fsdp", None)
         made[key] = value
+        if key == "model.load_in_4bit":  # shards cannot have 4 bits
+            made["model.fsdp"] = False
         if make(_with(job, made), loras).peak <= memory:
             break
-    else:
-        return None
-    for key in list(made):  # a later change may make an earlier, milder one unnecessary
+    made = {key: value for key, value in made.items() if _with(job, {key: value}) != job}
+    # A later change may make an earlier, milder one unnecessary
+    for key in [key for key in made if key != "model.fsdp"]:
         fewer = {k: v for k, v in made.items() if k != key}
         if make(_with(job, fewer), loras).peak <= memory:
             made = fewer
@@ -318,14 +318,15 @@ def _changes(job: Job, loras: Loras | None = None) -> list[tuple[str, Any]]:
     # Divisors, so that the batch stays divisible.
     fewer = [n for n in range(asked.rows - 1, facts.fewest_rows - 1, -1) if asked.rows % n == 0]
     changes: list[tuple[str, Any]] = []
+    now = job.args.planned_rows(job.workers[0]) if job.stage == "ppo" else asked.rollout_rows
+    changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
     if job.stage == "ppo":  # a PPOConfig
-        now = job.args.planned_rows(job.workers[0])
-        changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
         training = asked.rows * asked.width  # tokens of a micro-batch
         if job.args.micro_batch_tokens is None and training < asked.scored:
             changes.append(("trainer.micro_batch_tokens", training))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[:2]]
-    changes.append(("trainer.gradient_checkpointing", True))
+    if facts.learns:
+        changes.append(("trainer.gradient_checkpointing", True))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
     if job.scaling.get("use_gpu"):
         changes += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
@@ -333,8 +334,7 @@ def _changes(job: Job, loras: Loras | None = None) -> list[tuple[str, Any]]:
     vllm = job.rollout.get("engine") == "vllm"  # each of its processes also loads the full base
     if job.workers[0] > 1 and not ("model.fsdp" in facts.unused or job.model.load_in_4bit or dora or vllm):
         changes.append(("model.fsdp", True))
-    if not job.model.fsdp:
-        changes.append(("model.load_in_4bit", True))
+    changes.append(("model.load_in_4bit", True))
     return [(key, value) for key, value in changes if _with(job, {key: value}) != job]
 
 

@@ -140,9 +140,10 @@ def test_room_counts_nodes_to_come(job):
     gpus = ["scaling.use_gpu=true", "trainer.use_cpu=false", "data.batch_size=840"]
     gpus.append("trainer.per_device_train_batch_size=1")
     preflight.check_resources(job(*gpus, "scaling.num_workers=4"), scaled_to_zero)
-    says = r"room for 4 .*may start 4 x gpu \(8 CPU \+ 1 GPU\)\); lower scaling.num_workers"
-    with pytest.raises(InputError, match=says):
+    says = r"room for 4 .*may start 4 x gpu \(8 CPU \+ 1 GPU\)\); set scaling.num_workers=4, change"
+    with pytest.raises(InputError, match=says) as refused:
         preflight.check_resources(job(*gpus, "scaling.num_workers=8"), scaled_to_zero)
+    preflight.check_resources(job(*gpus, refused.value.change), scaled_to_zero)
     with pytest.raises(InputError, match="room for 2 "):  # the ceiling of the whole cluster
         preflight.check_resources(job(*gpus, "scaling.num_workers=4"), replace(scaled_to_zero, max_workers=2))
     with pytest.raises(InputError, match="workers with 2 GPU each, but the cluster has room for 0"):

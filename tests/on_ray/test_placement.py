@@ -7,8 +7,11 @@ import sys
 import time
 
 import pytest
+from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from running import NO_EVAL, ROOT
 
+from pipeline.__main__ import main
+from pipeline.commands import rlhf
 from pipeline.config import load_job
 from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
@@ -24,8 +27,8 @@ GPU = ["scaling.use_gpu=true", "trainer.use_cpu=false"]
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["scaling.resources_per_worker={CPU: 1, memory: 1e14}"], r"scaling\.resources_per_worker: 1 worker with memory: 1e\+14 each, but this machine has \S+;"),
-        (["scaling.num_workers=500"], r"scaling\.num_workers: 500 workers with CPU: 1 each, but this machine has \d+; lower"),
+        (["scaling.resources_per_worker={CPU: 1, memory: 1e14}"], r"scaling\.resources_per_worker: 1 worker with memory: 1e\+14 each, but this machine has \S+; lower"),
+        (["scaling.num_workers=500"], r"scaling\.num_workers: 500 workers with CPU: 1 each, but this machine has (\d+); set scaling\.num_workers=\1$"),
         (["scaling.resources_per_worker={CPU: 1, TPU: 1}"], "1 worker with TPU: 1 each, but this machine has 0"),
         ([*GPU, "scaling.resources_per_worker={CPU: 0.1, GPU: 64}"], "1 worker with GPU: 64 each, but this machine has"),
     ],
@@ -35,6 +38,22 @@ def test_what_this_machine_can_never_hold_is_refused(overrides, says, monkeypatc
     with pytest.raises(InputError, match=says):
         placement.check_scaling(job(*overrides))
     placement.check_scaling(job("scaling.resources_per_worker={CPU: 0.5, memory: 1e9}"))
+
+
+def test_as_many_workers_are_proposed_as_can_share_a_batch(monkeypatch, capsys, in_root):
+    """Of three GPUs, two: 32 rows cannot be shared by three. The command that the error names is the one typed, with that."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: 3)
+    given = ["scaling.num_workers=4", "trainer.per_device_train_batch_size=4", "mlflow.experiment=a b", *GPU]
+    assert main(["sft", "jobs/demo/sft.yaml", *given]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-2].endswith("4 workers with GPU: 1 each, but this machine has 3; set scaling.num_workers=2")
+    typed = " ".join(given).replace("mlflow.experiment=a b", "'mlflow.experiment=a b'")
+    assert said[-1] == f'run: make sft ARGS="{typed} scaling.num_workers=2"'
+    monkeypatch.setattr(rlhf, "check_paths", lambda job: None)  # the rows are on the hub
+    assert main(["rlhf", "jobs/llama3-8b"]) == 2
+    again = 'run: make rlhf PROFILE=llama3-8b ARGS="scaling.num_workers=3"'
+    assert capsys.readouterr().err.splitlines()[-1] == again
 
 
 def test_a_worker_has_a_gpu_unless_the_job_says_otherwise():

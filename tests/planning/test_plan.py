@@ -4,20 +4,23 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 import torch
 import toy_ppo as toy
+from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from ray.util.accelerators import accelerators
 from running import ROOT
 
 from pipeline.__main__ import main
-from pipeline.commands.plan import named, of_rollout_workers
+from pipeline.commands.plan import check_fit, named, of_rollout_workers
 from pipeline.config import load_job
-from pipeline.errors import Failure
+from pipeline.errors import Failure, InputError
 from pipeline.models.adapters import SharedBase
+from pipeline.on_ray import placement
 from pipeline.planning import plan, shape
 from pipeline.planning.rows import Rows, look
 from pipeline.planning.shape import Shape, saved
@@ -162,7 +165,7 @@ def test_what_plan_advises_fits(llama_8b):
     assert "model.load_in_4bit=true" not in changes  # quantised only where nothing milder does
     again = plan.make(job(llama_8b, "llama3-8b/sft", *large, *changes))
     assert again.peak == smaller.peak <= memory
-    assert plan.fit_into(asked, 4 * plan.GIB) is None
+    assert plan.fit_into(asked, 4 * plan.GIB)[1].peak > 4 * plan.GIB
 
 
 def test_plan_advises_shards_before_it_advises_to_quantise(llama_8b):
@@ -289,7 +292,8 @@ def test_a_gpu_has_the_names_that_nodes_advertise():
         ("llama3-8b-qlora/sft", ["scaling.accelerator_type=A100"], 0, r"GPU .*\n   A100-40G .* yes .*\n   A100-80G .* yes .*\n   Assumed"),
         # what cannot be planned, or a run would refuse
         ("llama3-8b/sft", ["model.name_or_path=some/model"], 2, "cannot be read from the hub"),
-        ("demo/evaluate", ["run.name=x"], 2, "stage: found evaluate"),
+        ("demo/export", ["run.name=x"], 2, "stage: found export, which has no workers"),
+        ("llama3-8b/evaluate", [], 0, r"It fits on A100-40G, .*H200\."),
         ("llama3-8b/sft", ["scaling.accelerator_type=A10G"], 2, r"found 'A10G', which scaling\.label_selector=.* excludes; change"),
         ("llama3-8b/sft", ["scaling.accelerator_type=TPU"], 2, r"scaling\.accelerator_type: found 'TPU'"),
         ("demo/sft", ["data.max_length=1000"], 2, r"data\.max_length: 1000 is more than the model's context of 256 tokens; use data\.max_length=256"),
@@ -302,6 +306,77 @@ def test_what_the_command_says(name, overrides, status, says, llama_8b, tmp_path
     assert main(["plan", f"jobs/{name}.yaml", f"run.storage_path={tmp_path}/runs", *base, *given]) == status
     said = "".join(capsys.readouterr())
     assert re.search(says, said) and "Traceback" not in said, said
+
+
+def test_an_evaluation_is_planned_with_its_adapters(models, in_root, capsys):
+    policy, reward = models["toy-policy"], models["toy-rm"]
+    given = [f"policy={policy}", f"baseline={policy}", f"reward={reward}", "judge=null"]
+    assert main(["plan", "jobs/demo/evaluate.yaml", *given]) == 0
+    said = capsys.readouterr().out
+    assert "adapters: policy, baseline, reward\n" in said and "note" not in said and "checkpoint" not in said
+
+
+QWEN = {  # of jobs/own
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+    "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+    "max_position_embeddings": 32768, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def of_profile(profile, tmp_path):
+    """Returns {path: overrides} of a profile's jobs with workers, on GPUs."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    found = {}
+    for path in sorted((ROOT / "jobs" / profile).glob("*.yaml")):
+        if path.stem in ("export", "iterate"):
+            continue
+        given = ["scaling.use_gpu=true"] + [f"model.name_or_path={tmp_path}"] * (profile == "own")
+        if profile in ("demo", "own"):
+            given += ["trainer.use_cpu=false"] * ("use_cpu: true" in path.read_text())
+            given += ["scaling.num_workers=1"]
+        found[path] = given
+    return found
+
+
+@pytest.mark.parametrize(
+    ("count", "gpu"), [(1, "L4"), (4, "A10G"), (1, "A100-80G"), (8, "H100"), (1, "H200")]
+)
+@pytest.mark.parametrize(
+    "profile", ["demo", "own", "llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora", "llama3-70b"]
+)
+def test_a_profile_starts_on_a_machine_with_gpus_or_says_what_to_change(
+    profile, count, gpu, tmp_path, in_root, monkeypatch
+):
+    """What the messages propose is applied: then the workers find GPUs, and fit. If nothing fits, larger GPUs are named."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: count)
+    memory, fitted = plan.GPUS[gpu].memory * plan.GIB, 0
+    for path, given in of_profile(profile, tmp_path).items():
+        asked = placement.for_this_machine(load_job(path, given, path.stem), note=False)
+        if asked.workers[0] > count:
+            with pytest.raises(
+                InputError, match=rf"this machine has {count}; set scaling\.num_workers"
+            ) as few:
+                placement.check_scaling(asked)
+            placement.check_scaling(load_job(path, [*given, few.value.change], path.stem))
+        try:
+            check_fit(plan.make(asked, {}), {}, memory, count)
+        except Failure as failure:
+            said = str(failure)
+            given += shlex.split("".join(re.findall(r"; with (.*?) a worker needs", said)))
+            changed = load_job(path, given, path.stem)
+            placement.check_scaling(changed)
+            peak = plan.make(changed, {}).peak
+            larger = re.search(r" GiB; use (.*), a smaller model", said)
+            assert (larger is None) == (peak <= memory), said
+            if larger:
+                assert all(peak <= plan.GPUS[name].memory * plan.GIB for name in larger[1].split(", ")), said
+            fitted += larger is None
+        else:
+            assert plan.make(asked, {}).peak <= memory
+            placement.check_scaling(asked)
+            fitted += 1
+    assert bool(fitted) == ("70b" not in profile or memory > 75 * plan.GIB)
 
 
 @pytest.mark.slow
