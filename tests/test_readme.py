@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,7 +17,9 @@ import yaml
 from head import TOKEN, Head
 from running import ROOT, copy_repository, tracked
 from sockets import on_loopback, sockets
+from transformers import training_args
 
+from pipeline.config import load_job
 from pipeline.config.schema import keys_of
 from pipeline.data.shapes import DEMONSTRATIONS, PREFERENCES, PROMPTS
 from tests.chaos.runs import answers, until
@@ -122,6 +125,25 @@ def test_the_messages_of_the_troubleshooting_page_exist():
     headings = re.findall(r"^#### `(.*)`$", PAGES["troubleshooting.md"], re.MULTILINE)
     parts = [part.strip() for heading in headings for part in heading.split("...") if part.strip(" ()")]
     assert len(parts) > 10 and not [part for part in parts if part.rstrip(" (") not in source]
+
+
+def test_the_first_hour_on_a_gpu_quotes_messages_and_jobs_that_exist(in_root):
+    hour = PAGES["gpu.md"].partition("## The first hour")[2].partition("\n## ")[0]
+    files = [
+        *(ROOT / "pipeline").rglob("*.py"),
+        *(ROOT / "tests/gpu").glob("*.py"),
+        Path(training_args.__file__),
+    ]
+    source = "".join(path.read_text() for path in files)
+    cells = re.findall(r"^\| ([^|]*) \|", hour, re.MULTILINE)
+    quoted = [text for cell in cells for text in re.findall("`([^`]+)`", cell)]
+    quoted = [text for text in quoted if " " in text and not text[0].isdigit()]
+    parts = [part.strip(" (:") for text in quoted for part in text.split("...")]
+    assert len(quoted) > 6 and not [part for part in parts if part not in source]
+    jobs = re.findall(r'`make (\w+) PROFILE=llama3-8b ARGS="([^"]*)"`', hour)
+    assert [verb for verb, _ in jobs] == ["sft", "ppo"]
+    for verb, given in jobs:
+        load_job(f"jobs/llama3-8b/{verb}.yaml", shlex.split(given), verb)
 
 
 def test_the_files_that_agents_are_told_of_exist():
