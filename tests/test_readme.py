@@ -287,7 +287,7 @@ def test_every_command_is_covered():
         *("make ui", "make serve", "make chat", "make report"),  # above
         "make notebook",  # test_notebooks.py
         *("make gpu", "SMALL=1 make gpu"),  # gpu/test_rehearsal.py
-        "python -m tests.gpu.pretend",  # gpu/test_pretend.py
+        "python -m tests.gpu.pretend",  # gpu/test_runs.py
         *("make up", "make dashboard", "make down"),  # cluster/test_ray_up.py
         "hf jobs run --dry-run",  # cloud/test_launchers.py
         *(".venv/bin/ray get-auth-token", "aws cloudformation deploy"),  # cloud/test_clusterfile.py, below

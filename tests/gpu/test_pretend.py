@@ -396,32 +396,21 @@ def test_a_fault_is_found(plant, monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------ experiments
 
 
-def experiments(tmp_path, *names):
-    """Runs `make gpu PRETEND=1`. Returns {name: what it found}."""
+@pytest.mark.slow
+def test_every_experiment_runs_as_on_a_gpu(tmp_path):
     done = subprocess.run(
-        ["make", "gpu", "PRETEND=1", f"PYTHON={sys.executable}", f"ARGS={' '.join(names)} --out {tmp_path}"],
+        ["make", "gpu", "PRETEND=1", f"PYTHON={sys.executable}", f"ARGS=--out {tmp_path}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=1200,
     )
-    found = json.loads((tmp_path / "gpu.json").read_text())
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert found["machine"]["device"].startswith("pretended")
-    return {one["name"]: one for one in found["experiments"]}
-
-
-def test_some_experiments_run_as_on_a_gpu(tmp_path):
-    found = experiments(tmp_path, "collectives", "graphs-bf16", "ppo-bf16")
-    assert {one["outcome"] for one in found.values()} == {"passed"}
+    about = json.loads((tmp_path / "gpu.json").read_text())
+    assert about["machine"]["device"].startswith("pretended")
+    found = {one["name"]: one for one in about["experiments"]}
+    skipped = {name for name, one in found.items() if one["outcome"] == "skipped"}
+    assert len(found) > 20 and skipped <= {"with-ray-and-trl", "with-vllm"}
     update = next(row for row in found["ppo-bf16"]["rows"] if row.get("of") == "update 1")
     assert 0 < update["host_reads"] < 1000 and update["by"]["item"]
     assert found["graphs-bf16"]["rows"][-1]["replays"] > 0
-
-
-@pytest.mark.slow
-def test_every_experiment_runs_as_on_a_gpu(tmp_path):
-    found = experiments(tmp_path)
-    assert len(found) > 20
-    skipped = {name for name, one in found.items() if one["outcome"] == "skipped"}
-    assert skipped <= {"with-ray-and-trl", "with-vllm"}

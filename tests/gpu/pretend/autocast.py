@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.gpu.pretend.device import tree_leaves, tree_map
 from tests.gpu.pretend.tensors import GpuTensor
 
 LOWER = """linear matmul mm bmm addmm addmv addbmm baddbmm mv conv1d conv2d conv3d prelu linalg_vecdot

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 GIB = 2**30
 BLOCK = 512  # bytes; torch's allocator rounds each tensor up to a multiple
@@ -20,6 +19,21 @@ PHILOX_STEP = 4  # what torch adds to a generator's offset in each kernel that d
 
 # What made the host wait for a GPU, by its name: item, tolist, a copy, ...
 host_reads: Counter[str] = Counter()
+
+
+def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Returns lists, tuples and dicts with each leaf changed. torch's function of this name takes five times as long."""
+    if tree.__class__ in (list, tuple):
+        return tree.__class__([tree_map(change, x) for x in tree])
+    if tree.__class__ is dict:
+        return {key: tree_map(change, x) for key, x in tree.items()}
+    return change(tree)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    tree_map(found.append, tree)
+    return found
 
 
 class Memory:

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.gpu.pretend import nccl
-from tests.gpu.pretend.device import machine, waits
+from tests.gpu.pretend.device import machine, tree_leaves, tree_map, waits
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -35,6 +34,8 @@ READS = {  # operations whose result the host must know: a number, or the size o
     aten.repeat_interleave.Tensor: "repeat_interleave",
 }
 INDEXED = {aten.index.Tensor, aten._unsafe_index.Tensor}
+# Of matrices of half precision into fp32
+PRODUCTS = {aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out}
 PUT = {aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 
 
@@ -282,8 +283,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         plain_kwargs = _with_generator(func, plain_args, plain_kwargs, device)
 
     def compute() -> Any:
-        if func is aten.mm.dtype:
-            return _mm_dtype(*plain_args)
+        if func in PRODUCTS:
+            return _product(*plain_args, **plain_kwargs)
         if random == "default":
             return _with_default_generator(func, plain_args, plain_kwargs, device)
         return func(*plain_args, **plain_kwargs)
@@ -405,10 +406,14 @@ def _with_default_generator(func: Any, args: Any, kwargs: Any, device: torch.dev
         default.set_state(state)
 
 
-def _mm_dtype(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The product with `out_dtype`, which torch has on CUDA only."""
+def _product(*args: Any, beta: float = 1, alpha: float = 1, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The product, or a sum with it, of `out_dtype`, which torch has on CUDA only. `args` end with matrices and dtype."""
+    *added, a, b, dtype = args
     if a.dtype != b.dtype:
         raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {a.dtype} != {b.dtype}")
     if dtype != a.dtype and not (dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16)):
         raise RuntimeError("out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs")
-    return a.to(dtype) @ b.to(dtype)
+    made = alpha * (a.to(dtype) @ b.to(dtype))
+    if added:
+        made += beta * added[0]
+    return made if out is None else out.copy_(made)

@@ -1,0 +1,104 @@
+"""Commands of the pipeline on pretended GPUs, for tests: in a process of their own, or on Ray."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+from unittest import mock
+
+# isort: off
+from tests.gpu.pretend import branches  # before the modules of pipeline/, whose statements it notes
+# isort: on
+
+import pytest
+import resumed
+import served
+import torch
+
+from pipeline.config import load_job
+from pipeline.inference.memory import GIB
+from pipeline.on_ray.session import embedded
+from pipeline.runtime import roles
+from pipeline.runtime.preparation import load_host
+from pipeline.serving import models
+from tests.gpu.pretend import worker
+from tests.gpu.pretend.command import machine, run
+
+
+def run_cut(arguments: list[str], step: int) -> dict[str, Any]:
+    """Runs a command that fails once it has saved a checkpoint of this step, and then again."""
+    with pytest.MonkeyPatch.context() as patch:
+        resumed.interrupted(patch, arguments[0], step)
+        assert run(arguments)["status"] == 1
+    return run(arguments)
+
+
+def quietly(notes: str, gpus: int, work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Returns what `work(*args)` returns on a machine with GPUs, and what it `said`.
+
+    Args:
+        notes: file of the statements that ran (branches.FILE).
+    """
+    os.environ[branches.FILE] = notes
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said), machine(gpus):
+        found = work(*args)
+    return {**found, "said": said.getvalue()}
+
+
+def run_on_ray(arguments: list[str]) -> dict[str, Any]:
+    """Runs a command whose workers are processes of Ray."""
+    with ray():
+        return run(arguments)
+
+
+def served_answer(storage: Path, *keys: str) -> dict[str, Any]:
+    """Returns the answer of `serve` to one request."""
+    with ray(), served.served(storage, *keys) as server:
+        status, answer = served.chat(server.url, max_tokens=8)
+        return {"status": status, "answer": answer}
+
+
+def asked_of_vllm(verb: str, keys: list[str], free: int) -> dict[str, Any]:
+    """Returns what the trainer of ppo or a replica of serve asks of vLLM, which a stand-in is, with `free` GiB of a GPU's 80."""
+    asked: dict[str, Any] = {}
+
+    def started(*_: Any, **options: Any) -> Any:
+        asked.update(options, gpus=os.environ["CUDA_VISIBLE_DEVICES"])
+        return mock.MagicMock()
+
+    stands = {name: ModuleType(name) for name in ("vllm", "vllm.config", "vllm.config.lora")}
+    for name, module in stands.items():
+        module.__spec__ = ModuleSpec(name, None)
+    stands["vllm"].LLM = started  # type: ignore[attr-defined]
+    stands["vllm.config.lora"].MaxLoRARanks = Literal[8, 16]  # type: ignore[attr-defined]
+    with (
+        mock.patch.dict(sys.modules, stands),
+        mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="3,1"),
+        mock.patch.object(torch.cuda, "mem_get_info", lambda *_: (free * GIB, 80 * GIB)),
+        mock.patch.object(roles, "VllmDecoder"),
+        mock.patch.object(models, "VllmDecoder"),
+    ):
+        host = load_host(load_job(f"jobs/demo/{verb}.yaml", keys, verb))
+        if verb == "serve":
+            models._vllm(host)
+        else:
+            with roles.vllm(host, roles.shared_base(host), [None], longest=24, rows=16):
+                pass
+    return {key: asked[key] for key in ("gpu_memory_utilization", "gpus")}
+
+
+@contextmanager
+def ray() -> Iterator[None]:
+    """Starts an embedded Ray, whose workers pretend, too."""
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "300"  # each process imports torch
+    hook = {"worker_process_setup_hook": f"{worker.__name__}.begin"}
+    with embedded(num_cpus=4, num_gpus=worker.GPUS, runtime_env=hook):
+        yield

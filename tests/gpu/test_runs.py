@@ -1,0 +1,211 @@
+"""Every command runs on a pretended GPU, and together they execute all code for CUDA."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import yaml
+from resumed import assert_equal
+from running import ROOT
+from served import POLICIES, REWARDS
+from toy_models import registered
+
+os.environ["PRETEND"] = "1"  # the sizes and the device of tests.gpu are chosen when it is imported
+from tests.gpu import runs as working
+from tests.gpu.experiments import isolated
+from tests.gpu.pretend import branches, command, worker
+
+del os.environ["PRETEND"]
+
+POLICY, REWARD = "policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"
+TRL = [
+    "trainer.use_cpu=false", "trainer.max_steps=2", "trainer.warmup_steps=0", "data.batch_size=4",
+    "trainer.per_device_train_batch_size=2", "trainer.logging_steps=1", "run.report=false",
+]  # fmt: skip
+GPU, BF16, CHECKPOINTING = "scaling.use_gpu=true", "trainer.bf16=true", "trainer.gradient_checkpointing=true"
+NF4 = "model.load_in_4bit=true"
+SHORT = "trainer.response_length=12"
+BASE_BYTES = 1_400_000  # of the demo's base
+PPO = [
+    POLICY, REWARD, "trainer.total_episodes=8", "trainer.batch_size=4", "trainer.response_length=12", "trainer.save_steps=1",
+    "trainer.kl_coef=0", "run.report=false",
+]  # fmt: skip
+RUNS = {  # name: (subcommand, its keys besides GPU)
+    "sft": ("sft", TRL),
+    "sft-checkpointing-bf16": ("sft", [*TRL, BF16, CHECKPOINTING, "trainer.packing=true"]),
+    "sft-nf4": ("sft", [*TRL, BF16, NF4]),
+    "rm": ("rm", [*TRL, BF16]),
+    "dpo": ("dpo", [*TRL, POLICY]),
+    "kto": ("kto", [*TRL, POLICY]),
+    "ppo": ("ppo", PPO),
+    "ppo-adapter-bf16": ("ppo", [*PPO, BF16, CHECKPOINTING, "trainer.critic=adapter"]),
+    "ppo-grpo": ("ppo", [*PPO, BF16, "trainer.advantage_estimator=grpo", "trainer.num_generations=2"]),
+    "evaluate": ("evaluate", [POLICY, "baseline=base", REWARD, SHORT]),
+    "generate": ("generate", [POLICY, REWARD, SHORT]),
+    "collect": ("collect", [POLICY, REWARD, SHORT, "trainer.num_generations=4"]),
+    "score": ("score", [REWARD]),
+    "export": ("export", [POLICY, REWARD, SHORT]),
+}
+QUICK = {"ppo"}
+REPLAYED = {"ppo", "ppo-adapter-bf16", "ppo-grpo", "evaluate", "generate", "collect", "export"}
+ROWS = {"train": 16, "eval": 4, "pairs": 4}  # what is read of each file
+# subcommand, free GiB of a GPU's 80, and the share that vLLM gets
+VLLM = [("ppo", 40, 0.04), ("ppo", 2, 0.02), ("serve", 40, 0.4)]
+
+
+def few_rows(verb, storage):
+    """Returns the keys with which a demo job reads only the first rows of its files."""
+    data, keys = yaml.safe_load((ROOT / f"jobs/demo/{verb}.yaml").read_text()).get("data", {}), []
+    for key in sorted({*data} & {*ROWS}):
+        if data[key]:
+            lines = (ROOT / data[key]).read_text().splitlines(keepends=True)[: ROWS[key]]
+            (storage / f"{verb}-{key}.jsonl").write_text("".join(lines))
+            keys.append(f"data.{key}={storage}/{verb}-{key}.jsonl")
+    return keys
+
+
+class Runs:
+    """Runs each command once, in a process that has no Ray and has not been told of other devices."""
+
+    def __init__(self, storage):
+        self.storage, self.statements = storage, storage / "statements"
+        registered(storage)
+        multiprocessing.set_forkserver_preload([working.__name__])
+
+    def child(self, work, *args):
+        gpus = worker.GPUS if work in (working.run_on_ray, working.served_answer) else 1
+        return isolated(400, working.quietly, str(self.statements), gpus, work, *args, method="forkserver")
+
+    @cache  # noqa: B019  (one object, until the tests of this file end)
+    def of(self, name, verb, *keys, work=command.run, more=()):
+        """Returns what `work` returns for this run, and its `result`."""
+        given = [
+            *few_rows(verb, self.storage),
+            "gate={}",
+            f"run.storage_path={self.storage}",
+            f"run.name={name}",
+        ]
+        found = self.child(work, [verb, f"jobs/demo/{verb}.yaml", *given, *keys], *more)
+        print(found["said"])
+        file = self.storage / name / "result.json"
+        return found | {"result": json.loads(file.read_text()) if file.exists() else {}}
+
+    def table(self, name):
+        verb, keys = RUNS[name]
+        return self.of(name, verb, GPU, *keys)
+
+    def cut(self):
+        return self.of("cut", "ppo", GPU, *PPO, work=working.run_cut, more=(1,))
+
+    def of_two(self):
+        keys = ["trainer.batch_size=8", "trainer.total_episodes=16", "scaling.num_workers=2"]
+        return self.of("two", "ppo", GPU, *PPO, *keys, work=working.run_on_ray)
+
+    def with_rollout_worker(self):
+        keys = ["scaling.num_workers=1", "rollout.num_workers=1"]
+        return self.of("rollout", "ppo", GPU, *PPO, *keys, work=working.run_on_ray)
+
+    @cache  # noqa: B019
+    def served(self):
+        return self.child(working.served_answer, self.storage, GPU)
+
+    @cache  # noqa: B019
+    def of_vllm(self, verb, free):
+        models = [POLICIES, REWARDS] if verb == "serve" else [POLICY, REWARD]
+        keys = [GPU, *models, "rollout.engine=vllm", f"run.storage_path={self.storage}"]
+        return self.child(working.asked_of_vllm, verb, keys, free)
+
+    @cache  # noqa: B019
+    def planned(self):
+        return self.child(
+            command.run, ["plan", "jobs/demo/ppo.yaml", GPU, *PPO, f"run.storage_path={self.storage}"]
+        )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    before = os.getcwd()
+    os.chdir(ROOT)
+    yield Runs(tmp_path_factory.mktemp("pretended"))
+    os.chdir(before)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in RUNS]
+)
+def test_a_command_runs_on_a_gpu(name, runs):
+    found = runs.table(name)
+    assert found["status"] == 0
+    assert "CUDA graphs" not in found["said"] and "nothing was learned" not in found["said"]
+    assert found["peak"] > BASE_BYTES and found["host_reads"]["copy from the host"]
+    assert (found["replays"] > 0) == (name in REPLAYED)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_cut_resumes_to_the_same_adapter(runs):
+    whole, cut = (
+        Path(run["result"]["adapter"], "adapter_model.safetensors").read_bytes()
+        for run in (runs.table("ppo"), runs.cut())
+    )
+    assert whole == cut
+
+
+@pytest.mark.slow
+def test_two_workers_of_nccl_train(runs):
+    found = runs.of_two()
+    assert found["status"] == 0 and found["result"]["peak_memory_bytes"] > BASE_BYTES
+
+
+@pytest.mark.slow
+def test_a_rollout_worker_on_its_own_gpu_changes_no_bit(runs):
+    found = runs.with_rollout_worker()
+    assert found["status"] == 0 and found["result"]["metrics"]["rollout/bytes"] > 0
+    assert_equal(runs.storage, runs.table("ppo")["result"], found["result"])
+
+
+@pytest.mark.parametrize(("verb", "free", "share"), VLLM)
+def test_vllm_takes_no_memory_that_is_taken(verb, free, share, runs):
+    assert runs.of_vllm(verb, free) == {"gpu_memory_utilization": share, "gpus": "3", "said": mock.ANY}
+
+
+@pytest.mark.slow
+def test_a_replica_answers(runs):
+    found = runs.served()
+    assert found["status"] == 200 and found["answer"]["choices"][0]["message"]["content"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "ppo"])
+def test_a_job_for_the_cpu_runs_next_to_a_gpu(name, runs):
+    keys = [one for one in RUNS[name][1] if "use_cpu" not in one]
+    found = runs.of(f"{name}-cpu", name, *keys)
+    assert found["status"] == 0
+    assert found["result"]["peak_memory_bytes"] > 100e6  # the process's, not the GPU's
+
+
+@pytest.mark.slow
+def test_the_command_of_the_documents_runs(tmp_path):
+    lines = (ROOT / "docs/gpu.md").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith("python -m tests.gpu.pretend ")]
+    words = [sys.executable, *line.split()[1:], "trainer.max_steps=1", f"run.storage_path={tmp_path}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["status"] == 0 and found["peak"] > BASE_BYTES
+
+
+@pytest.mark.slow
+def test_all_code_for_cuda_is_executed(runs):
+    for name in RUNS:
+        runs.table(name)
+    for verb, free, _ in VLLM:
+        runs.of_vllm(verb, free)
+    runs.of_two(), runs.with_rollout_worker(), runs.cut(), runs.served(), runs.planned()
+    ran = {*runs.statements.read_text().splitlines()}
+    assert [f"{one} {text}" for one, text in branches.statements().items() if one not in ran] == []
