@@ -15,6 +15,30 @@ from pipeline.system.functions import digest
 
 
 @dataclass(frozen=True)
+class Gate:
+    """When the alias of a registered model moves to a version, and by which metric the version is compared with the champion."""
+
+    model: str | None  # mlflow.registered_model; None registers nothing
+    alias: str
+    conditions: dict[str, str]  # metric -> ">= 0.95"
+    metric: str
+    greater_is_better: bool
+    settings: str  # digest of the settings, and of the judge, that change what the metrics measure
+
+
+def gate_of(job: Job) -> Gate:
+    """Returns the gate of a job's versions."""
+    metric = job.run.metric_for_best_model or gates.default_metric(job)
+    greater = gates.greater_is_better(metric, job.run.greater_is_better)
+    keys = (*gates.LOSS, *gates.SAMPLING)
+    settings = {key: value for key, value in job.trainer.items() if key in keys and value is not None}
+    judge = job.judge and [job.judge, digest([job.judge]) if Ref.parse(job.judge).is_function else ""]
+    content = json.dumps([settings, judge], sort_keys=True)
+    measured = hashlib.sha256(content.encode()).hexdigest()[:12]
+    return Gate(job.mlflow.registered_model, job.mlflow.alias, job.gate, metric, greater, measured)
+
+
+@dataclass(frozen=True)
 class Champion:
     """What a run is compared with. There are no metrics if there is no champion, or if they mean something else."""
 
@@ -24,7 +48,7 @@ class Champion:
 
 def champion_of(
     mlflow: Any,
-    job: Job,
+    gate: Gate,
     name: str,
     own: str | None,
     metrics: dict[str, float],
@@ -39,22 +63,21 @@ def champion_of(
         prefix: of the champion's tags.
     """
     models = mlflow.search_registered_models(search_filter("name", name))
-    number = next((model.aliases.get(job.mlflow.alias) for model in models if model.name == name), None)
+    number = next((model.aliases.get(gate.alias) for model in models if model.name == name), None)
     if number is None or str(number) == own:
         return Champion()
-    which = f"v{number}, which was {job.mlflow.alias}"
+    which = f"v{number}, which was {gate.alias}"
     tags = mlflow.get_model_version(name, number).tags
     then, measured = _parts(tags, prefix), _parts(measured)
     if other := [key for key in {**measured, **then} if measured.get(key) != then.get(key)]:
         return Champion(note=f"not compared with {which}: other {other[0]}")
     known = {key: float(tags.get(prefix + metric_key(key), "nan")) for key in metrics}
     known = {key: value for key, value in known.items() if not math.isnan(value)}
-    metric = job.run.metric_for_best_model or gates.default_metric(job)
+    metric = gate.metric
     if metric not in known:
         return Champion(known)
     before, now = known[metric], _rounded(metrics[metric])
-    greater = gates.greater_is_better(metric, job.run.greater_is_better)
-    worse = now < before if greater else now > before
+    worse = now < before if gate.greater_is_better else now > before
     return Champion(known, f"worse than {which}: {metric} {now:.4g}, not {before:.4g}" if worse else "")
 
 
@@ -62,15 +85,6 @@ def measured_on(digests: dict[str, str], inputs: dict[str, str]) -> dict[str, st
     """Returns the tags of what metrics are measured on: rows and functions by digest, models by version."""
     data = {name: digest[:12] for name, digest in digests.items()}
     return {"data": json.dumps(data), "parents": json.dumps(inputs)}
-
-
-def settings_of(job: Job) -> str:
-    """Returns a digest of the settings, and of the judge, that change what the metrics of a job measure."""
-    keys = (*gates.LOSS, *gates.SAMPLING)
-    settings = {key: value for key, value in job.trainer.items() if key in keys and value is not None}
-    judge = job.judge and [job.judge, digest([job.judge]) if Ref.parse(job.judge).is_function else ""]
-    content = json.dumps([settings, judge], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:

@@ -41,7 +41,8 @@ def mlflow_run(job: Job, digests: dict[str, str], new_run: bool = False) -> Iter
     Args:
         new_run: starts a new run instead. A run that a killed driver left RUNNING is then ended as KILLED.
     """
-    mlflow = store.client(store.tracking_uri(job))
+    uri = store.tracking_uri(job)
+    mlflow = store.client(uri)
     experiment = _experiment(mlflow, job)
     if new_run:
         end_interrupted(job)
@@ -62,7 +63,7 @@ def mlflow_run(job: Job, digests: dict[str, str], new_run: bool = False) -> Iter
                 why = f"server unreachable ({type(error).__name__})"
                 print(f"warning: cannot mark MLflow run {run_id} as ended: {why}", flush=True)
         raise
-    store.persistently(job, lambda: mlflow.set_terminated(run_id, "FINISHED"))
+    store.persistently(uri, job.folder, lambda: mlflow.set_terminated(run_id, "FINISHED"))
 
 
 def end_finished(uri: str, run_id: str) -> None:

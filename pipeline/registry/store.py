@@ -178,12 +178,14 @@ def _try(path: str, mode: str, begin: str) -> None:
         database.execute("SELECT name FROM sqlite_master").fetchall()
 
 
-def persistently(job: Job, call: Callable[[], Any]) -> Any:
+def persistently(uri: str, folder: str, call: Callable[[], Any]) -> Any:
     """Returns what `call` returns. Repeats it, with all its requests, while the tracking server is away, for at most WAIT_S.
+
+    `folder` is the run's, which has the adapter.
 
     Raises Failure if something has deleted the SQLite file, into which MLflow may then still write.
     """
-    uri, give_up, pause = tracking_uri(job), time.monotonic() + WAIT_S, 1.0
+    give_up, pause = time.monotonic() + WAIT_S, 1.0
     while True:
         error: Exception | None = None
         try:
@@ -202,7 +204,7 @@ def persistently(job: Job, call: Callable[[], Any]) -> Any:
         if pause == 1.0:
             terminal.say(
                 f"MLflow at {uri} does not answer ({summary(error)}); waiting up to {WAIT_S // 60} minutes to register. "
-                f"The adapter is safe in {job.folder}"
+                f"The adapter is safe in {folder}"
             )
         time.sleep(pause)
         pause = min(2 * pause, 30.0)

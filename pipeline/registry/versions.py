@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.config import Job, make
+from pipeline.config import make
 from pipeline.config.stages import STAGE, TRAINED
 from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
 from pipeline.models import hub
 from pipeline.references import Ref
-from pipeline.registry.champion import Champion, champion_of, evaluate_gate, measured_on, settings_of
+from pipeline.registry.champion import Champion, Gate, champion_of, evaluate_gate, measured_on
 from pipeline.registry.lineage import folder_digests
-from pipeline.registry.store import client, metric_key, search_filter, tracking_uri
+from pipeline.registry.store import client, metric_key, search_filter
 from pipeline.system import storage
 from pipeline.system.credentials import without_credentials
 
@@ -48,7 +48,9 @@ class Version:
 
 
 def publish(
-    job: Job,
+    uri: str,
+    gate: Gate,
+    stage: str,
     run_id: str,
     folder: str,
     metrics: dict[str, float],
@@ -65,21 +67,22 @@ def publish(
     """
     from mlflow.exceptions import MlflowException
 
-    mlflow = client(tracking_uri(job))
-    name = str(job.mlflow.registered_model)
+    mlflow, name = client(uri), str(gate.model)
     known = [one for one in mlflow.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
     own = str(known[0].version) if known else None
-    tags = _tags(lineage) | {"settings": settings_of(job)}
-    champion = champion_of(mlflow, job, name, own, metrics, tags)
-    ok, reason = (False, f"failed: {problem}") if problem else evaluate_gate(job.gate, metrics, champion)
+    tags = _tags(lineage) | {"settings": gate.settings}
+    champion = champion_of(mlflow, gate, name, own, metrics, tags)
+    ok, reason = (
+        (False, f"failed: {problem}") if problem else evaluate_gate(gate.conditions, metrics, champion)
+    )
     run = mlflow.get_run(run_id).info
-    description = describe(job.stage, metrics, lineage, reason, run)
+    description = describe(stage, metrics, lineage, reason, run)
     if known:
         version = known[0].version
         mlflow.set_model_version_tag(name, version, "gate", reason)  # the gate may have changed
         mlflow.update_model_version(name, version, description)
     else:
-        model_id, source = _store(mlflow, job, run, folder, lineage)
+        model_id, source = _store(mlflow, stage, run, folder, lineage)
         try:
             mlflow.create_registered_model(name)
         except MlflowException as error:
@@ -92,19 +95,21 @@ def publish(
             name, source, run_id, model_id=model_id, tags=tags, description=description
         ).version
     if ok:
-        mlflow.set_registered_model_alias(name, job.mlflow.alias, version)
-    return Version(name, str(version), job.mlflow.alias if ok else None, reason, champion)
+        mlflow.set_registered_model_alias(name, gate.alias, version)
+    return Version(name, str(version), gate.alias if ok else None, reason, champion)
 
 
-def promote(job: Job, reference: str, metrics: dict[str, float], measured: dict[str, str]) -> Version:
+def promote(
+    uri: str, gate: Gate, reference: str, metrics: dict[str, float], measured: dict[str, str]
+) -> Version:
     """Applies the gate of an evaluation to a pinned version: tags it with the metrics, and moves the alias if they pass.
 
     A version that failed the gate of its training fails this gate too. `measured` is what `measured_on` returns.
     """
-    mlflow = client(tracking_uri(job))
-    ref, measured = Ref.parse(reference), measured | {"settings": settings_of(job)}
-    champion = champion_of(mlflow, job, ref.name, ref.version, metrics, measured, "evaluate.")
-    ok, reason = evaluate_gate(job.gate, metrics, champion)
+    mlflow = client(uri)
+    ref, measured = Ref.parse(reference), measured | {"settings": gate.settings}
+    champion = champion_of(mlflow, gate, ref.name, ref.version, metrics, measured, "evaluate.")
+    ok, reason = evaluate_gate(gate.conditions, metrics, champion)
     trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
     if ok and trained.startswith("failed"):
         ok, reason = False, f"failed: so did the gate of its training ({trained.removeprefix('failed: ')})"
@@ -112,17 +117,17 @@ def promote(job: Job, reference: str, metrics: dict[str, float], measured: dict[
     for key, value in (figures | measured | {"gate": reason}).items():
         mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{key}", value)
     if ok:
-        mlflow.set_registered_model_alias(ref.name, job.mlflow.alias, ref.version)
-    return Version(ref.name, str(ref.version), job.mlflow.alias if ok else None, reason, champion)
+        mlflow.set_registered_model_alias(ref.name, gate.alias, ref.version)
+    return Version(ref.name, str(ref.version), gate.alias if ok else None, reason, champion)
 
 
-def other_base(job: Job, base: dict[str, Any]) -> str | None:
-    """Returns a warning if the newest version of the job's registered model was trained on another base than `base`, or None.
+def other_base(uri: str, gate: Gate, base: dict[str, Any]) -> str | None:
+    """Returns a warning if the newest version of the gate's registered model was trained on another base than `base`, or None.
 
     A registered name should stand for one base, because users of its alias expect an adapter on their base.
     """
-    name = job.mlflow.registered_model
-    newest = _newest(client(tracking_uri(job)), name) if name else None
+    name = gate.model
+    newest = _newest(client(uri), name) if name else None
     if newest is None:
         return None
     trained_on, digest = newest.tags.get("base_name_or_path"), newest.tags.get("base_digest")
@@ -132,11 +137,11 @@ def other_base(job: Job, base: dict[str, Any]) -> str | None:
     return (
         f"mlflow.registered_model: the newest version of {name!r}, v{newest.version}, was trained on base {trained_on} "
         f"({digest}), this run trains on {base['name_or_path']} ({base['digest'][:DIGEST]}); models:/{name}@"
-        f"{job.mlflow.alias} would then be an adapter of another base. Use mlflow.registered_model={name}-{suffix}"
+        f"{gate.alias} would then be an adapter of another base. Use mlflow.registered_model={name}-{suffix}"
     )
 
 
-def _store(mlflow: Any, job: Job, run: Any, folder: str, lineage: dict[str, Any]) -> tuple[str, str]:
+def _store(mlflow: Any, stage: str, run: Any, folder: str, lineage: dict[str, Any]) -> tuple[str, str]:
     """Uploads the folder as a LoggedModel, downloads it again and compares every file. Returns (model id, location)."""
     sent = folder_digests(folder)
     # By an earlier try
@@ -147,7 +152,7 @@ def _store(mlflow: Any, job: Job, run: Any, folder: str, lineage: dict[str, Any]
     if begun := [model for model in left if model.status == "PENDING"]:
         model = begun[0]
     else:
-        named = {"name": job.stage, "model_type": f"lora-{job.stage}", "tags": _tags(lineage)}
+        named = {"name": stage, "model_type": f"lora-{stage}", "tags": _tags(lineage)}
         model = mlflow.create_logged_model(run.experiment_id, source_run_id=run.run_id, **named)
     mlflow.log_model_artifacts(model.model_id, folder)
     received = _received(mlflow, model)

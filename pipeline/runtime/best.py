@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.config import Job, gates
+from pipeline.config import gates
+from pipeline.config.job import Run
 from pipeline.errors import Failure, SelfCheckFailed
 from pipeline.models.hub import json_object
+from pipeline.registry import Gate
 
 FIX = "remove this checkpoint, so that the run resumes from an earlier one"
 STATE, WEIGHTS = "best.json", "best.safetensors"
@@ -99,15 +101,14 @@ class Best:
         return self.stopped or f"{self.metric} {what} {self.stale} evaluation{'s' * (self.stale != 1)}"
 
 
-def of(job: Job, parameters: dict[str, torch.nn.Parameter], report: Report | None = None) -> Best | None:
-    """Returns the tracker of a job, or None if it keeps the last step, never stops early and is in no sweep."""
-    run = job.run
+def of(
+    run: Run, gate: Gate, parameters: dict[str, torch.nn.Parameter], report: Report | None = None
+) -> Best | None:
+    """Returns the tracker of a run, or None if it keeps the last step, never stops early and is in no sweep."""
     if run.keep == "last" and run.early_stopping_patience is None and not run.stop_if and report is None:
         return None
-    metric = run.metric_for_best_model or gates.default_metric(job)
-    greater = gates.greater_is_better(metric, run.greater_is_better)
     kept = parameters if run.keep == "best" else {}
-    return Best(metric, greater, run.early_stopping_patience, kept, report, run.stop_if)
+    return Best(gate.metric, gate.greater_is_better, run.early_stopping_patience, kept, report, run.stop_if)
 
 
 def outcome(best: Best | None, kept: int | None, last: int, total: int) -> dict[str, Any]:

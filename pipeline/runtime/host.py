@@ -39,6 +39,7 @@ class Work:
     digests: dict[str, str]  # digests of each dataset, of data.transform and of Python rewards
     fingerprints: dict[str, str]  # fingerprint of each tokenized dataset
     run_id: str | None  # MLflow's id of the run, or None to log nothing
+    gate: registry.Gate  # of the version that it registers or promotes
     inputs: dict[str, Input] = field(default_factory=dict)  # by name: policy, baseline, reward.0, ...
     uri: str = ""  # MLflow's, of runs and versions
     room: int | None = (

@@ -210,8 +210,8 @@ def check_models(job: Job, versions: dict[str, str], sampler: bool = True) -> Wo
     tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
     if learned and model.chat_template is None:  # text prompts are encoded as in training
         tokenizer.text_as_chat = bool(learned.facts.get("text_as_chat", not is_plain(tokenizer)))
-    uri = registry.tracking_uri(job)
-    return Work(job, tokenizer, base, {}, {}, run_id=None, room=room, inputs=inputs, uri=uri)
+    gate, uri = registry.gate_of(job), registry.tracking_uri(job)
+    return Work(job, tokenizer, base, {}, {}, run_id=None, gate=gate, room=room, inputs=inputs, uri=uri)
 
 
 def load_host(job: Job) -> Host:

@@ -16,7 +16,6 @@ from typing import Any
 
 from pipeline import registry, report, text
 from pipeline.config import Job, rules
-from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, causes, summary
 from pipeline.models import adapter_files
 from pipeline.on_ray import placement
@@ -70,9 +69,9 @@ def launch(
             uri = run.work.uri
             outcome |= {"mlflow_run_id": run_id, "tracking_uri": uri, "inputs": run.work.versions}
             outcome["digests"] = run.work.digests
-            version = persistently(run.job, lambda: (register or publish)(run.work, outcome))
+            version = persistently(uri, run.folder, lambda: (register or publish)(run.work, outcome))
             if ended := how_it_ended(outcome):
-                persistently(run.job, lambda: registry.client(uri).set_tag(run_id, "ended", ended))
+                persistently(uri, run.folder, lambda: registry.client(uri).set_tag(run_id, "ended", ended))
             cost = cost_of(run.job, outcome.pop("usage"), outcome["train_seconds"])
             result = run.finish(
                 **outcome, **described(version), cost=cost, versions=lineage.versions(), data=run.data()
@@ -123,7 +122,9 @@ def open_run(job: Job) -> Iterator[Run]:
     with prepared(job, resume.pinned_inputs(left, job)) as run:
         if run.report:
             print(run.report.render(samples=False), flush=True)
-        if STAGE[job.stage].learns and (other_base := registry.other_base(run.job, run.work.base)):
+        if run.work.stage.learns and (
+            other_base := registry.other_base(run.work.uri, run.work.gate, run.work.base)
+        ):
             print(f"warning: {other_base}", flush=True)
         if left:
             run.continues = resume.same_content(left, run.job, run.work.base["digest"], run.work.digests)
@@ -195,7 +196,7 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
     """
     if not (adapter := result["adapter"]):
         return None
-    job, start = work.job, work.inputs.get("policy")
+    start = work.inputs.get("policy")
     with storage.local_copy(adapter) as folder:
         unchanged = None
         if not adapter_files.learned(folder, start.folder if start else None):
@@ -204,11 +205,14 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
                 why = "No gradient reached it: every advantage was 0, as if all completions of a prompt get the same score"
             unchanged = f"nothing was learned: after training the adapter equals {start.version if start else 'its initialization'}. {why}"
             print(f"warning: {unchanged}", flush=True)
-        if not job.mlflow.registered_model:
+        if not work.gate.model:
             return None
         facts = lineage.read(folder, adapter)
-        print(f"registering {job.mlflow.registered_model}", flush=True)
-        return registry.publish(job, result["mlflow_run_id"], folder, result["metrics"], facts, unchanged)
+        print(f"registering {work.gate.model}", flush=True)
+        run_id, stage = result["mlflow_run_id"], work.job.stage
+        return registry.publish(
+            work.uri, work.gate, stage, run_id, folder, result["metrics"], facts, unchanged
+        )
 
 
 def cost_of(job: Job, usage: dict[str, Any], seconds: float) -> dict[str, Any]:

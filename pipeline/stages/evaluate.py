@@ -40,13 +40,13 @@ def run(job: Job) -> dict[str, Any]:
 
 def promote(work: Work, result: dict[str, Any]) -> registry.Version | None:
     """Moves the alias to the version that was evaluated, if the job has a gate and the figures pass it."""
-    job, versions = work.job, work.versions
+    versions = work.versions
     judged = versions.get("policy") or versions.get("reward.0")
-    if not (job.gate and judged):
+    if not (work.gate.conditions and judged):
         return None
     others = {name: version for name, version in versions.items() if version != judged}
     measured = registry.measured_on(result["digests"], others)
-    return registry.promote(job, judged, result["metrics"], measured)
+    return registry.promote(work.uri, work.gate, judged, result["metrics"], measured)
 
 
 def train(worker: Worker) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def train(worker: Worker) -> dict[str, Any]:
         judge, start = roles.judge(worker, shared), roles.start(worker, shared, reference)
         comparison = evaluation.Comparison(worker, shared, held_out, rewards, judge, start)
     learning = {str(i): parameter for i, parameter in enumerate(shared.parameters_of("policy"))}
-    tracked = best.of(job, learning, worker.report)
+    tracked = best.of(job.run, worker.work.gate, learning, worker.report)
 
     with roles.trainers_decoder(worker, shared, args) as decoder:
         trainer = PPOTrainer(

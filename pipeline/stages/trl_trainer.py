@@ -240,7 +240,7 @@ def run(worker: Worker, trainer: Any) -> Outcome:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, shards)
     trainer.mixture = worker.work.mixture
     learning = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    tracked = best.of(worker.job, learning, worker.report)
+    tracked = best.of(worker.job.run, worker.work.gate, learning, worker.report)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Reporter(worker, trainer, tracked))
     if worker.rank == 0:

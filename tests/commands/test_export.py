@@ -12,6 +12,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from model_hub import READER, TOKEN, connected, of_folder
+from registered import published
 from running import ROOT, stage
 from safetensors.torch import load_file
 from toy_models import BASE, tokenizer
@@ -123,7 +124,7 @@ def test_a_run_that_is_interrupted_notes_its_name(models, storage, monkeypatch, 
 def test_a_probe_leaves_room_in_a_short_context(models):
     settings = ["trainer.response_length=250", f"model.name_or_path={BASE}"]
     job = load_job(ROOT / "jobs/demo/export.yaml", settings, "export")
-    host = Host(Work(job, tokenizer(), {"context_length": 256}, {}, {}, ""))
+    host = Host(Work(job, tokenizer(), {"context_length": 256}, {}, {}, "", None))
     rows, length = export.probes(host)
     assert length == 256 - max(map(len, rows))
     assert export.probes(Host(replace(host.work, base={"context_length": None})))[1] == 250
@@ -264,7 +265,7 @@ def test_a_card_has_what_the_hub_reads(models, storage, hub, in_root):
     ]  # fmt: skip
     job = load_job("jobs/demo/rm.yaml", settings, "rm")
     with registry.mlflow_run(job, {}) as run_id:
-        registry.publish(job, run_id, str(folder), {"eval_accuracy": 0.75}, facts)
+        published(job, run_id, str(folder), {"eval_accuracy": 0.75}, facts)
     where = ["model.name_or_path=org/base", "policy=null", "reward=models:/hub-rm@champion", *ADAPTER]
     result = stage("export", storage, "hub-card", *where)
     text = (Path(result["exported"]["reward"]["folder"]) / "README.md").read_text()

@@ -108,7 +108,7 @@ def test_the_lineage_says_what_the_rows_were_and_later_stages_do_the_same(bare, 
     """A policy that learned from messages alone, in the built-in template, gets prompts of plain text as messages."""
     tokenizer = load_tokenizer(bare)
     for rows, chat in (("chat", True), ("text", False), ("both", False)):
-        work = Work(load_job(ROOT / "jobs/demo/sft.yaml"), tokenizer, {}, {}, {}, None, row_format=rows)
+        work = Work(load_job(ROOT / "jobs/demo/sft.yaml"), tokenizer, {}, {}, {}, None, None, row_format=rows)
         worker = SimpleNamespace(work=work, tokenizer=tokenizer, job=work.job)
         facts = Worker._lineage(worker, Outcome({}, {"kept": {"step": 1}}))
         assert (facts["rows"], facts["text_as_chat"]) == (rows, chat)

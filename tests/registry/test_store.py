@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from registered import LINEAGE
+from registered import LINEAGE, published
 from running import ROOT
 from servers import answering
 
@@ -97,7 +97,7 @@ def test_any_folder_can_hold_a_registry(name, migrated, adapter, tmp_path, in_ro
     with pytest.raises(KeyError), registry.mlflow_run(job, {}) as cut_short:
         raise KeyError
     with registry.mlflow_run(job, {}) as run_id:
-        registry.publish(job, run_id, adapter, {}, LINEAGE)
+        published(job, run_id, adapter, {}, LINEAGE)
     assert run_id == cut_short == registry.find_run(uri, job.folder)
     fetched = registry.fetch(registry.pin("models:/rlhf-sft@champion", uri), uri)
     assert folder_digests(fetched) == folder_digests(adapter)
@@ -225,14 +225,13 @@ def test_only_a_server_that_is_away_is_asked_again(status, tries, job, monkeypat
     with answering(status, "<html>", "text/html") as address:
         for place in (address, "127.0.0.1:9"):
             asked = []
-            there = replace(job, mlflow=MLflow(tracking_uri=f"http://{place}"))
 
             def call(place=place, asked=asked):
                 asked.append(place)
                 registry.client(f"http://{place}").get_run("1")
 
             with pytest.raises(Exception, match="API request"):
-                store.persistently(there, call)
+                store.persistently(f"http://{place}", job.folder, call)
             assert len(asked) == (tries if place == address else 2)
 
 
@@ -246,5 +245,5 @@ def test_a_store_that_was_deleted_during_a_run_is_named_once(job, tmp_path, capf
         mlflow.search_experiments()
 
     with pytest.raises(Failure, match=r"/mlflow\.db is gone: something has deleted it"):
-        store.persistently(job, call)
+        store.persistently(registry.tracking_uri(job), job.folder, call)
     assert capfd.readouterr() == ("", "")

@@ -13,7 +13,7 @@ import toy_models
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
-from registered import LINEAGE, Killed, killed, mlflow
+from registered import LINEAGE, Killed, killed, mlflow, published
 from running import stage
 
 from pipeline import registry
@@ -29,7 +29,7 @@ from pipeline.system import storage
 def register(job, adapter, metrics=None, lineage=LINEAGE):
     """Publishes an adapter in a run of its job. Returns the version."""
     with registry.mlflow_run(job, {"train": "d" * 64}) as run_id:
-        return registry.publish(job, run_id, adapter, metrics or {}, lineage)
+        return published(job, run_id, adapter, metrics or {}, lineage)
 
 
 def test_a_version_is_described_in_words_and_links(job, adapter):
@@ -50,7 +50,7 @@ def test_a_version_is_described_in_words_and_links(job, adapter):
     )
     counts = {f"models:/rlhf-ppo/{i}": i for i in range(1, 31)} | {"others": 7}
     with registry.mlflow_run(job, {}, new_run=True) as run_id:
-        registry.publish(job, run_id, adapter, {}, {**LINEAGE, "rows_from": counts})
+        published(job, run_id, adapter, {}, {**LINEAGE, "rows_from": counts})
     rows_from = registry.version("models:/rlhf-sft/2", registry.tracking_uri(job))["tags"]["rows_from"]
     assert len(rows_from) == 21 and rows_from["models:/rlhf-ppo/30"] == 30
     assert sum(rows_from.values()) == sum(counts.values())
@@ -66,12 +66,10 @@ def test_a_run_that_goes_on_under_another_model_name_makes_a_version_of_that_nam
     """`mlflow` may change when a run goes on: the alias of the new name is never set to the old name's number."""
     other = replace(job, mlflow=replace(job.mlflow, registered_model="other"), gate={"eval_loss": "<= 0.5"})
     with registry.mlflow_run(job, {}, new_run=True) as run_id:
-        registry.publish(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
-        held_back = registry.publish(
-            replace(other, gate=job.gate), run_id, adapter, {"eval_loss": 1.0}, LINEAGE
-        )
+        published(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
+        held_back = published(replace(other, gate=job.gate), run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
         assert str(held_back) == "other v1 @champion"
-        again = registry.publish(other, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
+        again = published(other, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
     assert (again.version, again.alias) == ("1", None)
     assert mlflow(job).get_model_version("other", "1").tags["gate"].startswith("failed: eval_loss = 1")
 
@@ -90,7 +88,9 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
     for name, alias in (("unchanged", None), ("other", "champion")):
         at = str(tmp_path / "policy")
         inputs = {"policy": Input(at, "adapter", at)} if start else {}
-        work = SimpleNamespace(job=job, inputs=inputs)
+        work = SimpleNamespace(
+            job=job, inputs=inputs, gate=registry.gate_of(job), uri=registry.tracking_uri(job)
+        )
         metrics = {"eval_loss": 0.0, "grad_norm/policy": 0.0 if start else 1.0}
         result = {"metrics": metrics, "adapter": str(tmp_path / name)}
         with registry.mlflow_run(job, {}, new_run=True) as run_id:
@@ -103,16 +103,20 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
         assert ("nothing was learned" in version.gate) == (alias is None)
 
 
+def other_base(job, base):
+    return registry.other_base(registry.tracking_uri(job), registry.gate_of(job), base)
+
+
 def test_a_name_whose_newest_version_has_another_base(job, adapter):
     other = {"name_or_path": "org/other base", "digest": "sha256:2"}
-    assert registry.other_base(job, other) is None, "nothing is registered yet"
+    assert other_base(job, other) is None, "nothing is registered yet"
     register(job, adapter)
-    assert registry.other_base(job, {"name_or_path": "moved/b", "digest": "sha256:1"}) is None
-    warning = registry.other_base(job, other)
+    assert other_base(job, {"name_or_path": "moved/b", "digest": "sha256:1"}) is None
+    warning = other_base(job, other)
     assert "'rlhf-sft', v1, was trained on base b (sha256:1)" in warning
     assert warning.endswith("Use mlflow.registered_model=rlhf-sft-other-base")
     nameless = replace(job, mlflow=replace(job.mlflow, registered_model=None))
-    assert registry.other_base(nameless, other) is None
+    assert other_base(nameless, other) is None
 
 
 def test_a_run_warns_of_the_other_base_before_it_trains(job, adapter, tmp_path, capsys):
@@ -171,7 +175,7 @@ def test_files_that_come_back_changed_are_not_registered(job, adapter, monkeypat
         pytest.raises(RuntimeError, match=r"other files than were saved: adapter_model.safetensors"),
         registry.mlflow_run(job, {}) as run_id,
     ):
-        registry.publish(job, run_id, adapter, {}, LINEAGE)
+        published(job, run_id, adapter, {}, LINEAGE)
     store = registry.client(registry.tracking_uri(job))
     assert store.search_registered_models() == []
     assert store.get_run(run_id).info.status == "FAILED"
@@ -195,7 +199,7 @@ def test_a_gate_may_compare_with_the_champion(job, adapter):
 
     def publish(one, loss, **more):
         with registry.mlflow_run(one, {}, new_run=True) as run_id:
-            return registry.publish(one, run_id, adapter, {"eval_loss": loss}, {**LINEAGE, **rows, **more})
+            return published(one, run_id, adapter, {"eval_loss": loss}, {**LINEAGE, **rows, **more})
 
     first, same, worse = (publish(compared, loss) for loss in (0.0733333333, 0.0733333333, 1.67))
     assert (first.alias, first.gate) == ("champion", "passed; eval_loss: no champion yet")
@@ -222,13 +226,17 @@ def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
     compared = replace(job, stage="evaluate", gate={"eval_reward": ">= champion"})
     for _ in range(3):
         with registry.mlflow_run(job, {}, new_run=True) as run_id:
-            registry.publish(
-                replace(job, mlflow=replace(job.mlflow, alias="new")), run_id, adapter, {}, LINEAGE
-            )
+            published(replace(job, mlflow=replace(job.mlflow, alias="new")), run_id, adapter, {}, LINEAGE)
 
     def promote(number, reward, baseline="models:/rlhf-sft/1"):
         measured = registry.measured_on({"eval": "e" * 64}, {"baseline": baseline})
-        return registry.promote(compared, f"models:/rlhf-sft/{number}", {"eval_reward": reward}, measured)
+        return registry.promote(
+            registry.tracking_uri(job),
+            registry.gate_of(compared),
+            f"models:/rlhf-sft/{number}",
+            {"eval_reward": reward},
+            measured,
+        )
 
     assert promote(1, 0.5).alias == "champion" and promote(1, 0.5).alias == "champion"
     assert promote(2, 0.4).gate == "failed: eval_reward = 0.4, required >= champion (0.5)"
@@ -264,13 +272,13 @@ def test_killed_anywhere_while_publishing_it_is_registered_once_and_whole(before
     store = mlflow(job)
     with pytest.raises(Killed), registry.mlflow_run(job, {}) as first, monkeypatch.context() as patch:
         patch.setattr(MlflowClient, before, killed)
-        registry.publish(job, first, adapter, {"eval_loss": 1.0}, LINEAGE)
+        published(job, first, adapter, {"eval_loss": 1.0}, LINEAGE)
     for version in store.search_model_versions("name = 'rlhf-sft'"):
         assert version.aliases == []
         folder = registry.fetch(f"models:/rlhf-sft/{version.version}", registry.tracking_uri(job))
         assert folder_digests(folder) == folder_digests(adapter)
     with registry.mlflow_run(job, {}) as second:
-        registry.publish(job, second, adapter, {"eval_loss": 1.0}, LINEAGE)
+        published(job, second, adapter, {"eval_loss": 1.0}, LINEAGE)
     assert second == first and store.get_run(second).info.status == "FINISHED"
     assert [str(v.version) for v in store.search_model_versions("name = 'rlhf-sft'")] == ["1"]
     assert len(store.search_logged_models(["1"])) == 1, "none stays behind"
@@ -299,7 +307,9 @@ def test_a_server_that_goes_away_while_a_version_is_registered_is_waited_for(
     monkeypatch.setattr("pipeline.registry.store.time", clock)
     monkeypatch.setattr(MlflowClient, before, goes_away)
     with registry.mlflow_run(job, {}) as run_id:
-        version = persistently(job, lambda: registry.publish(job, run_id, adapter, {}, LINEAGE))
+        version = persistently(
+            registry.tracking_uri(job), job.folder, lambda: published(job, run_id, adapter, {}, LINEAGE)
+        )
     assert str(version) == "rlhf-sft v1 @champion" and pauses == [1.0, 2.0]
     assert mlflow(job).get_run(run_id).info.status == "FINISHED"
     assert len(mlflow(job).search_model_versions("name = 'rlhf-sft'")) == 1

@@ -12,6 +12,7 @@ from html import unescape
 
 import pandas
 import pytest
+from registered import published
 from running import ROOT, client, stage
 
 from pipeline import registry, report
@@ -78,7 +79,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, r
             adapter.mkdir()
             (adapter / "adapter_model.safetensors").write_bytes(b"weights")
             facts = {**LINEAGE, "parents": inputs or {}, "rows_from": rows_from or {}}
-            version = registry.publish(job, run_id, str(adapter), metrics, facts)
+            version = published(job, run_id, str(adapter), metrics, facts)
     counts = {"read": 10, "kept": 9, "rows": 9, "drawn": None}
     sources = {"train": [{**counts, "path": "a.jsonl"}, {**counts, "path": "b.parquet", "drawn": 3}]}
     splits = {"train": {**SPLIT, "versions": rows_from or {}}}

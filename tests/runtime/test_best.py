@@ -84,7 +84,8 @@ def test_a_checkpoint_holds_the_best_and_the_count(tmp_path):
 )  # fmt: skip
 def test_the_default_figure_follows_the_stage(verb, more, expected, in_root):
     evaluates = "trainer.eval_steps=1" if verb == "ppo" else "trainer.eval_strategy=epoch"
-    best = of(load_job(f"jobs/demo/{verb}.yaml", [evaluates, *more], verb), {})
+    job = load_job(f"jobs/demo/{verb}.yaml", [evaluates, *more], verb)
+    best = of(job.run, registry.gate_of(job), {})
     assert (best and (best.metric, best.greater_is_better)) == expected
 
 

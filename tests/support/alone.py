@@ -17,7 +17,7 @@ from pipeline.data.feed import to_hf
 from pipeline.data.read import prepare
 from pipeline.models.base import base_identity
 from pipeline.models.tokenizer import load_tokenizer
-from pipeline.registry import lineage
+from pipeline.registry import gate_of, lineage
 from pipeline.runtime.host import Host, Input, Work
 from pipeline.runtime.worker import require_reload
 
@@ -83,7 +83,7 @@ def worker(stage, folder, *settings, inputs=None):
     made = prepare(stage, data, tokenizer, 256, str(out / "cache"), packing, contextlib.nullcontext)
     sets = {"train": to_hf(made.train, made.fingerprints["train"])}
     adapters = {name: Input(at, "adapter", at, lineage.read(at, name)) for name, at in (inputs or {}).items()}
-    work = Work(job, tokenizer, base_identity(model.name_or_path), {}, {}, None, adapters)
+    work = Work(job, tokenizer, base_identity(model.name_or_path), {}, {}, None, gate_of(job), adapters)
     return Alone(work, sets, out)
 
 

@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from registered import published
 from running import ROOT
 
 from pipeline import registry
@@ -66,7 +67,7 @@ def register(storage: Path, name: str, folder: str, facts: dict, metrics: dict, 
     given = [f"run.storage_path={storage}", f"run.name={Path(folder).name}", "gate={}", *more]
     job = load_job(ROOT / "jobs/demo/sft.yaml", [*given, f"mlflow.registered_model={name}"], "sft")
     with registry.mlflow_run(job, {}) as run_id:
-        return registry.publish(job, run_id, folder, metrics, facts)
+        return published(job, run_id, folder, metrics, facts)
 
 
 def make(folder: str, seed: int, head: bool) -> None:
