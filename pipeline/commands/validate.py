@@ -18,7 +18,7 @@ from pipeline.errors import InputError
 from pipeline.on_ray import placement
 from pipeline.runtime import resume
 from pipeline.runtime.inputs import functions, pin_inputs
-from pipeline.runtime.preparation import announce, prepared
+from pipeline.runtime.preparation import announce, read_only
 from pipeline.system import storage
 
 
@@ -40,9 +40,9 @@ def run(job: Job) -> dict[str, Any]:
         if getattr(job.data, key):
             for path, fits in preview.fitting(key, job.data).items():
                 print(f"data.{key}: the first rows of {path} fit {fits or 'no stage'}", flush=True)
-    with prepared(job, data_only=True) as run:
-        print(run.report.render(), flush=True)
-    return run.report.to_dict()
+    report = read_only(job)
+    print(report.render(), flush=True)
+    return report.to_dict()
 
 
 def without_absent_models(job: Job) -> Job:

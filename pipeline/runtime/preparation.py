@@ -6,7 +6,7 @@ with prepared(job) as run:      # so far, only the cache of tokenized rows is wr
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -75,38 +75,63 @@ def announce(job: Job, verb: str | None = None) -> None:
 
 
 @contextlib.contextmanager
-def prepared(job: Job, pinned: dict[str, str] | None = None, data_only: bool = False) -> Iterator[Run]:
+def prepared(job: Job, pinned: dict[str, str] | None = None) -> Iterator[Run]:
     """Yields a run whose job is checked (its paths by `announce`) and whose rows are tokenized, with Ray if it needs it.
 
-    Args:
-        pinned: versions of inputs that the run began with; they count even if aliases have moved.
-        data_only: only reads the rows. A job for GPUs may then be on a machine without GPUs and without all of its packages.
+    `pinned` has the versions of inputs that the run began with; they count even if aliases have moved.
     """
     started = time.monotonic()
-    on_gpus = bool(job.scaling.get("use_gpu"))
     job, versions = pin_inputs(placement.for_this_machine(job), pinned or {})
     session.set_environment()
-    if data_only and not placement.on_cluster():
-        job = replace(job, scaling={"num_workers": 0})  # the rows are read in this process
-    with libraries.asked(*([] if job.in_process or (data_only and on_gpus) else [job])) as check_libraries:
+    with checks_of_libraries(job) as check_libraries:
         with console.waiting("checking the model"):
-            work = check_models(job, versions, sampler=not data_only)  # before Ray starts
-        if STAGE[job.stage].runs_in == "here":
+            work = check_models(job, versions)  # before Ray starts
+        if work.stage.runs_in == "here":
             placement.check_scaling(job)
             yield Run(work, {}, None, started)
             return
-        # Reading rows needs none of the run's resources.
-        with session.session(replace(job, scaling={}) if data_only and not job.in_process else job):
-            print("reading and tokenizing the rows", flush=True)
+        with session.session(job):
             work, rows, report = tokenize(work)
             check_libraries()
-            # In process, the libraries are imported here in any case, so they check the job only now.
-            if job.in_process and not (data_only and on_gpus):
-                console.silence_libraries()
-                libraries.load()
-                with libraries.asked(job) as check_libraries:
-                    check_libraries()
             yield Run(work, rows, report, started)
+
+
+def read_only(job: Job) -> Any:
+    """Returns the report on the rows of a job that is for another machine: GPUs, and packages for them, may be missing here."""
+    asks = not job.scaling.get("use_gpu")
+    job, versions = pin_inputs(placement.for_this_machine(job))
+    session.set_environment()
+    if not placement.on_cluster():
+        job = replace(job, scaling={"num_workers": 0})  # the rows are read in this process
+    with checks_of_libraries(job) if asks else contextlib.nullcontext(lambda: None) as check_libraries:
+        with console.waiting("checking the model"):
+            work = check_models(job, versions, sampler=False)
+        # Reading rows needs none of the run's resources.
+        with session.session(job if job.in_process else replace(job, scaling={})):
+            report = tokenize(work)[-1]
+            check_libraries()
+            return report
+
+
+@contextlib.contextmanager
+def checks_of_libraries(job: Job) -> Iterator[Callable[[], None]]:
+    """Yields a function that raises InputError if TRL or peft rejects a key of the job.
+
+    They take seconds to import. For a job on Ray, another process imports them while this one reads the rows. A job in process
+    imports them in any case, so it does so when the rows are read.
+    """
+    if not job.in_process:
+        with libraries.asked(job) as check:
+            yield check
+        return
+
+    def check_here() -> None:
+        console.silence_libraries()
+        libraries.load()
+        with libraries.asked(job) as check:
+            check()
+
+    yield check_here
 
 
 def ray_for_rows(job: Job) -> Any:
@@ -118,6 +143,7 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
     """Returns the work with the rows' digests, the tokenized rows by name, and the report on the rows."""
     from pipeline.data import read
 
+    print("reading and tokenizing the rows", flush=True)
     job, context = work.job, work.base["context_length"]
     sets: dict[str, Any] = {}
     report: Any = None
