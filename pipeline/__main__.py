@@ -38,7 +38,7 @@ WORDS = {
     "rows": (
         "FILE",
         "rows: a path, a glob, a folder, s3://, gs://, hf://",
-        "--name NAME --model MODEL --profile PROFILE section.key=value",
+        "--name NAME --model MODEL --profile PROFILE data.columns=COLUMNS reward=REWARD",
         "of the jobs; the profile is `own` by default",
     ),
     "key": ("KEY", "section.key, or a section", "KEY", "more of them"),

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -24,9 +24,8 @@ from typing import Any
 import yaml
 
 from pipeline.commands import shipped
-from pipeline.config import Job, load_job, schema
+from pipeline.config import Job, load_job
 from pipeline.config.job import OF_ROWS
-from pipeline.config.stages import STAGE
 from pipeline.config.yaml_tree import Tree, override
 from pipeline.data import chunks, guess, preview
 from pipeline.data.encode import Encoder, Example
@@ -84,27 +83,72 @@ class Source:
         return next((kind for kind, stage in READER.items() if stage in self.stages), "")
 
 
+@dataclass(frozen=True)
+class Request:
+    """What was typed."""
+
+    path: str
+    name: str
+    profile: str
+    model: str | None
+    reward: str | None  # of ppo
+    own: dict[str, Any]  # keys of `data` that say what the rows are
+    kept: dict[str, str]  # jobs that are there already -> their text
+
+    @property
+    def folder(self) -> Path:
+        return Path("jobs") / self.name
+
+    def new(self, jobs: dict[str, str]) -> list[str]:
+        return [job for job in jobs if job not in self.kept]
+
+
 def run(path: str, options: list[str]) -> None:
     """Writes jobs/NAME for a file, a folder or a dataset, and prints what to run next.
 
-    `options` may have name=NAME, model=MODEL and profile=PROFILE, and section.key=value for the jobs that have this key.
+    `options` may have name=NAME, model=MODEL, profile=PROFILE, reward=REWARD, and what the rows are, as data.columns.
     Raises InputError if no stage can read any file, if an option is wrong, or if there is no job to write.
     """
-    overrides = [option for option in options if "." in option.partition("=")[0]]
-    given = dict(option.partition("=")[::2] for option in options if option not in overrides)
+    request = requested(path, options)
+    sources = [source_of(item, for_eval, request.own) for item, for_eval in parts(path)]
+    jobs = possible(request, sources)
+    shipped.bring(request.profile)
+    if any("transform" in keys for source in sources for keys in source.stages.values()):
+        shipped.bring("examples")
+    request.folder.mkdir(parents=True, exist_ok=True)
+    shipped.write_schema(request.folder.parent)
+    jobs = with_lengths(request, sources, jobs)
+    print_written(request, sources, jobs)
+    add_prompts(request, sources, jobs)
+    write(request, jobs)
+    if "collect" in request.new(jobs) and "dpo" in jobs:
+        write_rounds(request.folder, jobs)
+    print_next(request.folder, jobs)
+
+
+def requested(path: str, options: list[str]) -> Request:
+    """Returns what the options ask for. Raises InputError if one is wrong, or if the profile must not be written to."""
     tree = Tree("")
-    for one in overrides:
+    of_rows = [option for option in options if "." in option.partition("=")[0]]
+    for one in of_rows:
         override(tree, one)
+    given = dict(option.partition("=")[::2] for option in options if option not in of_rows)
     typed = {
-        f"{section}.{name}": value for section in tree.data for name, value in tree.section(section).items()
+        f"{section}.{key}": value for section in tree.data for key, value in tree.section(section).items()
     }
+    own = {key: typed.pop(f"data.{key}") for key in OF_ROWS if f"data.{key}" in typed}
+    named, model, reward = (given.pop(key, None) for key in ("name", "model", "reward"))
     profiles = [name for name in shipped.profiles() if name != "demo"]
-    named, model = given.pop("name", None), given.pop("model", None)
     if (profile := given.pop("profile", "own")) not in profiles:
         raise InputError(f"there is no profile {profile!r}; expected one of {', '.join(profiles)}")
-    if given:
-        known = "--name, --model, --profile or section.key=value"
-        raise InputError(f"unknown option {next(iter(given))!r}; expected {known}")
+    if given or typed:
+        known = f"--name, --model, --profile, reward=REWARD, {', '.join(f'data.{key}' for key in OF_ROWS)}"
+        found = f"unknown option {next(iter(given | typed))!r}; expected {known}"
+        raise InputError(f"{found}; set other keys in the jobs that init writes")
+    stage, checked = ("ppo", [f"reward={reward}"]) if reward else ("sft", [])
+    load_job(
+        shipped.JOBS / "own" / f"{stage}.yaml", [*of_rows, *checked], stage
+    )  # raises InputError, as a run would
     folder = Path("jobs") / (name := named or name_of(path))
     if not re.fullmatch(r"[\w-]{1,64}", name):
         raise InputError(f"name: found {show(name)}, expected at most 64 letters, digits, `_` and `-`")
@@ -115,80 +159,75 @@ def run(path: str, options: list[str]) -> None:
         raise InputError(f"{folder} exists; run with --name {name} to add to it, or with another name")
     if (Path(path) / "config.json").exists():
         raise InputError(f"{path} is the folder of a model; expected files of rows")
-    own = {name: typed.pop(f"data.{name}") for name in OF_ROWS if f"data.{name}" in typed}
-    sources = [source_of(item, for_eval, own) for item, for_eval in parts(path)]
-    jobs = profile_of(sources, name, profile, model, kept)
+    return Request(path, name, profile, model, reward, own, kept)
+
+
+def possible(request: Request, sources: list[Source]) -> dict[str, str]:
+    """Returns the jobs that the rows allow, as `profile_of` does. Raises InputError if none of them is new, with the reason."""
+    jobs, first, path = profile_of(request, sources), sources[0].first, request.path
     read_with = [keys.get("columns") for source in sources for keys in source.stages.values()]
-    if own.get("columns") not in (None, *read_with):
-        found = ", ".join(some(sources[0].first))
-        raise InputError(f"no stage can read {path} with them; its columns are {found}", key="data.columns")
+    if request.own.get("columns") not in (None, *read_with):
+        found = f"no stage can read {path} with them; its columns are {', '.join(some(first))}"
+        raise InputError(found, key="data.columns")
     if not jobs:
-        first, path, kind = sources[0].first, sources[0].path, kind_of("sft")
+        path, kind = sources[0].path, kind_of("sft")
         if preview.fits(first, kind) and isinstance(wrong := checked(first, kind), RowError):
             raise InputError(f"{path}: {wrong.field}: found {wrong.found}; expected {wrong.expected}")
         raise InputError(guess.misfit([first], "sft", path))
-    if not (new := [job for job in jobs if job not in kept]):
+    if not request.new(jobs):
+        folder = request.folder
         raise InputError(f"{folder} has every job that these rows allow; name the rows there: data.train")
-    for one in overrides:  # as a run would
-        key = one.partition("=")[0]
-        takers = [job for job in new if takes(job, key)]
-        for job in takers or new[:1]:
-            load_job(shipped.JOBS / profile / f"{job}.yaml", [one], job)
-        if not takers:
-            raise InputError(f"init sets this key in no job; set it in {folder}/{new[0]}.yaml", key=key)
-    shipped.bring(profile)
-    if any("transform" in keys for source in sources for keys in source.stages.values()):
-        shipped.bring("examples")
-    folder.mkdir(parents=True, exist_ok=True)
-    shipped.write_schema(folder.parent)
+    if request.reward and "ppo" not in request.new(jobs):
+        raise InputError("these rows make no new ppo job, which alone takes it", key="reward")
+    return jobs
 
-    def write() -> None:
-        for job in new:
-            for key, value in typed.items():
-                if takes(job, key):
-                    jobs[job] = with_key(jobs[job], key, value)
-            (folder / f"{job}.yaml").write_text(jobs[job], encoding="utf-8")
 
-    write()
+def write(request: Request, jobs: dict[str, str]) -> None:
+    for job in request.new(jobs):
+        (request.folder / f"{job}.yaml").write_text(jobs[job], encoding="utf-8")
+
+
+def with_lengths(request: Request, sources: list[Source], jobs: dict[str, str]) -> dict[str, str]:
+    """Writes the jobs, and returns them with lengths for the rows, without stages that refuse all of their rows."""
+    write(request, jobs)
     pending = [stage for one in sources for stage in one.stages if one.stages[stage].get("label", 0) is None]
-    while refused := set_lengths(folder, jobs, write) - {*kept, *pending}:
+    while refused := set_lengths(request, jobs) - {*request.kept, *pending}:
         for source in sources:
             for stage in refused:
                 source.stages.pop(stage, None)
-        for job in new:
-            (folder / f"{job}.yaml").unlink()
-        jobs = profile_of(sources, name, profile, model, kept)
-        if not (new := [job for job in jobs if job not in kept]):
-            if not kept:
-                folder.rmdir()
-            raise InputError(f"no stage can train on {path}; the warnings above say why")
-        write()
-    print(f"wrote {folder}: {', '.join(new)}")
-    if kept:
-        print(f"  kept as they are, without what is new: {', '.join(kept)}")
+        for job in request.new(jobs):
+            (request.folder / f"{job}.yaml").unlink()
+        jobs = profile_of(request, sources)
+        if not request.new(jobs):
+            if not request.kept:
+                request.folder.rmdir()
+            raise InputError(f"no stage can train on {request.path}; the warnings above say why")
+        write(request, jobs)
+    return jobs
+
+
+def print_written(request: Request, sources: list[Source], jobs: dict[str, str]) -> None:
+    """Prints the jobs that were written, and which stages read each file."""
+    print(f"wrote {request.folder}: {', '.join(request.new(jobs))}")
+    if request.kept:
+        print(f"  kept as they are, without what is new: {', '.join(request.kept)}")
     for source in sources:
         readers = [stage for stage in TAKES if stage in jobs and source in chosen(sources, stage)]
         how = ", ".join(readers) or f"no stage; its columns are {', '.join(some(source.first))}"
         if columns := next((source.stages[stage].get("columns") for stage in readers), None):
             how += f"; columns {columns}"
         print(f"  {source.path}: {source.kind or 'skipped'}, read by {how}")
+
+
+def add_prompts(request: Request, sources: list[Source], jobs: dict[str, str]) -> None:
+    """Writes files of prompts for the new jobs that read one, and sets them in `jobs`."""
+    new, folder = request.new(jobs), request.folder
     if "generate" in new and not chosen(sources, "ppo"):  # conversations, which end with an answer
         learns = loaded(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
         asked = [{"prompt": record.prompt} for _, record in first_records(learns)]
         jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", asked)
     if "evaluate" in new and not any(source.for_eval for source in chosen(sources, "ppo")):
         set_prompts(folder, jobs)
-    write()
-    if "collect" in new and "dpo" in jobs:
-        write_rounds(folder, jobs)
-    print_next(folder, jobs)
-
-
-def takes(job: str, key: str) -> bool:
-    """Returns True if a job uses a key, `section.key` or below."""
-    section, name, *_ = key.split(".")
-    used = f"{section}.{name}" in schema.keys_of(job)
-    return used and not {section, f"{section}.{name}"} & STAGE[job].unused.keys()
 
 
 def print_next(folder: Path, jobs: dict[str, str]) -> None:
@@ -297,15 +336,16 @@ def name_of(path: str) -> str:
 # ---- jobs --------------------------------------------------------------------------------------------------------
 
 
-def profile_of(
-    sources: list[Source], name: str, profile: str, model: str | None, kept: dict[str, str]
-) -> dict[str, str]:
-    """Returns the text of each job that the rows allow, with the lengths of the profile; of the jobs in `kept`, that text."""
+def profile_of(request: Request, sources: list[Source]) -> dict[str, str]:
+    """Returns the text of each job that the rows allow, with the lengths of the profile; of the jobs that are kept, that text."""
+    name, profile, model, kept = request.name, request.profile, request.model, request.kept
     rows = {stage: chosen(sources, stage) for stage in TAKES}
     there = {stage for stage in TAKES if rows[stage] or stage in kept}
     reward = f"models:/{name}-rm@champion" if "rm" in there else None
     policies = [
-        stage for stage in ("ppo", "dpo", "kto", "sft") if stage in there and (reward or stage != "ppo")
+        stage
+        for stage in ("ppo", "dpo", "kto", "sft")
+        if stage in there and (reward or request.reward or stage != "ppo")
     ]
     served = {f"{name}-{stage}": f"models:/{name}-{stage}@champion" for stage in policies}
     start = served.get(f"{name}-sft", "base")
@@ -315,7 +355,7 @@ def profile_of(
     base: dict[str, Any] = next(filter(None, models), {}) | ({"name_or_path": model} if model else {})
     values: dict[str, dict[str, Any]] = {
         **{job: {"policy": start} for job in ("dpo", "kto", "collect")},
-        "ppo": {"policy": start, "reward": reward},
+        "ppo": {"policy": start, "reward": request.reward or reward},
         "evaluate": {**best, "baseline": start},
         **dict.fromkeys(("generate", "export"), best),
         "serve": {
@@ -344,7 +384,7 @@ def profile_of(
         used = dict.fromkeys(re.findall(rf"models:/{name}-(\w+)@champion", str(values.get(job))))
         needs = filter(None, (" or ".join(one for one in used if one != "rm"), "rm" if "rm" in used else ""))
         text = re.sub(r"\(needs [^)]*first\)", f"(needs {', and '.join(needs)} first)" if used else "", text)
-        if job == "ppo" and not reward:
+        if job == "ppo" and not (reward or request.reward):
             text = with_key(text, "reward", None, "set python:MODULE:FUNCTION, or a reward model")
         stage = ROWS_OF.get(job, job)
         if job != "serve" and rows.get(stage):
@@ -422,7 +462,7 @@ def with_key(text: str, key: str, value: Any, comment: str = "") -> str:
 # ---- chat template, lengths and held-out prompts -----------------------------------------------------------------
 
 
-def set_lengths(folder: Path, jobs: dict[str, str], write: Callable[[], None]) -> set[str]:
+def set_lengths(request: Request, jobs: dict[str, str]) -> set[str]:
     """Sets the smallest lengths, in steps of 64 tokens, that 99 % of the first rows fit into.
 
     If a stage reads messages and the base has no chat template, all jobs get the built-in one: plain text then becomes messages
@@ -432,7 +472,7 @@ def set_lengths(folder: Path, jobs: dict[str, str], write: Callable[[], None]) -
     sizes, measured, refused, warnings = dict[str, tuple[int, int, int]](), set[str](), set[str](), []
     for stage in (stage for stage in TAKES if stage in jobs):
         try:
-            job = loaded(folder, stage)
+            job = loaded(request.folder, stage)
             base = job.model
             context = context_length(base_config(base.name_or_path, base.revision)) or 1 << 20
             sizes[stage] = (job.data.max_length or context, 0, context)  # if no row can be read
@@ -448,8 +488,8 @@ def set_lengths(folder: Path, jobs: dict[str, str], write: Callable[[], None]) -
             if not as_chat and any(not isinstance(record.prompt, str) for _, record in records):
                 for name in jobs:
                     jobs[name] = with_key(jobs[name], "model.chat_template", "plain")
-                write()
-                return set_lengths(folder, jobs, write)
+                write(request, jobs)
+                return set_lengths(request, jobs)
             sizes[stage] = (*longest(job, tokenizer, as_chat, records, context), context)
             measured.add(stage)
         except InputError as error:

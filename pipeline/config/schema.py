@@ -33,27 +33,16 @@ NAMES = dict(zip(TYPES.values(), WORDS, strict=True))  # {type in a schema: in w
 
 # {name in TRL's scripts, LLaMA-Factory, Axolotl or OpenRLHF: ours}. Names that are equal but for the section need no row.
 ELSEWHERE = {
-    name: key
-    for key, names in {
-        "trainer.learning_rate": "lr actor_learning_rate",
-        "trainer.num_train_epochs": "epochs num_epochs max_epochs",
-        "trainer.per_device_train_batch_size": "micro_batch_size micro_train_batch_size",
-        "trainer.warmup_steps": "warmup_ratio lr_warmup_ratio",
-        "lora.r": "rank lora_r lora_rank",
-        "lora.lora_alpha": "alpha",
-        "lora.lora_dropout": "dropout",
-        "lora.target_modules": "lora_target lora_target_modules",
-        "data.max_length": "cutoff_len sequence_len max_seq_length max_seq_len max_len",
-        "data.train": "dataset datasets dataset_name dataset_path train_file",
-        "data.eval_fraction": "val_size val_set_size",
-        "data.batch_size": "train_batch_size global_batch_size",
-        "model.name_or_path": "model_name_or_path base_model pretrain",
-        "model.chat_template": "template",
-        "run.storage_path": "output_dir",
-        "policy": "adapter_name_or_path",
-        "reward": "reward_model reward_model_path",
-    }.items()
-    for name in names.split()
+    "lr": "trainer.learning_rate",
+    "epochs": "trainer.num_train_epochs",
+    "base_model": "model.name_or_path",
+    "rank": "lora.r",
+    "lora_r": "lora.r",
+    "alpha": "lora.lora_alpha",
+    "cutoff_len": "data.max_length",
+    "max_seq_length": "data.max_length",
+    "dataset": "data.train",
+    "model_name_or_path": "model.name_or_path",
 }
 
 

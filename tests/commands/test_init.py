@@ -16,6 +16,7 @@ from pipeline.config import load_job
 from pipeline.runtime.inputs import check_paths
 
 MODEL = str(ROOT / "jobs/demo/model")
+TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
 PAIRS = [
     {"question": f"What is {n} and {n}?", "output_1": f"It is {2 * n}.", "output_2": f"It is {n}, I think.", "preference": 1 + n % 2}
     for n in range(20)
@@ -166,9 +167,10 @@ def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
             ["data.columns={prompt: question, chosen: nothing}"],
             "data.columns: no stage can read rows.jsonl",
         ),
-        (PAIRS, ["trainer.lr=1"], "trainer.lr: unknown key"),
-        (PAIRS, ["trainer.learning_rate=fast"], "trainer.learning_rate: found 'fast'"),
-        (PAIRS, ["gate.eval_loss=<= 1"], "gate.eval_loss: init sets this key in no job"),
+        (PAIRS, ["trainer.learning_rate=1"], "unknown option 'trainer.learning_rate'; expected --name"),
+        (PAIRS, ["data.columns=3"], "data.columns: found 3"),
+        (PAIRS, ["reward=python:nothing"], "reward: "),
+        ([TALK], ["reward=models:/x/1"], "reward: these rows make no new ppo job"),
         ("nothing.jsonl", [], "there is no file"),
         (MODEL, [], "is the folder of a model"),
     ],
@@ -304,20 +306,17 @@ def test_every_job_loads_whatever_the_rows_and_the_base_are(kinds, template, her
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_columns_and_other_keys_may_be_typed(here, capsys):
-    """Columns of a file that no guess finds. Each key goes into the jobs that have it."""
+def test_columns_may_be_typed(here, capsys):
+    """Columns of a file that no guess finds."""
     made = [{"ask": f"Say {n}.", "x": f"{n}.", "y": "No.", "by": ["l", "r"][n % 2]} for n in range(60)]
     columns = "data.columns={prompt: ask, first: x, second: y, label: by}"
     meaning = "data.label={first: l, second: r}"
     path = rows(here / "ratings.jsonl", made)
-    written = init(
-        path, columns, meaning, "trainer.learning_rate=1e-3", "data.max_length=48", "trainer.beta=0.3"
-    )
+    written = init(path, columns, meaning)
     rm, dpo = written("ratings", "rm"), written("ratings", "dpo")
     assert rm.data.columns == {"prompt": "ask", "first": "x", "second": "y", "label": "by"}
-    assert rm.data.label == {"first": "l", "second": "r"} and rm.data.max_length == 48
-    assert rm.trainer["learning_rate"] == dpo.trainer["learning_rate"] == 1e-3
-    assert dpo.trainer["beta"] == 0.3 and "beta" not in rm.trainer
+    assert rm.data.label == {"first": "l", "second": "r"}
+    assert dpo.data.columns == rm.data.columns
     assert "columns {'prompt': 'ask', 'first': 'x'" in capsys.readouterr().out
     assert main(["validate", "jobs/ratings/rm.yaml"]) == 0
 
@@ -325,7 +324,7 @@ def test_columns_and_other_keys_may_be_typed(here, capsys):
 def test_a_profile_gets_the_jobs_for_one_more_file(here, capsys):
     """What is there stays, edited or not; the new jobs are on the same base, and start from its sft policy."""
     rows(here / "my/plain.jsonl", PLAIN)
-    init("my", "--name", "vet", "model.dtype=float32")
+    init("my", "--name", "vet")
     edited = (here / "jobs/vet/sft.yaml").read_text() + "\n# mine\n"
     (here / "jobs/vet/sft.yaml").write_text(edited)
     rows(here / "ratings.jsonl", MANY)
@@ -503,6 +502,10 @@ def test_each_stage_gets_the_typed_columns_that_it_reads(here, capsys):
 def test_prompts_alone_offer_no_command_before_a_reward_is_set(here, capsys):
     init(rows(here / "prompts.jsonl", ASKED))
     assert next_commands(capsys.readouterr().out) == []
+    (here / "length.py").write_text("def score(completions):\n    return [len(one) for one in completions]\n")
+    written = init("prompts.jsonl", "--name", "shorter", "reward=python:length:score")
+    assert written("shorter", "ppo").reward == "python:length:score"
+    assert next_commands(capsys.readouterr().out)[:2] == ["validate", "ppo"]
 
 
 def test_rows_that_every_stage_refuses_leave_no_folder(here, capsys):
