@@ -56,7 +56,7 @@ def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "da
             parse(rows[0], kind)
         except RowError as error:
             return str(replace(error, file=file, line=1))
-    if stage in ("sft", "kto") and (problem := doubt(rows)):
+    if (problem := foreign(rows)) or (stage in ("sft", "kto") and (problem := doubt(rows))):
         return f"{head}; {problem}"
     guess = guessed(rows, stage)
     if guess:
@@ -76,6 +76,20 @@ def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "da
         f"{head}; expected one of {' | '.join(kind.shapes)}: name the columns, {named}, or make such rows, "
         f"{key}.transform=python:MODULE:FUNCTION"
     )
+
+
+def foreign(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns what to do with rows of an annotation tool that are in a form which is not read, or ""."""
+    if rows and {"annotation_id", "lead_time"} <= rows[0].keys():
+        return "they look like Label Studio's JSON_MIN or CSV; export them as JSON"
+    for name in sorted(_questions(rows[:LOOKED])):
+        if any(isinstance(one, dict) and "rank" in one for row in rows for one in _flat(row.get(name))):
+            return f"`{name}` is a ranking of Argilla; make chosen and rejected of it: data.transform"
+    return ""
+
+
+def _flat(value: Any) -> list[Any]:
+    return [inner for one in value for inner in _flat(one)] if isinstance(value, list) else [value]
 
 
 def fitting(rows: Sequence[dict[str, Any]]) -> str:
@@ -201,7 +215,7 @@ def labels_of(guess: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> list[
     for row in rows:
         for name in listed(guess.get("label", "label")):
             with contextlib.suppress(KeyError):
-                found += listed(value_at(row, name))
+                found += listed(reshape.unpacked_label(value_at(row, name)))
     blank = reshape.is_blank if "first" in guess else reshape.is_unrated
     return [value for value in found if not blank(value) and not isinstance(value, list | dict)]
 

@@ -149,6 +149,12 @@ def listed(values: Any) -> list[Any]:
     return [*values] if isinstance(values, list | tuple) else [] if values is None else [values]
 
 
+def unpacked_label(label: Any) -> Any:
+    """Returns the list of labels whose JSON text a label is, as in CSV, or the label itself."""
+    made = decoded(label) if isinstance(label, str) and label.lstrip().startswith("[") else label
+    return made if isinstance(made, list) else label
+
+
 def comparable(value: Any) -> Any:
     """Returns a label for comparison: numbers and numeric text as float, other text in lower case."""
     if isinstance(value, str):
@@ -168,7 +174,7 @@ def side_of(value: Any) -> str | None:
 def vote(label: Any, rule: Rule) -> str:
     """Returns what most votes mean, tie, or unlabeled if there are none. A label that is no list is the only vote."""
     votes: Counter[str] = Counter()
-    for value in listed(label):
+    for value in listed(unpacked_label(label)):
         try:
             blank = is_unrated(value) if rule.good else is_blank(value)
             votes.update([] if blank else [rule.meaning(value)])
@@ -205,7 +211,9 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
     Raises InputError with the data.label to set if they are ambiguous.
     """
     column = ", ".join(listed(columns.get("label", "label")))
-    flat = (one for label in labels for one in listed(label) if not isinstance(one, list | dict))
+    flat = (
+        one for label in labels for one in listed(unpacked_label(label)) if not isinstance(one, list | dict)
+    )
     found = [one for one in flat if not is_blank(one)]
     times = Counter(map(comparable, found))
     # Reading a row reports its label if the label is rare and has no known meaning.
@@ -323,7 +331,10 @@ class Preprocess:
         else:
             return row
         if note_label and meaning != "unlabeled" and "first_score" not in row:
-            label, column = row["label"], ", ".join(listed(self.columns.get("label", "label")))
+            label, column = (
+                unpacked_label(row["label"]),
+                ", ".join(listed(self.columns.get("label", "label"))),
+            )
             word = "neither" if rule.good and meaning == "tie" else meaning
             value = word if isinstance(label, list) else str(label).strip()[:40]
             note_label(column, word if value.lower() == word else f"{value} = {word}")

@@ -181,8 +181,9 @@ def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
 
 def majority(label: Any) -> Any:
     """Returns what most labels of a list say, true, false, or null if it is neither. Returns other labels unchanged."""
-    votes = [is_good(one) for one in reshape.listed(label) if not reshape.is_unrated(one)]
-    if None in votes or not isinstance(label, list):
+    given = reshape.unpacked_label(label)
+    votes = [is_good(one) for one in reshape.listed(given) if not reshape.is_unrated(one)]
+    if None in votes or not isinstance(given, list):
         return label
     more = sum(1 if good else -1 for good in votes)
     return more > 0 if more else None

@@ -259,3 +259,25 @@ def test_rows_without_a_label_do_not_show_that_a_guess_is_right():
     full = {"prompt": "question", "completion": "answer", "label": "feedback"}
     assert guess.guessed(made, "kto") == full
     assert not guess.reads(made, {"label": "feedback"}, "kto")
+
+
+def test_exports_that_are_not_read_are_named():
+    studio = [
+        {"id": 1, "prompt": "Hi?", "reply_1": "a", "quality": "good", "annotation_id": 3, "lead_time": 2.5}
+    ]
+    assert "Label Studio's JSON_MIN or CSV; export them as JSON" in guess.misfit(studio, "rm", "min.json")
+    ranks = [{"value": "reply_1", "rank": 1}, {"value": "reply_2", "rank": 2}]
+    for answer in ([ranks], [ranks, ranks]):
+        made = [
+            flat(
+                {
+                    "reply_1": "a b",
+                    "reply_2": "b c",
+                    "order.responses": answer,
+                    "order.responses.status": ["submitted"] * len(answer),
+                }
+            )
+        ]
+        assert "`order` is a ranking of Argilla; make chosen and rejected" in guess.misfit(
+            made, "rm", "a.jsonl"
+        )

@@ -183,3 +183,13 @@ def test_words_that_are_no_labels_are_asked_about_and_empty_cells_are_not_rated(
         for more in ({"columns": columns or {}}, told):
             split = make(tmp_path, stage, train=path, on_error="skip", **more).report.splits["train"]
             assert split.dropped["unlabeled"] == 2 and split.kept == (6 if stage == "kto" else 4)
+
+
+def test_a_list_of_labels_may_be_json_text_as_in_csv(tmp_path):
+    lines = ["prompt,completion,label", 'a,b,"[""up"", ""up"", ""down""]"', 'c,d,"[0, 0, 1]"', "e,f,up"]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    split = make(tmp_path, "kto", train=str(tmp_path / "a.csv")).report.splits["train"]
+    assert (split.kept, split.desirable) == (3, 2)
+    lines = ["prompt,first,second,label", 'a,b,c,"[""A"", ""B"", ""A""]"', 'c,d,e,"[""B""]"']
+    (tmp_path / "b.csv").write_text("\n".join(lines) + "\n")
+    assert make(tmp_path, "rm", train=str(tmp_path / "b.csv")).report.splits["train"].kept == 2
