@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from toy_models import DEMO, settings
 
 from pipeline.errors import InputError
-from pipeline.models import adapter_files
+from pipeline.models import adapter_files, probes
 from pipeline.models.base import check_base
 from pipeline.models.hub import SETTINGS, TENSORS
 from pipeline.registry import lineage
@@ -148,6 +148,13 @@ def test_an_adapter_that_is_its_start_has_learned_nothing(name, copied, made, sh
     shared.remove("new")
     assert not adapter_files.learned(tmp_path / "new", None)
     assert adapter_files.learned(tensors_changed(tmp_path / "new", moved), None) == (name == B)
+
+
+def test_probes_that_are_no_list_are_named(tmp_path):
+    for text in ("[" * 100_000, "{}"):
+        (tmp_path / "probes.json").write_text(text)
+        with pytest.raises(InputError, match=r"probes\.json: .*; remove it, or save the adapter again"):
+            probes.read(str(tmp_path))
 
 
 def test_a_rank_that_is_written_as_a_fraction_is_whole(copied, shared):

@@ -109,6 +109,15 @@ def test_numbers_of_every_library_are_scores(returned):
     assert set(scores) in ({0.5}, {1.0}) and all(type(score) is float for score in scores)
 
 
+def test_a_default_dtype_that_a_reward_sets_is_put_back():
+    def half(completions):
+        torch.set_default_dtype(torch.float16)
+        return [1.0] * len(completions)
+
+    FunctionReward(half).checked(samples())
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_what_a_reward_raises_is_shown_with_its_own_frames_only(monkeypatch):
     def inside(text):
         return json.loads(text)  # raises in a library
