@@ -84,7 +84,7 @@ def test_every_argument_of_an_engine_exists(started, monkeypatch):
             decoder.generate("policy", [PROMPT], [0], Sampling(4, (2,)))
     monkeypatch.setattr(roles, "longest_row", lambda host: 64)
     serve = load_job(ROOT / "jobs/demo/serve.yaml", ["rollout.engine=vllm"], "serve")
-    models._vllm(SimpleNamespace(job=serve, device="cpu", work=SimpleNamespace(inputs={})))
+    models._vllm(SimpleNamespace(job=serve, args=serve.args, device="cpu", work=SimpleNamespace(inputs={})))
     fields = {field.name for field in dataclasses.fields(EngineArgs)}
     assert len(started) == 3
     for arguments in started:
