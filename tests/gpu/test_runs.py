@@ -121,12 +121,6 @@ class Runs:
         keys = [GPU, *models, "rollout.engine=vllm", f"run.storage_path={self.storage}"]
         return self.child(working.asked_of_vllm, verb, keys, free)
 
-    @cache  # noqa: B019
-    def planned(self):
-        return self.child(
-            command.run, ["plan", "jobs/demo/ppo.yaml", GPU, *PPO, f"run.storage_path={self.storage}"]
-        )
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -206,6 +200,6 @@ def test_all_code_for_cuda_is_executed(runs):
         runs.table(name)
     for verb, free, _ in VLLM:
         runs.of_vllm(verb, free)
-    runs.of_two(), runs.with_rollout_worker(), runs.cut(), runs.served(), runs.planned()
+    runs.of_two(), runs.with_rollout_worker(), runs.cut(), runs.served()
     ran = {*runs.statements.read_text().splitlines()}
     assert [f"{one} {text}" for one, text in branches.statements().items() if one not in ran] == []
