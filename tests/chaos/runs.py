@@ -38,7 +38,7 @@ SMALL = {
 }  # fmt: skip
 # What a clock or the machine decides.
 MEASURED = re.compile(
-    r"runtime|per_second|second|time|memory|flos|rollout/(waited|waiting|idle|queue|bytes|workers|lost)"
+    r"runtime|per_second|second|time|memory|flos|mfu|rollout/(waited|waiting|idle|queue|bytes|workers|lost)"
 )
 
 

@@ -163,6 +163,7 @@ def test_a_rollout_worker_on_its_own_gpu_changes_no_bit(runs):
     assert_equal(runs.storage, runs.table("ppo")["result"], found["result"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verb", "free", "share"), VLLM)
 def test_vllm_takes_no_memory_that_is_taken(verb, free, share, runs):
     assert runs.of_vllm(verb, free) == {"gpu_memory_utilization": share, "gpus": "3", "said": mock.ANY}
