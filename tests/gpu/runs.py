@@ -99,7 +99,8 @@ def asked_of_vllm(verb: str, keys: list[str], free: int) -> dict[str, Any]:
 def ray() -> Iterator[None]:
     """Starts an embedded Ray, whose workers pretend, too."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray would find no GPU in it
-    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "300"  # each process imports torch
+    for wait in ("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"):
+        os.environ[wait] = "300"  # each process imports torch
     hook = {"worker_process_setup_hook": f"{worker.__name__}.begin"}
     with embedded(num_cpus=4, num_gpus=worker.GPUS, runtime_env=hook):
         yield
