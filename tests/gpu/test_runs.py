@@ -121,6 +121,11 @@ class Runs:
         keys = [GPU, *models, "rollout.engine=vllm", f"run.storage_path={self.storage}"]
         return self.child(working.asked_of_vllm, verb, keys, free)
 
+    @cache  # noqa: B019
+    def planned(self):
+        words = ["plan", "jobs/demo/ppo.yaml", *PPO, f"run.storage_path={self.storage}"]
+        return self.child(command.run, words)
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -201,6 +206,6 @@ def test_all_code_for_cuda_is_executed(runs):
         runs.table(name)
     for verb, free, _ in VLLM:
         runs.of_vllm(verb, free)
-    runs.of_two(), runs.with_rollout_worker(), runs.cut(), runs.served()
+    runs.of_two(), runs.with_rollout_worker(), runs.cut(), runs.served(), runs.planned()
     ran = {*runs.statements.read_text().splitlines()}
     assert [f"{one} {text}" for one, text in branches.statements().items() if one not in ran] == []
