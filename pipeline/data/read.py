@@ -30,7 +30,7 @@ from pipeline.data.template import DATE
 from pipeline.errors import InputError
 from pipeline.system import storage
 
-VERSION = 15  # format of the parts; raise it if the same rows give other tokens or another report
+VERSION = 16  # format of the parts; raise it if the same rows give other tokens or another report
 SMALL = 64 << 20  # most bytes of files that are tokenized without Ray; for more, starting Ray pays off
 
 
