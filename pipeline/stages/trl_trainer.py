@@ -36,7 +36,8 @@ def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
     from it, so that the same job means the same steps on any number of workers. Call it before the base is loaded.
     """
     values = worker.job.trainer | {"gradient_checkpointing": plan.recomputes(worker)}
-    values["tf32"] = bool(values.get("tf32"))  # if it is null, transformers turns TF32 on with torch_compile
+    if values.get("tf32") is None:  # transformers would turn TF32 on with torch_compile
+        values["tf32"] = False
     if worker.job.data.batch_size:
         rows = values.get("per_device_train_batch_size", 8) * worker.world
         values["gradient_accumulation_steps"] = max(1, worker.job.data.batch_size // rows)

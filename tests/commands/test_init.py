@@ -39,9 +39,9 @@ def plain_pairs(count):
     return [{"prompt": f"Say {n}.", "chosen": f"{n}.", "rejected": "No."} for n in range(count)]
 
 
-def init(*given):
+def init(*given, model=MODEL):
     """Writes jobs with the demo's model. Returns a function that loads one: (name of its folder, stage)."""
-    assert main(["init", *given, "--model", MODEL]) == 0
+    assert main(["init", *given, "--model", str(model)]) == 0
     return lambda name, stage: load_job(f"jobs/{name}/{stage}.yaml", [], stage)
 
 
@@ -216,8 +216,9 @@ CALLS = """{%- for turn in messages %}<{{ turn.role }}>{{ turn.content }}{{ turn
 def test_rows_of_an_example_are_read_as_in_the_example(name, here):
     stage, _, example = name.partition("/")
     (path,) = (ROOT / "tests/data/shapes").glob(f"{example}.*")
-    (here / "calls.jinja").write_text(CALLS)  # the model's own writes no tool calls
-    ours = init(str(path), "--name", "mine", "model.chat_template=calls.jinja")("mine", stage).data
+    model = shutil.copytree(MODEL, here / "model")
+    (model / "chat_template.jinja").write_text(CALLS)  # the model's own writes no tool calls
+    ours = init(str(path), "--name", "mine", model=model)("mine", stage).data
     theirs = load_job(ROOT / f"jobs/examples/{example}.yaml", [], stage).data
     assert ours.train == str(path) and (theirs.transform or theirs.label)
     for key in ("columns", "label", "transform", "group_by"):
