@@ -268,9 +268,12 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
         return
     aside = dict[str, str]()
     files = [file.path for file in find(path, "data", aside)]
+    shared = os.path.dirname(files[0])  # a number in it belongs to this folder, not to its neighbors
+    while shared and not all(file.startswith(f"{shared}/") for file in files):
+        shared = os.path.dirname(shared)
     groups: dict[str, list[str]] = {}
     for file in files:
-        groups.setdefault(re.sub(r"\d+", "*", file), []).append(file)
+        groups.setdefault(shared + re.sub(r"\d+", "*", file.removeprefix(shared)), []).append(file)
     for pattern, group in groups.items():
         as_glob = len(group) > 1 and group == fnmatch.filter(files, pattern)
         for name in [pattern] if as_glob else group:

@@ -31,8 +31,9 @@ SUFFIXES = (
     ".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz",
     ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".pq", ".arrow",
 )  # fmt: skip
-# Words of names of files and folders whose rows are not for training. The datasets library reads all but the last two.
-HELD_OUT = "test testing validation valid val eval evaluation dev holdout heldout".split()
+# Words of names of files and folders whose rows are not for training, also before "set", as in `testset`. The datasets library
+# reads all but the last three.
+HELD_OUT = "test testing validation valid val eval evaluation dev holdout heldout validate".split()
 BY_NAME = "left out by its name"  # why a file of a folder is not read
 # Names of files in a folder of rows that are neither rows nor missed
 ASIDE = re.compile(r"(?i)(readme|license)[^/]*|dataset_infos?\.json|dataset_dict\.json|state\.json")
@@ -129,7 +130,7 @@ def in_folder(fs: Any, inner: str, key: str) -> tuple[list[Any], dict[Any, str]]
 def is_held_out(name: str) -> bool:
     """Returns True if a word of a path says that its rows are not for training: `data/test-00000-of-00001.parquet`."""
     joined = re.sub(r"(hold|held)[^a-z/]+out", r"\1out", name.lower())
-    return any(word in HELD_OUT for word in re.split(r"[^a-z]+", joined))
+    return any(word.removesuffix("set") in HELD_OUT for word in re.split(r"[^a-z]+", joined))
 
 
 def below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:

@@ -123,6 +123,11 @@ def list_in(value: Any, key: str, of_messages: bool = False) -> Any:
     return made if isinstance(made, list) else value
 
 
+def is_printed_list(text: Any) -> bool:
+    """Returns True for Python's or numpy's text of a list of texts, such as `['a', 'b']` and `['a' 'b']`."""
+    return isinstance(text, str) and bool(re.fullmatch(_LIST, text.strip(), re.DOTALL))
+
+
 def unpacked(field: str, value: Any) -> Any:
     """Returns the messages in a JSON text, as in CSV files, or in a conversation's field. Returns other values unchanged."""
     if field in ("messages", "conversations"):

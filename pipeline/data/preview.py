@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from pipeline.config.job import Source, completed, sources_of
 from pipeline.data import chunks, guess, reshape
 from pipeline.data.files import File, find
+from pipeline.data.messages import is_printed_list
 from pipeline.data.reshape import Preprocess
 from pipeline.data.shapes import LABELS, Kind, are_clear, are_mostly, is_good, kind_of, shape_of
 from pipeline.data.values import RowError, setting, show, some
@@ -18,6 +20,7 @@ from pipeline.system import functions
 
 FILES = 16  # files of a source whose first rows are read
 ROWS = 1000  # first rows of a file that are read
+TEXTS = ("prompt", "completion", "chosen", "rejected", "first", "second")  # fields that hold one text
 
 
 def preprocessing(stage: str, data: Any) -> dict[str, tuple[Preprocess, ...]]:
@@ -151,6 +154,7 @@ def resolve_labels(
             problem = guess.misfit(head.rows, stage, head.path, head.section)
             raise InputError(problem, key=f"data.{head.split}")
         check_beside(head, kind)
+        check_lists(head)
     return made
 
 
@@ -181,6 +185,16 @@ def check_beside(head: Head, kind: Kind) -> None:
         and (problem := guess.beside(head.rows, columns, used, head.section))
     ):
         raise InputError(f"{head.path}: {problem}", key=f"{head.section}.columns")
+
+
+def check_lists(head: Head) -> None:
+    """Raises InputError if all cells of a column of a CSV file hold a list as pandas prints it. A single one may be a text."""
+    for field in TEXTS if re.search(r"\.[ct]sv(\.gz)?$", head.path.lower()) else ():
+        column = head.preprocess.columns.get(field, field)
+        cells = [row.get(column) for row in head.rows] if isinstance(column, str) else []
+        if len(cells) > 1 and all(map(is_printed_list, cells)):
+            found = f"{head.path}: each {column!r} is the text of a list, such as {show(cells[0])}"
+            raise InputError(f"{found}; save the rows with to_json or to_parquet", key=f"data.{head.split}")
 
 
 def fitting(name: str, data: Any) -> dict[str, str]:

@@ -517,3 +517,10 @@ def test_rows_that_every_stage_refuses_leave_no_folder(here, capsys):
     assert main(["init", "chats.jsonl", "--model", "base"]) == 2
     assert "no stage can train on chats.jsonl" in capsys.readouterr().err
     assert not (here / "jobs/chats").exists()
+
+
+def test_the_neighbors_of_a_folder_are_not_read(here):
+    for year in (2024, 2025):
+        for month in (1, 2):
+            rows(here / f"export_{year}/month_{month}.jsonl", plain_pairs(9))
+    assert init("export_2025", "--name", "mine")("mine", "dpo").data.train == "export_2025/month_*.jsonl"

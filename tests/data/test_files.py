@@ -61,13 +61,14 @@ def names_in(folder, key, aside=None):
 def test_a_folder_is_split_by_the_names_of_its_files_and_folders(tmp_path):
     held = ["a.dev.json", "data/test-00000-of-00001.parquet", "eval/rows.csv", "VALIDATION_1.jsonl"]
     held += ["gold-heldout.jsonl", "held_out.jsonl", "hold-out/rows.jsonl", "holdout.jsonl"]
+    held += ["testset.csv", "validate.csv"]
     folder = folder_of(tmp_path, *held, "train.jsonl", "contest.jsonl", "devices/latest.jsonl", "notes.xlsx")
     aside = {}
     assert names_in(folder, "data.train", aside) == ["contest.jsonl", "devices/latest.jsonl", "train.jsonl"]
     by_name = {os.path.join(folder, name): files.BY_NAME for name in held}
     assert aside == {**by_name, os.path.join(folder, "notes.xlsx"): "no format of rows"}
     assert names_in(folder, "data.eval") == sorted(held)
-    assert len(names_in(folder, "data")) == 11
+    assert len(names_in(folder, "data")) == 13
     assert names_in(folder_of(tmp_path / "one", "train.jsonl"), "data.eval") == ["train.jsonl"]
 
 

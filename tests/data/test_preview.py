@@ -1,5 +1,7 @@
 """What is known from the first rows of the files, before any row is tokenised."""
 
+import csv
+
 import pytest
 from toy_data import make, write
 
@@ -193,3 +195,23 @@ def test_a_list_of_labels_may_be_json_text_as_in_csv(tmp_path):
     lines = ["prompt,first,second,label", 'a,b,c,"[""A"", ""B"", ""A""]"', 'c,d,e,"[""B""]"']
     (tmp_path / "b.csv").write_text("\n".join(lines) + "\n")
     assert make(tmp_path, "rm", train=str(tmp_path / "b.csv")).report.splits["train"].kept == 2
+
+
+@pytest.mark.parametrize("printed", ["['In {0}.', 'There.']", "['In {0}.' 'There.']", '["In {0}."]'])
+def test_texts_that_are_printed_lists_are_refused_in_csv(tmp_path, printed):
+    """One row of them may be code, and so may rows of JSON, which has lists of its own."""
+    rows = [{"prompt": f"Where is {n}?", "completion": printed.format(n)} for n in range(3)]
+    path = tmp_path / "train.csv"
+
+    def read(rows):
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["prompt", "completion"])
+            writer.writeheader()
+            writer.writerows(rows)
+        files = {"train": find(str(path), "data.train")}
+        return resolve_labels(preprocessing("sft", Data(train=str(path))), files, "sft")
+
+    with pytest.raises(InputError, match=r"each 'completion' is the text of a list, .*to_json or to_parquet"):
+        read(rows)
+    read([*rows, {"prompt": "Where is Rome?", "completion": "In Italy."}])
+    look(tmp_path, rows, "sft")
