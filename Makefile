@@ -20,6 +20,10 @@ stray := $(foreach one,$(.VARIABLES),$(if $(findstring command,$(origin $(one)))
 typed := $(foreach one,$(sort $(filter-out ARGS $(stray),$(.VARIABLES))),$(if $(findstring command,$(origin $(one))),$(one)='$(value $(one))'))
 $(if $(strip $(stray)),$(error keys of a job go into ARGS: make $(strip $(MAKECMDGOALS) $(typed)) \
   ARGS="$(strip $(ARGS) $(foreach one,$(stray),'$(one)=$(value $(one))'))"))
+# A job would ignore these, too.
+$(foreach one,NAME MODEL DATA,$(if $(findstring command,$(origin $(one))),$(if $(filter init logs stop,$(MAKECMDGOALS)),,$(error \
+  $(one) is for make init; run the jobs that it wrote with PROFILE=$(or $(NAME),...), or set keys: ARGS="model.name_or_path=$(or \
+  $(MODEL),...) data.train=$(or $(DATA),...)"))))
 
 VENV := .venv
 PY := $(VENV)/bin/python

@@ -216,6 +216,14 @@ def test_a_key_outside_of_args_stops_make(key, make):
     assert make("sft", "ARGS=trainer.seed=2 lora.r=8", "JOB=a.b/c.yaml", "OMP_NUM_THREADS=1").returncode == 0
 
 
+def test_what_init_takes_stops_a_stage(make):
+    """`make sft NAME=velo MODEL=org/model` trained the demo's base."""
+    done = make("sft", "NAME=velo", "MODEL=org/model")
+    assert (done.returncode, done.stdout) == (2, "") and "NAME is for make init; run" in done.stderr
+    assert "PROFILE=velo" in done.stderr and 'ARGS="model.name_or_path=org/model' in done.stderr
+    assert make("init", "NAME=velo", "MODEL=org/model", "DATA=rows.csv").returncode == 0
+
+
 def test_stages_run_the_job_of_the_profile(make):
     lines = {
         "sft": "sft jobs/demo/sft.yaml",

@@ -313,7 +313,8 @@ class FunctionReward(Reward):
         """Returns what the function returns for some of the samples."""
         columns = {"seeds": samples.seeds, **samples.columns(), "completion_ids": samples.completion_ids}
         columns |= {"prompts": samples.prompts, "completions": samples.completions}
-        dtype = torch.get_default_dtype()
+        # The function may leave other settings of torch behind, which training does not expect
+        dtype, learns = torch.get_default_dtype(), torch.is_grad_enabled()
         try:
             parameters = inspect.signature(self.function).parameters
             if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -333,9 +334,8 @@ class FunctionReward(Reward):
             hint = "; expected a list of numbers" if expected else f" for {self._culprit(samples, rows)}"
             raise Failure(f"reward {self} raised {in_brief(error, 500)}{hint}:\n{_frames(error)}") from error
         finally:
-            torch.set_default_dtype(
-                dtype
-            )  # the function may have set another one, which training does not expect
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(learns)
 
     def _culprit(self, samples: Samples, rows: Sequence[int]) -> str:
         """Describes the first of some samples for which the function raises if it gets this sample alone."""

@@ -86,14 +86,21 @@ def check_base(lineage: dict[str, Any], base: dict[str, Any], key: str, referenc
 
 
 def check_base_name(folder: str, base: dict[str, Any], reference: str) -> None:
-    """Raises InputError if an adapter without lineage.json names another base on the hub than the job's."""
+    """Raises InputError if an adapter without lineage.json names another base than the job's, on the hub or in a folder here."""
+    from pipeline.models.base import base_identity
+
     trained_on = str(adapter_files.settings(folder).get("base_model_name_or_path") or "")
     name = base["name_or_path"]
-    on_hub = hub.is_reference(trained_on) and base["digest"].startswith("commit:")
-    if on_hub and trained_on.lower() != name.lower():
+    other, fix = False, ""
+    if hub.is_reference(trained_on) and base["digest"].startswith("commit:"):
+        other = trained_on.lower() != name.lower()
+        fix = f". If {name} holds the same weights, download it and name the folder"
+    elif os.path.exists(os.path.join(trained_on, "config.json")) and base["digest"].startswith("sha256:"):
+        other = base_identity(trained_on)["digest"] != base["digest"]
+    if other:
         raise InputError(
             f"{reference} was trained on base {trained_on}, but model.name_or_path is {name}. An adapter works on its own base "
-            f"only: use model.name_or_path={trained_on}. If {name} holds the same weights, download it and name the folder"
+            f"only: use model.name_or_path={trained_on}{fix}"
         )
 
 

@@ -109,13 +109,14 @@ def test_numbers_of_every_library_are_scores(returned):
     assert set(scores) in ({0.5}, {1.0}) and all(type(score) is float for score in scores)
 
 
-def test_a_default_dtype_that_a_reward_sets_is_put_back():
+def test_what_a_reward_sets_in_torch_is_put_back():
     def half(completions):
         torch.set_default_dtype(torch.float16)
+        torch.set_grad_enabled(False)
         return [1.0] * len(completions)
 
     FunctionReward(half).checked(samples())
-    assert torch.get_default_dtype() == torch.float32
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
 
 
 def test_what_a_reward_raises_is_shown_with_its_own_frames_only(monkeypatch):

@@ -85,6 +85,26 @@ def test_settings_of_an_adapter_that_is_not_made(policy, overrides, warned, tmp_
     assert ("warning: lora.r, lora.lora_alpha changes nothing" in out) == warned
 
 
+def test_an_adapter_of_peft_names_the_folder_of_its_base(tmp_path, in_root):
+    """A merged model has the shapes of its base, and other weights: its adapters made another policy on that base."""
+    toy_models.make(policy := str(tmp_path / "adapter"), seed=0, head=False)
+    other = shutil.copytree(toy_models.BASE, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, other / "model.safetensors")
+    job, file = (
+        load_job("jobs/demo/dpo.yaml", [f"policy={policy}"], "dpo"),
+        Path(policy, "adapter_config.json"),
+    )
+    for base, says in (
+        (toy_models.BASE, None),
+        (str(tmp_path / "gone"), None),
+        (str(other), f"trained on base {other}"),
+    ):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+        with pytest.raises(InputError, match=says) if says else nullcontext():
+            check_models(job, {"policy": policy})
+
+
 ON_EMBEDDINGS, RANKS = {"r": 2, "target_modules": ["embed_tokens"]}, {"r": 2, "rank_pattern": {"q_proj": 1}}
 ON_HEAD, DORA = {"r": 2, "target_modules": ["q_proj", "lm_head"]}, {"r": 2, "use_dora": True}
 
