@@ -42,6 +42,7 @@ STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # by w
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
 # In these columns a larger number is better, unlike in ranks and lengths.
 SCORES = "score rating reward votes likes points winner".split()
+RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], "score")}  # in the name of a rating
 
 
 def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "data") -> str:
@@ -142,7 +143,8 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
     free = {name: values for name, values in columns.items() if name not in _used(guess)}
     if stage == "sft":  # with a label, bad completions are left out
         labels = _labels(free, rated)
-        guess |= _unlike({"label": labels[0]}) if labels and labels[0] not in VERDICTS else {}
+        if labels and labels[0] not in VERDICTS:
+            guess |= {"label": _with_twins(labels[0], free)}
     if stage in ("sft", "ppo") and "tools" not in rows[0]:
         tools = [name for name, values in free.items() if any(map(_is_tools, values))]
         guess |= {"tools": tools[0]} if tools else {}
@@ -162,7 +164,7 @@ def beside(rows: Sequence[dict[str, Any]], given: Mapping[str, Any], used: set[s
     columns = {name: one for name, one in _columns(rows[:LOOKED]).items() if name.split(".")[0] not in used}
     if not (labels := _labels(columns, _ratings(rows[:LOOKED]))):
         return ""
-    named = as_setting({**given, "label": labels[0]}, rows, section)
+    named = as_setting({**given, "label": _with_twins(labels[0], columns)}, rows, section)
     return (
         f"`{labels[0]}` may say which completions are good; set {named}, or leave it out: {section}.transform"
     )
@@ -285,8 +287,28 @@ def _labels(free: Mapping[str, Values], rated: Sequence[str]) -> list[str]:
     filled = {name: _filled(values) for name, values in free.items()}
     labels = [name for name in _called("label", free) if not filled[name] or are_mostly(filled[name])]
     scales = [name for name in free if _numbers(filled[name]) and _is_label(free[name])]
-    labels += [name for name in scales if name.lower() in NAMES["label"]]
+    labels += sorted(filter(_rating_words, scales), key=lambda name: name.lower() not in NAMES["label"])
     return labels + [name for name in rated if name in free]
+
+
+def _rating_words(name: str) -> set[str]:
+    """Returns the words of a column's name that ratings are called by, as `rating` in rating_anna and annaRating."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)
+    return {word.lower().removesuffix("s") for word in words} & RATING_WORDS
+
+
+def _with_twins(name: str, columns: Mapping[str, Values]) -> str | list[str]:
+    """Returns a label, or the labels of several annotators: rating_anna, but not rating, with rating_ben."""
+    words = _rating_words(name)
+
+    def is_twin(other: str) -> bool:
+        filled = _filled(columns[other])
+        few = len({str(reshape.comparable(value)) for value in filled}) <= reshape.SEVERAL
+        named = _rating_words(other) == words and other.lower().removesuffix("s") not in words
+        return named and few and bool(not filled or _numbers(filled) or are_mostly(filled))
+
+    twins = [*filter(is_twin, columns)]
+    return twins if words and name in twins and len(twins) > 1 else name
 
 
 def _numbers(values: Values) -> list[float]:
@@ -331,10 +353,11 @@ def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Ite
                 if not {*prompt.values()} & _used(pair):
                     yield _unlike({**prompt, **pair})
     if stage in ("sft", "kto", "score") and not pairs:  # with pairs, these would misread one completion
-        rated = [*(name for name in _called("label", columns) if _is_label(columns[name])), *rated]
-        for label in [{"label": name} for name in rated] if stage == "kto" else [{}]:
+        labels = [*_called("label", columns), *_labels(columns, rated)]
+        labels = [name for name in labels if name in rated or _is_label(columns[name])]
+        for label in [{"label": _with_twins(name, columns)} for name in labels] if stage == "kto" else [{}]:
             for guess in ({}, *_demonstrations(columns, prompts)):
-                if not {*label.values()} & _used(guess):
+                if not _used(label) & _used(guess):
                     yield _unlike({**guess, **label})
 
 

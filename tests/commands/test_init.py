@@ -474,6 +474,19 @@ def test_a_label_to_set_leaves_no_length_above_the_context(here):
     )
 
 
+@pytest.mark.parametrize("names", [("anna_score",), ("rating_anna", "rating_ben")])
+def test_ratings_of_any_name_are_the_label_of_every_job(names, here, capsys):
+    """sft imitated badly rated completions."""
+    made = [f"Say {n}.,{n} there.,{','.join([f'{n % 5 + 1}.0', 'NaN'][: len(names)])}" for n in range(60)]
+    (here / "r.csv").write_text("\n".join([f"prompt,completion,{','.join(names)}", *made]) + "\n")
+    init("r.csv")
+    label = ", ".join(names) if len(names) == 1 else f"[{', '.join(names)}]"
+    for job in ("sft", "kto"):
+        text = (here / f"jobs/r/{job}.yaml").read_text()
+        assert f"columns: {{label: {label}}}" in text and "label: null" in text
+    assert "set `label` in jobs/r/kto.yaml" in capsys.readouterr().out
+
+
 def test_pairs_with_a_prompt_of_any_name_make_every_job(here, capsys):
     lines = [
         f"Where is parcel {n}?,On its way.,No idea at all.,{'AB'[n % 2]},A,{'AB'[n % 2]}" for n in range(40)

@@ -51,6 +51,10 @@ SETS = {
     "ratings": rows(prompt="Say {} now.", response="As you wish.", rating=(1, 2, 3, 4, 5)),
     "emoji": rows(question="Say {} now.", answer="As you wish.", reaction=("👍", "👎", "")),
     "thumbs in a sheet": rows(question="Say {} now.", answer="As you wish.", feedback=("up", "down", "")),
+    "annotators": rows(prompt="Say {} now.", completion="As you wish.", id=(7, 8), rating_anna=("1.0", "5.0", "NaN"), rating_ben=(2, 4), rating_carl=("", 3, 3), rating_by=("x", "y")),
+    "thumbs of two": rows(prompt="Say {} now.", completion="As you wish.", thumb_anna=("up", "down"), thumb_ben=("up", "down", "")),
+    "a rating and its parts": rows(prompt="Say {} now.", completion="As you wish.", rating_tone=(1, 2), score=(3, 4), rating=(1, 3)),
+    "a score": rows(question="Say {} now.", answer="As you wish.", anna_score=(1, 2, 5)),
     "zeros": rows(prompt="Say {} now.", completion="As you wish.", rating=(0, -1, 1, 0)),
     "twins": rows(prompt="Say {} now.", reply_1="As you wish.", reply_2="Oh no, never."),
     "twins of chats": rows(conversation_a=CHAT, conversation_b=OTHER),
@@ -100,6 +104,12 @@ FITS |= {
     "thumbs in a sheet": "sft and kto with data.columns='{prompt: question, completion: answer, label: feedback}'; "
     "ppo with data.columns='{prompt: question}'",
     "zeros": "sft and kto with data.columns='{label: rating}' and data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
+    "annotators": "sft and kto with data.columns='{label: [rating_anna, rating_ben, rating_carl]}' and data.label='{good: VALUE, bad: VALUE}' "
+    "for what its values mean; ppo as they are",
+    "thumbs of two": "sft and kto with data.columns='{label: [thumb_anna, thumb_ben]}'; ppo as they are",
+    "a rating and its parts": "sft and kto with data.columns='{label: rating}' and data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
+    "a score": "sft and kto with data.columns='{prompt: question, completion: answer, label: anna_score}' and data.label='{good: VALUE, bad: VALUE}' "
+    "for what its values mean; ppo with data.columns='{prompt: question}'",
     "twins": "ppo as they are",
     "twins of chats": "",
     "sheet": "rm, dpo and kto with data.columns='{prompt: customer_message, first: reply_a, second: reply_b, label: [anna, ben]}'",

@@ -145,6 +145,8 @@ BESIDE = {
     "reaction": (("👍", "👎"), r"label: reaction\}' and data\.label='\{good: VALUE, bad: VALUE\}'"),
     "thumbs_down": ((0, 1), r"label: thumbs_down\}' and data\.label='\{good: 0, bad: 1\}'"),
     "rating": ((1, 2, 5), r"label: rating\}' and data\.label='\{good: VALUE, bad: VALUE\}'"),
+    "anna_score": (("1.0", "5.0", "NaN"), r"label: anna_score\}' and data\.label='\{good: VALUE"),
+    "annaRating": ((1, 2, 5), r"label: annaRating\}' and data\.label='\{good: VALUE, bad: VALUE\}'"),
     "feedback": (("up", "down", "NaN"), r"label: feedback\}', or leave it out: data\.transform"),
     "verdict": (("up", "down", "neutral"), r"label: verdict\}' and data\.label"),
 }
@@ -162,7 +164,7 @@ def test_a_label_beside_the_columns_that_sft_reads_is_asked_about(tmp_path, name
         look(tmp_path, rows, "sft", columns=columns)
     for topics in (("rain", "sun"), (3, 4), ("ann", "bob", "no")):
         rows = [{**row, name: topics[i % len(topics)]} for i, row in enumerate(rows)]
-        if topics != (3, 4) or name not in ("rating", "feedback"):  # a scale
+        if topics != (3, 4) or name in ("reaction", "verdict"):  # else a scale
             look(tmp_path, rows, "sft", columns=columns)
 
 
