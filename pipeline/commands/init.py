@@ -31,7 +31,7 @@ from pipeline.data import chunks, guess, preview
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.files import HELD_OUT, files_of, find, is_held_out
 from pipeline.data.files import NAME as DATA_SET
-from pipeline.data.reshape import Preprocess
+from pipeline.data.reshape import Preprocess, listed
 from pipeline.data.shapes import Kind, Record, kind_of
 from pipeline.data.tasks import checked, held_out
 from pipeline.data.values import RowError, some
@@ -311,7 +311,7 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
         fit = (
             one for one in guesses if one is not None and all(guess.reads(head, one, stage) for head in heads)
         )
-        if (found := next(fit, None)) is None:
+        if (found := next((one for one in fit if not contradicts(one, own.get("columns"))), None)) is None:
             continue
         labeled = stage != "ppo" and ("label" in found or "label" in rows[0])
         typed = {key: own[key] for key in own if key != "columns" and (key != "label" or labeled)}
@@ -326,6 +326,12 @@ def columns_for(stage: str, columns: dict[str, str] | None) -> dict[str, str] | 
     fields = {one: preview.known_fields(kind_of(one)) for one in TAKES}
     others = {*itertools.chain(*fields.values())} - {*fields[stage]}
     return columns and {field: column for field, column in columns.items() if field not in others}
+
+
+def contradicts(guessed: dict[str, Any], typed: dict[str, Any] | None) -> bool:
+    """Returns True if a column is guessed to be another field than the one that was typed for it."""
+    fields = {one: field for field, column in (typed or {}).items() for one in listed(column)}
+    return any(fields.get(one, field) != field for field, column in guessed.items() for one in listed(column))
 
 
 def name_of(path: str) -> str:

@@ -311,6 +311,12 @@ def _with_twins(name: str, columns: Mapping[str, Values]) -> str | list[str]:
     return twins if words and name in twins and len(twins) > 1 else name
 
 
+def _repeats(values: Values) -> bool:
+    """Returns True for few values that repeat, as of a verdict (`A is better`), and unlike completions."""
+    filled = [str(value) for value in values if not reshape.is_blank(value)]
+    return len(filled) >= 6 and 1 < len({*filled}) <= min(10, len(filled) / 3)
+
+
 def _numbers(values: Values) -> list[float]:
     """Returns the values as numbers, or [] if one of them is not a number."""
     numbers = [*map(reshape.comparable, values)]
@@ -369,6 +375,8 @@ def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -
         if name in NAMES["messages"] or not (isinstance(value, list) and value and isinstance(value[0], str)):
             yield {"messages": name}
     for name in _called("completion", columns):
+        if name != "completion" and _repeats(columns[name]):
+            continue
         if "instruction" in columns:
             context = {"input": "context"} if "context" in columns and "input" not in columns else {}
             yield {"instruction": "instruction", **context, "output": name}
@@ -388,7 +396,7 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
         filled = (one for value in columns[name] for one in listed(value) if not reshape.is_blank(one))
         return {reshape.side_of(reshape.comparable(one)) for one in filled}
 
-    labels = [name for name in named(PREFERENCES) if _is_label(columns[name])]
+    labels = [name for name in named(PREFERENCES) if _is_label(columns[name]) or _repeats(columns[name])]
     votes = [name for name in labels if re.search(r"\d$", name)]
     spoken = [name for name in columns if {"first", "second"} <= sides(name) <= {"first", "second", "tie"}]
     labels += [name for name in spoken if name not in labels]

@@ -240,11 +240,14 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
     distinct = {comparable(one): one for one in found}
     shown = ", ".join(show(value) for value in [*distinct.values()][:SEVERAL]) or "no label in the first rows"
     ends = [f"{one:g}" for one in numbers] if numbers else sorted(map(str, distinct.values()))
-    first, second = (ends[0], ends[-1]) if len(ends) == len(distinct) > 1 else ("VALUE", "VALUE")
+    said = "{first: VALUE, second: VALUE, tie: VALUE}"
+    when = "where a VALUE may be a list"
+    if len(ends) == len(distinct) > 1 and (numbers or len(ends) == 2):  # more words have no order
+        said = f"{{first: {ends[0]}, second: {ends[-1]}}}"
+        when = f"if {ends[0]} means that the first completion is better (and tie: VALUE for neither)"
     raise InputError(
-        f"found {shown} in the column {column!r}, whose meaning is ambiguous; set "
-        f"{setting(key, f'{{first: {first}, second: {second}}}')} if {first} means that the first completion is better (and tie: "
-        f"VALUE for neither), or name another column: {key.removesuffix('label')}columns.label=COLUMN",
+        f"found {shown} in the column {column!r}, whose meaning is ambiguous; set {setting(key, said)} {when}, or name "
+        f"another column: {key.removesuffix('label')}columns.label=COLUMN",
         key=key,
     )
 

@@ -322,6 +322,23 @@ def test_columns_may_be_typed(here, capsys):
     assert main(["validate", "jobs/ratings/rm.yaml"]) == 0
 
 
+def test_a_typed_column_is_guessed_to_be_no_other_field(here):
+    """sft learned to write the verdicts."""
+    names = {
+        "Question": "Why {}?",
+        "Answer A": "So {}.",
+        "Answer B": "Not {}.",
+        "Which answer is better?": "{} A",
+    }
+    made = [{name: text.format(n) for name, text in names.items()} for n in range(20)]
+    columns = (
+        "data.columns={prompt: Question, first: Answer A, second: Answer B, label: 'Which answer is better?'}"
+    )
+    init(rows(here / "form.jsonl", made), columns)
+    assert "sft" not in {path.stem for path in (here / "jobs/form").glob("*.yaml")}
+    assert "label: 'Which answer is better?'" in (here / "jobs/form/rm.yaml").read_text()
+
+
 def test_a_profile_gets_the_jobs_for_one_more_file(here, capsys):
     """What is there stays, edited or not; the new jobs are on the same base, and start from its sft policy."""
     rows(here / "my/plain.jsonl", PLAIN)

@@ -59,6 +59,9 @@ SETS = {
     "twins": rows(prompt="Say {} now.", reply_1="As you wish.", reply_2="Oh no, never."),
     "twins of chats": rows(conversation_a=CHAT, conversation_b=OTHER),
     "sheet": rows(customer_message="Where is {}?", reply_a="On its way.", reply_b="No idea at all.", anna=("A", "B", "tie"), ben=("a ", "B", "")),
+    "form": rows(**{"Question": "Why {}?", "Answer A": "So {}.", "Answer B": "Not so.", "Which answer is better?": ("A is slightly better", "Both bad")}),
+    "verdicts": rows(**{"Question": "Why {}?", "Which answer is better?": ("A is slightly better", "Both bad")}),
+    "typed verdicts": rows(Question="Why {}?", completion=("It is good.", "It is bad.")),
     "votes in a list": rows(prompt="Say {} now.", reply_1="As you wish.", reply_2="Oh no, never.", best=(["reply_1", "reply_2"], ["reply_2"], None)),
 }  # fmt: skip
 FITS = {
@@ -113,6 +116,10 @@ FITS |= {
     "twins": "ppo as they are",
     "twins of chats": "",
     "sheet": "rm, dpo and kto with data.columns='{prompt: customer_message, first: reply_a, second: reply_b, label: [anna, ben]}'",
+    "form": "rm, dpo and kto with data.columns=\"{prompt: Question, first: Answer A, second: Answer B, label: 'Which answer is better?'}\" "
+    "and data.label='{first: VALUE, second: VALUE}' for what its values mean; ppo with data.columns='{prompt: Question}'",
+    "verdicts": "ppo with data.columns='{prompt: Question}'",
+    "typed verdicts": "sft and ppo with data.columns='{prompt: Question}'",
     "votes in a list": "rm, dpo and kto with data.columns='{first: reply_1, second: reply_2, label: best}'; ppo as they are",
 }
 

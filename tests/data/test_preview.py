@@ -33,6 +33,13 @@ def test_the_rule_of_a_label_is_found_once_for_all_rows(tmp_path):
     scale = [{**PAIR, "better": i % 7 - 3} for i in range(14)]
     with pytest.raises(InputError, match=r"set data\.label='\{first: -3, second: 3\}' if -3 means that the"):
         look(tmp_path, scale, columns=COLUMNS)
+    words = [{**PAIR, "better": f"{'AB'[i % 2]} is {['', 'slightly '][i // 2 % 2]}better"} for i in range(8)]
+    said = r'found "A is better", "B is better", "A is slightly better", .* set data\.label=.\{first: VALUE, second: VALUE, tie: VALUE\}'
+    with pytest.raises(InputError, match=said):
+        look(tmp_path, words, columns=COLUMNS)
+    two = [{**PAIR, "better": ("left one", "right one")[i % 2]} for i in range(8)]
+    with pytest.raises(InputError, match=r"\{first: left one, second: right one\}' if left one means"):
+        look(tmp_path, two, columns=COLUMNS)
     by = [*ones, {**PAIR, "better": {"by": "me"}}, {**PAIR, "better": 1, "margin": 1.0}]  # left to their rows
     assert look(tmp_path, by, columns=COLUMNS).rule == Rule((1.0,), (2.0,), derived=True)
 
