@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 OF_ROPE = re.compile("rope_|rotary_")  # keys of config.json that transformers 5 moves into rope_parameters
+# {model type: {usual name in transformers 4: its own name}}
+OWN_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 
 
 def oldest_version(base: dict[str, Any]) -> str:
@@ -29,11 +31,29 @@ def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
 
 
 def add_old_names(folder: str | Path, base: dict[str, Any]) -> None:
-    """Adds the names of transformers 4 that `base`, the config.json of its base, has to a folder's config.json."""
+    """Adds the names of transformers 4 to a folder's config.json: those in `base`, its base's, or else made from the new."""
     path = Path(folder, "config.json")
     config = json.loads(path.read_text(encoding="utf-8"))
     for new, own in ((config, base), (config.get("text_config") or {}, base.get("text_config") or {})):
-        old = {key: own[key] for key in own if OF_ROPE.search(key)}
+        old = old_rope(new) | {key: own[key] for key in own if OF_ROPE.search(key)}
         old |= {"torch_dtype": new["dtype"]} if "dtype" in new else {}
         new |= {key: value for key, value in old.items() if key not in new}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def old_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the names of transformers 4 for a config's rope_parameters, of which each type of layer may have its own."""
+    rope = config.get("rope_parameters") or {}
+    full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention")
+    if not full:
+        return {}
+    old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
+    old["rope_scaling"] = None
+    if (kind := full.get("rope_type", "default")) == "longrope":  # Phi-3 takes no other keys
+        old["rope_scaling"] = {"type": kind, **{key: full[key] for key in ("short_factor", "long_factor")}}
+    elif kind != "default":
+        old["rope_scaling"] = {key: full[key] for key in full if key not in (*old, "type")}
+    if sliding:
+        old["rope_local_base_freq"] = sliding["rope_theta"]
+    names = OWN_NAMES.get(config.get("model_type", ""), {})
+    return {names.get(key, key): value for key, value in old.items()}

@@ -123,7 +123,7 @@ class Runs:
 
     @cache  # noqa: B019
     def planned(self):
-        words = ["plan", "jobs/demo/ppo.yaml", *PPO, f"run.storage_path={self.storage}"]
+        words = ["plan", "jobs/demo/ppo.yaml", GPU, *PPO, f"run.storage_path={self.storage}"]
         return self.child(command.run, words)
 
 

@@ -45,7 +45,7 @@ FAMILIES = {
 
 
 def saved(case, folder):
-    """A model of the family, its base's config.json, and its folder with the names that the base has."""
+    """A model of the family; {form: its folder}, with the names that its base has, and with names made from the new ones."""
     model_type, keys = FAMILIES[case]
     base = {**SIZE, "model_type": model_type, "torch_dtype": "float32", **keys}
     (folder / "base").mkdir(parents=True)
@@ -56,32 +56,39 @@ def saved(case, folder):
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data = 0.3 * torch.randn(parameter.shape)
-    model.save_pretrained(folder / "kept")
-    transformers4.add_old_names(folder / "kept", base)
-    return model.eval(), base, folder / "kept"
+    forms = {form: folder / form for form in ("kept", "made")}
+    for form, place in forms.items():
+        model.save_pretrained(place)
+        transformers4.add_old_names(place, base if form == "kept" else {})
+    return model.eval(), base, forms
 
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_both_versions_find_their_names(case, tmp_path):
-    model, base, folder = saved(case, tmp_path)
-    found = json.loads((folder / "config.json").read_text())
-    for key, value in base.items():
-        if transformers4.OF_ROPE.search(key) or key == "torch_dtype":
-            assert found[key] == value, key
-    again = AutoModelForCausalLM.from_pretrained(folder)
-    assert getattr(again.config, "rope_parameters", None) == getattr(model.config, "rope_parameters", None)
-    assert again.dtype == torch.float32
+    model, base, forms = saved(case, tmp_path)
+    for form, folder in forms.items():
+        found = json.loads((folder / "config.json").read_text())
+        for key, value in base.items():
+            if transformers4.OF_ROPE.search(key) or key == "torch_dtype":
+                assert found[key] == value, (form, key)
+        again = AutoModelForCausalLM.from_pretrained(folder)
+        new = getattr(model.config, "rope_parameters", None)
+        assert getattr(again.config, "rope_parameters", None) == new
+        assert again.dtype == torch.float32
 
 
 def test_the_text_part_of_a_larger_model_has_them_too(tmp_path):
-    rope = {"full_attention": {"rope_type": "default", "rope_theta": 5.0}}
+    rope = {
+        "full_attention": {"rope_type": "default", "rope_theta": 5.0},
+        "sliding_attention": {"rope_theta": 3.0},
+    }
     config = {"dtype": "bfloat16", "text_config": {"dtype": "bfloat16", "rope_parameters": rope}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    transformers4.add_old_names(tmp_path, {"text_config": {"rope_local_base_freq": 4.0, "rope_theta": 5.0}})
+    transformers4.add_old_names(tmp_path, {"text_config": {"rope_local_base_freq": 4.0}})
     found = json.loads((tmp_path / "config.json").read_text())
     assert found["torch_dtype"] == found["text_config"]["torch_dtype"] == "bfloat16"
-    old = {key: found["text_config"][key] for key in ("rope_theta", "rope_local_base_freq")}
-    assert old == {"rope_theta": 5.0, "rope_local_base_freq": 4.0}
+    old = {key: found["text_config"][key] for key in ("rope_theta", "rope_scaling", "rope_local_base_freq")}
+    assert old == {"rope_theta": 5.0, "rope_scaling": None, "rope_local_base_freq": 4.0}
     assert "rope_theta" not in found
 
 
@@ -139,9 +146,11 @@ folder = Path(sys.argv[1])
 ids, differences = torch.load(folder / "ids.pt"), {}
 for logits in sorted(folder.glob("*/logits.pt")):
     eager = {"attn_implementation": "eager"} if logits.parent.name.startswith("gemma") else {}
-    model = AutoModelForCausalLM.from_pretrained(logits.parent / "kept", torch_dtype="auto", **eager).eval()
-    with torch.no_grad():
-        differences[logits.parent.name] = (model(ids).logits - torch.load(logits)).abs().max().item()
+    for form in ("kept", "made"):
+        model = AutoModelForCausalLM.from_pretrained(logits.parent / form, torch_dtype="auto", **eager).eval()
+        with torch.no_grad():
+            off = (model(ids).logits - torch.load(logits)).abs().max().item()
+        differences[f"{logits.parent.name} {form}"] = off
 for text in sorted(folder.glob("*/text.json")):
     tokenizer = AutoTokenizer.from_pretrained(text.parent / "saved")
     words, expected, special = json.loads(text.read_text())
@@ -178,5 +187,5 @@ def test_transformers_4_computes_the_same(tmp_path):
     done = subprocess.run(run, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     differences = json.loads(done.stdout.splitlines()[-1])
-    assert len(differences) == len(FAMILIES) + len(TOKENIZERS)
+    assert len(differences) == 2 * len(FAMILIES) + len(TOKENIZERS)
     assert {name: off for name, off in differences.items() if off} == {}
