@@ -57,7 +57,7 @@ class Elsewhere:
         return found[0] if found else None
 
     def measured(self):
-        return {"rollout/workers": 1.0}, []
+        return {"rollout/workers": 1.0}
 
 
 def run(staleness=None, workers=None, updates=6, rows=None, resume=None, folder=None, stop=None, **changes):
