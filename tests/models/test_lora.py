@@ -151,10 +151,6 @@ def test_every_role_of_a_shared_base_runs_fused(monkeypatch):
 
 
 def test_ppo_casts_once_for_each_rollout_and_step(monkeypatch):
-    monkeypatch.setattr(
-        "pipeline.ppo.selfcheck.roles.check", lambda *_: []
-    )  # they need this policy's own numbers
-
     def run(cast_once):
         for module in (ppo_trainer, decoder):
             monkeypatch.setattr(module, "cast_once", cast_once)
@@ -170,6 +166,7 @@ def test_ppo_casts_once_for_each_rollout_and_step(monkeypatch):
 
     kept = []
     assert torch.equal(run(noted), run(nullcontext))
-    # Two updates: a rollout of the policy; two epochs of two minibatches, for policy and critic.
+    # Two updates: a rollout of the policy; two epochs of two minibatches, for policy and critic. The first update is also
+    # checked, with one more rollout.
     adapters = 2 * 7 * 2
-    assert kept == [adapters, *[2 * adapters] * 4] * 2
+    assert kept == [adapters, adapters, *[2 * adapters] * 4, adapters, *[2 * adapters] * 4]

@@ -12,6 +12,7 @@ from pipeline.findings import Finding
 from pipeline.inference import memory
 from pipeline.inference.rows import Completion, Sampling
 from pipeline.models.adapters import SharedBase
+from pipeline.ppo.selfcheck import roles
 from pipeline.ppo.selfcheck import rollout as checks
 
 GROUP = dict(num_generations=4)
@@ -120,12 +121,8 @@ class Canned:
 
 @pytest.mark.parametrize("tokens", [(10, 11, 2), (2,)], ids=["words", "an end and nothing else"])
 def test_another_decoder_fits_in(tokens, monkeypatch):
-    monkeypatch.setattr(
-        "pipeline.ppo.selfcheck.roles.check", lambda *_: []
-    )  # they need this policy's own numbers
-    monkeypatch.setattr(
-        checks, "sampler_agrees", lambda *_: Finding("", "", None)
-    )  # its log-probs are made up
+    for owner, name in ((checks, "sampler_agrees"), (roles, "sampler_follows")):
+        monkeypatch.setattr(owner, name, lambda *_: Finding("", "", None))  # its log-probs are made up
     decoder, seen = Canned(*tokens), []
     reward = lambda completions: [seen.append(c) or 0.5 for c in completions]  # noqa: E731
     metrics = toy.trainer(decoder=decoder, reward=reward).train()[-1]
@@ -155,13 +152,19 @@ def shared_run(number, spread=0.0):
         parameter.data += spread
     trainer, path, loads = toy.trainer(shared, **changes), [toy.weights(shared)], []
     trainer.on_update = lambda *_: path.append(toy.weights(shared))
-    accumulate = trainer.accumulate
+    accumulate, learn = trainer.accumulate, trainer.learn
 
     def counted(episodes, rows, *rest):
         loads.append(sum(episodes.lengths()[row] for row in rows))
         return accumulate(episodes, rows, *rest)
 
-    trainer.accumulate = counted
+    def learned(episodes):  # the checks before it accumulate single rows
+        trainer.accumulate = counted
+        figures = learn(episodes)
+        trainer.accumulate = accumulate
+        return figures
+
+    trainer.learn = learned
     trainer.train()
     return trainer, path, loads
 
@@ -171,7 +174,6 @@ def worker(rank, folder):
     torch.distributed.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=2)
     row = memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
     with pytest.MonkeyPatch.context() as patch:  # free: twice what 2 rows take, and 5 rows
-        patch.setattr("pipeline.ppo.selfcheck.roles.check", lambda *_: [])  # it samples and learns itself
         patch.setattr(memory, "free_bytes", lambda device: 2.0 * row * (2 + 3 * rank))
         assert toy.trainer().sampler.rows == 2, "workers decode different numbers of rows"
     for number in range(len(SHARED_RUNS)):
@@ -181,8 +183,7 @@ def worker(rank, folder):
         trainer.save(f"{folder}/{number}")
 
 
-def test_two_workers_do_what_one_does(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.ppo.selfcheck.roles.check", lambda *_: [])  # as in `worker`
+def test_two_workers_do_what_one_does(tmp_path):
     mp.spawn(worker, (str(tmp_path),), nprocs=2)
     for number in range(len(SHARED_RUNS)):
         one, path, whole = shared_run(number)
