@@ -115,7 +115,7 @@ def test_a_note_about_a_failure_quotes_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{PASSWORD}@127.0.0.1:9")
     monkeypatch.setenv("HF_TOKEN", SECRETS["HF_TOKEN"])
     job = load_job(ROOT / "jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}", "run.name=ill"], "sft")
-    work = Work(job, None, {}, {}, {}, "", None)
+    work = Work(job, None, {}, {}, {}, "", None, uri=registry.tracking_uri(job))
     with pytest.raises(RuntimeError), failure_recorded(Run(work, {}, None, started=0.0)):
         raise RuntimeError(f"{SECRETS['HF_TOKEN']} at {os.environ['MLFLOW_TRACKING_URI']}")
     failed = json.loads((tmp_path / "ill/failed.json").read_text())

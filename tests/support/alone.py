@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import torch
 from running import ROOT
@@ -70,7 +70,7 @@ class Alone(Host):
         return {"metrics": outcome.metrics, "adapter": adapter, "samples": outcome.samples}
 
 
-def worker(stage, folder, *settings, inputs=None):
+def worker(stage, folder, *settings, inputs=MappingProxyType({})):
     """A worker of `stage` on the first ROWS rows of the demo, tokenized in this process."""
     os.chdir(ROOT)
     out = Path(tempfile.mkdtemp(dir=folder))
@@ -82,12 +82,13 @@ def worker(stage, folder, *settings, inputs=None):
     packing = bool(job.trainer.get("packing"))
     made = prepare(stage, data, tokenizer, 256, str(out / "cache"), packing, contextlib.nullcontext)
     sets = {"train": to_hf(made.train, made.fingerprints["train"])}
-    adapters = {name: Input(at, "adapter", at, lineage.read(at, name)) for name, at in (inputs or {}).items()}
-    work = Work(job, tokenizer, base_identity(model.name_or_path), {}, {}, None, gate_of(job), adapters)
+    given = {name: Input(at, "function") for name, at in inputs.items() if at.startswith("python:")}
+    given |= {n: Input(at, "adapter", at, lineage.read(at, n)) for n, at in inputs.items() if n not in given}
+    work = Work(job, tokenizer, base_identity(model.name_or_path), {}, {}, None, gate_of(job), given)
     return Alone(work, sets, out)
 
 
-def train(stage, folder, *settings, inputs=None):
+def train(stage, folder, *settings, inputs=MappingProxyType({})):
     """What the stage's `train` returns, on one step or update."""
     torch.manual_seed(0)
     module = importlib.import_module(f"pipeline.stages.{stage}")
