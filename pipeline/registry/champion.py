@@ -1,6 +1,5 @@
 """The gate of a version, and the champion that it is compared with: the version that the job's alias names before it moves."""
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ class Gate:
     conditions: dict[str, str]  # metric -> ">= 0.95"
     metric: str
     greater_is_better: bool
-    settings: str  # digest of the settings, and of the judge, that change what the metrics measure
+    settings: dict[str, Any]  # {key of the job: value} of what changes the meaning of the metrics
 
 
 def gate_of(job: Job) -> Gate:
@@ -31,11 +30,11 @@ def gate_of(job: Job) -> Gate:
     metric = job.run.metric_for_best_model or gates.default_metric(job)
     greater = gates.greater_is_better(metric, job.run.greater_is_better)
     keys = (*gates.LOSS, *gates.SAMPLING)
-    settings = {key: value for key, value in job.trainer.items() if key in keys and value is not None}
-    judge = job.judge and [job.judge, digest([job.judge]) if Ref.parse(job.judge).is_function else ""]
-    content = json.dumps([settings, judge], sort_keys=True)
-    measured = hashlib.sha256(content.encode()).hexdigest()[:12]
-    return Gate(job.mlflow.registered_model, job.mlflow.alias, job.gate, metric, greater, measured)
+    settings = {f"trainer.{key}": job.trainer[key] for key in keys if job.trainer.get(key) is not None}
+    if job.judge:
+        code = digest([job.judge])[:12] if Ref.parse(job.judge).is_function else ""
+        settings["judge"] = f"{job.judge} {code}".strip()
+    return Gate(job.mlflow.registered_model, job.mlflow.alias, job.gate, metric, greater, settings)
 
 
 @dataclass(frozen=True)
@@ -81,21 +80,23 @@ def champion_of(
     return Champion(known, f"worse than {which}: {metric} {now:.4g}, not {before:.4g}" if worse else "")
 
 
-def measured_on(digests: dict[str, str], inputs: dict[str, str]) -> dict[str, str]:
-    """Returns the tags of what metrics are measured on: rows and functions by digest, models by version."""
+def measured_on(digests: dict[str, str], inputs: dict[str, str], gate: Gate) -> dict[str, str]:
+    """Returns the tags of what metrics depend on: rows and functions by digest, models by version, and settings."""
     data = {name: digest[:12] for name, digest in digests.items()}
-    return {"data": json.dumps(data), "parents": json.dumps(inputs)}
+    tags = {"data": data, "parents": inputs, "measured_with": gate.settings}
+    return {key: json.dumps(value) for key, value in tags.items()}
 
 
 def _parts(tags: Mapping[str, str], prefix: str = "") -> dict[str, str]:
     """Returns what eval metrics depend on besides the version, by the version's tags."""
-    names = {"tokenizer": "tokenizer", "chat_template": "chat_template", "settings": "settings or judge"}
-    same = {name: tags[prefix + key] for key, name in names.items() if prefix + key in tags}
-    data, inputs = (json.loads(tags.get(prefix + key, "{}")) for key in ("data", "parents"))
+    same = {name: tags[prefix + name] for name in ("tokenizer", "chat_template") if prefix + name in tags}
+    data, inputs, settings = (
+        json.loads(tags.get(prefix + key, "{}")) for key in ("data", "parents", "measured_with")
+    )
     for key in data:
         if not key.startswith("train"):
             same[f"{key} rows" if key in SPLITS else f"code of {key}"] = data[key]
-    return same | inputs
+    return same | inputs | settings
 
 
 def _rounded(value: float) -> float:

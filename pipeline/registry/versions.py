@@ -70,7 +70,7 @@ def publish(
     mlflow, name = client(uri), str(gate.model)
     known = [one for one in mlflow.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
     own = str(known[0].version) if known else None
-    tags = _tags(lineage) | {"settings": gate.settings}
+    tags = _tags(lineage, gate)
     champion = champion_of(mlflow, gate, name, own, metrics, tags)
     ok, reason = (
         (False, f"failed: {problem}") if problem else evaluate_gate(gate.conditions, metrics, champion)
@@ -82,7 +82,7 @@ def publish(
         mlflow.set_model_version_tag(name, version, "gate", reason)  # the gate may have changed
         mlflow.update_model_version(name, version, description)
     else:
-        model_id, source = _store(mlflow, stage, run, folder, lineage)
+        model_id, source = _store(mlflow, stage, run, folder, tags)
         try:
             mlflow.create_registered_model(name)
         except MlflowException as error:
@@ -107,7 +107,7 @@ def promote(
     A version that failed the gate of its training fails this gate too. `measured` is what `measured_on` returns.
     """
     mlflow = client(uri)
-    ref, measured = Ref.parse(reference), measured | {"settings": gate.settings}
+    ref = Ref.parse(reference)
     champion = champion_of(mlflow, gate, ref.name, ref.version, metrics, measured, "evaluate.")
     ok, reason = evaluate_gate(gate.conditions, metrics, champion)
     trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
@@ -141,7 +141,7 @@ def other_base(uri: str, gate: Gate, base: dict[str, Any]) -> str | None:
     )
 
 
-def _store(mlflow: Any, stage: str, run: Any, folder: str, lineage: dict[str, Any]) -> tuple[str, str]:
+def _store(mlflow: Any, stage: str, run: Any, folder: str, tags: dict[str, str]) -> tuple[str, str]:
     """Uploads the folder as a LoggedModel, downloads it again and compares every file. Returns (model id, location)."""
     sent = folder_digests(folder)
     # By an earlier try
@@ -152,7 +152,7 @@ def _store(mlflow: Any, stage: str, run: Any, folder: str, lineage: dict[str, An
     if begun := [model for model in left if model.status == "PENDING"]:
         model = begun[0]
     else:
-        named = {"name": stage, "model_type": f"lora-{stage}", "tags": _tags(lineage)}
+        named = {"name": stage, "model_type": f"lora-{stage}", "tags": tags}
         model = mlflow.create_logged_model(run.experiment_id, source_run_id=run.run_id, **named)
     mlflow.log_model_artifacts(model.model_id, folder)
     received = _received(mlflow, model)
@@ -170,7 +170,7 @@ def _received(mlflow: Any, model: Any) -> dict[str, dict[str, Any]]:
         return folder_digests(_download(mlflow, model.artifact_location, into))
 
 
-def _tags(lineage: dict[str, Any]) -> dict[str, str]:
+def _tags(lineage: dict[str, Any], gate: Gate) -> dict[str, str]:
     """Returns tags for searches in MLflow, short enough for its pages. The adapter's lineage.json has the full values."""
     base, reward = lineage.get("base", {}), lineage.get("reward", {})
     tags = {
@@ -179,7 +179,7 @@ def _tags(lineage: dict[str, Any]) -> dict[str, str]:
     tags |= {f"base_{key}": str(base[key]) for key in ("name_or_path", "revision", "digest") if base.get(key)}
     tags |= {f"reward_{key}": f"{value:.6g}" for key, value in reward.items()}
     tags |= {key: tags[key][:DIGEST] for key in ("tokenizer", "chat_template", "base_digest") if key in tags}
-    tags |= measured_on(lineage.get("data", {}), lineage.get("parents", {}))
+    tags |= measured_on(lineage.get("data", {}), lineage.get("parents", {}), gate)
     if rows_from := most_frequent(lineage.get("rows_from", {}), 20):
         tags["rows_from"] = json.dumps(rows_from)
     return tags

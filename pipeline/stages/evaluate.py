@@ -45,7 +45,7 @@ def promote(work: Work, result: dict[str, Any]) -> registry.Version | None:
     if not (work.gate.conditions and judged):
         return None
     others = {name: version for name, version in versions.items() if version != judged}
-    measured = registry.measured_on(result["digests"], others)
+    measured = registry.measured_on(result["digests"], others, work.gate)
     return registry.promote(work.uri, work.gate, judged, result["metrics"], measured)
 
 

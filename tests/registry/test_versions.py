@@ -46,7 +46,7 @@ def test_a_version_is_described_in_words_and_links(job, adapter):
         "Data: train abababababab  \nLibraries: torch 2.13.0"
     )
     assert set(version.tags) == set(
-        "stage base_name_or_path base_digest parents data eval_loss settings gate".split()
+        "stage base_name_or_path base_digest parents data eval_loss measured_with gate".split()
     )
     counts = {f"models:/rlhf-ppo/{i}": i for i in range(1, 31)} | {"others": 7}
     with registry.mlflow_run(job, {}, new_run=True) as run_id:
@@ -215,9 +215,11 @@ def test_a_gate_may_compare_with_the_champion(job, adapter):
         "passed; eval_loss: not compared with v4, which was champion: other eval rows",
     )
     rescaled = replace(compared, trainer={**compared.trainer, "label_smoothing_factor": 0.2})
-    assert publish(rescaled, 0.1, data={"eval": "f" * 64}).gate.endswith("other settings or judge")
+    assert publish(rescaled, 0.1, data={"eval": "f" * 64}).gate.endswith(
+        "other trainer.label_smoothing_factor"
+    )
     judged = replace(compared, judge="python:bad_rewards:short")
-    assert publish(judged, 0.1, data={"eval": "f" * 64}).gate.endswith("other settings or judge")
+    assert publish(judged, 0.1, data={"eval": "f" * 64}).gate.endswith("other judge")
     assert publish(compared, float("nan"), data={}).gate == "failed: eval_loss = nan, required <= champion"
 
 
@@ -229,10 +231,11 @@ def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
             published(replace(job, mlflow=replace(job.mlflow, alias="new")), run_id, adapter, {}, LINEAGE)
 
     def promote(number, reward, baseline="models:/rlhf-sft/1"):
-        measured = registry.measured_on({"eval": "e" * 64}, {"baseline": baseline})
+        gate = registry.gate_of(compared)
+        measured = registry.measured_on({"eval": "e" * 64}, {"baseline": baseline}, gate)
         return registry.promote(
             registry.tracking_uri(job),
-            registry.gate_of(compared),
+            gate,
             f"models:/rlhf-sft/{number}",
             {"eval_reward": reward},
             measured,
