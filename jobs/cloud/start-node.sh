@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Starts Ray on a node of a cluster, with MLflow on the head and the watcher of spot notices on workers.
-#   start-node.sh head|worker [options of `ray start`]      start-node.sh stop: on the head, before `ray down`
-# cluster.yaml and its variants in this folder call it after `ray stop`. MLFLOW_BACKEND and MLFLOW_ARTIFACTS say where MLflow
-# stores runs and files. Without MLFLOW_BACKEND, runs are in a local file that is copied to the bucket.
+# Sets up a node of a cluster and starts Ray on it, with MLflow on the head and the watcher of spot notices on workers.
+#   start-node.sh install                                   installs the pins with the submitter's version of Python
+#   start-node.sh head|worker [options of `ray start`]      cluster.yaml and its variants call it after `ray stop`
+#   start-node.sh stop                                      on the head, before `ray down`
+# MLFLOW_BACKEND and MLFLOW_ARTIFACTS say where MLflow stores runs and files. Without MLFLOW_BACKEND, runs are in a local file
+# that is copied to the bucket. HEAD_IDLE_HOURS ends the machine of the head after so many hours without a job.
 set -euo pipefail
 role=$1
 shift
@@ -12,10 +14,34 @@ mkdir -p "$logs"
 ulimit -n 65536 || true
 database=$HOME/mlflow/mlflow.db
 
+if [ "$role" = install ]; then
+  python=python$(sed -nE 's/^version(_info)? *= *([0-9]+\.[0-9]+).*/\2/p' "$here/pyvenv.cfg")
+  export PATH=$HOME/.local/bin:$PATH
+  if [ ! -e "$here/.venv" ] && ! command -v "$python" > /dev/null; then
+    command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/0.13.9/install.sh | sh
+    uv venv --seed --python "${python#python}" "$here/.venv"
+  fi
+  make -s -C "$here" .venv/.cloud PYTHON="$python"
+  grep -qs rlhf/.venv ~/.bashrc || echo 'export PATH=$HOME/rlhf/.venv/bin:$PATH' >> ~/.bashrc   # for `ray down` and `make status`
+  exit 0
+fi
+
 if [ "$role" = stop ]; then   # stops MLflow, and saves its last state
   if [ -e "$HOME/mlflow/pid" ]; then kill -- "-$(cat "$HOME/mlflow/pid")" || true; fi
   if [ -e "$HOME/mlflow/kept_at" ]; then python "$here/keep.py" keep "$database" "$(cat "$HOME/mlflow/kept_at")"; fi
   rm -f "$HOME/mlflow/pid"
+  exit 0
+fi
+
+if [ "$role" = idle ]; then   # ends this machine after $1 hours without a job
+  seconds=$(python -c "print(int(float('$1') * 3600))") since=$SECONDS
+  while (( SECONDS - since < seconds )); do
+    sleep $(( seconds < 600 ? 1 : 60 ))
+    jobs=$(curl -sf -H "Authorization: Bearer $(cat "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}")" http://127.0.0.1:8265/api/jobs/ || true)
+    if grep -qE '"status": *"(PENDING|RUNNING)"' <<< "$jobs"; then since=$SECONDS; fi
+  done
+  bash "$here/start-node.sh" stop
+  sudo shutdown -h now
   exit 0
 fi
 
@@ -31,6 +57,13 @@ import psutil, ray
 ip = ray.util.get_node_ip_address()
 print(ip, next(name for name, has in psutil.net_if_addrs().items() if ip in [one.address for one in has]))")
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
+
+# torch is built for CUDA 13. With an older driver, Ray would see the GPU, and torch none.
+driver=$(nvidia-smi --id=0 --query-gpu=driver_version --format=csv,noheader 2>/dev/null || true)
+if [ -n "$driver" ] && [ "${driver%%.*}" -lt 580 ]; then
+  echo "NVIDIA's driver is $driver, and torch needs 580 or newer; install that, or use a newer machine image" >&2
+  exit 1
+fi
 
 # Ray labels both sizes of the A100 as A100, but jobs select by size. A label set in the cluster file stays.
 gpu=$(nvidia-smi --id=0 --query-gpu=name --format=csv,noheader 2>/dev/null || true)
@@ -64,6 +97,9 @@ if [ "$role" = head ]; then
   fi
   ray start --head --port=6379 --object-manager-port=8076 --dashboard-host=127.0.0.1 \
     --autoscaling-config="$HOME/ray_bootstrap_config.yaml" "$@"
+  if [ -n "${HEAD_IDLE_HOURS:-}" ]; then
+    setsid nohup flock -n "$logs/idle.lock" bash "$here/start-node.sh" idle "$HEAD_IDLE_HOURS" >> "$logs/idle.log" 2>&1 < /dev/null &
+  fi
   for _ in $(seq 90); do
     curl -sf -o /dev/null "http://$head_ip:5000/health" && exit 0
     sleep 2

@@ -20,20 +20,22 @@ import yaml
 
 from pipeline.errors import InputError, in_brief
 from pipeline.on_ray.placement import ACCELERATOR_TYPE, GPU_LABEL
+from pipeline.system import prices
 
-EDIT = "EDIT"  # marks the values that the user has to fill in
+PLACEHOLDER = re.compile("EDIT|OWNER")  # marks the values that the user has to fill in
 RAY = str(Path(sys.executable).parent / "ray")
-# {type of provider: (how to sign in, the packages that this needs)}
+# {type of provider: how to sign in}
 SIGN_IN = {
-    "aws": (
-        "run `aws configure` or `aws sso login`, or export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
-        "(AWS_PROFILE names one of several accounts)",
-        '-c constraints.txt -e ".[cloud]"',
-    ),
-    "gcp": (
-        "run `gcloud auth application-default login`",
-        "google-api-python-client google-auth cryptography",
-    ),
+    "aws": "run `aws configure` or `aws sso login`, or export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
+    "(AWS_PROFILE names one of several accounts)",
+    "gcp": "run `gcloud auth application-default login`",
+}
+# {type of provider: what `make down` leaves, which may cost money}
+STAYS = {
+    "aws": "the bucket, the stack with its roles and security group, and the key pair ray-autoscaler_*; to end them, too: "
+    "aws s3 rb --force s3://BUCKET; aws cloudformation delete-stack --stack-name rlhf",
+    "gcp": "the bucket and the service accounts; to end the bucket, too: gcloud storage rm --recursive gs://BUCKET",
+    "local": "~/rlhf and ~/mlflow on each machine",
 }
 TOOLS = {"ssh": "openssh-client", "rsync": "rsync"}  # {command that `ray up` runs: its package}
 
@@ -101,7 +103,9 @@ def check(file: Path) -> dict[str, Any]:
         if not shutil.which(tool):
             raise InputError(f"`ray up` needs {tool}; install the package {package}")
     lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-    if unedited := [f"{file}:{n}: {line.strip()}" for n, line in lines if EDIT in line.split("#")[0]]:
+    if unedited := [
+        f"{file}:{n}: {line.strip()}" for n, line in lines if PLACEHOLDER.search(line.split("#")[0])
+    ]:
         raise InputError("fill in these lines; the comment at each says how:\n  " + "\n  ".join(unedited))
     for remote, local in (config.get("file_mounts") or {}).items():
         if not os.path.exists(os.path.expanduser(local)):
@@ -111,19 +115,23 @@ def check(file: Path) -> dict[str, Any]:
 
 
 def summary(file: Path, config: dict[str, Any]) -> str:
-    """Returns what `ray up` will start, and for how long it costs money."""
+    """Returns what `ray up` will start, for how long it costs money, and how much."""
     provider, types = config["provider"], worker_types(config)
     where = provider.get("region") or provider.get("head_ip") or provider.get("module", "")
     lines = [f"{file}: cluster {config['cluster_name']!r} on {provider['type']} {where}"]
-    head = (config.get("available_node_types") or {}).get(config.get("head_node_type"), {})
-    if instance := _instance(head):
-        lines.append(
-            f"  now            1 x {instance}: it runs and costs money until `make down`, even if no job runs"
+    head = NodeType(
+        {},
+        instance=_instance((config.get("available_node_types") or {}).get(config.get("head_node_type"), {})),
+    )
+    if head.instance:
+        hours = re.search(r"\bHEAD_IDLE_HOURS=(\S+)", " ".join(config.get("head_start_ray_commands") or []))
+        until = (
+            f"`make down`, or {hours[1]} hours without a job" if hours else "`make down`, even if no job runs"
         )
+        lines.append(f"  now            1 x {head.instance}, {_price(head)}, until {until}")
     for name, kind in types.items():
         lines.append(
-            f"  when jobs ask  0 to {kind.max_workers} x {kind.instance} ({name}, "
-            f"{kind.labels.get('ray.io/market-type', 'on demand')}); each ends after "
+            f"  when jobs ask  0 to {kind.max_workers} x {kind.instance} ({name}), {_price(kind)}; each ends after "
             f"{config.get('idle_timeout_minutes', 5)} idle minutes"
         )
     lines += [f"  {ip}" for ip in [provider.get("head_ip"), *provider.get("worker_ips", [])] if ip]
@@ -131,6 +139,16 @@ def summary(file: Path, config: dict[str, Any]) -> str:
         most = config.get("max_workers", 2)
         lines.append(f"  at most {most} workers at a time; disks are deleted with their nodes")
     return "\n".join(lines)
+
+
+def _price(kind: NodeType) -> str:
+    """Returns the dollars an hour of a node: of its instance if prices.yaml has it, else of its GPUs."""
+    known = prices.read()
+    gpus = known.gpus.get(kind.labels.get(GPU_LABEL, ""), 0.0) * kind.resources.get("GPU", 0)
+    dollars = known.instances.get(kind.instance) or gpus
+    if not dollars:
+        return "price unknown"
+    return f"{'spot, below ' if kind.labels.get('market') == 'spot' else ''}${dollars:.2f} an hour ({known.date})"
 
 
 # -------------------------------------------------------------------------------------------- the cloud account
@@ -141,7 +159,6 @@ def check_account(config: dict[str, Any]) -> None:
     kind = config["provider"]["type"]
     if kind not in SIGN_IN:
         return
-    how, package = SIGN_IN[kind]
     try:
         if kind == "aws":
             import boto3
@@ -153,9 +170,9 @@ def check_account(config: dict[str, Any]) -> None:
             google.auth.default()
     except ModuleNotFoundError as error:
         what = f"{error.name} is not installed here"
-        raise InputError(f"{what}; run .venv/bin/pip install {package}") from error
+        raise InputError(f'{what}; run .venv/bin/pip install -c constraints.txt -e ".[cloud]"') from error
     except Exception as error:  # each cloud's library raises its own types
-        raise InputError(f"{kind} does not let you in ({in_brief(error)}); {how}") from error
+        raise InputError(f"{kind} does not let you in ({in_brief(error)}); {SIGN_IN[kind]}") from error
 
 
 def check_security_group(config: dict[str, Any]) -> None:
@@ -196,11 +213,12 @@ def run(verb: str, file: Path, options: list[str]) -> None:
     if verb == "up":
         check_security_group(config)
         print(summary(file, config), flush=True)
-        # Autoscaler 2, Ray's default, falls back from a spot type after a failed launch. On your own machines it counts the
-        # head as a worker and starts one too few (ray 2.60, LocalNodeProvider).
+        # Autoscaler 2, Ray's default, knows labels and priorities. On your own machines it counts the head as a worker and
+        # starts one too few (ray 2.60, LocalNodeProvider).
         environment["RAY_UP_enable_autoscaler_v2"] = "0" if config["provider"]["type"] == "local" else "1"
     if verb == "down":
         subprocess.run([RAY, "exec", str(file), "bash ~/rlhf/start-node.sh stop"])
+        print(f"stays: {STAYS.get(config['provider']['type'], 'what the provider leaves')}", flush=True)
     command, *more = VERBS[verb]
     os.execve(RAY, [RAY, command, str(file), *more, *options], environment)
 

@@ -17,6 +17,7 @@ class Prices:
     date: str
     machine: float | None  # dollars an hour of this machine, or None if unknown
     gpus: dict[str, float]  # label, for example A100-80G -> dollars an hour of one GPU
+    instances: dict[str, float]  # a cloud's name of a machine -> dollars an hour
 
     def of(self, device: str) -> float | None:
         """Returns the dollars of the GPU with this name of torch's, or None: NVIDIA A100-SXM4-80GB is A100-80G."""
@@ -37,17 +38,21 @@ def read() -> Prices:
     try:
         if file.exists() or "RLHF_PRICES" in os.environ:
             own = yaml.safe_load(file.read_text(encoding="utf-8"))
-            own["gpus"] = prices["gpus"] | (own.get("gpus") or {})
+            for table in ("gpus", "instances"):
+                own[table] = prices[table] | (own.get(table) or {})
             prices |= own
         if unknown := prices.keys() - known:
             raise ValueError(f"unknown key {', '.join(unknown)}")
-        gpus = {str(label): float(dollars) for label, dollars in prices["gpus"].items()}
+        gpus, instances = (
+            {str(name): float(dollars) for name, dollars in prices[table].items()}
+            for table in ("gpus", "instances")
+        )
         machine = None if prices["machine"] is None else float(prices["machine"])
-        return Prices(str(prices["date"]), machine, gpus)
+        return Prices(str(prices["date"]), machine, gpus, instances)
     except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise InputError(
-            f"{file}: {summary(error)}; expected `date`, `machine` (dollars an hour) and `gpus` (dollars "
-            "an hour of one), as in {L4: 0.98}"
+            f"{file}: {summary(error)}; expected `date`, `machine` (dollars an hour), `gpus` (dollars "
+            "an hour of one) and `instances`, as in {L4: 0.98}"
         ) from error
 
 

@@ -17,7 +17,6 @@ from running import ROOT
 
 from pipeline.cloud import clusterfile
 from pipeline.errors import InputError
-from pipeline.on_ray.placement import GPU_LABEL
 
 AWS = ROOT / "cluster.yaml"
 FILES = [AWS, ROOT / "jobs/cloud/gcp.yaml", ROOT / "jobs/cloud/local.yaml"]
@@ -42,7 +41,7 @@ def home(tmp_path, monkeypatch):
 def filled(file, folder):
     """The file with its lines filled in, as its user would."""
     text = file.read_text().replace("ami-EDIT", IMAGE).replace("[EDIT]", "[10.0.0.2, 10.0.0.3]")
-    text = text.replace("EDIT", "filled-in")
+    text = text.replace("EDIT", "filled-in").replace(".venv/pyvenv.cfg", f"{sys.prefix}/pyvenv.cfg")
     copy = folder / file.name
     copy.write_text(text)
     return copy
@@ -59,11 +58,22 @@ def test_a_file_is_taken_once_its_lines_are_filled_in(file, home):
     shown = clusterfile.summary(file, config)
     assert config["cluster_name"] in shown
     if file == AWS:
-        assert "1 x m7i.2xlarge: it runs and costs money until `make down`" in shown
-        assert "0 to 4 x g6.2xlarge (gpu1_spot, spot)" in shown
+        assert (
+            "1 x m7i.2xlarge, $0.40 an hour (2026-11-20), until `make down`, or 8 hours without a job"
+            in shown
+        )
+        assert "0 to 4 x g6.2xlarge (gpu1), $0.98 an hour" in shown
+        assert "0 to 4 x g6e.2xlarge (rollout_spot), spot, below $2.24 an hour" in shown
+    if "gcp" in file.name:
+        assert "n2-standard-8, price unknown" in shown and "(gpu1), $0.98 an hour" in shown  # by its GPU
 
 
 def test_mistakes_are_found_before_anything_is_started(home, monkeypatch):
+    file = filled(AWS, home)
+    with open(file, "a") as image:
+        image.write("docker: {image: ghcr.io/OWNER/rlhf, container_name: ray}\n")
+    with pytest.raises(InputError, match=r"fill in these lines.*\n.*ghcr\.io/OWNER/rlhf"):
+        clusterfile.check(file)
     file = filled(AWS, home)
     (home / ".ray/auth_token").unlink()
     with pytest.raises(InputError, match=r"there is no ~/\.ray/auth_token; .*ray get-auth-token --generate"):
@@ -93,13 +103,17 @@ def test_without_an_account_each_verb_says_how_to_get_in(verb, home, monkeypatch
     assert re.match(f"error: {says}", capsys.readouterr().err)
 
 
-def test_on_machines_of_ones_own_nobody_signs_in(home, monkeypatch):
+def test_on_machines_of_ones_own_nobody_signs_in(home, monkeypatch, capsys):
     signed_out(monkeypatch, home)
     called = []
+    monkeypatch.setattr(clusterfile.subprocess, "run", lambda command: called.append(command[1:]))
     monkeypatch.setattr(clusterfile.os, "execve", lambda *given: called.append(given[1][1:]))
     file = filled(FILES[2], home)
     clusterfile.main(["status", str(file), "--x"])
     assert called == [["exec", str(file), "RAY_AUTH_MODE=token ray status", "--x"]]
+    clusterfile.main(["down", str(file)])
+    assert called[1:] == [["exec", str(file), "bash ~/rlhf/start-node.sh stop"], ["down", str(file)]]
+    assert "stays: ~/rlhf and ~/mlflow on each machine" in capsys.readouterr().out
 
 
 @needs_moto
@@ -116,7 +130,7 @@ def test_a_security_group_that_ray_would_open_to_the_world_is_refused(ec2, home)
 # ------------------------------------------------------------------------------------------------ what it asks for
 
 
-def test_the_head_has_no_gpu_and_each_spot_type_of_trainers_a_fallback():
+def test_the_head_has_no_gpu_and_only_types_that_say_so_are_spot():
     types = yaml.safe_load(AWS.read_text())["available_node_types"]
     assert types["head"]["resources"]["GPU"] == 0
     for name, kind in types.items():
@@ -124,12 +138,9 @@ def test_the_head_has_no_gpu_and_each_spot_type_of_trainers_a_fallback():
         profile = "rlhf-head" if name == "head" else "rlhf-worker"
         assert kind["node_config"]["IamInstanceProfile"]["Name"] == profile
         assert kind["node_config"]["MetadataOptions"]["HttpTokens"] == "required"
-    for size in ("gpu1", "gpu4", "gpu8"):
-        spot, fallback = types[f"{size}_spot"], types[f"{size}_on_demand"]
-        assert spot["node_config"].pop("InstanceMarketOptions") == {"MarketType": "spot"}
-        assert spot["resources"] == fallback["resources"] and spot["priority"] > fallback["priority"]
-        assert spot["labels"][GPU_LABEL] == fallback["labels"][GPU_LABEL]
-        assert spot["node_config"] == fallback["node_config"]
+        market = {"MarketType": "spot"} if name.endswith("_spot") else None
+        assert kind["node_config"].get("InstanceMarketOptions") == market
+        assert name == "head" or kind["labels"]["market"] == ("spot" if market else "on-demand")
 
 
 @pytest.fixture
@@ -240,3 +251,73 @@ def test_no_worker_has_the_account_of_the_head():
     }
     head = accounts.pop("head")
     assert head and accounts and all(worker and not worker & head for worker in accounts.values())
+
+
+# --------------------------------------------------------------------------------------------- what runs on a node
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """Runs start-node.sh as on a new machine, where some programs only write down how they were called."""
+    (here := tmp_path / "rlhf").mkdir()
+    (here / "start-node.sh").write_text((ROOT / "jobs/cloud/start-node.sh").read_text())
+    (here / "pyvenv.cfg").write_text("home = /usr/bin\nversion = 3.99.1\n")
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").write_text("a" * 32)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+
+    def program(name, code=""):
+        (programs / name).write_text(f'#!/bin/bash\necho {name} "$@" >> {tmp_path}/log\n{code}\n')
+        (programs / name).chmod(0o755)
+
+    def run(*arguments):
+        path = f"{programs}:/usr/bin:/bin"
+        command = ["bash", here / "start-node.sh", *arguments]
+        how = {"capture_output": True, "text": True, "timeout": 60}
+        done = subprocess.run(command, env={"HOME": str(tmp_path), "PATH": path}, **how)
+        log = tmp_path / "log"
+        return done, log.read_text().splitlines() if log.exists() else []
+
+    run.program, run.home = program, tmp_path
+    program("python", f'exec {sys.executable} "$@"')
+    return run
+
+
+def test_a_new_node_installs_the_pins_with_the_python_of_the_submitter(node):
+    uv = f"{node.home}/bin/uv"
+    script = f"printf '#!/bin/sh\\necho uv $@ >> {node.home}/log' > {uv}; chmod +x {uv}"
+    node.program("curl", f'echo "{script}"'.replace("$@", "\\$@"))
+    node.program("make")
+    done, log = node("install")
+    assert done.returncode == 0, done.stderr
+    here = node.home / "rlhf"
+    assert re.fullmatch(r"curl -LsSf https://astral\.sh/uv/[\d.]+/install\.sh", log[0])
+    assert log[1:] == [
+        f"uv venv --seed --python 3.99 {here}/.venv",
+        f"make -s -C {here} .venv/.cloud PYTHON=python3.99",
+    ]
+    node("install")
+    bashrc = (node.home / ".bashrc").read_text()
+    assert bashrc.splitlines() == ["export PATH=$HOME/rlhf/.venv/bin:$PATH"]
+
+
+def test_a_driver_that_torch_cannot_use_is_named_before_ray_starts(node):
+    node.program("nvidia-smi", "echo 550.163.01")
+    node.program("ray")
+    done, log = node("worker")
+    assert (
+        done.returncode == 1 and "NVIDIA's driver is 550.163.01, and torch needs 580 or newer" in done.stderr
+    )
+    assert not [line for line in log if line.startswith("ray")]
+
+
+def test_a_head_without_jobs_ends_its_machine(node):
+    running = f"grep -c ^curl {node.home}/log | grep -qE '^[1-3]$' && s=RUNNING || s=SUCCEEDED; echo '[{{\"status\": \"'$s'\"}}]'"
+    node.program("curl", running)
+    node.program("sudo")
+    done, log = node("idle", "0.0006")  # two seconds
+    assert done.returncode == 0, done.stderr
+    asked = [line for line in log if line.startswith("curl")]
+    assert len(asked) >= 5, "three with a job, then two seconds"
+    assert log[-1] == "sudo shutdown -h now" and "Authorization: Bearer " + "a" * 32 in asked[0]

@@ -79,6 +79,10 @@ def test_preflight_lets_a_job_pass_and_the_gpus_that_it_gets_hold_what_plan_coun
             nodes = started(read(file), bundles(job), without=without)
             if not nodes:
                 break
+            labels = [read(file)["available_node_types"][kind]["labels"] for kind in nodes]
+            assert without or {one["market"] for one in labels} == {"on-demand"}, (
+                "spot is for jobs that ask for it"
+            )
             for kind in nodes:
                 gpu = read(file)["available_node_types"][kind]["labels"][GPU_LABEL]
                 assert planned <= plan.memory_of(gpu), f"{planned:.0f} GiB needed, {nodes} in {file}"
@@ -108,6 +112,12 @@ def rollout_jobs():
         yield file, load_job("jobs/llama3-8b-qlora/ppo.yaml", [*ahead, stay("")])
 
 
+@pytest.mark.parametrize("file", FILES)
+def test_a_trainer_gets_spot_nodes_by_choice(file):
+    job = load_job("jobs/llama3-8b-qlora/sft.yaml", ["scaling.label_selector={market: spot}"])
+    assert started(read(file), bundles(job)) == {"rollout_spot": 1}
+
+
 def test_rollout_workers_get_spot_nodes_and_their_trainers_nodes_that_stay():
     for file, job in rollout_jobs():
         config, types = read(file), read(file)["available_node_types"]
@@ -116,10 +126,9 @@ def test_rollout_workers_get_spot_nodes_and_their_trainers_nodes_that_stay():
         assert trainers and all(types[name]["labels"]["market"] == "on-demand" for name in trainers)
         samplers = both - trainers
         assert both & trainers == trainers and sum(samplers.values()) == 3
-        assert all(types[name]["labels"]["ray.io/market-type"] == "spot" for name in samplers), samplers
         assert samplers == {"rollout_spot": 3}
         if "qlora" not in job.source:
-            assert trainers == {"gpu4_on_demand": 1}
+            assert trainers == {"gpu4": 1}
         planned = plan.make(job, learns=False).peak / plan.GIB
         gpus = {types[name]["labels"][GPU_LABEL] for name in samplers}
         assert all(planned <= plan.memory_of(gpu) for gpu in gpus), (planned, gpus)
@@ -136,10 +145,10 @@ def test_preflight_looks_at_rollout_workers_too(aws):
 
     with pytest.raises(InputError, match=r"2 rollout workers with 1 GPU, market: spto each, .* room for 0 "):
         preflight.check_resources(ppo("rollout.num_workers=2", "rollout.label_selector={market: spto}"), aws)
-    small = ppo("rollout.num_workers=1", "rollout.label_selector={ray.io/market-type: spot}")
+    small = ppo("rollout.num_workers=1", "rollout.label_selector={market: on-demand}")
     message = (
         r"a rollout worker needs 2\d GiB.* on L4 with 22; "
-        r"set \"(rollout\.label_selector=\{ray\.io/market-type: spot, ray\.io/accelerator-type: '?in\(.*\)'?\})\""
+        r"set \"(rollout\.label_selector=\{market: on-demand, ray\.io/accelerator-type: '?in\(.*\)'?\})\""
     )
     with pytest.raises(InputError, match=message) as error:
         preflight.check_memory(small, aws)
@@ -199,13 +208,13 @@ def test_preflight_refuses_gpus_that_are_too_small(aws):
     anywhere = sft("scaling.label_selector=null")
     message = (
         r"scaling\.label_selector: a worker needs 46 GiB, but Ray may place it on L4 with 22 or L40S with 44; "
-        r"""set "scaling\.label_selector=(\{ray\.io/accelerator-type: in\(A100-80G\)\})" """
+        r"""set "scaling\.label_selector=(\{ray\.io/accelerator-type: in\(H100\)\})" """
     )
     with pytest.raises(InputError, match=message) as error:
         preflight.check_memory(anywhere, aws)
     typed = re.search(message, str(error.value))[1]
     preflight.check_memory(sft(f"scaling.label_selector={typed}"), aws)
-    without = replace(aws, types={"gpu4_spot": aws.types["gpu4_spot"]})
+    without = replace(aws, types={"gpu4": aws.types["gpu4"]})
     with pytest.raises(InputError, match=r"in\(A100-80G,H100,H200\).*a cluster without such nodes"):
         preflight.check_memory(anywhere, without)
 
@@ -221,5 +230,5 @@ def test_preflight_asks_for_labels_of_nodes_that_are_up(aws):
         else:
             preflight.check_resources(sft(), up)
             preflight.check_memory(sft(), up)
-    wanted = sft("scaling.label_selector=null", "scaling.accelerator_type=A100")
+    wanted = sft("scaling.label_selector=null", "scaling.accelerator_type=H100")
     preflight.check_resources(wanted, aws)  # the resource that Ray makes of an EC2 type, beside the label

@@ -63,7 +63,9 @@ def user(hosts):
     config = yaml.safe_load(file.read_text())
     config["provider"].update(head_ip=hosts[0].ip, worker_ips=[host.ip for host in hosts.hosts[1:]])
     config["auth"] = {"ssh_user": "root", "ssh_private_key": str(hosts.key)}
-    assert config["setup_commands"].pop(0) == "make -s -C ~/rlhf .venv/.cloud"  # no network inside the hosts
+    assert config["setup_commands"] == ["bash ~/rlhf/start-node.sh install"]  # no network inside the hosts
+    config["setup_commands"] = ["echo 'export PATH=$HOME/rlhf/.venv/bin:$PATH' >> ~/.bashrc"]
+    config["file_mounts"]["~/rlhf/pyvenv.cfg"] = f"{sys.prefix}/pyvenv.cfg"
     # Nothing runs on the head, as in the cloud; a worker has room for one training worker and the data tasks.
     config["head_start_ray_commands"][1] += " --num-cpus=0 --object-store-memory=150000000"
     config["worker_start_ray_commands"][1] += " --num-cpus=2 --object-store-memory=200000000"
