@@ -25,7 +25,7 @@ from pipeline.config.schema import nearest
 from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError, causes, in_brief
 from pipeline.system import process, terminal
-from pipeline.system.credentials import without_secrets
+from pipeline.system.credentials import take_forwarded, without_secrets
 
 # What follows a subcommand, by Command.takes: name and description of the first word, and of the others.
 VALUE = "replaces that value of the job, also written --section.key value; a sweep varies key=a,b,c"
@@ -140,6 +140,7 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one subcommand. Returns the exit status."""
+    take_forwarded()
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments:
         parser().print_help(sys.stderr)

@@ -45,11 +45,14 @@ class Cluster:
     head: str = "HEAD"  # its address as the nodes see it
     # The address of the cluster's own MLflow as its nodes see it. They know its password.
     tracking_uri: str | None = None
+    # Something else than `make up` may add nodes of types that are not known here.
+    unknown_types: bool = False
 
     @property
     def several(self) -> bool:
         """Returns True if a job's processes can run on more than one node."""
-        return len(self.nodes) > 1 or any(kind.max_workers for kind in self.types.values())
+        growing = self.unknown_types or any(kind.max_workers for kind in self.types.values())
+        return len(self.nodes) > 1 or growing
 
     @property
     def is_here(self) -> bool:
@@ -89,7 +92,10 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
     # HTTP does not tell what an autoscaler may add. The head's label names the file that it was started from.
     types, most = clusterfile.types_of(labels.get("cluster-file", ""))
     mlflow = f"http://{head}:{labels['mlflow-port']}" if "mlflow-port" in labels else None
-    return Cluster(nodes, types, most, head, mlflow)
+    # KubeRay, `ray up` and the like name the group of each node that they start.
+    return Cluster(
+        nodes, types, most, head, mlflow, unknown_types=not types and "ray.io/node-group" in labels
+    )
 
 
 # --------------------------------------------------------------------------------------------------- the jobs
@@ -143,6 +149,13 @@ def check_resources(job: Job, cluster: Cluster) -> None:
         advice = (
             f"set {change}" if change else f"lower {section}.num_workers or {section}.resources_per_worker"
         )
+        if cluster.unknown_types:
+            print(
+                f"warning: {section}.num_workers: no node that is up has room for {count} {who}s with {', '.join(wanted)} each. "
+                "This cluster may have an autoscaler; if that starts no such nodes, the run ends after run.placement_timeout_s",
+                flush=True,
+            )
+            continue
         raise InputError(
             f"{count} {who}s with {', '.join(wanted)} each, but the cluster has room for {room} (nodes: "
             f"{'; '.join(map(_shown, cluster.nodes))}; {grows}); {advice}, change {section}.use_gpu or "

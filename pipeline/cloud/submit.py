@@ -15,6 +15,7 @@ import os
 import shlex
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from pipeline.on_ray import session
 from pipeline.references import Ref
 from pipeline.runtime import resume
 from pipeline.system import process, terminal
-from pipeline.system.credentials import without_credentials
+from pipeline.system.credentials import FORWARDED_MODULE, without_credentials
 
 # Stages whose run.name is the name of the submission.
 RUNS = tuple(name for name, facts in STAGE.items() if facts.runs_in != "here")
@@ -57,27 +58,42 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
     files = preflight.upload_files()
     preflight.check_jobs(jobs, cluster, files)
     submission = next_attempt(api, name)
-    environment = forwarded()
+    variables = forwarded()
     verbosity = [flag for flag, level in terminal.FLAGS.items() if level == terminal.screen.level][:1]
     size = sum(files.values()) / 2**20
     print(f"submitting {submission} to {api.address}: {len(files)} files, {size:.1f} MiB", flush=True)
-    if environment:
-        print(f"forwarding {', '.join(sorted(environment))}", flush=True)
+    if variables:
+        print(f"forwarding {', '.join(sorted(variables))}", flush=True)
     if submission != name:
         print(f"run {name} was submitted before: it continues from its last checkpoint", flush=True)
-    api.submit(
-        submission_id=submission,
-        entrypoint=shlex.join(["python", "-m", "pipeline", verb, path, *overrides, *verbosity]),
-        runtime_env={**uploaded(), "env_vars": {**session.ENVIRONMENT, **environment}},
-        metadata={"run": name, "verb": verb, "job": path},
-    )
+    with runtime_env(variables) as environment:
+        api.submit(
+            submission_id=submission,
+            entrypoint=shlex.join(["python", "-m", "pipeline", verb, path, *overrides, *verbosity]),
+            runtime_env=environment,
+            metadata={"run": name, "verb": verb, "job": path},
+        )
     return follow(api, submission)
 
 
-def uploaded() -> dict[str, Any]:
-    """Returns what Ray uploads: the working directory and, unless that is a clone, the package as it is installed here."""
+@contextlib.contextmanager
+def runtime_env(variables: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Returns Ray's runtime environment of a job: what is uploaded, settings, and the forwarded variables.
+
+    The variables travel as a module: Ray writes `env_vars` to its logs, and shows them to everyone who lists jobs.
+    """
+    environment: dict[str, Any] = {"working_dir": ".", "env_vars": session.ENVIRONMENT, "py_modules": []}
     package = Path(pipeline.__file__).parent
-    return {"working_dir": "."} | ({} if package.parent == Path.cwd() else {"py_modules": [str(package)]})
+    if package.parent != Path.cwd():  # not a clone
+        environment["py_modules"].append(str(package))
+    with tempfile.TemporaryDirectory() as folder:
+        if variables:
+            module = Path(folder, FORWARDED_MODULE)
+            module.mkdir()
+            (module / "__init__.py").write_text(f"VARIABLES = {variables!r}\n", encoding="utf-8")
+            environment["py_modules"].append(str(module))
+            environment["worker_process_setup_hook"] = "pipeline.system.credentials.take_forwarded"
+        yield environment
 
 
 def check_registry(verb: str, job: Job) -> None:
@@ -138,8 +154,8 @@ def next_attempt(api: "Api", name: str) -> str:
 
 
 def is_dashboard(address: str) -> bool:
-    """Returns True for the address of a cluster's dashboard, which takes jobs, such as http://HEAD:8265."""
-    return address.startswith(("http://", "https://"))
+    """Returns True for the address of a cluster that takes jobs: http://HEAD:8265, or a scheme of others, as anyscale://."""
+    return "://" in address and not address.startswith("ray://")
 
 
 def check_address(address: str) -> None:
@@ -169,9 +185,20 @@ class Api:
     """The head's Jobs API."""
 
     def __init__(self, address: str):
-        self.address = address.rstrip("/")
         secret = token()
+        self.given = self.address = address.rstrip("/")
         self.headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        self.cookies = None
+        if not address.startswith(("http://", "https://")):
+            from ray.dashboard.modules.dashboard_sdk import parse_cluster_info
+
+            try:  # by the module that has the scheme's name
+                info = parse_cluster_info(self.given, headers=self.headers)
+            except Exception as error:  # of any kind: the module is somebody else's
+                raise InputError(
+                    f"{address!r} is unknown to Ray ({in_brief(error)})", key="RAY_ADDRESS"
+                ) from error
+            self.address, self.headers, self.cookies = info.address, info.headers or {}, info.cookies
 
     @contextlib.contextmanager
     def first_contact(self) -> Iterator[None]:
@@ -200,7 +227,9 @@ class Api:
         import requests
 
         seconds = (3, 10)  # to connect, and to answer
-        answer = requests.get(self.address + path, headers=self.headers, timeout=seconds)
+        answer = requests.get(
+            self.address + path, headers=self.headers, cookies=self.cookies, timeout=seconds
+        )
         answer.raise_for_status()
         return answer.json()
 
@@ -209,7 +238,7 @@ class Api:
 
         for chatty in CHATTY:
             logging.getLogger(chatty).setLevel(logging.ERROR)
-        return JobSubmissionClient(self.address, headers=dict(self.headers))
+        return JobSubmissionClient(self.given, headers=dict(self.headers))
 
     def jobs(self) -> list[Any]:
         """Returns all submissions that the cluster remembers, as Ray's JobDetails, the oldest first."""
@@ -241,13 +270,14 @@ def follow(api: Api, submission: str) -> int:
     """
     import aiohttp
 
-    shown, silent_since = 0, None  # characters; time
+    shown, silent_since, named = 0, None, False  # characters; time; the log has an error with a name
 
     async def tail(client: Any) -> None:
-        nonlocal shown
+        nonlocal shown, named
         seen = 0
         async for text in client.tail_job_logs(submission):
             seen += len(text)
+            named |= "error: " in text
             if seen > shown:
                 print(text[max(0, len(text) - (seen - shown)) :], end="", flush=True)
                 shown = seen
@@ -278,7 +308,7 @@ def follow(api: Api, submission: str) -> int:
     status, code = details.status.value, details.driver_exit_code
     if status == "SUCCEEDED":
         return 0
-    if status == "FAILED" and code in (1, 2):
+    if status == "FAILED" and (code == 1 or (code == 2 and named)):  # a library that dies may end with 2, too
         return int(code)  # the job's log has the reason
     print(f"{submission} {status.lower()}: {details.message}", file=sys.stderr)
     return 1  # it was stopped, or never started

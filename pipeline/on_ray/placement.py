@@ -5,10 +5,12 @@ Without these checks Ray waits silently and forever, both for resources that no 
 
 import logging
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.config import Job, rules
@@ -263,7 +265,26 @@ def describe_cluster() -> str:
     most = _autoscaler_limits()
     grow = f", and may grow to {shown(most)}" if most else ""
     total, free = shown(ray.cluster_resources()), shown(ray.available_resources())
-    return f"the cluster has {total}, of which {free} are free{grow}"
+    return f"the cluster has {total}, of which {free} are free{grow}{launch_failure()}"
+
+
+def launch_failure() -> str:
+    """Returns in words which nodes the autoscaler tried to start and could not, and why, or "".
+
+    Ray (2.60) tries the same type of node again, forever. The reason is only in a log of the head, where the driver runs.
+    """
+    import ray
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    failed = get_cluster_status(ray.get_runtime_context().gcs_address).failed_launches
+    if not failed:
+        return ""
+    last = max(failed, key=lambda one: one.failed_ts_s or one.request_ts_s)
+    log = Path(ray._private.worker._global_node.get_logs_dir_path(), "monitor.log")
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    reasons = re.findall(rf"Failed to launch \d+ nodes of type {last.ray_node_type_name}: (.+)", text)
+    why = last.details or (reasons[-1] if reasons else "monitor.log on the head has the reason")
+    return f"; {len(failed)} launches of {last.ray_node_type_name} failed, and Ray tries no other type: {why[:300]}"
 
 
 def callback(job: Job) -> Any:

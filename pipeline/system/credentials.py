@@ -5,6 +5,7 @@
 """
 
 import functools
+import importlib.util
 import os
 import re
 from urllib.parse import unquote
@@ -36,7 +37,14 @@ _PORT = re.compile(r"\d{1,5}([/?#,;]|$)")
 _SECRET_NAME = re.compile(
     r"(TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_KEY|CONNECTION_STRING)$", re.IGNORECASE
 )
+FORWARDED_MODULE = "rlhf_forwarded"  # its VARIABLES are those that the submitter of a job forwards
 _MIN_LENGTH = 8  # characters of a secret: a shorter value may be an ordinary word of the text
+
+
+def take_forwarded() -> None:
+    """Sets the environment variables that the submitter of this process's job has forwarded, if it is such a job."""
+    if importlib.util.find_spec(FORWARDED_MODULE):
+        os.environ.update(importlib.import_module(FORWARDED_MODULE).VARIABLES)
 
 
 def without_credentials(text: str) -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from importlib.metadata import version as ray_version
 from pathlib import Path
 
 import psutil
@@ -152,6 +153,23 @@ def test_room_counts_nodes_to_come(job):
     preflight.check_resources(job(*gpus, "scaling.num_workers=[2, 8]"), scaled_to_zero)
 
 
+def test_a_cluster_of_others_may_grow(job, capsys):
+    """At zero workers its future nodes are unknown: a warning, not an error."""
+    head = [{"state": "ALIVE", "is_head_node": True, "node_ip": "10.0.0.1", "resources_total": {},
+             "labels": {"ray.io/node-group": "headgroup"}}]  # fmt: skip
+    python = "{}.{}.{}".format(*sys.version_info)
+    answers = {
+        "/api/version": {"ray_version": ray_version("ray")},
+        "/api/v0/cluster_metadata": {"data": {"pythonVersion": python}},
+    }
+    there = preflight.look(lambda path: answers.get(path, {"data": {"result": {"result": head}}}), "http://h")
+    assert there.several
+    preflight.check_resources(job("scaling.num_workers=4", "data.batch_size=64"), there)
+    assert (
+        "warning: scaling.num_workers: no node that is up has room for 4 workers" in capsys.readouterr().out
+    )
+
+
 def test_several_nodes_share_storage_and_mlflow(job, tmp_path, monkeypatch):
     two = a_cluster({"CPU": 4}, {"CPU": 4})
     mine = job(f"run.storage_path={tmp_path}")
@@ -216,19 +234,22 @@ def test_secrets_go_by_name_and_are_not_shown(monkeypatch):
 # ------------------------------------------------------------------------------------------------------- real jobs
 
 
-def say(api, name, lines=3, pause=0.0, status=0):
+def say(api, name, lines=3, pause=0.0, status=0, end="true"):
     """Submits a line of shell in place of a stage."""
-    code = f"for n in $(seq 0 {lines - 1}); do echo line $n; sleep {pause}; done; exit {status}"
+    code = f"for n in $(seq 0 {lines - 1}); do echo line $n; sleep {pause}; done; {end}; exit {status}"
     api.submit(submission_id=name, entrypoint=code, metadata={"run": name})
 
 
 def test_the_status_of_a_job_is_ours(cluster, capsys):
     api = submit.Api(cluster.address)
     for status in (0, 1, 2):
-        say(api, f"status-{status}", status=status)
+        say(api, f"status-{status}", status=status, end="echo error: key: wrong")
         assert submit.follow(api, f"status-{status}") == status
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line")]
         assert lines == ["line 0", "line 1", "line 2"]
+    say(api, "died", status=2)  # as a library of torch's does that finds no file of its own
+    assert submit.follow(api, "died") == 1
+    assert "died failed: " in capsys.readouterr().err
 
 
 def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monkeypatch):
@@ -274,15 +295,60 @@ def test_leaving_a_job_and_ending_it(cluster, capsys, monkeypatch):
 
 def test_a_package_that_is_installed_elsewhere_is_uploaded(cluster, tmp_path, monkeypatch, capsys):
     """From a folder that is no clone, the nodes import what runs here, not what their image may have."""
-    assert submit.uploaded() == {"working_dir": "."}  # the clone
+    with submit.runtime_env({}) as clone:
+        assert clone["working_dir"] == "." and not clone["py_modules"]
     monkeypatch.chdir(tmp_path)
     api = submit.Api(cluster.address)
     where = "import pipeline, os; print('found', pipeline.__file__, os.path.isdir(pipeline.__path__[0] + '/jobs/demo'))"
     command = shlex.join(["python", "-c", where])
-    api.submit(submission_id="elsewhere", entrypoint=command, runtime_env=submit.uploaded())
+    with submit.runtime_env({}) as environment:
+        api.submit(submission_id="elsewhere", entrypoint=command, runtime_env=environment)
     assert submit.follow(api, "elsewhere") == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("found")]
     assert "py_modules" in line and line.endswith("True")
+
+
+ASKS = """
+import os, ray, pipeline.__main__
+pipeline.__main__.main([])
+print("driver", os.environ["HF_TOKEN"][::-1])
+ray.init(log_to_driver=False)
+print("worker", ray.get(ray.remote(lambda: os.environ["HF_TOKEN"][::-1]).remote()))
+"""
+
+
+def test_forwarded_secrets_reach_every_process_and_no_log_of_ray(cluster, capsys):
+    api, secret = submit.Api(cluster.address), "hf_" + "planted" * 4
+    with submit.runtime_env({"HF_TOKEN": secret}) as environment:
+        api.submit(
+            submission_id="secret", entrypoint=shlex.join(["python", "-c", ASKS]), runtime_env=environment
+        )
+    assert submit.follow(api, "secret") == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"driver {secret[::-1]}" in said and f"worker {secret[::-1]}" in said
+    assert secret not in str(api.get("/api/jobs/"))
+    logs = cluster.folder / "session_latest/logs"
+    assert len(found := [path for path in logs.rglob("*") if path.is_file()]) > 10
+    assert not [path for path in found if secret.encode() in path.read_bytes()]
+
+
+def test_addresses_that_ray_resolves_pass(cluster, tmp_path, monkeypatch, capsys):
+    """As anyscale:// or sagemaker_ray://: a module of that name knows where the cluster is, and what lets one in."""
+    (tmp_path / "mycloud.py").write_text(
+        "from ray.dashboard.modules.dashboard_sdk import ClusterInfo\n"
+        "def get_job_submission_client_cluster_info(address, **_):\n"
+        f"    return ClusterInfo('{cluster.address}', headers={{'Authorization': 'Bearer {TOKEN}'}})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "nothing"))
+    monkeypatch.setenv("RAY_ADDRESS", "mycloud://cluster-1")
+    assert submit.is_dashboard("mycloud://cluster-1") and not submit.is_dashboard("ray://head:10001")
+    assert submit.main(["jobs"]) == 0
+    assert preflight.look(submit.Api("mycloud://cluster-1").get, "mycloud://cluster-1").nodes
+    monkeypatch.setenv("RAY_ADDRESS", "nocloud://cluster-1")
+    assert submit.main(["jobs"]) == 2
+    assert "RAY_ADDRESS: 'nocloud://cluster-1' is unknown to Ray (" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -16,12 +16,18 @@ TOKEN = "0123456789abcdef" * 2
 
 
 class Head:
-    """From `with` to its end. `--block` ties the cluster to one process; `ray stop` would end every Ray here."""
+    """From `with` to its end. `--block` ties the cluster to one process; `ray stop` would end every Ray here.
 
-    def __init__(self) -> None:
+    Args:
+        options: more options of `ray start`.
+        environment: more variables of its processes.
+    """
+
+    def __init__(self, *options: str, **environment: str) -> None:
         self.port, gcs = free_port(), free_port()
         self.address, self.gcs = f"http://127.0.0.1:{self.port}", f"127.0.0.1:{gcs}"
-        self.options = [f"--dashboard-port={self.port}", f"--port={gcs}"]
+        self.options = [f"--dashboard-port={self.port}", f"--port={gcs}", *options]
+        self.environment = environment
         self.folder = Path(tempfile.mkdtemp(prefix="rh"))  # short: socket names in it have a limit
         self.token = self.folder / "token"
 
@@ -34,6 +40,7 @@ class Head:
         }
         for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "MLFLOW_TRACKING_URI", "PYTHONPATH"):
             environment.pop(name, None)
+        environment |= self.environment
         command = [str(Path(sys.prefix) / "bin/ray"), "start", "--head", "--block", "--disable-usage-stats"]
         command += ["--node-ip-address=127.0.0.1", *self.options]
         for name in ("dashboard-agent-listen-port", "ray-client-server-port"):

@@ -1,0 +1,95 @@
+"""What Ray's own autoscaler, version 2, does on a cloud without room for a type of node, and what a job then says."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from head import TOKEN, Head
+
+from tests.chaos.runs import until
+
+PROVIDER = """
+import json
+from ray.autoscaler.node_launch_exception import NodeLaunchException
+from ray.autoscaler.node_provider import NodeProvider
+from ray.autoscaler.tags import *
+
+class Cloud(NodeProvider):
+    '''A head that runs, and no room for any other node.'''
+    def non_terminated_nodes(self, tags): return ["head"]
+    def is_running(self, node): return True
+    def is_terminated(self, node): return False
+    def internal_ip(self, node): return ""
+    external_ip = internal_ip
+    def node_tags(self, node):
+        return {TAG_RAY_NODE_KIND: NODE_KIND_HEAD, TAG_RAY_USER_NODE_TYPE: "head", TAG_RAY_NODE_STATUS: STATUS_UP_TO_DATE,
+                TAG_RAY_NODE_NAME: "head"}
+    def create_node_with_resources_and_labels(self, config, tags, count, resources, labels):
+        with open(self.provider_config["log"], "a") as log:
+            log.write(tags[TAG_RAY_USER_NODE_TYPE] + chr(10))
+        raise NodeLaunchException("InsufficientInstanceCapacity", "no g6.2xlarge in us-west-2a", None)
+"""
+SECTIONS = ("auth", "file_mounts")
+LISTS = """initialization_commands setup_commands head_setup_commands worker_setup_commands head_start_ray_commands
+    worker_start_ray_commands cluster_synced_files rsync_exclude rsync_filter""".split()
+WAITS = """
+import ray, sys, time
+from pipeline.config import load_job
+from pipeline.on_ray import placement
+
+ray.init(log_to_driver=False, logging_level="error")
+print("before:", repr(placement.launch_failure()), flush=True)
+placement.REPORT_INTERVAL_S = 1.0
+job = load_job("jobs/demo/sft.yaml", ["scaling.use_gpu=true", "trainer.use_cpu=false", "run.placement_timeout_s=15"], "sft")
+placement.wait_for_one(job)
+"""
+
+
+@pytest.fixture
+def head(tmp_path, monkeypatch):
+    """A head whose autoscaler may start gpu1_spot and, with less priority, gpu1."""
+    (tmp_path / "cloud.py").write_text(PROVIDER)
+    gpu = {"resources": {"CPU": 8, "GPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 2}
+    types = {"head": {"resources": {"CPU": 4}, "node_config": {}, "max_workers": 0}}
+    types |= {"gpu1_spot": {**gpu, "priority": 10}, "gpu1": {**gpu, "priority": 1}}
+    provider = {"type": "external", "module": "cloud.Cloud", "log": str(tmp_path / "launches")}
+    config = {
+        "cluster_name": "c",
+        "max_workers": 4,
+        "idle_timeout_minutes": 1,
+        "upscaling_speed": 1.0,
+        "provider": provider,
+    }
+    config |= {
+        "available_node_types": types,
+        "head_node_type": "head",
+        "file_mounts_sync_continuously": False,
+    }
+    config |= {name: {} for name in SECTIONS} | {name: [] for name in LISTS}
+    (tmp_path / "cluster.yaml").write_text(json.dumps(config))
+    for name, value in {
+        "RAY_enable_autoscaler_v2": "1",
+        "RAY_CLOUD_INSTANCE_ID": "head",
+        "RAY_NODE_TYPE_NAME": "head",
+    }.items():
+        monkeypatch.setenv(name, value)
+    one = Head(f"--autoscaling-config={tmp_path / 'cluster.yaml'}", PYTHONPATH=str(tmp_path))
+    with one:
+        yield one
+
+
+def test_a_wait_names_the_launch_that_failed_and_ray_tries_no_other_type(head, tmp_path, in_root):
+    """So no page may promise that a spot type falls back to one on demand. If it ever does, this fails."""
+    joined = {"RAY_ADDRESS": head.gcs, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    command = [sys.executable, "-c", WAITS]
+    done = subprocess.run(command, env=os.environ | joined, capture_output=True, text=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "before: ''", done.stderr[-2000:]
+    why = "launches of gpu1_spot failed, and Ray tries no other type: Node Launch Exception (InsufficientInstanceCapacity): no g6"
+    assert [line for line in lines if line.startswith("waiting for") and why in line], (
+        done.stdout + done.stderr[-2000:]
+    )
+    assert "run.placement_timeout_s" in done.stderr and why in done.stderr
+    assert set(until((tmp_path / "launches").read_text, "launches").split()) == {"gpu1_spot"}
