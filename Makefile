@@ -12,6 +12,8 @@ PIP_ARGS ?=
 PORT ?= 5000
 CLUSTER ?= cluster.yaml
 NAME ?=
+VARIANT ?= cuda
+REGISTRY ?=
 
 # Make would take a key without ARGS for a variable of its own, and the job would ignore it. Keys begin with a small letter.
 stray := $(foreach one,$(.VARIABLES),$(if $(findstring command,$(origin $(one))),$(filter a% b% c% d% e% f% g% h% i% j% k% l% m% \
@@ -64,7 +66,7 @@ $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
 .PHONY: help setup rlhf init chat ui report sft rm dpo kto ppo evaluate sweep validate plan generate collect score serve export \
-        up status dashboard jobs logs stop down notebook test test-all lint format docs bench chaos faults gpu
+        up status dashboard jobs logs stop down image notebook test test-all lint format docs bench chaos faults gpu
 
 help: ## this list
 	@awk -F ':.*## ' '/^##@ / {print "\n" substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -138,6 +140,11 @@ stop: setup ## stop one of its jobs: NAME=...
 	@$(PY) -m pipeline.cloud.submit stop $(NAME)
 down: $(VENV)/.cloud ## terminate every node of the cluster
 	@$(PY) -m pipeline.cloud.clusterfile $@ $(CLUSTER) $(ARGS)
+
+image: ## build and push an image: REGISTRY=registry.io/me
+	@$(if $(REGISTRY),,echo "error: REGISTRY is missing; run make image REGISTRY=registry.io/me, after docker login there" >&2; exit 2)
+	@image=$(REGISTRY)/rlhf:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)$(if $(filter cuda,$(VARIANT)),-cuda); \
+	docker build --platform linux/amd64 --build-arg VARIANT=$(VARIANT) -t $$image . && docker push $$image && echo "export IMAGE=$$image"
 
 ##@ Learn and develop
 notebook: $(VENV)/.notebook ## run notebooks/*.ipynb and say how to open them

@@ -30,9 +30,10 @@ TEXTS = {"README.md": README, "AGENTS.md": (ROOT / "AGENTS.md").read_text(), **P
 
 
 def commands_of(text):
-    """Returns the commands in the bash blocks of a page."""
+    """Returns the commands in the bash blocks of a page, without those that need an account."""
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = "".join(blocks).replace("\\\n", "").splitlines()
+    lines = [line for line in lines if not line.endswith("# account")]
     return [line.split("  #")[0].strip() for line in lines if line.strip()]
 
 
@@ -289,7 +290,9 @@ def test_every_command_is_covered():
         *("make gpu", "SMALL=1 make gpu"),  # gpu/test_rehearsal.py
         "python -m tests.gpu.pretend",  # gpu/test_runs.py
         *("make up", "make dashboard", "make down"),  # cluster/test_ray_up.py
-        "hf jobs run --dry-run",  # cloud/test_launchers.py
+        "hf jobs uv run --dry-run",  # cloud/test_launchers.py
+        "make image",  # cloud/test_image.py
+        *("export IMAGE=", "python -m pipeline.cloud.rayjob"),  # cloud/test_rayjob.py
         *(".venv/bin/ray get-auth-token", "aws cloudformation deploy"),  # cloud/test_clusterfile.py, below
         *("RAY_ADDRESS=http", "RAY_ADDRESS=auto"),  # tests/cloud/test_submit.py, and above
         "curl -s http://127.0.0.1:8000",  # serving/test_server.py

@@ -154,7 +154,7 @@ def test_the_files_that_are_checked_are_still_those_that_ray_uploads(tmp_path):
 
 
 def test_the_hidden_command_that_drains_a_node_still_takes_our_options():
-    """pipeline/cloud/spot.py and tests/chaos/faults.py: `ray drain-node`."""
+    """jobs/cloud/spot.py and tests/chaos/faults.py: `ray drain-node`."""
     from ray.scripts.scripts import cli
 
     options = {option for one in cli.commands["drain-node"].params for option in one.opts}

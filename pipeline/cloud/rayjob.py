@@ -1,20 +1,24 @@
-"""Converts a job file to a RayJob of KubeRay, a manifest that starts a cluster for one run and then ends it.
+"""Converts job files to a RayJob of KubeRay, a manifest that starts a cluster for them and then ends it.
 
-    python -m pipeline.cloud.rayjob jobs/demo/sft.yaml run.storage_path=/mnt/runs mlflow.tracking_uri=http://mlflow:5000 \
-        > sft.yaml
-    kubectl create secret generic rlhf --from-literal=HF_TOKEN=$HF_TOKEN       (and MLFLOW_TRACKING_*, as needed)
-    kubectl create serviceaccount rlhf-head; kubectl create serviceaccount rlhf-worker   (EKS, GKE: their access to a bucket)
-    kubectl apply -f sft.yaml
+    export IMAGE=REGISTRY/rlhf:0.1.0-cuda KEYS="run.storage_path=/mnt/runs mlflow.tracking_uri=http://mlflow:5000"
+    python -m pipeline.cloud.rayjob jobs/velo $KEYS > velo.yaml                     the whole pipeline, as `rlhf`
+    python -m pipeline.cloud.rayjob jobs/velo/sft.yaml $KEYS > sft.yaml             one stage, or several one after another
+    python -m pipeline.cloud.rayjob jobs/velo/serve.yaml $KEYS > serve.yaml         a RayService
+    kubectl apply -f velo.yaml
 
-jobs/rayjob.yaml is an example with rollout workers; a job of `serve` becomes a RayService, as in jobs/rayservice.yaml. Their
-first lines have the commands that made them. The image is built from Dockerfile; IMAGE names another image. Storage is a
-bucket, or a claim `rlhf-runs` mounted at the storage path. A base from the hub stays in a claim `rlhf-models`, which outlives
-the job (both ReadWriteMany). If a job selects GPUs, GPU names the one of its pods (default: the first that the job allows) and
-NODE_SELECTOR the Kubernetes nodes with it, e.g. cloud.google.com/gke-accelerator=nvidia-h100-80gb. Rollout workers of a ppo
-job get separate pods, on the nodes of ROLLOUT_NODE_SELECTOR, e.g. cloud.google.com/gke-spot=true. The pods of each group have
-the labels of scaling.label_selector and rollout.label_selector. Secrets are named, never written.
+jobs/cloud/kubernetes.yaml has what these need once: claims, accounts, secret, MLflow. `make image` builds IMAGE. Runs are in a
+bucket, or in the claim `rlhf-runs` at the storage path; a base from the hub stays in the claim `rlhf-models`. Variables:
+
+    GPU, NODE_SELECTOR       if a job selects GPUs: which its nodes have, and the Kubernetes label of these nodes, as
+                             GPU=H100 NODE_SELECTOR=cloud.google.com/gke-accelerator=nvidia-h100-80gb
+    ROLLOUT_NODE_SELECTOR    the same for rollout workers, e.g. cloud.google.com/gke-spot=true
+    NODE_GPUS                GPUs of a node, by default 8: workers share a pod of up to so many
+    QUEUE, PRIORITY_CLASS    Kueue's queue, which starts the suspended job; a priority class of the pods
+    DEADLINE_HOURS           after which the job is ended, by default 72; applied again, it resumes
+    SCHEDULE                 as "0 3 * * 1": a RayCronJob (alpha in KubeRay 1.7), a new run each time
 """
 
+import copy
 import math
 import os
 import re
@@ -26,7 +30,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.cloud.submit import FORWARDED
+from pipeline.commands import rlhf
 from pipeline.config import Job, load_job
 from pipeline.errors import InputError
 from pipeline.on_ray import placement
@@ -34,15 +38,16 @@ from pipeline.on_ray.placement import Bundle, Group
 from pipeline.planning.plan import GPUS
 from pipeline.system import storage
 
-IMAGE = f"ghcr.io/OWNER/rlhf:{version('rlhf-pipeline')}"  # published by release.yml from the account OWNER
 CLAIM = "rlhf-runs"
 # The operator lets the head's account start and end the cluster's pods. The workers' account may not.
-ACCOUNTS = {"ray-head": "rlhf-head", "ray-worker": "rlhf-worker"}
+ACCOUNTS = {"ray-head": "rlhf-head", "ray-worker": "rlhf-worker", "ray-job-submitter": "rlhf-worker"}
 # {section of the job: environment variable that selects the Kubernetes nodes of its pods}
 NODE_SELECTORS = {"scaling": "NODE_SELECTOR", "rollout": "ROLLOUT_NODE_SELECTOR"}
-NAME = 47  # characters of a RayJob's name that the operator accepts
-# Most clusters keep pods without a GPU away from GPU nodes by this taint.
-TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+VARIABLES = (
+    "IMAGE", "GPU", *NODE_SELECTORS.values(), "NODE_GPUS", "QUEUE", "PRIORITY_CLASS", "DEADLINE_HOURS", "SCHEDULE",
+)  # fmt: skip
+NAME = {"RayJob": 47, "RayService": 47, "RayCronJob": 36}  # characters of a name that the operator accepts
+TEMPLATE = yaml.safe_load(Path(__file__).with_name("rayjob-template.yaml").read_text(encoding="utf-8"))
 
 
 class Lines(str):
@@ -50,7 +55,10 @@ class Lines(str):
 
 
 class Dumper(yaml.SafeDumper):
-    """Dumps YAML as yaml.safe_dump does, and Lines as blocks."""
+    """Dumps YAML as yaml.safe_dump does, without aliases, and Lines as blocks."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 Dumper.add_representer(
@@ -58,154 +66,221 @@ Dumper.add_representer(
 )
 
 
-def manifest(job: Job, path: str, overrides: list[str]) -> dict[str, Any]:
-    """Returns the RayJob that runs `path` with `overrides`, or the RayService that serves it.
+def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
+    """Returns the RayJob, RayCronJob or RayService of a folder of jobs or of job files.
 
-    Raises InputError for storage that pods do not share, and for a GPU that the job does not allow.
+    Raises InputError for storage that pods do not share, and for variables that are missing or contradict a job.
     """
-    storage_path = job.run.storage_path
-    if not storage.is_remote(storage_path) and not os.path.isabs(storage_path):
-        advice = f"use s3://BUCKET/runs, or /mnt/runs for the claim {CLAIM}"
-        raise InputError(f"{storage_path!r} would lie inside one pod; {advice}", key="run.storage_path")
-    given = job.run.name or f"{Path(path).parent.name or 'rlhf'}-{job.stage}"  # profile and stage
-    name = re.sub(r"[^a-z0-9-]+", "-", given.lower()).strip("-")[:NAME].rstrip("-")
-    ray = version("ray")
-    cluster = {
-        "rayVersion": ray,
-        # The operator creates a secret with a token and gives it to every pod. Without it, anyone who reaches port
-        # 8265 of the head can run code in the cluster. Needs KubeRay 1.6.
-        "authOptions": {"mode": "token"},
-        "enableInTreeAutoscaling": True,
-        "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": 600},  # v1 knows no label selectors
-        "headGroupSpec": {
-            # Two of the head's CPUs tokenize rows. The others run Ray's control processes and the driver. The operator, in
-            # another pod, queries the dashboard about the job, with the token.
-            "rayStartParams": {"num-cpus": "2", "dashboard-host": "0.0.0.0"},
-            "template": {"spec": pod(job, "ray-head", {"cpu": "4", "memory": "16Gi"})},
-        },
-        "workerGroupSpecs": [group(job, one) for one in placement.groups(job)],
-    }
-    top = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": name}}
-    if job.stage == "serve":
-        application = {
-            "name": job.run.name or "serve",
-            "route_prefix": "/",
-            "import_path": "pipeline.commands.serve:build",
-            "args": {"job": path, "overrides": [*overrides, "serve.host=0.0.0.0"]},
-        }
-        # Ray Serve's proxy on each node
-        proxy = {"host": "0.0.0.0", "port": job.serve.port}
-        config = {"http_options": proxy, "applications": [application]}
-        text = Lines(yaml.safe_dump(config, sort_keys=False, width=120))
-        return {**top, "kind": "RayService", "spec": {"serveConfigV2": text, "rayClusterConfig": cluster}}
-    return {
-        **top,
-        "spec": {
-            "entrypoint": shlex.join(["python", "-m", "pipeline", job.stage, path, *overrides]),
-            "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": 600,  # time to read the logs of the pods
-            "backoffLimit": 0,  # no retries here: run.max_failures restarts workers
-            "rayClusterSpec": cluster,
-        },
-    }
-
-
-def group(job: Job, workers: Group) -> dict[str, Any]:
-    """Returns a group of pods, one for each worker, with labels that satisfy the label_selector of `section`."""
-    each, section = workers.each, workers.section
-    labels = labels_of(each, section)
-    if gpus := math.ceil(each.resources.get("GPU", 0)):
-        requests = {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": str(gpus)}
+    jobs, whole = load(paths, overrides), Path(paths[0]).is_dir()
+    schedule, queue = os.environ.get("SCHEDULE"), os.environ.get("QUEUE")
+    kind = "RayService" if jobs[0].stage == "serve" else "RayCronJob" if schedule else "RayJob"
+    name = re.sub(r"[^a-z0-9-]+", "-", (profile_of(jobs[0]) if whole else run_of(jobs[0])).lower())
+    metadata: dict[str, Any] = {"name": name.strip("-")[: NAME[kind]].rstrip("-")}
+    cluster = {"rayVersion": version("ray"), **copy.deepcopy(TEMPLATE["cluster"])}
+    cluster["headGroupSpec"]["template"] = pod(jobs, "ray-head", {"cpu": "4", "memory": "16Gi"})
+    cluster["workerGroupSpecs"] = worker_groups(jobs)
+    if any(group["replicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"]):
+        cluster |= TEMPLATE["autoscaler"]
+        if queue:
+            raise InputError(
+                "Kueue takes no cluster that grows; set one number of workers", "scaling.num_workers"
+            )
+    if queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": queue}
+    if kind == "RayService":
+        spec = {"serveConfigV2": serve_config(jobs[0], paths[0], overrides), "rayClusterConfig": cluster}
     else:
-        requests = {"cpu": str(math.ceil(each.resources.get("CPU", 1))), "memory": "8Gi"}
+        spec = copy.deepcopy(TEMPLATE["job"])
+        spec["entrypoint"] = entrypoint(paths, jobs, overrides)
+        spec["activeDeadlineSeconds"] = int(number("DEADLINE_HOURS", 72) * 3600)
+        spec["submitterPodTemplate"]["spec"] |= pod(
+            [], "ray-job-submitter", {"cpu": "500m", "memory": "1Gi"}
+        )["spec"]
+        spec |= {"suspend": bool(queue), "rayClusterSpec": cluster}
+    if kind == "RayCronJob":
+        spec = {"schedule": schedule, "jobTemplate": spec}
+    return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def load(paths: list[str], overrides: list[str]) -> list[Job]:
+    """Returns the jobs of a folder or of files. Raises InputError if their storage would lie inside one pod."""
+    whole = Path(paths[0]).is_dir()
+    jobs = (
+        [*rlhf.load(paths[0], overrides).values()] if whole else [load_job(one, overrides) for one in paths]
+    )
+    for path in {job.run.storage_path for job in jobs}:
+        if not storage.is_remote(path) and not os.path.isabs(path):
+            advice = f"use s3://BUCKET/runs, or /mnt/runs for the claim {CLAIM}"
+            raise InputError(f"{path!r} would lie inside one pod; {advice}", key="run.storage_path")
+    return jobs
+
+
+def profile_of(job: Job) -> str:
+    return Path(job.source).parent.name or "rlhf"
+
+
+def run_of(job: Job) -> str:
+    """Returns the name of a job's run, by which it resumes if the manifest is applied again."""
+    return job.run.name or f"{profile_of(job)}-{job.stage}"
+
+
+def entrypoint(paths: list[str], jobs: list[Job], overrides: list[str]) -> str:
+    """Returns the command of the driver: `rlhf` for a folder, else one stage after another."""
+    unnamed = [] if os.environ.get("SCHEDULE") else [job for job in jobs if not job.run.name]
+    start = ["python", "-m", "pipeline"]
+    if Path(paths[0]).is_dir():
+        names = [f"{job.stage}.run.name={run_of(job)}" for job in unnamed]
+        return shlex.join([*start, "rlhf", paths[0], *overrides, *names])
+    commands = []
+    for path, job in zip(paths, jobs, strict=True):
+        names = [f"run.name={run_of(job)}"] if job in unnamed else []
+        commands.append(shlex.join([*start, job.stage, path, *overrides, *names]))
+    return commands[0] if len(commands) == 1 else shlex.join(["bash", "-c", " && ".join(commands)])
+
+
+def serve_config(job: Job, path: str, overrides: list[str]) -> Lines:
+    """Returns the configuration of Ray Serve, whose proxy runs on each node."""
+    application = {
+        "name": job.run.name or "serve",
+        "route_prefix": "/",
+        "import_path": "pipeline.commands.serve:build",
+        "args": {"job": path, "overrides": [*overrides, "serve.host=0.0.0.0"]},
+    }
+    config = {"http_options": {"host": "0.0.0.0", "port": job.serve.port}, "applications": [application]}
+    return Lines(yaml.safe_dump(config, sort_keys=False, width=120))
+
+
+def worker_groups(jobs: list[Job]) -> list[dict[str, Any]]:
+    """Returns the groups of pods for the workers of all jobs: for alike workers, as many as the largest job has."""
+    found: dict[str, list[tuple[Group, str]]] = {}
+    for job in jobs:
+        for workers in placement.groups(job):
+            strategy = job.scaling.get("placement_strategy") or "PACK"
+            found.setdefault(f"{workers.section} {workers.each}", []).append((workers, strategy))
+    made: list[dict[str, Any]] = []
+    for alike in found.values():
+        largest = max((workers for workers, _ in alike), key=lambda one: (one.most, one.fewest))
+        one = group(jobs, largest, {strategy for _, strategy in alike})
+        again = sum(other["groupName"].startswith(one["groupName"]) for other in made)
+        made.append(one | {"groupName": f"{one['groupName']}-{again + 1}" if again else one["groupName"]})
+    return made
+
+
+def group(jobs: list[Job], workers: Group, strategies: set[str]) -> dict[str, Any]:
+    """Returns a group of pods with labels that satisfy the label_selector of `section`.
+
+    Workers of a fixed number share pods, so that they exchange gradients within a node.
+    """
+    each, section, count = workers.each, workers.section, workers.most
+    gpus = math.ceil(each.resources.get("GPU", 0))
+    room = int(number("NODE_GPUS", 8)) // gpus if gpus else 1
+    alone = section == "rollout" or workers.fewest < count or strategies & {"SPREAD", "STRICT_SPREAD"}
+    shared = 1 if alone else max(n for n in range(1, max(room, 1) + 1) if count % n == 0)
+    if "STRICT_PACK" in strategies and section == "scaling":
+        shared = count
+        if gpus and count > room:
+            raise InputError(
+                f"found {room * gpus}, but {count} workers have to share one node", key="NODE_GPUS"
+            )
+    cpus = 8 if gpus else math.ceil(each.resources.get("CPU", 1))
+    requests = {"cpu": str(cpus * shared), "memory": f"{(64 if gpus else 8) * shared}Gi"}
+    requests |= {"nvidia.com/gpu": str(gpus * shared)} if gpus else {}
+    labels, nodes = labels_of(each, section), os.environ.get(NODE_SELECTORS[section])
+    if placement.GPU_LABEL in labels and not nodes:
+        why = f"missing; Ray believes the label {labels[placement.GPU_LABEL]}, so name the nodes that have this GPU"
+        raise InputError(
+            f"{why}, e.g. cloud.google.com/gke-accelerator=nvidia-h100-80gb", key=NODE_SELECTORS[section]
+        )
     return {
         "groupName": "workers" if section == "scaling" else "rollout-workers",
-        "replicas": 0,
-        "minReplicas": 0,
-        "maxReplicas": workers.most,
+        "replicas": workers.fewest // shared,
+        "minReplicas": workers.fewest // shared,
+        "maxReplicas": count // shared,
         # No CPUs in GPU pods, so that tasks without a GPU do not start one.
         "rayStartParams": {"num-cpus": "0"} if gpus else {},
         **({"labels": labels} if labels else {}),
-        "template": {"spec": pod(job, "ray-worker", requests, os.environ.get(NODE_SELECTORS[section]))},
+        "template": pod(jobs, "ray-worker", requests, nodes),
     }
 
 
 def labels_of(each: Bundle, section: str) -> dict[str, str]:
-    """Returns the labels that worker pods need for a worker's selector; without them, the autoscaler starts no pod."""
+    """Returns the labels that worker pods need for a worker's selector; without them, Ray places no worker."""
     labels = {}
     for key, value in each.selector.items():
         if placement.matches({key: value}, {}):  # it only excludes values, so no label is needed
             continue
         names = re.sub(r"^in\((.*)\)$", r"\1", value).split(",")
         if key == placement.GPU_LABEL:
-            names = [os.environ["GPU"]] if os.environ.get("GPU") else list(GPUS)
-        wanted = {key: value}
-        fitting = [name for name in names if placement.matches(wanted, {key: name})]
-        if not fitting:
-            what = "GPU" if key == placement.GPU_LABEL else key
-            found = f"{what}: found {', '.join(names)}, expected one of {value}"
-            raise InputError(found, key=f"{section}.label_selector")
+            names = [os.environ["GPU"]] if os.environ.get("GPU") else [name for name in GPUS if name in names]
+        fitting = [name for name in names if placement.matches({key: value}, {key: name})]
+        what = "GPU" if key == placement.GPU_LABEL else key
+        if not fitting or (what == "GPU" and len(fitting) > 1):
+            raise InputError(
+                f"{what}: found {', '.join(names)}, expected one of {value}", f"{section}.label_selector"
+            )
         labels[key] = fitting[0]
     return labels
 
 
 def pod(
-    job: Job, container: str, resources: dict[str, str], node_selector: str | None = None
+    jobs: list[Job], container: str, resources: dict[str, str], nodes: str | None = None
 ) -> dict[str, Any]:
-    """Returns a pod: the image, the secrets by name, memory for Ray's object store, the shared folders.
+    """Returns a pod of the template, with the shared folders that the jobs need.
 
-    `node_selector` has the labels of the Kubernetes nodes that it may run on, as NAME=VALUE,...
+    `nodes` has the labels of the Kubernetes nodes that it may run on, as NAME=VALUE,...
     """
-    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "4Gi"}}]
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
-    if not storage.is_remote(job.run.storage_path):
-        volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": CLAIM}})  # ReadWriteMany
-        mounts.append({"name": "runs", "mountPath": job.run.storage_path})
-    env: list[dict[str, Any]] = [
-        {"name": n, "valueFrom": {"secretKeyRef": {"name": "rlhf", "optional": True, "key": n}}}
-        for n in FORWARDED
-    ]
-    if not os.path.isdir(job.model.name_or_path):  # a folder would be part of the image
-        # ReadWriteMany; the hub's cache
-        volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": "rlhf-models"}})
-        mounts.append({"name": "models", "mountPath": "/models"})
-        env.append({"name": "HF_HOME", "value": "/models"})
-    cuda = any(one.each.resources.get("GPU") for one in placement.groups(job))
-    nodes: dict[str, Any] = {}
+    made = copy.deepcopy(TEMPLATE["pod"])
+    spec, (main,) = made["spec"], made["spec"]["containers"]
+    image = os.environ.get("IMAGE", "")
+    if not image or "OWNER" in image:
+        raise InputError(
+            f"found {image!r}, expected an image that you pushed: make image REGISTRY=...", key="IMAGE"
+        )
+    spec["serviceAccountName"] = ACCOUNTS[container]
+    main |= {"name": container, "image": image, "resources": {"requests": resources, "limits": resources}}
+    # {claim: where it is mounted}; both are ReadWriteMany
+    claims = {}
+    if jobs and not storage.is_remote(jobs[0].run.storage_path):
+        claims[CLAIM] = jobs[0].run.storage_path
+    if any(not os.path.isdir(job.model.name_or_path) for job in jobs):  # a folder would be part of the image
+        claims["rlhf-models"] = "/models"
+        main["env"] = [{"name": "HF_HOME", "value": "/models"}]
+    for claim, path in claims.items():
+        spec["volumes"].append({"name": claim, "persistentVolumeClaim": {"claimName": claim}})
+        main["volumeMounts"].append({"name": claim, "mountPath": path})
     if "nvidia.com/gpu" in resources:
-        nodes["tolerations"] = [TOLERATION]
-    if node_selector:
-        nodes["nodeSelector"] = dict(one.split("=", 1) for one in node_selector.split(","))
-    return {
-        "serviceAccountName": ACCOUNTS[container],
-        **nodes,
-        "containers": [
-            {
-                "name": container,
-                "image": os.environ.get("IMAGE", f"{IMAGE}-cuda" if cuda else IMAGE),
-                "workingDir": "/home/ray/rlhf",  # the project in the image
-                "env": env,
-                "resources": {"requests": resources, "limits": resources},
-                "volumeMounts": mounts,
-            }
-        ],
-        "volumes": volumes,
-    }
+        spec["tolerations"] = TEMPLATE["tolerations"]
+    if nodes:
+        spec["nodeSelector"] = dict(one.split("=", 1) for one in nodes.split(","))
+    if name := os.environ.get("PRIORITY_CLASS"):
+        spec["priorityClassName"] = name
+    return made
+
+
+def number(name: str, default: float) -> float:
+    """Returns the positive number of an environment variable."""
+    given = os.environ.get(name) or str(default)
+    if not re.fullmatch(r"\d+(\.\d+)?", given) or not float(given):
+        raise InputError(f"found {given}, expected a number above 0", key=name)
+    return float(given)
 
 
 def main(arguments: list[str]) -> int:
     try:
-        if not arguments:
-            raise InputError("expected a job file, for example jobs/demo/sft.yaml run.storage_path=...")
-        path, *overrides = arguments
-        job = load_job(path, overrides)
-        rayjob = manifest(job, path, overrides)
+        paths = [one for one in arguments if "=" not in one]
+        if not paths:
+            raise InputError(
+                "expected a folder of jobs or job files, for example jobs/velo run.storage_path=..."
+            )
+        made = manifest(paths, [one for one in arguments if "=" in one])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"# Made by: python -m pipeline.cloud.rayjob {shlex.join(arguments)}")
+    variables = [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
+    command = shlex.join([*variables, "python", "-m", "pipeline.cloud.rayjob", *arguments])
+    print(f"# Made by: {command}")
     print("# What it is and what it needs: pipeline/cloud/rayjob.py. Apply it: kubectl apply -f THIS_FILE")
-    print(yaml.dump(rayjob, Dumper=Dumper, sort_keys=False, width=120), end="")
+    print(yaml.dump(made, Dumper=Dumper, sort_keys=False, width=120), end="")
     return 0
 
 

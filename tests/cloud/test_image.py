@@ -34,10 +34,29 @@ def test_what_is_copied_is_there_and_let_in():
 
 
 def test_every_file_names_the_image_of_this_version():
-    files = ["rayjob.yaml", "rayservice.yaml", "../docs/clusters.md"]
+    files = ["rayjob.yaml", "../docs/clusters.md"]
     for name in files:
-        tags = re.findall(r"ghcr\.io/OWNER/rlhf:([\w.-]+\w)", (ROOT / "jobs" / name).read_text())
+        tags = re.findall(r"REGISTRY/rlhf:([\w.-]+\w)", (ROOT / "jobs" / name).read_text())
         assert tags and {tag.removesuffix("-cuda") for tag in tags} == {VERSION}, name
+
+
+def test_the_image_is_built_for_the_cpus_of_clouds_and_pushed(tmp_path):
+    (tmp_path / "docker").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/log\n')
+    (tmp_path / "docker").chmod(0o755)
+    how = {
+        "cwd": ROOT,
+        "env": {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        "capture_output": True,
+        "text": True,
+    }
+    done = subprocess.run(["make", "image"], **how)
+    assert done.returncode == 2 and "REGISTRY is missing" in done.stderr and not (tmp_path / "log").exists()
+    for variant, tag in (("cuda", f"{VERSION}-cuda"), ("cpu", VERSION)):
+        done = subprocess.run(["make", "image", "REGISTRY=r.io/me", f"VARIANT={variant}"], **how)
+        assert f"export IMAGE=r.io/me/rlhf:{tag}" in done.stdout
+        built, pushed = (tmp_path / "log").read_text().splitlines()[-2:]
+        assert built == f"build --platform linux/amd64 --build-arg VARIANT={variant} -t r.io/me/rlhf:{tag} ."
+        assert pushed == f"push r.io/me/rlhf:{tag}"
 
 
 @pytest.mark.slow

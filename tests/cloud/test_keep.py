@@ -6,9 +6,8 @@ import sys
 import time
 from contextlib import closing
 
+import keep
 from running import ROOT
-
-from pipeline.cloud import keep
 
 
 def rows(database):
@@ -40,7 +39,7 @@ def test_the_watch_copies_what_changed(tmp_path):
     database, kept = tmp_path / "mlflow.db", tmp_path / "bucket/mlflow.db"
     code = "import keep, sys; keep.EVERY_SECONDS = 0.1; keep.watch(*sys.argv[1:])"
     command = [sys.executable, "-c", code, str(database), f"file://{kept}"]
-    with subprocess.Popen(command, cwd=ROOT / "pipeline/cloud") as watcher:
+    with subprocess.Popen(command, cwd=ROOT / "jobs/cloud") as watcher:
         try:
             for number in (1, 2):
                 with closing(sqlite3.connect(database)) as one:

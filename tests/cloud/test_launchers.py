@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,7 @@ def ran(tmp_path, **env):
         program.chmod(0o755)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/activate").touch()
-    node = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"}
-    node |= {"HOME": str(tmp_path)}
+    node = {"HOME": str(tmp_path)}
     done = subprocess.run(
         ["bash", "-c", TASK["run"]], cwd=tmp_path, env=TASK["envs"] | node | {"PATH": f"{programs}:{os.environ['PATH']}"} | env,
         capture_output=True, text=True, timeout=60,
@@ -54,6 +54,21 @@ def test_the_jobs_that_sky_starts_are_valid_and_continue(tmp_path, monkeypatch):
     jobs = [load_job(f"{folder}/{stage}.yaml", overrides_of(stage, overrides), stage) for stage in ORDER]
     assert len({job.run.name for job in jobs}) == len(ORDER), "a named run continues on the next node"
     assert all(job.scaling["use_gpu"] and job.run.storage_path == "/mnt/rlhf/runs" for job in jobs)
+
+
+def test_sky_sets_up_a_python_that_its_image_lacks(tmp_path):
+    """The image has uv and Python 3.10; `make .venv/.cloud` alone finds none."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("uv", "make"):
+        (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/log\n')
+        (programs / name).chmod(0o755)
+    node = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    subprocess.run(["bash", "-ec", TASK["setup"]], cwd=tmp_path, env=node, check=True, timeout=60)
+    log = (tmp_path / "log").read_text().splitlines()
+    assert log == ["uv venv --seed --python 3.11 .venv", "make .venv/.cloud"]
+    assert (TASK["resources"]["cpus"], TASK["resources"]["memory"]) == ("8+", "32+")
+    assert TASK["resources"]["autostop"]["down"] and "num_nodes" not in TASK
 
 
 def test_sky_serves_what_it_trained(tmp_path, monkeypatch):
@@ -81,21 +96,34 @@ def test_skypilot_reads_its_file_and_rejects_a_broken_copy(tmp_path):
     assert broken.returncode != 0 and "did you mean 'disk_size'" in broken.stderr
 
 
-def test_hf_takes_the_command_of_the_page_and_its_job_is_valid(monkeypatch):
-    """By the `hf` of the pinned huggingface_hub; --dry-run needs no network."""
+def test_hf_takes_the_command_of_the_page_and_its_job_is_valid(monkeypatch, tmp_path):
+    """By the `hf` of the pinned huggingface_hub; --dry-run needs no network. The script runs here, beside the clone."""
 
     def hf(command):
         program = [Path(sys.executable).parent / "hf", *shlex.split(command)[1:]]
         env = {**os.environ, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "1"}
-        return subprocess.run(program, capture_output=True, text=True, timeout=120, env=env)
+        return subprocess.run(program, capture_output=True, text=True, timeout=120, env=env, cwd=ROOT)
 
     page = (ROOT / "docs/clusters.md").read_text().replace("\\\n", "")
-    [command] = re.findall(r"^hf jobs run .*$", page, re.MULTILINE)
+    [command] = re.findall(r"^hf jobs uv run .*$", page, re.MULTILINE)
     done = hf(command)
     assert done.returncode == 0 and "flavor   l4x1" in done.stdout, done.stdout + done.stderr
-    assert re.search(r"\bl4x1\b", hf("hf jobs run --help").stdout), "the client checks no flavor"
+    assert re.search(r"\bl4x1\b", hf("hf jobs uv run --help").stdout), "the client checks no flavor"
     assert "hf://buckets/ME/rlhf:/mnt/rlhf" in done.stdout and "timeout  8h" in done.stdout
     assert hf(command.replace("--timeout 8h", "--attempts 0")).returncode != 0
-    stage, path, *overrides = shlex.split(command.partition("python -m pipeline ")[2])
+    stage, path, *overrides = shlex.split(command.partition("jobs/cloud/hf_job.py ")[2])
     monkeypatch.chdir(ROOT)
     load_job(path.replace("velo", "own"), overrides, stage)
+    script = [sys.executable, ROOT / "jobs/cloud/hf_job.py", stage, "--help"]
+    assert (
+        "--quiet" in subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=120).stdout
+    )
+
+
+def test_the_script_for_hf_installs_the_pins():
+    """Its first block is that of PEP 723, as uv reads it."""
+    text = (ROOT / "jobs/cloud/hf_job.py").read_text()
+    [block] = re.findall(r"(?m)^# /// script$\s((?:^#(?:| .*)$\s)+?)^# ///$", text)
+    facts = tomllib.loads("".join(line[2:] or "\n" for line in block.splitlines(keepends=True)))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert facts == {key: project[key] for key in ("requires-python", "dependencies")}

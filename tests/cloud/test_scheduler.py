@@ -157,24 +157,42 @@ def test_preflight_looks_at_rollout_workers_too(aws):
 
 
 def read_by_kuberay(made):
-    """The node types that Ray's own autoscaler reads out of a manifest."""
+    """The node types that Ray's own autoscaler reads out of a manifest, as if none of them were up."""
     spec = made.get("rayClusterSpec") or made["rayClusterConfig"]
     for group in spec["workerGroupSpecs"]:
-        group["numOfHosts"] = 1  # the operator's default
+        group |= {"numOfHosts": 1, "replicas": 0, "minReplicas": 0}  # the first is the operator's default
+    spec["autoscalerOptions"] = {"version": "v2"}
     return _derive_autoscaling_config_from_ray_cr({"metadata": {"namespace": "a", "name": "b"}, "spec": spec})
 
 
+def as_placed(job):
+    """What the autoscaler is asked for: with STRICT_PACK one node for all workers."""
+    each = bundles(job)
+    if job.scaling.get("placement_strategy") != "STRICT_PACK":
+        return each
+    total = Counter()
+    for one in each:
+        total.update(one.resources)
+    return [replace(each[0], resources=dict(total))]
+
+
 @pytest.mark.parametrize("name", JOBS)
-def test_kuberay_starts_a_pod_for_each_worker_and_none_for_a_task(name, monkeypatch):
-    for variable in ("GPU", "NODE_SELECTOR"):
+def test_the_pods_of_kuberay_hold_the_workers_as_they_are_placed(name, monkeypatch):
+    for variable in rayjob.VARIABLES:
         monkeypatch.delenv(variable, raising=False)
+    for variable, value in {"IMAGE": "r.io/rlhf:1", "GPU": "H100", "NODE_SELECTOR": "gpu=h100"}.items():
+        monkeypatch.setenv(variable, value)
     overrides = ["run.storage_path=s3://b/runs", "mlflow.tracking_uri=http://m:5000"]
     if name.endswith("serve"):
         overrides.append("serve.feedback_path=/mnt/feedback")
     job = load_job(f"jobs/{name}.yaml", overrides)
-    config = read_by_kuberay(rayjob.manifest(job, f"jobs/{name}.yaml", overrides)["spec"])
-    assert started(config, bundles(job)) == {"workers": job.workers[1]}
+    spec = rayjob.manifest([f"jobs/{name}.yaml"], overrides)["spec"]
+    [group] = (spec.get("rayClusterSpec") or spec["rayClusterConfig"])["workerGroupSpecs"]
+    config = read_by_kuberay(spec)
+    assert started(config, as_placed(job)) == {"workers": group["maxReplicas"]}
     assert started(config, tasks=1000) == {}
+    if name.startswith("llama3-70b/"):
+        assert group["maxReplicas"] == 1, "STRICT_PACK is one node, and a pod is a node"
 
 
 @pytest.mark.parametrize("profile", ["demo", "llama3-8b-qlora", "llama3-8b", "llama3-70b-qlora"])

@@ -7,10 +7,9 @@ import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
+import spot
 from running import ROOT
 from servers import Handler, listening
-
-from pipeline.cloud import spot
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def test_a_notice_drains_the_node_once_ray_takes_it(service, tmp_path):
     environment = os.environ | {"METADATA_ADDRESS": service.address}
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     command = [sys.executable, "-c", "import spot, sys; spot.EVERY_SECONDS = 0.1; sys.exit(spot.main())"]
-    how = {"cwd": ROOT / "pipeline/cloud", "env": environment, "stdout": subprocess.PIPE, "text": True}
+    how = {"cwd": ROOT / "jobs/cloud", "env": environment, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **how) as watcher:
         time.sleep(1)
         assert watcher.poll() is None and not (tmp_path / "asked").exists()

@@ -228,7 +228,7 @@ def the_alias_moves(cluster, client):
 
 
 def test_serve_deploy(cluster, settings):
-    """Ray Serve's own command, as docs/serving.md and jobs/rayservice.yaml have it."""
+    """Ray Serve's own command, as docs/serving.md has it."""
     application = {"name": "demo", "route_prefix": "/", "import_path": "pipeline.commands.serve:build"}
     application["args"] = {"job": "jobs/demo/serve.yaml", "overrides": settings}
     config = cluster.folder / "serve.yaml"
