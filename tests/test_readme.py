@@ -26,7 +26,13 @@ from tests.chaos.runs import answers, until
 
 README = (ROOT / "README.md").read_text()
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
-TEXTS = {"README.md": README, "AGENTS.md": (ROOT / "AGENTS.md").read_text(), **PAGES}
+SKILL = ROOT / "skills/rlhf-pipeline/SKILL.md"
+TEXTS = {
+    "README.md": README,
+    "AGENTS.md": (ROOT / "AGENTS.md").read_text(),
+    "SKILL.md": SKILL.read_text(),
+    **PAGES,
+}
 
 
 def commands_of(text):
@@ -151,6 +157,21 @@ def test_the_files_that_agents_are_told_of_exist():
     named = re.findall(r"`([\w./-]+[/.][\w./-]+)`", TEXTS["AGENTS.md"])
     made = {"result.json", "report.html"}  # by a run
     assert len(named) > 15 and not [name for name in named if name not in made and not (ROOT / name).exists()]
+
+
+def test_the_skill_is_one_that_agents_find():
+    """Its head has the fields of the Agent Skills format, its name is its folder's, and what it tells of exists."""
+    _, head, body = SKILL.read_text().split("---\n", 2)
+    facts = yaml.safe_load(head)
+    assert facts.keys() == {"name", "description"} and facts["name"] == SKILL.parent.name
+    assert len(facts["description"]) <= 1024 and body.count("\n") < 100
+    named = re.findall(r"`(docs/[\w.]+)`", body)
+    assert len(named) > 4 and not [name for name in named if not (ROOT / name).exists()]
+    result = "".join(path.read_text() for path in (ROOT / "pipeline/runtime").glob("*.py"))
+    cells = re.findall(r"^\| (`.*?`) \|", body, re.MULTILINE)
+    assert cells and not [
+        name for name in re.findall(r"`(\w+)`", "".join(cells)) if f'"{name}"' not in result
+    ]
 
 
 @pytest.mark.parametrize("page", TEXTS)
