@@ -79,23 +79,22 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     cluster = {"rayVersion": version("ray"), **copy.deepcopy(TEMPLATE["cluster"])}
     cluster["headGroupSpec"]["template"] = pod(jobs, "ray-head", {"cpu": "4", "memory": "16Gi"})
     cluster["workerGroupSpecs"] = worker_groups(jobs)
-    if any(group["replicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"]):
-        cluster |= TEMPLATE["autoscaler"]
-        if queue:
-            raise InputError(
-                "Kueue takes no cluster that grows; set one number of workers", "scaling.num_workers"
-            )
+    grows = any(group["replicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"])
+    cluster |= TEMPLATE["autoscaler"] if grows else {}
+    if queue and (grows or schedule):
+        why = "Kueue takes no cluster that grows, and KubeRay gives no queue to the jobs of a schedule"
+        raise InputError(f"{why}; set scaling.num_workers to one number, or unset SCHEDULE", key="QUEUE")
     if queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": queue}
+    spec: dict[str, Any]
     if kind == "RayService":
         spec = {"serveConfigV2": serve_config(jobs[0], paths[0], overrides), "rayClusterConfig": cluster}
     else:
         spec = copy.deepcopy(TEMPLATE["job"])
         spec["entrypoint"] = entrypoint(paths, jobs, overrides)
         spec["activeDeadlineSeconds"] = int(number("DEADLINE_HOURS", 72) * 3600)
-        spec["submitterPodTemplate"]["spec"] |= pod(
-            [], "ray-job-submitter", {"cpu": "500m", "memory": "1Gi"}
-        )["spec"]
+        submitter = pod([], "ray-job-submitter", {"cpu": "500m", "memory": "1Gi"})
+        spec["submitterPodTemplate"]["spec"] |= submitter["spec"]
         spec |= {"suspend": bool(queue), "rayClusterSpec": cluster}
     if kind == "RayCronJob":
         spec = {"schedule": schedule, "jobTemplate": spec}

@@ -156,8 +156,10 @@ def test_kueue_takes_what_names_a_queue(monkeypatch, capsys):
     names = [group["groupName"] for group in cluster["workerGroupSpecs"]]
     assert len(set(names)) == len(names) < 18 and "head" not in names
     assert {pod["priorityClassName"] for pod in pods(manifest)} == {"training"}
-    says = "scaling.num_workers: Kueue takes no cluster that grows"
+    says = "QUEUE: Kueue takes no cluster that grows"
     assert says in refused(capsys, "jobs/demo/sft.yaml", *SHARED_STORAGE, "scaling.num_workers=[1,2]")
+    monkeypatch.setenv("SCHEDULE", "0 3 * * 1")
+    assert says in refused(capsys, "jobs/demo/sft.yaml", *SHARED_STORAGE)
 
 
 def test_a_folder_is_one_job_that_resumes_if_it_is_applied_again():
@@ -319,7 +321,8 @@ def test_kuberay_has_every_field(kind, paths, monkeypatch):
         pytest.skip(f"needs {CRDS.format(kind)} ({error})")
     if kind == "raycronjob":
         monkeypatch.setenv("SCHEDULE", "0 3 * * 1")
-    monkeypatch.setenv("QUEUE", "team-a")
+    else:
+        monkeypatch.setenv("QUEUE", "team-a")
     monkeypatch.setenv("PRIORITY_CLASS", "training")
     [schema] = [
         one["schema"]["openAPIV3Schema"]
