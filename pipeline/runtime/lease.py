@@ -1,15 +1,15 @@
-"""The lease of a run's folder: one process at a time may write there, on a file system or in a bucket.
+"""The lease of a run's folder: one process at a time may write there, on a file system and in a bucket.
 
     with held(folder) as lease:     # waits until the lease of a killed process expires
         ...
-    hold(lease)                     # in a worker: the driver's machine sees that it still lives
+    hold(lease)                     # in a worker: other processes of this machine see that it lives
     lease.require()                 # before each commit, in any process: raises LeaseLost if it must not write
 
-Attempt N creates the file `lease/N.json`, which can succeed for one process only, and renews it until it ends. The newest
-attempt owns the folder: a process that was cut off finds the next attempt, and stops. The files stay as the folder's history.
+Attempt N creates `lease/N.json`, which succeeds for one process only, and renews it until it ends. The newest attempt owns the
+folder: a process that was cut off finds a later one, and stops. The files stay as the history of the folder.
 
-No two clocks are compared: a lease has expired if nobody renewed it while somebody watched for its duration. A bucket says by
-its own clock how long ago that was. On the machine of a killed owner, the system knows that its processes have ended.
+No clocks are compared: a lease has expired if nobody renewed it while another process watched it for its duration. On the
+machine of a killed owner nothing is waited for, because the system knows which processes live.
 """
 
 import contextlib
@@ -24,13 +24,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from pipeline.errors import InputError, LeaseLost
 from pipeline.system import storage, terminal
 
 FOLDER = "lease"  # in the folder that it is the lease of
-SECONDS = float(os.environ.get("PIPELINE_LEASE_S", "60"))  # duration; renewed four times in it
+SECONDS = float(os.environ.get("PIPELINE_LEASE_S", "60"))  # duration; it is renewed four times in it
 POLL_S = 1.0  # time between two looks at a lease that may expire
 HELD = ".held"  # the file on which all processes of an attempt on a machine hold a shared lock, in its scratch folder
 ABANDONED_S = 3600  # age of a scratch folder that no process holds; a younger one may be about to be held
@@ -72,6 +73,15 @@ def hold(lease: Lease) -> int:
     return handle
 
 
+def remove_abandoned() -> None:
+    """Deletes the scratch folders of attempts of which no process lives on this machine, because they were killed."""
+    for path in glob.glob(os.path.join(glob.escape(storage.scratch("runs")), "*", HELD)):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.path.getmtime(path) > ABANDONED_S:
+                shutil.rmtree(os.path.dirname(path))
+
+
 @contextlib.contextmanager
 def held(folder: str) -> Iterator[Lease]:
     """Holds the lease of a folder for the block. Waits until that of a killed process expires.
@@ -95,77 +105,56 @@ def held(folder: str) -> Iterator[Lease]:
         shutil.rmtree(lease.scratch, ignore_errors=True)
 
 
-def remove_abandoned() -> None:
-    """Deletes the scratch folders of attempts of which no process lives on this machine, because they were killed."""
-    for path in glob.glob(os.path.join(glob.escape(storage.scratch("runs")), "*", HELD)):
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - os.path.getmtime(path) > ABANDONED_S:
-                shutil.rmtree(os.path.dirname(path))
-
-
 def _acquire(folder: str) -> tuple[Lease, dict[str, Any], int]:
     """Returns the lease of the next attempt, its record, and the file that it holds."""
-    owner = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(), "since": _time()}
     while True:
-        last = _newest(folder)
+        names = storage.names(storage.join(folder, FOLDER))
+        last = max((int(name[:6]) for name in names if re.fullmatch(r"\d{6}\.json", name)), default=0)
         before = _read(_file(folder, last))
         if last and not before.get("ended"):
-            _wait_until_expired(_file(folder, last), before)
-        lease = Lease(folder, last + 1, owner["id"])
-        record = {"attempt": lease.attempt, **owner, "seconds": SECONDS}
+            _wait_until_expired(folder, _file(folder, last), before)
+        lease = Lease(folder, last + 1, uuid.uuid4().hex)
         handle = hold(lease)
+        record = {"attempt": lease.attempt, "id": lease.id, "host": socket.gethostname(), "pid": os.getpid()}
+        record |= {"since": _time(), "seconds": SECONDS}
         # A client that got no answer asks again, and finds its own file.
         if storage.create(lease.file, record | _expiry()) or _read(lease.file).get("id") == lease.id:
             if last and not before.get("ended"):
-                how = {"ended": f"taken over by attempt {lease.attempt}, {_time()}"}
-                storage.write_json(_file(folder, last), before | how)
+                taken = f"{_time()}: taken over by attempt {lease.attempt}"
+                storage.write_json(_file(folder, last), before | {"ended": taken})
             return lease, record, handle
         os.close(handle)  # another process was faster
 
 
-def _wait_until_expired(file: str, left: dict[str, Any]) -> None:
-    """Waits until no process of the attempt `left` can renew its lease. Raises InputError if one does."""
-    living = InputError(
-        f"another process is running {os.path.dirname(os.path.dirname(file))} right now ({_who(left)}); wait for it, end it, "
-        "or choose another run.name",
-        "run.name",
-    )
-    path = storage.scratch("runs", str(left.get("id")), HELD)
-    if os.path.exists(path):
-        _wait_for_processes(path, left, living)
-        return
-    seconds = left.get("seconds", SECONDS)
-    expires = time.monotonic() + seconds - _age(file)
-    if (wait := expires - time.monotonic()) > 0:
-        terminal.say(f"waiting {wait:.0f} s for a lease to expire: {_who(left)} may still write there")
-    while time.monotonic() < expires:
-        time.sleep(POLL_S)
-        if (now := _read(file)) != left:
-            if now.get("ended"):
-                return
-            raise living
-
-
-def _wait_for_processes(path: str, left: dict[str, Any], living: InputError, seconds: float = 60.0) -> None:
-    """Waits until no process of this machine holds `path`. Raises `living` if the driver is one of them."""
+def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
+    """Waits until nobody can renew the lease `file`, of which `left` was read. Raises InputError if somebody does."""
     import psutil
 
-    try:
-        with storage.locked(path, "nobody", 0):
+    path, running, patience = storage.scratch("runs", str(left.get("id")), HELD), "another process is", 0.0
+    if os.path.exists(path):  # it ran on this machine
+        if not psutil.pid_exists(left["pid"]):
+            running, patience = "workers of a killed process (ps lists them as ray::RayTrainWorker) are", 60.0
+        what = "the workers of a killed process to exit"
+        with contextlib.suppress(TimeoutError), storage.locked(path, what, patience):
             return
-    except TimeoutError:
-        if psutil.pid_exists(left["pid"]):
-            raise living from None
-    try:
-        with storage.locked(path, "the workers of a killed process to exit", seconds):
-            pass
-    except TimeoutError as error:
-        raise InputError(
-            f"workers of an earlier process still run ({_who(left)}); end them (ps lists them as ray::RayTrainWorker), or "
-            "choose another run.name",
-            "run.name",
-        ) from error
+    elif _expires(file, left):
+        return
+    raise InputError(
+        f"{running} running {folder} right now ({_who(left)}); wait for it, end it, or choose another run.name",
+        "run.name",
+    )
+
+
+def _expires(file: str, left: dict[str, Any]) -> bool:
+    """Watches a lease for its duration, or until it ends. Returns False if it is renewed."""
+    seconds = left.get("seconds", SECONDS)
+    terminal.say(f"waiting {seconds:.0f} s for a lease to expire: {_who(left)} may still write there")
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(POLL_S)
+        if (now := _read(file)) != left:
+            return bool(now.get("ended"))
+    return True
 
 
 def _renew(lease: Lease, record: dict[str, Any], ended: threading.Event) -> None:
@@ -178,27 +167,6 @@ def _renew(lease: Lease, record: dict[str, Any], ended: threading.Event) -> None
             return
         except Exception:  # the storage may answer the next time, and nobody may have waited meanwhile
             continue
-
-
-def _age(file: str) -> float:
-    """Returns the seconds since a file in a bucket was written, at least, by the bucket's clock; 0 if it has none.
-
-    On a shared file system, the time of a file may be that of the machine that wrote it.
-    """
-    if not storage.is_remote(file):
-        return 0.0
-    storage.write_json(probe := storage.probe_in(os.path.dirname(file)), {})
-    fs, inner = storage.filesystem(file)
-    then, now = (one.mtime for one in fs.get_file_info([inner, storage.filesystem(probe)[1]]))
-    storage.remove(probe)
-    # S3 gives whole seconds
-    return max(0.0, (now - then).total_seconds() - 1) if now and then else 0.0
-
-
-def _newest(folder: str) -> int:
-    """Returns the number of the last attempt, or 0."""
-    found = (re.fullmatch(r"(\d+)\.json", name) for name in storage.names(storage.join(folder, FOLDER)))
-    return max((int(match[1]) for match in found if match), default=0)
 
 
 def _file(folder: str, attempt: int) -> str:
@@ -214,15 +182,14 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _who(record: dict[str, Any]) -> str:
-    return "attempt {attempt} on {host}, process {pid}, since {since}".format_map(
-        {"attempt": "?", "host": "?", "pid": "?", "since": "?"} | record
-    )
-
-
-def _time(seconds: float = 0.0) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds))
+    attempt, host, pid, since = (record.get(key) for key in ("attempt", "host", "pid", "since"))
+    return f"attempt {attempt} on {host}, process {pid}, since {since}"
 
 
 def _expiry() -> dict[str, str]:
-    """Returns when a lease was renewed and will expire, by this machine's clock: for people, and to be a change."""
-    return {"renewed": f"{_time()} {uuid.uuid4().hex[:8]}", "expires": _time(SECONDS)}
+    """Returns when a lease was renewed and will expire, by this machine's clock: for people, and so that it changes."""
+    return {"renewed": _time(), "expires": _time(SECONDS)}
+
+
+def _time(later: float = 0.0) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=later)).isoformat(timespec="milliseconds")
