@@ -128,7 +128,8 @@ def create(path: str, value: Any) -> bool:
                 file.write(content)
             return True
         if scheme in CREATE:
-            return CREATE[scheme](*inner.split("/", 1), content)
+            bucket, _, key = inner.partition("/")
+            return CREATE[scheme](bucket, key, content)
         import fsspec
 
         fs, inner = fsspec.core.url_to_fs(path)
