@@ -93,7 +93,7 @@ def test_a_bucket_that_lets_a_second_process_overwrite_a_new_file_is_refused(tmp
     storage.require_writable(place)
     monkeypatch.setitem(storage.CREATE, "memory", lambda bucket, key, content: True)
     with pytest.raises(
-        InputError, match=r"run\.storage_path: .* it lets a process overwrite a file that must"
+        InputError, match=r"run\.storage_path: .*it lets a process overwrite a file that must"
     ):
         storage.require_writable(place)
 
