@@ -53,6 +53,10 @@ class SelfCheckFailed(Failure):
     """A self-check found a wrong number. The run ends, because a restart would find it again."""
 
 
+class LeaseLost(Failure):
+    """Another process owns the run's folder by now. This one ends, because a restart would write there."""
+
+
 class OutOfMemory(Failure):
     """Memory ran out. The run ends, because it would run out again after a restart.
 

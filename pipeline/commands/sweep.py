@@ -49,8 +49,8 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
         check()
         print(ready.report.render(samples=False), flush=True)
         sweep = _pinned(sweep, ready.work.versions)
-        with resume.locked(sweep.folder, seen, sweep.job.run.fresh), _quietly(sweep):
-            summary = _through(sweep, left, ready.work)
+        with resume.owned(sweep.folder, seen, sweep.job.run.fresh) as lease, _quietly(sweep):
+            summary = _through(sweep, left, replace(ready.work, lease=lease))
     print(closing(sweep, summary), flush=True)
     return summary
 
@@ -121,8 +121,9 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         begun["mlflow_run_id"] = run_id
         keep(ray.get(rungs.state.remote()))
         with _trials_closed(sweep), trials.watching(sweep, rungs, keep):
-            died = trials.run(sweep, SweepHandle(rungs, run_id))
+            died = trials.run(sweep, SweepHandle(rungs, run_id, work.lease))
         state = ray.get(rungs.state.remote())
+        work.lease.require()
         rows = keep(state, died)["trials"]
         if (best := table.best(sweep, rows)) is None:
             print(table.text(sweep, rows), flush=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.config import Job, rules
-from pipeline.errors import Failure, InputError, OutOfMemory, SelfCheckFailed, causes
+from pipeline.errors import Failure, InputError, LeaseLost, OutOfMemory, SelfCheckFailed, causes
 from pipeline.system import terminal
 
 GPU_LABEL = "ray.io/accelerator-type"  # node label with the name of the GPUs
@@ -314,7 +314,7 @@ def callback(job: Job) -> Any:
         def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
             failed = getattr(current_state, "training_failed_error", None)
             for error in causes(failed):
-                if type(error) in (OutOfMemory, SelfCheckFailed):
+                if type(error) in (LeaseLost, OutOfMemory, SelfCheckFailed):
                     raise error
             if type(current_state).__name__ not in WAITING:
                 self.wait.since = None

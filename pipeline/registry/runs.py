@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config import Job
 from pipeline.config.job import SPLITS, sources_of
-from pipeline.errors import InputError, summary
+from pipeline.errors import InputError, LeaseLost, causes, summary
 from pipeline.registry import store
 from pipeline.system import process, storage
 from pipeline.system.credentials import without_credentials
@@ -56,6 +56,8 @@ def mlflow_run(job: Job, digests: dict[str, str], new_run: bool = False) -> Iter
     try:
         yield run_id
     except BaseException as failure:
+        if any(isinstance(one, LeaseLost) for one in causes(failure)):
+            raise  # it goes on in another process
         with process.signals_ignored():
             try:
                 mlflow.set_terminated(run_id, "FAILED" if isinstance(failure, Exception) else "KILLED")

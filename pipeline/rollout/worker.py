@@ -54,11 +54,11 @@ class RolloutWorker:
 
         from pipeline.ppo.sampler import Sampler
         from pipeline.runtime import memory, roles
-        from pipeline.runtime.resume import hold_worker_lock
+        from pipeline.runtime.lease import hold
         from pipeline.runtime.worker import name_output
 
         name_output("rollout")
-        hold_worker_lock(self.work.job.folder)
+        hold(self.work.lease)
         job = self.work.job
         with memory.explained(job):
             host = Host(self.work)

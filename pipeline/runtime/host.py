@@ -9,6 +9,7 @@ from pipeline import registry
 from pipeline.config import Job, Model
 from pipeline.config.stages import STAGE, Stage
 from pipeline.models import hub
+from pipeline.runtime.lease import Lease
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class SweepHandle:
 
     rungs: Any  # the actor that every evaluation is reported to (pipeline/sweep/trials.py)
     run_id: str  # the MLflow run that is the parent of the trials' runs
+    lease: Lease  # of the sweep's folder
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class Work:
     row_format: str | None = None  # format of the rows: chat, text, both
     mixture: Any = None  # data.feed.Mixture: sources of the training rows if they have weights
     sweep: SweepHandle | None = None  # set if the run is a trial
+    lease: Lease = field(
+        default_factory=Lease
+    )  # of the run's folder, once the run is open; nothing else may write there
 
     @property
     def context(self) -> int:

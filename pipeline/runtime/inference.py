@@ -22,6 +22,7 @@ from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
 from pipeline.runtime import memory, resume
 from pipeline.runtime.host import Host, Work
+from pipeline.runtime.lease import hold
 from pipeline.runtime.run import finished, open_run
 from pipeline.runtime.worker import Worker, like_a_worker, name_output
 from pipeline.system import console, storage
@@ -93,7 +94,9 @@ def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iter
         path = part_file(worker.job, part, of)
         if not storage.exists(path):
             numbers = range(count)[part * size : (part + 1) * size]
-            storage.write_lines(path, map(json.dumps, answer(numbers)))
+            records = list(answer(numbers))
+            worker.work.lease.require()
+            storage.write_lines(path, map(json.dumps, records))
     worker.gather(None)  # from here on all parts are there
     for part in parts:
         yield from map(json.loads, storage.read_lines(part_file(worker.job, part, of)))
@@ -111,7 +114,7 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
     given = (load, work, rows, chosen)
     batches = _here(job, given, missing) if job.in_process else _actors(job, given, missing)
     started, now = time.monotonic(), 0
-    # After an error too, the actors end before the lock of the run's folder.
+    # After an error too, the actors end before the lease of the run's folder.
     with console.native_lines_filtered(), contextlib.closing(batches):
         for batch in batches:
             if problem := next(filter(None, batch["problem"]), None):
@@ -158,7 +161,7 @@ class Parts:
     def __init__(self, load: Load, work: Work, rows: Any, chosen: Sequence[int]):
         if not work.job.in_process:
             name_output(work.job.stage)
-            resume.hold_worker_lock(work.job.folder)  # an actor that outlives its driver still writes there
+            hold(work.lease)
         self.load, self.work = load, work
         self.rows, self.chosen = to_hf(rows, work.fingerprints["train"]), chosen
         self.answer: Answer | None = None
@@ -184,6 +187,7 @@ class Parts:
         assert self.answer is not None
         records = self.answer([dict(row) for row in self.rows.select(chosen)], first)
         lines = (json.dumps(record, ensure_ascii=False) for record in records)
+        self.work.lease.require()
         storage.write_lines(part_file(self.work.job, part), lines)
         return len(records)
 
@@ -209,5 +213,6 @@ def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
                 key="run.name",
             )
 
+    work.lease.require()
     storage.write_lines(path, lines())
     return {"metrics": {name: sums[name] / measured[name] for name in sums}, "counts": dict(counts)}

@@ -49,6 +49,7 @@ class Run:
 
     def finish(self, **more: Any) -> dict[str, Any]:
         """Writes result.json: what every run has, and `more` of this one. From here on the run is finished."""
+        self.work.lease.require()
         result = {
             "stage": self.job.stage,
             "name": self.job.run.name,

@@ -1,22 +1,15 @@
 """The folder of a run or sweep: who owns it, what an earlier process left there, and what may differ on a resume.
 
-    with locked(folder, seen, fresh):       # one driver at a time, and no worker of the driver before it
+    with owned(folder, seen, fresh) as lease:       # one driver at a time (lease.py)
         ...
-    hold_worker_lock(folder)                # in a worker, until its process ends
 
 `job.json` is written before the work begins: the resolved job, and what its inputs were at that moment (versions behind
 aliases, digests of base and rows). A run resumes only with a job that gives the same results.
-
-The locks are the file system's, which releases them when a process dies. A bucket has none: two processes with the same run
-name do not notice each other there.
 """
 
 import contextlib
-import fcntl
-import glob
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,13 +20,11 @@ from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError, in_brief
 from pipeline.references import Ref
 from pipeline.registry.store import flatten
-from pipeline.runtime import checkpoints
+from pipeline.runtime import checkpoints, lease
 from pipeline.system import storage
 
 FILE = "job.json"
 PARTS = "parts"  # the folder of the finished parts of batch inference and of an evaluation
-WORKERS = ".workers"  # the file on which every worker holds a shared lock
-ABANDONED_S = 3600  # age of a folder that no worker holds; a younger one may be about to be held
 # Who owns a folder of run.storage_path, by the file in it.
 OWNERS = {FILE: "a run", "result.json": "a run", "sweep.json": "a sweep"}
 # Sections that do not decide the numbers of a job.
@@ -95,65 +86,20 @@ def state(folder: str) -> dict[str, list[str]]:
 
 
 @contextlib.contextmanager
-def locked(folder: str, seen: dict[str, list[str]], fresh: bool) -> Iterator[None]:
-    """Locks a folder for this process until the block ends. Waits for workers of an earlier driver; `fresh` empties the folder.
+def owned(folder: str, seen: dict[str, list[str]], fresh: bool) -> Iterator[lease.Lease]:
+    """Yields the lease of a folder, held by this process until the block ends; `fresh` empties the folder.
 
     Raises InputError if another process has the folder, or changed it since this process saw its state().
     """
-    with contextlib.ExitStack() as stack:
-        if not storage.is_remote(folder):
-            os.makedirs(folder, exist_ok=True)
-            handle = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, handle)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise InputError(
-                    f"another process is running {folder} right now; wait for it, end it, or choose another run.name",
-                    key="run.name",
-                ) from error
+    with lease.held(folder) as mine:
         if not fresh and state(folder) != seen:
             raise InputError(
                 f"another process has run {folder} meanwhile; run the same command again", key="run.name"
             )
-        wait_for_old_workers(folder)
         if fresh:  # only now: a mistake in the job must not delete the old run
-            fs, inner = storage.filesystem(folder)
-            fs.delete_dir_contents(inner, missing_dir_ok=True)
-        yield
-
-
-def hold_worker_lock(folder: str) -> None:
-    """Makes `wait_for_old_workers` see this process, a worker, until it ends."""
-    if not storage.is_remote(folder):
-        os.makedirs(folder, exist_ok=True)
-        handle = os.open(os.path.join(folder, WORKERS), os.O_RDWR | os.O_CREAT)
-        fcntl.flock(handle, fcntl.LOCK_SH)
-
-
-def remove_abandoned(parent: str) -> None:
-    """Deletes the folders in `parent` that workers have held and none holds, because they were killed."""
-    for lock in glob.glob(os.path.join(glob.escape(parent), "*", WORKERS)):
-        with contextlib.suppress(OSError), open(lock, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - os.path.getmtime(lock) > ABANDONED_S:
-                shutil.rmtree(os.path.dirname(lock))
-
-
-def wait_for_old_workers(folder: str, seconds: float = 60.0) -> None:
-    """Waits until the workers of a killed driver have ended. Raises InputError if they are still there after `seconds`."""
-    path = os.path.join(folder, WORKERS)
-    if storage.is_remote(folder) or not os.path.exists(path):
-        return
-    try:
-        with storage.locked(path, "the workers of a killed process to exit", seconds):
-            pass
-    except TimeoutError as error:
-        raise InputError(
-            f"workers of an earlier process still run in {folder}; end them (ps lists them as ray::RayTrainWorker), or choose "
-            "another run.name",
-            key="run.name",
-        ) from error
+            for name in storage.names(folder).keys() - {lease.FOLDER}:
+                storage.remove(storage.join(folder, name))
+        yield mine
 
 
 # --------------------------------------------------------------------------------------- what a run has left

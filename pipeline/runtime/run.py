@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline import registry, report, text
 from pipeline.config import Job, rules
-from pipeline.errors import InputError, causes, summary
+from pipeline.errors import InputError, LeaseLost, causes, summary
 from pipeline.models import adapter_files
 from pipeline.on_ray import placement
 from pipeline.registry import lineage
@@ -69,6 +69,7 @@ def launch(
             uri = run.work.uri
             outcome |= {"mlflow_run_id": run_id, "tracking_uri": uri, "inputs": run.work.versions}
             outcome["digests"] = run.work.digests
+            run.work.lease.require()
             version = persistently(uri, run.folder, lambda: (register or publish)(run.work, outcome))
             if ended := how_it_ended(outcome):
                 persistently(uri, run.folder, lambda: registry.client(uri).set_tag(run_id, "ended", ended))
@@ -128,7 +129,8 @@ def open_run(job: Job) -> Iterator[Run]:
             print(f"warning: {other_base}", flush=True)
         if left:
             run.continues = resume.same_content(left, run.job, run.work.base["digest"], run.work.digests)
-        with resume.locked(run.folder, seen, job.run.fresh):
+        with resume.owned(run.folder, seen, job.run.fresh) as lease:
+            run.work = replace(run.work, lease=lease)
             checkpoints.newest(run.folder)  # moves damaged ones away before any worker starts
             resume.record(run.job, run.work.versions, run.work.base["digest"], run.work.digests)
             with failure_recorded(run):
@@ -147,6 +149,8 @@ def failure_recorded(run: Run) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if any(isinstance(one, LeaseLost) for one in causes(error)):
+            raise  # the folder is another process's
         failure = {
             "error": without_secrets(summary(error)),
             "traceback": without_secrets("".join(traceback.format_exception(error)))[-8000:],
@@ -172,7 +176,7 @@ def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: 
     try:
         outcome = fit(job, main, {"train": train, "work": work, "companion": companion}, rows)
     except Exception as error:
-        if any(isinstance(one, InputError) for one in causes(error)):
+        if any(isinstance(one, InputError | LeaseLost) for one in causes(error)):
             raise  # something else has to change first
         with contextlib.suppress(OSError):  # the disk itself may have failed
             newest = next(reversed(checkpoints.complete(job.folder)), None)

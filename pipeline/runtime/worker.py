@@ -24,7 +24,7 @@ from pipeline.models import hub, transformers4
 from pipeline.registry import lineage
 from pipeline.runtime import checkpoints, memory
 from pipeline.runtime.host import Host, Work
-from pipeline.runtime.resume import hold_worker_lock, remove_abandoned
+from pipeline.runtime.lease import hold, remove_abandoned
 from pipeline.system import console, storage, terminal
 
 PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
@@ -69,9 +69,12 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
         else:
             name_output(f"{job.stage} {job.run.name}" if work.sweep else job.stage)
             leave_group_of_one(context.get_world_size(), bool(job.scaling.get("use_gpu")))
-            hold_worker_lock(job.folder)
+            hold(work.lease)
         # All ranks resume from the same checkpoint.
-        newest = checkpoints.newest(job.folder) if context.get_world_rank() == 0 else None
+        newest = None
+        if context.get_world_rank() == 0:
+            work.lease.require()
+            newest = checkpoints.newest(job.folder)
         newest = ray.train.collective.broadcast_from_rank_zero(newest)
         resume = stack.enter_context(storage.local_copy(storage.join(job.folder, newest))) if newest else None
         if resume and os.path.exists(outcome := os.path.join(resume, f"{OUTCOME}.json")):
@@ -197,7 +200,7 @@ class Worker(Host):
         self.resume = resume  # the folder of the checkpoint to resume from, or None
         self.companion = companion  # what runs next to the workers, e.g. the pool of rollout workers
         # The same folder for all workers of a node: transformers lets each rank add its random state to it.
-        self.scratch = storage.scratch("runs", work.run_id or str(self.job.run.name))
+        self.scratch = os.path.join(work.lease.scratch, "files")
         self.started: tuple[float, int] | None = None  # (time, step) of the first line, for the time left
         self.printed = self.shown = 0.0  # times of the last printed line and of the last live line
         self.step = self.total = 0  # the log's last step; the last step of the run
@@ -206,9 +209,8 @@ class Worker(Host):
         self.notice = PreemptionNotice()
         if self.local_rank == 0:  # removes the files of workers that were killed
             shutil.rmtree(self.scratch, ignore_errors=True)
-            remove_abandoned(os.path.dirname(self.scratch))
+            remove_abandoned()
         ray.train.collective.barrier()
-        hold_worker_lock(self.scratch)
 
     @property
     def device(self) -> str:
@@ -307,6 +309,7 @@ class Worker(Host):
         files = checkpoints.store(source, run_folder, name) if source and self.local_rank == 0 else {}
         parts = self.gather(files)
         if self.rank == 0:
+            self.work.lease.require()
             checkpoints.seal(run_folder, name, dict(ChainMap(checked or {}, *parts)))
             if checked and (wrong := checkpoints.damage(path := storage.join(run_folder, name))):
                 storage.remove(path)
@@ -314,6 +317,7 @@ class Worker(Host):
                     f"the last checkpoint is not what was trained ({wrong}): something else writes to {self.scratch} or "
                     f"{run_folder}; stop it, then run the same command again"
                 )
+            self.work.lease.require()
             checkpoints.prune(run_folder, self.job.run.num_to_keep)
 
     def finish(

@@ -23,7 +23,7 @@ from pipeline.config import libraries
 from pipeline.errors import in_brief, summary
 from pipeline.on_ray import placement, session
 from pipeline.runtime.host import SweepHandle
-from pipeline.runtime.resume import hold_worker_lock
+from pipeline.runtime.lease import hold
 from pipeline.runtime.run import launch
 from pipeline.runtime.worker import name_output
 from pipeline.sweep import table
@@ -86,7 +86,7 @@ def _silent() -> Any:
 def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
     """Returns what Tune starts for each trial: an ordinary run in its process. An error ends only this trial."""
     jobs = {trial.name: trial.job for trial in sweep.trials}
-    own, folder = session.session_folder(), sweep.folder
+    own = session.session_folder()
 
     def trial(config: dict[str, Any]) -> None:
         import ray
@@ -94,7 +94,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
         from pipeline.rollout.pool import rollout_pool
 
         session.belong_to(own)
-        hold_worker_lock(folder)  # this process may outlive the sweep's driver by seconds
+        hold(handle.lease)  # this process may outlive the sweep's driver by seconds
         name, failure = config["trial"], None
         job = jobs[name]
         libraries.accept(job)

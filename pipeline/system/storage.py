@@ -117,6 +117,59 @@ def write_json(path: str, value: Any) -> None:
     write_lines(path, [json.dumps(value, indent=2, sort_keys=False, default=str)])
 
 
+def create(path: str, value: Any) -> bool:
+    """Writes `value` as JSON into a new file. Returns False if there is one: of several processes, a single one succeeds."""
+    content = json.dumps(value, indent=2).encode()
+    scheme, _, inner = path.partition("://")
+    try:
+        if not is_remote(path):
+            os.makedirs(os.path.dirname(absolute(path)), exist_ok=True)
+            with open(absolute(path), "xb") as file:
+                file.write(content)
+            return True
+        if scheme in CREATE:
+            bucket, _, key = inner.partition("/")
+            return CREATE[scheme](bucket, key, content)
+        import fsspec
+
+        fs, inner = fsspec.core.url_to_fs(path)
+        fs.pipe_file(inner, content, mode="create")  # other schemes look whether it exists, and then write it
+        return True
+    except FileExistsError:
+        return False
+    except ImportError as error:
+        raise ImportError(f"{scheme}:// needs packages ({error}): pip install -e '.[cloud]'") from error
+
+
+def _create_in_s3(bucket: str, key: str, content: bytes) -> bool:
+    import boto3
+    from botocore.exceptions import ClientError
+
+    try:
+        boto3.client("s3").put_object(Bucket=bucket, Key=key, Body=content, IfNoneMatch="*")
+    except ClientError as error:
+        if error.response["Error"]["Code"] in ("PreconditionFailed", "ConditionalRequestConflict"):
+            return False
+        raise
+    return True
+
+
+def _create_in_gcs(bucket: str, key: str, content: bytes) -> bool:
+    from google.api_core.exceptions import PreconditionFailed
+    from google.cloud import storage as gcs
+
+    try:
+        there = gcs.Client(project=None).bucket(bucket.rpartition("@")[2])  # gs://anonymous@BUCKET
+        there.blob(key).upload_from_string(content, if_generation_match=0)
+    except PreconditionFailed:
+        return False
+    return True
+
+
+# {scheme: how a bucket creates an object only if there is none}. pyarrow 25 has no conditional writes.
+CREATE = {"s3": _create_in_s3, "gs": _create_in_gcs}
+
+
 def write_lines(path: str, lines: Iterable[str]) -> None:
     """Writes lines as they come. The file appears complete or not at all."""
     fs, inner = filesystem(path)
@@ -196,11 +249,16 @@ def remove(path: str) -> None:
 
 def folders(path: str) -> list[str]:
     """Returns the names of the folders directly in `path`; none if it does not exist."""
+    return [name for name, kind in names(path).items() if kind == "Directory"]
+
+
+def names(path: str) -> dict[str, str]:
+    """Returns {name: Directory or File} of what is directly in `path`; nothing if it does not exist."""
     import pyarrow.fs as pafs
 
     fs, inner = filesystem(path)
     entries = fs.get_file_info(pafs.FileSelector(inner, allow_not_found=True))
-    return [entry.base_name for entry in entries if entry.type.name == "Directory"]
+    return {entry.base_name: entry.type.name for entry in entries}
 
 
 def move(path: str, target: str) -> None:
@@ -232,7 +290,8 @@ def require_writable(path: str, key: str = "run.storage_path", example: str = ".
     """Raises InputError, with the file system's reason, if a path cannot be written; `key` is its key in the job."""
     try:
         reach(path)
-        write_json(probe := probe_in(path), {})
+        if not create(probe := probe_in(path), {}) or create(probe, {}):
+            raise OSError("it lets a process overwrite a file that must be new")
         remove(probe)
     except Exception as error:  # pyarrow and each cloud's client raise their own types
         advice = f"choose a folder or bucket that this user may write to, e.g. {key}={example}"

@@ -3,9 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
-import textwrap
 
 import pytest
 from running import ROOT
@@ -15,7 +12,7 @@ from pipeline.config import load_job
 from pipeline.errors import InputError
 from pipeline.registry.lineage import folder_digests
 from pipeline.runtime import checkpoints, inputs, resume
-from pipeline.runtime.resume import locked, state, wait_for_old_workers
+from pipeline.runtime.resume import owned, state
 
 BATCH = ["data.batch_size=16", "trainer.per_device_train_batch_size=8"]
 PPO = ["policy=base", "reward=python:bad_rewards:length", "judge=null"]
@@ -167,7 +164,7 @@ def test_what_lies_in_place_of_a_run_folder(what, tmp_path, in_root, capsys):
     assert "run.name: " in (error := capsys.readouterr().err) and "/one is no folder" in error, error
 
 
-# ------------------------------------------------------------------------------------------------ locks
+# ------------------------------------------------------------------------------------------------ the lease
 
 
 @pytest.fixture
@@ -177,43 +174,18 @@ def run(tmp_path):
     return folder
 
 
-def lock(run, seen=None, fresh=False):
-    return locked(str(run), state(str(run)) if seen is None else seen, fresh)
+def own(run, seen=None, fresh=False):
+    return owned(str(run), state(str(run)) if seen is None else seen, fresh)
 
 
-def test_two_processes_cannot_run_the_same_name(run):
-    with lock(run), pytest.raises(InputError, match=r"run\.name: another process is running .*another run\."):
-        lock(run).__enter__()
-    with lock(run):
-        pass
-
-
-def test_a_folder_that_another_process_changed_before_the_lock_is_refused(run):
+def test_a_folder_that_another_process_changed_before_this_one_owns_it_is_refused(run):
     seen = state(str(run))
     (run / "job.json").write_text("{}")
     with pytest.raises(InputError, match=r"run\.name: another process has run .* the same command again"):
-        lock(run, seen).__enter__()
-    with lock(run, seen, fresh=True):
-        assert not (run / "job.json").exists()
-
-
-def test_a_new_driver_waits_for_the_workers_of_a_killed_one(run, capsys):
-    program = f"""
-        import time
-        from pipeline.runtime.resume import hold_worker_lock
-        hold_worker_lock({str(run)!r})
-        print("there", flush=True)
-        time.sleep(2.0)
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, stdout=subprocess.PIPE
-    ) as worker:
-        assert worker.stdout is not None and worker.stdout.readline() == b"there\n"
-        with pytest.raises(InputError, match=r"run\.name: workers of an earlier process still run in"):
-            wait_for_old_workers(str(run), seconds=0)
-        wait_for_old_workers(str(run))
-        assert worker.poll() is not None or worker.wait(5) == 0
-    assert "waiting for the workers of a killed process to exit" in capsys.readouterr().out
+        own(run, seen).__enter__()
+    with own(run, seen, fresh=True) as lease:
+        assert lease.attempt == 2, "an attempt that still runs must find it"
+        assert [path.name for path in run.iterdir()] == ["lease"]
 
 
 def test_a_base_named_by_a_version_or_on_the_hub_continues_at_what_it_meant(halfway, in_root):

@@ -1,6 +1,5 @@
 """A worker's own process: what it leaves of the group that Ray forms, who may push it aside, and notices that its node goes."""
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import pytest
 from running import NO_EVAL, client, stage
 from safetensors.torch import load_file, save_file
 
-from pipeline.runtime import checkpoints, resume, worker
+from pipeline.runtime import checkpoints, worker
 
 # As Ray's TorchTrainer leaves a worker: a group of torch.distributed, and the environment that accelerate reads.
 SCRIPT = """
@@ -121,15 +120,3 @@ def test_the_adapter_that_was_checked_is_the_one_that_is_registered(moment, tmp_
     )
     assert client(tmp_path).search_registered_models() == []
     assert stage("sft", tmp_path, "one", *quick)["version"] == "1", "the same command trains again"
-
-
-def test_the_temporary_folders_of_killed_workers_do_not_stay(tmp_path):
-    for name in ("held", "killed", "young"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / resume.WORKERS).touch()
-    for name in ("held", "killed"):
-        os.utime(tmp_path / name / resume.WORKERS, (1, 1))
-    with open(tmp_path / "held" / resume.WORKERS) as other:
-        fcntl.flock(other, fcntl.LOCK_SH)
-        resume.remove_abandoned(str(tmp_path))
-    assert sorted(os.listdir(tmp_path)) == ["held", "young"]

@@ -1,13 +1,17 @@
 """A whole run in a bucket, and MLflow behind a server: a mock of S3, all else real, from the command line."""
 
+import contextlib
 import importlib.util
+import itertools
 import json
-import logging
 import os
 import signal
 import time
 
 import pytest
+from faults import below, kill
+from head import TOKEN, Head
+from s3 import mock_s3
 
 from tests.chaos.runs import ROOT, SMALL, Run, Server, comparable, until
 
@@ -20,30 +24,12 @@ pytestmark = [
 @pytest.fixture
 def s3(monkeypatch, tmp_path):
     """A client of a mock S3 with one bucket, which every process of the test finds."""
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
-    endpoint = f"http://127.0.0.1:{port}"
-    for name, value in {
-        **dict.fromkeys(("AWS_ENDPOINT_URL", "MLFLOW_S3_ENDPOINT_URL"), endpoint),  # of pyarrow and boto3
-        **dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test"),
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "TMPDIR": str(tmp_path / "tmp"),
-        "RAY_TMPDIR": "/tmp",  # sockets have short names
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")  # sockets have short names
     (tmp_path / "tmp").mkdir()
-    import boto3
-
-    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)  # the one of these credentials ends with the test
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="bucket")
-    yield client
-    server.stop()
+    with mock_s3(monkeypatch) as client:
+        yield client
 
 
 def read(s3, key):
@@ -110,3 +96,85 @@ def test_a_bucket_that_is_not_there_is_said_before_anything_is_done(s3, tmp_path
         run = Run("sft", "nowhere", tmp_path, server, ["run.storage_path=s3://not-there/runs"])
         assert run.start().ends() == 2
         assert run.says(r"error: run\.storage_path: .*not-there"), run.lines[-20:]
+
+
+PPO = [*SMALL["ppo"], "policy=base", "reward=python:pipeline.demo:gold", "run.report=false"]
+KILLS = 3
+
+
+def ppo(s3, name, tmp_path, server):
+    return Run("ppo", name, tmp_path, server, [*PPO, "run.storage_path=s3://bucket/runs"])
+
+
+def sealed(s3, name):
+    return {one.split("/")[2] for one in keys(s3, f"runs/{name}/") if one.endswith("/digests.json")}
+
+
+def start_and_wait_for_a_checkpoint(s3, run):
+    before = sealed(s3, run.name)
+    run.start()
+    until(lambda: sealed(s3, run.name) - before or run.process.poll() is not None, "a checkpoint", every=1.0)
+    assert run.process.poll() is None, run.lines[-20:]
+
+
+def assert_ends_as_one_that_nobody_touched(s3, name, tmp_path, server):
+    untouched = ppo(s3, "ppo-untouched", tmp_path, server)
+    if not keys(s3, "runs/ppo-untouched/result.json"):  # moto keeps objects as long as this process lives
+        assert untouched.start().ends() == 0, untouched.lines[-20:]
+    results = [json.loads(read(s3, f"runs/{one}/result.json")) for one in ("ppo-untouched", name)]
+    assert comparable(results[0]["metrics"]) == comparable(results[1]["metrics"])
+    folders = [one["adapter"].removeprefix("s3://bucket/") for one in results]
+    weights = [read(s3, f"{folder}/adapter_model.safetensors") for folder in folders]
+    assert weights[0] == weights[1]
+
+
+def attempts(s3, name):
+    files = keys(s3, f"runs/{name}/lease/")
+    return [json.loads(read(s3, one)) for one in files if one.endswith(".json")]  # pyarrow marks a folder
+
+
+@pytest.mark.parametrize("what", ["driver", "head"])
+def test_a_retry_after_a_kill_ends_with_the_same_bits_and_there_is_one_writer_at_a_time(
+    what, s3, tmp_path, monkeypatch
+):
+    """Each attempt is on another machine, as far as its lease can tell: it has another folder for temporary files."""
+    monkeypatch.setenv("PIPELINE_LEASE_S", "6")
+    name = f"killed-{what}"
+    with Server(tmp_path) as server, contextlib.ExitStack() as last:
+        killed = ppo(s3, name, tmp_path, server)
+        killed.env["RAY_AUTH_TOKEN"] = TOKEN
+        for number in range(KILLS + 1):
+            monkeypatch.setenv("TMPDIR", str(tmp_path / f"tmp{number}"))
+            (tmp_path / f"tmp{number}").mkdir()
+            if what == "head":
+                head = last.enter_context(Head())
+                killed.address = head.address
+            if number == KILLS:
+                break
+            start_and_wait_for_a_checkpoint(s3, killed)
+            if what == "head":  # with all that runs on it: the driver too
+                kill(*below(head.process.pid), head.process.pid)
+            kill(killed.process.pid)
+            killed.process.wait()
+        assert killed.again().ends() == 0, killed.lines[-20:]
+        assert killed.says(rf"a lease to expire: attempt {KILLS} on .* may still write there")
+        assert_ends_as_one_that_nobody_touched(s3, name, tmp_path, server)
+    made = attempts(s3, name)
+    assert [one["attempt"] for one in made] == list(range(1, KILLS + 2))
+    for one, after in itertools.pairwise(made):
+        assert one["ended"].endswith(f"taken over by attempt {after['attempt']}")
+        assert one["renewed"] < one["expires"] < after["since"], "nobody renewed it meanwhile"
+
+
+def test_a_submitter_that_is_killed_leaves_the_run_alone(s3, tmp_path, monkeypatch):
+    with Server(tmp_path) as server, Head() as head:
+        run = ppo(s3, "submitted", tmp_path, server)
+        run.env["RAY_AUTH_TOKEN"], run.address = TOKEN, head.address
+        start_and_wait_for_a_checkpoint(s3, run)
+        for _ in range(KILLS):
+            kill(run.process.pid)
+            run.process.wait()
+            assert run.again().ends() == 2 and run.says("is running on this cluster already"), run.lines[-20:]
+        until(lambda: keys(s3, "runs/submitted/result.json"), "the run that nobody follows")
+        assert_ends_as_one_that_nobody_touched(s3, "submitted", tmp_path, server)
+    assert [one["attempt"] for one in attempts(s3, "submitted")] == [1]

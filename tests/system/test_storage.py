@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import sys
 import tempfile
 
 import pyarrow.fs
@@ -85,3 +86,21 @@ def test_json_that_is_nested_too_deep_is_damaged_like_any_other(content, tmp_pat
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(ValueError, match="nested too deep"):
         storage.read_json(str(tmp_path / "x.json"))
+
+
+def test_a_bucket_that_lets_a_second_process_overwrite_a_new_file_is_refused(tmp_path, monkeypatch):
+    place = f"memory://{tmp_path.name}"
+    storage.require_writable(place)
+    monkeypatch.setitem(storage.CREATE, "memory", lambda bucket, key, content: True)
+    with pytest.raises(
+        InputError, match=r"run\.storage_path: .*it lets a process overwrite a file that must"
+    ):
+        storage.require_writable(place)
+
+
+def test_a_bucket_names_the_packages_that_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(
+        ImportError, match=r"s3:// needs packages \(.*boto3.*\): pip install -e '\.\[cloud\]'"
+    ):
+        storage.create("s3://bucket/one.json", {})

@@ -1,0 +1,195 @@
+"""The lease of a run's folder: one process at a time may write there, on a file system and in a bucket.
+
+    with held(folder) as lease:     # waits until the lease of a killed process expires
+        ...
+    hold(lease)                     # in a worker: other processes of this machine see that it lives
+    lease.require()                 # before each commit, in any process: raises LeaseLost if it must not write
+
+Attempt N creates `lease/N.json`, which succeeds for one process only, and renews it until it ends. The newest attempt owns the
+folder: a process that was cut off finds a later one, and stops. The files stay as the history of the folder.
+
+No clocks are compared: a lease has expired if nobody renewed it while another process watched it for its duration. On the
+machine of a killed owner nothing is waited for, because the system knows which processes live.
+"""
+
+import contextlib
+import fcntl
+import glob
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from pipeline.errors import InputError, LeaseLost
+from pipeline.system import storage, terminal
+
+FOLDER = "lease"  # in the folder that it is the lease of
+SECONDS = float(os.environ.get("PIPELINE_LEASE_S", "60"))  # duration; it is renewed four times in it
+POLL_S = 1.0  # time between two looks at a lease that may expire
+HELD = ".held"  # the file on which all processes of an attempt on a machine hold a shared lock, in its scratch folder
+ABANDONED_S = 3600  # age of a scratch folder that no process holds; a younger one may be about to be held
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right of one attempt to write into a folder. Workers get a copy."""
+
+    folder: str = ""
+    attempt: int = 0
+    id: str = ""  # of no other attempt, on this or another folder
+
+    @property
+    def file(self) -> str:
+        return _file(self.folder, self.attempt)
+
+    @property
+    def scratch(self) -> str:
+        """Returns the folder for temporary files of this attempt on this machine."""
+        return storage.scratch("runs", self.id)
+
+    def require(self) -> None:
+        """Raises LeaseLost if the folder has a later attempt, or was deleted."""
+        mine, later = _read(self.file), _file(self.folder, self.attempt + 1)
+        if mine.get("id") == self.id and not mine.get("ended") and not storage.exists(later):
+            return
+        now = _who(_read(later)) if storage.exists(later) else "nobody: it was deleted"
+        raise LeaseLost(
+            f"{self.folder} belongs to {now}; this process, attempt {self.attempt}, stops and writes nothing more there"
+        )
+
+
+def hold(lease: Lease) -> int:
+    """Lets other processes of this machine see, until this one ends, that the attempt lives. Returns the open file."""
+    os.makedirs(lease.scratch, exist_ok=True)
+    handle = os.open(os.path.join(lease.scratch, HELD), os.O_RDWR | os.O_CREAT)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    return handle
+
+
+def remove_abandoned() -> None:
+    """Deletes the scratch folders of attempts of which no process lives on this machine, because they were killed."""
+    for path in glob.glob(os.path.join(glob.escape(storage.scratch("runs")), "*", HELD)):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.path.getmtime(path) > ABANDONED_S:
+                shutil.rmtree(os.path.dirname(path))
+
+
+@contextlib.contextmanager
+def held(folder: str) -> Iterator[Lease]:
+    """Holds the lease of a folder for the block. Waits until that of a killed process expires.
+
+    Raises InputError if another process holds it, and lives.
+    """
+    lease, record, handle = _acquire(folder)
+    ended = threading.Event()
+    renewal = threading.Thread(target=_renew, args=(lease, record, ended), name="lease", daemon=True)
+    renewal.start()
+    try:
+        yield lease
+    finally:
+        ended.set()
+        renewal.join(SECONDS)
+        # For example of a full disk: the user has to see the failure itself
+        with contextlib.suppress(Exception):
+            lease.require()
+            storage.write_json(lease.file, record | {"ended": _time()})
+        os.close(handle)
+        shutil.rmtree(lease.scratch, ignore_errors=True)
+
+
+def _acquire(folder: str) -> tuple[Lease, dict[str, Any], int]:
+    """Returns the lease of the next attempt, its record, and the file that it holds."""
+    while True:
+        names = storage.names(storage.join(folder, FOLDER))
+        last = max((int(name[:6]) for name in names if re.fullmatch(r"\d{6}\.json", name)), default=0)
+        before = _read(_file(folder, last))
+        if last and not before.get("ended"):
+            _wait_until_expired(folder, _file(folder, last), before)
+        lease = Lease(folder, last + 1, uuid.uuid4().hex)
+        handle = hold(lease)
+        record = {"attempt": lease.attempt, "id": lease.id, "host": socket.gethostname(), "pid": os.getpid()}
+        record |= {"since": _time(), "seconds": SECONDS}
+        # A client that got no answer asks again, and finds its own file.
+        if storage.create(lease.file, record | _expiry()) or _read(lease.file).get("id") == lease.id:
+            if last and not before.get("ended"):
+                taken = f"{_time()}: taken over by attempt {lease.attempt}"
+                storage.write_json(_file(folder, last), before | {"ended": taken})
+            return lease, record, handle
+        os.close(handle)  # another process was faster
+
+
+def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
+    """Waits until nobody can renew the lease `file`, of which `left` was read. Raises InputError if somebody does."""
+    import psutil
+
+    path, running, patience = storage.scratch("runs", str(left.get("id")), HELD), "another process is", 0.0
+    if os.path.exists(path):  # it ran on this machine
+        if not psutil.pid_exists(left["pid"]):
+            running, patience = "workers of a killed process (ps lists them as ray::RayTrainWorker) are", 60.0
+        what = "the workers of a killed process to exit"
+        with contextlib.suppress(TimeoutError), storage.locked(path, what, patience):
+            return
+    elif _expires(file, left):
+        return
+    raise InputError(
+        f"{running} running {folder} right now ({_who(left)}); wait for it, end it, or choose another run.name",
+        "run.name",
+    )
+
+
+def _expires(file: str, left: dict[str, Any]) -> bool:
+    """Watches a lease for its duration, or until it ends. Returns False if it is renewed."""
+    seconds = left.get("seconds", SECONDS)
+    terminal.say(f"waiting {seconds:.0f} s for a lease to expire: {_who(left)} may still write there")
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(POLL_S)
+        if (now := _read(file)) != left:
+            return bool(now.get("ended"))
+    return True
+
+
+def _renew(lease: Lease, record: dict[str, Any], ended: threading.Event) -> None:
+    while not ended.wait(SECONDS / 4):
+        try:
+            lease.require()
+            storage.write_json(lease.file, record | _expiry())
+        except LeaseLost as lost:  # the next commit fails
+            terminal.say(f"warning: {lost}")
+            return
+        except Exception:  # the storage may answer the next time, and nobody may have waited meanwhile
+            continue
+
+
+def _file(folder: str, attempt: int) -> str:
+    return storage.join(folder, FOLDER, f"{attempt:06d}.json")
+
+
+def _read(file: str) -> dict[str, Any]:
+    """Returns what an attempt wrote; {} if its file is missing, or is being created."""
+    try:
+        return storage.read_json(file)
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def _who(record: dict[str, Any]) -> str:
+    attempt, host, pid, since = (record.get(key) for key in ("attempt", "host", "pid", "since"))
+    return f"attempt {attempt} on {host}, process {pid}, since {since}"
+
+
+def _expiry() -> dict[str, str]:
+    """Returns when a lease was renewed and will expire, by this machine's clock: for people, and so that it changes."""
+    return {"renewed": _time(), "expires": _time(SECONDS)}
+
+
+def _time(later: float = 0.0) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=later)).isoformat(timespec="milliseconds")

@@ -1,0 +1,255 @@
+"""One process at a time may write into a folder, wherever it lies; one that was cut off writes nothing more."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import dying
+import gcs
+import pytest
+from resumed import touched
+from running import NO_EVAL, ROOT, stage
+from s3 import mock_s3
+
+from pipeline.errors import InputError, LeaseLost
+from pipeline.runtime import lease
+from pipeline.stages import sft
+from pipeline.system import storage
+
+S = 1.6  # duration of a lease
+MINUTE = 60.0
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(lease, "SECONDS", S)
+    monkeypatch.setattr(lease, "POLL_S", 0.05)
+
+
+@pytest.fixture(params=["folder", "memory", "s3", "gs"])
+def folder(request, tmp_path, monkeypatch):
+    """A run's folder on a file system, on one that only fsspec knows, in a mock of S3, and in one of Google Cloud Storage."""
+    needs = {"s3": "moto", "gs": "google.cloud.storage"}.get(request.param, "os")
+    with contextlib.suppress(ModuleNotFoundError):
+        if importlib.util.find_spec(needs):
+            with contextlib.ExitStack() as stack:
+                if request.param == "s3":
+                    stack.enter_context(mock_s3(monkeypatch))
+                elif request.param == "gs":
+                    stack.enter_context(gcs.gcs(monkeypatch))
+                places = {"folder": str(tmp_path), "memory": f"memory://{tmp_path.name}", "s3": "s3://bucket"}
+                yield places.get(request.param, "gs://anonymous@bucket") + f"/{tmp_path.name}/one"
+            return
+    pytest.skip(f"needs {needs}: the extras `mock` and `cloud`")
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Makes what follows in this process happen on another machine, as far as a lease can tell."""
+
+    def move(name="elsewhere"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+
+    return move
+
+
+def history(folder):
+    names = sorted(storage.names(f"{folder}/lease"))
+    return [storage.read_json(f"{folder}/lease/{name}") for name in names]
+
+
+def killed(folder):
+    """Acquires the lease of a folder as a process that is then killed: nobody renews it, and nothing holds its lock."""
+    mine, _, handle = lease._acquire(folder)
+    os.close(handle)
+    return mine
+
+
+def test_attempts_are_numbered_and_one_at_a_time_owns_a_folder(folder, elsewhere, capsys):
+    with lease.held(folder) as first:
+        with pytest.raises(
+            InputError, match=r"run\.name: another process is running .*/one right now \(attempt 1 on"
+        ):
+            lease.held(folder).__enter__()
+        elsewhere()
+        with pytest.raises(InputError, match=r"another process is running .* process \d+, since 20"):
+            lease.held(folder).__enter__()  # after the next renewal
+        first.require()
+    capsys.readouterr()
+    with lease.held(folder) as second:
+        assert "waiting" not in capsys.readouterr().out, "an attempt that ended is not waited for"
+        assert (first.attempt, second.attempt) == (1, 2)
+    assert [(one["attempt"], bool(one["ended"])) for one in history(folder)] == [(1, True), (2, True)]
+
+
+def test_a_file_is_created_by_one_of_many(folder):
+    for number in range(4):
+        with ThreadPoolExecutor(8) as pool:
+            made = list(pool.map(lambda one, n=number: storage.create(f"{folder}/{n}", one), range(8)))
+        assert sum(made) == 1 and storage.read_json(f"{folder}/{number}") == made.index(True)
+
+
+@pytest.mark.parametrize("ahead", [-MINUTE, 0.0, MINUTE], ids=str)
+def test_a_killed_process_on_another_machine_is_waited_for_whatever_its_clock_says(
+    folder, ahead, elsewhere, monkeypatch, capsys
+):
+    with monkeypatch.context() as patch:
+        time_of = lease._time
+        patch.setattr(lease, "_time", lambda later=0.0: time_of(later + ahead))
+        before = killed(folder)
+    if not storage.is_remote(folder):  # a shared file system may have the writer's clock
+        then = os.path.getmtime(before.file) + ahead
+        os.utime(before.file, (then, then))
+    elsewhere()
+    began = time.monotonic()
+    with lease.held(folder) as after:
+        assert S <= time.monotonic() - began < S + 3 and after.attempt == 2
+        with pytest.raises(
+            LeaseLost, match=r"/one belongs to attempt 2 on .*; this process, attempt 1, stops"
+        ):
+            before.require()
+    assert "a lease to expire: attempt 1 on" in capsys.readouterr().out
+    assert history(folder)[0]["ended"].endswith("taken over by attempt 2")
+
+
+def test_a_killed_process_on_this_machine_is_not_waited_for_but_its_workers_are(tmp_path, capsys):
+    folder = str(tmp_path / "one")
+    before = killed(folder)
+    record = storage.read_json(before.file)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    storage.write_json(before.file, record | {"pid": gone.pid})
+    began = time.monotonic()
+    worker = lease.hold(before)
+    threading.Timer(1.5, os.close, [worker]).start()
+    with lease.held(folder) as second:
+        assert 1.4 < time.monotonic() - began and second.attempt == 2
+    assert "waiting for the workers of a killed process to exit" in capsys.readouterr().out
+    killed(folder)
+    began = time.monotonic()
+    with lease.held(folder):
+        assert time.monotonic() - began < S
+
+
+def test_workers_that_do_not_end_are_named(tmp_path, monkeypatch):
+    before = killed(folder := str(tmp_path / "one"))
+    worker = lease.hold(before)
+    monkeypatch.setattr(storage, "LOCK_POLL_S", 0.5)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    left = storage.read_json(before.file) | {"pid": 2**22 + 1}
+    with pytest.raises(
+        InputError, match=r"run\.name: workers of a killed process .* are running .*attempt 1 on"
+    ):
+        lease._wait_until_expired(folder, before.file, left)
+    os.close(worker)
+
+
+WRITER = """
+    import sys, time
+    from pipeline.errors import LeaseLost
+    from pipeline.runtime import lease
+    with lease.held(sys.argv[1]) as mine:
+        print("has it", flush=True)
+        number = 0
+        while True:
+            try:
+                mine.require()
+            except LeaseLost as lost:
+                print("stops:", lost, flush=True)
+                break
+            with open(sys.argv[2], "a") as file:
+                file.write(f"{mine.attempt}\\n")
+            number += 1
+            time.sleep(0.01)
+"""
+
+
+def test_a_process_that_was_stopped_for_longer_than_its_lease_writes_nothing_more(tmp_path, elsewhere):
+    (tmp_path / "other").mkdir()
+    written = tmp_path / "written"
+    env = os.environ | {"TMPDIR": str(tmp_path / "other"), "PIPELINE_LEASE_S": str(S)}
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "one"), str(written)]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == "has it\n"
+        time.sleep(2 * S)
+        writer.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        elsewhere()
+        with lease.held(str(tmp_path / "one")) as mine:
+            there = len(written.read_text().split())
+            writer.send_signal(signal.SIGCONT)
+            said = writer.stdout.read()  # until it has ended
+            assert "stops:" in said and "belongs to attempt 2" in said, said
+            # It may have been stopped between its check and its write.
+            assert len(written.read_text().split()) - there <= 1
+            time.sleep(S)
+            mine.require()
+    assert [one["attempt"] for one in history(str(tmp_path / "one"))] == [1, 2]
+    assert "taken over by attempt 2" in history(str(tmp_path / "one"))[0]["ended"]
+
+
+def test_a_folder_that_was_deleted_is_nobodys(tmp_path):
+    folder = tmp_path / "one"
+    with lease.held(str(folder)) as mine:
+        for file in (folder / "lease").iterdir():
+            file.unlink()
+        with pytest.raises(LeaseLost, match="nobody: it was deleted"):
+            mine.require()
+        time.sleep(S / 2)
+        assert not list((folder / "lease").iterdir()), "it is not renewed"
+
+
+def everything(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".txt"}
+
+
+@pytest.mark.parametrize("step", [3, None], ids=["mid", "end"])
+def test_a_run_that_lost_its_lease_seals_no_checkpoint_and_registers_nothing(
+    step, tmp_path, monkeypatch, capsys
+):
+    run, left = tmp_path / "one", {}
+
+    def taken_over():
+        (attempt,) = (run / "lease").iterdir()
+        record = json.loads(attempt.read_text()) | {"attempt": 2, "id": "another", "host": "elsewhere"}
+        assert storage.create(str(run / "lease/000002.json"), record)
+        left.update(everything(run))
+
+    monkeypatch.setattr(lease, "SECONDS", 600.0)  # it has not noticed yet
+    monkeypatch.setattr(dying, "train_of", lambda verb, train=sft.train: train)  # in this process
+    touched(monkeypatch, "sft", step, tmp_path / "once", taken_over)
+    steps = ["trainer.max_steps=4", "trainer.save_strategy=steps", "trainer.save_steps=2"]
+    stage("sft", tmp_path, "one", *steps, *NO_EVAL, "scaling.num_workers=0", "run.max_failures=3", status=1)
+    said = capsys.readouterr()
+    assert "failed: " in said.err and "belongs to attempt 2 on elsewhere" in said.err, said.err
+    assert "continues from" not in said.out
+    now = everything(run)
+    assert {path for path in left if now.get(path) != left[path]} == set(), "what it had left is as it was"
+    assert not [
+        path.name for path in now.keys() - left if path.name in ("digests.json", "result.json", "failed.json")
+    ]
+
+
+def test_the_temporary_folders_of_killed_processes_do_not_stay(tmp_path, elsewhere):
+    elsewhere()
+    for name in ("held", "killed", "young"):
+        os.close(lease.hold(lease.Lease(id=name)))
+    for name in ("held", "killed"):
+        os.utime(os.path.join(storage.scratch("runs", name), lease.HELD), (1, 1))
+    other = lease.hold(lease.Lease(id="held"))
+    lease.remove_abandoned()
+    os.close(other)
+    assert sorted(os.listdir(storage.scratch("runs"))) == ["held", "young"]
+    with lease.held(str(tmp_path / "one")) as mine:
+        assert os.path.isdir(mine.scratch)
+    assert not os.path.exists(mine.scratch)
