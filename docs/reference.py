@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.__main__ import EXAMPLES, parser
 from pipeline.commands import SUMMARIES
 from pipeline.config import schema
-from pipeline.config.stages import STAGE
+from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import show
 
 DOCS = Path(__file__).parent
@@ -53,7 +53,7 @@ def configuration() -> str:
         ("serve", "pipeline.config.job.Serve", "The endpoint: see [serving.md](serving.md)."),
         ("sweep", "pipeline.sweep.space.Settings", "Of the subcommand `sweep`: see [training.md](training.md#sweeps)."),
     ):  # fmt: skip
-        sections = {"policy", "baseline", "reference", "reward", "judge"} if title == "Top level" else None
+        sections = {*INPUTS} if title == "Top level" else None
         known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}
         pages.append(table(f"## {title}", known, intro))
     trainers = {STAGE[stage].trainer: stage for stage in STAGE if stage not in TRL}

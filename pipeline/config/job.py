@@ -253,6 +253,8 @@ class Job:
     # one, or a list of names and {reward: name, weight: number}
     reward: str | list[str | dict[str, Any]] | None = None
     baseline: str | None = None
+    # Of ppo: the adapter, or `base`, that rates every token that the policy writes (trainer.teacher_coef).
+    teacher: str | None = None
     judge: str | None = None  # a Python function or a second reward model: reported, never trained on
     source: str = ""  # the job file
     overridden: tuple[str, ...] = ()  # keys that the command line set; no part of the resolved job

@@ -65,6 +65,7 @@ def _changed(job: Job, key: str) -> bool:
 NEEDS = table(
     {
         "data.eval": "baseline",
+        "teacher": "trainer.teacher_system",
         "data.pairs": "data.subset trainer.probes",
         "reward": "data.pairs data.benchmarks",
         "data.eval reward": "trainer.best_of_n",
@@ -160,6 +161,15 @@ RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
     ("dpo kto", "trainer.precompute_ref_log_probs",
      lambda job: job.trainer.get("precompute_ref_log_probs") and job.workers[1] > 1,
      "TRL cannot share them between workers; set scaling.num_workers=1, or remove it"),
+    ("ppo", "reward", lambda job: not job.reward and job.args.advantage_estimator != "none",
+     "missing; `ppo` needs it: reward: models:/NAME@ALIAS, or a folder, or python:MODULE:FUNCTION. To learn from a teacher alone, "
+     "set trainer.advantage_estimator=none"),
+    ("ppo", "trainer.advantage_estimator", lambda job: job.reward and job.args.advantage_estimator == "none",
+     "found none, with which no reward counts; set reward=null, or another estimator"),
+    ("ppo", "teacher", lambda job: not job.teacher and (job.args.teacher_coef or job.args.advantage_estimator == "none"),
+     "missing; the job learns from a teacher: models:/NAME@ALIAS, a folder, or base"),
+    ("ppo", "trainer.teacher_coef", lambda job: job.teacher and not job.args.teacher_coef,
+     "found {value}, with which the teacher has no effect; set the weight of its advantage, e.g. trainer.teacher_coef=1.0"),
     ("ppo", "trainer.batch_size", _too_few_prompts,
      "fewer prompts for an update than workers; expected at least trainer.batch_size={}"),
     ("evaluate generate collect serve", "trainer.min_new_tokens",
@@ -312,7 +322,7 @@ def _inputs(job: Job) -> Problems:
     functions = transforms(job.data)
     policies = {f"policy.{index}": name for index, name in enumerate(job.policies)}
     for key, name in {**functions, **job.inputs, **policies}.items():
-        adapter = key.startswith(("policy", "baseline", "reference", "policies."))
+        adapter = key.startswith(("policy", "baseline", "reference", "teacher", "policies."))
         if name.startswith("models:") and not Ref.parse(name).is_registered:
             expected = "models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion"
         elif name.startswith("python:") and adapter:

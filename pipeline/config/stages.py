@@ -13,7 +13,7 @@ from pipeline.intervals import table
 
 OURS = "pipeline.config.job"
 # The models that a job may name. Stage.inputs lists which of them a stage takes.
-INPUTS = ("policy", "reference", "baseline", "reward", "judge")
+INPUTS = ("policy", "reference", "baseline", "teacher", "reward", "judge")
 # Keys that a stage does not use, and why.
 _NO_SERVER = {"serve": "only `serve` answers requests"}
 _NO_ROLLOUT = {"rollout": "only `ppo` samples what it learns from"}
@@ -158,7 +158,7 @@ STAGE: dict[str, Stage] = {
     "ppo": Stage(
         "pipeline.ppo.config.PPOConfig",
         "PPO against the reward model, from the sft adapter",
-        {"policy": True, "reward": True, "judge": False},
+        {"policy": True, "teacher": False, "reward": False, "judge": False},
         rows="prompts",
         learns="policy",
         keeps_reference=True,

@@ -249,6 +249,7 @@ def _roles(job: Job) -> tuple[list[str], list[str]]:
         return roles, learning
     rewards = [source for source, _ in job.rewards if not Ref.parse(source).is_function]
     roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
+    roles += ["teacher"] * (job.teacher not in (None, "base"))
     critic = ["critic"] * job.args.has_critic_adapter  # a head weighs nothing
     return roles + critic, learning + critic
 

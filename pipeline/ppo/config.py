@@ -34,7 +34,7 @@ RANGES = table(
         "(0, 1000000]": "num_train_epochs num_ppo_epochs cliprange cliprange_high cliprange_value early_stop_kl reward_clip",
         "[0.000001, 1000000]": "kl_target",
         "[1, 1000000000000]": "kl_horizon",
-        "[0, 1000000]": "kl_coef entropy_coef vf_coef missing_eos_penalty",
+        "[0, 1000000]": "kl_coef entropy_coef vf_coef missing_eos_penalty teacher_coef",
         "0 or [0.000001, 1000000]": "max_grad_norm",  # gradients clipped to less underflow
         "[0.000001, 100]": "temperature",  # logits divided by less overflow fp32
         "(0, 100]": "learning_rate",
@@ -150,10 +150,11 @@ class PPOConfig:
 
     # ---- advantages
     advantage_estimator: str = "gae"
-    """gae, rloo, grpo, remax, reinforce_plus_plus, or your own as python:MODULE:FUNCTION (see ppo/estimators.py). gae uses a
-    critic. The others compare a completion's reward with a baseline: rloo with the mean reward of the prompt's other
+    """gae, rloo, grpo, remax, reinforce_plus_plus, none, or your own as python:MODULE:FUNCTION (see ppo/estimators.py). gae uses
+    a critic. The others compare a completion's reward with a baseline: rloo with the mean reward of the prompt's other
     completions, grpo with the mean of all of them (divided by their standard deviation), remax with the score of the greedy
-    completion. reinforce_plus_plus has no baseline; it whitens the reward to go over the batch."""
+    completion. reinforce_plus_plus has no baseline; it whitens the reward to go over the batch. none: the job has no reward and
+    learns from its `teacher` alone."""
     critic: Literal["adapter", "head"] = "adapter"
     """What predicts the values, for gae. adapter: a separate role, which starts as a copy of the first reward adapter and its
     head, if there is one. head: a linear head on the policy's hidden states, which starts at 0 and needs no additional
@@ -162,6 +163,11 @@ class PPOConfig:
     """Discount per token, in [0, 1], for gae, remax and reinforce_plus_plus. [gamma]"""
     lam: float = 0.95
     """Weight of longer reward sums in gae, in [0, 1]: 1 relies on the rewards alone, 0 on the critic alone. [lambda]"""
+    teacher_coef: float = 0.0
+    """Weight of the job's `teacher` in the advantages, which grow by this times log p_teacher - log p_policy of each token,
+    after whitening. 0: no teacher."""
+    teacher_system: str | None = None
+    """A system message that only the teacher reads, in front of each prompt; the prompts have none of their own."""
     whiten_advantages: bool | None = None
     """Whiten advantages over the batch and all workers. By default only for gae and reinforce_plus_plus."""
     scale_rewards: bool = True
@@ -333,6 +339,7 @@ class PPOConfig:
             self.num_ppo_epochs == self.num_mini_batches == 1
             and not self.uses_critic
             and (self.kl_in == "loss" or self.kl_coef == 0)
+            and not self.teacher_coef
             and not self.mask_truncated_completions
         )
 

@@ -122,6 +122,7 @@ class Episodes:
     greedy_scores: Tensor  # (B,) of the greedy completion to each row's prompt, for estimators that read it
     old_logprobs: Tensor  # (B, R) of the policy before this update, by the trainer
     ref_logprobs: Tensor  # (B, R) of the reference
+    teacher_logprobs: Tensor  # (B, R) of the teacher, if there is one
     values: Tensor  # (B, R) of the critic, before each action
     bootstrap: Tensor  # (B,) value after the last action of a truncated completion; 0 after an end
     rewards: Tensor  # (B, R) of each action: the KL penalty, and the score on the last
@@ -187,7 +188,7 @@ def collate(
     width, actions = max(map(len, token_ids)), max(len(c.tokens) for c in completions)
     counts = torch.tensor([len(c.tokens) for c in completions], device=device)
     mask = torch.arange(actions, device=device) < counts.unsqueeze(-1)
-    of_actions = ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+    of_actions = "old_logprobs ref_logprobs teacher_logprobs values rewards advantages returns".split()
     later = {name: torch.zeros(mask.shape, device=device) for name in of_actions}
     later |= {n: torch.zeros(len(mask), device=device) for n in ("scores", "greedy_scores", "bootstrap")}
     first: dict[tuple[int, ...], int] = {}

@@ -140,6 +140,11 @@ def _grpo(rewards: Tensor, mask: Tensor, num_generations: int, scale_rewards: bo
     return relative.reshape(-1, 1).expand_as(rewards)
 
 
+def _none(rewards: Tensor) -> Tensor:
+    """Returns 0 for all actions: no reward counts, and a teacher says what is good."""
+    return rewards.new_zeros(rewards.shape)
+
+
 # --------------------------------------------------------------------------------------------------- definitions
 
 
@@ -182,12 +187,17 @@ def _defined_grpo(rewards: Rows, scale_rewards: bool) -> Rows:
     return [[(total - mean) / scale] * len(paid) for total, paid in zip(totals, rewards, strict=True)]
 
 
+def _defined_none(rewards: Rows) -> Rows:
+    return [[0.0] * len(paid) for paid in rewards]
+
+
 ESTIMATORS = {
     "gae": Estimator(_gae, _defined_gae, whiten=True),
     "rloo": Estimator(_rloo, _defined_rloo),
     "grpo": Estimator(_grpo, _defined_grpo, loss_aggregation="sequence"),
     "remax": Estimator(_remax, _defined_remax),
     "reinforce_plus_plus": Estimator(_reward_to_go, _defined_reward_to_go, whiten=True),
+    "none": Estimator(_none, _defined_none),
 }
 
 

@@ -53,6 +53,8 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
     episodes.returns = (advantages + episodes.values).where(mask, 0.0)
     if args.whitens_advantages:
         advantages = whiten(advantages, episodes.learn, all_reduce=all_reduce)
+    if args.teacher_coef:
+        advantages = advantages + args.teacher_coef * (episodes.teacher_logprobs - episodes.old_logprobs)
     if config.corrects is not None:
         logprobs = (episodes.old_logprobs, episodes.sampler_logprobs, mask)
         advantages = advantages * off_policy_weights(*logprobs, config.corrects, config.correction_cap)

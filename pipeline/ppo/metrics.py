@@ -17,15 +17,16 @@ def episode_metrics(
 ) -> dict[str, float]:
     """Returns metrics of rollout, scores and values.
 
-    `objective/kl` and `objective/entropy` are nats per *completion*, sums over its tokens (`policy/entropy_avg`, of the
-    optimizer steps, is nats per *token*). The KL is k1, even if `kl_estimator` trains with another. `val/sampler_drift` is
-    the mean |sampler's log-prob - trainer's| per token, in nats.
+    `objective/kl` (to the reference), `objective/teacher_kl` and `objective/entropy` are nats per *completion*, sums over its
+    tokens (`policy/entropy_avg`, of the optimizer steps, is nats per *token*). The KL is k1, even if `kl_estimator` trains
+    with another. `val/sampler_drift` is the mean |sampler's log-prob - trainer's| per token, in nats.
 
     Args:
         raw: each reward's own scores, by its name.
     """
     mask, device = episodes.mask, episodes.mask.device
     kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, "k1").where(mask, 0.0).sum(-1)
+    from_teacher = (episodes.old_logprobs - episodes.teacher_logprobs).where(mask, 0.0).sum(-1)
     per_episode = {
         "objective/kl": kl,
         "objective/entropy": -episodes.old_logprobs.where(mask, 0.0).sum(-1),
@@ -35,6 +36,7 @@ def episode_metrics(
         "val/num_eos_tokens": episodes.ended.float() * args.batch_size,
         "completions/mean_length": episodes.counts.float(),
         "completions/clipped_ratio": 1.0 - episodes.ended.float(),
+        **({"objective/teacher_kl": from_teacher} if args.teacher_coef else {}),
         **{f"rewards/{name}/mean": torch.tensor(scores, device=device) for name, scores in raw.items()},
     }
     sums = [x.double().sum() for x in per_episode.values()]
@@ -104,5 +106,6 @@ def seconds_at_peak(
     roles = 1 + args.has_critic_adapter
     passes = (2 + adapter_rewards) * sampled_here  # sampling, the reference, the rewards
     passes += roles * (not args.learns_in_one_forward)  # old log-probs and values
+    passes += args.teacher_coef > 0
     passes += args.num_ppo_epochs * roles * 2  # forward and backward
     return 2 * parameters * tokens * passes / peak

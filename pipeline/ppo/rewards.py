@@ -414,7 +414,7 @@ def raw_scores(rewards: Sequence[Reward], samples: Samples) -> dict[str, list[fl
 
 
 def combined(rewards: Sequence[Reward], raw: Mapping[str, Sequence[float]], normalize: bool) -> list[float]:
-    """Returns the weighted sum of raw scores, normalized if requested."""
+    """Returns the weighted sum of at least one reward's raw scores, normalized if requested."""
     total = [0.0] * len(raw[rewards[0].name])
     for reward in rewards:
         for i, score in enumerate(raw[reward.name]):

@@ -49,6 +49,7 @@ from pipeline.ppo.rng import kept_rng_state, rng_state, set_rng_state
 from pipeline.ppo.rollouts import Rollout, Rollouts, RolloutWorkers, Versions, assembled
 from pipeline.ppo.sampler import Chunk, Sampler, split_into_chunks
 from pipeline.ppo.selfcheck import rollout as checks
+from pipeline.ppo.teacher import Teacher
 
 STATE_FILE = "ppo_state.json"  # in a checkpoint
 # Attributes of the trainer in that file
@@ -75,6 +76,7 @@ class PPOTrainer:
         rollout: how far sampling may run ahead, and the off-policy correction. None: the defaults.
         rollout_workers: sample and score chunks for this trainer. None: the trainer does it.
         critic_reward: the reward that the critic was copied from. None: the critic starts from 0.
+        teacher: rates every token of the completions, with `teacher_coef`.
     """
 
     def __init__(
@@ -91,9 +93,10 @@ class PPOTrainer:
         rollout: RolloutConfig | None = None,
         rollout_workers: RolloutWorkers | None = None,
         critic_reward: Reward | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.shared, self.tokenizer, self.args = shared, tokenizer, args
-        self.prompts, self.rewards, self.evaluate = prompts, rewards, evaluate
+        self.prompts, self.rewards, self.evaluate, self.teacher = prompts, rewards, evaluate, teacher
         self.rollout_config = rollout or RolloutConfig()
         self.on_update, self.device = on_update, shared.device
         self.rank, self.workers = world()
@@ -242,6 +245,8 @@ class PPOTrainer:
         with self.phases("values"):
             self.reference_logprobs(rollout)
             self.logprobs_and_values(rollout.episodes)
+            if self.teacher:
+                self.teacher.rate(self.sampler, rollout.episodes)
         if self.versions and self.rollouts.workers:
             require([checks.sampled_by_its_version(self, self.versions, self.update, rollout.parts)])
         losses.fill_advantages(self.args, self.rollout_config, rollout.episodes, self.kl_coef)
@@ -291,7 +296,7 @@ class PPOTrainer:
                 paid = self._paid(greedy.raw, [completion.ended for completion in greedy.completions])
                 of_prompts = torch.tensor(paid, device=self.device)
                 episodes.greedy_scores[chunk.rows] = of_prompts.repeat_interleave(chunk.generations)
-        paid = self._paid(raw, episodes.ended.tolist())
+        paid = self._paid(raw, episodes.ended.tolist()) if self.rewards else [0.0] * len(episodes)
         episodes.scores = torch.tensor(paid, device=self.device, dtype=torch.float64)
         if self.args.mask_truncated_completions:
             episodes.learn = episodes.mask & episodes.ended.unsqueeze(-1)

@@ -73,6 +73,8 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
     "policy": ("How did its behaviour change?", (
         Panel("KL from the reference", "nats per completion", {"objective/kl": ""},
               "How far the policy has moved; 0 at the start. A score that costs more and more KL is suspect.", level=0.0),
+        Panel("KL to the teacher", "nats per completion", {"objective/teacher_kl": ""},
+              "Of the policy's completions, token by token. It should fall towards 0.", level=0.0),
         Panel("KL estimate", "nats per completion", {"kl": ""},
               "KTO's reference point: mean log-ratio of completions after prompts of other rows, at least 0. A completion counts as "
               "likelier if it gains more.", level=0.0),

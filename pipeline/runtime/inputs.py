@@ -241,7 +241,7 @@ def _check_supported(job: Job, name: str, folder: str, base: Base, scores: bool)
     dora, problem = adapter.get("use_dora"), None
     on_head = adapter_files.adapts_lm_head(list(modules))
     merged = stage.runs_in == "here" or (stage.learns and name == "policy")
-    ignored = None if scores else adapter_files.ignored_by_vllm(adapter)
+    ignored = None if scores or name == "teacher" else adapter_files.ignored_by_vllm(adapter)
     if on_head and stage.trl:
         problem = "adapts lm_head, to which TRL's trainers apply no adapter; train one without it"
     elif merged and (found := unmergeable(base, modules, bool(adapter.get("lora_bias")), scores)):

@@ -234,6 +234,7 @@ def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
     rewards = {_reward_role(index): f"reward.{index}" for index in range(len(worker.job.rewards))}
     rewards = {role: name for role, name in rewards.items() if role in shared.roles}  # the adapters
     inputs |= rewards
+    inputs |= {"teacher": "teacher"} if "teacher" in worker.work.inputs else {}
     if rewards and not shared.is_head("critic"):
         inputs["critic"] = next(iter(rewards.values()))
     return {role: worker.input(name) for role, name in inputs.items() if role in shared.roles}

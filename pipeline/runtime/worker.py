@@ -41,6 +41,7 @@ SHOWN = {
     "margin": "margin rewards/margins eval_margin eval_rewards/margins",
     "score": "objective/scores",
     "kl": "objective/kl",
+    "kl to teacher": "objective/teacher_kl",
     "entropy/completion": "objective/entropy",
     "length": "completions/mean_length",
     "cut off": "completions/clipped_ratio",

@@ -38,6 +38,7 @@ def train(worker: Worker) -> dict[str, Any]:
 
     from pipeline import evaluation
     from pipeline.planning import plan
+    from pipeline.ppo import teacher as teachers
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.runtime import best, roles
 
@@ -53,6 +54,11 @@ def train(worker: Worker) -> dict[str, Any]:
     reference = roles.add_policy(worker, shared, args)
     rewards = roles.add_rewards(worker, shared)
     copied = roles.add_critic(worker, shared, args) if args.uses_critic else None
+    teacher = None
+    if args.teacher_coef:
+        role = roles.add_frozen(worker, shared, "teacher", "teacher")
+        prompts = worker.rows("train")["input_ids"]
+        teacher = teachers.made(role, args.teacher_system, worker.tokenizer, prompts)
     held_out, mixture, comparison = worker.rows("eval"), worker.work.mixture, None
     if held_out is not None:
         judge, start = roles.judge(worker, shared), roles.start(worker, shared, reference)
@@ -73,6 +79,7 @@ def train(worker: Worker) -> dict[str, Any]:
             rollout=job.rollout_config,
             rollout_workers=rollout_workers,
             critic_reward=next((reward for reward in rewards if reward.name == copied), None),
+            teacher=teacher,
         )
         trainer.folders = roles.folders(worker, shared)
         trainer.on_update = partial(_after_update, worker, trainer, tracked)

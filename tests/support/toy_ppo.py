@@ -97,7 +97,7 @@ def noisy(completion_ids):
     return [score + 0.1 * torch.rand(1).item() for score in low(completion_ids)]
 
 
-OPTIONS = ("evaluate", "decoder", "on_update", "rollout", "critic_reward")  # of PPOTrainer
+OPTIONS = ("evaluate", "decoder", "on_update", "rollout", "critic_reward", "teacher")  # of PPOTrainer
 
 
 def trainer(shared=None, reward=low, rows=None, workers=None, **changes):

@@ -162,6 +162,9 @@ def _advantages(
         advantages += [np.array(row) for row in estimators.call(definition, args, known)]
     if args.whitens_advantages:
         advantages = _whitened(advantages, [bool(row.learn.any()) for row in rows])
+    if args.teacher_coef:
+        for i, row in enumerate(rows):
+            advantages[i] += args.teacher_coef * (row.teacher_logprobs - row.old_logprobs)
     if config.corrects:  # by the ratios trainer / sampler, truncated
         for i, row in enumerate(rows):
             difference = row.old_logprobs - row.sampler_logprobs

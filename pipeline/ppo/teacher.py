@@ -1,0 +1,94 @@
+"""A teacher: a frozen role of the base that says of every token that the policy wrote how likely it finds it.
+
+The advantage of a token grows by teacher_coef * (log p_teacher - log p_policy). With it alone, a policy gradient step
+follows the gradient of the reverse KL from policy to teacher on the policy's own completions (on-policy distillation;
+Agarwal et al. 2023, 2306.13649, eq. 4 with the reverse KL; estimated from the sampled tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pipeline.errors import InputError
+from pipeline.models.template import DATE
+from pipeline.ppo import forward
+from pipeline.ppo.episodes import Episodes
+from pipeline.ppo.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher's role, and what it reads in place of the first tokens of each prompt.
+
+    Args:
+        role: a frozen role, or None for the bare base.
+        head: first tokens of every prompt of the policy.
+        own_head: what the teacher reads instead: a system message and these tokens.
+    """
+
+    role: str | None
+    head: Sequence[int] = ()
+    own_head: Sequence[int] = ()
+
+    @torch.no_grad()
+    def rate(self, sampler: Sampler, episodes: Episodes) -> None:
+        """Fills `teacher_logprobs` (B, R), in nats, at the temperature of the sampling."""
+        seen = self._as_seen(episodes)
+        for rows, part in forward.parts_of(sampler.shared, seen, tokens=sampler.args.micro_batch_tokens):
+            width = part.mask.shape[1]
+            episodes.teacher_logprobs[rows, :width] = sampler.logprobs(self.role, part)[0]
+
+    def _as_seen(self, episodes: Episodes) -> Episodes:
+        """Returns the episodes with the teacher's own beginning of each prompt."""
+        ids = episodes.input_ids
+        own = torch.tensor(self.own_head, dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
+        longer = len(self.own_head) - len(self.head)
+        ids = torch.cat([own, ids[:, len(self.head) :]], 1)
+        return replace(episodes, input_ids=ids, starts=episodes.starts + longer)
+
+
+def made(role: str | None, system: str | None, tokenizer: Any, prompts: Iterable[Sequence[int]]) -> Teacher:
+    """Returns the teacher of a run.
+
+    Args:
+        prompts: token ids of each prompt.
+
+    Raises:
+        InputError: if there is a `system`, and the chat template takes none, or a prompt is no chat or has its own.
+    """
+    if not system:
+        return Teacher(role)
+    key = "trainer.teacher_system"
+
+    def rendered(question: str, *before: dict[str, str]) -> list[int]:
+        turns = [*before, {"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True, date_string=DATE
+        )
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    try:
+        plain, other = rendered("?"), rendered("Why")
+        told = rendered("?", {"role": "system", "content": system})
+    except Exception as error:  # what the template raises, or transformers if there is none
+        raise InputError(f"the chat template takes no system message ({error}); remove it", key) from error
+    if plain == told:
+        raise InputError("the chat template leaves system messages out; remove it", key)
+    start = _shared(plain, told)
+    end = min(_shared(plain[::-1], told[::-1]), len(plain) - start, len(told) - start)
+    opening = plain[: _shared(plain, other)]  # of any chat without a system message
+    for number, ids in enumerate(prompts, 1):
+        if list(ids[: len(opening)]) != opening:
+            why = "is no chat, or has a system message of its own; remove the key, or that prompt"
+            raise InputError(f"prompt {number} of data.train {why}", key)
+    return Teacher(role, plain[: len(plain) - end], told[: len(told) - end])
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns the number of equal first tokens."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
