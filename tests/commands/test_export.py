@@ -3,12 +3,20 @@
 import contextlib
 import io
 import json
+import os
 import re
+import shlex
 import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import requests
 import torch
 from huggingface_hub import ModelCard
 from model_hub import READER, TOKEN, connected, of_folder
@@ -106,7 +114,12 @@ def test_what_an_interrupted_export_left_is_gone(models, storage):
         (storage / "again" / left).mkdir(parents=True)
         (storage / "again" / left / "model.safetensors").write_text("half")
     stage("export", storage, "again", *POLICY)
-    assert {path.name for path in (storage / "again").iterdir()} == {"job.json", "policy", "result.json"}
+    assert {path.name for path in (storage / "again").iterdir()} == {
+        "job.json",
+        "lease",
+        "policy",
+        "result.json",
+    }
 
 
 def test_a_run_that_is_interrupted_notes_its_name(models, storage, monkeypatch, in_root):
@@ -280,3 +293,48 @@ def test_a_card_has_what_the_hub_reads(models, storage, hub, in_root):
     assert (figure["type"], figure["value"]) == ("accuracy", 0.75)
     assert "Its base was in 4 bits (nf4) in training." in text and "`reward: owner/mine`" in text
     assert "  - 300 rows from `models:/demo-ppo/3`\n  - 1 row from `models:/demo-sft/1`\n" in text
+
+
+SERVES = ROOT / ".bench/vllm-serve/bin"
+
+
+@pytest.mark.slow
+def test_vllm_serves_an_adapter_by_the_command_that_export_prints(engine, models, storage, capsys, in_root):
+    """The reward's scores within 1e-4, and the policy's greedy completion, over HTTP. `make .bench/vllm-serve` installs vLLM."""
+    if not (SERVES / "vllm").exists():
+        pytest.skip("there is no .bench/vllm-serve; run `make .bench/vllm-serve`")
+    stage("export", storage, "for-vllm", *MODELS, "trainer.merge=false")
+    printed = re.findall(r"vllm serve .*", capsys.readouterr().out)
+    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "Lima."}]
+    ids = tokenizer().apply_chat_template(turns, return_dict=False)
+    of_policy = {"messages": turns[:1], "temperature": 0, "max_tokens": 40, "stop_token_ids": [817, 825]}
+    said = ask(printed[0], "/v1/chat/completions", {"model": "policy", **of_policy})
+    assert said["choices"][0]["message"]["content"].strip() == engine.greedy(QUESTION).strip()
+    scored = ask(printed[1], "/classify", {"model": "reward", "input": ids})
+    assert scored["data"][0]["probs"] == pytest.approx([engine.score(QUESTION, "Lima.")], abs=1e-4)
+
+
+def ask(command, path, body):
+    """The answer of a server that runs while it is asked."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    words = [*shlex.split(command), "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "256"]
+    words += ["--enforce-eager"]  # nothing is compiled
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "PATH": f"{SERVES}:{os.environ['PATH']}"}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            for _ in range(240):
+                assert server.poll() is None, (log.seek(0), log.read().decode()[-3000:])
+                with contextlib.suppress(requests.ConnectionError):
+                    answer = requests.post(f"http://127.0.0.1:{port}{path}", json=body, timeout=60)
+                    assert answer.ok, answer.text
+                    return answer.json()
+                time.sleep(1)
+            raise AssertionError("no answer in four minutes")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
