@@ -61,7 +61,7 @@ def sampler(host: Host, several: int) -> Callable[..., list[tuple[Record, list[R
         given = [json.loads(row["row"]) for row in rows]
         repeated = [row for row in given for _ in range(several)]
         seeds = [seed_of(how.seed, key) for key in keys]
-        samples = Samples.of(prompts, completions, repeated, host.tokenizer, seeds)
+        samples = Samples.of(prompts, completions, repeated, host.tokenizer, seeds, several)
         made: list[Record] = [
             {"completion": text, "completion_tokens": len(one.tokens), "ended": one.ended}
             for text, one in zip(samples.completions, completions, strict=True)

@@ -170,10 +170,8 @@ class Forward:
 
     local_rollout_forward_batch_size: Annotated[int, "[1, 1048576]"] = 64  # rows per forward
     bf16: bool = False  # matrix products in bfloat16 (autocast); on a CPU the base, too
-    # Seconds that a Python reward may take for one row. Each row is a separate call. By default, one call gets all rows.
-    reward_timeout_s: Annotated[float | None, "(0, 31536000]"] = None
-    # Rows that a Python reward scores at the same time, with reward_timeout_s.
-    reward_threads: Annotated[int, "[1, 1024]"] = 8
+    # Seconds to wait for a reward that is an async function. Then the run ends, and the same command continues it. -1: no limit.
+    patience_s: Annotated[float, "-1 or [0, 31536000]"] = 600.0
 
     @property
     def rows_per_forward(self) -> int:

@@ -133,13 +133,13 @@ def scores_of(
         first: the number of the first row.
     """
     found = [
-        (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number))
+        (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number), number)
         for number, row in enumerate(rows, first)
         for side in SIDES
         if row.get(side) is not None
     ]
-    prompts, completions, given, seeds = zip(*found, strict=True)
-    samples = samples_of(prompts, completions, given, tokenizer, ends, seeds)
+    prompts, completions, given, seeds, groups = zip(*found, strict=True)
+    samples = samples_of(prompts, completions, given, tokenizer, ends, seeds, groups)
     scores = iter(weighted(rewards, samples, normalize=False)[0])
     return [[next(scores) for side in SIDES if row.get(side) is not None] for row in rows]
 
@@ -159,7 +159,8 @@ def samples_of(
     tokenizer: Any,
     ends: Collection[int],
     seeds: Sequence[int] = (),
+    groups: Sequence[int] = (),
 ) -> Samples:
     """Returns the completions of some rows as samples. A truncated one has no end token and has not ended."""
     ended = [completion[-1] in ends for completion in completions]
-    return Samples(list(prompts), list(completions), ended, list(rows), tokenizer, seeds)
+    return Samples(list(prompts), list(completions), ended, list(rows), tokenizer, seeds, groups)

@@ -23,7 +23,13 @@ from pipeline.runtime.host import Input
 from pipeline.system import storage, terminal
 from pipeline.system.functions import digest, imported
 
-GIVEN = ("prompts", "completions", "completion_ids", "seeds")  # arguments that every Python reward may have
+GIVEN = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "seeds",
+    "groups",
+)  # arguments that every Python reward may have
 
 
 def key_of(job: Job, name: str) -> str:

@@ -47,8 +47,7 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
     """Returns the reward of one input: an adapter, which becomes a role of `shared`, another model, or a Python function."""
     given, args = worker.work.inputs[name], worker.args
     if given.kind == "function":
-        function = imported(given.version)
-        return FunctionReward(function, args.reward_timeout_s, args.reward_threads, weight=weight, name=role)
+        return FunctionReward(imported(given.version), args.patience_s, weight=weight, name=role)
     # A training job limits a forward by its tokens; the other subcommands by its rows.
     by_tokens = worker.job.stage == "ppo"
     limits = (
