@@ -248,10 +248,11 @@ class Job:
     policy: str | list[str] | None = None
     # Of dpo: the frozen adapter that training stays close to; by default the policy that it starts from.
     reference: str | None = None
-    # one, or a list of names and {reward: name, weight: number}
-    reward: str | list[str | dict[str, Any]] | None = None
+    # A name, {judge: FILE}, or a list of names, {reward: NAME, weight: NUMBER} and {judge: FILE, weight: NUMBER}.
+    reward: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
     baseline: str | None = None
-    judge: str | None = None  # a Python function or a second reward model: reported, never trained on
+    # A Python function, a second reward model, or {judge: FILE}: reported, never trained on.
+    judge: str | dict[str, Any] | None = None
     source: str = ""  # the job file
     overridden: tuple[str, ...] = ()  # keys that the command line set; no part of the resolved job
 
@@ -294,7 +295,8 @@ class Job:
         """(name, weight) of each reward."""
         items = self.reward if isinstance(self.reward, list) else [self.reward] if self.reward else []
         return [
-            (i["reward"], float(i.get("weight", 1.0))) if isinstance(i, dict) else (i, 1.0) for i in items
+            (name_of(item), float(item.get("weight", 1.0)) if isinstance(item, dict) else 1.0)
+            for item in items
         ]
 
     @property
@@ -305,7 +307,7 @@ class Job:
     @property
     def inputs(self) -> dict[str, str]:
         """{key: name} of every model or Python function that the job names: policy, baseline, judge, reward.0, ..."""
-        given = {key: getattr(self, key) for key in INPUTS if key != "reward"}
+        given = {key: name_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
         given["policy"] = next(iter(self.policies), None)
         given |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
         return {key: name for key, name in given.items() if name} | self.serve.inputs
@@ -339,6 +341,13 @@ class Job:
     def to_dict(self) -> dict[str, Any]:
         """Returns the resolved job as plain JSON-able data."""
         return {key: value for key, value in asdict(self).items() if key != "overridden"}
+
+
+def name_of(item: Any) -> Any:
+    """Returns the name of a reward or judge: of `{judge: FILE}`, judge:FILE; see pipeline/references.py."""
+    if not isinstance(item, dict):
+        return item
+    return f"judge:{item['judge']}" if "judge" in item else item.get("reward")
 
 
 def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:

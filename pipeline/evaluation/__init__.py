@@ -94,7 +94,9 @@ class Comparison:
         decoder: Decoder | None = None,
     ) -> None:
         self.worker, self.shared, self.prompts = worker, shared, prompts
-        self.rewards, self.judge, self.baseline = rewards, judge, baseline
+        # A completion is scored by itself here
+        self.rewards = [reward for reward in rewards if not reward.compares]
+        self.judge, self.baseline = judge, baseline
         sampling = Sampling.from_args(worker.args, worker.tokenizer, shared)
         self.sampling = replace(sampling, seed=sampling.seed + SEED_OFFSET)
         # In a PPO job, null becomes a constant, because free memory may differ after a resume and would change the numbers.

@@ -48,7 +48,7 @@ def measure(
     """
     if worker.rank == 0:
         print(f"scoring {len(rows)} held-out pairs", flush=True)
-    column, source = worker.job.data.subset, str(worker.job.judge)
+    column, source = worker.job.data.subset, worker.job.inputs.get("judge", "")
     asks = Ref.parse(source).is_function  # for columns, which the rows may not have
 
     def answer(numbers: range) -> list[dict[str, Any]]:
@@ -59,7 +59,10 @@ def measure(
             {"scores": scores, "lengths": [len(row[side]) for side in SIDES]}
             for row, scores in zip(mine, scores_of(rewards, mine, first, tokenizer, ends), strict=True)
         ]
-        if judge is not None and not (asks and any(unfilled(source, set(row)) for row in given)):
+        lacks = [
+            judge and (judge.columns - set(row) or (asks and unfilled(source, set(row)))) for row in given
+        ]
+        if judge is not None and not any(lacks):
             for pair, (c, r) in zip(pairs, scores_of([judge], mine, first, tokenizer, ends), strict=True):
                 pair["judge"] = c - r
         if column:

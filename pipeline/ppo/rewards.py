@@ -15,8 +15,7 @@ import sysconfig
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +31,7 @@ from pipeline.ppo import forward
 from pipeline.ppo.episodes import collate_ids
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rng import kept_rng_state
-from pipeline.system import process
+from pipeline.system import loop, process
 
 
 @dataclass
@@ -47,6 +46,8 @@ class Samples:
     seeds: Sequence[int] = ()  # of each completion, for functions that draw random numbers; empty: 0 for each
     # Completions with the same number are to the same prompt, and are compared; empty: each is alone.
     groups: Sequence[int] = ()
+    # What a reward says about each sample besides its score, by the reward's name
+    notes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.seeds = list(self.seeds) or [0] * len(self)
@@ -118,6 +119,9 @@ class Reward(ABC):
         weight: weight of its scores in the weighted sum.
         mean, std: normalised scores are (score - mean) / std.
     """
+
+    columns: frozenset[str] = frozenset()  # of the rows, without which it cannot score
+    compares = False  # whether it scores the completions of a prompt by comparing them
 
     def __init__(self, name: str, weight: float = 1.0, mean: float = 0.0, std: float = 1.0) -> None:
         self.name, self.weight, self.mean, self.std = name, weight, mean, std
@@ -324,9 +328,7 @@ class FunctionReward(Reward):
             if not inspect.iscoroutine(result):
                 return result
             later = True
-            # In another thread, because this one may run an event loop, as in a notebook.
-            with ThreadPoolExecutor(1) as pool:
-                return pool.submit(asyncio.run, self._in_time(result)).result()
+            return loop.run(self._in_time(result))
         except (KeyboardInterrupt, Failure):
             raise
         except BaseException as error:  # SystemExit too: it would end the worker as if its work were done
@@ -372,7 +374,9 @@ LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdli
 def _frames(error: BaseException, limit: int = 10) -> str:
     """Returns the last `limit` frames inside a reward function as text, without frames of libraries if possible."""
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not frame.filename.startswith((__file__, *LIBRARIES))]
+    users = [
+        frame for frame in frames if not frame.filename.startswith((__file__, str(loop.__file__), *LIBRARIES))
+    ]
     return "".join(traceback.format_list((users or frames[1:])[-limit:])).rstrip()
 
 

@@ -23,10 +23,12 @@ class SweepHandle:
 class Input:
     """A model or Python function that the job names: pinned, fetched and checked by the driver."""
 
-    version: str  # models:/NAME/3, hf://OWNER/NAME@COMMIT, a folder, or python:MODULE:FUNCTION
-    kind: Literal["adapter", "model", "function"]
+    version: (
+        str  # models:/NAME/3, hf://OWNER/NAME@COMMIT, a folder, python:MODULE:FUNCTION, or judge:FILE@DIGEST
+    )
+    kind: Literal["adapter", "model", "function", "judge"]
     folder: str = ""  # of its files on the driver's machine; of a full model on the hub, its id
-    facts: dict[str, Any] = field(default_factory=dict)  # lineage.json of an adapter
+    facts: dict[str, Any] = field(default_factory=dict)  # lineage.json of an adapter, or a judge's definition
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,61 @@
+"""A judge as a reward."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from pipeline.config.judge import Definition
+from pipeline.judges import forms
+from pipeline.judges.client import Asked, Client
+from pipeline.judges.store import Store
+from pipeline.ppo.rewards import Reward, Samples
+from pipeline.system import loop, storage
+
+
+def folder(storage_path: str, given: Definition) -> str:
+    """Returns where the answers of a definition are kept, for all runs of a storage path."""
+    return storage.join(storage_path, "judges", given.digest[:16])
+
+
+class JudgeReward(Reward):
+    """Scores from 0 to 1 by the answers of a judge.
+
+    It leaves in `notes` of the samples, by its name, what the judge said about each one (`words`) and its scores in the order
+    of the questions (`several`): with `orders: both`, those of an order and of its reverse.
+
+    Args:
+        given: the definition.
+        storage_path, run: where answers are kept, and the run that pays for them.
+        patience_s: seconds without a usable answer after which the run ends; -1: no limit.
+    """
+
+    def __init__(
+        self, given: Definition, storage_path: str, run: str, patience_s: float = -1, **settings: Any
+    ) -> None:
+        super().__init__(**{"name": "judge", **settings})
+        self.given, self.columns, self.compares = given, frozenset(given.columns), given.form == "rank"
+        store = Store(folder(storage_path, given), run)
+        self.client = Client(given, store, f"reward {self.name!r} (judge {given.model})", patience_s)
+
+    def score(self, samples: Samples) -> list[float]:
+        given = self.given
+        asked = forms.questions(given, samples.prompts, samples.completions, samples.rows, samples.groups)
+        several = [one for one in asked for _ in range(given.draws)]
+        requests = [
+            Asked(one.messages, number % given.draws, partial(forms.scores_of, given, one))
+            for number, one in enumerate(several)
+        ]
+        answers = loop.run(self.client.answers(requests))
+        scored = [
+            (one, forms.scores_of(given, one, answer)) for one, answer in zip(several, answers, strict=True)
+        ]
+        scores, each = forms.means(len(samples), scored)
+        words: list[list[str]] = [[] for _ in scores]
+        for one, answer in zip(several, answers, strict=True):
+            for row in one.rows:
+                words[row].append(answer["text"])
+        samples.notes[self.name] = [
+            {"words": said, "several": own} for said, own in zip(words, each, strict=True)
+        ]
+        return scores
