@@ -204,8 +204,12 @@ class Collect(Inference):
     """The `trainer` section of `collect`."""
 
     num_generations: Annotated[int, "[1, 1024]"] = 4  # completions of each prompt
-    # Rows to write: the best completion (for sft), the best against the worst, or every pair (for dpo, rm and kto).
-    select: Literal["best", "best_worst", "pairs"] = "best_worst"
+    # Rows to write: the best completion (for sft), the best against the worst, or every pair (for dpo, rm and kto), or every
+    # completion with a label (for kto).
+    select: Literal["best", "best_worst", "pairs", "labels"] = "best_worst"
+    good_above: float = (
+        0.5  # With select=labels, completions with a higher score are good. A judge's scores are from 0 to 1.
+    )
     # Smallest difference between the scores of a pair. Equal scores never make a pair.
     min_margin: Annotated[float, "[0, inf)"] = 0.0
     # Prompts to draw from data.train without replacement, in an order by data.seed. By default all, in the file's order.

@@ -147,12 +147,10 @@ def _rubric(given: Definition, question: Question, answer: dict[str, Any]) -> li
     return [total / weights]
 
 
-def means(
-    count: int, scored: Sequence[tuple[Question, list[float]]]
-) -> tuple[list[float], list[list[float]]]:
-    """Returns the mean score of each of `count` samples, and all of its scores in the order of the questions."""
+def means(count: int, scored: Sequence[tuple[Question, list[float]]]) -> list[float]:
+    """Returns the mean score of each of `count` samples."""
     several: list[list[float]] = [[] for _ in range(count)]
     for question, scores in scored:
         for row, score in zip(question.rows, scores, strict=True):
             several[row].append(score)
-    return [mean(scores) for scores in several], several
+    return [mean(scores) for scores in several]

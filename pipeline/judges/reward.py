@@ -21,8 +21,8 @@ def folder(storage_path: str, given: Definition) -> str:
 class JudgeReward(Reward):
     """Scores from 0 to 1 by the answers of a judge.
 
-    It leaves in `notes` of the samples, by its name, what the judge said about each one (`words`) and its scores in the order
-    of the questions (`several`): with `orders: both`, those of an order and of its reverse.
+    It leaves in `notes` of the samples, by its name, what the judge said about each one (`words`). Of `rank`, it also leaves the
+    `orders`: the place at which each order shows the sample, counted from 0, and the score.
 
     Args:
         given: the definition.
@@ -50,12 +50,10 @@ class JudgeReward(Reward):
         scored = [
             (one, forms.scores_of(given, one, answer)) for one, answer in zip(several, answers, strict=True)
         ]
-        scores, each = forms.means(len(samples), scored)
-        words: list[list[str]] = [[] for _ in scores]
-        for one, answer in zip(several, answers, strict=True):
-            for row in one.rows:
-                words[row].append(answer["text"])
-        samples.notes[self.name] = [
-            {"words": said, "several": own} for said, own in zip(words, each, strict=True)
-        ]
-        return scores
+        notes: list[dict[str, Any]] = [{"words": [], "orders": []} for _ in samples.rows]
+        for (one, scores), answer in zip(scored, answers, strict=True):
+            for place, (row, score) in enumerate(zip(one.rows, scores, strict=True)):
+                notes[row]["words"].append(answer["text"])
+                notes[row]["orders"] += [(place, score)] if self.compares else []
+        samples.notes[self.name] = notes
+        return forms.means(len(samples), scored)

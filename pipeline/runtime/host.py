@@ -49,6 +49,7 @@ class Work:
     )
     # {version: number of training rows that it has written}
     rows_from: dict[str, int] = field(default_factory=dict)
+    judged_by: dict[str, int] = field(default_factory=dict)  # {judge: number of training rows that it scored}
     row_format: str | None = None  # format of the rows: chat, text, both
     mixture: Any = None  # data.feed.Mixture: sources of the training rows if they have weights
     sweep: SweepHandle | None = None  # set if the run is a trial

@@ -191,6 +191,7 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
         mixture=mixture,
         row_format=report.row_format(),
         rows_from=report.splits["train"].versions if "train" in report.splits else {},
+        judged_by=report.splits["train"].judges if "train" in report.splits else {},
     )
     return work, rows, report
 
