@@ -47,7 +47,9 @@ class Completions:
         self.total: Counter[int] = Counter()  # n -> number of n-grams
         for record in records:
             if len(self.samples) < SAMPLES:
-                shown = {key: value for key, value in record.items() if key in ("completion", *WIN_RATES)}
+                shown = {
+                    key: value for key, value in record.items() if key in ("completion", "words", *WIN_RATES)
+                }
                 self.samples.append((record["prompt"], shown))
             self.texts.add(hash(record["completion"]))
             for n, found in self.ngrams.items():
@@ -240,6 +242,9 @@ class Comparison:
         if self.judge is not None:
             for score, value in zip(scores, self.judge.checked(samples), strict=True):
                 score["judge"] = value
+        for notes in samples.notes.values():
+            for score, note in zip(scores, notes, strict=True):
+                score["words"] = "\n".join(filter(None, (score.get("words"), *note["words"])))
         return completions, scores
 
     def _references(self, rows: list[dict[str, Any]]) -> dict[int, tuple[list[int], list[int]]]:

@@ -74,6 +74,10 @@ class Client:
         content = [self.given.endpoint, self.given.digest, asked.draw, self.body(asked)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
+    def _tokens(self, asked: Asked) -> tuple[int, int]:
+        """Estimates the tokens of a question, and returns the most of its answer."""
+        return _length(asked.messages), 1 if self.given.form == "yes" else self.given.max_tokens
+
     async def answers(self, asked: Sequence[Asked]) -> list[dict[str, Any]]:
         """Returns the answer to each question. Raises Failure, InputError, or an error of the disk.
 
@@ -116,7 +120,7 @@ class Client:
         pause, most = PAUSES_S
         while not self.error:
             await self._wait_for_turn(asked)
-            await self._reserve()
+            await self._reserve(asked)
             try:
                 answer, tokens = await self._request(session, asked)
             except Unusable as problem:
@@ -150,15 +154,14 @@ class Client:
         """Waits until the limits of requests and tokens a minute allow another request."""
         given, now = self.given, time.monotonic()
         begin = max(now, self.free_at)
-        tokens = _length(asked.messages) + (1 if given.form == "yes" else given.max_tokens)
         spans = [60 / given.requests_per_minute] if given.requests_per_minute else []
-        spans += [60 * tokens / given.tokens_per_minute] if given.tokens_per_minute else []
+        spans += [60 * sum(self._tokens(asked)) / given.tokens_per_minute] if given.tokens_per_minute else []
         self.free_at = begin + max(spans, default=0.0)
         if begin > now:
             self.progress = max(self.progress, begin)  # to wait for one's turn is no failure
             await asyncio.sleep(begin - now)
 
-    async def _reserve(self) -> None:
+    async def _reserve(self, asked: Asked) -> None:
         """Counts a request as under way. Raises Failure if the run's budget does not allow it.
 
         While others are under way, which may yet fail and cost nothing, it waits for them.
@@ -166,7 +169,7 @@ class Client:
         given, totals = self.given, self.store.totals[self.store.run]
         while True:
             dollars = given.dollars(totals["sent"], totals["answered"])
-            each = dollars / totals["calls"] if totals["calls"] else 0.0
+            each = dollars / totals["calls"] if totals["calls"] else given.dollars(*self._tokens(asked))
             if given.most_calls is not None and totals["calls"] + self.open >= given.most_calls:
                 key = "most_calls"
             elif given.most_dollars is not None and dollars + each * (self.open + 1) > given.most_dollars:

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from judging import FAULTS, judging
 from running import ROOT
@@ -35,6 +36,22 @@ def arguments(server, folder, *more):
         *PPO,
         *more,
     ]
+
+
+def worker_killed_while_it_asks(server, arguments, after):
+    """Runs the command, and kills its rollout worker while it waits for a judge that hangs."""
+    server.faults = [None] * after + ["hangs"] * 3
+    begun = subprocess.Popen(
+        [sys.executable, "-m", "pipeline", *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    deadline = time.monotonic() + 240
+    while len(server.requests) < after + 3 and begun.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    children = psutil.Process(begun.pid).children(recursive=True)
+    [worker] = [one for one in children if "RolloutWorker" in " ".join(one.cmdline())]
+    worker.kill()
+    server.faults = []
+    assert begun.wait(timeout=280) == 0
 
 
 def weights(folder):
@@ -74,3 +91,16 @@ def test_a_run_whose_judge_fails_and_whose_driver_is_killed_ends_like_one_withou
         assert weights(tmp_path / "calm") == weights(tmp_path / "troubled")
         assert main([*arguments(server, tmp_path / "troubled"), "run.name=again"]) == 0
         assert server.paid.total() == questions, "another run finds all answers"
+
+
+@pytest.mark.slow
+def test_a_rollout_worker_that_is_killed_while_it_asks_pays_for_nothing_twice(tmp_path, in_root):
+    with judging() as server:
+        assert main(arguments(server, tmp_path / "calm")) == 0
+        questions = server.paid.total()
+        server.paid.clear()
+        server.requests.clear()
+        elsewhere = arguments(server, tmp_path / "elsewhere", "rollout.num_workers=1", "run.max_failures=1")
+        worker_killed_while_it_asks(server, elsewhere, after=3)
+        assert set(server.paid.values()) == {1} and server.paid.total() == questions
+        assert weights(tmp_path / "calm") == weights(tmp_path / "elsewhere")
