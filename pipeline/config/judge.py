@@ -10,6 +10,7 @@ import ipaddress
 import json
 import re
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -112,7 +113,7 @@ class Definition:
         """Returns the text of the question, with its placeholders."""
         return self.prompt or PROMPTS[self.form]
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Returns a digest of what decides the scores, without LIMITS."""
         content = {key: value for key, value in asdict(self).items() if key not in LIMITS}

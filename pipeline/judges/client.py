@@ -53,6 +53,7 @@ class Client:
         )
         self.error: BaseException | None = None  # ends the call once the requests under way are answered
         self.open = 0  # requests under way
+        self.places = asyncio.Semaphore(given.concurrency)
         self.variable = given.api_key_variable
         self.key = os.environ.get(self.variable or "", "")
         if self.variable and not self.key:
@@ -89,19 +90,22 @@ class Client:
         begun = self.progress = time.monotonic()
         self.counts, self.error = dict.fromkeys(COUNTS, 0.0), None
         self.store.refresh()
-        by_key = {self.key_of(one): one for one in asked}
+        keys = [self.key_of(one) for one in asked]
+        by_key = dict(zip(keys, asked, strict=True))
         missing = iter({key: one for key, one in by_key.items() if key not in self.store.answers}.items())
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         connector = aiohttp.TCPConnector(limit=self.given.concurrency)
         async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
-            several = [self._work(session, missing) for _ in range(min(self.given.concurrency, len(by_key)))]
-            await asyncio.gather(*several)
+            # More than the requests at a time, because some wait for the disk
+            count = min(2 * self.given.concurrency, len(by_key))
+            self.places = asyncio.Semaphore(self.given.concurrency)
+            await asyncio.gather(*(self._work(session, missing) for _ in range(count)))
         self.counts["from_store"] = len(asked) - self.counts["judged"]
         self.counts["waited"] = time.monotonic() - begun
         await self.store.write(counts=self.counts)
         if self.error:
             raise self.error
-        return [self.store.answers[self.key_of(one)] for one in asked]
+        return [self.store.answers[key] for key in keys]
 
     async def _work(self, session: aiohttp.ClientSession, missing: Any) -> None:
         """Takes one missing question after another, until there is none or a question failed for good."""
@@ -122,7 +126,8 @@ class Client:
             await self._wait_for_turn(asked)
             await self._reserve(asked)
             try:
-                answer, tokens = await self._request(session, asked)
+                async with self.places:
+                    answer, tokens = await self._request(session, asked)
             except Unusable as problem:
                 why, wait = str(problem), getattr(problem, "wait", 0.0)
             else:
