@@ -510,8 +510,8 @@ def _parsed(row: Any, kind: Kind) -> Record:
     scored = row.get("reward_version")
     named = scored if isinstance(scored, list) else [scored]
     record.judges = tuple(one for one in named if isinstance(one, str) and Ref.parse(one).is_judge)
-    also = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs, "version": record.version}
-    also["reward_version"] = list(record.judges)
+    also: dict[str, Any] = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs}
+    also |= {"version": record.version, "reward_version": list(record.judges)}
     check_values(also)
     if "row" not in kind.columns:  # Python rewards get all columns
         read |= {key for key, value in also.items() if value}

@@ -48,9 +48,8 @@ class Client:
     def __init__(self, given: Definition, store: Store, name: str, patience_s: float = -1) -> None:
         self.given, self.store, self.name, self.patience_s = given, store, name, patience_s
         self.counts = dict.fromkeys(COUNTS, 0.0)  # of this call
-        self.progress = self.free_at = (
-            0.0  # when the last usable answer came, and when the next request may begin
-        )
+        self.progress = 0.0  # when the last usable answer came
+        self.free_at = 0.0  # when the next request may begin
         self.error: BaseException | None = None  # ends the call once the requests under way are answered
         self.open = 0  # requests under way
         self.places = asyncio.Semaphore(given.concurrency)
@@ -61,19 +60,19 @@ class Client:
                 f"{name}: ${self.variable} is not set; export {self.variable}=KEY, on every node"
             )
 
-    def body(self, asked: Asked) -> dict[str, Any]:
+    def body(self, asked: Asked) -> bytes:
         """Returns the request of a question."""
         given, yes = self.given, self.given.form == "yes"
         body: dict[str, Any] = {"model": given.model, "messages": asked.messages}
         body |= {"temperature": given.temperature, "max_tokens": 1 if yes else given.max_tokens}
         if yes:
             body |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
-        return body | ({"seed": asked.draw} if given.temperature else {})
+        return json.dumps(body | ({"seed": asked.draw} if given.temperature else {})).encode()
 
-    def key_of(self, asked: Asked) -> str:
+    def key_of(self, asked: Asked, body: bytes) -> str:
         """Returns what an answer is stored under."""
-        content = [self.given.endpoint, self.given.digest, asked.draw, self.body(asked)]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        content = [self.given.endpoint.encode(), self.given.digest.encode(), b"%d" % asked.draw, body]
+        return hashlib.sha256(b"\0".join(content)).hexdigest()
 
     def _tokens(self, asked: Asked) -> tuple[int, int]:
         """Estimates the tokens of a question, and returns the most of its answer."""
@@ -90,10 +89,13 @@ class Client:
         begun = self.progress = time.monotonic()
         self.counts, self.error = dict.fromkeys(COUNTS, 0.0), None
         self.store.refresh()
-        keys = [self.key_of(one) for one in asked]
-        by_key = dict(zip(keys, asked, strict=True))
-        missing = iter({key: one for key, one in by_key.items() if key not in self.store.answers}.items())
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        bodies = [self.body(one) for one in asked]
+        keys = [self.key_of(one, body) for one, body in zip(asked, bodies, strict=True)]
+        by_key = {key: given for key, *given in zip(keys, asked, bodies, strict=True)}
+        missing = iter([(key, *given) for key, given in by_key.items() if key not in self.store.answers])
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
         connector = aiohttp.TCPConnector(limit=self.given.concurrency)
         async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
             # More than the requests at a time, because some wait for the disk
@@ -109,17 +111,17 @@ class Client:
 
     async def _work(self, session: aiohttp.ClientSession, missing: Any) -> None:
         """Takes one missing question after another, until there is none or a question failed for good."""
-        for key, one in missing:  # shared by all; each takes the next one
+        for key, one, body in missing:  # shared by all; each takes the next one
             try:
                 async with self.store.asking(key) as open_question:
                     if open_question and not self.error:
-                        await self._ask(session, key, one)
+                        await self._ask(session, key, one, body)
             except Exception as error:
                 self.error = self.error or error
             if self.error:
                 return
 
-    async def _ask(self, session: aiohttp.ClientSession, key: str, asked: Asked) -> None:
+    async def _ask(self, session: aiohttp.ClientSession, key: str, asked: Asked, body: bytes) -> None:
         """Asks until the answer is usable, and writes it."""
         pause, most = PAUSES_S
         while not self.error:
@@ -127,7 +129,7 @@ class Client:
             await self._reserve(asked)
             try:
                 async with self.places:
-                    answer, tokens = await self._request(session, asked)
+                    answer, tokens = await self._request(session, asked, body)
             except Unusable as problem:
                 why, wait = str(problem), getattr(problem, "wait", 0.0)
             else:
@@ -190,19 +192,15 @@ class Client:
             await asyncio.sleep(BUDGET_POLL_S)
 
     async def _request(
-        self, session: aiohttp.ClientSession, asked: Asked
+        self, session: aiohttp.ClientSession, asked: Asked, body: bytes
     ) -> tuple[dict[str, Any], tuple[int, int]]:
         """Returns an answer, and the tokens of question and answer. Raises Unusable for what can pass, else InputError."""
         import aiohttp
 
-        url, limit = (
-            f"{self.given.endpoint.rstrip('/')}/chat/completions",
-            aiohttp.ClientTimeout(self.given.timeout_s),
-        )
+        url = f"{self.given.endpoint.rstrip('/')}/chat/completions"
+        limit = aiohttp.ClientTimeout(self.given.timeout_s)
         try:
-            async with session.post(
-                url, json=self.body(asked), timeout=limit, allow_redirects=False
-            ) as response:
+            async with session.post(url, data=body, timeout=limit, allow_redirects=False) as response:
                 status, content = response.status, await response.read()
                 after = response.headers.get("Retry-After", "")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

@@ -117,9 +117,10 @@ def _score(given: Definition, question: Question, answer: dict[str, Any]) -> lis
 def _yes(given: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
     shares = {"yes": 0.0, "no": 0.0}
     for token, logprob in answer["top"] or ():
-        word = str(token).strip().strip("▁Ġ").lower()
-        if word in shares and logprob <= 1e-3:
-            shares[word] += math.exp(logprob)
+        start = str(token).strip().strip("▁Ġ").lower()
+        if start and logprob <= 1e-3:  # a small vocabulary may begin Yes with Y
+            for word in shares:
+                shares[word] += math.exp(logprob) * word.startswith(start)
     if not sum(shares.values()) > 0:
         raise Unusable("its first token is neither Yes nor No, or it has no top_logprobs")
     return [shares["yes"] / sum(shares.values())]

@@ -8,14 +8,9 @@ from typing import Any
 from pipeline.config.judge import Definition
 from pipeline.judges import forms
 from pipeline.judges.client import Asked, Client
-from pipeline.judges.store import Store
+from pipeline.judges.store import Store, folder
 from pipeline.ppo.rewards import Reward, Samples
-from pipeline.system import loop, storage
-
-
-def folder(storage_path: str, given: Definition) -> str:
-    """Returns where the answers of a definition are kept, for all runs of a storage path."""
-    return storage.join(storage_path, "judges", given.digest[:16])
+from pipeline.system import loop
 
 
 class JudgeReward(Reward):

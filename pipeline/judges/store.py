@@ -16,10 +16,16 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
+from pipeline.config.judge import Definition
 from pipeline.system import storage
 
 POLL_S = 0.02  # time between two attempts to lock a question
 COUNTS = ("judged", "from_store", "failed", "waited")  # of calls; see client.py
+
+
+def folder(storage_path: str, given: Definition) -> str:
+    """Returns where the answers of a definition are kept, for all runs of a storage path."""
+    return storage.join(storage_path, "judges", given.digest[:16])
 
 
 class Store:

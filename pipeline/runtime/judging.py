@@ -7,8 +7,7 @@ from pipeline.config import Job, judge
 from pipeline.config.judge import Definition
 from pipeline.figures import mean
 from pipeline.judges.client import CHARACTERS
-from pipeline.judges.reward import folder
-from pipeline.judges.store import COUNTS, Store
+from pipeline.judges.store import COUNTS, Store, folder
 from pipeline.runtime.host import Work
 from pipeline.system import prices
 

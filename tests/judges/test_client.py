@@ -13,8 +13,8 @@ from running import ROOT
 from pipeline.config.judge import Definition
 from pipeline.errors import Failure, InputError
 from pipeline.judges import client
-from pipeline.judges.reward import JudgeReward, folder
-from pipeline.judges.store import Store
+from pipeline.judges.reward import JudgeReward
+from pipeline.judges.store import Store, folder
 from pipeline.ppo.rewards import Samples
 
 

@@ -38,6 +38,7 @@ def logprobs(**shares):
         ("score", "The Score: 7 is mine", None),
         ("yes", logprobs(Yes=0.6, No=0.2, Maybe=0.2), [0.75]),
         ("yes", [[" yes", math.log(0.3)], ["Yes", math.log(0.3)], ["▁No", math.log(0.4)]], [0.6]),
+        ("yes", [["Y", math.log(0.1)], ["N", math.log(0.3)], ["", math.log(0.6)]], [0.25]),
         ("yes", logprobs(Sure=0.9), None),
         ("yes", None, None),
         ("yes", [["Yes", math.nan]], None),
