@@ -2,6 +2,7 @@
 
 models:/NAME@ALIAS, models:/NAME/VERSION    a registered version
 python:MODULE:FUNCTION                      a function
+judge:FILE@DIGEST                           a judge (a job names it as a mapping, {judge: FILE})
 anything else                               a folder, a repository on the hub (models/hub.py), or `base`
 """
 
@@ -12,12 +13,13 @@ from dataclasses import dataclass
 
 NAME = r"\w[\w .+()-]*"  # a registered model's name, for URIs and for MLflow's filters
 MODEL = re.compile(rf"models:/(?P<name>{NAME})(?:@(?P<alias>[\w-]+)|/(?P<version>[0-9]{{1,9}}))")
+JUDGE = "judge:"
 FUNCTION = re.compile(r"python:(?P<name>[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A parsed reference. `name` is a registered model or a module; of anything else all parts are empty."""
+    """A parsed reference. `name` is a registered model, a module or a judge; of anything else all parts are empty."""
 
     name: str = ""
     alias: str | None = None
@@ -27,6 +29,8 @@ class Ref:
     @classmethod
     def parse(cls, text: str | None) -> Ref:
         found = MODEL.fullmatch(text or "") or FUNCTION.fullmatch(text or "")
+        if (text or "").startswith(JUDGE):
+            return cls(str(text))
         return cls(**found.groupdict()) if found else cls()
 
     @property
@@ -37,9 +41,20 @@ class Ref:
     def is_function(self) -> bool:
         return bool(self.function)
 
+    @property
+    def is_judge(self) -> bool:
+        return self.name.startswith(JUDGE)
+
+    @property
+    def is_model(self) -> bool:
+        """Returns False for a function and for a judge, which have no weights here."""
+        return not (self.is_function or self.is_judge)
+
     def __str__(self) -> str:
         if self.function:
             return f"python:{self.name}:{self.function}"
+        if self.is_judge:
+            return self.name
         return f"models:/{self.name}" + (f"@{self.alias}" if self.alias else f"/{self.version}")
 
 

@@ -94,7 +94,7 @@ JOB = [
     case("messages for a policy of plain text", "dpo", r"policy: .*/plain was trained by sft on plain text, and this job has rows of messages", overrides=["policy={plain}"]),
     case("reward that is no reward model", "ppo", r"reward: 'jobs/demo/model'.*LlamaForCausalLM.*expected", overrides=["reward=jobs/demo/model"]),
     case("policy that is a reward", "ppo", r"policy: .*/judging is a reward adapter.*sft", overrides=["policy={judging}"]),
-    case("reward asks for a missing column", "ppo", r"reward: python:bad_rewards:needs_weight asks for `weight`, which the rows of data\.train do not have; expected one of prompts, completions, completion_ids, seeds, answer\.", overrides=["reward=python:bad_rewards:needs_weight"]),
+    case("reward asks for a missing column", "ppo", r"reward: python:bad_rewards:needs_weight asks for `weight`, which the rows of data\.train do not have; expected one of prompts, completions, completion_ids, seeds, groups, answer\.", overrides=["reward=python:bad_rewards:needs_weight"]),
     # the machine
     case("more rollout workers than CPUs", "ppo", r"rollout\.num_workers: 500 rollout workers with CPU: 1 each, next to a trainer with 1, but this machine has \d+; lower",
          overrides=["rollout.num_workers=500"]),

@@ -83,9 +83,9 @@ def test_ppo_is_measured_beside_the_last_trl_that_had_it(tmp_path):
 @pytest.mark.slow
 def test_stages_and_serve_are_measured_beside_plain_programs_and_earlier_parts_are_kept(tmp_path):
     bench(tmp_path, "sft")
-    results = bench(tmp_path, "dpo", "evaluate", "serve")
+    results = bench(tmp_path, "dpo", "evaluate", "serve", "judge")
     found = [(result["part"], result["rows"][0]["beside"]) for result in results]
-    plain = [("evaluate", "plain forwards"), ("serve", "plain loop")]
+    plain = [("evaluate", "plain forwards"), ("serve", "plain loop"), ("judge", "plain asyncio loop")]
     assert found == [("sft", "bare TRL"), ("dpo", "bare TRL"), *plain]
     assert results[-1]["runs"]["ours"][0]["answers"] > 64
     assert "| evaluate | toy | ours | plain forwards |" in (tmp_path / "bench.md").read_text()

@@ -3,12 +3,14 @@
     make collect    or    python -m pipeline collect jobs/demo/collect.yaml [section.key=value ...]
 
 `trainer.select` sets which rows come out: `best` (rejection sampling: prompt and completion, for sft), `best_worst` (the best
-against the worst) or `pairs` (every two whose scores differ), for dpo, rm and kto. Each row has its scores, the `version` of
+against the worst) or `pairs` (every two whose scores differ), for dpo, rm and kto, or `labels` (each completion, good or bad,
+for kto). Each row has its scores, the `version` of
 the policy that wrote it, the `reward_version` that scored it, and the seed. The same run.name continues a killed run.
 """
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from random import Random
@@ -104,6 +106,11 @@ def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
     row, chosen = record["row"], selected(args, record["samples"])
     if args.select == "best":
         return [{**row, "completion": best["completion"], "score": best["score"]} for (best,) in chosen]
+    if args.select == "labels":
+        return [
+            {**row, "completion": one["completion"], "score": one["score"], "label": is_good(args, one)}
+            for (one,) in chosen
+        ]
     return [
         {
             **row,
@@ -117,7 +124,9 @@ def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
 
 
 def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
-    """Returns the best sample, or pairs of a better and a worse one.
+    """Returns the best sample, or each, or pairs of a better and a worse one.
+
+    A pair whose sides a judge prefers in turn, if it sees them in another order, is none.
 
     A completion that was cut off is never the better one: it would teach the policy to stop in the middle of a sentence.
     """
@@ -125,14 +134,28 @@ def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
     finished = [one for one in left if one["ended"]]
     if args.select == "best":
         return [(max(finished, key=SCORE),)] if finished else []
+    if args.select == "labels":
+        return [(one,) for one in left]
     pairs: list[tuple[Sample, ...]] = [
         (better, worse)
         for better, worse in itertools.product(finished, left)
         if better["score"] > worse["score"] and better["score"] - worse["score"] >= args.min_margin
+        if not flips(better, worse)
     ]
     if args.select == "best_worst":
         return [max(pairs, key=lambda pair: (SCORE(pair[0]), -SCORE(pair[1])))] if pairs else []
     return pairs
+
+
+def flips(one: Sample, other: Sample) -> bool:
+    """Returns whether a judge that saw two samples in several orders prefers each of them in one of the orders."""
+    differences = [a - b for a, b in zip(one.get("orders", ()), other.get("orders", ()), strict=True)]
+    return min(differences, default=0.0) < 0 < max(differences, default=0.0)
+
+
+def is_good(args: Collect, one: Sample) -> bool:
+    """Returns the label of a sample. One that was cut off is never good."""
+    return one["ended"] and one["score"] > args.good_above
 
 
 def distinct(samples: list[Sample]) -> list[Sample]:
@@ -157,7 +180,8 @@ def is_dialogue(completion: str) -> bool:
 def count(args: Collect, record: Record) -> dict[str, int]:
     """Counts what became of a prompt's samples.
 
-    `ties` are pairs of different completions with equal scores, `close` pairs whose scores differ by less than min_margin.
+    `ties` are pairs of different completions with equal scores, `close` pairs whose scores differ by less than min_margin,
+    `flips` pairs whose preferred side depends on the order in which a judge sees them.
     """
     samples = record["samples"]
     rows, texts = len(selected(args, samples)), [one["completion"].strip() for one in samples]
@@ -170,10 +194,14 @@ def count(args: Collect, record: Record) -> dict[str, int]:
         "dialogues": sum(is_dialogue(one["completion"]) for one in samples),
         "duplicates": len(list(filter(None, texts))) - len({*texts} - {""}),
     }
+    if args.select == "labels":
+        return counts | {"good": sum(is_good(args, one) for (one,) in selected(args, samples))}
     if args.select == "best":
         return counts
-    scores = map(SCORE, distinct(samples))
-    margins = [abs(one - other) for one, other in itertools.combinations(scores, 2)]
+    pairs = list(itertools.combinations(distinct(samples), 2))
+    margins = [abs(SCORE(one) - SCORE(other)) for one, other in pairs]
+    if any("orders" in one for one in samples):
+        counts["flips"] = sum(itertools.starmap(flips, pairs))
     return counts | {
         "ties": margins.count(0),
         "close": sum(0 < margin < args.min_margin for margin in margins),
@@ -194,7 +222,9 @@ def measure(args: Collect, record: Record) -> dict[str, float]:
         "share_tied": float(max(scores) == min(scores)),  # so they form no pair
         "share_with_rows": float(counts["rows"] > 0),
     }
-    if args.select != "best" and (pairs := selected(args, samples)):
+    if "flips" in counts and (compared := math.comb(len(distinct(samples)), 2)):
+        figures["order_agreement"] = 1 - counts["flips"] / compared
+    if args.select in ("best_worst", "pairs") and (pairs := selected(args, samples)):
         figures["margin"] = sum(SCORE(better) - SCORE(worse) for better, worse in pairs) / len(pairs)
     return figures
 
@@ -213,6 +243,7 @@ def why_none(args: Collect, counts: Mapping[str, int]) -> str:
         "dialogues": f"{completions} are whole dialogues; use model.chat_template=plain or another policy",
         "empty": f"{completions} are empty; use trainer.min_new_tokens=1",
         "ties": "pairs have equal scores; use a higher trainer.num_generations, or another reward",
+        "flips": "pairs are preferred in turn if the judge sees them in another order; use another judge",
         "close": f"pairs differ by less than trainer.min_margin={args.min_margin:g}; use a smaller one",
     }
     name = max(reasons, key=lambda name: counts.get(name, 0))

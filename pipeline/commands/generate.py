@@ -42,7 +42,8 @@ def sampler(host: Host, several: int) -> Callable[..., list[tuple[Record, list[R
     """Loads policy and rewards. Returns a function that samples `several` completions of each token row, and scores them.
 
     The function takes the rows and the index of the first one, which keys the streams of random numbers. It returns each input
-    row with its samples: completion, completion_tokens, ended, and score if the job has rewards.
+    row with its samples: completion, completion_tokens, ended, and score if the job has rewards. If a judge compared the
+    samples, a sample also has its scores in the `orders` in which the judge saw them.
     """
     from pipeline.inference.rows import Sampling, seed_of
     from pipeline.ppo.rewards import Samples, weighted
@@ -61,7 +62,7 @@ def sampler(host: Host, several: int) -> Callable[..., list[tuple[Record, list[R
         given = [json.loads(row["row"]) for row in rows]
         repeated = [row for row in given for _ in range(several)]
         seeds = [seed_of(how.seed, key) for key in keys]
-        samples = Samples.of(prompts, completions, repeated, host.tokenizer, seeds)
+        samples = Samples.of(prompts, completions, repeated, host.tokenizer, seeds, several)
         made: list[Record] = [
             {"completion": text, "completion_tokens": len(one.tokens), "ended": one.ended}
             for text, one in zip(samples.completions, completions, strict=True)
@@ -69,6 +70,10 @@ def sampler(host: Host, several: int) -> Callable[..., list[tuple[Record, list[R
         if rewards:
             for record, score in zip(made, weighted(rewards, samples, normalize=False)[0], strict=True):
                 record["score"] = score
+        for notes in samples.notes.values():
+            for record, note in zip(made, notes, strict=True):
+                if note["orders"]:
+                    record["orders"] = [place_and_score[1] for place_and_score in note["orders"]]
         return [(row, made[several * i : several * (i + 1)]) for i, row in enumerate(given)]
 
     return sample

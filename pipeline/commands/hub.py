@@ -116,7 +116,7 @@ def _license(base: str, revision: str | None) -> dict[str, Any]:
 def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Iterator[Ancestor]:
     """Yields a version and its ancestors, each before its parents."""
     facts: dict[str, Any] = {}
-    if not Ref.parse(reference).is_function:
+    if Ref.parse(reference).is_model:
         folder = registry.fetch(reference, uri)
         facts = lineage.read(folder, reference) if lineage.is_adapter(folder) else {}
     yield Ancestor(reference, facts, depth, role)

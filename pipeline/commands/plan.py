@@ -124,7 +124,7 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
         if registered:
             registry.check_reachable(uri)
         _, inputs = pin_inputs(job)
-        models = {name: at for name, at in inputs.items() if not Ref.parse(at).is_function}
+        models = {name: at for name, at in inputs.items() if Ref.parse(at).is_model}
         folders = {name: registry.fetch(at, uri) for name, at in models.items()}
     except Exception as error:  # the store's driver and the network raise errors of any type
         return {}, [f"{guess} ({error if isinstance(error, InputError) else f'{uri}: {summary(error)}'})"]

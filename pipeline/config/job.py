@@ -170,10 +170,8 @@ class Forward:
 
     local_rollout_forward_batch_size: Annotated[int, "[1, 1048576]"] = 64  # rows per forward
     bf16: bool = False  # matrix products in bfloat16 (autocast); on a CPU the base, too
-    # Seconds that a Python reward may take for one row. Each row is a separate call. By default, one call gets all rows.
-    reward_timeout_s: Annotated[float | None, "(0, 31536000]"] = None
-    # Rows that a Python reward scores at the same time, with reward_timeout_s.
-    reward_threads: Annotated[int, "[1, 1024]"] = 8
+    # Seconds to wait for a reward that is an async function. Then the run ends, and the same command continues it. -1: no limit.
+    patience_s: Annotated[float, "-1 or [0, 31536000]"] = 600.0
 
     @property
     def rows_per_forward(self) -> int:
@@ -206,8 +204,12 @@ class Collect(Inference):
     """The `trainer` section of `collect`."""
 
     num_generations: Annotated[int, "[1, 1024]"] = 4  # completions of each prompt
-    # Rows to write: the best completion (for sft), the best against the worst, or every pair (for dpo, rm and kto).
-    select: Literal["best", "best_worst", "pairs"] = "best_worst"
+    # Rows to write: the best completion (for sft), the best against the worst, or every pair (for dpo, rm and kto), or every
+    # completion with a label (for kto).
+    select: Literal["best", "best_worst", "pairs", "labels"] = "best_worst"
+    good_above: float = (
+        0.5  # With select=labels, completions with a higher score are good. A judge's scores are from 0 to 1.
+    )
     # Smallest difference between the scores of a pair. Equal scores never make a pair.
     min_margin: Annotated[float, "[0, inf)"] = 0.0
     # Prompts to draw from data.train without replacement, in an order by data.seed. By default all, in the file's order.
@@ -250,12 +252,13 @@ class Job:
     policy: str | list[str] | None = None
     # Of dpo: the frozen adapter that training stays close to; by default the policy that it starts from.
     reference: str | None = None
-    # one, or a list of names and {reward: name, weight: number}
-    reward: str | list[str | dict[str, Any]] | None = None
+    # A name, {judge: FILE}, or a list of names, {reward: NAME, weight: NUMBER} and {judge: FILE, weight: NUMBER}.
+    reward: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
     baseline: str | None = None
     # Of ppo: the adapter, or `base`, that rates every token that the policy writes (trainer.teacher_coef).
     teacher: str | None = None
-    judge: str | None = None  # a Python function or a second reward model: reported, never trained on
+    # A Python function, a second reward model, or {judge: FILE}: reported, never trained on.
+    judge: str | dict[str, Any] | None = None
     source: str = ""  # the job file
     overridden: tuple[str, ...] = ()  # keys that the command line set; no part of the resolved job
 
@@ -298,7 +301,8 @@ class Job:
         """(name, weight) of each reward."""
         items = self.reward if isinstance(self.reward, list) else [self.reward] if self.reward else []
         return [
-            (i["reward"], float(i.get("weight", 1.0))) if isinstance(i, dict) else (i, 1.0) for i in items
+            (name_of(item), float(item.get("weight", 1.0)) if isinstance(item, dict) else 1.0)
+            for item in items
         ]
 
     @property
@@ -309,7 +313,7 @@ class Job:
     @property
     def inputs(self) -> dict[str, str]:
         """{key: name} of every model or Python function that the job names: policy, baseline, judge, reward.0, ..."""
-        given = {key: getattr(self, key) for key in INPUTS if key != "reward"}
+        given = {key: name_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
         given["policy"] = next(iter(self.policies), None)
         given |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
         return {key: name for key, name in given.items() if name} | self.serve.inputs
@@ -343,6 +347,13 @@ class Job:
     def to_dict(self) -> dict[str, Any]:
         """Returns the resolved job as plain JSON-able data."""
         return {key: value for key, value in asdict(self).items() if key != "overridden"}
+
+
+def name_of(item: Any) -> Any:
+    """Returns the name of a reward or judge: of `{judge: FILE}`, judge:FILE; see pipeline/references.py."""
+    if not isinstance(item, dict):
+        return item
+    return f"judge:{item['judge']}" if "judge" in item else item.get("reward")
 
 
 def sources_of(spec: str | list[str | dict[str, Any]] | None) -> list[Source]:

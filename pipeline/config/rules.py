@@ -24,7 +24,7 @@ from pipeline.models.adapter_files import adapts_lm_head, ignored_by_vllm
 from pipeline.references import Ref
 
 # What run.storage_path contains in addition to the folders of runs.
-RESERVED = ("artifacts", "data", "feedback", "mlflow.db", "report")
+RESERVED = ("artifacts", "data", "feedback", "judges", "mlflow.db", "report")
 MODEL_ID = r"[A-Za-z0-9][\w.-]{0,63}"  # how a request to `serve` may name a model
 LABELS = ({"good", "bad"}, {"first", "second"}, {"first", "second", "tie"})  # keys of data.label
 MAX_WORKERS = 1000
@@ -174,12 +174,14 @@ RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
      "fewer prompts for an update than workers; expected at least trainer.batch_size={}"),
     ("evaluate generate collect serve", "trainer.min_new_tokens",
      lambda job: job.args.min_new_tokens >= job.args.response_length, "found {value}, expected less than response_length"),
-    ("collect", "trainer.num_generations", lambda job: job.args.select != "best" and job.args.num_generations < 2,
+    ("collect", "trainer.num_generations", lambda job: job.args.select in ("best_worst", "pairs") and job.args.num_generations < 2,
      "found {value}: a pair needs two completions; expected 2 or more, for example 4, or trainer.select=best"),
     ("collect", "trainer.temperature", lambda job: job.args.temperature == 0 and job.args.num_generations > 1,
      "found 0, so all completions of a prompt are the same; expected a temperature above 0, for example 1.0"),
-    ("collect", "trainer.min_margin", lambda job: job.args.select == "best" and job.args.min_margin,
-     "trainer.select=best makes no pairs; remove it"),
+    ("collect", "trainer.min_margin", lambda job: job.args.select in ("best", "labels") and job.args.min_margin,
+     "trainer.select makes no pairs; remove it"),
+    ("collect", "trainer.good_above", lambda job: job.args.select != "labels" and "good_above" in job.trainer,
+     "only trainer.select=labels makes labels; remove it"),
     # run and mlflow
     ("", "run.name", lambda job: name_problem(job.run.name), "{}"),
     ("", "mlflow.registered_model", lambda job: not re.fullmatch(references.NAME, job.mlflow.registered_model or "none"),
@@ -200,7 +202,7 @@ RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
     # export
     ("export", "policy", lambda job: "base" in job.policies or not (job.policy or job.reward),
      "found {value}; `export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"),
-    ("export", "reward", lambda job: isinstance(job.reward, list) or Ref.parse(str(job.reward)).is_function,
+    ("export", "reward", lambda job: isinstance(job.reward, (dict, list)) or Ref.parse(job.reward).is_function,
      "found {value}, expected one reward adapter: models:/rlhf-rm@champion, or its folder"),
     ("export", "trainer.hub_model_id", lambda job: not re.fullmatch(r"[\w.-]+/[\w.-]+", job.args.hub_model_id or "owner/name"),
      "found {value}, expected OWNER/NAME: a user or an organization, and a name"),
@@ -312,18 +314,26 @@ def _batches(job: Job) -> Problems:
 
 def _inputs(job: Job) -> Problems:
     """Yields names that cannot be the name of a model or function."""
-    for index, item in enumerate(job.reward if isinstance(job.reward, list) else []):
+    several = {f"reward.{i}": one for i, one in enumerate(job.reward if isinstance(job.reward, list) else [])}
+    for key, item in {"reward": job.reward, "judge": job.judge, **several}.items():
+        kinds = ({"reward"}, {"judge"}) if key in several else ({"judge"},)
         if isinstance(item, dict) and (
-            not isinstance(item.get("reward"), str)
-            or set(item) - {"reward", "weight"}
+            item.keys() - {"weight"} not in kinds
+            or not all(isinstance(item[name], str) for name in item if name != "weight")
             or type(item.get("weight", 1)) not in (int, float)
+            or ("weight" in item and key not in several)
         ):
-            yield f"reward.{index}", f"found {show(item)}, expected {{reward: NAME, weight: NUMBER}}"
+            expected = "{reward: NAME, weight: NUMBER} or {judge: FILE, weight: NUMBER}"
+            yield key, f"found {show(item)}, expected {expected if key in several else '{judge: FILE}'}"
+    mappings = {"reward.0": job.reward, "judge": job.judge, **several}
+    mappings = {key: item for key, item in mappings.items() if isinstance(item, dict)}
     functions = transforms(job.data)
     policies = {f"policy.{index}": name for index, name in enumerate(job.policies)}
     for key, name in {**functions, **job.inputs, **policies}.items():
         adapter = key.startswith(("policy", "baseline", "reference", "teacher", "policies."))
-        if name.startswith("models:") and not Ref.parse(name).is_registered:
+        if name.startswith("judge:") and (adapter or key not in mappings):
+            expected = "{judge: FILE} as a reward or judge"
+        elif name.startswith("models:") and not Ref.parse(name).is_registered:
             expected = "models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion"
         elif name.startswith("python:") and adapter:
             expected = "an adapter: models:/NAME@ALIAS, a folder, or base"
@@ -336,7 +346,7 @@ def _inputs(job: Job) -> Problems:
             expected = f"python:{name} for a Python function"
         else:
             continue
-        if key == "reward.0" and isinstance(job.reward, str):
+        if key == "reward.0" and not isinstance(job.reward, list):
             key = "reward"
         yield f"serve.{key}" if key in job.serve.inputs else key, f"found {show(name)}, expected {expected}"
 

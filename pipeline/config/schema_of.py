@@ -25,7 +25,7 @@ from pipeline.config.stages import STAGE
 from pipeline.intervals import bounds, table
 
 JOB = class_of("job", "")
-OTHERS = (JOB, class_of("source", ""), "pipeline.sweep.space.Settings")
+OTHERS = (JOB, class_of("source", ""), "pipeline.config.judge.Definition", "pipeline.sweep.space.Settings")
 
 _MODEL = "the `model` section decides how base and tokenizer are loaded"
 # Keys of the libraries that would break guarantees of the pipeline.
@@ -111,8 +111,11 @@ LIMITS: dict[str, dict[str, str]] = {
     ),
 }
 NUMBERS = {"type": "object", "additionalProperties": {"type": "number"}}
+_JUDGE = [{"type": "string"}, {"type": "object"}, {"type": "null"}]
 # Schemas of keys, of a class or of a section, where the libraries take more or check late.
 KINDS: dict[str, dict[str, Any]] = {
+    "Job.judge": {"anyOf": _JUDGE},
+    "Job.reward": {"anyOf": [*_JUDGE, {"type": "array", "items": {"anyOf": _JUDGE[:2]}}]},
     "SFTConfig.loss_type": {"enum": "nll dft chunked_nll".split()},
     "DPOConfig.loss_type": {
         "type": "array",

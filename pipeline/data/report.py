@@ -73,6 +73,7 @@ class Split:
     desirable: int | None = None  # kept rows that are labeled as good, or None without labels
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     versions: dict[str, int] = field(default_factory=dict)  # models:/NAME/NUMBER that generated rows -> rows
+    judges: dict[str, int] = field(default_factory=dict)  # judge:FILE@DIGEST that scored rows -> rows
     # column of labels -> {"VALUE = MEANING": rows}, such as {"winner": {"a = first": 268, "tie": 51}}
     label_values: dict[str, dict[str, int]] = field(default_factory=dict)
     prompt_tokens: dict[str, int] = field(default_factory=dict)  # p5 p50 p95 max
@@ -194,6 +195,8 @@ class Report:
             yield "label", f"{column}: {', '.join(f'{value} {rows:,}' for value, rows in values.items())}"
         if split.versions:
             yield "versions", versions_in_words(split.versions, split.kept)
+        if split.judges:
+            yield "judges", ", ".join(f"{count(rows)} by {one}" for one, rows in split.judges.items())
         if split.text_rows:
             plain = f"{count(split.text_rows)} of plain text"
             does = " (model.chat_template=plain or data.apply_chat_template=true does)"

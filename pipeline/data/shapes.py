@@ -59,6 +59,7 @@ class Record:
     labels: tuple[bool, ...] = ()
     # The registered version that wrote the row, models:/NAME/NUMBER, if the row names one
     version: str | None = None
+    judges: tuple[str, ...] = ()  # that scored the row, judge:FILE@DIGEST, if its `reward_version` names any
     tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that may be called
     # Variables of the chat template, such as enable_thinking
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -506,7 +507,11 @@ def _parsed(row: Any, kind: Kind) -> Record:
     record.template_kwargs = template_kwargs(row.get("chat_template_kwargs"))
     if isinstance(version := row.get("version"), str) and Ref.parse(version).version:
         record.version = version
-    also = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs, "version": record.version}
+    scored = row.get("reward_version")
+    named = scored if isinstance(scored, list) else [scored]
+    record.judges = tuple(one for one in named if isinstance(one, str) and Ref.parse(one).is_judge)
+    also: dict[str, Any] = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs}
+    also |= {"version": record.version, "reward_version": list(record.judges)}
     check_values(also)
     if "row" not in kind.columns:  # Python rewards get all columns
         read |= {key for key, value in also.items() if value}

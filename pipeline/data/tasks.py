@@ -204,6 +204,8 @@ class Task:
             counts.add(name, "desirable", number=desirable)
         if record.version:
             counts.add(name, "versions", record.version)
+        for judge in record.judges:
+            counts.add(name, "judges", judge)
         if name == "train" and len(counts.samples) < SAMPLES:
             counts.samples.append(sample(self.encoder.tokenizer, example.columns, example.prompt_tokens))
         if name not in self.writers:

@@ -47,7 +47,9 @@ class Completions:
         self.total: Counter[int] = Counter()  # n -> number of n-grams
         for record in records:
             if len(self.samples) < SAMPLES:
-                shown = {key: value for key, value in record.items() if key in ("completion", *WIN_RATES)}
+                shown = {
+                    key: value for key, value in record.items() if key in ("completion", "words", *WIN_RATES)
+                }
                 self.samples.append((record["prompt"], shown))
             self.texts.add(hash(record["completion"]))
             for n, found in self.ngrams.items():
@@ -94,7 +96,9 @@ class Comparison:
         decoder: Decoder | None = None,
     ) -> None:
         self.worker, self.shared, self.prompts = worker, shared, prompts
-        self.rewards, self.judge, self.baseline = rewards, judge, baseline
+        # A completion is scored by itself here
+        self.rewards = [reward for reward in rewards if not reward.compares]
+        self.judge, self.baseline = judge, baseline
         sampling = Sampling.from_args(worker.args, worker.tokenizer, shared)
         self.sampling = replace(sampling, seed=sampling.seed + SEED_OFFSET)
         # In a PPO job, null becomes a constant, because free memory may differ after a resume and would change the numbers.
@@ -238,6 +242,9 @@ class Comparison:
         if self.judge is not None:
             for score, value in zip(scores, self.judge.checked(samples), strict=True):
                 score["judge"] = value
+        for notes in samples.notes.values():
+            for score, note in zip(scores, notes, strict=True):
+                score["words"] = "\n".join(filter(None, (score.get("words"), *note["words"])))
         return completions, scores
 
     def _references(self, rows: list[dict[str, Any]]) -> dict[int, tuple[list[int], list[int]]]:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from pipeline.config.job import name_of
 from pipeline.errors import visible
 from pipeline.figures import calibration, correlation, mean, sigmoid, temperature, wilson
 from pipeline.inference.rows import seed_of
@@ -39,6 +40,8 @@ def measure(
 
     eval_rm_loss: -log sigmoid(margin). eval_rm_ece: see figures.calibration. eval_rm_temperature: see figures.temperature,
     fitted on every second pair; eval_rm_ece_calibrated: the error of margin / temperature on the others.
+    eval_rm_ties: share of pairs with equal scores. eval_rm_shown_first: share of questions in which a judge prefers the
+    completion that it sees first. eval_rm_order_agreement: share of pairs on which it prefers the same side in both orders.
     eval_rm_accuracy_matched_length: on pairs whose lengths differ by at most 10 %. eval_rm_length_correlation: of the score with
     the length of the completion in tokens. eval_rm_agreement: share of the pairs on which reward and judge prefer the same
     side.
@@ -48,18 +51,18 @@ def measure(
     """
     if worker.rank == 0:
         print(f"scoring {len(rows)} held-out pairs", flush=True)
-    column, source = worker.job.data.subset, str(worker.job.judge)
+    column, source = worker.job.data.subset, name_of(worker.job.judge)
     asks = Ref.parse(source).is_function  # for columns, which the rows may not have
 
     def answer(numbers: range) -> list[dict[str, Any]]:
         mine = [dict(row) for row in rows.select(numbers)]
         given = [json.loads(row["row"]) for row in mine]
         first, tokenizer = numbers.start, worker.tokenizer
-        pairs: list[dict[str, Any]] = [
-            {"scores": scores, "lengths": [len(row[side]) for side in SIDES]}
-            for row, scores in zip(mine, scores_of(rewards, mine, first, tokenizer, ends), strict=True)
+        pairs = compared(rewards, mine, first, tokenizer, ends)
+        lacks = [
+            judge and (judge.columns - set(row) or (asks and unfilled(source, set(row)))) for row in given
         ]
-        if judge is not None and not (asks and any(unfilled(source, set(row)) for row in given)):
+        if judge is not None and not any(lacks):
             for pair, (c, r) in zip(pairs, scores_of([judge], mine, first, tokenizer, ends), strict=True):
                 pair["judge"] = c - r
         if column:
@@ -70,12 +73,32 @@ def measure(
     return figures(in_parts(worker, "pairs-", len(rows), answer))
 
 
+def compared(
+    rewards: list[Any], rows: Sequence[Any], first: int, tokenizer: Any, ends: Collection[int]
+) -> list[dict[str, Any]]:
+    """Returns `scores` and `lengths` of the chosen and the rejected completion of each token row.
+
+    Of a judge that sees both at once, `orders` has the place and the score of the chosen one in each order.
+    """
+    notes: dict[str, Any] = {}
+    scores = scores_of(rewards, rows, first, tokenizer, ends, notes)
+    pairs: list[dict[str, Any]] = [
+        {"scores": both, "lengths": [len(row[side]) for side in SIDES]}
+        for row, both in zip(rows, scores, strict=True)
+    ]
+    for of_chosen in (one[::2] for one in notes.values()):
+        for pair, note in zip(pairs, of_chosen, strict=True):
+            if note["orders"]:
+                pair["orders"] = note["orders"]
+    return pairs
+
+
 def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics and tables of pairs that each have `scores`, `lengths`, and perhaps `judge` and `subset`.
+    """Metrics and tables of pairs that each have `scores`, `lengths`, and perhaps `orders`, `judge` and `subset`.
 
     Of a pair only numbers are kept, in arrays, for millions of pairs.
     """
-    chosen, rejected, judged = (array("d") for _ in range(3))
+    chosen, rejected, judged, shown_first, agreeing = (array("d") for _ in range(5))
     lengths = array("l"), array("l")
     by_subset: dict[str, list[bool]] = defaultdict(list)
     for pair in pairs:
@@ -84,6 +107,10 @@ def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str
         rejected.append(bad)
         for column, length in zip(lengths, pair["lengths"], strict=True):
             column.append(length)
+        if orders := pair.get("orders"):  # [place of the chosen completion, its score] of each
+            shown_first.extend(float((place == 0) == (score > 0.5)) for place, score in orders)
+            if len(orders) > 1:
+                agreeing.append(float(len({score for _, score in orders}) == 1))
         if "judge" in pair:
             judged.append(pair["judge"])
         if "subset" in pair:
@@ -99,13 +126,21 @@ def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str
         "eval_rm_margin": mean(margins),
         "eval_rm_loss": mean([-math.log(max(sigmoid(margin), 1e-300)) for margin in margins]),
         "eval_rm_ece": ece,
+        "eval_rm_ties": mean([margin == 0 for margin in margins]),
     }
+    if shown_first:
+        metrics["eval_rm_shown_first"] = mean(shown_first)
+        metrics["eval_rm_shown_first_low"], metrics["eval_rm_shown_first_high"] = wilson(shown_first)
+    if agreeing:
+        metrics["eval_rm_order_agreement"] = mean(agreeing)
     if len(margins) > 1:  # fitted on every second pair, measured on the others
         metrics["eval_rm_temperature"] = scale = temperature(margins[::2])
         metrics["eval_rm_ece_calibrated"] = calibration([margin / scale for margin in margins[1::2]])[0]
+    ends_of: dict[str, tuple[float, float]] = {}
     for name, belongs in BY_LENGTH.items():
         if hits := [hit for hit, c, r in zip(right, *lengths, strict=True) if belongs(c, r)]:
             metrics[f"eval_rm_accuracy_{name}"] = mean(hits)
+            ends_of[name] = wilson(hits)
     if (bias := correlation(chosen + rejected, lengths[0] + lengths[1])) is not None:
         metrics["eval_rm_length_correlation"] = bias
     if len(judged) == len(margins):
@@ -116,7 +151,39 @@ def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str
         low, high = wilson(hits)
         subsets[name] = {"pairs": len(hits), "accuracy": mean(hits), "low": low, "high": high}
         metrics[f"eval_rm_accuracy/{metric_name(name)}"] = mean(hits)
-    return metrics, {"pairs": len(margins), "reliability": bins, "subsets": subsets}
+    found = faults(metrics, ends_of)
+    return metrics, {"pairs": len(margins), "reliability": bins, "subsets": subsets, "faults": found}
+
+
+def faults(metrics: dict[str, float], by_length: dict[str, tuple[float, float]]) -> list[str]:
+    """Returns what is wrong with a reward, beyond the chance of a 95 % interval.
+
+    Args:
+        by_length: the interval of the accuracy on the pairs of BY_LENGTH.
+    """
+    found = []
+    low, high = metrics["eval_rm_accuracy_low"], metrics["eval_rm_accuracy_high"]
+    if metrics["eval_rm_ties"] > 0.5:
+        found.append(f"{metrics['eval_rm_ties']:.0%} of the pairs have equal scores")
+    elif high < 0.5:
+        found.append(
+            f"it prefers the rejected completion ({1 - metrics['eval_rm_accuracy']:.0%}); are they swapped?"
+        )
+    elif low <= 0.5:
+        found.append(f"its accuracy may be chance ({low:.2f} to {high:.2f})")
+    if "eval_rm_shown_first" in metrics:
+        first_low, first_high = metrics["eval_rm_shown_first_low"], metrics["eval_rm_shown_first_high"]
+        if not first_low <= 0.5 <= first_high:
+            place = "first" if first_low > 0.5 else "last"
+            share = metrics["eval_rm_shown_first"]
+            found.append(
+                f"it prefers the completion that it sees {place} ({max(share, 1 - share):.0%}); set orders: both"
+            )
+    longer, shorter = by_length.get("chosen_longer"), by_length.get("chosen_shorter")
+    if longer and shorter and (longer[0] > shorter[1] or shorter[0] > longer[1]):
+        which = "longer" if longer[0] > shorter[1] else "shorter"
+        found.append(f"it prefers the {which} completion; compare eval_rm_accuracy_matched_length")
+    return found
 
 
 def metric_name(subset: str) -> str:
@@ -125,22 +192,30 @@ def metric_name(subset: str) -> str:
 
 
 def scores_of(
-    rewards: list[Any], rows: Sequence[Any], first: int, tokenizer: Any, ends: Collection[int]
+    rewards: list[Any],
+    rows: Sequence[Any],
+    first: int,
+    tokenizer: Any,
+    ends: Collection[int],
+    notes: dict[str, Any] | None = None,
 ) -> list[list[float]]:
     """Returns the weighted scores, raw units, of the one or two completions of each token row.
 
     Args:
         first: the number of the first row.
+        notes: gets what the rewards say of the completions; see Samples.
     """
     found = [
-        (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number))
+        (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number), number)
         for number, row in enumerate(rows, first)
         for side in SIDES
         if row.get(side) is not None
     ]
-    prompts, completions, given, seeds = zip(*found, strict=True)
-    samples = samples_of(prompts, completions, given, tokenizer, ends, seeds)
+    prompts, completions, given, seeds, groups = zip(*found, strict=True)
+    samples = samples_of(prompts, completions, given, tokenizer, ends, seeds, groups)
     scores = iter(weighted(rewards, samples, normalize=False)[0])
+    if notes is not None:
+        notes.update(samples.notes)
     return [[next(scores) for side in SIDES if row.get(side) is not None] for row in rows]
 
 
@@ -159,7 +234,8 @@ def samples_of(
     tokenizer: Any,
     ends: Collection[int],
     seeds: Sequence[int] = (),
+    groups: Sequence[int] = (),
 ) -> Samples:
     """Returns the completions of some rows as samples. A truncated one has no end token and has not ended."""
     ended = [completion[-1] in ends for completion in completions]
-    return Samples(list(prompts), list(completions), ended, list(rows), tokenizer, seeds)
+    return Samples(list(prompts), list(completions), ended, list(rows), tokenizer, seeds, groups)

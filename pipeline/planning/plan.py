@@ -241,13 +241,13 @@ def _roles(job: Job) -> tuple[list[str], list[str]]:
     """Returns (adapters in memory, those that learn)."""
     facts = STAGE[job.stage]
     if facts.learns is None:
-        models = [name for name, at in job.inputs.items() if at != "base" and not Ref.parse(at).is_function]
+        models = [name for name, at in job.inputs.items() if at != "base" and Ref.parse(at).is_model]
         return list(dict.fromkeys(name.split(".")[0] for name in models)), []
     learning = [facts.learns]
     roles = learning + ["reference"] * _has_reference(job)
     if facts.trl:
         return roles, learning
-    rewards = [source for source, _ in job.rewards if not Ref.parse(source).is_function]
+    rewards = [source for source, _ in job.rewards if Ref.parse(source).is_model]
     roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
     roles += ["teacher"] * (job.teacher not in (None, "base"))
     critic = ["critic"] * job.args.has_critic_adapter  # a head weighs nothing

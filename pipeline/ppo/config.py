@@ -29,8 +29,6 @@ RANGES = table(
         "(0, 1000000000]": "micro_batch_tokens logging_steps ref_model_sync_steps",
         "[0, 1000000000]": "critic_warmup_steps warmup_steps save_steps eval_steps",
         "(0, 1000000000000]": "total_episodes",
-        "(0, 31536000]": "reward_timeout_s",
-        "whole [1, 1024]": "reward_threads",
         "(0, 1000000]": "num_train_epochs num_ppo_epochs cliprange cliprange_high cliprange_value early_stop_kl reward_clip",
         "[0.000001, 1000000]": "kl_target",
         "[1, 1000000000000]": "kl_horizon",
@@ -42,12 +40,12 @@ RANGES = table(
         "[1e-30, 1]": "adam_epsilon",
         "[0, 1]": "gamma lam ref_model_mixup_alpha",
         "[0, 1)": "adam_beta1 adam_beta2",
+        "-1 or [0, 31536000]": "patience_s",  # of the rollout section, too
         # of the rollout section
         "[0, 64]": "staleness",
         "whole [1, 64]": "tensor_parallel_size",
         "(0, 1)": "gpu_memory_utilization",
         "(1, 1000000]": "dual_clip correction_cap",
-        "-1 or [0, 31536000]": "patience_s",
         "[1, 31536000]": "chunk_timeout_s",
         "[0, 1000]": "num_workers",
     }
@@ -112,11 +110,9 @@ class PPOConfig:
     # ---- reward
     normalize_rewards: bool = False
     """Normalize each reward's scores with the mean and standard deviation stored with the reward model's version."""
-    reward_timeout_s: float | None = None
-    """Seconds that a Python reward may take for one row; a row that takes longer ends the run. Each row is a separate call,
-    `reward_threads` of them at a time. By default, all rows are one call without a limit."""
-    reward_threads: int = 8
-    """Rows that a Python reward scores at the same time, with `reward_timeout_s`. 1 for one that draws random numbers."""
+    patience_s: float = 600.0
+    """Seconds that the update waits for a reward that is an async function. Then the run ends, and the same command continues
+    it. -1: no limit."""
     reward_clip: float | None = None
     """Clip the weighted sum of the (normalized) scores to [-reward_clip, reward_clip]. By default no clipping."""
     missing_eos_penalty: float | None = None

@@ -12,20 +12,17 @@ import math
 import os
 import random
 import sysconfig
-import threading
-import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from pipeline.errors import Failure, in_brief, is_out_of_memory
+from pipeline.errors import Failure, InputError, in_brief, is_out_of_memory
 from pipeline.inference.rows import Completion
 from pipeline.models.adapters import SharedBase
 from pipeline.models.control_tokens import ControlTokens, chat_ids, text_ids
@@ -34,7 +31,7 @@ from pipeline.ppo import forward
 from pipeline.ppo.episodes import collate_ids
 from pipeline.ppo.forward import FORWARD_TOKENS
 from pipeline.ppo.rng import kept_rng_state
-from pipeline.system import process
+from pipeline.system import loop, process
 
 
 @dataclass
@@ -47,9 +44,14 @@ class Samples:
     rows: list[dict[str, Any]]
     tokenizer: Any
     seeds: Sequence[int] = ()  # of each completion, for functions that draw random numbers; empty: 0 for each
+    # Completions with the same number are to the same prompt, and are compared; empty: each is alone.
+    groups: Sequence[int] = ()
+    # What a reward says about each sample besides its score, by the reward's name
+    notes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.seeds = list(self.seeds) or [0] * len(self)
+        self.groups = list(self.groups) or [*range(len(self))]
 
     @classmethod
     def of(
@@ -59,10 +61,12 @@ class Samples:
         rows: list[dict[str, Any]],
         tokenizer: Any,
         seeds: Sequence[int] = (),
+        each: int = 1,
     ) -> Samples:
-        """Returns sampled completions as samples."""
+        """Returns sampled completions as samples; `each` that follow each other are to the same prompt."""
         tokens, ended = [one.tokens for one in completions], [one.ended for one in completions]
-        return cls(prompts, tokens, ended, rows, tokenizer, seeds)
+        groups = [i // each for i in range(len(tokens))]
+        return cls(prompts, tokens, ended, rows, tokenizer, seeds, groups)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -116,6 +120,9 @@ class Reward(ABC):
         mean, std: normalised scores are (score - mean) / std.
     """
 
+    columns: frozenset[str] = frozenset()  # of the rows, without which it cannot score
+    compares = False  # whether it scores the completions of a prompt by comparing them
+
     def __init__(self, name: str, weight: float = 1.0, mean: float = 0.0, std: float = 1.0) -> None:
         self.name, self.weight, self.mean, self.std = name, weight, mean, std
         if not (std > 0 and math.isfinite(mean) and math.isfinite(std) and math.isfinite(weight)):
@@ -128,39 +135,46 @@ class Reward(ABC):
         """Returns one raw score for each sample; `checked` verifies that."""
 
     def checked(self, samples: Samples) -> list[float]:
-        """Returns the scores of `score`. Raises Failure unless they are one finite number for each sample."""
-        scores = self._listed(self.score(samples), samples, range(len(samples)))
+        """Returns the scores of `score`.
+
+        Raises InputError for anything but a list of one number for each sample: to repeat it would not help. Raises Failure
+        for a number that is not finite.
+        """
+        scores = self._listed(self.score(samples), samples)
         values = [_number(score) for score in scores]
         for i, value in enumerate(values):
-            if not math.isfinite(value):
-                raise Failure(
-                    f"reward {self} returned {_brief(scores[i], 100)} for {samples.show(i)}; expected a finite number"
-                )
-        return values
+            if value is None or not math.isfinite(value):
+                found = f"reward {self} returned {_brief(scores[i], 100)} for {samples.show(i)}"
+                if scores[i] is None:
+                    raise InputError(f"{found}; None is no score: return a number, or leave such rows out")
+                raise (InputError if value is None else Failure)(f"{found}; expected a finite number")
+        return [value for value in values if value is not None]
 
-    def _listed(self, scores: Any, samples: Samples, rows: Sequence[int]) -> Sequence[Any]:
-        """Returns a list, tuple, array or tensor as a list. Raises Failure unless it has one score for each of the samples."""
+    def _listed(self, scores: Any, samples: Samples) -> Sequence[Any]:
+        """Returns a list, tuple, array or tensor as a list. Raises InputError unless it has one score for each sample."""
         # Arrays and tensors have tolist, tensors that require gradients included.
         listed = scores.tolist() if hasattr(scores, "tolist") else scores
         is_list = isinstance(listed, (list, tuple))
-        if not is_list or len(listed) != len(rows):
+        if not is_list or len(listed) != len(samples):
             found = f"{len(listed)} scores" if is_list else _brief(scores, 100)
-            why = f"reward {self} returned {found} (samples: {len(rows)}); expected a list of one number for each sample"
-            if len(rows) < len(samples):
-                why += " (with trainer.reward_timeout_s, each row is a call)"
-            raise Failure(f"{why}; the first is {samples.show(rows[0])}")
+            raise InputError(
+                f"reward {self} returned {found} (samples: {len(samples)}); expected a list of one number for each sample; "
+                f"the first is {samples.show(0)}"
+            )
         return listed
 
     def __str__(self) -> str:
         return repr(self.name)
 
 
-def _number(score: Any) -> float:
-    """Returns a score as a float, or NaN if it is not a real number or too large."""
+def _number(score: Any) -> float | None:
+    """Returns a score as a float, infinite if it is too large for one, or None if it is not a real number."""
     try:
         return float(score.item() if hasattr(score, "item") else score)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of two numbers
-        return math.nan
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of two numbers
+        return None
 
 
 class AdapterReward(Reward):
@@ -261,45 +275,31 @@ def generator_states() -> tuple[Any, ...]:
 class FunctionReward(Reward):
     """A Python function `f(prompts, completions, **columns) -> list of numbers`, sync or async, as in TRL.
 
-    It is called by keyword with those of `prompts`, `completions`, `completion_ids`, `seeds` and the data's further columns,
-    each a list, that its signature names, or with all of them if it takes **kwargs. If it raises, the run stops with a
-    Failure that shows the sample and the function's own stack frames.
+    It is called by keyword with those of `prompts`, `completions`, `completion_ids`, `seeds`, `groups` and the data's further
+    columns, each a list, that its signature names, or with all of them if it takes **kwargs. Completions to the same prompt
+    have the same number in `groups`, and are in the same call. If it raises, the run stops with a Failure that shows the
+    sample and the function's own stack frames.
 
     Random numbers: each completion has its own seed (`seeds`). The global generators are seeded by the first completion of
     a call, so numbers that are drawn from them depend on which completions share the call.
 
     Args:
-        timeout_s: seconds for one row; the function is then called for each row by itself, `threads` rows at a time, and a row
-            that takes longer stops the run with a Failure that names it. None: one call with all rows, as long as it takes.
+        patience_s: seconds after which a call of an async function ends the run; -1: no limit. Other functions have none.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        timeout_s: float | None = None,
-        threads: int = 8,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], patience_s: float = -1, **settings: Any) -> None:
         super().__init__(**{"name": getattr(function, "__name__", type(function).__name__), **settings})
-        self.function, self.timeout_s, self.threads = function, timeout_s, threads
+        self.function, self.patience_s = function, patience_s
         self.warned = False  # whether the warning about a global generator was printed
 
-    def score(self, samples: Samples) -> list[float]:
+    def score(self, samples: Samples) -> Any:
+        """Returns what the function returns for all samples. Warns once if it used a global generator."""
         with kept_rng_state():
-            if self.timeout_s is not None:
-                return self._row_by_row(samples, self.timeout_s)
-            return self._batch(samples)
-
-    def __str__(self) -> str:
-        names = (getattr(self.function, key, None) for key in ("__module__", "__qualname__"))
-        return f"{self.name!r} ({':'.join(name for name in names if name)})"
-
-    def _batch(self, samples: Samples) -> Any:
-        """Returns what the function returns for all samples. Warns once if the function used a global generator."""
-        seed_generators(samples.seeds[0])
-        seeded = generator_states()
-        scores = self._call(samples, range(len(samples)))
-        if generator_states() != seeded and not self.warned and len(samples) > 1:
+            seed_generators(samples.seeds[0])
+            seeded = generator_states()
+            scores = self._call(samples, range(len(samples)))
+            drew = generator_states() != seeded
+        if drew and not self.warned and len(samples) > 1:
             self.warned = True
             print(
                 f"warning: reward {self} draws random numbers from a global generator: its scores change if completions are "
@@ -309,29 +309,35 @@ class FunctionReward(Reward):
             )
         return scores
 
+    def __str__(self) -> str:
+        names = (getattr(self.function, key, None) for key in ("__module__", "__qualname__"))
+        return f"{self.name!r} ({':'.join(name for name in names if name)})"
+
     def _call(self, samples: Samples, rows: Sequence[int]) -> Any:
         """Returns what the function returns for some of the samples."""
-        columns = {"seeds": samples.seeds, **samples.columns(), "completion_ids": samples.completion_ids}
+        columns = {"seeds": samples.seeds, "groups": samples.groups, **samples.columns()}
+        columns["completion_ids"] = samples.completion_ids
         columns |= {"prompts": samples.prompts, "completions": samples.completions}
         # The function may leave other settings of torch behind, which training does not expect
-        dtype, learns = torch.get_default_dtype(), torch.is_grad_enabled()
+        dtype, learns, later = torch.get_default_dtype(), torch.is_grad_enabled(), False
         try:
             parameters = inspect.signature(self.function).parameters
             if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
                 columns = {name: values for name, values in columns.items() if name in parameters}
             result = self.function(**{name: [values[i] for i in rows] for name, values in columns.items()})
-            if inspect.iscoroutine(result):
-                # In another thread, because this one may run an event loop, as in a notebook.
-                with ThreadPoolExecutor(1) as pool:
-                    return pool.submit(asyncio.run, result).result()
-            return result
+            if not inspect.iscoroutine(result):
+                return result
+            later = True
+            return loop.run(self._in_time(result))
         except (KeyboardInterrupt, Failure):
             raise
         except BaseException as error:  # SystemExit too: it would end the worker as if its work were done
             if is_out_of_memory(error) or process.received:  # SIGTERM ends the run, whatever it interrupts
                 raise
             expected = not isinstance(error, Exception)
-            hint = "; expected a list of numbers" if expected else f" for {self._culprit(samples, rows)}"
+            # An async function asks other machines, which may cost money: it is not asked again.
+            of = f"a batch of {len(rows)} samples" if later else self._culprit(samples, rows)
+            hint = "; expected a list of numbers" if expected else f" for {of}"
             raise Failure(f"reward {self} raised {in_brief(error, 500)}{hint}:\n{_frames(error)}") from error
         finally:
             torch.set_default_dtype(dtype)
@@ -348,46 +354,18 @@ class FunctionReward(Reward):
                 return samples.show(i)
         return f"a batch of {len(rows)} samples (each alone does not make it raise)"
 
-    def _row_by_row(self, samples: Samples, limit: float) -> list[float]:
-        """Returns the function's score of each sample, in the order of the samples."""
-        rows, begun = iter(range(len(samples))), dict[int, float]()
-        scores: dict[int, float] = {}
-        errors: dict[int, BaseException] = {}
-        samples.prompts, samples.completions  # noqa: B018 - decoded once, not in each thread
-        drawn = generator_states()
-
-        def work() -> None:
-            for i in rows:  # shared by all threads; each takes the next row
-                if errors:
-                    return
-                begun[i] = time.monotonic()
-                if self.threads == 1:
-                    seed_generators(samples.seeds[i])
-                try:
-                    [scores[i]] = self._listed(self._call(samples, [i]), samples, [i])
-                except BaseException as error:
-                    errors[i] = error
-
-        # Not a thread pool, because the process would wait for a row that hangs.
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(self.threads, len(samples)))]
-        for thread in threads:
-            thread.start()
-        while not errors and (alive := [thread for thread in threads if thread.is_alive()]):
-            alive[0].join(min(0.05, limit))
-            now = time.monotonic()
-            for i in sorted(begun):
-                if now - begun[i] > limit and i not in scores and i not in errors:
-                    errors[i] = Failure(
-                        f"reward {self} took more than {limit:g} s (trainer.reward_timeout_s) for {samples.show(i)}"
-                    )
-        if errors:
-            raise errors[min(errors)]
-        if self.threads > 1 and generator_states() != drawn:
+    async def _in_time(self, result: Coroutine[Any, Any, Any]) -> Any:
+        """Returns the result of an async function. Raises Failure after `patience_s`."""
+        limit = asyncio.timeout(self.patience_s if self.patience_s >= 0 else None)
+        try:
+            async with limit:
+                return await result
+        except TimeoutError as error:
+            if not limit.expired():  # it is the function's own
+                raise
             raise Failure(
-                f"reward {self} draws random numbers, and several rows at a time get them in any order; set "
-                "trainer.reward_threads=1"
-            )
-        return [scores[i] for i in range(len(samples))]
+                f"reward {self} took more than {self.patience_s:g} s (trainer.patience_s); the same command continues the run"
+            ) from error
 
 
 LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
@@ -396,7 +374,9 @@ LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdli
 def _frames(error: BaseException, limit: int = 10) -> str:
     """Returns the last `limit` frames inside a reward function as text, without frames of libraries if possible."""
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not frame.filename.startswith((__file__, *LIBRARIES))]
+    users = [
+        frame for frame in frames if not frame.filename.startswith((__file__, str(loop.__file__), *LIBRARIES))
+    ]
     return "".join(traceback.format_list((users or frames[1:])[-limit:])).rstrip()
 
 

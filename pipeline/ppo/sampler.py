@@ -159,7 +159,7 @@ class Sampler:
         rows = [json.loads(row) for row in chunk.data for _ in range(each)]
         episodes = chunk.episodes[:: chunk.generations // each]
         seeds = [seed_of(self.args.seed, episode) for episode in episodes]
-        return Samples.of(prompts, completions, rows, self.tokenizer, seeds)
+        return Samples.of(prompts, completions, rows, self.tokenizer, seeds, each)
 
     @torch.no_grad()
     def reference_logprobs(self, chunk: Chunk, sampled: Sampled) -> None:

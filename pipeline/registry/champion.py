@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config import OPERATORS, Job, gates, parse_gate
+from pipeline.config import OPERATORS, Job, gates, judge, parse_gate
 from pipeline.config.job import SPLITS
 from pipeline.references import Ref
 from pipeline.registry.store import metric_key, search_filter
@@ -31,9 +31,10 @@ def gate_of(job: Job) -> Gate:
     greater = gates.greater_is_better(metric, job.run.greater_is_better)
     keys = (*gates.LOSS, *gates.SAMPLING)
     settings = {f"trainer.{key}": job.trainer[key] for key in keys if job.trainer.get(key) is not None}
-    if job.judge:
-        code = digest([job.judge])[:12] if Ref.parse(job.judge).is_function else ""
-        settings["judge"] = f"{job.judge} {code}".strip()
+    if name := job.inputs.get("judge"):
+        ref = Ref.parse(name)
+        code = digest([name])[:12] if ref.is_function else ""
+        settings["judge"] = judge.pinned(name) if ref.is_judge else f"{name} {code}".strip()
     return Gate(job.mlflow.registered_model, job.mlflow.alias, job.gate, metric, greater, settings)
 
 

@@ -25,10 +25,12 @@ class SweepHandle:
 class Input:
     """A model or Python function that the job names: pinned, fetched and checked by the driver."""
 
-    version: str  # models:/NAME/3, hf://OWNER/NAME@COMMIT, a folder, or python:MODULE:FUNCTION
-    kind: Literal["adapter", "model", "function"]
+    version: (
+        str  # models:/NAME/3, hf://OWNER/NAME@COMMIT, a folder, python:MODULE:FUNCTION, or judge:FILE@DIGEST
+    )
+    kind: Literal["adapter", "model", "function", "judge"]
     folder: str = ""  # of its files on the driver's machine; of a full model on the hub, its id
-    facts: dict[str, Any] = field(default_factory=dict)  # lineage.json of an adapter
+    facts: dict[str, Any] = field(default_factory=dict)  # lineage.json of an adapter, or a judge's definition
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Work:
     )
     # {version: number of training rows that it has written}
     rows_from: dict[str, int] = field(default_factory=dict)
+    judged_by: dict[str, int] = field(default_factory=dict)  # {judge: number of training rows that it scored}
     row_format: str | None = None  # format of the rows: chat, text, both
     mixture: Any = None  # data.feed.Mixture: sources of the training rows if they have weights
     sweep: SweepHandle | None = None  # set if the run is a trial

@@ -6,12 +6,12 @@ import inspect
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
 from pipeline import registry
-from pipeline.config import Job
+from pipeline.config import Job, judge
 from pipeline.config.job import HUB, transforms
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError, about
@@ -23,7 +23,13 @@ from pipeline.runtime.host import Input
 from pipeline.system import storage, terminal
 from pipeline.system.functions import digest, imported
 
-GIVEN = ("prompts", "completions", "completion_ids", "seeds")  # arguments that every Python reward may have
+GIVEN = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "seeds",
+    "groups",
+)  # arguments that every Python reward may have
 
 
 def key_of(job: Job, name: str) -> str:
@@ -60,6 +66,9 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
         with about(key_of(job, name)):
             if Ref.parse(source).is_function:
                 imported(source)
+            if Ref.parse(source).is_judge:
+                inputs[name] = pinned.get(name) or judge.pinned(source)
+                continue
             names = job.policies if name == "policy" else [source]
             try:
                 found = pinned.get(name) or first(names, uri, job.source)
@@ -92,12 +101,14 @@ def first(names: list[str], uri: str, job_file: str) -> str:
 
 def by_version(job: Job, inputs: Mapping[str, str]) -> Job:
     """Replaces the names of models in a job by the pinned versions."""
-    named: dict[str, Any] = {key: inputs[key] for key in INPUTS if key in inputs}
-    if "reward.0" in inputs:
-        rewards = [
-            {"reward": inputs[f"reward.{i}"], "weight": weight} for i, (_, weight) in enumerate(job.rewards)
-        ]
-        named["reward"] = rewards if isinstance(job.reward, list) else inputs["reward.0"]
+    models = {key: version for key, version in inputs.items() if not Ref.parse(version).is_judge}
+    named: dict[str, Any] = {key: models[key] for key in INPUTS if key in models}
+    if isinstance(job.reward, list):
+        several = [(models.get(f"reward.{i}"), weight) for i, (_, weight) in enumerate(job.rewards)]
+        pinned = [version and {"reward": version, "weight": weight} for version, weight in several]
+        named["reward"] = [one or given for one, given in zip(pinned, job.reward, strict=True)]
+    elif "reward.0" in models:
+        named["reward"] = models["reward.0"]
     return replace(job, **named)
 
 
@@ -145,7 +156,9 @@ def digests_of_functions(job: Job) -> dict[str, str]:
 
 
 def unfilled(source: str, columns: set[str]) -> str | None:
-    """Returns the parameter of a Python reward that no column of the rows fills, or None if all are filled."""
+    """Returns the parameter of a Python reward, or of a judge's question, that no column of the rows fills, or None."""
+    if Ref.parse(source).is_judge:
+        return next(iter(sorted(judge.read(judge.at_version(source)[0]).columns - columns)), None)
     optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
     parameters = inspect.signature(imported(source)).parameters.values()
     required = [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
@@ -167,7 +180,10 @@ def check_columns(job: Job, rows: dict[str, Any]) -> None:
         columns = known - {"prompt", "completion"}
         if any(isinstance(row.get("prompt"), list) for row in first):
             columns.add("messages")
-        for key, source in functions(job).items():
+        asking = {
+            key_of(job, n): source for n, source in job.inputs.items() if not Ref.parse(source).is_model
+        }
+        for key, source in asking.items():
             if key == "judge" and name != "eval":
                 continue  # a judge needs eval prompts; it skips pairs that lack columns
             if wanted := unfilled(source, columns):
@@ -211,6 +227,12 @@ def checked(job: Job, versions: dict[str, str], base: dict[str, Any], files: Bas
         if Ref.parse(reference).is_function:
             inputs[name] = Input(reference, "function")
             continue
+        if Ref.parse(reference).is_judge:
+            with about(key_of(job, name)):
+                given = judge.loaded(reference)
+                _check_judge(job, name, given)
+            inputs[name] = Input(reference, "judge", facts=asdict(given))
+            continue
         key, scores = key_of(job, name), name == "judge" or name.startswith("reward")
         with about(key):
             folder = registry.fetch(reference, registry.tracking_uri(job))
@@ -232,6 +254,22 @@ def checked(job: Job, versions: dict[str, str], base: dict[str, Any], files: Bas
             _check_supported(job, name, folder, files, scores)
         inputs[name] = Input(reference, "adapter", folder, facts)
     return inputs
+
+
+def _check_judge(job: Job, name: str, given: judge.Definition) -> None:
+    """Raises InputError if a judge compares completions, and the job has only one to each prompt."""
+    if given.form != "rank":
+        return
+    alone = name == "judge" or (job.stage == "evaluate" and job.data.eval)
+    if job.stage == "ppo":
+        alone = alone or job.args.num_generations < 2 or job.args.estimator.needs_greedy
+    elif job.stage in ("generate", "collect"):
+        alone = alone or getattr(job.args, "num_generations", 1) < 2
+    if alone:
+        raise InputError(
+            "`form: rank` compares the completions of a prompt, and here each is scored by itself; use another form, or "
+            "trainer.num_generations of 2 or more where there is that key"
+        )
 
 
 def _check_supported(job: Job, name: str, folder: str, base: Base, scores: bool) -> None:

@@ -19,6 +19,7 @@ from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.on_ray import placement, session
 from pipeline.runtime import inputs as checks
+from pipeline.runtime import judging
 from pipeline.runtime.host import Host, Work
 from pipeline.runtime.inputs import pin_inputs
 from pipeline.system import console, functions, storage, terminal
@@ -49,6 +50,11 @@ class Run:
 
     def finish(self, **more: Any) -> dict[str, Any]:
         """Writes result.json: what every run has, and `more` of this one. From here on the run is finished."""
+        if judges := judging.costs(self.work):
+            more["judges"] = judges
+            for name, one in judges.items():
+                figures = "  ".join(f"{key} {value:g}" for key, value in one.items())
+                terminal.say(f"judge of {name}: {figures}", result=True)
         self.work.lease.require()
         result = {
             "stage": self.job.stage,
@@ -192,6 +198,7 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
         mixture=mixture,
         row_format=report.row_format(),
         rows_from=report.splits["train"].versions if "train" in report.splits else {},
+        judged_by=report.splits["train"].judges if "train" in report.splits else {},
     )
     return work, rows, report
 

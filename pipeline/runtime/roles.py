@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from pipeline.config import Job
+from pipeline.config.judge import Definition
 from pipeline.inference import memory
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Decoder
 from pipeline.inference.vllm import VllmDecoder, largest_rank, start_llm
+from pipeline.judges.reward import JudgeReward
 from pipeline.models import fsdp_sync, hub, probes
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import load_base
@@ -47,8 +49,13 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
     """Returns the reward of one input: an adapter, which becomes a role of `shared`, another model, or a Python function."""
     given, args = worker.work.inputs[name], worker.args
     if given.kind == "function":
-        function = imported(given.version)
-        return FunctionReward(function, args.reward_timeout_s, args.reward_threads, weight=weight, name=role)
+        return FunctionReward(imported(given.version), args.patience_s, weight=weight, name=role)
+    if given.kind == "judge":
+        run = worker.job.run
+        definition = Definition(**given.facts)
+        return JudgeReward(
+            definition, run.storage_path, str(run.name), args.patience_s, weight=weight, name=role
+        )
     # A training job limits a forward by its tokens; the other subcommands by its rows.
     by_tokens = worker.job.stage == "ppo"
     limits = (
@@ -73,7 +80,7 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
 
 
 def judge(worker: Host, shared: SharedBase) -> Reward | None:
-    """Returns the job's judge (a function or a second reward model, never trained on), or None if it has no judge."""
+    """Returns the job's judge (a function, a judge or a second reward model, never trained on), or None if it has no judge."""
     return reward(worker, shared, "judge", "judge") if worker.job.judge else None
 
 

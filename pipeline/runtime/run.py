@@ -22,7 +22,7 @@ from pipeline.on_ray import placement
 from pipeline.registry import lineage
 from pipeline.registry.store import persistently
 from pipeline.report.headline import how_it_ended
-from pipeline.runtime import checkpoints, resume
+from pipeline.runtime import checkpoints, judging, resume
 from pipeline.runtime.host import SweepHandle, Work
 from pipeline.runtime.preparation import Run, announce, prepared
 from pipeline.runtime.summary import print_summary
@@ -123,6 +123,9 @@ def open_run(job: Job) -> Iterator[Run]:
     with prepared(job, resume.pinned_inputs(left, job)) as run:
         if run.report:
             print(run.report.render(samples=False), flush=True)
+            counts = {name: split.kept for name, split in run.report.splits.items()}
+            for line in judging.estimates(run.work, run.rows, counts):
+                terminal.say(line)
         if run.work.stage.learns and (
             other_base := registry.other_base(run.work.uri, run.work.gate, run.work.base)
         ):

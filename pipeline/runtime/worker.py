@@ -376,6 +376,8 @@ class Worker(Host):
         work, facts = self.work, outcome.facts | {"step": outcome.end["kept"]["step"]}
         if work.rows_from:
             facts["rows_from"] = work.rows_from
+        if work.judged_by:
+            facts["judged_by"] = work.judged_by
         facts["rows"] = work.row_format
         # If all rows are messages, the policy was trained on nothing else.
         chat = work.row_format == "chat"

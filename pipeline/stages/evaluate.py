@@ -33,6 +33,8 @@ def run(job: Job) -> dict[str, Any]:
         tables.append(probes_table(found["probes"]))
     if found["best_of_n"]:
         tables.append(best_of_n_table(found["best_of_n"]))
+    for fault in found["pairs"].get("faults", ()):
+        terminal.say(f"warning: the reward on data.pairs: {fault}", result=True)
     for table in tables:
         terminal.say(f"\n{table}", result=True)
     return result

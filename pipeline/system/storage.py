@@ -302,3 +302,20 @@ def require_writable(path: str, key: str = "run.storage_path", example: str = ".
 def probe_in(folder: str) -> str:
     """Returns the path of a file to test a folder with. Each process gets a different path."""
     return join(folder, f".probe-{uuid.uuid4().hex[:12]}")
+
+
+def files(path: str) -> dict[str, int]:
+    """Returns {name: bytes} of the files directly in `path`; none if it does not exist."""
+    import pyarrow.fs as pafs
+
+    fs, inner = filesystem(path)
+    entries = fs.get_file_info(pafs.FileSelector(inner, allow_not_found=True))
+    return {entry.base_name: entry.size for entry in entries if entry.type.name == "File"}
+
+
+def read_bytes(path: str, start: int = 0) -> bytes:
+    """Returns the content of a file from byte `start` on."""
+    fs, inner = filesystem(path)
+    with fs.open_input_file(inner) as file:
+        file.seek(start)
+        return bytes(file.read())

@@ -6,9 +6,10 @@
     make bench ARGS="sft dpo --rounds 1"
 
 Parts: `ppo` (our PPOTrainer against the one of TRL 1.12, the last that had one), `sft`, `rm`, `dpo` (the pipeline's command
-line against bare TRL), `evaluate` (a reward model on pairs against plain forwards), `serve` (64 clients of two policies on one
-base against a plain loop over two models). Sizes: `demo` (the demo model) and `large` (a random Llama of 110 M parameters with
-a vocabulary of 32,000). Variants of `ppo`: sizes.py.
+line against bare TRL), `evaluate` (a reward model on pairs against plain forwards), `serve` (64 clients of two policies on
+one base against a plain loop over two models), `judge` (questions to an endpoint that answers after 100 ms, at either
+size). Sizes: `demo` (the demo model) and `large` (a random Llama of 110 M parameters with a vocabulary of 32,000). Variants
+of `ppo`: sizes.py.
 Each measurement is a process of its own. A round measures everything that is compared once, one after the other. Writes
 results.json and bench.md into runs/bench after each round; parts that were not run keep their last figures.
 """
@@ -35,6 +36,7 @@ PLAIN = {
     **dict.fromkeys(("sft", "rm", "dpo"), ("stage.py", "bare TRL")),
     "evaluate": ("evaluate.py", "plain forwards"),
     "serve": ("serve.py", "plain loop"),
+    "judge": ("judge.py", "plain asyncio loop"),
 }
 PARTS = ("ppo", *PLAIN)
 

@@ -12,7 +12,7 @@ Runs = dict[str, list[Result]]  # what was measured -> a measurement of each rou
 LEGEND = f"""
 One row is ours and what it was measured beside, in each round one after the other. Figures are medians over the rounds; *times
 as fast*, *ratio* and *later* are medians of the rounds' ratios and differences. Units are samples of `ppo`, steps of `sft`, `rm`
-and `dpo`, pairs of `evaluate`, and tokens of `serve`. *first* are the seconds from the start of the process to its first step.
+and `dpo`, pairs of `evaluate`, tokens of `serve`, and questions of `judge`. *first* are the seconds from the start of the process to its first step.
 
 `ppo` {", ".join(f"`{case}`: {about}" for case, about in CASES.items())}. Both sides have LoRA of rank 16 on all linear layers, 2
 epochs of 2 minibatches, temperature 1, the same learning rate, KL price, clip ranges, gamma and

@@ -226,3 +226,36 @@ def test_rounds_follow_each_other_and_a_kill_repeats_no_finished_run(storage, tm
         for number in (1, 2)
     ]
     assert prompts[0] and not prompts[0] & prompts[1], "the rounds share prompts"
+
+
+# --------------------------------------------------------------------------------------------------- of a judge
+
+
+def judged(text, score, *orders, ended=True):
+    return sample(text, score, ended) | {"orders": list(orders)}
+
+
+def test_a_pair_that_flips_with_the_order_is_left_out_and_counted():
+    samples = [judged("a", 0.75, 1.0, 0.5), judged("b", 0.5, 0.5, 0.5), judged("c", 0.25, 0.0, 1.0)]
+    assert pairs(samples, select="pairs") == [("a", "b")]
+    counts = collect.count(Collect(select="pairs"), {"samples": samples})
+    assert (counts["flips"], counts["rows"]) == (2, 1)
+    assert collect.measure(Collect(select="pairs"), {"samples": samples})["order_agreement"] == pytest.approx(
+        1 / 3
+    )
+
+
+def test_labels_of_completions():
+    samples = [sample("a", 0.8), sample("b", 0.5), sample("c", 0.9, ended=False), sample("a ", 0.1)]
+    args = Collect(select="labels", good_above=0.5)
+    record = {"row": {"prompt": "q", "reward_version": "judge:j.yaml@0123"}, "samples": samples}
+    rows = collect.rows_of(args, record)
+    assert [(row["completion"], row["label"], row["score"]) for row in rows] == [
+        ("a", True, 0.8),
+        ("b", False, 0.5),
+        ("c", False, 0.9),
+    ]
+    counts = collect.count(args, record)
+    assert (counts["good"], counts["rows"]) == (1, 3)
+    read = parse(rows[0], kind_of("kto"))
+    assert read.labels == (True,) and read.judges == ("judge:j.yaml@0123",)

@@ -60,8 +60,7 @@ WHERE = {
 # Read by a stage or an engine that is not the trainer's; the file says where.
 ELSEWHERE = {
     "save_steps": "pipeline/stages/ppo.py",
-    "reward_timeout_s": "pipeline/runtime/roles.py",
-    "reward_threads": "pipeline/runtime/roles.py",
+    "patience_s": "pipeline/runtime/roles.py",
 }
 
 

@@ -130,6 +130,19 @@ def test_rows_are_counted_by_version_and_source(tmp_path):
     assert report.splits["train"].versions == {PPO3: 1}  # of the rows that are kept
 
 
+def test_rows_are_counted_by_the_judges_that_scored_them(tmp_path):
+    judge, version = "judge:judges/a.yaml@0123456789abcdef", "models:/rlhf-rm/3"
+    scored = [judge, [version, judge], version, None]
+    rows = [
+        {"prompt": f"q{i}", "chosen": "a", "rejected": "b", "reward_version": one}
+        for i, one in enumerate(scored)
+    ]
+    report = make(tmp_path, "dpo", train=write(tmp_path / "rows.jsonl", rows)).report
+    assert report.splits["train"].judges == {judge: 2}
+    assert f"judges      2 rows by {judge}" in report.render()
+    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
 def test_rows_that_cannot_be_read_repeat_no_row(tmp_path):
     good = json.dumps({"prompt": "Hi.", "completion": "Hello."}).encode()
     (tmp_path / "bad.jsonl").write_bytes(good + b"\n" + b'{"prompt": "\xff"}\n' * 3 + b"oops\n" * 2)

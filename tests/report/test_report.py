@@ -106,7 +106,12 @@ def runs(store):
     sample = {
         "prompt": SCRIPT,
         "before": {"completion": "Oslo.", "reward": 0.25, "judge": 0.5},
-        "after": {"completion": "Oslo & <b>thanks</b>", "reward": 3.5, "judge": 1.0},
+        "after": {
+            "completion": "Oslo & <b>thanks</b>",
+            "reward": 3.5,
+            "judge": 1.0,
+            "words": "<i>Fine.\nScore: 10",
+        },
     }
     judged = {"before_judge": 0.25, "eval_judge": 0.915}
     figures = judged | {"eval_win_rate": 0.9, "eval_kl": 2.5, "eval_eos": 0.5}
@@ -222,6 +227,7 @@ def test_the_samples_come_first_also_on_a_page_of_several_runs(runs, store):
         samples = html.index("Completions to held-out prompts")
         assert samples < html.index("<section") < html.index("Where it comes from")
         assert html.count("Completions to held-out prompts") == 1
+        assert html.count("what the judge said") == 1 and "&lt;i&gt;Fine.\nScore: 10" in html
 
 
 def test_runs_of_one_stage_are_drawn_over_each_other(runs, store):

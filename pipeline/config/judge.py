@@ -1,0 +1,217 @@
+"""The definition of a judge, a file that a job names as `{judge: FILE}`: which model is asked, what, and what an answer means.
+
+Every form gives scores between 0 and 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import re
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pipeline.config import schema
+from pipeline.config.yaml_tree import Tree, read_tree
+from pipeline.errors import InputError, show
+
+CLASS = "pipeline.config.judge.Definition"
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+# What each form asks by default; {criteria} lists those of the rubric.
+PROMPTS = {
+    "score": """Judge the response to the request.
+
+Request:
+{prompt}
+
+Response:
+{completion}
+
+Explain your judgment in one or two sentences. Then end with one line that says `Score: ` and a number from {low} (worst) to
+{high} (best).""",
+    "yes": """Request:
+{prompt}
+
+Response:
+{completion}
+
+Is this a good response to the request? Answer Yes or No.""",
+    "rank": """Compare the responses to the request.
+
+Request:
+{prompt}
+
+{completions}
+
+Explain your judgment in one or two sentences. Then end with one line that says `Ranking: ` and the letters of all responses,
+from the best to the worst, with `>` between them.""",
+    "rubric": """Judge the response to the request by each of the criteria.
+
+Request:
+{prompt}
+
+Response:
+{completion}
+
+Criteria, each with its possible choices:
+{criteria}
+
+Answer with one line for each criterion: its name, a colon, and one of its choices.""",
+}
+# Keys that change neither what is asked nor what an answer means
+LIMITS = """concurrency requests_per_minute tokens_per_minute timeout_s api_key_variable dollars_per_million_input
+    dollars_per_million_output most_calls most_dollars""".split()
+
+
+@dataclass(frozen=True)
+class Definition:
+    """The keys of a judge's file."""
+
+    model: str  # The model's id at the endpoint, as its answers name it.
+    # What an answer is. score: a line `Score: NUMBER`. yes: the probability of the token Yes against No. rank: a line
+    # `Ranking: B > A`, for all completions of a prompt in one request. rubric: a line `NAME: CHOICE` for each criterion.
+    form: Literal["score", "yes", "rank", "rubric"]
+    # Of any server with OpenAI's chat completions, our `serve` included.
+    endpoint: str = "http://127.0.0.1:8000/v1"
+    # Variable of the environment that holds the endpoint's key. By default requests have none.
+    api_key_variable: str | None = None
+    system: str | None = None  # A system message before the question.
+    # What is asked, with {prompt}, {completion} ({completions} for rank), {criteria}, and columns of the rows, such as
+    # {answer}. By default each form has its own text.
+    prompt: str | None = None
+    low: float = 1.0  # Of score: the number that means 0.
+    high: float = 10.0  # Of score: the number that means 1.
+    # Of rubric: a list of {name: ..., text: ..., choices: [worst, ..., best]}, each with a weight if it is not 1.
+    criteria: list[dict[str, Any]] | None = None
+    # Of rank, and of the pairs that `collect` labels: the completions are shown in one drawn order, or in that and its reverse.
+    orders: Literal["drawn", "both"] = "drawn"
+    draws: Annotated[int, "[1, 64]"] = 1  # Answers to each question, whose mean counts.
+    # Of the judge's answers; above 0, each draw has a seed.
+    temperature: Annotated[float, "[0, 100]"] = 0.0
+    max_tokens: Annotated[int, "[1, 1048576]"] = 512  # Most tokens of an answer; `yes` needs only one.
+    concurrency: Annotated[int, "[1, 4096]"] = 16  # Requests of one process at the same time.
+    # Requests of one process; by default no limit.
+    requests_per_minute: Annotated[float | None, "(0, 1000000000]"] = None
+    # Tokens of one process, those of answers included; by default no limit.
+    tokens_per_minute: Annotated[float | None, "(0, 1000000000000]"] = None
+    # Seconds for one answer, before it is asked for again.
+    timeout_s: Annotated[float, "(0, 86400]"] = 120.0
+    # Price of tokens that are sent.
+    dollars_per_million_input: Annotated[float, "[0, 1000000]"] = 0.0
+    # Price of tokens of answers.
+    dollars_per_million_output: Annotated[float, "[0, 1000000]"] = 0.0
+    # Answers that a run may pay for; then it ends. By default no limit.
+    most_calls: Annotated[int | None, "[1, 1000000000000]"] = None
+    # Dollars that a run may pay; then it ends. By default no limit.
+    most_dollars: Annotated[float | None, "(0, 1000000000]"] = None
+
+    @property
+    def asks(self) -> str:
+        """Returns the text of the question, with its placeholders."""
+        return self.prompt or PROMPTS[self.form]
+
+    @cached_property
+    def digest(self) -> str:
+        """Returns a digest of what decides the scores, without LIMITS."""
+        content = {key: value for key, value in asdict(self).items() if key not in LIMITS}
+        content["prompt"] = self.asks
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def columns(self) -> set[str]:
+        """Returns the columns of the rows that the question shows."""
+        own = {"prompt", "completion", "completions", "criteria", "low", "high"}
+        return {*PLACEHOLDER.findall(self.asks)} - own
+
+    def dollars(self, sent: float, answered: float) -> float:
+        """Returns what tokens that were sent, and tokens of answers, cost."""
+        prices = self.dollars_per_million_input, self.dollars_per_million_output
+        return (sent * prices[0] + answered * prices[1]) / 1e6
+
+
+def read(path: str) -> Definition:
+    """Returns the definition in a file. Raises InputError, with the line, if it is wrong."""
+    tree = read_tree(path, [])
+    for key, problem in schema.wrong(tree.data, schema.keys(CLASS)):
+        raise tree.error(key, problem)
+    found = Definition(**tree.data)
+    for key, problem in _problems(found):
+        raise tree.error(key, problem)
+    _check_criteria(tree, found)
+    return found
+
+
+def _problems(given: Definition) -> list[tuple[str, str]]:
+    """Returns (key, problem) of values that do not fit together."""
+    problems = []
+    parts = urlsplit(given.endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        expected = "expected http:// or https://, for example http://127.0.0.1:8000/v1"
+        problems.append(("endpoint", f"found {show(given.endpoint)}, {expected}"))
+    elif parts.scheme == "http" and given.api_key_variable and not _is_loopback(parts.hostname):
+        problems.append(("endpoint", "found http:// with a key, which others could read; use https://"))
+    if given.low == given.high:
+        problems.append(("high", f"found {given.high:g}, which is also `low`; expected another number"))
+    shown = {*PLACEHOLDER.findall(given.asks)}
+    needed = "completions" if given.form == "rank" else "completion"
+    if needed not in shown:
+        problems.append(("prompt", f"lacks {{{needed}}}, which `form: {given.form}` needs; add it"))
+    if given.form == "rubric" and "criteria" not in shown:
+        problems.append(("prompt", "lacks {criteria}, which `form: rubric` needs; add it"))
+    if (given.form == "rubric") != bool(given.criteria):
+        problems.append(("criteria", "`form: rubric` needs them, and no other form has any"))
+    if given.draws > 1 and (given.temperature == 0 or given.form == "yes"):
+        problems.append(("draws", f"found {given.draws}, but all answers would be equal; set a temperature"))
+    return problems
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_criteria(tree: Tree, given: Definition) -> None:
+    """Raises InputError for a criterion without name, text or choices, or whose name or choices are ambiguous."""
+    names = set()
+    for index, one in enumerate(given.criteria or []):
+        name, choices = one.get("name"), one.get("choices")
+        is_wrong = (
+            set(one) - {"name", "text", "choices", "weight"}
+            or not (isinstance(name, str) and isinstance(one.get("text"), str))
+            or not (isinstance(choices, list) and len({str(choice).lower() for choice in choices}) > 1)
+            or len({str(choice).lower() for choice in choices}) < len(choices)
+            or not (type(one.get("weight", 1)) in (int, float) and one.get("weight", 1) > 0)
+        )
+        if is_wrong or str(name).lower() in names:
+            expected = "{name: NAME, text: TEXT, choices: [WORST, ..., BEST]}, and perhaps weight above 0"
+            raise tree.error("criteria", f"{index}: found {show(one)}, expected another name, and {expected}")
+        names.add(str(name).lower())
+
+
+def at_version(source: str) -> tuple[str, str]:
+    """Returns file and digest of `judge:FILE@DIGEST`; the digest of `judge:FILE` is empty."""
+    path, _, digest = source.removeprefix("judge:").partition("@")
+    return path, digest
+
+
+def pinned(source: str) -> str:
+    """Returns `judge:FILE@DIGEST` of `judge:FILE`, which must be right."""
+    path, _ = at_version(source)
+    return f"judge:{path}@{read(path).digest[:16]}"
+
+
+def loaded(version: str) -> Definition:
+    """Returns the definition of a pinned judge. Raises InputError if the file has changed since then."""
+    path, digest = at_version(version)
+    found = read(path)
+    if found.digest[:16] != digest:
+        raise InputError(
+            f"{path} has changed since the run began (it was {digest}, and is {found.digest[:16]}); restore it, choose another "
+            "run.name, or set run.fresh=true"
+        )
+    return found

@@ -1,0 +1,245 @@
+"""Asks a judge's endpoint, any server with OpenAI's chat completions, until every question has an answer on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.judge import Definition
+from pipeline.errors import Failure, InputError, in_brief, short
+from pipeline.judges.forms import TOP_LOGPROBS, Unusable
+from pipeline.judges.store import COUNTS, Store
+from pipeline.system.credentials import without_secrets
+
+if TYPE_CHECKING:
+    import aiohttp
+
+PAUSES_S = (0.25, 30.0)  # first pause after a failure, and the longest; each is twice the one before
+BUDGET_POLL_S = 0.01  # time between two looks at a budget that requests under way may use up
+PASSES = {408, 409, 425, 429}  # statuses that can pass, besides those of 500 and more
+CHARACTERS = 4  # of a token, in an estimate
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question: its messages, the number of the draw, and a function that raises Unusable for an answer that cannot be used."""
+
+    messages: list[dict[str, str]]
+    draw: int
+    check: Callable[[dict[str, Any]], Any]
+
+
+class Client:
+    """Gets answers from the store, or else from the endpoint.
+
+    Args:
+        given: the definition.
+        name: what messages call the judge.
+        patience_s: seconds without any usable answer after which a call raises Failure; -1: no limit.
+    """
+
+    def __init__(self, given: Definition, store: Store, name: str, patience_s: float = -1) -> None:
+        self.given, self.store, self.name, self.patience_s = given, store, name, patience_s
+        self.counts = dict.fromkeys(COUNTS, 0.0)  # of this call
+        self.progress = 0.0  # when the last usable answer came
+        self.free_at = 0.0  # when the next request may begin
+        self.error: BaseException | None = None  # ends the call once the requests under way are answered
+        self.open = 0  # requests under way
+        self.places = asyncio.Semaphore(given.concurrency)
+        self.variable = given.api_key_variable
+        self.key = os.environ.get(self.variable or "", "")
+        if self.variable and not self.key:
+            raise InputError(
+                f"{name}: ${self.variable} is not set; export {self.variable}=KEY, on every node"
+            )
+
+    def body(self, asked: Asked) -> bytes:
+        """Returns the request of a question."""
+        given, yes = self.given, self.given.form == "yes"
+        body: dict[str, Any] = {"model": given.model, "messages": asked.messages}
+        body |= {"temperature": given.temperature, "max_tokens": 1 if yes else given.max_tokens}
+        if yes:
+            body |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
+        return json.dumps(body | ({"seed": asked.draw} if given.temperature else {})).encode()
+
+    def key_of(self, asked: Asked, body: bytes) -> str:
+        """Returns what an answer is stored under."""
+        content = [self.given.endpoint.encode(), self.given.digest.encode(), b"%d" % asked.draw, body]
+        return hashlib.sha256(b"\0".join(content)).hexdigest()
+
+    def _tokens(self, asked: Asked) -> tuple[int, int]:
+        """Estimates the tokens of a question, and returns the most of its answer."""
+        return _length(asked.messages), 1 if self.given.form == "yes" else self.given.max_tokens
+
+    async def answers(self, asked: Sequence[Asked]) -> list[dict[str, Any]]:
+        """Returns the answer to each question. Raises Failure, InputError, or an error of the disk.
+
+        An answer is on disk before it is returned. Requests under way are waited for even if another one has failed, because
+        their answers are paid.
+        """
+        import aiohttp
+
+        begun = self.progress = time.monotonic()
+        self.counts, self.error = dict.fromkeys(COUNTS, 0.0), None
+        self.store.refresh()
+        bodies = [self.body(one) for one in asked]
+        keys = [self.key_of(one, body) for one, body in zip(asked, bodies, strict=True)]
+        by_key = {key: given for key, *given in zip(keys, asked, bodies, strict=True)}
+        missing = iter([(key, *given) for key, given in by_key.items() if key not in self.store.answers])
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        connector = aiohttp.TCPConnector(limit=self.given.concurrency)
+        async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+            # More than the requests at a time, because some wait for the disk
+            count = min(2 * self.given.concurrency, len(by_key))
+            self.places = asyncio.Semaphore(self.given.concurrency)
+            await asyncio.gather(*(self._work(session, missing) for _ in range(count)))
+        self.counts["from_store"] = len(asked) - self.counts["judged"]
+        self.counts["waited"] = time.monotonic() - begun
+        await self.store.write(counts=self.counts)
+        if self.error:
+            raise self.error
+        return [self.store.answers[key] for key in keys]
+
+    async def _work(self, session: aiohttp.ClientSession, missing: Any) -> None:
+        """Takes one missing question after another, until there is none or a question failed for good."""
+        for key, one, body in missing:  # shared by all; each takes the next one
+            try:
+                async with self.store.asking(key) as open_question:
+                    if open_question and not self.error:
+                        await self._ask(session, key, one, body)
+            except Exception as error:
+                self.error = self.error or error
+            if self.error:
+                return
+
+    async def _ask(self, session: aiohttp.ClientSession, key: str, asked: Asked, body: bytes) -> None:
+        """Asks until the answer is usable, and writes it."""
+        pause, most = PAUSES_S
+        while not self.error:
+            await self._wait_for_turn(asked)
+            await self._reserve(asked)
+            try:
+                async with self.places:
+                    answer, tokens = await self._request(session, asked, body)
+            except Unusable as problem:
+                why, wait = str(problem), getattr(problem, "wait", 0.0)
+            else:
+                try:
+                    asked.check(answer)
+                except Unusable as problem:
+                    why, wait = f"found {short(answer['text'])!r}: {problem}", 0.0
+                    await self.store.write(tokens=tokens)
+                else:
+                    await self.store.write(key=key, answer=answer, tokens=tokens)
+                    self.counts["judged"] += 1
+                    self.progress = time.monotonic()
+                    return
+            finally:
+                self.open -= 1
+            self.counts["failed"] += 1
+            wait = max(wait, pause * random.Random(key).uniform(0.5, 1.0))
+            pause = min(most, 2 * pause)
+            quiet = time.monotonic() + wait - self.progress
+            if 0 <= self.patience_s < quiet:
+                self.error = self.error or Failure(
+                    f"{self.name}: no usable answer for {self.patience_s:g} s (trainer.patience_s); the last problem: {why}; the "
+                    "same command continues the run"
+                )
+                return
+            await asyncio.sleep(wait)
+
+    async def _wait_for_turn(self, asked: Asked) -> None:
+        """Waits until the limits of requests and tokens a minute allow another request."""
+        given, now = self.given, time.monotonic()
+        begin = max(now, self.free_at)
+        spans = [60 / given.requests_per_minute] if given.requests_per_minute else []
+        spans += [60 * sum(self._tokens(asked)) / given.tokens_per_minute] if given.tokens_per_minute else []
+        self.free_at = begin + max(spans, default=0.0)
+        if begin > now:
+            self.progress = max(self.progress, begin)  # to wait for one's turn is no failure
+            await asyncio.sleep(begin - now)
+
+    async def _reserve(self, asked: Asked) -> None:
+        """Counts a request as under way. Raises Failure if the run's budget does not allow it.
+
+        While others are under way, which may yet fail and cost nothing, it waits for them.
+        """
+        given, totals = self.given, self.store.totals[self.store.run]
+        while True:
+            dollars = given.dollars(totals["sent"], totals["answered"])
+            each = dollars / totals["calls"] if totals["calls"] else given.dollars(*self._tokens(asked))
+            if given.most_calls is not None and totals["calls"] + self.open >= given.most_calls:
+                key = "most_calls"
+            elif given.most_dollars is not None and dollars + each * (self.open + 1) > given.most_dollars:
+                key = "most_dollars"
+            else:
+                self.open += 1
+                return
+            if not self.open:
+                raise Failure(
+                    f"{self.name}: its budget for this run is spent ({totals['calls']:.0f} answers, ${dollars:.4g}; {key}: "
+                    f"{getattr(given, key):g}); raise {key}, and the same command continues the run"
+                )
+            await asyncio.sleep(BUDGET_POLL_S)
+
+    async def _request(
+        self, session: aiohttp.ClientSession, asked: Asked, body: bytes
+    ) -> tuple[dict[str, Any], tuple[int, int]]:
+        """Returns an answer, and the tokens of question and answer. Raises Unusable for what can pass, else InputError."""
+        import aiohttp
+
+        url = f"{self.given.endpoint.rstrip('/')}/chat/completions"
+        limit = aiohttp.ClientTimeout(self.given.timeout_s)
+        try:
+            async with session.post(url, data=body, timeout=limit, allow_redirects=False) as response:
+                status, content = response.status, await response.read()
+                after = response.headers.get("Retry-After", "")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise Unusable(without_secrets(in_brief(error))) from error
+        if status != 200:
+            said = without_secrets(short(content.decode(errors="replace")))
+            if status not in PASSES and status < 500:
+                key = (
+                    f"; is the key in ${self.variable} right?"
+                    if self.variable and status in (401, 403)
+                    else ""
+                )
+                raise InputError(
+                    f"{self.name}: {self.given.endpoint} refused a request (status {status}: {said}){key}"
+                )
+            problem = Unusable(f"status {status}: {said}")
+            problem.wait = min(float(after), PAUSES_S[1]) if after.replace(".", "", 1).isdigit() else 0.0  # type: ignore[attr-defined]
+            raise problem
+        return self._read(content, asked)
+
+    def _read(self, content: bytes, asked: Asked) -> tuple[dict[str, Any], tuple[int, int]]:
+        """Returns the answer in a body. Raises Unusable if it is none, or another model's."""
+        try:
+            body = json.loads(content)
+            choice = body["choices"][0]
+            text = choice["message"]["content"] or ""
+            top = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs")
+            top = [[one["token"], float(one["logprob"])] for one in top] if top else None
+            usage, model = body.get("usage") or {}, body.get("model", self.given.model)
+            sent = usage.get("prompt_tokens", _length(asked.messages))
+            tokens = int(sent), int(usage.get("completion_tokens", len(text) // CHARACTERS))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise Unusable(f"it is no chat completion ({in_brief(error, 80)})") from error
+        if model != self.given.model:
+            expected = f"expected {short(self.given.model)}; name the model as its answers do"
+            raise Unusable(f"the endpoint answers as {short(str(model))}, {expected}")
+        return {"text": str(text), "top": top}, tokens
+
+
+def _length(messages: Sequence[dict[str, str]]) -> int:
+    """Estimates the tokens of messages."""
+    return sum(len(one["content"]) for one in messages) // CHARACTERS

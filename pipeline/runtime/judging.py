@@ -1,0 +1,81 @@
+"""What the judges of a run may cost, which it says before it starts, and what they have cost, which its result says."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline.config import Job, judge
+from pipeline.config.judge import Definition
+from pipeline.figures import mean
+from pipeline.judges.client import CHARACTERS
+from pipeline.judges.store import COUNTS, Store, folder
+from pipeline.runtime.host import Work
+from pipeline.system import prices
+
+SAMPLED = 100  # rows whose prompts are measured
+
+
+def estimates(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[str]:
+    """Yields a line for each judge of a run: the most questions, their dollars, and the run's budget.
+
+    Args:
+        rows: token rows of each split.
+        counts: number of them.
+    """
+    for name, given in _judges(work):
+        completions, group = asked(work.job, counts, name)
+        shared = group if given.form == "rank" else 1
+        orders = 2 if given.form == "rank" and given.orders == "both" else 1
+        questions = -(-completions // shared) * orders * given.draws
+        first = next(iter(rows.values()))
+        some = first.slice(0, SAMPLED).to_pylist() if hasattr(first, "slice") else first.take(SAMPLED)
+        prompt = mean([len(row.get("input_ids") or row.get("prompt_ids") or ()) for row in some])
+        sent = len(given.asks) / CHARACTERS + prompt + shared * getattr(work.args, "response_length", prompt)
+        dollars = questions * given.dollars(sent, 1 if given.form == "yes" else given.max_tokens)
+        budgets = [f"{given.most_calls:,} answers"] if given.most_calls else []
+        budgets += [prices.in_dollars(given.most_dollars)] if given.most_dollars else []
+        cost = f", about {prices.in_dollars(dollars)} with the longest answers" if dollars else ""
+        yield (
+            f"judge {judge.at_version(work.inputs[name].version)[0]}: at most {questions:,} questions{cost}, less what is in the "
+            f"store; budget: {' and '.join(budgets) or 'no limit'}"
+        )
+
+
+def asked(job: Job, rows: Mapping[str, int], name: str) -> tuple[int, int]:
+    """Returns the completions of a run that an input scores, and how many of them are to the same prompt.
+
+    Args:
+        rows: number of rows of each split.
+    """
+    args, held_out = job.args, rows.get("eval", 0)
+    if job.stage == "ppo":
+        updates = args.total_updates(rows["train"])
+        evaluations = 1 + (updates // args.eval_steps if args.eval_steps else 0)
+        alone = held_out * (1 + evaluations)
+        if name == "judge":
+            return alone, 1
+        greedy = updates * args.batch_size // args.num_generations * args.estimator.needs_greedy
+        return updates * args.batch_size + greedy + alone, args.num_generations
+    if job.stage == "evaluate":
+        return held_out * (2 + args.best_of_n) + 2 * rows.get("pairs", 0), 2
+    if job.stage == "collect":
+        return (args.num_prompts or rows["train"]) * args.num_generations, args.num_generations
+    return rows["train"] * (2 if job.stage == "score" else 1), 2
+
+
+def costs(work: Work) -> dict[str, dict[str, float]]:
+    """Returns {input: what its judge answered in this run, resumed or not: judged, from_store, failed, waited, dollars}."""
+    found = {}
+    for name, given in _judges(work):
+        job = work.job
+        store = Store(folder(job.run.storage_path, given), str(job.run.name))
+        store.refresh()
+        totals = store.totals[store.run]
+        dollars = given.dollars(totals["sent"], totals["answered"])
+        found[name] = {key: round(totals[key], 2) for key in COUNTS} | {"dollars": round(dollars, 6)}
+    return found
+
+
+def _judges(work: Work) -> Iterator[tuple[str, Definition]]:
+    for name, one in work.inputs.items():
+        if one.kind == "judge":
+            yield name, Definition(**one.facts)

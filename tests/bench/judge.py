@@ -1,0 +1,101 @@
+"""One measurement of judges: `python tests/bench/judge.py ours|plain SIZE judge`, by `make bench`.
+
+A step is a question. The server answers each after DELAY_S, in a process of its own.
+"""
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+
+import aiohttp
+from aiohttp import web
+from sizes import high_water, since_start, write
+
+QUESTIONS, CONCURRENCY, DELAY_S, MODEL = 2000, 32, 0.1, "wise"
+
+
+def serve() -> None:
+    async def answer(request):
+        await request.read()
+        await asyncio.sleep(DELAY_S)
+        choice = {"index": 0, "message": {"role": "assistant", "content": "Score: 7"}}
+        return web.json_response(
+            {"model": MODEL, "choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": 3}}
+        )
+
+    async def main():
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        print(site._server.sockets[0].getsockname()[1], flush=True)
+        await asyncio.Event().wait()
+
+    asyncio.run(main())
+
+
+@contextlib.contextmanager
+def server():
+    with subprocess.Popen([sys.executable, __file__, "serve"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
+        finally:
+            process.kill()
+
+
+def measured(ask) -> None:
+    begin = time.time()
+    ask()
+    end = time.time()
+    write({"step": (end - begin) / QUESTIONS, "first_step": since_start(begin), "peak": high_water()})
+
+
+def ours(endpoint: str) -> None:
+    """Limits, locks and a store that is synced before each answer is used."""
+    from pipeline.config.judge import Definition
+    from pipeline.judges import forms
+    from pipeline.judges.client import Asked, Client
+    from pipeline.judges.store import Store
+
+    given = Definition(MODEL, "score", endpoint, concurrency=CONCURRENCY)
+    texts = [f"question {i}" for i in range(QUESTIONS)]
+    asked = forms.questions(given, texts, texts, [{}] * QUESTIONS, range(QUESTIONS))
+    requests = [
+        Asked(one.messages, 0, lambda answer, one=one: forms.scores_of(given, one, answer)) for one in asked
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        client = Client(given, Store(folder, "bench"), "judge")
+        measured(lambda: asyncio.run(client.answers(requests)))
+
+
+def plain(endpoint: str) -> None:
+    """As many requests at a time, and nothing else."""
+
+    async def ask() -> None:
+        left = iter(range(QUESTIONS))
+
+        async def work(session) -> None:
+            for i in left:
+                messages = [{"role": "user", "content": f"question {i} question {i}"}]
+                body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 512}
+                async with session.post(f"{endpoint}/chat/completions", json=body) as response:
+                    json.loads(await response.read())["choices"][0]["message"]["content"]
+
+        async with aiohttp.ClientSession() as session:
+            await asyncio.gather(*(work(session) for _ in range(CONCURRENCY)))
+
+    measured(lambda: asyncio.run(ask()))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve()
+    else:
+        with server() as endpoint:
+            {"ours": ours, "plain": plain}[sys.argv[1]](endpoint)

@@ -1,0 +1,195 @@
+"""Answers of a judge: each is paid once, whatever the endpoint and the processes do, and no failure is a score."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from judging import FAULTS, MODEL, judging, liking
+from running import ROOT
+
+from pipeline.config.judge import Definition
+from pipeline.errors import Failure, InputError
+from pipeline.judges import client
+from pipeline.judges.reward import JudgeReward
+from pipeline.judges.store import Store, folder
+from pipeline.ppo.rewards import Samples
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(client, "PAUSES_S", (0.01, 0.05))
+
+
+class Tokenizer:
+    def decode(self, ids, skip_special_tokens=True):
+        return f"answer {ids[0]}"
+
+
+def samples(count, each=1, first=0):
+    rows = [{"prompt": f"question {i // each}"} for i in range(count)]
+    groups = [i // each for i in range(count)]
+    return Samples(
+        [[0]] * count, [[first + i] for i in range(count)], [True] * count, rows, Tokenizer(), groups=groups
+    )
+
+
+def given(server, form="score", **settings):
+    return Definition(model=MODEL, form=form, endpoint=f"{server.address}/v1", **settings)
+
+
+def reward(server, storage, run="run", patience_s=5.0, **settings):
+    return JudgeReward(given(server, **settings), str(storage), run, patience_s)
+
+
+def expected(definition, several):
+    from pipeline.judges import forms
+
+    asked = forms.questions(definition, several.prompts, several.completions, several.rows, several.groups)
+    return [(liking(one.messages[-1]["content"]) - 1) / 9 for one in asked]
+
+
+def test_no_answer_is_paid_twice_and_none_is_missing_whatever_the_endpoint_does(tmp_path):
+    with judging(faults=FAULTS) as server:
+        judge = reward(server, tmp_path, timeout_s=0.5, concurrency=4)
+        found = judge.checked(samples(20))
+        assert found == expected(judge.given, samples(20))
+        assert set(server.paid.values()) == {1} and len(server.paid) == 20
+        assert judge.client.counts["failed"] == len(FAULTS)
+        again = reward(server, tmp_path, run="another")
+        assert again.checked(samples(20)) == found and len(server.paid) == 20
+        assert again.client.counts == {**again.client.counts, "judged": 0, "from_store": 20, "failed": 0}
+        # Equal questions are one
+        assert judge.checked(samples(1)) == found[:1]
+        assert server.paid.total() == 20
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (500, "status 500"),
+        ("nonsense", "I cannot say"),
+        ("other model", "answers as cheap"),
+        ("hangs", "TimeoutError"),
+    ],
+)
+def test_after_patience_the_run_ends_with_one_line_and_continues(fault, says, tmp_path):
+    with judging(faults=[None, None, *[fault] * 500]) as server:
+        judge = reward(server, tmp_path, patience_s=0.3, timeout_s=0.1, concurrency=1)
+        with pytest.raises(
+            Failure,
+            match=rf"^reward 'judge' \(judge wise\): no usable answer for 0\.3 s .*({says}).* the same command continues",
+        ):
+            judge.checked(samples(4))
+        server.faults.clear()
+        server.never.set()
+        assert reward(server, tmp_path).checked(samples(4)) == expected(judge.given, samples(4))
+        assert set(server.paid.values()) == {1} and len(server.paid) == 4
+
+
+def test_a_key_is_in_no_file_and_no_message(tmp_path, monkeypatch):
+    key = "a-key-of-a-judge-0123456789"
+    with judging(faults=["refuses"]) as server:
+        with pytest.raises(InputError, match=r"\$JUDGE_API_KEY is not set"):
+            reward(server, tmp_path, api_key_variable="JUDGE_API_KEY")
+        monkeypatch.setenv("JUDGE_API_KEY", key)
+        judge = reward(server, tmp_path, api_key_variable="JUDGE_API_KEY")
+        with pytest.raises(
+            InputError, match=r"refused a request \(status 401: .*\*\*\*.*; is the key in \$JUDGE_API_KEY"
+        ) as caught:
+            judge.checked(samples(1))
+        assert key not in str(caught.value)
+        judge.checked(samples(3))
+        assert all(headers["Authorization"] == f"Bearer {key}" for headers, _ in server.requests)
+        assert not any(key in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_a_budget_is_kept_and_can_be_raised(tmp_path):
+    with judging() as server:
+        with pytest.raises(
+            Failure, match=r"budget for this run is spent \(5 answers, \$0; most_calls: 5\); raise most_calls"
+        ):
+            reward(server, tmp_path, most_calls=5, concurrency=3).checked(samples(9))
+        assert server.paid.total() == 5
+        prices = dict(
+            dollars_per_million_input=1e4, dollars_per_million_output=0.0, concurrency=3
+        )  # a dollar each
+        with pytest.raises(Failure, match=r"spent \(7 answers, \$7; most_dollars: 7"):
+            reward(server, tmp_path, most_dollars=7, **prices).checked(samples(9))
+        assert server.paid.total() == 7
+        reward(server, tmp_path, run="next", most_calls=2).checked(samples(9))
+        assert server.paid.total() == 9 and set(server.paid.values()) == {1}
+
+
+def test_limits_of_requests_and_tokens_a_minute(tmp_path):
+    with judging() as server:
+        begin = time.monotonic()
+        reward(server, tmp_path, requests_per_minute=1200, patience_s=0.01).checked(samples(11))
+        assert time.monotonic() - begin >= 10 * 0.05
+        begin = time.monotonic()
+        judge = reward(server, tmp_path, tokens_per_minute=600_000, max_tokens=900)
+        judge.checked(samples(6, first=50))
+        assert time.monotonic() - begin >= 5 * 0.09
+
+
+ASKS = """
+import asyncio, json, sys
+from pipeline.config.judge import Definition
+from pipeline.judges import forms
+from pipeline.judges.client import Asked, Client
+from pipeline.judges.store import Store
+given = Definition(model={model!r}, form="score", endpoint={endpoint!r}, timeout_s=30, concurrency=4)
+client = Client(given, Store({storage!r}, "run"), "judge", 60)
+asked = [Asked([{{"role": "user", "content": str(i)}}], 0, lambda answer: forms.scores_of(given, None, answer)) for i in range({count})]
+print(json.dumps([one["text"] for one in asyncio.run(client.answers(asked))]), flush=True)
+"""
+
+
+def process(server, storage, count):
+    facts = dict(model=MODEL, endpoint=f"{server.address}/v1", storage=str(storage / "answers"), count=count)
+    code = [sys.executable, "-c", ASKS.format(**facts)]  # without torch, which takes seconds
+    return subprocess.Popen(
+        code, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+
+
+def test_processes_that_ask_the_same_at_the_same_time_pay_once_and_a_killed_one_leaves_its_answers(tmp_path):
+    with judging(faults=[None] * 6 + ["hangs"] * 4) as server:
+        killed = process(server, tmp_path, 20)
+        deadline = time.monotonic() + 60
+        while len(server.requests) < 10 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)  # all that it has asked now hangs
+        killed.kill()
+        killed.wait()
+        assert server.paid.total() == 6
+        server.delay = 0.02
+        two = [process(server, tmp_path, 20) for _ in range(2)]
+        said = [json.loads(one.communicate(timeout=60)[0]) for one in two]
+        assert said == [[f"It is fine.\nScore: {liking(str(i))}" for i in range(20)]] * 2
+        assert set(server.paid.values()) == {1} and len(server.paid) == 20
+
+
+def test_a_torn_line_is_no_answer(tmp_path):
+    with judging() as server:
+        judge = reward(server, tmp_path)
+        judge.checked(samples(2))
+        [file] = (tmp_path / "judges").rglob("*.jsonl")
+        content = file.read_bytes().splitlines(keepends=True)
+        answers = [line for line in content if b'"key"' in line]
+        file.write_bytes(b"".join(answers)[:-5])
+        store = Store(folder(str(tmp_path), judge.given), "other")
+        store.refresh()
+        assert len(store.answers) == 1
+        assert reward(server, tmp_path).checked(samples(2)) == expected(judge.given, samples(2))
+        assert server.paid.total() == 3
+
+
+def test_a_bucket_gets_parts(tmp_path):
+    with judging() as server:
+        first = reward(server, "memory://judges-test")
+        found = first.checked(samples(5))
+        assert reward(server, "memory://judges-test").checked(samples(5)) == found
+        assert server.paid.total() == 5

@@ -1,0 +1,106 @@
+"""Runs with a judge: whatever endpoint, driver and rollout worker do, the result is that of a run without trouble."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from judging import FAULTS, judging
+from running import ROOT
+
+from pipeline.__main__ import main
+
+PPO = [
+    "policy=base", "judge=null", "data.eval=null", "gate={}", "mlflow.registered_model=null", "run.report=false", "run.name=judged",
+    "trainer.total_episodes=24", "trainer.batch_size=8", "trainer.num_mini_batches=1", "trainer.num_ppo_epochs=1",
+    "trainer.response_length=8", "trainer.save_steps=1", "trainer.local_rollout_forward_batch_size=4",
+    "trainer.normalize_rewards=false", "trainer.num_generations=2", "trainer.advantage_estimator=rloo",
+]  # fmt: skip
+
+
+def arguments(server, folder, *more):
+    folder.mkdir(exist_ok=True)
+    (folder / "judge.yaml").write_text(
+        f"model: wise\nform: score\nendpoint: {server.address}/v1\ntimeout_s: 2\nconcurrency: 3\n"
+    )
+    return [
+        "ppo",
+        "jobs/demo/ppo.yaml",
+        f"reward={{judge: {folder}/judge.yaml}}",
+        f"run.storage_path={folder}",
+        *PPO,
+        *more,
+    ]
+
+
+def worker_killed_while_it_asks(server, arguments, after):
+    """Runs the command, and kills its rollout worker while it waits for a judge that hangs."""
+    server.faults = [None] * after + ["hangs"] * 3
+    begun = subprocess.Popen(
+        [sys.executable, "-m", "pipeline", *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    deadline = time.monotonic() + 240
+    while len(server.requests) < after + 3 and begun.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    children = psutil.Process(begun.pid).children(recursive=True)
+    [worker] = [one for one in children if "RolloutWorker" in " ".join(one.cmdline())]
+    worker.kill()
+    server.faults = []
+    assert begun.wait(timeout=280) == 0
+
+
+def weights(folder):
+    result = json.loads((folder / "judged/result.json").read_text())
+    return (Path(result["adapter"]) / "adapter_model.safetensors").read_bytes()
+
+
+def killed_while_it_asks(server, arguments, after):
+    """Runs the command until it has asked so often and waits for a judge that hangs, and kills it."""
+    server.faults = [None] * after + ["hangs"] * 3
+    asked = len(server.requests)
+    begun = subprocess.Popen(
+        [sys.executable, "-m", "pipeline", *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    deadline = time.monotonic() + 240
+    while len(server.requests) < asked + after + 3 and begun.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    begun.send_signal(signal.SIGKILL)
+    begun.wait()
+    server.faults = []
+
+
+@pytest.mark.slow
+def test_a_run_whose_judge_fails_and_whose_driver_is_killed_ends_like_one_without_trouble(tmp_path, in_root):
+    with judging() as server:
+        assert main(arguments(server, tmp_path / "calm")) == 0
+        questions = server.paid.total()
+        assert set(server.paid.values()) == {1} and 0 < questions <= 24
+        server.paid.clear()
+        troubled = arguments(server, tmp_path / "troubled")
+        killed_while_it_asks(server, troubled, after=3)
+        killed_while_it_asks(server, troubled, after=9)
+        server.faults = list(FAULTS)
+        assert main(troubled) == 0
+        assert set(server.paid.values()) == {1} and server.paid.total() == questions
+        assert weights(tmp_path / "calm") == weights(tmp_path / "troubled")
+        assert main([*arguments(server, tmp_path / "troubled"), "run.name=again"]) == 0
+        assert server.paid.total() == questions, "another run finds all answers"
+
+
+@pytest.mark.slow
+def test_a_rollout_worker_that_is_killed_while_it_asks_pays_for_nothing_twice(tmp_path, in_root):
+    with judging() as server:
+        assert main(arguments(server, tmp_path / "calm")) == 0
+        questions = server.paid.total()
+        server.paid.clear()
+        server.requests.clear()
+        elsewhere = arguments(server, tmp_path / "elsewhere", "rollout.num_workers=1", "run.max_failures=1")
+        worker_killed_while_it_asks(server, elsewhere, after=3)
+        assert set(server.paid.values()) == {1} and server.paid.total() == questions
+        assert weights(tmp_path / "calm") == weights(tmp_path / "elsewhere")

@@ -1,0 +1,80 @@
+"""A judge's endpoint on loopback that counts what it is paid for, and fails as real ones do."""
+
+import contextlib
+import hashlib
+import json
+import threading
+import time
+from collections import Counter
+
+from servers import Handler, listening
+
+MODEL = "wise"
+# What a server does to as many requests, before it answers
+FAULTS = ["hangs", "closes", 429, 500, "torn", "nonsense", "other model", 408, "closes", 503, 429, "nonsense"]
+
+
+def liking(text):
+    """A score from 1 to 10 that depends on the question alone."""
+    return 1 + int(hashlib.sha256(text.encode()).hexdigest(), 16) % 10
+
+
+def answer_score(asked):
+    return f"It is fine.\nScore: {liking(asked['messages'][-1]['content'])}"
+
+
+def chat(text, model=MODEL, top=None, tokens=(100, 10)):
+    logprobs = {"content": [{"token": text, "top_logprobs": top}]} if top else None
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "logprobs": logprobs}
+    usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1]}
+    return {"object": "chat.completion", "model": model, "choices": [choice], "usage": usage}
+
+
+class Judging(Handler):
+    """`server.faults` are taken one for each request, until there are none; then it answers."""
+
+    def do_POST(self):
+        server, asked = self.server, json.loads(self.body())
+        with server.lock:
+            server.requests.append((dict(self.headers), asked))
+            fault = server.faults.pop(0) if server.faults else None
+        if fault == "hangs":
+            server.never.wait(60)
+            return
+        if fault == "closes":
+            self.close_connection = True
+            self.connection.close()
+            return
+        if isinstance(fault, int):
+            self.send(fault, b'{"error": "no"}', "application/json", Retry_After="0.01")
+            return
+        if fault == "refuses":
+            self.send(401, f"not {self.headers['Authorization']}".encode())
+            return
+        if fault == "torn":
+            self.send(200, b'{"choices": [', "application/json")
+            return
+        if server.delay:
+            time.sleep(server.delay)
+        said = server.answer(asked)
+        said = said if isinstance(said, dict) else chat(said)
+        if fault == "nonsense":
+            said = chat("I cannot say.")
+        elif fault == "other model":
+            said["model"] = "cheap"
+        self.send(200, json.dumps(said).encode(), "application/json")
+        if fault is None:
+            with server.lock:
+                server.paid[json.dumps(asked, sort_keys=True)] += 1
+
+
+@contextlib.contextmanager
+def judging(answer=answer_score, faults=(), delay=0.0):
+    facts = dict(
+        answer=answer, faults=list(faults), delay=delay, requests=[], paid=Counter(), lock=threading.Lock()
+    )
+    with listening(Judging, never=threading.Event(), **facts) as server:
+        try:
+            yield server
+        finally:
+            server.never.set()
