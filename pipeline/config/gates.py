@@ -30,7 +30,7 @@ _TOKENS = "entropy mean_token_accuracy aux_loss"
 _COMPLETIONS = "reward eos length repetition distinct distinct_1 distinct_2 perplexity"
 TRAINED = """train_loss train_runtime train_samples_per_second train_steps_per_second train_tokens_per_second epoch
     total_flos"""
-UPDATE = """objective/kl objective/teacher_kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores objective/kl_coef
+UPDATE = """objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores objective/kl_coef
     val/num_eos_tokens val/sampler_drift val/explained_variance val/ratio val/clipfrac_avg completions/mean_length
     completions/clipped_ratio rewards/reward/mean loss/policy_avg loss/value_avg policy/approxkl_avg policy/clipfrac_avg
     policy/first_ratio_rms policy/entropy_avg policy/steps grad_norm/policy grad_norm/critic skipped_steps lr episode
@@ -97,6 +97,7 @@ def metrics(job: Job) -> dict[str, str]:
     if job.stage == "ppo":
         rollout = job.rollout_config
         add(UPDATE)
+        add("objective/teacher_kl", "" if job.teacher else "a teacher")
         add(" ".join(f"rewards/reward_{index}/mean" for index in range(1, len(job.rewards))))
         add(ROLLOUT, "" if rollout.num_workers else "rollout workers (rollout.num_workers)")
         corrected = rollout.corrects or rollout.staleness

@@ -178,8 +178,9 @@ RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
      "found {value}: a pair needs two completions; expected 2 or more, for example 4, or trainer.select=best"),
     ("collect", "trainer.temperature", lambda job: job.args.temperature == 0 and job.args.num_generations > 1,
      "found 0, so all completions of a prompt are the same; expected a temperature above 0, for example 1.0"),
-    ("collect", "trainer.min_margin", lambda job: job.args.select in ("best", "labels") and job.args.min_margin,
-     "trainer.select makes no pairs; remove it"),
+    ("collect", "trainer.min_margin",
+     lambda job: job.args.min_margin and job.args.select in ("best", "labels") and job.args.select,
+     "trainer.select={} makes no pairs; remove it"),
     ("collect", "trainer.good_above", lambda job: job.args.select != "labels" and "good_above" in job.trainer,
      "only trainer.select=labels makes labels; remove it"),
     # run and mlflow

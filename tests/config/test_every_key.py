@@ -61,6 +61,8 @@ WHERE = {
 ELSEWHERE = {
     "save_steps": "pipeline/stages/ppo.py",
     "patience_s": "pipeline/runtime/roles.py",
+    "teacher_coef": "pipeline/ppo/losses.py",
+    "teacher_system": "pipeline/stages/ppo.py",
 }
 
 
