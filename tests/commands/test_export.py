@@ -94,7 +94,7 @@ def test_a_merge_that_went_wrong_is_not_exported(models, storage, capsys, monkey
     assert stage("export", storage, "wrong-merge", *POLICY, status=1) == {}
     assert "the exported policy differs from the adapter" in capsys.readouterr().err
     left = {path.name for path in (storage / "wrong-merge").iterdir()}
-    assert left == {"job.json", "failed.json"}  # no model
+    assert left == {"job.json", "failed.json", "lease"}  # no model
 
 
 def test_a_mistake_does_not_cost_the_run_that_it_was_to_replace(models, storage, capsys, tmp_path, in_root):

@@ -131,7 +131,7 @@ def evaluator(folder, tokenizer=None, rows_per_forward=64) -> SimpleNamespace:
     """A single worker of `evaluate`, without models."""
     data, args = SimpleNamespace(subset=None), SimpleNamespace(rows_per_forward=rows_per_forward)
     job = SimpleNamespace(data=data, args=args, folder=str(folder), judge=None)
-    work = SimpleNamespace(context=1 << 20)
+    work = SimpleNamespace(context=1 << 20, lease=SimpleNamespace(require=lambda: None))
     return SimpleNamespace(
         rank=0, world=1, gather=lambda own: [own], tokenizer=tokenizer, work=work, job=job, args=args
     )
