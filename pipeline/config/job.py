@@ -207,9 +207,8 @@ class Collect(Inference):
     # Rows to write: the best completion (for sft), the best against the worst, or every pair (for dpo, rm and kto), or every
     # completion with a label (for kto).
     select: Literal["best", "best_worst", "pairs", "labels"] = "best_worst"
-    good_above: float = (
-        0.5  # With select=labels, completions with a higher score are good. A judge's scores are from 0 to 1.
-    )
+    # With select=labels, completions with a higher score are good. A judge's scores are from 0 to 1.
+    good_above: float = 0.5
     # Smallest difference between the scores of a pair. Equal scores never make a pair.
     min_margin: Annotated[float, "[0, inf)"] = 0.0
     # Prompts to draw from data.train without replacement, in an order by data.seed. By default all, in the file's order.
@@ -313,8 +312,8 @@ class Job:
     @property
     def inputs(self) -> dict[str, str]:
         """{key: name} of every model or Python function that the job names: policy, baseline, judge, reward.0, ..."""
-        given = {key: name_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
-        given["policy"] = next(iter(self.policies), None)
+        given = {"policy": next(iter(self.policies), None)}
+        given |= {key: name_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
         given |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
         return {key: name for key, name in given.items() if name} | self.serve.inputs
 

@@ -16,7 +16,12 @@ WRONG = [  # key, value, what is expected, other settings
     ("trainer.kl_coef", ".nan", "a finite number", []),
     ("trainer.kl_estimator", "k4", "k1, k2, k3", []),
     ("trainer.kl_estimator", "k1", "'k2' or 'k3' with kl_in: loss", ["trainer.kl_in=loss"]),
-    ("trainer.advantage_estimator", "gea", "gae, rloo, grpo, remax, reinforce_plus_plus or python:", []),
+    (
+        "trainer.advantage_estimator",
+        "gea",
+        "gae, rloo, grpo, remax, reinforce_plus_plus, none or python:",
+        [],
+    ),
     ("trainer.num_generations", "1", "2 or more", ["trainer.advantage_estimator=rloo"]),
     ("trainer.min_new_tokens", "1000", "less than response_length", []),
     ("trainer.dual_clip", "0.5", "above 1", []),
