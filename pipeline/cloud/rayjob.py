@@ -12,7 +12,7 @@ bucket, or in the claim `rlhf-runs` at the storage path; a base from the hub sta
     GPU, NODE_SELECTOR       if a job selects GPUs: which its nodes have, and the Kubernetes label of these nodes, as
                              GPU=H100 NODE_SELECTOR=cloud.google.com/gke-accelerator=nvidia-h100-80gb
     ROLLOUT_NODE_SELECTOR    the same for rollout workers, e.g. cloud.google.com/gke-spot=true
-    NODE_GPUS                GPUs of a node, by default 8: workers share a pod of up to so many
+    NODE_GPUS                GPUs of a node, by default 8: at most as many workers share a pod
     QUEUE, PRIORITY_CLASS    Kueue's queue, which starts the suspended job; a priority class of the pods
     DEADLINE_HOURS           after which the job is ended, by default 72; applied again, it resumes
     SCHEDULE                 as "0 3 * * 1": a RayCronJob (alpha in KubeRay 1.7), a new run each time
@@ -150,16 +150,16 @@ def serve_config(job: Job, path: str, overrides: list[str]) -> Lines:
 
 
 def worker_groups(jobs: list[Job]) -> list[dict[str, Any]]:
-    """Returns the groups of pods for the workers of all jobs: for alike workers, as many as the largest job has."""
+    """Returns the groups of pods for the workers of all jobs. Equal workers are one group, as large as the largest job needs."""
     found: dict[str, list[tuple[Group, str]]] = {}
     for job in jobs:
         for workers in placement.groups(job):
             strategy = job.scaling.get("placement_strategy") or "PACK"
             found.setdefault(f"{workers.section} {workers.each}", []).append((workers, strategy))
     made: list[dict[str, Any]] = []
-    for alike in found.values():
-        largest = max((workers for workers, _ in alike), key=lambda one: (one.most, one.fewest))
-        one = group(jobs, largest, {strategy for _, strategy in alike})
+    for equal in found.values():
+        largest = max((workers for workers, _ in equal), key=lambda one: (one.most, one.fewest))
+        one = group(jobs, largest, {strategy for _, strategy in equal})
         again = sum(other["groupName"].startswith(one["groupName"]) for other in made)
         made.append(one | {"groupName": f"{one['groupName']}-{again + 1}" if again else one["groupName"]})
     return made

@@ -154,7 +154,7 @@ def next_attempt(api: "Api", name: str) -> str:
 
 
 def is_dashboard(address: str) -> bool:
-    """Returns True for the address of a cluster that takes jobs: http://HEAD:8265, or a scheme of others, as anyscale://."""
+    """Returns True for the address of a cluster that takes jobs: http://HEAD:8265, or another scheme, such as anyscale://."""
     return "://" in address and not address.startswith("ray://")
 
 
@@ -194,7 +194,7 @@ class Api:
 
             try:  # by the module that has the scheme's name
                 info = parse_cluster_info(self.given, headers=self.headers)
-            except Exception as error:  # of any kind: the module is somebody else's
+            except Exception as error:  # of any type: the module belongs to another vendor
                 raise InputError(
                     f"{address!r} is unknown to Ray ({in_brief(error)})", key="RAY_ADDRESS"
                 ) from error

@@ -1,4 +1,4 @@
-"""The definition of a judge, a file that a job names as `{judge: FILE}`: which model is asked, what, and what an answer means.
+"""Defines a judge. A job names the file as `{judge: FILE}`. It says which model to ask, what to ask, and how to score the answer.
 
 Every form gives scores between 0 and 1.
 """
@@ -95,9 +95,9 @@ class Definition:
     concurrency: Annotated[int, "[1, 4096]"] = 16  # Requests of one process at the same time.
     # Requests of one process; by default no limit.
     requests_per_minute: Annotated[float | None, "(0, 1000000000]"] = None
-    # Tokens of one process, those of answers included; by default no limit.
+    # Tokens of one process, with the tokens of answers; by default no limit.
     tokens_per_minute: Annotated[float | None, "(0, 1000000000000]"] = None
-    # Seconds for one answer, before it is asked for again.
+    # Seconds to wait for an answer before the request is repeated.
     timeout_s: Annotated[float, "(0, 86400]"] = 120.0
     # Price of tokens that are sent.
     dollars_per_million_input: Annotated[float, "[0, 1000000]"] = 0.0

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PAUSES_S = (0.25, 30.0)  # first pause after a failure, and the longest; each is twice the one before
 BUDGET_POLL_S = 0.01  # time between two looks at a budget that requests under way may use up
-PASSES = {408, 409, 425, 429}  # statuses that can pass, besides those of 500 and more
+PASSES = {408, 409, 425, 429}  # statuses that can pass, in addition to 500 and above
 CHARACTERS = 4  # of a token, in an estimate
 
 
@@ -52,7 +52,6 @@ class Client:
         self.free_at = 0.0  # when the next request may begin
         self.error: BaseException | None = None  # ends the call once the requests under way are answered
         self.open = 0  # requests under way
-        self.places = asyncio.Semaphore(given.concurrency)
         self.variable = given.api_key_variable
         self.key = os.environ.get(self.variable or "", "")
         if self.variable and not self.key:

@@ -1,4 +1,4 @@
-"""Answers of a judge on disk. A process writes one file, and reads those of all others, of this run and of earlier ones.
+"""Answers of a judge on disk. A process writes one file, and reads the files of all other processes, also of earlier runs.
 
 A folder has lines of JSON: an answer with its `key`, or `paid` tokens of an answer that could not be used, or the `counts` of
 a call. In a bucket, where nothing can be added to a file, a process writes a new part for each group of answers.

@@ -1,4 +1,4 @@
-"""A teacher: a frozen role of the base that says of every token that the policy wrote how likely it finds it.
+"""A teacher is a frozen role of the base. It rates every token that the policy wrote by its own log-probability.
 
 The advantage of a token grows by teacher_coef * (log p_teacher - log p_policy). With it alone, a policy gradient step
 follows the gradient of the reverse KL from policy to teacher on the policy's own completions (on-policy distillation;
@@ -58,7 +58,7 @@ def made(role: str | None, system: str | None, tokenizer: Any, prompts: Iterable
         prompts: token ids of each prompt.
 
     Raises:
-        InputError: if there is a `system`, and the chat template takes none, or a prompt is no chat or has its own.
+        InputError: if there is a `system`, and the chat template takes none, or a prompt is no chat or has a system message.
     """
     if not system:
         return Teacher(role)

@@ -8,8 +8,8 @@
 Attempt N creates `lease/N.json`, which succeeds for one process only, and renews it until it ends. The newest attempt owns the
 folder: a process that was cut off finds a later one, and stops. The files stay as the history of the folder.
 
-No clocks are compared: a lease has expired if nobody renewed it while another process watched it for its duration. On the
-machine of a killed owner nothing is waited for, because the system knows which processes live.
+No clocks are compared: a lease has expired if it was not renewed while another process watched it for its duration. On the
+machine of a killed owner there is no wait, because the system knows which processes live.
 """
 
 import contextlib
@@ -127,7 +127,7 @@ def _acquire(folder: str) -> tuple[Lease, dict[str, Any], int]:
 
 
 def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
-    """Waits until nobody can renew the lease `file`, of which `left` was read. Raises InputError if somebody does."""
+    """Waits until no process can renew the lease `file`, which had the content `left`. Raises InputError if one renews it."""
     import psutil
 
     path, running, patience = storage.scratch("runs", str(left.get("id")), HELD), "another process is", 0.0
@@ -165,7 +165,9 @@ def _renew(lease: Lease, record: dict[str, Any], ended: threading.Event) -> None
         except LeaseLost as lost:  # the next commit fails
             terminal.say(f"warning: {lost}")
             return
-        except Exception:  # the storage may answer the next time, and nobody may have waited meanwhile
+        except (
+            Exception
+        ):  # the storage may answer the next time, and no other process may have waited meanwhile
             continue
 
 
