@@ -42,7 +42,7 @@ OFF_POLICY = (
 )
 _BENCHMARKS = """reward_bench_2 best_of_k rm_bench rm_bench_hard rm_bench_normal rm_bench_easy rm_bench_low rm_bench_high"""
 _PAIRS = """accuracy accuracy_low accuracy_high margin loss ece accuracy_chosen_shorter accuracy_chosen_longer
-    accuracy_matched_length length_correlation temperature ece_calibrated ties shown_first shown_first_low shown_first_high
+    accuracy_matched_length length_correlation temperature ece_calibrated ties shown_first
     order_agreement"""
 HELD_OUT = {
     "sft": f"{_TRL} {_TOKENS} eos_accuracy",

@@ -31,6 +31,7 @@ BY_LENGTH: dict[str, Callable[[int, int], bool]] = {
     "chosen_shorter": lambda chosen, rejected: chosen < rejected,
     "chosen_longer": lambda chosen, rejected: chosen > rejected,
 }
+PLACES = ("first", "last")  # where a judge that sees both completions sees the chosen one
 
 
 def measure(
@@ -41,10 +42,10 @@ def measure(
     eval_rm_loss: -log sigmoid(margin). eval_rm_ece: see figures.calibration. eval_rm_temperature: see figures.temperature,
     fitted on every second pair; eval_rm_ece_calibrated: the error of margin / temperature on the others.
     eval_rm_ties: share of pairs with equal scores. eval_rm_shown_first: share of questions in which a judge prefers the
-    completion that it sees first. eval_rm_order_agreement: share of pairs on which it prefers the same side in both orders.
-    eval_rm_accuracy_matched_length: on pairs whose lengths differ by at most 10 %. eval_rm_length_correlation: of the score with
-    the length of the completion in tokens. eval_rm_agreement: share of the pairs on which reward and judge prefer the same
-    side.
+    completion that it sees first, as if the chosen one were first in half of them. eval_rm_order_agreement: share of pairs on
+    which it prefers the same side in both orders. eval_rm_accuracy_matched_length: on pairs whose lengths differ by at most
+    10 %. eval_rm_length_correlation: of the score with the length of the completion in tokens. eval_rm_agreement: share of the
+    pairs on which reward and judge prefer the same side.
 
     Args:
         ends: ids that end a completion.
@@ -98,8 +99,12 @@ def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str
 
     Of a pair only numbers are kept, in arrays, for millions of pairs.
     """
-    chosen, rejected, judged, shown_first, agreeing = (array("d") for _ in range(5))
+    chosen, rejected, judged, agreeing = (array("d") for _ in range(4))
     lengths = array("l"), array("l")
+    by_place: tuple[list[bool], list[bool]] = (
+        [],
+        [],
+    )  # whether the chosen one wins that is shown first, and that is not
     by_subset: dict[str, list[bool]] = defaultdict(list)
     for pair in pairs:
         good, bad = pair["scores"]
@@ -108,7 +113,8 @@ def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str
         for column, length in zip(lengths, pair["lengths"], strict=True):
             column.append(length)
         if orders := pair.get("orders"):  # [place of the chosen completion, its score] of each
-            shown_first.extend(float((place == 0) == (score > 0.5)) for place, score in orders)
+            for place, score in orders:
+                by_place[place > 0].append(score > 0.5)
             if len(orders) > 1:
                 agreeing.append(float(len({score for _, score in orders}) == 1))
         if "judge" in pair:
@@ -128,9 +134,10 @@ def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str
         "eval_rm_ece": ece,
         "eval_rm_ties": mean([margin == 0 for margin in margins]),
     }
-    if shown_first:
-        metrics["eval_rm_shown_first"] = mean(shown_first)
-        metrics["eval_rm_shown_first_low"], metrics["eval_rm_shown_first_high"] = wilson(shown_first)
+    if all(
+        by_place
+    ):  # each place counts the same, so it does not matter how often the draw showed the chosen one first
+        metrics["eval_rm_shown_first"] = 0.5 + (mean(by_place[0]) - mean(by_place[1])) / 2
     if agreeing:
         metrics["eval_rm_order_agreement"] = mean(agreeing)
     if len(margins) > 1:  # fitted on every second pair, measured on the others
@@ -151,15 +158,17 @@ def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str
         low, high = wilson(hits)
         subsets[name] = {"pairs": len(hits), "accuracy": mean(hits), "low": low, "high": high}
         metrics[f"eval_rm_accuracy/{metric_name(name)}"] = mean(hits)
-    found = faults(metrics, ends_of)
+    found = faults(
+        metrics, ends_of | {name: wilson(hits) for name, hits in zip(PLACES, by_place, strict=True) if hits}
+    )
     return metrics, {"pairs": len(margins), "reliability": bins, "subsets": subsets, "faults": found}
 
 
-def faults(metrics: dict[str, float], by_length: dict[str, tuple[float, float]]) -> list[str]:
+def faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -> list[str]:
     """Returns what is wrong with a reward, beyond the chance of a 95 % interval.
 
     Args:
-        by_length: the interval of the accuracy on the pairs of BY_LENGTH.
+        ends_of: the interval of the accuracy on the pairs of BY_LENGTH, and of PLACES.
     """
     found = []
     low, high = metrics["eval_rm_accuracy_low"], metrics["eval_rm_accuracy_high"]
@@ -171,19 +180,24 @@ def faults(metrics: dict[str, float], by_length: dict[str, tuple[float, float]])
         )
     elif low <= 0.5:
         found.append(f"its accuracy may be chance ({low:.2f} to {high:.2f})")
-    if "eval_rm_shown_first" in metrics:
-        first_low, first_high = metrics["eval_rm_shown_first_low"], metrics["eval_rm_shown_first_high"]
-        if not first_low <= 0.5 <= first_high:
-            place = "first" if first_low > 0.5 else "last"
-            share = metrics["eval_rm_shown_first"]
-            found.append(
-                f"it prefers the completion that it sees {place} ({max(share, 1 - share):.0%}); set orders: both"
-            )
-    longer, shorter = by_length.get("chosen_longer"), by_length.get("chosen_shorter")
-    if longer and shorter and (longer[0] > shorter[1] or shorter[0] > longer[1]):
-        which = "longer" if longer[0] > shorter[1] else "shorter"
-        found.append(f"it prefers the {which} completion; compare eval_rm_accuracy_matched_length")
+    if where := _higher(ends_of, *PLACES):
+        share = metrics["eval_rm_shown_first"]
+        found.append(
+            f"it prefers the completion that it sees {where} ({max(share, 1 - share):.0%}); set orders: both"
+        )
+    if which := _higher(ends_of, "chosen_longer", "chosen_shorter"):
+        found.append(
+            f"it prefers the {which.removeprefix('chosen_')} completion; compare eval_rm_accuracy_matched_length"
+        )
     return found
+
+
+def _higher(ends_of: dict[str, tuple[float, float]], one: str, other: str) -> str | None:
+    """Returns which of two intervals lies above the other. None: they overlap, or there is only one."""
+    if not {one, other} <= set(ends_of):
+        return None
+    (low, high), (other_low, other_high) = ends_of[one], ends_of[other]
+    return one if low > other_high else other if other_low > high else None
 
 
 def metric_name(subset: str) -> str:
