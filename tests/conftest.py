@@ -26,13 +26,14 @@ os.environ.pop("RAY_ADDRESS", None)
 @pytest.fixture(scope="session")
 def embedded_ray():
     """One Ray for all tests that need one: the stages find it and use it, and the libraries that they ask first."""
-    from pipeline.config import libraries, load_job
+    from pipeline.config import libraries
+    from pipeline.on_ray.placement import ROWS
     from pipeline.on_ray.session import session
 
     for module in libraries.LOADED:  # else each job has a process import them
         importlib.import_module(module)
 
-    with session(load_job(ROOT / "jobs/demo/sft.yaml", ["scaling.num_workers=1"], "sft")):
+    with session(ROWS, "runs", "sqlite:///runs/mlflow.db"):
         yield
 
 

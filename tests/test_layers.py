@@ -6,7 +6,7 @@ import pytest
 from running import ROOT
 
 # From the bottom: each may import what stands before it, and itself.
-LAYERS = """errors references text figures findings intervals system models inference ppo demo penalties config judges data registry report on_ray runtime rollout evaluation planning stages sweep serving commands cloud
+LAYERS = """errors references text figures findings intervals system models inference ppo demo penalties config judges data registry report on_ray settle runtime rollout evaluation planning stages sweep serving commands cloud
     __main__""".split()
 # Read, tested and profiled by themselves, with torch, transformers and peft alone.
 ALONE = {

@@ -13,13 +13,12 @@ import urllib.request
 import pytest
 from running import NO_EVAL, ROOT
 from servers import Handler, listening
+from settled import work_of
 
 from pipeline import registry
 from pipeline.__main__ import main
 from pipeline.config import load_job
-from pipeline.runtime.host import Work
-from pipeline.runtime.preparation import Run
-from pipeline.runtime.run import failure_recorded
+from pipeline.runtime.run import Run, failure_recorded
 from tests.chaos.runs import Server
 
 SECRETS = {
@@ -115,7 +114,7 @@ def test_a_note_about_a_failure_quotes_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{PASSWORD}@127.0.0.1:9")
     monkeypatch.setenv("HF_TOKEN", SECRETS["HF_TOKEN"])
     job = load_job(ROOT / "jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}", "run.name=ill"], "sft")
-    work = Work(job, None, {}, {}, {}, "", None, uri=registry.tracking_uri(job))
+    work = work_of(job)
     with pytest.raises(RuntimeError), failure_recorded(Run(work, {}, None, started=0.0)):
         raise RuntimeError(f"{SECRETS['HF_TOKEN']} at {os.environ['MLFLOW_TRACKING_URI']}")
     failed = json.loads((tmp_path / "ill/failed.json").read_text())

@@ -29,6 +29,7 @@ from pipeline.on_ray import placement
 from pipeline.on_ray.placement import Bundle
 from pipeline.planning import plan
 from pipeline.planning.shape import config_of
+from pipeline.settle.places import places_of
 from pipeline.system import console, storage
 
 # Bytes of the largest upload, which Ray keeps in the head's memory
@@ -135,7 +136,8 @@ def _on_local_disk(path: str) -> bool:
 
 def check_resources(job: Job, cluster: Cluster) -> None:
     """Raises InputError if no node of the cluster, present or future, can hold a worker: Ray would wait forever."""
-    for section, who, count, _, need in placement.groups(job):
+    places = places_of(job, elsewhere=True)
+    for section, who, count, _, need in places.groups:
         room = _room(need, cluster)
         if room >= count:
             continue
@@ -145,7 +147,7 @@ def check_resources(job: Job, cluster: Cluster) -> None:
         grows = (
             f"may start {', '.join(more)}" if more else "CLUSTER=file.yaml names the file of an autoscaler"
         )
-        change = placement.fewer(job, room) if section == "scaling" else ""
+        change = places.fewer(room) if section == "scaling" else ""
         advice = (
             f"set {change}" if change else f"lower {section}.num_workers or {section}.resources_per_worker"
         )
@@ -188,7 +190,7 @@ def check_memory(job: Job, cluster: Cluster) -> None:
     There is no check for GPUs that `plan` does not know, or for a base whose config.json cannot be read from here.
     """
     nodes = [*cluster.nodes, *cluster.types.values()]
-    for group in placement.groups(job):
+    for group in places_of(job, elsewhere=True).groups:
         section, who, need = group.section, group.who, group.each
         offered = {n.labels.get(placement.GPU_LABEL, "") for n in nodes if need.fits(n.resources, n.labels)}
         gpus = {name: memory for name in sorted(offered) if (memory := plan.memory_of(name))}

@@ -36,6 +36,7 @@ from pipeline.errors import InputError
 from pipeline.on_ray import placement
 from pipeline.on_ray.placement import Bundle, Group
 from pipeline.planning.plan import GPUS
+from pipeline.settle.places import places_of
 from pipeline.system import storage
 
 CLAIM = "rlhf-runs"
@@ -153,7 +154,7 @@ def worker_groups(jobs: list[Job]) -> list[dict[str, Any]]:
     """Returns the groups of pods for the workers of all jobs. Equal workers are one group, as large as the largest job needs."""
     found: dict[str, list[tuple[Group, str]]] = {}
     for job in jobs:
-        for workers in placement.groups(job):
+        for workers in places_of(job, elsewhere=True).groups:
             strategy = job.scaling.get("placement_strategy") or "PACK"
             found.setdefault(f"{workers.section} {workers.each}", []).append((workers, strategy))
     made: list[dict[str, Any]] = []

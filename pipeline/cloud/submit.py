@@ -28,7 +28,7 @@ from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, in_brief
 from pipeline.on_ray import session
 from pipeline.references import Ref
-from pipeline.runtime import resume
+from pipeline.settle.identity import named
 from pipeline.system import process, terminal
 from pipeline.system.credentials import FORWARDED_MODULE, without_credentials
 
@@ -125,7 +125,7 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
     else:
         jobs = [load_job(path, overrides, verb if verb in RUNS else None)]
         if verb in RUNS:
-            return str(resume.named(jobs[0]).run.name), jobs
+            return str(named(jobs[0]).run.name), jobs
     return f"{verb}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}", jobs
 
 

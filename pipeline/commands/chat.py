@@ -17,9 +17,8 @@ from pipeline.data.shapes import Record, kind_of
 from pipeline.data.values import RowError
 from pipeline.errors import InputError, visible
 from pipeline.models.template import text_as_chat
-from pipeline.runtime.host import Host
-from pipeline.runtime.inputs import functions, unfilled
-from pipeline.runtime.preparation import load_host
+from pipeline.runtime.host import Host, load_host
+from pipeline.settle.inputs import unfilled
 from pipeline.system import process
 
 HELP = "/reset forgets the conversation, /system TEXT sets the instructions (nothing: none), /quit ends"
@@ -27,7 +26,7 @@ HELP = "/reset forgets the conversation, /system TEXT sets the instructions (not
 
 def run(job: Job) -> None:
     host = load_host(job)
-    for key, source in functions(job).items():
+    for key, source in job.functions.items():
         if wanted := unfilled(source, {"messages"}):
             raise InputError(
                 f"{source} asks for `{wanted}`, which a conversation does not have; set {key}=null, or name a reward "

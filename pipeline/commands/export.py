@@ -21,12 +21,13 @@ from typing import Any
 
 from pipeline.commands import hub
 from pipeline.config import Job
+from pipeline.config.identity import identity_of
 from pipeline.errors import Failure, InputError
 from pipeline.models import adapter_files, transformers4
 from pipeline.models.hub import ADAPTER, announcement, base_config
-from pipeline.runtime import resume
 from pipeline.runtime.host import Host
 from pipeline.runtime.run import finished, open_run
+from pipeline.settle.identity import named
 from pipeline.system import console, storage
 
 # Prompts of the comparison, written with the chat template of the adapter.
@@ -50,8 +51,8 @@ def run(job: Job) -> dict[str, Any]:
             key="run.storage_path",
         )
     hub.check(job)
-    job = resume.named(job)
-    result = finished(job) or export(job)
+    job = named(job)
+    result = finished(identity_of(job)) or export(job)
     return hub.push(job, result) if job.args.hub_model_id else result
 
 
@@ -59,7 +60,7 @@ def export(job: Job) -> dict[str, Any]:
     """Writes the folders of what the job names, in this process. Returns the content of result.json."""
     with open_run(job) as run:
         if job.args.merge:
-            print(announcement(run.job.model.name_or_path, run.job.model.revision), flush=True)
+            print(announcement(run.work.job.model.name_or_path, run.work.job.model.revision), flush=True)
         console.silence_libraries()
         host = Host(run.work)
         exported = {}

@@ -19,13 +19,15 @@ from pipeline.errors import Failure, InputError, about, summary
 from pipeline.models import adapter_files
 from pipeline.models.gpus import of_this_machine
 from pipeline.on_ray import placement
+from pipeline.on_ray.placement import Group, Places
 from pipeline.planning import plan
 from pipeline.planning.plan import GIB, GPUS, Plan
 from pipeline.planning.rows import Rows, look
 from pipeline.planning.shape import config_of
 from pipeline.references import Ref
 from pipeline.registry import lineage
-from pipeline.runtime.inputs import room_for_prompts
+from pipeline.settle.inputs import room_for_prompts
+from pipeline.settle.places import places_of
 from pipeline.system import console, prices
 
 FOR_RAY = 1.5 * GIB  # bytes of Ray's own processes on this machine
@@ -36,8 +38,7 @@ def run(job: Job) -> dict[str, Any]:
     if STAGE[job.stage].runs_in == "here":
         raise InputError(f"found {job.stage}, which has no workers; plan is for jobs that do", key="stage")
     gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else of_this_machine()
-    if gpus:
-        job = placement.for_this_machine(job)
+    places = places_of(job, elsewhere=not gpus)
     folders, notes = started_from(job)
     check(job, folders)
     loras = {name.split(".")[0]: adapter_files.described(at) for name, at in folders.items()}
@@ -57,22 +58,26 @@ def run(job: Job) -> dict[str, Any]:
         notes.append(f"the base's shape is built in, since its config.json cannot be read: {unread}")
     notes += [f"this machine has {name}, {size / GIB:.0f} GiB" for name, size in gpus]
     print("".join(f"   note: {note}\n" for note in notes))
-    memory = on_gpus(planned, named(job)) if job.scaling.get("use_gpu") else on_this_machine(planned)
-    check_fit(planned, loras, min((size for _, size in gpus), default=memory), len(gpus) or None)
-    if job.rollout_config.num_workers:
-        print(of_rollout_workers(job, plan.make(job, loras, learns=False)))
+    memory = on_gpus(planned, named(places)) if places.on_gpu else on_this_machine(planned, places)
+    check_fit(planned, places, loras, min((size for _, size in gpus), default=memory), len(gpus) or None)
+    if places.rollout:
+        print(of_rollout_workers(places.rollout, plan.make(job, loras, learns=False)))
     return {"peak_bytes": planned.peak, "items": [vars(item) for item in planned.items]}
 
 
 def check_fit(
-    planned: Plan, loras: dict[str, dict[str, Any]], memory: float, gpus: int | None = None
+    planned: Plan,
+    places: Places,
+    loras: dict[str, dict[str, Any]],
+    memory: float,
+    gpus: int | None = None,
 ) -> None:
     """Raises Failure if a worker needs more than `memory` bytes, or the workers more `gpus` than there are; says what to do."""
     job, lacks, changes = planned.job, [], list[str]()
-    each = placement.bundles(job)[0].resources.get("GPU", 0)
-    if gpus is not None and (needed := job.workers[0] * each) > gpus:
+    each = places.workers.each.resources.get("GPU", 0)
+    if gpus is not None and (needed := places.workers.fewest * each) > gpus:
         lacks.append(f"the workers need {needed:g} GPUs, and this machine has {gpus}")
-        if not (change := placement.fewer(job, gpus / each)):
+        if not (change := places.fewer(gpus / each)):
             raise Failure(f"{lacks[0]}; lower scaling.resources_per_worker")
         changes, count = [change], int(change.split("=")[1])
         planned = plan.make(replace(job, scaling={**job.scaling, "num_workers": count}), loras)
@@ -90,18 +95,18 @@ def check_fit(
     raise Failure("; ".join(lacks))
 
 
-def named(job: Job) -> list[str]:
+def named(places: Places) -> list[str]:
     """Returns the GPUs that the workers may get, by the labels of nodes. Raises InputError if plan knows none of them."""
-    wanted = job.scaling.get("accelerator_type")
+    wanted = places.scaling.get("accelerator_type")
     names = plan.called(wanted) if wanted else list(GPUS)
-    for bundle in placement.bundles(job):
+    for bundle in places.bundles:
         names = allowed(bundle.selector, names)
     if not names:
         key = "accelerator_type" if wanted else "label_selector"
         if wanted and plan.called(wanted):
-            excluded = f"which scaling.label_selector={job.scaling['label_selector']} excludes; change that, or set it to {{}}"
+            excluded = f"which scaling.label_selector={places.scaling['label_selector']} excludes; change that, or set it to {{}}"
             raise InputError(f"found {wanted!r}, {excluded}", key=f"scaling.{key}")
-        raise InputError(f"found {job.scaling[key]!r}; plan knows {', '.join(GPUS)}", key=f"scaling.{key}")
+        raise InputError(f"found {places.scaling[key]!r}; plan knows {', '.join(GPUS)}", key=f"scaling.{key}")
     return names
 
 
@@ -113,7 +118,7 @@ def allowed(selector: Mapping[str, str], names: Iterable[str]) -> list[str]:
 
 def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
     """Returns the folders of the adapters that the job continues, by input, and notes on what is unknown."""
-    from pipeline.runtime.inputs import pin_inputs
+    from pipeline.settle.inputs import pin_inputs
 
     guess = "adapters are assumed to be as large as `lora` makes them"
     uri = registry.tracking_uri(job)
@@ -136,7 +141,7 @@ def check(job: Job, folders: dict[str, str]) -> None:
     from pipeline.models.base import check_base
     from pipeline.models.compatibility import check_lora
     from pipeline.models.hub import local, weight_files
-    from pipeline.runtime.inputs import key_of, makes_adapter
+    from pipeline.settle.inputs import makes_adapter
 
     _, unread = config_of(job.model)
     if unread:
@@ -144,17 +149,17 @@ def check(job: Job, folders: dict[str, str]) -> None:
     weights = bool(weight_files(local(job.model.name_or_path)))
     base = check_base(job.model, weights=weights)
     for name, folder in folders.items():
-        with about(key_of(job, name)):
+        with about(job.key_of(name)):
             adapter_files.check(base, folder, scores=name == "judge" or name.startswith("reward"))
     if makes_adapter(job, folders):
         check_lora(base, job.lora, STAGE[job.stage].learns == "reward")
 
 
-def on_this_machine(planned: Plan) -> float:
+def on_this_machine(planned: Plan, places: Places) -> float:
     """Prints whether all workers and Ray fit into this machine's memory. Returns a worker's bytes."""
-    job, workers = planned.job, planned.job.workers[1]
+    workers = places.workers.most
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    ray = 0 if job.in_process else FOR_RAY
+    ray = 0 if places.in_process else FOR_RAY
     memory = (total - ray) / workers
     needed = workers * planned.peak + ray
     print(
@@ -202,15 +207,15 @@ def rows_of(planned: Plan) -> tuple[Rows, str]:
     return Rows(EPOCH, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"
 
 
-def of_rollout_workers(job: Job, planned: Plan) -> str:
+def of_rollout_workers(group: Group, planned: Plan) -> str:
     """Describes the memory of one rollout worker. On GPUs, adds which ones it fits and what the workers cost.
 
     Raises Failure if no GPU that rollout.label_selector allows has the memory.
     """
-    count, need = job.rollout_config.num_workers, f"A rollout worker needs {planned.peak / GIB:.1f} GiB"
+    count, need = group.most, f"A rollout worker needs {planned.peak / GIB:.1f} GiB"
     if planned.device == "cpu":
         return f"   {need} of the memory of its node."
-    allows = allowed(placement.rollout_bundle(job).selector, GPUS)
+    allows = allowed(group.each.selector, GPUS)
     fits = [name for name in allows if name in plan.fitting(planned)]
     if not fits:
         larger = ", ".join(plan.fitting(planned))
@@ -218,6 +223,6 @@ def of_rollout_workers(job: Job, planned: Plan) -> str:
             f"rollout.label_selector: a{need[1:]}, more than {', '.join(allows) or 'any GPU that plan knows'} has; "
             f"lower trainer.local_rollout_forward_batch_size{f', or allow larger ones: {larger}' if larger else ''}"
         )
-    gpus = count * job.rollout_config.tensor_parallel_size
+    gpus = count * group.each.resources["GPU"]
     dollars = gpus * min(prices.read().gpus[name] for name in fits)
     return f"   {need} and fits on {', '.join(fits)}.\n   All {count}: from ${dollars:.2f} an hour on demand."

@@ -17,10 +17,11 @@ from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
 from pipeline.on_ray.session import session
-from pipeline.registry import file_of_uri
-from pipeline.runtime.inputs import check_paths
-from pipeline.runtime.preparation import heading
+from pipeline.registry import file_of_uri, tracking_uri
 from pipeline.runtime.summary import change, sample_table
+from pipeline.settle.inputs import check_paths
+from pipeline.settle.places import places_of
+from pipeline.settle.run import heading
 from pipeline.stages import evaluate, ppo, rm, sft
 from pipeline.system import storage, terminal
 
@@ -41,7 +42,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     for job in jobs.values():  # before the first stage starts, not an hour later
         check_paths(job)
     for job in jobs.values():  # imports Ray
-        placement.check_scaling(job)
+        placement.check_fits(places_of(job))
     expected = {stage: expected_seconds(job, folder) for stage, job in jobs.items()}
     time_needed = f", about {terminal.clock(sum(expected.values()))}" if all(expected.values()) else ""
     logs = f"logs and reports: {jobs['sft'].run.storage_path}/NAME/"
@@ -49,7 +50,9 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     # The stages share this session, and the checks of TRL and peft that start here.
     on_ray = [job for job in jobs.values() if not job.in_process]
-    with libraries.asked(*on_ray) as check, session(next(iter(on_ray), jobs["sft"])):
+    first = next(iter(on_ray), jobs["sft"])
+    place = (places_of(first), first.run.storage_path, tracking_uri(first))
+    with libraries.asked(*on_ray) as check, session(*place):
         check()
         for number, (stage, module) in enumerate(ORDER.items(), 1):
             heading.set(f"[{number}/{len(ORDER)}]")

@@ -24,9 +24,9 @@ from pipeline.config import Job, load_job
 from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
 from pipeline.on_ray.session import session
-from pipeline.runtime.host import Work
-from pipeline.runtime.preparation import load_host
+from pipeline.runtime.host import load_host
 from pipeline.serving import LOOPBACK, REQUEST_S
+from pipeline.settle.work import Work
 from pipeline.system import console, storage
 
 TOKENS = "RLHF_SERVE_TOKENS"
@@ -56,9 +56,9 @@ def serving(job: Job) -> Iterator[Work]:
     job = work.job
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, the recorder checks the folder on the head
         feedback.FeedbackStore(feedback.folder_of(job), log_prompts=False, max_bytes=0).close()
-    with session(job):
+    with session(work.places, job.run.storage_path, work.uri):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        placement.wait_for_one(job)
+        placement.wait_for_one(work.places)
         # A request's own limit ends first, with a message.
         limits = {"request_timeout_s": job.serve.timeout_s + 5, "keep_alive_timeout_s": REQUEST_S}
         serve.start(

@@ -15,15 +15,16 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import JOBS, libraries
+from pipeline.config.identity import identity_of
 from pipeline.errors import Failure, InputError
-from pipeline.on_ray import placement
 from pipeline.runtime import resume
 from pipeline.runtime import run as runs
-from pipeline.runtime.host import SweepHandle, Work
-from pipeline.runtime.inputs import by_version, check_paths
-from pipeline.runtime.preparation import prepared
+from pipeline.settle.identity import tracking_of
+from pipeline.settle.inputs import by_version, check_paths
+from pipeline.settle.run import prepared
+from pipeline.settle.work import SweepHandle, Work
 from pipeline.sweep import space, table, trials
-from pipeline.sweep.space import Sweep, Trial
+from pipeline.sweep.space import Sweep
 from pipeline.system import console, process, storage
 
 
@@ -39,18 +40,19 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
     check_paths(sweep.job)
     sweep = at_home(sweep)
     print(f"\n== sweep  {sweep.job.stage}  {sweep.job.run.name}  {sweep.job.source}", flush=True)
+    tracking = tracking_of(sweep.job)
     with console.waiting("opening MLflow"):
-        registry.check(sweep.job)
+        registry.check(tracking)
     first = sweep.trials[0].job
     with (
         libraries.asked(*(trial.job for trial in sweep.trials)) as check,
-        prepared(first, left.get("inputs")) as ready,
+        prepared(first, left.get("inputs", {})) as (work, _, report),
     ):
         check()
-        print(ready.report.render(samples=False), flush=True)
-        sweep = _pinned(sweep, ready.work.versions)
+        print(report.render(samples=False), flush=True)
+        sweep = _pinned(sweep, work.versions)
         with resume.owned(sweep.folder, seen, sweep.job.run.fresh) as lease, _quietly(sweep):
-            summary = _through(sweep, left, replace(ready.work, lease=lease))
+            summary = _through(sweep, left, replace(work, tracking=tracking, lease=lease))
     print(closing(sweep, summary), flush=True)
     return summary
 
@@ -61,7 +63,7 @@ def recorded(sweep: Sweep) -> dict[str, Any]:
     left = resume.left_in(sweep.folder, table.FILE, job.run.fresh, "job", "metric", "trials", "reports")
     if not left:
         return {}
-    if left["job"] != resume.essence(job, "gate") or left["metric"] != sweep.metric:
+    if left["job"] != resume.essence(identity_of(job), "gate") or left["metric"] != sweep.metric:
         raise InputError(
             f"{job.run.name!r} is a sweep of another job; choose another name, or set run.fresh=true",
             key="run.name",
@@ -71,12 +73,15 @@ def recorded(sweep: Sweep) -> dict[str, Any]:
 
 
 def at_home(sweep: Sweep) -> Sweep:
-    """Returns the sweep with trials that use its registry, and on one machine no keys that choose among nodes."""
-    uri, trials = registry.tracking_uri(sweep.job), list[Trial]()
-    for trial in sweep.trials:
-        job = replace(trial.job, mlflow=replace(trial.job.mlflow, tracking_uri=uri))
-        trials.append(replace(trial, job=placement.for_this_machine(job, note=not trials)))
-    return replace(sweep, trials=trials)
+    """Returns the sweep with trials that use its registry."""
+    uri = registry.tracking_uri(sweep.job)
+    return replace(
+        sweep,
+        trials=[
+            replace(one, job=replace(one.job, mlflow=replace(one.job.mlflow, tracking_uri=uri)))
+            for one in sweep.trials
+        ],
+    )
 
 
 def _pinned(sweep: Sweep, inputs: dict[str, str]) -> Sweep:
@@ -102,11 +107,11 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         "stage": sweep.job.stage,
         "name": sweep.job.run.name,
         "folder": sweep.folder,
-        "job": resume.essence(sweep.job, "gate"),
+        "job": resume.essence(work.run, "gate"),
         "inputs": work.versions,
         "metric": sweep.metric,
         "greater_is_better": sweep.greater,
-        "tracking_uri": registry.tracking_uri(sweep.job),
+        "tracking_uri": work.uri,
     }
     path = storage.join(sweep.folder, table.FILE)
 
@@ -117,11 +122,11 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         return summary
 
     # The sweep logs its trials' datasets, because two trials that log a new dataset at the same time fail (mlflow 3.17).
-    with registry.mlflow_run(sweep.job, work.digests, new_run=not left) as run_id:
+    with registry.mlflow_run(work.tracking, work.digests, new_run=not left) as run_id:
         begun["mlflow_run_id"] = run_id
         keep(ray.get(rungs.state.remote()))
         with _trials_closed(sweep), trials.watching(sweep, rungs, keep):
-            died = trials.run(sweep, SweepHandle(rungs, run_id, work.lease))
+            died = trials.run(sweep, SweepHandle(rungs, run_id, work.lease), work.places)
         state = ray.get(rungs.state.remote())
         work.lease.require()
         rows = keep(state, died)["trials"]
@@ -151,7 +156,7 @@ def _trials_closed(sweep: Sweep) -> Iterator[None]:
     except BaseException:
         with process.signals_ignored():
             for trial in sweep.trials:
-                registry.end_interrupted(trial.job)
+                registry.end_interrupted(tracking_of(trial.job))
         raise
 
 

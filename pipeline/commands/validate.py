@@ -16,9 +16,10 @@ from pipeline.config.stages import INPUTS, STAGE
 from pipeline.data import preview
 from pipeline.errors import InputError
 from pipeline.on_ray import placement
-from pipeline.runtime import resume
-from pipeline.runtime.inputs import functions, pin_inputs
-from pipeline.runtime.preparation import announce, read_only
+from pipeline.settle.identity import named
+from pipeline.settle.inputs import pin_inputs
+from pipeline.settle.places import places_of
+from pipeline.settle.run import announce, read_only
 from pipeline.system import storage
 
 
@@ -26,13 +27,13 @@ def run(job: Job) -> dict[str, Any]:
     if STAGE[job.stage].rows is None:
         raise InputError(f"`{job.stage}` reads no rows: there is nothing to validate", key="stage")
     # Without the name, because runs of that name do not matter here.
-    job = resume.named(replace(job, run=replace(job.run, name=None)))
+    job = named(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
     announce(job, "validate")
     for warning in rules.warnings(job):
         print(f"warning: {warning}", flush=True)
     try:
-        placement.check_scaling(job)
+        placement.check_fits(places_of(job))
     except InputError as error:
         print(f"note: the run itself cannot start here: {error}", flush=True)
     job = without_absent_models(job)
@@ -52,7 +53,7 @@ def without_absent_models(job: Job) -> Job:
         try:
             pin_inputs(replace(job, **{**none, name: getattr(job, name)}))
         except InputError as error:
-            if name in functions(job):
+            if name in job.functions:
                 raise  # a Python function that is not here is nowhere
             print(f"note: {error}; the rows are read without it, with the template of the base", flush=True)
             job = replace(job, **{name: None})  # type: ignore[arg-type]

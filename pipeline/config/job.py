@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.ppo.config import RolloutConfig
+from pipeline.references import Ref
 from pipeline.system import storage
 
 HUB = "hf://datasets/"
@@ -296,6 +297,12 @@ class Job:
         return zero and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.num_workers
 
     @property
+    def rollout_on_gpu(self) -> bool:
+        """Returns True if rollout workers hold their models on GPUs."""
+        own = self.rollout_config.use_gpu
+        return bool(self.scaling.get("use_gpu") if own is None else own)
+
+    @property
     def rewards(self) -> list[tuple[str, float]]:
         """(name, weight) of each reward."""
         items = self.reward if isinstance(self.reward, list) else [self.reward] if self.reward else []
@@ -316,6 +323,18 @@ class Job:
         given |= {key: name_of(getattr(self, key)) for key in INPUTS if key not in ("policy", "reward")}
         given |= {f"reward.{index}": name for index, (name, _) in enumerate(self.rewards)}
         return {key: name for key, name in given.items() if name} | self.serve.inputs
+
+    def key_of(self, name: str) -> str:
+        """Returns the key of an input: a single reward is `reward`, one of a list `reward.0`, `reward.1`, ..."""
+        if name in self.serve.inputs:
+            return f"serve.{name}"
+        return "reward" if name == "reward.0" and not isinstance(self.reward, list) else name
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """{key: python:module:function} of its rewards and judge."""
+        named = self.inputs.items()
+        return {self.key_of(name): source for name, source in named if Ref.parse(source).is_function}
 
     @property
     def bf16(self) -> bool:

@@ -21,8 +21,8 @@ from pipeline.inference.rows import seed_of
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.references import Ref
 from pipeline.runtime.inference import in_parts
-from pipeline.runtime.inputs import unfilled
 from pipeline.runtime.worker import Worker
+from pipeline.settle.inputs import unfilled
 
 SIDES = ("chosen_ids", "rejected_ids")
 # The pairs of eval_rm_accuracy_NAME, by the lengths of the chosen and of the rejected completion

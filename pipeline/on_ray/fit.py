@@ -15,8 +15,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch_process_group, _TorchBackend
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
-from pipeline.config import Job
+from pipeline.config import Run
 from pipeline.on_ray import placement
+from pipeline.on_ray.placement import Places
 from pipeline.on_ray.session import session_folder
 from pipeline.system import process
 
@@ -25,16 +26,23 @@ from pipeline.system import process
 COLLECTIVE_TIMEOUT_S = 365 * 24 * 3600
 
 
-def fit(job: Job, loop: Callable[[dict[str, Any]], Any], config: dict[str, Any], rows: dict[str, Any]) -> Any:
+def fit(
+    places: Places,
+    run: Run,
+    loop: Callable[[dict[str, Any]], Any],
+    config: dict[str, Any],
+    rows: dict[str, Any],
+) -> Any:
     """Runs `loop(config)` on every worker of a TorchTrainer, and returns what it returns on rank 0.
 
     Restarts workers that died as run.max_failures allows. Raises ray.train.WorkerGroupError with each worker's exception, or
     Failure if no place for the workers was found in time.
 
     Args:
+        run: the section of the job.
         rows: {name: dataset} that each worker gets.
     """
-    trainer = _trainer(job, loop, config, rows)
+    trainer = _trainer(places, run, loop, config, rows)
     # Ray Train's handler of Ctrl-C would end this process with status 1 and without a message (ray 2.60, private). Without it,
     # Ctrl-C is a KeyboardInterrupt as elsewhere. Remove when there is a public way to keep one's handler.
     controllers: list[Any] = []
@@ -51,11 +59,11 @@ def fit(job: Job, loop: Callable[[dict[str, Any]], Any], config: dict[str, Any],
         raise
 
 
-def _trainer(job: Job, loop: Any, config: dict[str, Any], rows: dict[str, Any]) -> Any:
-    if job.in_process:  # Ray Train's local mode: it calls the loop here, without starting Ray
+def _trainer(places: Places, run: Run, loop: Any, config: dict[str, Any], rows: dict[str, Any]) -> Any:
+    if places.in_process:  # Ray Train's local mode: it calls the loop here, without starting Ray
         local = ScalingConfig(num_workers=0)
         return TorchTrainer(loop, train_loop_config=config, datasets=rows, scaling_config=local)
-    run, scaling, folder = job.run, dict(job.scaling), session_folder()
+    scaling, folder = dict(places.scaling), session_folder()
     workers = scaling.pop("num_workers", 1) or 1
     torch_config = TorchConfig(timeout_s=COLLECTIVE_TIMEOUT_S)
     if folder:
@@ -75,7 +83,7 @@ def _trainer(job: Job, loop: Any, config: dict[str, Any], rows: dict[str, Any]) 
             storage_path=run.storage_path,
             failure_config=FailureConfig(max_failures=run.max_failures),
             logging_config=LoggingConfig(log_level="WARNING"),
-            callbacks=[placement.callback(job)],
+            callbacks=[placement.callback(places)],
         ),
     )
     if folder:

@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.config import Job, rules
 from pipeline.errors import Failure, InputError, LeaseLost, OutOfMemory, SelfCheckFailed, causes
 from pipeline.system import terminal
 
 GPU_LABEL = "ray.io/accelerator-type"  # node label with the name of the GPUs
 ACCELERATOR_TYPE = "accelerator_type:"  # prefix of the resource that Ray makes of scaling.accelerator_type
-CLUSTER_ONLY = ("accelerator_type", "label_selector", "placement_strategy")  # keys that choose among nodes
 EMBEDDED_CPUS = max(4, os.cpu_count() or 1)  # of an embedded Ray: data tasks need a slot next to the workers
 REPORT_INTERVAL_S = 30.0  # time between two lines about missing resources
 # States of Ray Train's controller in which it has no workers yet.
@@ -29,20 +27,6 @@ WAITING = ("InitializingState", "SchedulingState", "ReschedulingState", "Restart
 def on_cluster() -> bool:
     """Returns True if the job runs on a cluster; Ray sets RAY_ADDRESS for the driver of a submitted job."""
     return bool(os.environ.get("RAY_ADDRESS"))
-
-
-def for_this_machine(job: Job, note: bool = True) -> Job:
-    """Returns the job without keys that choose among nodes, if it runs on one machine. A note says which ones it drops."""
-    sections = {"scaling": job.scaling, "rollout": job.rollout}
-    dropped = [f"{name}.{key}" for name, keys in sections.items() for key in CLUSTER_ONLY if keys.get(key)]
-    if on_cluster() or not dropped:
-        return job
-    if note:
-        print(f"note: ignoring {', '.join(dropped)}: this is one machine, not a cluster", flush=True)
-    scaling, rollout = (
-        {key: value for key, value in keys.items() if key not in CLUSTER_ONLY} for keys in sections.values()
-    )
-    return replace(job, scaling=scaling, rollout=rollout)
 
 
 # -------------------------------------------------------------------------------------------------- bundles
@@ -76,36 +60,6 @@ class Bundle:
         return f"{{{', '.join(shown)}}}" + (f" on nodes with {self.selector}" if self.selector else "")
 
 
-def bundles(job: Job) -> list[Bundle]:
-    """Returns one request for each worker, for the fewest workers with which the job starts."""
-    scaling, count = job.scaling, job.workers[0]
-    each = _amounts_of(scaling, 1)
-    if kind := scaling.get("accelerator_type"):
-        each.setdefault(f"{ACCELERATOR_TYPE}{kind}", 0.001)
-    selector = scaling.get("label_selector") or {}
-    selectors = selector[:count] if isinstance(selector, list) else [selector] * count
-    return [Bundle(each, one) for one in selectors]
-
-
-def count_of(job: Job) -> str:
-    """Returns the number of workers in words."""
-    low, high = job.workers
-    return f"{low}" if low == high else f"{low} to {high}"
-
-
-def rollout_on_gpu(job: Job) -> bool:
-    """Returns True if rollout workers hold their models on GPUs."""
-    own = job.rollout_config.use_gpu
-    return bool(job.scaling.get("use_gpu") if own is None else own)
-
-
-def rollout_bundle(job: Job) -> Bundle:
-    """Returns the request of one rollout worker."""
-    config = job.rollout_config
-    given = {"resources_per_worker": config.resources_per_worker, "use_gpu": rollout_on_gpu(job)}
-    return Bundle(_amounts_of(given, config.tensor_parallel_size), config.label_selector or {})
-
-
 class Group(NamedTuple):
     """Workers of one kind."""
 
@@ -116,19 +70,38 @@ class Group(NamedTuple):
     each: Bundle
 
 
-def groups(job: Job) -> list[Group]:
-    """Returns the workers of a job, and its rollout workers if it has any."""
-    found = [Group("scaling", "worker", *job.workers, bundles(job)[0])]
-    if count := job.rollout_config.num_workers:
-        found.append(Group("rollout", "rollout worker", count, count, rollout_bundle(job)))
-    return found
+@dataclass(frozen=True)
+class Places:
+    """Where a job runs: in this process, or on workers, perhaps with rollout workers next to them."""
+
+    in_process: bool
+    workers: Group
+    bundles: list[Bundle]  # one request for each worker, for the fewest workers with which the job starts
+    rollout: Group | None  # None: the workers sample by themselves
+    on_gpu: bool
+    scaling: dict[str, Any]  # the keys of Ray's ScalingConfig
+    smaller: list[int]  # fewer workers with which the job could run, largest first
+    timeout_s: float  # to wait for workers that no node has resources for; -1: no limit
+
+    @property
+    def groups(self) -> list[Group]:
+        return [self.workers, self.rollout] if self.rollout else [self.workers]
+
+    @property
+    def count(self) -> str:
+        """Returns the number of workers in words."""
+        _, _, low, high, _ = self.workers
+        return f"{low}" if low == high else f"{low} to {high}"
+
+    def fewer(self, room: float) -> str:
+        """Returns the override for the most workers that have `room`, or "" if the job can run with none of them."""
+        count = next((one for one in self.smaller if one <= room), None)
+        return f"scaling.num_workers={count}" if count else ""
 
 
-def _amounts_of(section: Mapping[str, Any], gpus: int) -> dict[str, float]:
-    """Returns {resource: amount} of one worker, which has `gpus` GPUs unless the section says otherwise."""
-    gpu = {"GPU": float(gpus)} if section.get("use_gpu") else {}
-    given = section.get("resources_per_worker") or gpu or {"CPU": 1}
-    return {**{name: amount for name, amount in given.items() if amount}, **({} if given.get("GPU") else gpu)}
+_CPU = Bundle({"CPU": 1}, {})
+# For reading rows, which needs none of a job's resources.
+ROWS = Places(False, Group("scaling", "worker", 1, 1, _CPU), [_CPU], None, False, {}, [], -1)
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
@@ -141,21 +114,21 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 # ------------------------------------------------------------------------------------------------ what fits
 
 
-def check_scaling(job: Job) -> None:
+def check_fits(places: Places) -> None:
     """Raises InputError if this machine, or the cluster at its largest size, cannot hold the workers of a job.
 
     Called before Ray starts and again afterwards, when the memory that Ray hands out and the autoscaler's limits are known.
     """
     has = "this cluster at its largest" if on_cluster() else "this machine"
     there, taken = _limits(), defaultdict[str, float](float)
-    for section, who, count, _, bundle in groups(job) if there else ():
+    for section, who, count, _, bundle in places.groups if there else ():
         for name, amount in bundle.resources.items():
             most = there.get(name, 0)
             if taken[name] + count * amount > most:
                 trainer = f", next to a trainer with {taken[name]:g}" if taken[name] else ""
                 key = "num_workers" if amount <= most else "resources_per_worker"
                 key = "use_gpu" if name == "GPU" and not most else key
-                change = fewer(job, most / amount) if section == "scaling" else ""
+                change = places.fewer(most / amount) if section == "scaling" else ""
                 advice = f"lower {section}.num_workers or {section}.resources_per_worker, or run the job where there is more"
                 raise InputError(
                     f"{count} {who}{'s' * (count > 1)} with {name}: {amount:g} each{trainer}, but {has} has {most:g}; "
@@ -164,14 +137,6 @@ def check_scaling(job: Job) -> None:
                     change=change,
                 )
             taken[name] += count * amount
-
-
-def fewer(job: Job, room: float) -> str:
-    """Returns the override for the most workers that have `room` and can divide the batch, or "" if there are none."""
-    for count in range(min(int(room), job.workers[0]), 0, -1):
-        if not any(rules.problems(replace(job, scaling={**job.scaling, "num_workers": count}))):
-            return f"scaling.num_workers={count}"
-    return ""
 
 
 def _limits() -> dict[str, float]:
@@ -196,7 +161,7 @@ def _autoscaler_limits() -> dict[str, float]:
     return state.get_max_resources_from_cluster_config() or {}
 
 
-def side_by_side(job: Job) -> int:
+def side_by_side(places: Places) -> int:
     """Returns how many runs of such a job fit at the same time, at least 1; nodes that an autoscaler may add count."""
     import ray
 
@@ -208,7 +173,7 @@ def side_by_side(job: Job) -> int:
         nodes = [({**nodes[0][0], "CPU": float(os.cpu_count() or 1)}, {})]
     free = [(defaultdict[str, float](float, resources), labels) for resources, labels in nodes]
     needed: list[Bundle] = []
-    for one in groups(job):
+    for one in places.groups:
         needed += [replace(one.each, selector={}) if most else one.each] * one.fewest
     runs = 0
     while True:
@@ -227,10 +192,10 @@ def side_by_side(job: Job) -> int:
 class Wait:
     """A wait for workers: prints what is missing every REPORT_INTERVAL_S, and ends after run.placement_timeout_s."""
 
-    def __init__(self, job: Job) -> None:
-        self.limit: float = job.run.placement_timeout_s
-        kind = job.scaling.get("accelerator_type")
-        self.need = f"{count_of(job)} x {bundles(job)[0]}{f' with {kind}' if kind else ''}"
+    def __init__(self, places: Places) -> None:
+        self.limit = places.timeout_s
+        kind = places.scaling.get("accelerator_type")
+        self.need = f"{places.count} x {places.workers.each}{f' with {kind}' if kind else ''}"
         self.since: float | None = None  # None while the workers are placed
         self.reported = 0.0
 
@@ -287,7 +252,7 @@ def launch_failure() -> str:
     return f"; {len(failed)} launches of {last.ray_node_type_name} failed, and Ray tries no other type: {why[:300]}"
 
 
-def callback(job: Job) -> Any:
+def callback(places: Places) -> Any:
     """Returns a callback of Ray Train's controller that ends a run if its workers waited too long or ran out of memory.
 
     Ray (2.60) retries a placement forever, and restarts a worker after any error; it has no setting for either. A controller's
@@ -305,7 +270,7 @@ def callback(job: Job) -> Any:
 
     class Placement(ControllerCallback):
         def __init__(self) -> None:
-            self.wait = Wait(job)
+            self.wait = Wait(places)
 
         def after_controller_start(self, train_run_context: Any) -> None:
             for name in ("controller.controller", "callback_manager"):
@@ -324,11 +289,11 @@ def callback(job: Job) -> Any:
     return Placement()
 
 
-def wait_for_one(job: Job) -> None:
+def wait_for_one(places: Places) -> None:
     """Waits until one worker can be placed: Ray Data starts its pool of actors with the first one."""
     from ray.util import placement_group, remove_placement_group
 
-    wait, one = Wait(job), bundles(job)[0]
+    wait, one = Wait(places), places.workers.each
     place = placement_group([one.resources], bundle_label_selector=[one.selector])
     try:
         while not place.wait(0.5):

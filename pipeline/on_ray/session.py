@@ -1,6 +1,6 @@
 """A Ray session: an embedded Ray, or the cluster that this driver runs on.
 
-    with session(job):      # nothing is started for a job in process
+    with session(places, storage_path, uri):      # nothing is started for a job in process
         ...
 
 Ray listens on every interface and, without a token, runs any command that is posted to its agent. The embedded Ray binds
@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline import registry
-from pipeline.config import JOBS, Job
+from pipeline.config import JOBS
 from pipeline.errors import Failure, InputError, in_brief
 from pipeline.on_ray import placement
+from pipeline.on_ray.placement import Places
 from pipeline.system import console, process, storage
 
 # Set before Ray starts, so that all its processes inherit them.
@@ -59,12 +59,16 @@ def set_environment() -> None:
 
 
 @contextlib.contextmanager
-def session(job: Job) -> Iterator[None]:
-    """Provides Ray for the block: this process's, the cluster's, or an embedded one. A job in process gets none."""
-    placement.check_scaling(job)
+def session(places: Places, storage_path: str, uri: str) -> Iterator[None]:
+    """Provides Ray for the block: this process's, the cluster's, or an embedded one. A job in process gets none.
+
+    Args:
+        storage_path, uri: where runs are, and MLflow, which all nodes must reach.
+    """
+    placement.check_fits(places)
     set_environment()
     logging.getLogger("ray.train").setLevel(logging.WARNING)
-    if job.in_process:
+    if places.in_process:
         yield
         return
     storage.scratch()  # each worker needs it: a folder of another user is an error before Ray starts
@@ -75,12 +79,14 @@ def session(job: Job) -> Iterator[None]:
         return
     cluster = placement.on_cluster()
     print("joining the cluster" if cluster else "starting Ray", flush=True)
-    with _cluster(job) if cluster else embedded(num_cpus=placement.EMBEDDED_CPUS, **RAY_LOGGING):
+    with (
+        _cluster(storage_path, uri) if cluster else embedded(num_cpus=placement.EMBEDDED_CPUS, **RAY_LOGGING)
+    ):
         process.listen()  # ray.init() has installed its own handlers
         console.attach(JOBS)
         # This logger would warn of a hang whenever no CPU is free.
         logging.getLogger("ray.data.dataset").setLevel(logging.ERROR)
-        placement.check_scaling(job)  # again, because Ray now knows its resources
+        placement.check_fits(places)  # again, because Ray now knows its resources
         yield
 
 
@@ -88,7 +94,7 @@ def session(job: Job) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _cluster(job: Job) -> Iterator[None]:
+def _cluster(storage_path: str, uri: str) -> Iterator[None]:
     """Joins the cluster that this driver runs on."""
     import ray
 
@@ -101,28 +107,28 @@ def _cluster(job: Job) -> Iterator[None]:
             key="RAY_ADDRESS",
         ) from error
     try:
-        check_shared_storage(job)
+        check_shared_storage(storage_path, uri)
         yield
     finally:
         with process.signals_ignored():
             ray.shutdown()
 
 
-def check_shared_storage(job: Job) -> None:
+def check_shared_storage(storage_path: str, uri: str) -> None:
     """Raises InputError if a node does not see a file that the driver writes, or if MLflow's store is a file."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    if storage.is_remote(job.run.storage_path) or len(nodes) < 2:
+    if storage.is_remote(storage_path) or len(nodes) < 2:
         return
-    if registry.tracking_uri(job).startswith("sqlite:"):
+    if uri.startswith("sqlite:"):
         raise InputError(
             f"a SQLite file belongs to one machine, but this cluster has {len(nodes)} nodes; name a server, e.g. "
             "mlflow.tracking_uri=http://HEAD:5000",
             key="mlflow.tracking_uri",
         )
-    probe = storage.probe_in(job.run.storage_path)
+    probe = storage.probe_in(storage_path)
     storage.write_json(probe, {})
     sees = ray.remote(num_cpus=0)(os.path.exists)
     answers, blind = {}, []
@@ -137,7 +143,7 @@ def check_shared_storage(job: Job) -> None:
     os.remove(probe)
     if blind:
         raise InputError(
-            f"{job.run.storage_path} is not shared: {', '.join(blind)} do not see what the driver writes there; use a bucket or a "
+            f"{storage_path} is not shared: {', '.join(blind)} do not see what the driver writes there; use a bucket or a "
             "network mount, e.g. run.storage_path=s3://BUCKET/runs",
             key="run.storage_path",
         )

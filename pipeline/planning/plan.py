@@ -155,10 +155,9 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
             assumed to be the job's `lora`.
         learns: False for a rollout worker of a ppo job, which samples and scores, and has no critic.
     """
-    from pipeline.on_ray.placement import rollout_on_gpu
-    from pipeline.runtime.inputs import room_for_prompts
+    from pipeline.settle.inputs import room_for_prompts
 
-    device = "cuda" if (job.scaling.get("use_gpu") if learns else rollout_on_gpu(job)) else "cpu"
+    device = "cuda" if (job.scaling.get("use_gpu") if learns else job.rollout_on_gpu) else "cpu"
     roles, learning = _roles(job)
     if not learns:
         roles, learning = [role for role in roles if role != "critic"], []

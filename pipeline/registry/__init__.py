@@ -17,7 +17,15 @@ from pipeline.registry.runs import (
     nested_under,
     recorded,
 )
-from pipeline.registry.store import check, check_reachable, client, file_of_uri, tracking_uri, uri_of
+from pipeline.registry.store import (
+    Tracking,
+    check,
+    check_reachable,
+    client,
+    file_of_uri,
+    tracking_uri,
+    uri_of,
+)
 from pipeline.registry.versions import (
     Missing,
     Version,

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.config import Job
 from pipeline.errors import InputError, summary
-from pipeline.registry.store import client, metric_key, tracking_uri
+from pipeline.registry.store import Tracking, client, metric_key
 from pipeline.system import storage
 
 
@@ -105,8 +104,9 @@ class WandB(Tracker):
 
     name = "Weights & Biases"
 
-    def __init__(self, run_id: str, job: Job):
-        self.run_id, self.job, self.remote = run_id, job, storage.is_remote(job.folder)
+    def __init__(self, run_id: str, tracking: Tracking):
+        self.run_id, self.experiment, self.of = run_id, tracking.experiment, tracking.run
+        self.remote = storage.is_remote(self.of.folder)
         self.run: Any = None
         self.local = ""
         self.next = 0  # the first step that W&B still accepts
@@ -123,16 +123,16 @@ class WandB(Tracker):
     def _begin(self) -> None:
         import wandb
 
-        self.local = self.local or (tempfile.mkdtemp() if self.remote else self.job.folder)
+        self.local = self.local or (tempfile.mkdtemp() if self.remote else self.of.folder)
         for earlier in Path(self.local, "wandb").glob(f"offline-run-*-{self.run_id}"):
             shutil.rmtree(earlier)
         self.run = wandb.init(
-            project=self.job.mlflow.experiment,
-            name=self.job.run.name,
+            project=self.experiment,
+            name=self.of.name,
             id=self.run_id,
             resume="allow",
-            job_type=self.job.stage,
-            config=self.job.to_dict(),
+            job_type=self.of.stage,
+            config=self.of.settings,
             dir=self.local,
             # W&B must not record the command line, environment and code of this process.
             settings=wandb.Settings(
@@ -155,14 +155,14 @@ class WandB(Tracker):
             self.run.summary.update(final)
         self.run.finish()
         if self.remote and os.path.isdir(files := os.path.join(self.local, "wandb")):
-            storage.store_folder(files, storage.join(self.job.folder, "wandb"))
+            storage.store_folder(files, storage.join(self.of.folder, "wandb"))
             shutil.rmtree(self.local)
 
 
-# {name in `mlflow.also`, also of the package and its extra: f(job, id of the MLflow run) -> tracker}
-TRACKERS: dict[str, Callable[[Job, str], Tracker]] = {
-    "tensorboard": lambda job, _: TensorBoard(storage.join(job.folder, "tensorboard")),
-    "wandb": lambda job, run_id: WandB(run_id, job),
+# {name in `mlflow.also`, also of the package and its extra: f(tracking, id of the MLflow run) -> tracker}
+TRACKERS: dict[str, Callable[[Tracking, str], Tracker]] = {
+    "tensorboard": lambda tracking, _: TensorBoard(storage.join(tracking.run.folder, "tensorboard")),
+    "wandb": lambda tracking, run_id: WandB(run_id, tracking),
 }
 
 
@@ -264,9 +264,9 @@ class MetricLog:
 class Curves:
     """Sends the metrics of one run to all trackers, each from a separate thread."""
 
-    def __init__(self, job: Job, run_id: str):
-        others = [TRACKERS[name](job, run_id) for name in dict.fromkeys(job.mlflow.also)]
-        self.logs = [MetricLog(tracker) for tracker in (MLflowRun(tracking_uri(job), run_id), *others)]
+    def __init__(self, tracking: Tracking, run_id: str):
+        others = [TRACKERS[name](tracking, run_id) for name in dict.fromkeys(tracking.also)]
+        self.logs = [MetricLog(tracker) for tracker in (MLflowRun(tracking.uri, run_id), *others)]
 
     def log(self, metrics: dict[str, float], step: int, final: bool = False) -> None:
         for log in self.logs:
@@ -277,16 +277,16 @@ class Curves:
             log.close(timeout)
 
 
-def check_trackers(job: Job) -> None:
+def check_trackers(also: list[str]) -> None:
     """Raises InputError if a package of `mlflow.also` is missing here (all nodes share one image), or W&B has no account."""
-    for name in job.mlflow.also:
+    for name in also:
         if importlib.util.find_spec(name) is None:
             raise InputError(
                 f"found {name}, which is not installed here; run .venv/bin/pip install -c constraints.txt -e "
                 f'".[{name}]" (on every node), or remove it',
                 key="mlflow.also",
             )
-    if "wandb" not in job.mlflow.also or os.environ.get("WANDB_MODE", "online") != "online":
+    if "wandb" not in also or os.environ.get("WANDB_MODE", "online") != "online":
         return
     from requests.utils import get_netrc_auth  # reads the file that `wandb login` writes
 

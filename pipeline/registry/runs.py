@@ -8,10 +8,10 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Job
-from pipeline.config.job import SPLITS, sources_of
+from pipeline.config.identity import Identity
 from pipeline.errors import InputError, LeaseLost, causes, summary
 from pipeline.registry import store
+from pipeline.registry.store import Tracking
 from pipeline.system import process, storage
 from pipeline.system.credentials import without_credentials
 
@@ -33,26 +33,26 @@ def nested_under(run_id: str) -> Iterator[None]:
 
 
 @contextmanager
-def mlflow_run(job: Job, digests: dict[str, str], new_run: bool = False) -> Iterator[str]:
-    """Opens the MLflow run of a job, yields its id, and ends it as FINISHED, FAILED, or, on Ctrl-C or SIGTERM, KILLED.
+def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = False) -> Iterator[str]:
+    """Opens the MLflow run of a run, yields its id, and ends it as FINISHED, FAILED, or, on Ctrl-C or SIGTERM, KILLED.
 
     The same `run.name` opens an interrupted run again, so that one job stays one run.
 
     Args:
         new_run: starts a new run instead. A run that a killed driver left RUNNING is then ended as KILLED.
     """
-    uri = store.tracking_uri(job)
-    mlflow = store.client(uri)
-    experiment = _experiment(mlflow, job)
+    run = tracking.run
+    mlflow = store.client(tracking.uri)
+    experiment = _experiment(mlflow, tracking)
     if new_run:
-        end_interrupted(job)
-    newest = _newest(mlflow, [experiment], storage.absolute(job.folder))
+        end_interrupted(tracking)
+    newest = _newest(mlflow, [experiment], storage.absolute(run.folder))
     if newest and newest.info.status != "FINISHED" and not new_run:
         run_id = newest.info.run_id
         mlflow.update_run(run_id, status="RUNNING")
     else:
-        run_id = mlflow.create_run(experiment, run_name=job.run.name, tags=_tags(job)).info.run_id
-        _log_inputs(mlflow, run_id, job, digests)
+        run_id = mlflow.create_run(experiment, run_name=run.name, tags=_tags(run)).info.run_id
+        _log_inputs(mlflow, run_id, tracking, digests)
     try:
         yield run_id
     except BaseException as failure:
@@ -65,7 +65,7 @@ def mlflow_run(job: Job, digests: dict[str, str], new_run: bool = False) -> Iter
                 why = f"server unreachable ({type(error).__name__})"
                 print(f"warning: cannot mark MLflow run {run_id} as ended: {why}", flush=True)
         raise
-    store.persistently(uri, job.folder, lambda: mlflow.set_terminated(run_id, "FINISHED"))
+    store.persistently(tracking.uri, run.folder, lambda: mlflow.set_terminated(run_id, "FINISHED"))
 
 
 def end_finished(uri: str, run_id: str) -> None:
@@ -75,34 +75,34 @@ def end_finished(uri: str, run_id: str) -> None:
         mlflow.set_terminated(run_id, "FINISHED")
 
 
-def end_interrupted(job: Job) -> None:
-    """Ends the run of a job as KILLED if MLflow has it as RUNNING, because its driver was killed."""
-    mlflow = store.client(store.tracking_uri(job))
-    newest = _newest(mlflow, [_experiment(mlflow, job)], storage.absolute(job.folder))
+def end_interrupted(tracking: Tracking) -> None:
+    """Ends a run as KILLED if MLflow has it as RUNNING, because its driver was killed."""
+    mlflow = store.client(tracking.uri)
+    newest = _newest(mlflow, [_experiment(mlflow, tracking)], storage.absolute(tracking.run.folder))
     if newest and newest.info.status == "RUNNING":
         mlflow.set_terminated(newest.info.run_id, "KILLED")
 
 
-def _tags(job: Job) -> dict[str, str]:
+def _tags(run: Identity) -> dict[str, str]:
     """Returns the tag that finds a run again, and what MLflow's own `start_run` sets: user, source file, commit and parent."""
     from mlflow.tracking.context.registry import resolve_tags  # (mlflow 3.17, not in its public API)
     from mlflow.utils import mlflow_tags
 
-    tags = {RUN_TAG: storage.absolute(job.folder), "stage": job.stage}
-    if job.source:
-        tags[mlflow_tags.MLFLOW_SOURCE_NAME] = job.source
+    tags = {RUN_TAG: storage.absolute(run.folder), "stage": run.stage}
+    if run.source:
+        tags[mlflow_tags.MLFLOW_SOURCE_NAME] = run.source
     if parent := _parent.get():
         tags[mlflow_tags.MLFLOW_PARENT_RUN_ID] = parent
     return {key: without_credentials(str(value)) for key, value in resolve_tags(tags).items()}
 
 
-def _experiment(mlflow: Any, job: Job) -> str:
-    """Returns the id of the job's experiment, which it creates if missing."""
+def _experiment(mlflow: Any, tracking: Tracking) -> str:
+    """Returns the id of the experiment, which it creates if missing."""
     from mlflow.exceptions import MlflowException
 
-    name, location = job.mlflow.experiment, None
-    if store.file_of_uri(store.tracking_uri(job)):  # a server decides for itself where artifacts go
-        path = storage.join(storage.absolute(job.run.storage_path), "artifacts")
+    name, location = tracking.experiment, None
+    if store.file_of_uri(tracking.uri):  # a server decides for itself where artifacts go
+        path = storage.join(storage.absolute(tracking.run.storage_path), "artifacts")
         # MLflow reads a plain path with # or %20 as a different path
         location = path if storage.is_remote(path) else Path(path).as_uri()
     try:
@@ -115,13 +115,13 @@ def _experiment(mlflow: Any, job: Job) -> str:
         return mlflow.get_experiment_by_name(name).experiment_id  # another process was first
 
 
-def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> None:
+def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str, str]) -> None:
     """Logs the resolved job, its parameters, and each dataset by its digest (no row is stored or read)."""
     import mlflow as mlflow_api
     from mlflow.data.meta_dataset import MetaDataset
     from mlflow.entities import Dataset, DatasetInput, InputTag, Param
 
-    resolved = job.to_dict()
+    resolved = tracking.run.settings
     mlflow.log_dict(run_id, resolved, "job.json")
     params = [
         Param(store.metric_key(key), str(value)[:500]) for key, value in store.flatten(resolved).items()
@@ -129,14 +129,13 @@ def _log_inputs(mlflow: Any, run_id: str, job: Job, digests: dict[str, str]) -> 
     for start in range(0, len(params), 100):  # the store's limit for one call
         mlflow.log_batch(run_id, params=params[start : start + 100])
     inputs = []
-    for context in SPLITS:  # digests of code are in the lineage
+    for context, paths in tracking.sources.items():  # digests of code are in the lineage
         if context not in digests:
             continue
-        paths = [one.location for one in sources_of(getattr(job.data, context, None) or job.data.train)]
         # MLflow warns that a local path has two equal "local" sources
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            source = mlflow_api.data.dataset_source_registry.resolve_dataset_source(", ".join(paths))
+            source = mlflow_api.data.dataset_source_registry.resolve_dataset_source(paths)
         dataset = MetaDataset(source, name=context, digest=digests[context][:36])
         inputs.append(DatasetInput(Dataset(**dataset.to_dict()), [InputTag("mlflow.data.context", context)]))
     mlflow.log_inputs(run_id, inputs)

@@ -8,16 +8,29 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote, unquote
 
 from pipeline.config import Job
+from pipeline.config.identity import Identity
 from pipeline.errors import Failure, InputError, causes, summary
 from pipeline.system import deadline, storage, terminal
 from pipeline.system.credentials import has_credentials, user_and_password, without_credentials
 
 WAIT_S = 600  # time to wait for a server that does not answer at the end of a run
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Where a run is recorded."""
+
+    uri: str  # MLflow's
+    experiment: str
+    also: list[str]  # other trackers that get the same curves
+    run: Identity
+    sources: dict[str, str]  # {train, eval, ...: where these rows are from}
 
 
 def tracking_uri(job: Job) -> str:
@@ -87,9 +100,9 @@ def client(uri: str) -> Any:
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
-def check(job: Job) -> None:
+def check(tracking: Tracking) -> None:
     """Checks before any work that the tracking server or SQLite file can be used. Creates the file if missing."""
-    uri, name = tracking_uri(job), job.mlflow.experiment
+    uri, name = tracking.uri, tracking.experiment
     file = file_of_uri(uri)
     import_mlflow()  # slow; kept outside the time limit and the lock
     try:

@@ -19,8 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import Failure, InputError, OutOfMemory, SelfCheckFailed, in_brief
 from pipeline.on_ray import placement
+from pipeline.on_ray.placement import Bundle
 from pipeline.rollout.worker import NumericSettings, RolloutWorker
-from pipeline.runtime.host import Work
+from pipeline.settle.work import Work
 from pipeline.system import terminal
 
 LOAD_TIMEOUT_S = 3600.0  # time to load the models, or rollout.chunk_timeout_s if that is longer
@@ -53,7 +54,7 @@ class Pool:
     """The actor. Each call of a trainer names its session, one attempt of the group of trainers.
 
     Args:
-        work: the run's work (runtime/host.py).
+        work: the run's work (settle/work.py).
     """
 
     def __init__(self, work: Work) -> None:
@@ -182,8 +183,13 @@ class Pool:
             self.present.discard(number)
             self.ready.discard(number)
 
+    def _each(self) -> Bundle:
+        """Returns the request of one worker."""
+        assert self.work.places.rollout
+        return self.work.places.rollout.each
+
     def _start(self) -> Any:
-        options = placement.rollout_bundle(self.work.job).options()
+        options = self._each().options()
         return ray.remote(RolloutWorker).options(max_restarts=-1, **options).remote(self.work)
 
     async def _load(self, worker: Any) -> NumericSettings:
@@ -209,7 +215,7 @@ class Pool:
         """Says once how many workers wait for resources, if some still do after a while."""
         await asyncio.sleep(placement.REPORT_INTERVAL_S)
         if missing := self.config.num_workers - len(self.present):
-            need = placement.rollout_bundle(self.work.job)
+            need = self._each()
             with contextlib.suppress(Exception):  # the head is busy
                 there = await asyncio.to_thread(placement.describe_cluster)
                 terminal.say(f"rollout workers that wait for resources: {missing}, {need} each; {there}")
@@ -314,7 +320,7 @@ def _restart(worker: Any) -> None:
 @contextlib.contextmanager
 def rollout_pool(work: Work) -> Iterator[Any]:
     """Starts the pool of a run for the block. Yields None if the job has no rollout workers."""
-    if not work.job.rollout_config.num_workers:
+    if not work.places.rollout:
         yield None
         return
     # On the driver's node, so that losing other nodes does not end it.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from pipeline.on_ray import placement
-from pipeline.runtime.host import Host, Work
+from pipeline.runtime.host import Host
+from pipeline.settle.work import Work
 
 if TYPE_CHECKING:
     from pipeline.ppo.sampler import Sampler
@@ -33,9 +33,9 @@ class RolloutWorker:
     """
 
     def __init__(self, work: Work) -> None:
-        job = work.job
-        scaling = {**job.scaling, "use_gpu": placement.rollout_on_gpu(job)}
-        self.work = replace(work, job=replace(job, scaling=scaling))
+        job, on_gpu = work.job, work.job.rollout_on_gpu
+        job = replace(job, scaling={**job.scaling, "use_gpu": on_gpu})
+        self.work = replace(work, job=job, places=replace(work.places, on_gpu=on_gpu))
         self.stack = contextlib.ExitStack()
         self.sampler: Sampler | None = None
         self.settings: NumericSettings | None = None  # that it computes with
@@ -54,13 +54,12 @@ class RolloutWorker:
 
         from pipeline.ppo.sampler import Sampler
         from pipeline.runtime import memory, roles
-        from pipeline.runtime.lease import hold
         from pipeline.runtime.worker import name_output
+        from pipeline.system.lease import hold
 
         name_output("rollout")
         hold(self.work.lease)
-        job = self.work.job
-        with memory.explained(job):
+        with memory.explained(self.work):
             host = Host(self.work)
             set_seed(host.args.seed)
             shared = roles.shared_base(host)
@@ -80,12 +79,11 @@ class RolloutWorker:
         assert self.sampler
         torch.set_num_threads(settings.threads)
         self.sampler.shared.can_pack = settings.can_pack
-        job = self.work.job
-        rows = self.work.args.decoded(job.workers[0])
-        if job.rollout_config.engine == "transformers":
+        rows = self.work.args.decoded(self.work.places.workers.fewest)
+        if self.work.job.rollout_config.engine == "transformers":
             self.sampler.fit_to_memory(rows, settings.longest)
         else:
-            with memory.explained(job):
+            with memory.explained(self.work):
                 vllm = roles.vllm(Host(self.work), self.sampler.shared, ["policy"], settings.longest, rows)
                 self.sampler.decoder = self.stack.enter_context(vllm)
         self.settings = settings
@@ -107,7 +105,7 @@ class RolloutWorker:
         self.apply_settings(settings)
         one = pickle.loads(chunk)
         assert self.sampler
-        with memory.explained(self.work.job):
+        with memory.explained(self.work):
             if self.holds != (session, one.version):
                 try:
                     adapter = ray.get(tensors[0])

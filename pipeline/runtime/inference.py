@@ -17,15 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import Job
+from pipeline.config.identity import identity_of
 from pipeline.data.feed import to_hf
 from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
 from pipeline.runtime import memory, resume
-from pipeline.runtime.host import Host, Work
-from pipeline.runtime.lease import hold
+from pipeline.runtime.host import Host
 from pipeline.runtime.run import finished, open_run
 from pipeline.runtime.worker import Worker, like_a_worker, name_output
+from pipeline.settle.identity import named
+from pipeline.settle.work import Work
 from pipeline.system import console, storage
+from pipeline.system.lease import hold
 
 BATCHES = 4  # forwards of a part: enough to sort its rows by length, few enough to lose in a crash
 
@@ -53,11 +56,11 @@ class Verb:
 
 def launch(job: Job, verb: Verb) -> dict[str, Any]:
     """Runs one job over rows of data.train; the same `run.name` continues a run that was cut short."""
-    job = resume.named(job)
-    if result := finished(job):
+    job = named(job)
+    if result := finished(identity_of(job)):
         return result
     with open_run(job) as run:
-        job, count = run.job, run.report.splits["train"].kept
+        count = run.report.splits["train"].kept
         chosen = verb.choose(count) if verb.choose else range(count)
         fresh = complete(run.work, run.rows["train"], chosen, verb.load)
         path = storage.join(run.folder, verb.output)
@@ -71,8 +74,8 @@ def launch(job: Job, verb: Verb) -> dict[str, Any]:
     return result
 
 
-def part_file(job: Job, part: int, of: str = "") -> str:
-    return storage.join(job.folder, resume.PARTS, f"{of}{part:06d}.jsonl")
+def part_file(work: Work, part: int, of: str = "") -> str:
+    return storage.join(work.folder, resume.PARTS, f"{of}{part:06d}.jsonl")
 
 
 def part_size(args: Any) -> int:
@@ -91,7 +94,7 @@ def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iter
     size = part_size(worker.args)
     parts = range(-(-count // size))
     for part in parts[worker.rank :: worker.world]:
-        path = part_file(worker.job, part, of)
+        path = part_file(worker.work, part, of)
         if not storage.exists(path):
             numbers = range(count)[part * size : (part + 1) * size]
             records = list(answer(numbers))
@@ -99,20 +102,20 @@ def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iter
             storage.write_lines(path, map(json.dumps, records))
     worker.gather(None)  # from here on all parts are there
     for part in parts:
-        yield from map(json.loads, storage.read_lines(part_file(worker.job, part, of)))
+        yield from map(json.loads, storage.read_lines(part_file(worker.work, part, of)))
 
 
 def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
     """Makes the missing parts. Returns the number of rows done now."""
-    job, size, count = work.job, part_size(work.args), len(chosen)
-    missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(job, i))]
+    size, count = part_size(work.args), len(chosen)
+    missing = [i for i in range(-(-count // size)) if not storage.exists(part_file(work, i))]
     there = count - sum(min(size, count - i * size) for i in missing)
     if there:
         print(f"{there} of {count} rows are already done", flush=True)
     if not missing:
         return 0
-    given = (load, work, rows, chosen)
-    batches = _here(job, given, missing) if job.in_process else _actors(job, given, missing)
+    make = _here if work.places.in_process else _actors
+    batches = make(work, (load, work, rows, chosen), missing)
     started, now = time.monotonic(), 0
     # After an error too, the actors end before the lease of the run's folder.
     with console.native_lines_filtered(), contextlib.closing(batches):
@@ -121,26 +124,27 @@ def complete(work: Work, rows: Any, chosen: Sequence[int], load: Load) -> int:
                 raise pickle.loads(problem)
             now += int(sum(batch["rows"]))
             rate = now / (time.monotonic() - started)
-            print(f"{job.stage}  {there + now}/{count} rows  {rate:.1f} rows/s", flush=True)
+            print(f"{work.run.stage}  {there + now}/{count} rows  {rate:.1f} rows/s", flush=True)
     return now
 
 
-def _here(job: Job, given: tuple[Any, ...], missing: list[int]) -> Batches:
+def _here(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
     """Answers the missing parts in this process."""
     console.silence_libraries()
-    with like_a_worker(job):
+    with like_a_worker(work.places):
         parts = Parts(*given)
         for part in missing:
             yield parts({"part": [part]})
 
 
-def _actors(job: Job, given: tuple[Any, ...], missing: list[int]) -> Batches:
+def _actors(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
     """Answers the missing parts in Ray Data actors."""
     import ray
 
-    low, high = (min(workers, len(missing)) for workers in job.workers)
-    print(f"starting {high} worker{'s' * (high > 1)} and loading {job.model.name_or_path}", flush=True)
-    placement.wait_for_one(job)
+    workers = work.places.workers
+    low, high = (min(count, len(missing)) for count in (workers.fewest, workers.most))
+    print(f"starting {high} worker{'s' * (high > 1)} and loading {work.job.model.name_or_path}", flush=True)
+    placement.wait_for_one(work.places)
     asked = ray.data.from_items([{"part": i} for i in missing], override_num_blocks=len(missing))
     done = asked.map_batches(
         Parts,
@@ -148,7 +152,7 @@ def _actors(job: Job, given: tuple[Any, ...], missing: list[int]) -> Batches:
         batch_size=None,
         batch_format="numpy",
         compute=ray.data.ActorPoolStrategy(min_size=low, max_size=high),
-        **placement.bundles(job)[0].options(),
+        **workers.each.options(),
     )
     batches: Any = iter(done.iter_batches(batch_size=None, batch_format="numpy"))
     with contextlib.closing(batches):
@@ -159,8 +163,8 @@ class Parts:
     """The actor: holds the models and, over Ray's shared blocks, all token rows; writes the parts of each batch."""
 
     def __init__(self, load: Load, work: Work, rows: Any, chosen: Sequence[int]):
-        if not work.job.in_process:
-            name_output(work.job.stage)
+        if not work.places.in_process:
+            name_output(work.run.stage)
             hold(work.lease)
         self.load, self.work = load, work
         self.rows, self.chosen = to_hf(rows, work.fingerprints["train"]), chosen
@@ -173,7 +177,7 @@ class Parts:
         """
         parts = [int(part) for part in batch["part"]]
         try:
-            with memory.explained(self.work.job):
+            with memory.explained(self.work):
                 if self.answer is None:
                     self.answer = self.load(Host(self.work))
                 return {"rows": [self._write(part) for part in parts], "problem": [b""] * len(parts)}
@@ -188,7 +192,7 @@ class Parts:
         records = self.answer([dict(row) for row in self.rows.select(chosen)], first)
         lines = (json.dumps(record, ensure_ascii=False) for record in records)
         self.work.lease.require()
-        storage.write_lines(part_file(self.work.job, part), lines)
+        storage.write_lines(part_file(self.work, part), lines)
         return len(records)
 
 
@@ -200,7 +204,7 @@ def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
     def lines() -> Iterator[str]:
         nonlocal seen
         for part in range(-(-count // part_size(work.args))):
-            for record in map(json.loads, storage.read_lines(part_file(work.job, part))):
+            for record in map(json.loads, storage.read_lines(part_file(work, part))):
                 for name, value in verb.measure(record).items():
                     sums[name] += value
                     measured[name] += 1
@@ -209,7 +213,7 @@ def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
                 yield from (json.dumps(line, ensure_ascii=False) for line in verb.lines(record))
         if seen != count:  # for example parts of another version of the pipeline
             raise InputError(
-                f"{work.job.folder}/{resume.PARTS} holds {seen} rows of {count}; set run.fresh=true to start over",
+                f"{work.folder}/{resume.PARTS} holds {seen} rows of {count}; set run.fresh=true to start over",
                 key="run.name",
             )
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.config import Job, judge
+from pipeline.config import judge
 from pipeline.config.judge import Definition
 from pipeline.figures import mean
 from pipeline.judges.client import CHARACTERS
 from pipeline.judges.store import COUNTS, Store, folder
-from pipeline.runtime.host import Work
+from pipeline.settle.work import Work
 from pipeline.system import prices
 
 SAMPLED = 100  # rows whose prompts are measured
@@ -22,7 +22,7 @@ def estimates(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int]) ->
         counts: number of them.
     """
     for name, given in _judges(work):
-        completions, group = asked(work.job, counts, name)
+        completions, group = asked(work, counts, name)
         shared = group if given.form == "rank" else 1
         orders = 2 if given.form == "rank" and given.orders == "both" else 1
         questions = -(-completions // shared) * orders * given.draws
@@ -40,14 +40,14 @@ def estimates(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int]) ->
         )
 
 
-def asked(job: Job, rows: Mapping[str, int], name: str) -> tuple[int, int]:
+def asked(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, int]:
     """Returns the completions of a run that an input scores, and how many of them are to the same prompt.
 
     Args:
         rows: number of rows of each split.
     """
-    args, held_out = job.args, rows.get("eval", 0)
-    if job.stage == "ppo":
+    args, stage, held_out = work.args, work.run.stage, rows.get("eval", 0)
+    if stage == "ppo":
         updates = args.total_updates(rows["train"])
         evaluations = 1 + (updates // args.eval_steps if args.eval_steps else 0)
         alone = held_out * (1 + evaluations)
@@ -55,19 +55,18 @@ def asked(job: Job, rows: Mapping[str, int], name: str) -> tuple[int, int]:
             return alone, 1
         greedy = updates * args.batch_size // args.num_generations * args.estimator.needs_greedy
         return updates * args.batch_size + greedy + alone, args.num_generations
-    if job.stage == "evaluate":
+    if stage == "evaluate":
         return held_out * (2 + args.best_of_n) + 2 * rows.get("pairs", 0), 2
-    if job.stage == "collect":
+    if stage == "collect":
         return (args.num_prompts or rows["train"]) * args.num_generations, args.num_generations
-    return rows["train"] * (2 if job.stage == "score" else 1), 2
+    return rows["train"] * (2 if stage == "score" else 1), 2
 
 
 def costs(work: Work) -> dict[str, dict[str, float]]:
     """Returns {input: what its judge answered in this run, resumed or not: judged, from_store, failed, waited, dollars}."""
     found = {}
     for name, given in _judges(work):
-        job = work.job
-        store = Store(folder(job.run.storage_path, given), str(job.run.name))
+        store = Store(folder(work.run.storage_path, given), work.run.name)
         store.refresh()
         totals = store.totals[store.run]
         dollars = given.dollars(totals["sent"], totals["answered"])

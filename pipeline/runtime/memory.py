@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pipeline.config import Job, schema
-from pipeline.config.stages import STAGE
+from pipeline.config import schema
 from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
+from pipeline.settle.work import Work
 
 # {function on the stack, of transformers.Trainer or ours: part of the run}; PPO names its own phases
 PARTS = {"load_base": "loading the base", "training_step": "update", "evaluation_loop": "evaluate"}
@@ -15,73 +15,73 @@ ROLLOUT = ("rollout", "score", "values", "evaluate")  # phases without gradients
 
 
 @contextmanager
-def explained(job: Job) -> Iterator[None]:
+def explained(work: Work) -> Iterator[None]:
     """Turns memory errors of torch or Python within the block into OutOfMemory, with the settings to change."""
     try:
         yield
     except OutOfMemory as error:  # raised in a phase of PPO
-        raise OutOfMemory(error.phase, error.detail, remedy(job, error.phase)) from error
+        raise OutOfMemory(error.phase, error.detail, remedy(work, error.phase)) from error
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         phase = next((part for name, part in PARTS.items() if name in names), "")
-        raise OutOfMemory(phase, in_brief(error), remedy(job, phase)) from error
+        raise OutOfMemory(phase, in_brief(error), remedy(work, phase)) from error
 
 
-def remedy(job: Job, phase: str) -> str:
+def remedy(work: Work, phase: str) -> str:
     """Returns the settings to change, mildest first, each with its current value."""
-    facts, loading, lighter, new_run = STAGE[job.stage], phase == "loading the base", [], []
+    job, facts, loading, lighter, new_run = work.job, work.stage, phase == "loading the base", [], []
     if not loading:
-        lighter += _halved(job, _limit(job, phase))
-        new_run += _switched(job, "trainer.bf16", True)
+        lighter += _halved(work, _limit(work, phase))
+        new_run += _switched(work, "trainer.bf16", True)
     if facts.learns and not loading and phase not in ROLLOUT:
         if job.trainer.get("gradient_checkpointing", False) is None:  # chosen by the plan
             lighter += ["trainer.gradient_checkpointing=true (now null)"]
-        lighter += _switched(job, "trainer.gradient_checkpointing", True)
-    new_run += _switched(job, "model.dtype", "bfloat16")
+        lighter += _switched(work, "trainer.gradient_checkpointing", True)
+    new_run += _switched(work, "model.dtype", "bfloat16")
     if not job.model.fsdp:  # a sharded base cannot be 4-bit
-        new_run += _switched(job, "model.load_in_4bit", True)
+        new_run += _switched(work, "model.load_in_4bit", True)
     advice = [f"set, in this order, {', '.join(lighter)}"] if lighter else []
     advice += [f"if that is not enough, in a new run, {', '.join(new_run)}"] if new_run else []
     advice += [f"`make plan JOB={job.source}` computes what fits"] if facts.learns else []
     return "; ".join(advice)
 
 
-def _limit(job: Job, phase: str) -> str:
+def _limit(work: Work, phase: str) -> str:
     """Returns the key that limits the rows or tokens in memory at once."""
-    if STAGE[job.stage].trl:
+    if work.stage.trl:
         return f"per_device_{'eval' if phase == 'evaluate' else 'train'}_batch_size"
-    if not STAGE[job.stage].learns or phase in ("rollout", "evaluate"):
+    if not work.stage.learns or phase in ("rollout", "evaluate"):
         return "local_rollout_forward_batch_size"
-    if phase in ("score", "values") or job.trainer.get("micro_batch_tokens"):
+    if phase in ("score", "values") or work.args.micro_batch_tokens:
         return "micro_batch_tokens"
     return "per_device_train_batch_size"
 
 
-def _halved(job: Job, key: str) -> list[str]:
-    now = _value(job, key)
+def _halved(work: Work, key: str) -> list[str]:
+    now = _value(work, key)
     if now is None and key == "local_rollout_forward_batch_size":  # set by the free memory
-        now = job.args.planned_rows(job.workers[0])
+        now = work.args.planned_rows(work.places.workers.fewest)
     if now is None and key == "micro_batch_tokens":
         from pipeline.ppo.forward import FORWARD_TOKENS
 
-        limit = FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"]
+        limit = FORWARD_TOKENS["cuda" if work.places.on_gpu else "cpu"]
         # It would limit training as well, so it is at most what a step of training has now.
-        training = job.args.per_device_train_batch_size * (job.data.max_length or 0) or limit
+        training = work.args.per_device_train_batch_size * (work.job.data.max_length or 0) or limit
         return [f"trainer.{key}={min(limit // 2, training)} (now null: {limit} without gradients)"]
     return [f"trainer.{key}={now // 2} (now {now})"] if isinstance(now, int) and now > 1 else []
 
 
-def _switched(job: Job, key: str, to: Any) -> list[str]:
+def _switched(work: Work, key: str, to: Any) -> list[str]:
     section, name = key.split(".")
-    now = _value(job, name) if section == "trainer" else getattr(job.model, name)
+    now = _value(work, name) if section == "trainer" else getattr(work.job.model, name)
     if now is None or now == to or (key == "model.dtype" and now != "float32"):
         return []
     return [f"{key}={str(to).lower()} (now {str(now).lower()})"]
 
 
-def _value(job: Job, name: str) -> Any:
+def _value(work: Work, name: str) -> Any:
     """Returns a key of the `trainer` section or its default, or None if the stage has no such key."""
-    known = schema.keys(STAGE[job.stage].trainer)
-    return job.trainer.get(name, known.get(name, {}).get("default"))
+    known = schema.keys(work.stage.trainer)
+    return work.job.trainer.get(name, known.get(name, {}).get("default"))

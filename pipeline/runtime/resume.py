@@ -10,18 +10,16 @@ aliases, digests of base and rows). A run resumes only with a job that gives the
 import contextlib
 import json
 import os
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-from pipeline.config import Job
+from pipeline.config.identity import Identity
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError, in_brief
 from pipeline.references import Ref
 from pipeline.registry.store import flatten
-from pipeline.runtime import checkpoints, lease
-from pipeline.system import storage
+from pipeline.runtime import checkpoints
+from pipeline.system import lease, storage
 
 FILE = "job.json"
 PARTS = "parts"  # the folder of the finished parts of batch inference and of an evaluation
@@ -50,12 +48,6 @@ COMPARISON = (
 
 
 # ----------------------------------------------------------------------------------------------- the folder
-
-
-def named(job: Job) -> Job:
-    """Returns the job with a run name, by default of stage and time, and an absolute storage path."""
-    name = job.run.name or f"{job.stage}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}"
-    return replace(job, run=replace(job.run, name=name, storage_path=storage.absolute(job.run.storage_path)))
 
 
 def check_folder(folder: str, owner: str, example: str) -> dict[str, list[str]]:
@@ -105,10 +97,10 @@ def owned(folder: str, seen: dict[str, list[str]], fresh: bool) -> Iterator[leas
 # --------------------------------------------------------------------------------------- what a run has left
 
 
-def record(job: Job, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
+def record(run: Identity, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
     """Writes job.json: from here on the run has begun."""
     facts = {"inputs": inputs, "base": base, "rows": rows}
-    storage.write_json(storage.join(job.folder, FILE), job.to_dict() | {"begun_with": facts})
+    storage.write_json(storage.join(run.folder, FILE), run.settings | {"begun_with": facts})
 
 
 def left_in(folder: str, file: str, fresh: bool, *keys: str) -> dict[str, Any]:
@@ -132,74 +124,76 @@ def left_in(folder: str, file: str, fresh: bool, *keys: str) -> dict[str, Any]:
     return left
 
 
-def read(job: Job, file: str) -> dict[str, Any]:
+def read(run: Identity, file: str) -> dict[str, Any]:
     """Returns job.json or result.json of the run of this name, as left_in. Raises InputError if it is another stage's."""
-    left = left_in(job.folder, file, job.run.fresh, "stage")
-    if left and left["stage"] != job.stage:
+    left = left_in(run.folder, file, run.fresh, "stage")
+    if left and left["stage"] != run.stage:
         kind = "an unfinished" if file == FILE else "a finished"
         raise InputError(
-            f"{job.run.name!r} is the name of {kind} {left['stage']} run in {job.run.storage_path}; choose another name, for "
-            f"example run.name={job.stage}-{job.run.name}",
+            f"{run.name!r} is the name of {kind} {left['stage']} run in {run.storage_path}; choose another name, for "
+            f"example run.name={run.stage}-{run.name}",
             key="run.name",
         )
     return left
 
 
-def unfinished(job: Job) -> dict[str, Any]:
-    """Returns job.json of the run that this job resumes, or {} if it starts one, or starts it over.
+def unfinished(run: Identity) -> dict[str, Any]:
+    """Returns job.json of the run that this one resumes, or {} if it starts one, or starts it over.
 
     Without a checkpoint or a part there is nothing to resume: the job may then be edited, and is another run.
     Raises InputError if this job would give other results than the one that began the run.
     """
-    if not (left := read(job, FILE)):
+    if not (left := read(run, FILE)):
         return {}
-    free = [*MAY_CHANGE, *_resolved(job), "begun_with"]
-    if job.data.batch_size or job.stage == "ppo":  # the key then only limits the rows in memory
+    free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
+    if (
+        run.settings["data"]["batch_size"] or run.stage == "ppo"
+    ):  # the key then only limits the rows in memory
         free.append("trainer.per_device_train_batch_size")
-    if STAGE[job.stage].learns:  # others use the judge's scores, and make parts of as many rows
+    if STAGE[run.stage].learns:  # others use the judge's scores, and make parts of as many rows
         free += ["judge", "trainer.local_rollout_forward_batch_size"]
-    changed = differences(left, job, free)
+    changed = differences(left, run, free)
     # How evaluations are compared decides the result only if one of the jobs keeps the best step or may stop early.
-    for run in (left.get("run", {}), job.to_dict()["run"]):
-        if run.get("keep") == "best" or run.get("early_stopping_patience") or run.get("stop_if"):
-            changed |= {key: two for key, two in differences(left, job).items() if _among(key, COMPARISON)}
-    if changed and not _has_progress(job):
+    for given in (left.get("run", {}), run.settings["run"]):
+        if given.get("keep") == "best" or given.get("early_stopping_patience") or given.get("stop_if"):
+            changed |= {key: two for key, two in differences(left, run).items() if _among(key, COMPARISON)}
+    if changed and not _has_progress(run.folder):
         return {}
     if changed:
         different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
         raise InputError(
-            f"{job.run.name!r} began with {', '.join(different)} and cannot resume with different settings. Restore them, choose "
+            f"{run.name!r} began with {', '.join(different)} and cannot resume with different settings. Restore them, choose "
             "another run.name, or set run.fresh=true. Keys that do not decide the numbers may change: run, mlflow, gate, scaling, ...",
             key="run.name",
         )
     return left
 
 
-def pinned_inputs(left: dict[str, Any], job: Job) -> dict[str, str]:
+def pinned_inputs(left: dict[str, Any], run: Identity) -> dict[str, str]:
     """Returns {input: version} that the run began with, for the inputs whose names have not changed since then."""
     inputs = left.get("begun_with", {}).get("inputs", {})
     return {
         key: version
         for key, version in inputs.items()
-        if left.get(name := key.partition(".")[0]) == getattr(job, name)
+        if left.get(name := key.partition(".")[0]) == run.settings[name]
     }
 
 
-def same_content(left: dict[str, Any], job: Job, base: str, rows: dict[str, str]) -> bool:
+def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str, str]) -> bool:
     """Returns True if base and `rows` (digests of rows and functions) are what the run began with, False if it starts again.
 
     Raises InputError, with what changed since the run began, if it left checkpoints or parts.
     """
     was = left.get("begun_with", {})
     begun_on = was.get("base", base)
-    changed = [f"model.name_or_path ({job.model.name_or_path})"] if begun_on != base else []
+    changed = [f"model.name_or_path ({run.settings['model']['name_or_path']})"] if begun_on != base else []
     names = [name for name, digest in was.get("rows", {}).items() if rows.get(name, digest) != digest]
     changed += [name if name in INPUTS or "." in name else f"data.{name}" for name in names]
-    if changed and _has_progress(job):
+    if changed and _has_progress(run.folder):
         commit = begun_on.partition("commit:")[2]
         restore = f"Set model.revision={commit}" if commit and begun_on != base else "Restore the files"
         raise InputError(
-            f"the content of {', '.join(changed)} has changed since {job.run.name!r} began, so it cannot resume. {restore}, "
+            f"the content of {', '.join(changed)} has changed since {run.name!r} began, so it cannot resume. {restore}, "
             "choose another run.name, or set run.fresh=true",
             key="run.name",
         )
@@ -209,16 +203,15 @@ def same_content(left: dict[str, Any], job: Job, base: str, rows: dict[str, str]
 # --------------------------------------------------------------------------------------------- differences
 
 
-def essence(job: Job, *but: str) -> dict[str, Any]:
-    """Returns what decides the numbers of a job, as plain data, without the sections `but`."""
-    kept = {key: value for key, value in job.to_dict().items() if key not in (*ELSEWHERE, *but)}
-    kept["data"] = {key: value for key, value in kept["data"].items() if key != "cache_dir"}
-    return json.loads(json.dumps(kept))
+def essence(run: Identity, *but: str) -> dict[str, Any]:
+    """Returns what decides the numbers of a run, as plain data, without the sections `but`."""
+    kept = {key: value for key, value in run.settings.items() if key not in (*ELSEWHERE, *but)}
+    return kept | {"data": {key: value for key, value in kept["data"].items() if key != "cache_dir"}}
 
 
-def differences(left: dict[str, Any], job: Job, but: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Returns {section.key: (value in a recorded job, value in this job)} where they differ, except for `but`."""
-    then, now = (flatten(tree) for tree in (left, json.loads(json.dumps(job.to_dict(), default=str))))
+def differences(left: dict[str, Any], run: Identity, but: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Returns {section.key: (value in a recorded job, value in this run)} where they differ, except for `but`."""
+    then, now = flatten(left), flatten(run.settings)
     return {
         key: (then.get(key), now.get(key))
         for key in sorted(then.keys() | now.keys())
@@ -230,28 +223,28 @@ def _among(key: str, keys: Sequence[str]) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
-def print_differences(left: dict[str, Any], job: Job) -> None:
+def print_differences(left: dict[str, Any], run: Identity) -> None:
     """Prints the settings of this command that a finished run did not use."""
-    changed = differences(left, job, ("run", "source", *_resolved(job)))
+    changed = differences(left, run, ("run", "source", *_resolved(run)))
     if changed:
         print("it ran with other settings; this command's were not used:")
     for key, (then, now) in changed.items():
         print(f"   {key}: was {_shown(then)}, is {_shown(now)}")
 
 
-def _resolved(job: Job) -> tuple[str, ...]:
+def _resolved(run: Identity) -> tuple[str, ...]:
     """Returns the keys whose resolved value a run records: the base of a registered version, the commit on the hub.
 
     The base's content is compared later.
     """
-    named = Ref.parse(job.model.name_or_path).is_registered
+    named = Ref.parse(run.settings["model"]["name_or_path"]).is_registered
     return ("model.name_or_path", "model.revision") if named else ("model.revision",)
 
 
-def _has_progress(job: Job) -> bool:
-    """Returns True if the run left something to resume: a checkpoint, even a damaged one, or output parts."""
-    folders = storage.folders(job.folder)
-    return PARTS in folders or checkpoints.DAMAGED in folders or bool(checkpoints.complete(job.folder))
+def _has_progress(folder: str) -> bool:
+    """Returns True if a run left something to resume: a checkpoint, even a damaged one, or output parts."""
+    folders = storage.folders(folder)
+    return PARTS in folders or checkpoints.DAMAGED in folders or bool(checkpoints.complete(folder))
 
 
 def _shown(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config import Job
+from pipeline.config import Model
 from pipeline.config.judge import Definition
 from pipeline.inference import memory
 from pipeline.inference.decoder import SlotDecoder
@@ -21,7 +21,7 @@ from pipeline.models import fsdp_sync, hub, probes
 from pipeline.models.adapters import SharedBase
 from pipeline.models.base import load_base
 from pipeline.models.tokenizer import load_tokenizer, tokenizer_digest
-from pipeline.ppo.config import PPOConfig
+from pipeline.ppo.config import PPOConfig, RolloutConfig
 from pipeline.ppo.rewards import AdapterReward, FunctionReward, ModelReward, Reward
 from pipeline.ppo.selfcheck.definitions import precision_in_use
 from pipeline.runtime.host import Host
@@ -51,13 +51,10 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
     if given.kind == "function":
         return FunctionReward(imported(given.version), args.patience_s, weight=weight, name=role)
     if given.kind == "judge":
-        run = worker.job.run
-        definition = Definition(**given.facts)
-        return JudgeReward(
-            definition, run.storage_path, str(run.name), args.patience_s, weight=weight, name=role
-        )
+        run, definition = worker.work.run, Definition(**given.facts)
+        return JudgeReward(definition, run.storage_path, run.name, args.patience_s, weight=weight, name=role)
     # A training job limits a forward by its tokens; the other subcommands by its rows.
-    by_tokens = worker.job.stage == "ppo"
+    by_tokens = bool(worker.work.stage.learns)
     limits = (
         {"tokens": args.micro_batch_tokens} if by_tokens else {"rows": args.local_rollout_forward_batch_size}
     )
@@ -186,7 +183,7 @@ def vllm(
         rows: completions of an update that this process samples.
         scratch: folder in which adapters are passed to vLLM, or None for a temporary one.
     """
-    options = vllm_options(host.job, min(rows, memory.MOST_ROWS))
+    options = vllm_options(host.job.model, host.job.rollout_config, min(rows, memory.MOST_ROWS))
     if shared.device.type == "cuda":
         cache = memory.kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
         named = shared.base.named_parameters()
@@ -209,15 +206,14 @@ def vllm(
         started.close()
 
 
-def vllm_options(job: Job, rows: int) -> dict[str, Any]:
-    """Returns the arguments of vllm.LLM that follow from a job, except for its share of the memory.
+def vllm_options(model: Model, rollout: RolloutConfig, rows: int) -> dict[str, Any]:
+    """Returns the arguments of vllm.LLM that follow from these sections of a job, except for its share of the memory.
 
     vLLM's own batch limits grow with the GPU, but `memory_share` assumes the limits that are set here.
 
     Args:
         rows: completions that it decodes at the same time.
     """
-    model, rollout = job.model, job.rollout_config
     options: dict[str, Any] = {
         "max_num_seqs": rows,
         "max_num_batched_tokens": max(memory.BATCHED_TOKENS, rows),

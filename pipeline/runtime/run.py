@@ -11,22 +11,25 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipeline import registry, report, text
 from pipeline.config import Job, rules
+from pipeline.config.identity import Identity, identity_of
 from pipeline.errors import InputError, LeaseLost, causes, summary
 from pipeline.models import adapter_files
 from pipeline.on_ray import placement
+from pipeline.on_ray.placement import Places
 from pipeline.registry import lineage
 from pipeline.registry.store import persistently
 from pipeline.report.headline import how_it_ended
 from pipeline.runtime import checkpoints, judging, resume
-from pipeline.runtime.host import SweepHandle, Work
-from pipeline.runtime.preparation import Run, announce, prepared
 from pipeline.runtime.summary import print_summary
 from pipeline.runtime.worker import Worker, main
+from pipeline.settle.identity import named, tracking_of
+from pipeline.settle.run import announce, prepared
+from pipeline.settle.work import SweepHandle, Work
 from pipeline.system import console, prices, storage, terminal
 from pipeline.system.credentials import without_secrets
 
@@ -35,6 +38,46 @@ Train = Callable[[Worker], dict[str, Any]]  # a stage in a worker
 Register = Callable[[Work, dict[str, Any]], registry.Version | None]
 # What a stage runs next to its workers while they train: its value is passed to each of them.
 Companion = Callable[[Work], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass
+class Run:
+    """A run that is prepared, on the driver."""
+
+    work: Work  # its run_id is set once there is one
+    rows: dict[str, Any]  # tokenized, by name: train, eval, pairs
+    report: Any  # on the rows, or None if the job reads none
+    started: float  # time.monotonic() of the command
+    continues: bool = False  # whether it resumes from a checkpoint or part of an earlier attempt
+
+    @property
+    def folder(self) -> str:
+        return self.work.folder
+
+    def data(self) -> dict[str, Any]:
+        """Returns what result.json says of the rows."""
+        return {"digests": self.work.digests, "report": self.report.to_dict()}
+
+    def finish(self, **more: Any) -> dict[str, Any]:
+        """Writes result.json: what every run has, and `more` of this one. From here on the run is finished."""
+        if judges := judging.costs(self.work):
+            more["judges"] = judges
+            for name, one in judges.items():
+                figures = "  ".join(f"{key} {value:g}" for key, value in one.items())
+                terminal.say(f"judge of {name}: {figures}", result=True)
+        self.work.lease.require()
+        run = self.work.run
+        result = {
+            "stage": run.stage,
+            "name": run.name,
+            "folder": run.folder,
+            "inputs": self.work.versions,
+            **more,
+            "seconds": round(time.monotonic() - self.started, 2),
+            "job": run.settings,
+        }
+        storage.write_json(storage.join(run.folder, "result.json"), result)
+        return result
 
 
 def launch(
@@ -51,15 +94,15 @@ def launch(
         sweep: the sweep that the run is a trial of.
         companion: what runs while the workers train.
     """
-    job = resume.named(job)
-    if result := finished(job):
+    job = named(job)
+    if result := finished(identity_of(job)):
         if job.run.report and not storage.exists(storage.join(result["folder"], report.PAGE)):
             report.attach(result)  # that process was killed before it drew the report
         return result
     with terminal.logged() as log_into:
         with (
             open_run(job) as run,
-            registry.mlflow_run(run.job, run.work.digests, new_run=not run.continues) as run_id,
+            registry.mlflow_run(run.work.tracking, run.work.digests, new_run=not run.continues) as run_id,
         ):
             log_into(run.folder)
             terminal.say(text.row("data", run.report.headline()))
@@ -73,7 +116,7 @@ def launch(
             version = persistently(uri, run.folder, lambda: (register or publish)(run.work, outcome))
             if ended := how_it_ended(outcome):
                 persistently(uri, run.folder, lambda: registry.client(uri).set_tag(run_id, "ended", ended))
-            cost = cost_of(run.job, outcome.pop("usage"), outcome["train_seconds"])
+            cost = cost_of(run.work.places, outcome.pop("usage"), outcome["train_seconds"])
             result = run.finish(
                 **outcome, **described(version), cost=cost, versions=lineage.versions(), data=run.data()
             )
@@ -87,22 +130,22 @@ def launch(
     return result
 
 
-def finished(job: Job) -> dict[str, Any] | None:
-    """Returns the result of the finished run of a job's name, or None if the job has to run.
+def finished(run: Identity) -> dict[str, Any] | None:
+    """Returns the result of the finished run of this name, or None if there is none.
 
     Raises InputError if the name belongs to another kind of run, or the storage path cannot be written to.
     """
-    resume.check_folder(job.folder, "a run", job.stage)
-    result = resume.read(job, "result.json")
+    resume.check_folder(run.folder, "a run", run.stage)
+    result = resume.read(run, "result.json")
     if not result:
-        resume.read(job, resume.FILE)  # raises if it is another stage's
+        resume.read(run, resume.FILE)  # raises if it is another stage's
         return None
     print(
-        f"run {job.run.name} is finished ({job.folder}/result.json); run.fresh=true starts it over, another run.name starts a "
+        f"run {run.name} is finished ({run.folder}/result.json); run.fresh=true starts it over, another run.name starts a "
         "new one"
     )
-    resume.print_differences(result.get("job") or job.to_dict(), job)
-    return result | {"folder": job.folder}  # the folder may have been moved
+    resume.print_differences(result.get("job") or run.settings, run)
+    return result | {"folder": run.folder}  # the folder may have been moved
 
 
 @contextlib.contextmanager
@@ -112,30 +155,30 @@ def open_run(job: Job) -> Iterator[Run]:
     Raises InputError if the job, its data or an input is wrong, or it cannot resume what is there.
     """
     prices.read()  # a wrong file must be an error before the work
+    started, tracking = time.monotonic(), tracking_of(job)
     seen = resume.state(job.folder)
     announce(job)
-    registry.check_trackers(job)
+    registry.check_trackers(tracking.also)
     with console.waiting("opening MLflow"):
-        registry.check(job)
-    left = resume.unfinished(job)
+        registry.check(tracking)
+    left = resume.unfinished(tracking.run)
     for warning in rules.warnings(job):
         print(f"warning: {warning}", flush=True)
-    with prepared(job, resume.pinned_inputs(left, job)) as run:
+    with prepared(job, resume.pinned_inputs(left, tracking.run)) as (work, rows, report):
+        run = Run(work, rows, report, started)
         if run.report:
             print(run.report.render(samples=False), flush=True)
             counts = {name: split.kept for name, split in run.report.splits.items()}
-            for line in judging.estimates(run.work, run.rows, counts):
+            for line in judging.estimates(work, rows, counts):
                 terminal.say(line)
-        if run.work.stage.learns and (
-            other_base := registry.other_base(run.work.uri, run.work.gate, run.work.base)
-        ):
+        if work.stage.learns and (other_base := registry.other_base(work.uri, work.gate, work.base)):
             print(f"warning: {other_base}", flush=True)
         if left:
-            run.continues = resume.same_content(left, run.job, run.work.base["digest"], run.work.digests)
+            run.continues = resume.same_content(left, work.run, work.base["digest"], work.digests)
         with resume.owned(run.folder, seen, job.run.fresh) as lease:
-            run.work = replace(run.work, lease=lease)
+            run.work = replace(work, lease=lease)
             checkpoints.newest(run.folder)  # moves damaged ones away before any worker starts
-            resume.record(run.job, run.work.versions, run.work.base["digest"], run.work.digests)
+            resume.record(work.run, work.versions, work.base["digest"], work.digests)
             with failure_recorded(run):
                 try:
                     yield run
@@ -171,23 +214,24 @@ def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: 
     """Runs `train(worker)` in every worker; see on_ray.fit. Returns the outcome (Worker.finish) and where it is."""
     from pipeline.on_ray.fit import fit
 
-    job = work.job
-    if not job.in_process:
-        count, many = placement.count_of(job), "s" * (job.workers[1] > 1)
-        print(f"starting {count} worker{many}: importing torch and transformers", flush=True)
+    places, run = work.places, work.run
+    if not places.in_process:
+        many = "s" * (places.workers.most > 1)
+        print(f"starting {places.count} worker{many}: importing torch and transformers", flush=True)
     started = time.monotonic()
     try:
-        outcome = fit(job, main, {"train": train, "work": work, "companion": companion}, rows)
+        config = {"train": train, "work": work, "companion": companion}
+        outcome = fit(places, work.job.run, main, config, rows)
     except Exception as error:
         if any(isinstance(one, InputError | LeaseLost) for one in causes(error)):
             raise  # something else has to change first
         with contextlib.suppress(OSError):  # the disk itself may have failed
-            newest = next(reversed(checkpoints.complete(job.folder)), None)
+            newest = next(reversed(checkpoints.complete(run.folder)), None)
             does = f"continues from {newest}" if newest else "starts it over: no checkpoint is complete yet"
-            again = f"the same command with run.name={job.run.name} {does}"
-            terminal.say(f"run {job.run.name} failed; {again}", result=True)
+            again = f"the same command with run.name={run.name} {does}"
+            terminal.say(f"run {run.name} failed; {again}", result=True)
         raise
-    checkpoint = storage.join(job.folder, checkpoints.complete(job.folder)[-1])
+    checkpoint = storage.join(run.folder, checkpoints.complete(run.folder)[-1])
     adapter = storage.join(checkpoint, "adapter")
     return outcome | {
         "checkpoint": checkpoint,  # the last one
@@ -216,18 +260,18 @@ def publish(work: Work, result: dict[str, Any]) -> registry.Version | None:
             return None
         facts = lineage.read(folder, adapter)
         print(f"registering {work.gate.model}", flush=True)
-        run_id, stage = result["mlflow_run_id"], work.job.stage
+        run_id, stage = result["mlflow_run_id"], work.run.stage
         return registry.publish(
             work.uri, work.gate, stage, run_id, folder, result["metrics"], facts, unchanged
         )
 
 
-def cost_of(job: Job, usage: dict[str, Any], seconds: float) -> dict[str, Any]:
+def cost_of(places: Places, usage: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Returns what a run cost: the GPUs of its workers and of all rollout workers that the job allows; see prices.of_run."""
     gpus = 0.0
     if usage["gpu"]:
-        sampling = job.rollout_config.num_workers * placement.rollout_bundle(job).resources.get("GPU", 0)
-        gpus = usage["workers"] * placement.bundles(job)[0].resources.get("GPU", 0) + sampling
+        gpus = usage["workers"] * places.workers.each.resources.get("GPU", 0)
+        gpus += places.rollout.most * places.rollout.each.resources.get("GPU", 0) if places.rollout else 0
     return prices.of_run({**usage, "gpus": gpus}, seconds, not placement.on_cluster())
 
 

@@ -7,7 +7,7 @@ from pipeline.config.stages import STAGE, Figure
 from pipeline.errors import visible
 from pipeline.references import Ref
 from pipeline.report.headline import how_it_ended
-from pipeline.runtime.preparation import ALONE, heading
+from pipeline.settle.run import ALONE, heading
 from pipeline.system import prices, storage, terminal
 
 SHOWN_SAMPLES = 4

@@ -18,14 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline import registry, text
-from pipeline.config import Job
 from pipeline.errors import Failure, InputError
 from pipeline.models import hub, transformers4
+from pipeline.on_ray.placement import Places
 from pipeline.registry import lineage
 from pipeline.runtime import checkpoints, memory
-from pipeline.runtime.host import Host, Work
-from pipeline.runtime.lease import hold, remove_abandoned
+from pipeline.runtime.host import Host
+from pipeline.settle.work import Work
 from pipeline.system import console, storage, terminal
+from pipeline.system.lease import hold, remove_abandoned
 
 PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
 LIVE_INTERVAL_S = 0.5  # at most one line of progress in this time
@@ -62,31 +63,31 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
     import ray.train.collective
 
     work: Work = config["work"]
-    job, context = work.job, ray.train.get_context()
+    context, folder, model = ray.train.get_context(), work.folder, work.job.model
     with contextlib.ExitStack() as stack:
-        if job.in_process:
+        if work.places.in_process:
             console.silence_libraries()
-            stack.enter_context(like_a_worker(job))
+            stack.enter_context(like_a_worker(work.places))
         else:
-            name_output(f"{job.stage} {job.run.name}" if work.sweep else job.stage)
-            leave_group_of_one(context.get_world_size(), bool(job.scaling.get("use_gpu")))
+            name_output(f"{work.run.stage} {work.run.name}" if work.sweep else work.run.stage)
+            leave_group_of_one(context.get_world_size(), work.places.on_gpu)
             hold(work.lease)
         # All ranks resume from the same checkpoint.
         newest = None
         if context.get_world_rank() == 0:
             work.lease.require()
-            newest = checkpoints.newest(job.folder)
+            newest = checkpoints.newest(folder)
         newest = ray.train.collective.broadcast_from_rank_zero(newest)
-        resume = stack.enter_context(storage.local_copy(storage.join(job.folder, newest))) if newest else None
+        resume = stack.enter_context(storage.local_copy(storage.join(folder, newest))) if newest else None
         if resume and os.path.exists(outcome := os.path.join(resume, f"{OUTCOME}.json")):
             return storage.read_json(outcome)
         worker = Worker(work, resume, config["companion"])
         if worker.rank == 0:
             if resume:
                 terminal.say(f"continuing from {newest}")
-            print(hub.announcement(job.model.name_or_path, job.model.revision), flush=True)
+            print(hub.announcement(model.name_or_path, model.revision), flush=True)
         try:
-            with memory.explained(job):
+            with memory.explained(work):
                 result = config["train"](worker)
         except BaseException as error:
             if isinstance(error, (InputError, Failure)):
@@ -99,7 +100,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def like_a_worker(job: Job) -> Iterator[None]:
+def like_a_worker(places: Places) -> Iterator[None]:
     """Gives torch the threads of a worker that Ray starts, for bit-identical results; restores them after the block.
 
     A GPU job sees one GPU, because transformers wraps a model in nn.DataParallel if it sees several.
@@ -108,13 +109,13 @@ def like_a_worker(job: Job) -> Iterator[None]:
 
     from pipeline.ppo import clock
 
-    if job.scaling.get("use_gpu"):
+    if places.on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     threads, precision = torch.get_num_threads(), torch.backends.fp32_precision
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, int((job.scaling.get("resources_per_worker") or {}).get("CPU", 1))))
+        torch.set_num_threads(max(1, int(places.workers.each.resources.get("CPU", 1))))
     # The peak must not include earlier stages of this process
-    clock.reset_peak(torch.device("cuda" if job.scaling.get("use_gpu") else "cpu"))
+    clock.reset_peak(torch.device("cuda" if places.on_gpu else "cpu"))
     try:
         yield
     finally:
@@ -206,7 +207,7 @@ class Worker(Host):
         self.printed = self.shown = 0.0  # times of the last printed line and of the last live line
         self.step = self.total = 0  # the log's last step; the last step of the run
         self.report = self._report if work.sweep else None
-        self.metrics = registry.Curves(self.job, work.run_id) if self.rank == 0 and work.run_id else None
+        self.metrics = registry.Curves(work.tracking, work.run_id) if self.rank == 0 and work.run_id else None
         self.notice = PreemptionNotice()
         if self.local_rank == 0:  # removes the files of workers that were killed
             shutil.rmtree(self.scratch, ignore_errors=True)
@@ -218,7 +219,7 @@ class Worker(Host):
         """Returns the GPU that Ray gave this worker, else the CPU."""
         import ray.train.torch
 
-        return super().device if self.job.in_process else str(ray.train.torch.get_device())
+        return super().device if self.work.places.in_process else str(ray.train.torch.get_device())
 
     def rows(self, name: str) -> Any:
         """Returns all tokenized rows of `train`, `eval` or `pairs` as a datasets.Dataset, or None if the job has none."""
@@ -278,7 +279,7 @@ class Worker(Host):
         import ray
 
         assert self.work.sweep
-        return ray.get(self.work.sweep.rungs.report.remote(self.job.run.name, step, self.total, figure))
+        return ray.get(self.work.sweep.rungs.report.remote(self.work.run.name, step, self.total, figure))
 
     def replay(self, history: list[tuple[int, dict[str, float]]]) -> None:
         """Sends the curve of the checkpoint, (step, metrics) each, to MLflow, which may lack the end of it."""
@@ -301,7 +302,7 @@ class Worker(Host):
 
         from pipeline.models.fsdp_sync import catch_up
 
-        run_folder = self.job.folder
+        run_folder = self.work.folder
         catch_up()
         # Also waits until every rank has written its files.
         name = ray.train.collective.broadcast_from_rank_zero(
@@ -384,7 +385,7 @@ class Worker(Host):
         facts["text_as_chat"] = chat or text_as_chat(self.tokenizer, self.job.data.apply_chat_template)
         # The judge is not a parent: nothing was trained on it.
         parents = {name: version for name, version in work.versions.items() if name != "judge"}
-        return lineage.describe(self.job.stage, work.base, self.tokenizer, parents, work.digests, **facts)
+        return lineage.describe(work.run.stage, work.base, self.tokenizer, parents, work.digests, **facts)
 
     def close(self, patience: float | None = None) -> None:
         if self.metrics:

@@ -33,9 +33,8 @@ from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 from pipeline.errors import in_brief
 from pipeline.inference.rows import Sampling
-from pipeline.on_ray import placement
 from pipeline.runtime import memory
-from pipeline.runtime.host import Host, Work
+from pipeline.runtime.host import Host
 from pipeline.runtime.roles import longest_row
 from pipeline.serving import LOOPBACK, REQUEST_S, answer, protocol
 from pipeline.serving.answer import Answer, Mailbox, Stream, limit
@@ -44,6 +43,7 @@ from pipeline.serving.metrics import Metrics, Page
 from pipeline.serving.models import Models, Served, ends, start
 from pipeline.serving.protocol import Asked, ChatRequest, CompletionRequest, Feedback, Refused
 from pipeline.serving.scores import ROWS, Scores
+from pipeline.settle.work import Work
 from pipeline.system import console
 from pipeline.system.credentials import without_credentials
 
@@ -62,8 +62,8 @@ def application(work: Work, digests: list[str]) -> Any:
     Args:
         digests: sha256 of the tokens that clients may show. Without tokens, only this machine gets answers.
     """
-    job = work.job
-    low, high = job.workers
+    job, workers = work.job, work.places.workers
+    low, high = workers.fewest, workers.most
     replicas: dict[str, Any] = {"num_replicas": low}
     if low < high:
         scaling = {"min_replicas": low, "max_replicas": high}
@@ -78,7 +78,7 @@ def application(work: Work, digests: list[str]) -> Any:
     )
     server = serve.deployment(Ingress).options(
         name="server",
-        ray_actor_options=placement.bundles(job)[0].options(),
+        ray_actor_options=workers.each.options(),
         # The replica itself answers 429 if its queue is full. Serve would hold requests back, and answer 503.
         max_ongoing_requests=4 * (job.serve.max_queue + job.args.local_rollout_forward_batch_size) + 64,
         graceful_shutdown_timeout_s=min(job.serve.timeout_s, 60.0),
@@ -170,7 +170,7 @@ class Server:
         self.job, self.serve = job, job.serve
         self.digests, self.recorder, self.tokenizer = digests, recorder, work.tokenizer
         self.name = secrets.token_hex(4)
-        with memory.explained(job):
+        with memory.explained(work):
             shared, self.batcher = start(host)
             self.models = Models(host, shared, self.batcher)
         stops, args, self.longest = ends(host), job.args, longest_row(host)

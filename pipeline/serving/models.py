@@ -25,10 +25,11 @@ from pipeline.models.tokenizer import eos_ids, template_digest
 from pipeline.ppo.rewards import Reward
 from pipeline.references import Ref
 from pipeline.runtime import roles
-from pipeline.runtime.host import Host, Input, Work
-from pipeline.runtime.inputs import checked
+from pipeline.runtime.host import Host
 from pipeline.serving.batching import Batcher
 from pipeline.serving.protocol import TOP_LOGPROBS
+from pipeline.settle.inputs import checked
+from pipeline.settle.work import Input, Work
 
 BASE = "base"  # the version of the bare base
 MAX_ADAPTERS = 8  # adapters per vLLM batch; requests for others wait
@@ -220,7 +221,7 @@ def _vllm(host: Host) -> Batcher:
     options: dict[str, Any] = {
         "max_loras": min(len(job.serve.policies) + 1, MAX_ADAPTERS),
         "max_logprobs": TOP_LOGPROBS,
-        **roles.vllm_options(job, rows),
+        **roles.vllm_options(job.model, job.rollout_config, rows),
     }
     if host.device == "cuda":
         free, total = torch.cuda.mem_get_info()

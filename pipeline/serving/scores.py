@@ -12,9 +12,9 @@ from pipeline.evaluation.pairs import named, samples_of
 from pipeline.models.template import text_as_chat
 from pipeline.references import Ref
 from pipeline.runtime.host import Host
-from pipeline.runtime.inputs import unfilled
 from pipeline.serving.batching import Batcher
 from pipeline.serving.models import Served, ends
+from pipeline.settle.inputs import unfilled
 
 ROWS = 4096  # most rows of a request
 Sample = tuple[list[int], list[int], dict[str, Any]]  # prompt ids, completion ids, row

@@ -15,10 +15,10 @@ from typing import Any
 from pipeline import registry
 from pipeline.config import Job
 from pipeline.runtime import resume
-from pipeline.runtime.host import Work
 from pipeline.runtime.run import launch
 from pipeline.runtime.summary import best_of_n_table, probes_table, subsets_table
 from pipeline.runtime.worker import Outcome, Worker
+from pipeline.settle.work import Work
 from pipeline.system import storage, terminal
 
 

@@ -17,6 +17,7 @@ from typing import Annotated
 
 from pipeline.config import Job, load_job, schema
 from pipeline.config.gates import LOSS, default_metric, greater_is_better, metric_problems
+from pipeline.config.identity import identity_of
 from pipeline.config.stages import TRAINED
 from pipeline.config.yaml_tree import Tree
 from pipeline.errors import InputError, show
@@ -108,7 +109,7 @@ def read(path: str, arguments: list[str]) -> Sweep:
     jobs = _load_all(path, shared, _combinations(varied, known))
     metric, greater = _figure(base, varied)
     # The default name follows from what is swept, so that the same command resumes.
-    essences = [essence(job, "gate") for job, _ in jobs]
+    essences = [essence(identity_of(job), "gate") for job, _ in jobs]
     content = [essences, base.run.metric_for_best_model, known.reduction_factor]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
     name = base.run.name or f"sweep-{base.stage}-{digest}"

@@ -22,14 +22,15 @@ from pipeline import registry
 from pipeline.config import libraries
 from pipeline.errors import in_brief, summary
 from pipeline.on_ray import placement, session
-from pipeline.runtime.host import SweepHandle
-from pipeline.runtime.lease import hold
+from pipeline.on_ray.placement import Places
 from pipeline.runtime.run import launch
 from pipeline.runtime.worker import name_output
+from pipeline.settle.work import SweepHandle
 from pipeline.sweep import table
 from pipeline.sweep.space import Settings, Sweep
 from pipeline.system import storage, terminal
 from pipeline.system.credentials import without_secrets
+from pipeline.system.lease import hold
 
 INTERVAL_S = 2.0  # time between two queries of the rungs
 TUNE = "tune"  # the folder of Ray Tune's files, which are not used
@@ -41,15 +42,19 @@ ENVIRONMENT = {
 }
 
 
-def run(sweep: Sweep, handle: SweepHandle) -> dict[str, str]:
-    """Runs the trials that have not ended. Returns {trial: why its process died} of those that could not be run."""
+def run(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, str]:
+    """Runs the trials that have not ended. Returns {trial: why its process died} of those that could not be run.
+
+    Args:
+        places: of a trial.
+    """
     os.environ.update(ENVIRONMENT)
     from ray import tune
 
     waiting = [trial.name for trial in sweep.trials if table.result_of(trial) is None]
     if not waiting:
         return {}
-    room = sweep.settings.max_concurrent_trials or placement.side_by_side(sweep.trials[0].job)
+    room = sweep.settings.max_concurrent_trials or placement.side_by_side(places)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     tuner = tune.Tuner(
         # The trials' drivers take no resources of workers, and run on the head, which outlives spot nodes.

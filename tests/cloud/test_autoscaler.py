@@ -38,6 +38,7 @@ WAITS = """
 import ray, sys, time
 from pipeline.config import load_job
 from pipeline.on_ray import placement
+from pipeline.settle.places import places_of
 
 ray.init(log_to_driver=False, logging_level="error")
 print("before:", repr(placement.launch_failure()), flush=True)
@@ -50,7 +51,7 @@ def say(text):
 
 placement.terminal.say = say
 job = load_job("jobs/demo/sft.yaml", ["scaling.use_gpu=true", "trainer.use_cpu=false", "run.placement_timeout_s=120"], "sft")
-placement.wait_for_one(job)
+placement.wait_for_one(places_of(job, elsewhere=True))
 """
 
 

@@ -18,8 +18,9 @@ from pipeline.cloud import clusterfile, preflight, rayjob
 from pipeline.config import load_job
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
-from pipeline.on_ray.placement import GPU_LABEL, bundles, rollout_bundle
+from pipeline.on_ray.placement import GPU_LABEL
 from pipeline.planning import plan
+from pipeline.settle.places import places_of
 
 FILES = ["cluster.yaml", "jobs/cloud/gcp.yaml"]
 ON_WORKERS = [name for name, facts in STAGE.items() if facts.runs_in != "here"]
@@ -29,6 +30,10 @@ JOBS = [
     for stage in ON_WORKERS
 ] + [f"llama3-70b/{stage}" for stage, facts in STAGE.items() if facts.runs_in == "train"]
 pytestmark = pytest.mark.usefixtures("in_root")
+
+
+def bundles(job):
+    return places_of(job, elsewhere=True).bundles
 
 
 def request(bundle):
@@ -122,7 +127,7 @@ def test_rollout_workers_get_spot_nodes_and_their_trainers_nodes_that_stay():
     for file, job in rollout_jobs():
         config, types = read(file), read(file)["available_node_types"]
         trainers = started(config, bundles(job))
-        both = started(config, bundles(job), actors=[rollout_bundle(job)] * 3)
+        both = started(config, bundles(job), actors=[places_of(job, elsewhere=True).rollout.each] * 3)
         assert trainers and all(types[name]["labels"]["market"] == "on-demand" for name in trainers)
         samplers = both - trainers
         assert both & trainers == trainers and sum(samplers.values()) == 3

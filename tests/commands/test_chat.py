@@ -11,7 +11,7 @@ from toy_models import BASE, tokenizer
 from pipeline.__main__ import main
 from pipeline.commands.chat import Chat, Writer
 from pipeline.config import load_job
-from pipeline.runtime.preparation import load_host
+from pipeline.runtime.host import load_host
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
 

@@ -23,6 +23,7 @@ from model_hub import READER, TOKEN, connected, of_folder
 from registered import published
 from running import ROOT, stage
 from safetensors.torch import load_file
+from settled import work_of
 from toy_models import BASE, tokenizer
 from transformers import AutoModelForSequenceClassification
 
@@ -32,7 +33,8 @@ from pipeline.commands import export
 from pipeline.config import load_job
 from pipeline.models.base import base_identity
 from pipeline.registry import lineage
-from pipeline.runtime.host import Host, Work
+from pipeline.runtime.host import Host
+from pipeline.settle.identity import tracking_of
 
 MODELS = ["policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"]
 POLICY = [MODELS[0], "reward=null"]
@@ -137,7 +139,7 @@ def test_a_run_that_is_interrupted_notes_its_name(models, storage, monkeypatch, 
 def test_a_probe_leaves_room_in_a_short_context(models):
     settings = ["trainer.response_length=250", f"model.name_or_path={BASE}"]
     job = load_job(ROOT / "jobs/demo/export.yaml", settings, "export")
-    host = Host(Work(job, tokenizer(), {"context_length": 256}, {}, {}, "", None))
+    host = Host(work_of(job, tokenizer(), {"context_length": 256}))
     rows, length = export.probes(host)
     assert length == 256 - max(map(len, rows))
     assert export.probes(Host(replace(host.work, base={"context_length": None})))[1] == 250
@@ -277,7 +279,7 @@ def test_a_card_has_what_the_hub_reads(models, storage, hub, in_root):
         "data.train=hf://datasets/org/prefs@main:small/train", "model.load_in_4bit=true",
     ]  # fmt: skip
     job = load_job("jobs/demo/rm.yaml", settings, "rm")
-    with registry.mlflow_run(job, {}) as run_id:
+    with registry.mlflow_run(tracking_of(job), {}) as run_id:
         published(job, run_id, str(folder), {"eval_accuracy": 0.75}, facts)
     where = ["model.name_or_path=org/base", "policy=null", "reward=models:/hub-rm@champion", *ADAPTER]
     result = stage("export", storage, "hub-card", *where)

@@ -13,7 +13,7 @@ from pipeline.__main__ import main
 from pipeline.commands import shipped, validate
 from pipeline.commands.init import EXAMPLES, TAKES
 from pipeline.config import load_job
-from pipeline.runtime.inputs import check_paths
+from pipeline.settle.inputs import check_paths
 
 MODEL = str(ROOT / "jobs/demo/model")
 TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}

@@ -17,8 +17,10 @@ from running import ROOT, client
 from pipeline import registry
 from pipeline.__main__ import main
 from pipeline.commands import sweep as command
+from pipeline.config.identity import identity_of
 from pipeline.errors import InputError
 from pipeline.runtime.resume import essence
+from pipeline.settle.identity import tracking_of
 from pipeline.sweep import space
 
 JOB = "jobs/demo/rm.yaml"
@@ -81,7 +83,12 @@ def test_the_name_of_another_sweep_is_refused(in_root, tmp_path):
         return space.read(JOB, ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s", *more])
 
     sweep = begun()
-    content = {"job": essence(sweep.job, "gate"), "metric": "eval_loss", "reports": {}, "ended": True}
+    content = {
+        "job": essence(identity_of(sweep.job), "gate"),
+        "metric": "eval_loss",
+        "reports": {},
+        "ended": True,
+    }
     content["trials"] = [{"trial": trial.name} for trial in sweep.trials]
     (tmp_path / "s").mkdir()
     (tmp_path / "s/sweep.json").write_text(json.dumps(content))
@@ -105,7 +112,7 @@ def test_trials_start_from_the_versions_that_the_aliases_meant(in_root):
 
 def test_an_interrupted_sweep_leaves_no_run_that_seems_to_go_on(in_root, tmp_path):
     sweep = command.at_home(space.read(JOB, ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s"]))
-    inner = registry.mlflow_run(sweep.trials[0].job, {})
+    inner = registry.mlflow_run(tracking_of(sweep.trials[0].job), {})
     with pytest.raises(KeyboardInterrupt), command._trials_closed(sweep):
         inner.__enter__()
         raise KeyboardInterrupt

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from running import ROOT
+from settled import work_of
 from toy_data import (
     BOT,
     CALLING,
@@ -34,10 +35,10 @@ from pipeline.models.base import base_identity
 from pipeline.models.template import PLAIN, text_as_chat
 from pipeline.models.tokenizer import load_tokenizer
 from pipeline.registry import lineage
-from pipeline.runtime.host import Input, Work
-from pipeline.runtime.inputs import check_row_format
-from pipeline.runtime.preparation import check_models
 from pipeline.runtime.worker import Outcome, Worker
+from pipeline.settle.rows import check_row_format
+from pipeline.settle.run import settle
+from pipeline.settle.work import Input
 
 ROW = {"prompt": "What is it?", "completion": "A cat."}
 
@@ -82,7 +83,7 @@ def test_what_comes_after_training_does_as_training_did(applies, stage, policies
     given = [f"model.name_or_path={bare}", f"policy={policies[applies]}", f"run.storage_path={tmp_path}"]
     for more, expected in (([], bool(applies)), (["model.chat_template=plain"], True)):
         job = load_job(ROOT / f"jobs/demo/{stage}.yaml", [*given, *more], stage)
-        tokenizer = check_models(job, {"policy": policies[applies]}).tokenizer
+        tokenizer = settle(job, {"policy": policies[applies]}).tokenizer
         assert text_as_chat(tokenizer, job.data.apply_chat_template) is expected
 
 
@@ -108,7 +109,7 @@ def test_the_lineage_says_what_the_rows_were_and_later_stages_do_the_same(bare, 
     """A policy that learned from messages alone, in the built-in template, gets prompts of plain text as messages."""
     tokenizer = load_tokenizer(bare)
     for rows, chat in (("chat", True), ("text", False), ("both", False)):
-        work = Work(load_job(ROOT / "jobs/demo/sft.yaml"), tokenizer, {}, {}, {}, None, None, row_format=rows)
+        work = work_of(load_job(ROOT / "jobs/demo/sft.yaml"), tokenizer, row_format=rows)
         worker = SimpleNamespace(work=work, tokenizer=tokenizer, job=work.job)
         facts = Worker._lineage(worker, Outcome({}, {"kept": {"step": 1}}))
         assert (facts["rows"], facts["text_as_chat"]) == (rows, chat)
@@ -117,15 +118,15 @@ def test_the_lineage_says_what_the_rows_were_and_later_stages_do_the_same(bare, 
         lineage.write(folder, facts | {"base": base_identity(bare)})
         given = [f"model.name_or_path={bare}", f"policy={folder}", f"run.storage_path={tmp_path}"]
         job = load_job(ROOT / "jobs/demo/ppo.yaml", given, "ppo")
-        assert text_as_chat(check_models(job, {"policy": folder}).tokenizer, None) is chat
+        assert text_as_chat(settle(job, {"policy": folder}).tokenizer, None) is chat
         policy = Input(folder, "adapter", folder, lineage.read(folder, folder))
-        check_row_format(job, policy, "text")
+        check_row_format(job.data, policy, "text")
         if rows == "text":
             why = "was trained by sft on plain text, and this job has rows of messages"
             with pytest.raises(InputError, match=f"^policy: .*text {why}"):
-                check_row_format(job, policy, "chat")
+                check_row_format(job.data, policy, "chat")
         else:
-            check_row_format(job, policy, "chat")
+            check_row_format(job.data, policy, "chat")
 
 
 def test_several_templates_without_a_default(tmp_path):
@@ -148,7 +149,7 @@ def test_a_template_in_the_home_folder_and_one_that_is_no_file(tmp_path, monkeyp
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copy(PLAIN, tmp_path / "mine.jinja")
     job = load_job(ROOT / "jobs/demo/sft.yaml", ["model.chat_template=~/mine.jinja"], "sft")
-    assert "Human" in check_models(job, {}).tokenizer.chat_template
+    assert "Human" in settle(job, {}).tokenizer.chat_template
     os.mkfifo(tmp_path / "pipe.jinja")
     with pytest.raises(InputError, match="there is no file"):
         load_tokenizer(BASE, chat_template=str(tmp_path / "pipe.jinja"))

@@ -26,6 +26,7 @@ from pipeline.ppo.selfcheck.roles import gradient_of
 from tests.gpu import models
 from tests.gpu.models import DEVICE, SMALL, small
 from tests.gpu.record import Record
+from tests.support.settled import work_of
 
 LAYERS = 4
 MEASURED = ("time/", "memory/", "train_", "mfu")  # metrics that differ from run to run
@@ -240,7 +241,7 @@ def out_of_memory(record: Record) -> None:
     said, learn = "", trainer.learn
     trainer.learn = lambda *_, **__: torch.empty(limit, dtype=torch.uint8, device=DEVICE)  # type: ignore[assignment,method-assign]
     try:
-        with explained(job):
+        with explained(work_of(job)):
             trainer.run_update()
     except OutOfMemory as error:
         said = str(error)

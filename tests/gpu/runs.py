@@ -26,7 +26,7 @@ from pipeline.config import load_job
 from pipeline.inference.memory import GIB
 from pipeline.on_ray.session import embedded
 from pipeline.runtime import roles
-from pipeline.runtime.preparation import load_host
+from pipeline.runtime.host import load_host
 from pipeline.serving import models
 from tests.gpu.pretend import worker
 from tests.gpu.pretend.command import machine, run

@@ -15,10 +15,15 @@ from pipeline.commands import rlhf
 from pipeline.config import load_job
 from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
+from pipeline.settle.places import places_of
 
 
 def job(*overrides):
     return load_job(ROOT / "jobs/demo/sft.yaml", ["data.batch_size=null", *overrides], "sft")
+
+
+def places(*overrides):
+    return places_of(job(*overrides))
 
 
 GPU = ["scaling.use_gpu=true", "trainer.use_cpu=false"]
@@ -36,8 +41,8 @@ GPU = ["scaling.use_gpu=true", "trainer.use_cpu=false"]
 def test_what_this_machine_can_never_hold_is_refused(overrides, says, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(InputError, match=says):
-        placement.check_scaling(job(*overrides))
-    placement.check_scaling(job("scaling.resources_per_worker={CPU: 0.5, memory: 1e9}"))
+        placement.check_fits(places(*overrides))
+    placement.check_fits(places("scaling.resources_per_worker={CPU: 0.5, memory: 1e9}"))
 
 
 def test_as_many_workers_are_proposed_as_can_share_a_batch(monkeypatch, capsys, in_root):
@@ -57,20 +62,22 @@ def test_as_many_workers_are_proposed_as_can_share_a_batch(monkeypatch, capsys, 
 
 
 def test_a_worker_has_a_gpu_unless_the_job_says_otherwise():
-    assert placement.bundles(job(*GPU))[0].resources == {"CPU": 1, "GPU": 1}
-    assert placement.bundles(job(*GPU, "scaling.resources_per_worker=null"))[0].resources == {"GPU": 1}
+    assert places(*GPU).workers.each.resources == {"CPU": 1, "GPU": 1}
+    assert places(*GPU, "scaling.resources_per_worker=null").workers.each.resources == {"GPU": 1}
 
 
 def test_one_machine_ignores_keys_that_choose_among_nodes(monkeypatch, capsys):
     """The same job file runs on a cluster and on a machine with one large GPU."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     selected = job("scaling.label_selector={zone: a}", "scaling.accelerator_type=H100")
-    here = placement.for_this_machine(selected)
-    assert placement.bundles(here)[0] == placement.Bundle({"CPU": 1}, {})
+    here = places_of(selected, note=True)
+    assert here.workers.each == placement.Bundle({"CPU": 1}, {})
+    assert not here.scaling.keys() & {"label_selector", "accelerator_type"}
     out = capsys.readouterr().out
     assert "note: ignoring scaling.accelerator_type, scaling.label_selector: this is" in out
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    assert placement.for_this_machine(selected) is selected
+    assert places_of(selected).workers.each.selector == {"zone": "a"}
+    assert places_of(selected).scaling == selected.scaling
     monkeypatch.setenv("RAY_ADDRESS", "")  # as unset
     assert job("scaling.num_workers=0").in_process
 
@@ -112,42 +119,42 @@ def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
     monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: {})
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     count = placement.side_by_side
-    assert count(job("scaling.num_workers=2")) == 20
-    assert count(job("scaling.resources_per_worker={CPU: 9}")) == 2  # not 4: half a node is none
-    assert count(job(*GPU, "scaling.num_workers=4")) == 2
-    assert count(job(*GPU, "scaling.label_selector={zone: a}")) == 4
-    assert count(job(*GPU, "scaling.num_workers=9")) == 1  # it waits for what Ray Train waits for
+    assert count(places("scaling.num_workers=2")) == 20
+    assert count(places("scaling.resources_per_worker={CPU: 9}")) == 2  # not 4: half a node is none
+    assert count(places(*GPU, "scaling.num_workers=4")) == 2
+    assert count(places(*GPU, "scaling.label_selector={zone: a}")) == 4
+    assert count(places(*GPU, "scaling.num_workers=9")) == 1  # it waits for what Ray Train waits for
     rollouts = ["rollout.num_workers=2", "rollout.use_gpu=true", "rollout.label_selector={zone: b}"]
     # Trainers in a, rollout workers in b, and so on
     for trainers in (
         ["scaling.use_gpu=true", "scaling.num_workers=2"],
         ["scaling.resources_per_worker={CPU: 8}"],
     ):
-        assert count(load_job(ROOT / "jobs/demo/ppo.yaml", [*trainers, *rollouts])) == 2
+        assert count(places_of(load_job(ROOT / "jobs/demo/ppo.yaml", [*trainers, *rollouts]))) == 2
     monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: {"CPU": 64.0, "GPU": 32.0})
-    assert count(job(*GPU, "scaling.num_workers=4")) == 8
+    assert count(places(*GPU, "scaling.num_workers=4")) == 8
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: {})
     monkeypatch.setattr(ray, "nodes", lambda: [node(4, 0)])
-    assert count(job()) == (os.cpu_count() or 1)  # an embedded Ray hands out more
+    assert count(places()) == (os.cpu_count() or 1)  # an embedded Ray hands out more
 
 
 def test_what_an_autoscaler_may_never_add_is_refused(embedded_ray, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     monkeypatch.setattr(placement, "_autoscaler_limits", lambda: {"CPU": 64, "GPU": 4})
-    placement.check_scaling(job("scaling.num_workers=64"))
+    placement.check_fits(places("scaling.num_workers=64"))
     with pytest.raises(
         InputError, match=r"65 workers with CPU: 1 each, but this cluster at its largest has 64"
     ):
-        placement.check_scaling(job("scaling.num_workers=65"))
+        placement.check_fits(places("scaling.num_workers=65"))
     monkeypatch.setattr(placement, "_autoscaler_limits", dict)  # nothing is known
-    placement.check_scaling(job("scaling.num_workers=65"))
+    placement.check_fits(places("scaling.num_workers=65"))
 
 
 def test_a_wait_says_what_it_waits_for_and_ends(embedded_ray, monkeypatch, capsys):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    wait = placement.Wait(job("scaling.resources_per_worker={CPU: 64}", "run.placement_timeout_s=100"))
+    wait = placement.Wait(places("scaling.resources_per_worker={CPU: 64}", "run.placement_timeout_s=100"))
     for seconds in (0, 29):
         now[0] += seconds
         wait.check()
@@ -162,7 +169,7 @@ def test_a_wait_says_what_it_waits_for_and_ends(embedded_ray, monkeypatch, capsy
     now[0] += 100
     with pytest.raises(Failure, match=r"^run.placement_timeout_s: no place for 1 x \{CPU: 64\} was found"):
         wait.check()
-    endless = placement.Wait(job("run.placement_timeout_s=-1"))
+    endless = placement.Wait(places("run.placement_timeout_s=-1"))
     endless.check()
     now[0] += 1e9
     endless.check()

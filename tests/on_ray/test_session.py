@@ -23,9 +23,8 @@ import pytest
 from running import ROOT
 from sockets import on_loopback, sockets
 
-from pipeline.config import load_job
 from pipeline.errors import InputError
-from pipeline.on_ray import session
+from pipeline.on_ray import placement, session
 
 COMMAND = json.dumps({"entrypoint": "true"})  # what Ray's agent runs for whoever has the token
 # (method, path, body): what the HTTP servers of a session answer; all but metrics and health want the token.
@@ -324,6 +323,6 @@ def test_a_temporary_folder_of_another_user_is_named_before_ray_starts(tmp_path,
         mine.mkdir()
         os.chown(mine, 12345, 12345)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    job = load_job(ROOT / "jobs/demo/sft.yaml", ["scaling.num_workers=1"], "sft")
-    with pytest.raises(InputError, match=r"belongs to another user.*export TMPDIR"), session.session(job):
+    begun = session.session(placement.ROWS, "runs", "")
+    with pytest.raises(InputError, match=r"belongs to another user.*export TMPDIR"), begun:
         pass

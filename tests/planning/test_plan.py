@@ -24,6 +24,7 @@ from pipeline.on_ray import placement
 from pipeline.planning import plan, shape
 from pipeline.planning.rows import Rows, look
 from pipeline.planning.shape import Shape, saved
+from pipeline.settle.places import places_of
 from pipeline.system import prices
 
 LLAMA_8B, LLAMA_70B = (shape.SHAPES[f"meta-llama/Llama-3.1-{size}"] for size in ("8B", "70B"))
@@ -118,7 +119,7 @@ def test_the_header_of_a_profile_names_the_peak_and_the_smallest_gpu(profile, st
     peak = plan.make(planned, {}).peak / plan.GIB
     header = (ROOT / path).read_text().partition("\nstage:")[0]
     assert f"`plan` estimates a peak of {peak:.0f} GiB on each GPU" in header
-    smallest = min(plan.GPUS[name].memory for name in named(planned))
+    smallest = min(plan.GPUS[name].memory for name in named(places_of(planned, elsewhere=True)))
     stated = int(re.search(r"GPUs? of (\d+) GB", header)[1])
     assert peak < smallest and stated - 2 <= smallest < stated
 
@@ -352,20 +353,20 @@ def test_a_profile_starts_on_a_machine_with_gpus_or_says_what_to_change(
     monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: count)
     memory, fitted = plan.GPUS[gpu].memory * plan.GIB, 0
     for path, given in of_profile(profile, tmp_path).items():
-        asked = placement.for_this_machine(load_job(path, given, path.stem), note=False)
+        asked = load_job(path, given, path.stem)
         if asked.workers[0] > count:
             with pytest.raises(
                 InputError, match=rf"this machine has {count}; set scaling\.num_workers"
             ) as few:
-                placement.check_scaling(asked)
-            placement.check_scaling(load_job(path, [*given, few.value.change], path.stem))
+                placement.check_fits(places_of(asked))
+            placement.check_fits(places_of(load_job(path, [*given, few.value.change], path.stem)))
         try:
-            check_fit(plan.make(asked, {}), {}, memory, count)
+            check_fit(plan.make(asked, {}), places_of(asked), {}, memory, count)
         except Failure as failure:
             said = str(failure)
             given += shlex.split("".join(re.findall(r"; with (.*?) a worker needs", said)))
             changed = load_job(path, given, path.stem)
-            placement.check_scaling(changed)
+            placement.check_fits(places_of(changed))
             peak = plan.make(changed, {}).peak
             larger = re.search(r"; use (.*), a smaller model", said)
             assert (larger is None) == (peak <= memory), said
@@ -374,7 +375,7 @@ def test_a_profile_starts_on_a_machine_with_gpus_or_says_what_to_change(
             fitted += larger is None
         else:
             assert plan.make(asked, {}).peak <= memory
-            placement.check_scaling(asked)
+            placement.check_fits(places_of(asked))
             fitted += 1
     assert bool(fitted) == ("70b" not in profile or memory > 75 * plan.GIB)
 
@@ -411,8 +412,8 @@ def test_a_rollout_worker_holds_no_critic_and_no_gradients(llama_8b, capsys):
     worker = plan.make(one, learns=False)
     assert not [item.what for item in worker.items if re.search("critic|gradients and", item.what)]
     assert plan.make(one).peak > worker.peak > plan.make(one).items[0].size
-    said = of_rollout_workers(one, worker)
+    said = of_rollout_workers(places_of(one).rollout, worker)
     assert "fits on A100-40G" in said and "All 3: from $6.72 an hour" in said
     l4 = job(llama_8b, "llama3-8b/ppo", three, "rollout.label_selector={ray.io/accelerator-type: L4}")
     with pytest.raises(Failure, match=r"rollout\.label_selector: a rollout.* allow larger ones: A100-40G"):
-        of_rollout_workers(l4, plan.make(l4, learns=False))
+        of_rollout_workers(places_of(l4, elsewhere=True).rollout, plan.make(l4, learns=False))

@@ -9,6 +9,7 @@ import pytest
 from registered import Killed, mlflow
 
 from pipeline import registry
+from pipeline.settle.identity import tracking_of
 
 
 def status(job, run_id):
@@ -19,22 +20,22 @@ def test_the_same_name_continues_its_run_unless_it_is_finished_or_starts_over(jo
     endings = {KeyError: "FAILED", KeyboardInterrupt: "KILLED", SystemExit: "KILLED", Killed: "KILLED"}
     opened = []
     for ending, expected in endings.items():
-        with pytest.raises(ending), registry.mlflow_run(job, {}) as first:
+        with pytest.raises(ending), registry.mlflow_run(tracking_of(job), {}) as first:
             assert status(job, first) == "RUNNING"
             raise ending
         assert status(job, first) == expected
         opened.append(first)
     assert set(opened) == {first}
     mlflow(job).update_run(first, status="RUNNING")  # a driver that was killed writes nothing
-    with registry.mlflow_run(job, {}, new_run=True) as second:
+    with registry.mlflow_run(tracking_of(job), {}, new_run=True) as second:
         assert second != first and status(job, first) == "KILLED"
-    with registry.mlflow_run(job, {}) as third:
+    with registry.mlflow_run(tracking_of(job), {}) as third:
         assert third != second and status(job, second) == "FINISHED"
 
 
 def test_a_run_says_who_started_it_from_what(job):
     """As MLflow's own start_run does; and MLflow's page opens on runs, not on traces that training does not have."""
-    with registry.mlflow_run(job, {}) as run_id:
+    with registry.mlflow_run(tracking_of(job), {}) as run_id:
         pass
     tags = mlflow(job).get_run(run_id).data.tags
     assert (tags["mlflow.user"], tags["mlflow.source.name"]) == (getpass.getuser(), "jobs/demo/sft.yaml")

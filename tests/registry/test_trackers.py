@@ -16,13 +16,15 @@ from pipeline.config import load_job
 from pipeline.config.job import MLflow
 from pipeline.errors import InputError
 from pipeline.registry import curves
+from pipeline.settle.identity import tracking_of
 
 FIRST = """
 import os, sys, time
 from pipeline import registry
 from pipeline.config import load_job
+from pipeline.settle.identity import tracking_of
 job = load_job("jobs/demo/sft.yaml", [*sys.argv[2:], "gate={}"], "sft")
-log = registry.Curves(job, sys.argv[1])
+log = registry.Curves(tracking_of(job), sys.argv[1])
 for step in range(1, 7):
     log.log({"loss": 1 / step, "val/ratio": 0.5 * step}, step)
     time.sleep(0.1)
@@ -90,7 +92,7 @@ def test_after_a_kill_and_a_resume_the_curves_are_mlflows(name, begun, tmp_path)
     given = [f"run.storage_path={tmp_path}", "run.name=one", f"mlflow.also=[{name}]"]
     killed = python("-c", FIRST, run_id, *given)
     assert killed.returncode == -9, killed.stderr
-    again = registry.Curves(job, run_id)
+    again = registry.Curves(tracking_of(job), run_id)
     for step in range(1, 11):  # replayed to the checkpoint of step 4, made again to 6, and new
         again.log({"loss": 1 / step, "val/ratio": 0.5 * step}, step)
     again.log({"eval_loss": 0.125}, 10)
@@ -110,7 +112,7 @@ def test_after_a_kill_and_a_resume_the_curves_are_mlflows(name, begun, tmp_path)
 def test_what_is_final_of_an_earlier_step_is_in_wandbs_summary(begun, tmp_path):
     pytest.importorskip("wandb")
     job, run_id = begun("wandb")
-    log = registry.Curves(job, run_id)
+    log = registry.Curves(tracking_of(job), run_id)
     for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
         log.log({"eval_loss": loss}, step)
     log.log({"eval_loss": 0.25, "before_loss": 1.0}, 2, final=True)
@@ -128,17 +130,17 @@ def test_a_missing_package_and_a_missing_account_are_said_before_anything_starts
         monkeypatch.setattr(importlib.util, "find_spec", lambda one, name=name: one != name or None)
         says = rf'^mlflow.also: found {name}, which is not installed here; run .*"\.\[{name}\]"'
         with pytest.raises(InputError, match=says):
-            registry.check_trackers(job)
+            registry.check_trackers(job.mlflow.also)
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: True)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    registry.check_trackers(job)
+    registry.check_trackers(job.mlflow.also)
     monkeypatch.delenv("WANDB_API_KEY")
-    registry.check_trackers(job)  # offline
+    registry.check_trackers(job.mlflow.also)  # offline
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(InputError, match=r"no account: export WANDB_API_KEY=.*WANDB_MODE=offline"):
-        registry.check_trackers(job)
+        registry.check_trackers(job.mlflow.also)
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    registry.check_trackers(job)
+    registry.check_trackers(job.mlflow.also)
 
 
 def test_every_name_that_a_job_accepts_has_a_tracker():

@@ -15,20 +15,22 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 from registered import LINEAGE, Killed, killed, mlflow, published
 from running import stage
+from settled import work_of
 
 from pipeline import registry
 from pipeline.errors import InputError
 from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
 from pipeline.registry.store import persistently
-from pipeline.runtime.host import Input
 from pipeline.runtime.run import publish
+from pipeline.settle.identity import tracking_of
+from pipeline.settle.work import Input
 from pipeline.system import storage
 
 
 def register(job, adapter, metrics=None, lineage=LINEAGE):
     """Publishes an adapter in a run of its job. Returns the version."""
-    with registry.mlflow_run(job, {"train": "d" * 64}) as run_id:
+    with registry.mlflow_run(tracking_of(job), {"train": "d" * 64}) as run_id:
         return published(job, run_id, adapter, metrics or {}, lineage)
 
 
@@ -49,7 +51,7 @@ def test_a_version_is_described_in_words_and_links(job, adapter):
         "stage base_name_or_path base_digest parents data eval_loss measured_with gate".split()
     )
     counts = {f"models:/rlhf-ppo/{i}": i for i in range(1, 31)} | {"others": 7}
-    with registry.mlflow_run(job, {}, new_run=True) as run_id:
+    with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
         published(job, run_id, adapter, {}, {**LINEAGE, "rows_from": counts})
     rows_from = registry.version("models:/rlhf-sft/2", registry.tracking_uri(job))["tags"]["rows_from"]
     assert len(rows_from) == 21 and rows_from["models:/rlhf-ppo/30"] == 30
@@ -65,7 +67,7 @@ def test_a_version_is_described_in_words_and_links(job, adapter):
 def test_a_run_that_goes_on_under_another_model_name_makes_a_version_of_that_name(job, adapter):
     """`mlflow` may change when a run goes on: the alias of the new name is never set to the old name's number."""
     other = replace(job, mlflow=replace(job.mlflow, registered_model="other"), gate={"eval_loss": "<= 0.5"})
-    with registry.mlflow_run(job, {}, new_run=True) as run_id:
+    with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
         published(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
         held_back = published(replace(other, gate=job.gate), run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
         assert str(held_back) == "other v1 @champion"
@@ -88,12 +90,10 @@ def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
     for name, alias in (("unchanged", None), ("other", "champion")):
         at = str(tmp_path / "policy")
         inputs = {"policy": Input(at, "adapter", at)} if start else {}
-        work = SimpleNamespace(
-            job=job, inputs=inputs, gate=registry.gate_of(job), uri=registry.tracking_uri(job)
-        )
+        work = work_of(job, inputs=inputs)
         metrics = {"eval_loss": 0.0, "grad_norm/policy": 0.0 if start else 1.0}
         result = {"metrics": metrics, "adapter": str(tmp_path / name)}
-        with registry.mlflow_run(job, {}, new_run=True) as run_id:
+        with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
             lineage.write(str(tmp_path / name), LINEAGE)
             version = publish(work, result | {"mlflow_run_id": run_id})
         assert version.alias == alias
@@ -173,7 +173,7 @@ def test_files_that_come_back_changed_are_not_registered(job, adapter, monkeypat
     monkeypatch.setattr(mlflow.artifacts, "download_artifacts", spoiled)
     with (
         pytest.raises(RuntimeError, match=r"other files than were saved: adapter_model.safetensors"),
-        registry.mlflow_run(job, {}) as run_id,
+        registry.mlflow_run(tracking_of(job), {}) as run_id,
     ):
         published(job, run_id, adapter, {}, LINEAGE)
     store = registry.client(registry.tracking_uri(job))
@@ -198,7 +198,7 @@ def test_a_gate_may_compare_with_the_champion(job, adapter):
     compared, rows = replace(job, gate={"eval_loss": "<= champion"}), {"data": {"eval": "e" * 64}}
 
     def publish(one, loss, **more):
-        with registry.mlflow_run(one, {}, new_run=True) as run_id:
+        with registry.mlflow_run(tracking_of(one), {}, new_run=True) as run_id:
             return published(one, run_id, adapter, {"eval_loss": loss}, {**LINEAGE, **rows, **more})
 
     first, same, worse = (publish(compared, loss) for loss in (0.0733333333, 0.0733333333, 1.67))
@@ -227,7 +227,7 @@ def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
     """With the figures of the champion's own evaluation, against the same baseline."""
     compared = replace(job, stage="evaluate", gate={"eval_reward": ">= champion"})
     for _ in range(3):
-        with registry.mlflow_run(job, {}, new_run=True) as run_id:
+        with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
             published(replace(job, mlflow=replace(job.mlflow, alias="new")), run_id, adapter, {}, LINEAGE)
 
     def promote(number, reward, baseline="models:/rlhf-sft/1"):
@@ -273,14 +273,18 @@ WRITES = ["log_model_artifacts", "finalize_logged_model", "create_registered_mod
 def test_killed_anywhere_while_publishing_it_is_registered_once_and_whole(before, job, adapter, monkeypatch):
     """Just before each of its writes: no version without its files, no alias on it, and the second try mends everything."""
     store = mlflow(job)
-    with pytest.raises(Killed), registry.mlflow_run(job, {}) as first, monkeypatch.context() as patch:
+    with (
+        pytest.raises(Killed),
+        registry.mlflow_run(tracking_of(job), {}) as first,
+        monkeypatch.context() as patch,
+    ):
         patch.setattr(MlflowClient, before, killed)
         published(job, first, adapter, {"eval_loss": 1.0}, LINEAGE)
     for version in store.search_model_versions("name = 'rlhf-sft'"):
         assert version.aliases == []
         folder = registry.fetch(f"models:/rlhf-sft/{version.version}", registry.tracking_uri(job))
         assert folder_digests(folder) == folder_digests(adapter)
-    with registry.mlflow_run(job, {}) as second:
+    with registry.mlflow_run(tracking_of(job), {}) as second:
         published(job, second, adapter, {"eval_loss": 1.0}, LINEAGE)
     assert second == first and store.get_run(second).info.status == "FINISHED"
     assert [str(v.version) for v in store.search_model_versions("name = 'rlhf-sft'")] == ["1"]
@@ -309,7 +313,7 @@ def test_a_server_that_goes_away_while_a_version_is_registered_is_waited_for(
     clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)  # other threads keep theirs
     monkeypatch.setattr("pipeline.registry.store.time", clock)
     monkeypatch.setattr(MlflowClient, before, goes_away)
-    with registry.mlflow_run(job, {}) as run_id:
+    with registry.mlflow_run(tracking_of(job), {}) as run_id:
         version = persistently(
             registry.tracking_uri(job), job.folder, lambda: published(job, run_id, adapter, {}, LINEAGE)
         )

@@ -20,6 +20,7 @@ from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.report import gather, page, panels, plots, preferences
 from pipeline.runtime import run
+from pipeline.settle.identity import tracking_of
 
 SCRIPT = "<script>alert('x')</script> & \"quotes\" $x^2$"
 PPO_CURVES = {
@@ -70,7 +71,7 @@ def log(job, run_id, curves):
 
 def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, rows_from=None):
     """A run as `launch` leaves it, without the training: its MLflow run, its version, its result.json."""
-    with registry.mlflow_run(job, {"train": "d" * 64}) as run_id:
+    with registry.mlflow_run(tracking_of(job), {"train": "d" * 64}) as run_id:
         if curves:
             log(job, run_id, curves)
         version = None
@@ -255,7 +256,7 @@ def test_runs_of_one_stage_are_drawn_over_each_other(runs, store):
 
 def test_a_failed_run_says_why_and_where(store):
     job = begin(store, "failed-ppo")
-    with pytest.raises(ZeroDivisionError), registry.mlflow_run(job, {}) as run_id:
+    with pytest.raises(ZeroDivisionError), registry.mlflow_run(tracking_of(job), {}) as run_id:
         log(job, run_id, {"objective/kl": [0.0, 0.5]})
         failure = {"error": f"ZeroDivisionError: {SCRIPT}", "mlflow_run_id": run_id}
         (store / "failed-ppo" / "failed.json").write_text(json.dumps(failure))
@@ -267,7 +268,7 @@ def test_a_failed_run_says_why_and_where(store):
 
 def test_an_unfinished_run_is_found_in_mlflow_by_its_folder(store):
     job = begin(store, "cut-off")
-    run = registry.mlflow_run(job, {})
+    run = registry.mlflow_run(tracking_of(job), {})
     log(job, run.__enter__(), {"objective/kl": [0.0, 0.5, 0.75]})
     found = report.read(str(store / "cut-off"))
     assert found.state == "unfinished" and found.last_step == 3 and found.metrics["objective/kl"] == 0.75
@@ -441,7 +442,7 @@ def test_any_number_of_pairs_can_be_drawn(count):
 
 def test_of_a_step_logged_twice_the_later_value_counts(store):
     job = begin(store, "twice")
-    with registry.mlflow_run(job, {}) as run_id:
+    with registry.mlflow_run(tracking_of(job), {}) as run_id:
         log(job, run_id, {"loss": [3.0, 2.0, 1.0]})
         later = int(time.time() * 1000) + 10_000  # a restarted worker of another time or tool
         registry.client(registry.tracking_uri(job)).log_metric(run_id, "loss", 2.5, timestamp=later, step=2)

@@ -193,7 +193,7 @@ async def test_workers_that_compute_otherwise_are_restarted_when_a_new_group_of_
 def test_only_a_version_whose_trainer_died_is_waited_for(error, monkeypatch):
     """Any other reason for which it cannot be fetched would keep the chunk going round for ever."""
     made = RolloutWorker.__new__(RolloutWorker)
-    made.holds, made.sampler, made.work = None, object(), SimpleNamespace(job=None)
+    made.holds, made.sampler, made.work = None, object(), None
     made.settings = "settings"
 
     def get(reference):

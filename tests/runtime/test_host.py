@@ -5,9 +5,10 @@ import importlib
 import pytest
 import toy_models
 import transformers
+from settled import work_of
 
 from pipeline.config import load_job
-from pipeline.runtime.host import Host, Work
+from pipeline.runtime.host import Host
 
 
 class Loaded(BaseException):
@@ -42,7 +43,7 @@ class OnThirdGpu(Host):
 def test_every_stage_loads_its_base_onto_the_workers_gpu(stage, quantised, tmp_path, asked, in_root):
     """Loaded to the CPU first, nf4 is made by one thread of it, and each worker holds a whole base in the node's memory."""
     job = load_job(f"jobs/demo/{stage}.yaml", [f"model.load_in_4bit={str(quantised).lower()}"], stage)
-    worker = OnThirdGpu(Work(job, toy_models.tokenizer(), {}, {}, {}, None, None))
+    worker = OnThirdGpu(work_of(job, toy_models.tokenizer()))
     worker.scratch = str(tmp_path)
     with pytest.raises(Loaded):
         importlib.import_module(f"pipeline.stages.{stage}").train(worker)
@@ -64,5 +65,5 @@ def test_every_stage_loads_its_base_onto_the_workers_gpu(stage, quantised, tmp_p
 def test_on_a_cpu_the_base_has_the_dtype_of_its_products(stage, settings, expected, asked, in_root):
     job = load_job(f"jobs/demo/{stage}.yaml", ["model.dtype=float32", *settings], stage)
     with pytest.raises(Loaded):
-        Host(Work(job, toy_models.tokenizer(), {}, {}, {}, None, None)).load_base()
+        Host(work_of(job, toy_models.tokenizer())).load_base()
     assert str(asked[0]["dtype"]) == f"torch.{expected}"

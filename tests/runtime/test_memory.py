@@ -7,6 +7,7 @@ import dying
 import pytest
 import torch
 from running import ROOT
+from settled import work_of
 
 from pipeline.__main__ import main
 from pipeline.config import load_job
@@ -38,7 +39,7 @@ def load_base():
 )  # fmt: skip
 def test_the_message_names_phase_and_settings(stage, phase, expected):
     job = load_job(str(ROOT / f"jobs/demo/{stage}.yaml"), [], stage)
-    with pytest.raises(OutOfMemory, match=expected) as raised, memory.explained(job):
+    with pytest.raises(OutOfMemory, match=expected) as raised, memory.explained(work_of(job)):
         if callable(phase):
             phase()
         with Phases(torch.device("cpu"))(phase):
@@ -48,7 +49,7 @@ def test_the_message_names_phase_and_settings(stage, phase, expected):
 
 def test_other_errors_stay_as_they_are():
     job = load_job(str(ROOT / "jobs/demo/ppo.yaml"), [], "ppo")
-    with pytest.raises(RuntimeError, match=r"^shapes$"), memory.explained(job):
+    with pytest.raises(RuntimeError, match=r"^shapes$"), memory.explained(work_of(job)):
         with Phases(torch.device("cpu"))("update"):
             raise RuntimeError("shapes")
 

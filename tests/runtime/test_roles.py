@@ -7,10 +7,12 @@ import pytest
 import torch
 import toy_models
 from running import ROOT
+from settled import work_of
 
 from pipeline.config import load_job
-from pipeline.runtime import inputs, roles
-from pipeline.runtime.host import Input
+from pipeline.runtime import roles
+from pipeline.settle import inputs
+from pipeline.settle.work import Input
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def host(tmp_path, monkeypatch):
     job = load_job("jobs/demo/ppo.yaml", [f"policy={named['policy']}", "trainer.sync_ref_model=true"], "ppo")
     job = replace(job, reward=[rule, named["reward.1"]])
     given = {name: Input(at, "adapter", at) for name, at in named.items()}
-    work = SimpleNamespace(inputs={**given, "reward.0": Input(rule, "function")})
+    work = work_of(job, inputs={**given, "reward.0": Input(rule, "function")})
     made = {"work": work, "args": job.args, "tokenizer": toy_models.tokenizer()}
     return SimpleNamespace(job=job, input=named.__getitem__, **made)
 
@@ -75,12 +77,17 @@ def test_a_critic_that_is_a_head_owns_no_adapter(host, tmp_path):
     shared.set_trainable("policy", True)  # the head on it does not share it
 
 
+def vllm_options(settings):
+    job = load_job("jobs/demo/ppo.yaml", settings, "ppo")
+    return roles.vllm_options(job.model, job.rollout_config, 64)
+
+
 def test_vllm_is_told_how_large_its_batches_are_and_not_to_share_memory_of_expandable_segments(monkeypatch):
     monkeypatch.chdir(ROOT)
     engine = ["rollout.engine=vllm", "rollout.num_workers=1", "rollout.use_gpu=true"]
-    options = roles.vllm_options(load_job("jobs/demo/ppo.yaml", engine, "ppo"), 64)
+    options = vllm_options(engine)
     assert (options["max_num_seqs"], options["max_num_batched_tokens"]) == (64, 8192)
     assert "disable_custom_all_reduce" not in options
     more = ["rollout.tensor_parallel_size=2", "rollout.vllm_kwargs={max_num_seqs: 128}"]
-    options = roles.vllm_options(load_job("jobs/demo/ppo.yaml", [*engine, *more], "ppo"), 64)
+    options = vllm_options([*engine, *more])
     assert options["disable_custom_all_reduce"] is True and options["max_num_seqs"] == 128

@@ -9,10 +9,13 @@ from running import ROOT
 
 from pipeline.__main__ import main
 from pipeline.config import load_job
+from pipeline.config.identity import identity_of
 from pipeline.errors import InputError
 from pipeline.registry.lineage import folder_digests
-from pipeline.runtime import checkpoints, inputs, resume
+from pipeline.runtime import checkpoints, resume
 from pipeline.runtime.resume import owned, state
+from pipeline.settle import inputs
+from pipeline.settle.identity import named
 
 BATCH = ["data.batch_size=16", "trainer.per_device_train_batch_size=8"]
 PPO = ["policy=base", "reward=python:bad_rewards:length", "judge=null"]
@@ -28,7 +31,7 @@ def halfway(tmp_path_factory):
         place = [f"run.storage_path={folder}", f"run.name={verb}"]
         job = load_job(f"jobs/demo/{verb}.yaml", [*place, *more], verb)
         rows = {"train": "sha256:rows", "trainer.advantage_estimator": "sha256:code"}
-        resume.record(resume.named(job), {}, "sha256:base", rows)
+        resume.record(identity_of(named(job)), {}, "sha256:base", rows)
         checkpoint = folder / verb / "checkpoint_00000010"
         checkpoint.mkdir()
         (checkpoint / "state.json").write_text("{}")
@@ -92,7 +95,7 @@ def test_how_evaluations_are_compared_decides_what_is_registered(halfway, tmp_pa
 
 def job_of(folder, *overrides):
     given = [f"run.storage_path={folder}", "run.name=sft", *overrides]
-    return resume.named(load_job("jobs/demo/sft.yaml", given, "sft"))
+    return identity_of(named(load_job("jobs/demo/sft.yaml", given, "sft")))
 
 
 def test_without_a_checkpoint_the_job_may_still_be_edited(halfway, tmp_path, in_root):
@@ -134,13 +137,14 @@ def test_a_python_reward_that_was_edited_is_content_that_changed(halfway, tmp_pa
     job = load_job("jobs/demo/collect.yaml", given, "collect")
     rows = inputs.digests_of_functions(job)
     assert rows.keys() == {"reward"}
-    resume.record(job, {}, "sha256:base", rows)
+    run = identity_of(job)
+    resume.record(run, {}, "sha256:base", rows)
     (tmp_path / "one" / resume.PARTS).mkdir()
-    found = resume.unfinished(job)
-    assert resume.same_content(found, job, "sha256:base", inputs.digests_of_functions(job))
+    found = resume.unfinished(run)
+    assert resume.same_content(found, run, "sha256:base", inputs.digests_of_functions(job))
     module.write_text("def score(completions, **_):\n    return [1.0 for _ in completions]\n")
     with pytest.raises(InputError, match=r"content of reward has changed since 'one' .*Restore the files"):
-        resume.same_content(found, job, "sha256:base", inputs.digests_of_functions(job))
+        resume.same_content(found, run, "sha256:base", inputs.digests_of_functions(job))
 
 
 def test_what_a_run_left_cannot_be_read(halfway, tmp_path, in_root, capsys):
@@ -204,7 +208,7 @@ def test_versions_hold_for_the_inputs_that_the_job_names_as_it_did(tmp_path, in_
     def ppo(*overrides):
         named = ["policy=models:/a@champion", "judge=models:/b@champion"]
         place = [f"run.storage_path={tmp_path}", "run.name=one"]
-        return load_job("jobs/demo/ppo.yaml", [*named, *place, *overrides], "ppo")
+        return identity_of(load_job("jobs/demo/ppo.yaml", [*named, *place, *overrides], "ppo"))
 
     pinned = {"policy": "models:/a/1", "judge": "models:/b/2", "reward.0": "models:/rlhf-rm/3"}
     resume.record(ppo(), pinned, "b", {})

@@ -14,7 +14,7 @@ from pipeline import registry
 from pipeline.config import load_job
 from pipeline.inference.rows import Sampling
 from pipeline.models.hub import TENSORS
-from pipeline.runtime.preparation import load_host
+from pipeline.runtime.host import load_host
 from pipeline.serving.batching import ServedRow
 from pipeline.serving.models import Models, start
 

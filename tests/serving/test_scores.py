@@ -8,7 +8,7 @@ from running import ROOT
 
 from pipeline.config import load_job
 from pipeline.data.values import RowError
-from pipeline.runtime.preparation import load_host
+from pipeline.runtime.host import load_host
 from pipeline.serving.models import Served
 from pipeline.serving.scores import Scores
 

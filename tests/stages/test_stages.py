@@ -8,8 +8,10 @@ import pytest
 from running import ROOT, client, curve, stage
 
 from pipeline.config import gates, load_job
+from pipeline.config.identity import identity_of
 from pipeline.planning import plan
-from pipeline.runtime import resume, run
+from pipeline.runtime import run
+from pipeline.settle.identity import named
 
 TRL_QUICK = [
     "trainer.max_steps=4", "data.batch_size=16", "trainer.per_device_train_batch_size=8", "trainer.logging_steps=1",
@@ -146,4 +148,4 @@ def test_a_finished_run_that_was_moved_is_read_where_it_lies(runs, storage):
     job = load_job(
         ROOT / "jobs/demo/evaluate.yaml", [f"run.storage_path={moved.parent}", "run.name=toy-evaluate"]
     )
-    assert run.finished(resume.named(job))["folder"] == str(moved) != runs["evaluate"]["folder"]
+    assert run.finished(identity_of(named(job)))["folder"] == str(moved) != runs["evaluate"]["folder"]

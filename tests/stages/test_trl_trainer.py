@@ -149,7 +149,7 @@ def test_fp32_products_use_tf32_only_in_a_job_that_asks_for_it(tmp_path, monkeyp
     before = torch.backends.fp32_precision
     for settings, expected in ([], "ieee"), (["trainer.tf32=true"], "tf32"):
         one = alone.worker("sft", tmp_path, "trainer.torch_compile=true", *settings)
-        with worker.like_a_worker(one.job):
+        with worker.like_a_worker(one.work.places):
             trl_trainer.arguments(one, trl.SFTConfig)
             assert torch.backends.fp32_precision == expected
         assert torch.backends.fp32_precision == before

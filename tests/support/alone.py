@@ -11,15 +11,17 @@ from types import MappingProxyType, SimpleNamespace
 
 import torch
 from running import ROOT
+from settled import work_of
 
 from pipeline.config import load_job
 from pipeline.data.feed import to_hf
 from pipeline.data.read import prepare
 from pipeline.models.base import base_identity
 from pipeline.models.tokenizer import load_tokenizer
-from pipeline.registry import gate_of, lineage
-from pipeline.runtime.host import Host, Input, Work
+from pipeline.registry import lineage
+from pipeline.runtime.host import Host
 from pipeline.runtime.worker import require_reload
+from pipeline.settle.work import Input
 
 ONE_STEP = [
     *("trainer.max_steps=1", "data.batch_size=8", "trainer.per_device_train_batch_size=8"),
@@ -84,7 +86,7 @@ def worker(stage, folder, *settings, inputs=MappingProxyType({})):
     sets = {"train": to_hf(made.train, made.fingerprints["train"])}
     given = {name: Input(at, "function") for name, at in inputs.items() if at.startswith("python:")}
     given |= {n: Input(at, "adapter", at, lineage.read(at, n)) for n, at in inputs.items() if n not in given}
-    work = Work(job, tokenizer, base_identity(model.name_or_path), {}, {}, None, gate_of(job), given)
+    work = work_of(job, tokenizer, base_identity(model.name_or_path), inputs=given)
     return Alone(work, sets, out)
 
 

@@ -15,6 +15,7 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.base import base_identity, load_base
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 from pipeline.registry import lineage
+from pipeline.settle.identity import tracking_of
 
 DEMO = ROOT / "jobs/demo/model"
 BASE = str(DEMO)
@@ -66,7 +67,7 @@ def register(storage: Path, name: str, folder: str, facts: dict, metrics: dict, 
     tokenizer().save_pretrained(folder)
     given = [f"run.storage_path={storage}", f"run.name={Path(folder).name}", "gate={}", *more]
     job = load_job(ROOT / "jobs/demo/sft.yaml", [*given, f"mlflow.registered_model={name}"], "sft")
-    with registry.mlflow_run(job, {}) as run_id:
+    with registry.mlflow_run(tracking_of(job), {}) as run_id:
         return published(job, run_id, folder, metrics, facts)
 
 

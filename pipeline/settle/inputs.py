@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import inspect
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
@@ -11,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeline import registry
-from pipeline.config import Job, judge
+from pipeline.config import Job, Model, judge
 from pipeline.config.job import HUB, transforms
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError, about
@@ -19,7 +18,8 @@ from pipeline.models import adapter_files, hub
 from pipeline.models.compatibility import Base, unmergeable
 from pipeline.references import Ref
 from pipeline.registry import lineage
-from pipeline.runtime.host import Input
+from pipeline.settle.identity import tracking_of
+from pipeline.settle.work import Input
 from pipeline.system import storage, terminal
 from pipeline.system.functions import digest, imported
 
@@ -30,13 +30,6 @@ GIVEN = (
     "seeds",
     "groups",
 )  # arguments that every Python reward may have
-
-
-def key_of(job: Job, name: str) -> str:
-    """Returns the job's key of an input: a single reward is `reward`, one of a list `reward.0`, `reward.1`, ..."""
-    if name in job.serve.inputs:
-        return f"serve.{name}"
-    return "reward" if name == "reward.0" and not isinstance(job.reward, list) else name
 
 
 def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tuple[Job, dict[str, str]]:
@@ -50,7 +43,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     uri = registry.tracking_uri(job)
     named = {name: source for name, source in job.inputs.items() if source != "base"}
     if any(Ref.parse(name).is_registered for name in (job.model.name_or_path, *named.values())):
-        registry.check(job)
+        registry.check(tracking_of(job))
     if Ref.parse(job.model.name_or_path).is_registered:
         with about("model.name_or_path"):
             reference = registry.pin(job.model.name_or_path, uri, job.source)
@@ -63,7 +56,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
         job = replace(job, model=replace(job.model, name_or_path=base["name_or_path"], revision=revision))
     inputs, missing = dict[str, str](), list[str]()
     for name, source in named.items():
-        with about(key_of(job, name)):
+        with about(job.key_of(name)):
             if Ref.parse(source).is_function:
                 imported(source)
             if Ref.parse(source).is_judge:
@@ -138,16 +131,10 @@ def check_paths(job: Job) -> None:
 # ------------------------------------------------------------------------------------------ Python functions
 
 
-def functions(job: Job) -> dict[str, str]:
-    """Returns {key of the job: python:module:function} for its rewards and judge."""
-    named = job.inputs.items()
-    return {key_of(job, name): source for name, source in named if Ref.parse(source).is_function}
-
-
 def digests_of_functions(job: Job) -> dict[str, str]:
     """Returns {reward, judge or estimator: digest of the Python modules whose code decides the results of a run}."""
     found: dict[str, list[str]] = {}
-    for key, source in functions(job).items():
+    for key, source in job.functions.items():
         if key != "judge" or not STAGE[job.stage].learns:  # a stage does not learn from its judge
             found.setdefault(key.partition(".")[0], []).append(source)
     if (estimator := str(job.trainer.get("advantage_estimator"))).startswith("python:"):
@@ -163,36 +150,6 @@ def unfilled(source: str, columns: set[str]) -> str | None:
     parameters = inspect.signature(imported(source)).parameters.values()
     required = [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
     return next((name for name in required if name not in {*columns, *GIVEN}), None)
-
-
-def check_columns(job: Job, rows: dict[str, Any]) -> None:
-    """Raises InputError if the first rows lack data.subset, or columns for the parameters of Python rewards and judges."""
-    for name, some in rows.items():
-        taken = some.slice(0, 100).to_pylist() if hasattr(some, "slice") else some.take(100)
-        first = [json.loads(row["row"]) for row in taken]
-        known = {key for row in first for key in row}
-        if name == "pairs" and job.data.subset and job.data.subset not in known:
-            raise InputError(
-                f"found {job.data.subset!r}, which the rows of data.pairs do not have; expected one of "
-                f"{', '.join(sorted(known))}",
-                key="data.subset",
-            )
-        columns = known - {"prompt", "completion"}
-        if any(isinstance(row.get("prompt"), list) for row in first):
-            columns.add("messages")
-        asking = {
-            key_of(job, n): source for n, source in job.inputs.items() if not Ref.parse(source).is_model
-        }
-        for key, source in asking.items():
-            if key == "judge" and name != "eval":
-                continue  # a judge needs eval prompts; it skips pairs that lack columns
-            if wanted := unfilled(source, columns):
-                raise InputError(
-                    f"{source} asks for `{wanted}`, which the rows of data.{name} do not have; "
-                    f"expected one of {', '.join((*GIVEN, *sorted(columns)))}. Add the column to the rows, or give the "
-                    "parameter a default",
-                    key=key,
-                )
 
 
 # ---------------------------------------------------------------------------------------------------- models
@@ -215,7 +172,7 @@ def check_sampler(job: Job) -> None:
     )
 
 
-def checked(job: Job, versions: dict[str, str], base: dict[str, Any], files: Base) -> dict[str, Input]:
+def checked(job: Job, versions: Mapping[str, str], base: dict[str, Any], files: Base) -> dict[str, Input]:
     """Returns the inputs of pinned versions; each adapter must have been trained on the job's base, and fit it.
 
     Args:
@@ -228,12 +185,12 @@ def checked(job: Job, versions: dict[str, str], base: dict[str, Any], files: Bas
             inputs[name] = Input(reference, "function")
             continue
         if Ref.parse(reference).is_judge:
-            with about(key_of(job, name)):
+            with about(job.key_of(name)):
                 given = judge.loaded(reference)
                 _check_judge(job, name, given)
             inputs[name] = Input(reference, "judge", facts=asdict(given))
             continue
-        key, scores = key_of(job, name), name == "judge" or name.startswith("reward")
+        key, scores = job.key_of(name), name == "judge" or name.startswith("reward")
         with about(key):
             folder = registry.fetch(reference, registry.tracking_uri(job))
             if scores and not lineage.is_adapter(folder):
@@ -241,7 +198,7 @@ def checked(job: Job, versions: dict[str, str], base: dict[str, Any], files: Bas
                     raise InputError(
                         f"{job.reward} is a full model: there is nothing to merge; set {key}=null"
                     )
-                check_reward_model(job, folder)
+                check_reward_model(job.model, folder)
                 inputs[name] = Input(reference, "model", folder)
                 continue
             facts = lineage.read(folder, reference)
@@ -310,7 +267,7 @@ def makes_adapter(job: Job, adapters: Iterable[str]) -> bool:
     return facts.learns is not None and not (started_from and given >= started_from)
 
 
-def check_reward_model(job: Job, where: str) -> None:
+def check_reward_model(model: Model, where: str) -> None:
     """Raises InputError if a reward is neither an adapter nor a model with one score: its head would be random."""
     from pipeline.models.base import check_base
     from pipeline.models.tokenizer import load_tokenizer
@@ -325,15 +282,12 @@ def check_reward_model(job: Job, where: str) -> None:
     except InputError as error:
         raise InputError(f"{error.message}; {expected}") from error
     kind, labels = str((config.get("architectures") or ["unknown"])[0]), len(config.get("id2label") or "01")
-    classifies = kind.endswith("ForSequenceClassification") or job.model.trust_remote_code
+    classifies = kind.endswith("ForSequenceClassification") or model.trust_remote_code
     if not classifies or labels != 1:
         raise InputError(f"{where!r} is a {kind}{f' with {labels} labels' * classifies}; {expected}")
-    model = replace(job.model, name_or_path=name, revision=revision, load_in_4bit=False)
-    check_base(model, scorer=True)
-    load_tokenizer(name, revision, trust_remote_code=job.model.trust_remote_code)
-
-
-# ------------------------------------------------------------------------------------------------------ rows
+    scorer = replace(model, name_or_path=name, revision=revision, load_in_4bit=False)
+    check_base(scorer, scorer=True)
+    load_tokenizer(name, revision, trust_remote_code=model.trust_remote_code)
 
 
 def room_for_prompts(job: Job, context: int | None) -> int | None:
@@ -359,53 +313,3 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
             key="data.max_length",
         )
     return room
-
-
-def check_row_format(job: Job, policy: Input | None, rows: str | None) -> None:
-    """Raises InputError if a policy that learned from plain text gets messages. Plain text becomes what it learned from."""
-    if policy is None or rows not in ("chat", "both") or job.data.apply_chat_template is not None:
-        return
-    if policy.facts.get("rows") == "text":
-        raise InputError(
-            f"{policy.version} was trained by {policy.facts['stage']} on plain text, and this job has rows of messages; use rows of plain text, "
-            "train sft on messages, or set data.apply_chat_template=true to continue in another format",
-            key="policy",
-        )
-
-
-def check_labels(job: Job, desirable: int, undesirable: int) -> None:
-    """Prints the balance of a kto run's labels, and warns if it is outside the paper's range."""
-    print(f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows", flush=True)
-    good = job.trainer.get("desirable_weight", 1.0) * desirable
-    bad = job.trainer.get("undesirable_weight", 1.0) * undesirable
-    if not (good and bad):
-        print(
-            "warning: only one of the labels has rows and a weight: the policy moves towards, or away from, all completions",
-            flush=True,
-        )
-    elif not 1 <= good / bad <= 4 / 3:
-        lowest = bad / desirable
-        print(
-            f"warning: desirable_weight * desirable rows is {good / bad:.2f} of undesirable_weight * undesirable rows; expected 1 to "
-            f"4/3 (eq. 8 of https://arxiv.org/abs/2402.01306), as with trainer.desirable_weight={lowest:.3g} to {lowest * 4 / 3:.3g}",
-            flush=True,
-        )
-
-
-def check_updates(job: Job, prompts: int) -> None:
-    """Raises InputError if a ppo run trains the critic alone, and warns if it ends within its warm-up."""
-    args = job.args
-    updates = args.total_updates(prompts)
-    has = f"the run has {updates} update{'s' * (updates > 1)}"
-    if args.critic_warmup_steps >= updates:
-        raise InputError(
-            f"found {args.critic_warmup_steps}, but {has} ({prompts} prompts): the policy would "
-            f"never learn; expected less than {updates}, or more trainer.total_episodes",
-            key="trainer.critic_warmup_steps",
-        )
-    if args.warmup_steps >= updates:
-        print(
-            f"warning: trainer.warmup_steps={args.warmup_steps}, but {has}: the learning rate never reaches "
-            f"trainer.learning_rate={args.learning_rate:g}",
-            flush=True,
-        )

@@ -18,7 +18,7 @@ from pipeline.commands.export import expectations
 from pipeline.config import load_job
 from pipeline.errors import InputError
 from pipeline.registry import lineage
-from pipeline.runtime.preparation import load_host
+from pipeline.runtime.host import load_host
 
 
 @pytest.fixture

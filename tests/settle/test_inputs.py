@@ -20,8 +20,9 @@ from pipeline.config import Model, load_job
 from pipeline.errors import InputError
 from pipeline.models.base import base_identity
 from pipeline.registry import lineage
-from pipeline.runtime.inputs import check_labels, check_reward_model, check_sampler, pin_inputs
-from pipeline.runtime.preparation import check_models
+from pipeline.settle.inputs import check_reward_model, check_sampler, pin_inputs
+from pipeline.settle.rows import check_labels
+from pipeline.settle.run import settle
 
 SINGLE = "model.safetensors"
 
@@ -64,7 +65,7 @@ def test_a_reward_model_of_its_own_is_checked(spoil, says, made, tmp_path):
     spoil(scorer)
     job = SimpleNamespace(model=Model(**vars(settings("any"))), scaling={})
     with pytest.raises(InputError, match=says) if says else nullcontext():
-        check_reward_model(job, str(scorer))
+        check_reward_model(job.model, str(scorer))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_settings_of_an_adapter_that_is_not_made(policy, overrides, warned, tmp_
         policy = str(tmp_path / "adapter")
         toy_models.make(policy, seed=0, head=False)
     job = load_job("jobs/demo/dpo.yaml", [f"policy={policy}", *overrides], "dpo")
-    check_models(job, {} if policy == "base" else {"policy": policy})
+    settle(job, {} if policy == "base" else {"policy": policy})
     out = capsys.readouterr().out
     assert ("warning: lora.r, lora.lora_alpha changes nothing" in out) == warned
 
@@ -102,7 +103,7 @@ def test_an_adapter_of_peft_names_the_folder_of_its_base(tmp_path, in_root):
     ):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
         with pytest.raises(InputError, match=says) if says else nullcontext():
-            check_models(job, {"policy": policy})
+            settle(job, {"policy": policy})
 
 
 ON_EMBEDDINGS, RANKS = {"r": 2, "target_modules": ["embed_tokens"]}, {"r": 2, "rank_pattern": {"q_proj": 1}}
@@ -133,7 +134,7 @@ def test_an_adapter_that_the_stage_would_lose_or_cannot_run_is_refused(
     lineage.write(str(tmp_path), lineage.describe("ppo", base, toy_models.tokenizer(), {}, {}))
     job = load_job(f"jobs/demo/{stage}.yaml", [f"policy={tmp_path}", *more], stage)
     with pytest.raises(InputError, match=says) if says else nullcontext():
-        check_models(job, {"policy": str(tmp_path)}, sampler=False)
+        settle(job, {"policy": str(tmp_path)})
 
 
 def test_a_quantized_base_is_not_sharded(tmp_path, in_root):
@@ -141,7 +142,7 @@ def test_a_quantized_base_is_not_sharded(tmp_path, in_root):
     change(base, "config.json", quantization_config={"quant_method": "fp8"})
     job = load_job("jobs/demo/sft.yaml", [f"model.name_or_path={base}", "model.fsdp=true"], "sft")
     with pytest.raises(InputError, match=r"model\.fsdp: .* has quantized weights.*set model\.fsdp=false"):
-        check_models(job, {})
+        settle(job, {})
 
 
 def test_what_a_run_was_begun_with_is_not_asked_for_again(migrated, tmp_path, in_root):
@@ -207,7 +208,7 @@ def test_unbalanced_labels_are_named_with_the_weights_that_balance_them(
     weights, desirable, undesirable, warned, capsys
 ):
     """As the paper on KTO advises."""
-    check_labels(SimpleNamespace(trainer=weights), desirable, undesirable)
+    check_labels(weights, desirable, undesirable)
     said = capsys.readouterr().out
     assert f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows" in said
     assert re.search(warned, said) if warned else "warning" not in said

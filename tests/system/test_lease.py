@@ -21,9 +21,8 @@ from running import NO_EVAL, ROOT, stage
 from s3 import mock_s3
 
 from pipeline.errors import InputError, LeaseLost
-from pipeline.runtime import lease
 from pipeline.stages import sft
-from pipeline.system import storage
+from pipeline.system import lease, storage
 
 S = 1.6  # duration of a lease
 MINUTE = 60.0
@@ -157,7 +156,7 @@ def test_workers_that_do_not_end_are_named(tmp_path, monkeypatch):
 WRITER = """
     import sys, time
     from pipeline.errors import LeaseLost
-    from pipeline.runtime import lease
+    from pipeline.system import lease
     with lease.held(sys.argv[1]) as mine:
         print("has it", flush=True)
         number = 0

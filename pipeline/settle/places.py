@@ -1,0 +1,65 @@
+"""Where a job runs: in this process, or on workers that Ray places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pipeline.config import Job, rules
+from pipeline.on_ray.placement import ACCELERATOR_TYPE, Bundle, Group, Places, on_cluster
+
+CLUSTER_ONLY = ("accelerator_type", "label_selector", "placement_strategy")  # keys that choose among nodes
+
+
+def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
+    """Returns the places of a job. On one machine, keys that choose among nodes do not count.
+
+    Args:
+        note: print which keys do not count.
+        elsewhere: the job is for a cluster that this process is not on.
+    """
+    everything = elsewhere or on_cluster()
+    sections = {"scaling": job.scaling, "rollout": job.rollout}
+    dropped = (
+        []
+        if everything
+        else [f"{name}.{key}" for name, keys in sections.items() for key in CLUSTER_ONLY if keys.get(key)]
+    )
+    scaling, rollout = (
+        {key: value for key, value in keys.items() if everything or key not in CLUSTER_ONLY}
+        for keys in sections.values()
+    )
+    if dropped and note:
+        print(f"note: ignoring {', '.join(dropped)}: this is one machine, not a cluster", flush=True)
+    (fewest, most), selector = job.workers, scaling.get("label_selector") or {}
+    selectors = selector[:fewest] if isinstance(selector, list) else [selector] * fewest
+    amounts = _amounts_of(scaling, 1)
+    if kind := scaling.get("accelerator_type"):
+        amounts.setdefault(f"{ACCELERATOR_TYPE}{kind}", 0.001)
+    config = job.rollout_config
+    given = {"resources_per_worker": config.resources_per_worker, "use_gpu": job.rollout_on_gpu}
+    sampler = Bundle(_amounts_of(given, config.tensor_parallel_size), rollout.get("label_selector") or {})
+    count = config.num_workers
+    return Places(
+        in_process=job.in_process,
+        workers=Group("scaling", "worker", fewest, most, Bundle(amounts, next(iter(selectors), {}))),
+        bundles=[Bundle(amounts, one) for one in selectors],
+        rollout=Group("rollout", "rollout worker", count, count, sampler) if count else None,
+        on_gpu=bool(scaling.get("use_gpu")),
+        scaling=scaling,
+        smaller=[count for count in range(fewest - 1, 0, -1) if _may_have(job, count)],
+        timeout_s=job.run.placement_timeout_s,
+    )
+
+
+def _amounts_of(section: Mapping[str, Any], gpus: int) -> dict[str, float]:
+    """Returns {resource: amount} of one worker, which has `gpus` GPUs unless the section says otherwise."""
+    gpu = {"GPU": float(gpus)} if section.get("use_gpu") else {}
+    given = section.get("resources_per_worker") or gpu or {"CPU": 1}
+    return {**{name: amount for name, amount in given.items() if amount}, **({} if given.get("GPU") else gpu)}
+
+
+def _may_have(job: Job, count: int) -> bool:
+    """Returns True if the job could have another number of workers, for example because they can share its batch."""
+    return not any(rules.problems(replace(job, scaling={**job.scaling, "num_workers": count})))

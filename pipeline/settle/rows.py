@@ -1,0 +1,156 @@
+"""Reads and tokenizes the rows of a run, and checks what only the rows show."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from pipeline.config.job import Data, transforms
+from pipeline.errors import InputError
+from pipeline.on_ray import placement, session
+from pipeline.references import Ref
+from pipeline.settle.inputs import GIVEN, digests_of_functions, unfilled
+from pipeline.settle.work import Input, Work
+from pipeline.system import functions, storage
+
+
+def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
+    """Returns the work with the rows' digests, the tokenized rows by name, and the report on the rows."""
+    from pipeline.data import read
+
+    print("reading and tokenizing the rows", flush=True)
+    job, context = work.job, work.base["context_length"]
+    sets: dict[str, Any] = {}
+    report: Any = None
+    mixture: Any = None
+    cache = job.data.cache_dir or storage.join(job.run.storage_path, "data")
+    # A job in process starts Ray only if it has many rows
+    start_ray = partial(session.session, placement.ROWS, work.run.storage_path, work.uri)
+    prepare = partial(
+        read.prepare,
+        tokenizer=work.tokenizer,
+        cache_root=cache,
+        ray_for_rows=start_ray if work.places.in_process else None,
+    )
+    if job.data.train or job.data.eval:
+        packing = bool(job.trainer.get("packing"))
+        data = prepare(job.stage, job.data, context_length=work.room, packing=packing)
+        report, mixture = data.report, data.mixture
+        sets = {name: (data, name) for name in ("train", "eval") if getattr(data, name) is not None}
+    for name in ("pairs", "benchmarks"):  # rows that `evaluate` only scores
+        if not (scored_rows := getattr(job.data, name)):
+            continue
+        section = replace(job.data, train=None, eval=scored_rows, max_length=None)
+        if name == "benchmarks":  # they have their own columns
+            section = replace(section, columns=None, label=None, transform=None, group_by=None)
+        try:
+            scored = prepare(name, section, context_length=context)
+        except InputError as error:
+            key = f"data.{name}" if error.key == "data.eval" else error.key
+            raise InputError(error.message, key) from error
+        report, found = report or scored.report, scored.report
+        for into, of in ((report.splits, found.splits), (report.sources, found.sources)):
+            if "eval" in of:
+                into[name] = of.pop("eval")
+        sets[name] = (scored, "eval")
+    rows = {name: getattr(tokenized, split) for name, (tokenized, split) in sets.items()}
+    if work.stage.scores:
+        check_columns(work, rows)
+    check_row_format(job.data, work.inputs.get("policy"), report.row_format())
+    if job.data.train and job.stage == "kto":
+        check_labels(job.trainer, *report.labels())
+    if job.data.train and job.stage == "ppo":
+        check_updates(work.args, len(mixture) if mixture else report.splits["train"].kept)
+    digests = {name: tokenized.digests[split] for name, (tokenized, split) in sets.items()}
+    if through := transforms(job.data):
+        digests["transform"] = functions.digest(through.values())
+    work = replace(
+        work,
+        digests=digests | digests_of_functions(job),
+        fingerprints={name: tokenized.fingerprints[split] for name, (tokenized, split) in sets.items()},
+        mixture=mixture,
+        row_format=report.row_format(),
+        rows_from=report.splits["train"].versions if "train" in report.splits else {},
+        judged_by=report.splits["train"].judges if "train" in report.splits else {},
+    )
+    return work, rows, report
+
+
+def check_row_format(data: Data, policy: Input | None, rows: str | None) -> None:
+    """Raises InputError if a policy that learned from plain text gets messages. Plain text becomes what it learned from."""
+    if policy is None or rows not in ("chat", "both") or data.apply_chat_template is not None:
+        return
+    if policy.facts.get("rows") == "text":
+        raise InputError(
+            f"{policy.version} was trained by {policy.facts['stage']} on plain text, and this job has rows of messages; use rows of plain text, "
+            "train sft on messages, or set data.apply_chat_template=true to continue in another format",
+            key="policy",
+        )
+
+
+def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> None:
+    """Prints the balance of a kto run's labels, and warns if it is outside the paper's range."""
+    print(f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows", flush=True)
+    good = trainer.get("desirable_weight", 1.0) * desirable
+    bad = trainer.get("undesirable_weight", 1.0) * undesirable
+    if not (good and bad):
+        print(
+            "warning: only one of the labels has rows and a weight: the policy moves towards, or away from, all completions",
+            flush=True,
+        )
+    elif not 1 <= good / bad <= 4 / 3:
+        lowest = bad / desirable
+        print(
+            f"warning: desirable_weight * desirable rows is {good / bad:.2f} of undesirable_weight * undesirable rows; expected 1 to "
+            f"4/3 (eq. 8 of https://arxiv.org/abs/2402.01306), as with trainer.desirable_weight={lowest:.3g} to {lowest * 4 / 3:.3g}",
+            flush=True,
+        )
+
+
+def check_updates(args: Any, prompts: int) -> None:
+    """Raises InputError if a ppo run trains the critic alone, and warns if it ends within its warm-up."""
+    updates = args.total_updates(prompts)
+    has = f"the run has {updates} update{'s' * (updates > 1)}"
+    if args.critic_warmup_steps >= updates:
+        raise InputError(
+            f"found {args.critic_warmup_steps}, but {has} ({prompts} prompts): the policy would "
+            f"never learn; expected less than {updates}, or more trainer.total_episodes",
+            key="trainer.critic_warmup_steps",
+        )
+    if args.warmup_steps >= updates:
+        print(
+            f"warning: trainer.warmup_steps={args.warmup_steps}, but {has}: the learning rate never reaches "
+            f"trainer.learning_rate={args.learning_rate:g}",
+            flush=True,
+        )
+
+
+def check_columns(work: Work, rows: dict[str, Any]) -> None:
+    """Raises InputError if the first rows lack data.subset, or columns for the parameters of Python rewards and judges."""
+    job = work.job
+    asking = {
+        job.key_of(name): source for name, source in job.inputs.items() if not Ref.parse(source).is_model
+    }
+    for name, some in rows.items():
+        taken = some.slice(0, 100).to_pylist() if hasattr(some, "slice") else some.take(100)
+        first = [json.loads(row["row"]) for row in taken]
+        known = {key for row in first for key in row}
+        if name == "pairs" and job.data.subset and job.data.subset not in known:
+            raise InputError(
+                f"found {job.data.subset!r}, which the rows of data.pairs do not have; expected one of "
+                f"{', '.join(sorted(known))}",
+                key="data.subset",
+            )
+        columns = known - {"prompt", "completion"}
+        if any(isinstance(row.get("prompt"), list) for row in first):
+            columns.add("messages")
+        for key, source in asking.items():
+            if key == "judge" and name != "eval":
+                continue  # a judge needs eval prompts; it skips pairs that lack columns
+            if wanted := unfilled(source, columns):
+                raise InputError(
+                    f"{source} asks for `{wanted}`, which the rows of data.{name} do not have; "
+                    f"expected one of {', '.join((*GIVEN, *sorted(columns)))}. Add the column to the rows, or give the "
+                    "parameter a default",
+                    key=key,
+                )
