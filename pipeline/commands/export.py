@@ -22,6 +22,7 @@ from typing import Any
 from pipeline.commands import hub
 from pipeline.config import Job
 from pipeline.config.identity import identity_of
+from pipeline.config.job import Export
 from pipeline.errors import Failure, InputError
 from pipeline.models import adapter_files, transformers4
 from pipeline.models.hub import ADAPTER, announcement, base_config
@@ -50,16 +51,19 @@ def run(job: Job) -> dict[str, Any]:
             "run.storage_path=./exports, and copy it",
             key="run.storage_path",
         )
-    hub.check(job)
+    args: Export = job.args
+    hub.check(args)
     job = named(job)
     result = finished(identity_of(job)) or export(job)
-    return hub.push(job, result) if job.args.hub_model_id else result
+    if not args.hub_model_id:
+        return result
+    return hub.push(args, "policy" if job.policy else "reward", job.model.name_or_path, result)
 
 
 def export(job: Job) -> dict[str, Any]:
     """Writes the folders of what the job names, in this process. Returns the content of result.json."""
     with open_run(job) as run:
-        if job.args.merge:
+        if run.work.args.merge:
             print(announcement(run.work.job.model.name_or_path, run.work.job.model.revision), flush=True)
         console.silence_libraries()
         host = Host(run.work)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline import registry
-from pipeline.config import Job
+from pipeline.config.job import Export
 from pipeline.data.counts import count, most_frequent
 from pipeline.data.files import NAME as DATA_SET
 from pipeline.errors import Failure, InputError, in_brief
@@ -127,18 +127,18 @@ def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Itera
 # ---------------------------------------------------------------------------------------------------- the push
 
 
-def check(job: Job) -> None:
+def check(args: Export) -> None:
     """Checks the token and the repository before anything is merged, if the job pushes. Raises InputError if it cannot."""
-    if not job.args.push_to_hub:
+    if not args.push_to_hub:
         return
     if not os.environ.get("HF_TOKEN", "").strip():
         raise InputError(f"HF_TOKEN is not set; {ADVICE}", "trainer.push_to_hub")
     try:
-        deadline.answer(_check_repository, job)
+        deadline.answer(_check_repository, args)
     except InputError:
         raise
     except Exception as error:  # the HTTP client raises its own types
-        raise InputError(_explained(job, error), "trainer.push_to_hub") from error
+        raise InputError(_explained(args, error), "trainer.push_to_hub") from error
 
 
 def _api() -> Any:
@@ -147,17 +147,17 @@ def _api() -> Any:
     return HfApi(token=os.environ["HF_TOKEN"].strip())
 
 
-def _check_repository(job: Job) -> None:
+def _check_repository(args: Export) -> None:
     """Raises InputError if the repository is there, and public against the job's will or with other content."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    api, repo = _api(), job.args.hub_model_id
+    api, repo = _api(), args.hub_model_id
     api.whoami()
     try:
         found = api.repo_info(repo)
     except RepositoryNotFoundError:
         return
-    if job.args.hub_private_repo and not found.private:
+    if args.hub_private_repo and not found.private:
         raise InputError(
             f"{repo} exists and is public; set trainer.hub_private_repo=false, or use another name",
             "trainer.hub_model_id",
@@ -175,44 +175,47 @@ def _check_repository(job: Job) -> None:
         )
 
 
-def push(job: Job, result: dict[str, Any]) -> dict[str, Any]:
+def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str, Any]:
     """Pushes what was exported, if the job says so. Returns the result, with where it went.
+
+    Args:
+        kind: policy or reward.
+        base: the name of its base.
 
     Raises Failure if the hub rejects the push, or stops answering.
     """
-    kind, repo = "policy" if job.policy else "reward", job.args.hub_model_id
+    repo = args.hub_model_id
     if kind not in result["exported"]:
         raise InputError(
             f"{result['name']!r} exported no {kind}; set run.fresh=true or another run.name", key="run.name"
         )
     folder = result["exported"][kind]["folder"]
-    if "base_model:" not in Path(folder, "README.md").read_text(encoding="utf-8") and not job.args.merge:
-        base = job.model.name_or_path
+    if "base_model:" not in Path(folder, "README.md").read_text(encoding="utf-8") and not args.merge:
         print(f"warning: the base is a folder, {base}: others cannot load an adapter on it", flush=True)
-    if not job.args.push_to_hub:
+    if not args.push_to_hub:
         print(f"nothing was sent; trainer.push_to_hub=true pushes {folder} to {repo}", flush=True)
         return result
     print(f"pushing {folder} to {repo}", flush=True)
     api = _api()
     try:
-        api.create_repo(repo, private=job.args.hub_private_repo, exist_ok=True)
+        api.create_repo(repo, private=args.hub_private_repo, exist_ok=True)
         commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
             delete_patterns="*",  # an adapter of an earlier push would be loaded onto merged weights
-            commit_message=f"{'Merged model' if job.args.merge else 'Adapter'} from {result['name']}",
+            commit_message=f"{'Merged model' if args.merge else 'Adapter'} from {result['name']}",
         )
     except Exception as error:  # the HTTP client and the uploader raise their own types
         again = f"the same command with run.name={result['name']} continues without merging again"
-        raise Failure(f"{_explained(job, error)}; {again}") from error
+        raise Failure(f"{_explained(args, error)}; {again}") from error
     print(f"   {commit}", flush=True)
     result = result | {"hub": {"repo_id": repo, "commit": str(commit.oid)}}
     storage.write_json(storage.join(result["folder"], "result.json"), result)
     return result
 
 
-def _explained(job: Job, error: Exception) -> str:
+def _explained(args: Export, error: Exception) -> str:
     """Returns why the Hub did not take a push, and what to do."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     advice = f"; {ADVICE}, or set another owner" if status in (401, 403) else ""
-    return f"the push to {job.args.hub_model_id} failed ({without_credentials(in_brief(error))}){advice}"
+    return f"the push to {args.hub_model_id} failed ({without_credentials(in_brief(error))}){advice}"

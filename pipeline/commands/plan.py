@@ -14,7 +14,6 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import Job
-from pipeline.config.stages import STAGE
 from pipeline.errors import Failure, InputError, about, summary
 from pipeline.models import adapter_files
 from pipeline.models.gpus import of_this_machine
@@ -35,7 +34,7 @@ EPOCH = 10_000  # rows, if neither the job nor its data has a length
 
 
 def run(job: Job) -> dict[str, Any]:
-    if STAGE[job.stage].runs_in == "here":
+    if job.facts.runs_in == "here":
         raise InputError(f"found {job.stage}, which has no workers; plan is for jobs that do", key="stage")
     gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else of_this_machine()
     places = places_of(job, elsewhere=not gpus)
@@ -50,7 +49,7 @@ def run(job: Job) -> dict[str, Any]:
         when = "" if item.phase == "always" else f"  ({item.phase})"
         print(f"   {item.size / GIB:>8.2f} GiB  {item.what}{when}")
     print(f"   {planned.peak / GIB:>8.2f} GiB  peak, including what the allocator loses")
-    if STAGE[job.stage].learns:
+    if job.facts.learns:
         print(
             f"   {planned.checkpoint / 1e9:>8.3f} GB   a checkpoint on disk; run.num_to_keep of them are kept"
         )
@@ -152,7 +151,7 @@ def check(job: Job, folders: dict[str, str]) -> None:
         with about(job.key_of(name)):
             adapter_files.check(base, folder, scores=name == "judge" or name.startswith("reward"))
     if makes_adapter(job, folders):
-        check_lora(base, job.lora, STAGE[job.stage].learns == "reward")
+        check_lora(base, job.lora, job.facts.learns == "reward")
 
 
 def on_this_machine(planned: Plan, places: Places) -> float:
@@ -172,7 +171,7 @@ def on_this_machine(planned: Plan, places: Places) -> float:
 def on_gpus(planned: Plan, names: list[str]) -> float:
     """Prints for each kind of GPU whether a worker fits, and the time and cost of the run. Returns the bytes of the largest."""
     fitting, workers = plan.fitting(planned), planned.job.workers[1]
-    if not STAGE[planned.job.stage].learns:
+    if not planned.job.facts.learns:
         print(
             f"   It fits on {', '.join(name for name in names if name in fitting) or 'none of the GPUs that plan knows'}."
         )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.config import Job, rules
-from pipeline.config.stages import INPUTS, STAGE
+from pipeline.config.stages import INPUTS
 from pipeline.data import preview
 from pipeline.errors import InputError
 from pipeline.on_ray import placement
@@ -24,13 +24,13 @@ from pipeline.system import storage
 
 
 def run(job: Job) -> dict[str, Any]:
-    if STAGE[job.stage].rows is None:
+    if job.facts.rows is None:
         raise InputError(f"`{job.stage}` reads no rows: there is nothing to validate", key="stage")
     # Without the name, because runs of that name do not matter here.
     job = named(replace(job, run=replace(job.run, name=None)))
     storage.require_writable(job.run.storage_path)
     announce(job, "validate")
-    for warning in rules.warnings(job):
+    for warning in rules.Rules(job).warnings():
         print(f"warning: {warning}", flush=True)
     try:
         placement.check_fits(places_of(job))

@@ -10,10 +10,10 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any
 
 from pipeline.config.job import Job
-from pipeline.config.stages import STAGE
 from pipeline.errors import short, show
 from pipeline.references import Ref
 
@@ -78,153 +78,165 @@ def parse_gate(rule: Any) -> tuple[str, float | None]:
     return match[1], threshold
 
 
-def metrics(job: Job) -> dict[str, str]:
-    """Returns {metric: what the job lacks for it, or ""} for every metric that the stage can measure."""
-    facts = STAGE[job.stage]
-    lacks: dict[str, str] = {}
-
-    def add(names: str, lacking: str = "", prefix: str = "") -> None:
-        lacks.update({f"{prefix}{name}": lacking for name in names.split()})
-
-    rows = HELD_OUT_ROWS if facts.learns else "prompts to answer (data.eval)"
-    rows = "" if job.held_out else rows
-    if facts.trl:
-        add(TRAINED)
-        add(HELD_OUT[job.stage], rows, "eval_")
-        first = "" if job.trainer.get("eval_on_start") else "trainer.eval_on_start=true"
-        add(HELD_OUT[job.stage], rows or first, "before_")
-        return lacks
-    if job.stage == "ppo":
-        rollout = job.rollout_config
-        add(UPDATE)
-        add("objective/teacher_kl", "" if job.teacher else "a teacher")
-        add(" ".join(f"rewards/reward_{index}/mean" for index in range(1, len(job.rewards))))
-        add(ROLLOUT, "" if rollout.num_workers else "rollout workers (rollout.num_workers)")
-        corrected = rollout.corrects or rollout.staleness
-        add(OFF_POLICY, "" if corrected else "rollout.staleness or rollout.correction")
-    reward, judge = "" if job.reward else "a reward", "" if job.judge else "a judge"
-    for when in ("before_", "eval_"):
-        add(_COMPLETIONS, rows, when)
-        add("reward", rows or reward, when)
-        add("judge", rows or judge, when)
-    add("kl", rows, "eval_")
-    add("win_rate win_rate_low win_rate_high", rows or reward, "eval_")
-    add("judge_win_rate judge_win_rate_low judge_win_rate_high", rows or judge, "eval_")
-    if job.stage == "evaluate":
-        pairs = "" if job.data.pairs else "pairs to evaluate the reward on (data.pairs)"
-        add(_PAIRS, pairs, "eval_rm_")
-        add("agreement judge_accuracy", pairs or judge, "eval_rm_")
-        benchmarks = "" if job.data.benchmarks else "rows of it (data.benchmarks)"
-        add(_BENCHMARKS, benchmarks, "eval_")
-        probes = "" if job.trainer.get("probes") else "probes of the reward (trainer.probes=true)"
-        add("probes_failed", pairs or probes, "eval_rm_")
-        add("win_rate_lc win_rate_lc_low win_rate_lc_high", rows or reward, "eval_")
-        add("judge_win_rate_lc judge_win_rate_lc_low judge_win_rate_lc_high", rows or judge, "eval_")
-        search = "" if job.trainer.get("best_of_n") else "a search (trainer.best_of_n=16)"
-        add("best_of_n", rows or reward or search, "eval_")
-    return lacks
-
-
-def of_rows(job: Job, metric: str) -> bool:
-    """Returns True if the metric's name ends in a value of the rows or in a probe, which are not known here."""
-    head, slash, _ = metric.partition("/")
-    return bool(slash) and (
-        (job.data.subset is not None and head == "eval_rm_accuracy")
-        or (bool(job.data.benchmarks) and head.removeprefix("eval_") in _BENCHMARKS.split())
-        or (bool(job.trainer.get("probes")) and head in ("eval_rm_probe", "eval_rm_probe_accuracy"))
-    )
-
-
-def problems(job: Job) -> Problems:
-    """Yields invalid conditions of `gate` and `run.stop_if`, and evaluations that cannot be compared."""
-    yield from _keep_problems(job)
-    learns, judged = STAGE[job.stage].learns, job.inputs.get("policy") or job.reward
-    known = metrics(job) if job.gate else {}
-    # If the command line removes the held-out rows that the file's gate needs, the run starts, but moves no alias.
-    removed = {"data.eval", "data.eval_fraction"} & {*job.overridden}
-    for metric, rule in job.gate.items():
-        key = f"gate.{short(metric)}"
-        yield from _condition_problems(job, key, metric, rule, known)
-        if learns and known.get(metric) == HELD_OUT_ROWS and (not removed or key in job.overridden):
-            yield key, f"needs {HELD_OUT_ROWS}; set data.eval_fraction=0.1, or gate={{}}"
-    if job.gate and not learns and not Ref.parse(str(judged)).is_registered:
-        yield "gate", f"found one, but {show(judged)} is no registered version that could pass it; remove it"
-
-
-def _condition_problems(job: Job, key: str, metric: str, rule: Any, known: dict[str, str]) -> Problems:
-    try:
-        relative = parse_gate(rule)[1] is None
-    except ValueError as error:
-        yield key, str(error)
-        return
-    if relative and not (key.startswith("gate.") and metric.startswith("eval_")):
-        yield key, f"found {show(rule)}; only a gate on held-out rows (eval_...) has a champion; set a number"
-    if metric not in known and not of_rows(job, metric):
-        yield key, _unknown(job, metric, known)
-
-
-def _unknown(job: Job, metric: str, known: Iterable[str]) -> str:
-    near = get_close_matches(metric, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(list(known)[:40])}"
-    return f"`{job.stage}` has no such metric ({short(metric)}); {hint}"
-
-
-# ---------------------------------------------------------------- run.keep: best
-def default_metric(job: Job) -> str:
-    """Returns eval_loss, or for ppo the judge's score, else the reward's.
-
-    The loss also distinguishes models that rank all pairs the same way. PPO maximizes the reward: a judge says whether what
-    raises it is better.
-    """
-    if STAGE[job.stage].trl:
-        return "eval_loss"
-    return "eval_judge" if job.judge else "eval_reward"
-
-
 def greater_is_better(metric: str, given: bool | None) -> bool:
     """Returns whether larger values are better: as `given`, or else by the metric's name."""
     return not SMALLER.search(metric) if given is None else given
 
 
-def _keep_problems(job: Job) -> Problems:
-    """Yields why evaluations cannot be compared: the job makes none, or they lack the metric."""
-    run = job.run
-    compares = {"keep": run.keep == "best"} | {
-        k: getattr(run, k) for k in ("early_stopping_patience", "stop_if")
-    }
-    key = next((name for name, given in compares.items() if given), None)
-    if key is None:
-        return
-    if STAGE[job.stage].trl:
-        evaluates, wanted = job.trainer.get("eval_strategy", "no") != "no", "trainer.eval_strategy=epoch"
-    else:
-        evaluates, wanted = bool(job.trainer.get("eval_steps")), "trainer.eval_steps=10"
-    if not (evaluates and job.held_out):
-        found = f"found {show(getattr(run, key))}, but there are no evaluations to compare"
-        yield f"run.{key}", f"{found}: set data.eval or data.eval_fraction, and {wanted}, or remove this key"
-    yield from metric_problems(job)
-    known = compared_metrics(job)
-    for metric, rule in run.stop_if.items():
-        key = f"run.stop_if.{short(metric)}"
-        yield from _condition_problems(job, key, metric, rule, known)
-        if lacking := known.get(metric):
-            yield key, f"{metric} needs {lacking}, and there is none"
+class Metrics:
+    """The metrics that the stage of a job can measure."""
 
+    def __init__(self, job: Job) -> None:
+        self.job, self.facts = job, job.facts
 
-def compared_metrics(job: Job) -> dict[str, str]:
-    """Returns {metric: what the job lacks for it, or ""} for the metrics of an evaluation that rate the model."""
-    return {k: v for k, v in metrics(job).items() if k.startswith("eval_") and not CLOCKS.search(k)}
+    @cached_property
+    def lacks(self) -> dict[str, str]:
+        """Returns {metric: what the job lacks for it, or ""} for every metric that the stage can measure."""
+        facts = self.facts
+        lacks: dict[str, str] = {}
 
+        def add(names: str, lacking: str = "", prefix: str = "") -> None:
+            lacks.update({f"{prefix}{name}": lacking for name in names.split()})
 
-def metric_problems(job: Job) -> Problems:
-    """Yields why run.metric_for_best_model cannot compare the job's evaluations."""
-    key, metric = "run.metric_for_best_model", job.run.metric_for_best_model
-    known = compared_metrics(job)
-    if metric is None:
-        return
-    if metric not in known:
-        yield key, _unknown(job, metric, [name for name, lacking in known.items() if not lacking])
-    elif known[metric]:
-        yield key, f"{metric} needs {known[metric]}, and there is none"
-    elif job.run.greater_is_better is None and not (SMALLER.search(metric) or LARGER.search(metric)):
-        yield key, f"is a larger {metric} better? Set run.greater_is_better=true or false"
+        rows = HELD_OUT_ROWS if facts.learns else "prompts to answer (data.eval)"
+        rows = "" if self.job.held_out else rows
+        if facts.trl:
+            add(TRAINED)
+            add(HELD_OUT[self.job.stage], rows, "eval_")
+            first = "" if self.job.trainer.get("eval_on_start") else "trainer.eval_on_start=true"
+            add(HELD_OUT[self.job.stage], rows or first, "before_")
+            return lacks
+        if self.job.stage == "ppo":
+            rollout = self.job.rollout_config
+            add(UPDATE)
+            add("objective/teacher_kl", "" if self.job.teacher else "a teacher")
+            add(" ".join(f"rewards/reward_{index}/mean" for index in range(1, len(self.job.rewards))))
+            add(ROLLOUT, "" if rollout.num_workers else "rollout workers (rollout.num_workers)")
+            corrected = rollout.corrects or rollout.staleness
+            add(OFF_POLICY, "" if corrected else "rollout.staleness or rollout.correction")
+        reward, judge = "" if self.job.reward else "a reward", "" if self.job.judge else "a judge"
+        for when in ("before_", "eval_"):
+            add(_COMPLETIONS, rows, when)
+            add("reward", rows or reward, when)
+            add("judge", rows or judge, when)
+        add("kl", rows, "eval_")
+        add("win_rate win_rate_low win_rate_high", rows or reward, "eval_")
+        add("judge_win_rate judge_win_rate_low judge_win_rate_high", rows or judge, "eval_")
+        if self.job.stage == "evaluate":
+            pairs = "" if self.job.data.pairs else "pairs to evaluate the reward on (data.pairs)"
+            add(_PAIRS, pairs, "eval_rm_")
+            add("agreement judge_accuracy", pairs or judge, "eval_rm_")
+            benchmarks = "" if self.job.data.benchmarks else "rows of it (data.benchmarks)"
+            add(_BENCHMARKS, benchmarks, "eval_")
+            probes = "" if self.job.trainer.get("probes") else "probes of the reward (trainer.probes=true)"
+            add("probes_failed", pairs or probes, "eval_rm_")
+            add("win_rate_lc win_rate_lc_low win_rate_lc_high", rows or reward, "eval_")
+            add("judge_win_rate_lc judge_win_rate_lc_low judge_win_rate_lc_high", rows or judge, "eval_")
+            search = "" if self.job.trainer.get("best_of_n") else "a search (trainer.best_of_n=16)"
+            add("best_of_n", rows or reward or search, "eval_")
+        return lacks
+
+    @property
+    def compared(self) -> dict[str, str]:
+        """Returns `lacks` of the metrics of an evaluation that rate the model."""
+        return {k: v for k, v in self.lacks.items() if k.startswith("eval_") and not CLOCKS.search(k)}
+
+    @property
+    def default(self) -> str:
+        """Returns eval_loss, or for ppo the judge's score, else the reward's.
+
+        The loss also distinguishes models that rank all pairs the same way. PPO maximizes the reward: a judge says whether what
+        raises it is better.
+        """
+        if self.facts.trl:
+            return "eval_loss"
+        return "eval_judge" if self.job.judge else "eval_reward"
+
+    def of_rows(self, metric: str) -> bool:
+        """Returns True if the metric's name ends in a value of the rows or in a probe, which are not known here."""
+        head, slash, _ = metric.partition("/")
+        return bool(slash) and (
+            (self.job.data.subset is not None and head == "eval_rm_accuracy")
+            or (bool(self.job.data.benchmarks) and head.removeprefix("eval_") in _BENCHMARKS.split())
+            or (bool(self.job.trainer.get("probes")) and head in ("eval_rm_probe", "eval_rm_probe_accuracy"))
+        )
+
+    def problems(self) -> Problems:
+        """Yields invalid conditions of `gate` and `run.stop_if`, and evaluations that cannot be compared."""
+        yield from self._keep_problems()
+        learns, judged = self.facts.learns, self.job.inputs.get("policy") or self.job.reward
+        known = self.lacks if self.job.gate else {}
+        # If the command line removes the held-out rows that the file's gate needs, the run starts, but moves no alias.
+        removed = {"data.eval", "data.eval_fraction"} & {*self.job.overridden}
+        for metric, rule in self.job.gate.items():
+            key = f"gate.{short(metric)}"
+            yield from self._condition_problems(key, metric, rule, known)
+            if learns and known.get(metric) == HELD_OUT_ROWS and (not removed or key in self.job.overridden):
+                yield key, f"needs {HELD_OUT_ROWS}; set data.eval_fraction=0.1, or gate={{}}"
+        if self.job.gate and not learns and not Ref.parse(str(judged)).is_registered:
+            yield (
+                "gate",
+                f"found one, but {show(judged)} is no registered version that could pass it; remove it",
+            )
+
+    def _condition_problems(self, key: str, metric: str, rule: Any, known: dict[str, str]) -> Problems:
+        try:
+            relative = parse_gate(rule)[1] is None
+        except ValueError as error:
+            yield key, str(error)
+            return
+        if relative and not (key.startswith("gate.") and metric.startswith("eval_")):
+            yield (
+                key,
+                f"found {show(rule)}; only a gate on held-out rows (eval_...) has a champion; set a number",
+            )
+        if metric not in known and not self.of_rows(metric):
+            yield key, self._unknown(metric, known)
+
+    def _unknown(self, metric: str, known: Iterable[str]) -> str:
+        near = get_close_matches(metric, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(list(known)[:40])}"
+        return f"`{self.job.stage}` has no such metric ({short(metric)}); {hint}"
+
+    def _keep_problems(self) -> Problems:
+        """Yields why evaluations cannot be compared: the job makes none, or they lack the metric."""
+        run = self.job.run
+        compares = {"keep": run.keep == "best"} | {
+            k: getattr(run, k) for k in ("early_stopping_patience", "stop_if")
+        }
+        key = next((name for name, given in compares.items() if given), None)
+        if key is None:
+            return
+        if self.facts.trl:
+            evaluates, wanted = (
+                self.job.trainer.get("eval_strategy", "no") != "no",
+                "trainer.eval_strategy=epoch",
+            )
+        else:
+            evaluates, wanted = bool(self.job.trainer.get("eval_steps")), "trainer.eval_steps=10"
+        if not (evaluates and self.job.held_out):
+            found = f"found {show(getattr(run, key))}, but there are no evaluations to compare"
+            yield (
+                f"run.{key}",
+                f"{found}: set data.eval or data.eval_fraction, and {wanted}, or remove this key",
+            )
+        yield from self.metric_problems()
+        known = self.compared
+        for metric, rule in run.stop_if.items():
+            key = f"run.stop_if.{short(metric)}"
+            yield from self._condition_problems(key, metric, rule, known)
+            if lacking := known.get(metric):
+                yield key, f"{metric} needs {lacking}, and there is none"
+
+    def metric_problems(self) -> Problems:
+        """Yields why run.metric_for_best_model cannot compare the job's evaluations."""
+        key, metric = "run.metric_for_best_model", self.job.run.metric_for_best_model
+        known = self.compared
+        if metric is None:
+            return
+        if metric not in known:
+            yield key, self._unknown(metric, [name for name, lacking in known.items() if not lacking])
+        elif known[metric]:
+            yield key, f"{metric} needs {known[metric]}, and there is none"
+        elif self.job.run.greater_is_better is None and not (SMALLER.search(metric) or LARGER.search(metric)):
+            yield key, f"is a larger {metric} better? Set run.greater_is_better=true or false"

@@ -11,7 +11,7 @@ from collections.abc import Container
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from pipeline.config.stages import INPUTS, STAGE
+from pipeline.config.stages import INPUTS, STAGE, Stage
 from pipeline.ppo.config import RolloutConfig
 from pipeline.references import Ref
 from pipeline.system import storage
@@ -263,6 +263,11 @@ class Job:
     overridden: tuple[str, ...] = ()  # keys that the command line set; no part of the resolved job
 
     @property
+    def facts(self) -> Stage:
+        """Returns the facts about its stage."""
+        return STAGE[self.stage]
+
+    @property
     def folder(self) -> str:
         """Returns the folder of the run: checkpoints, result.json, its report."""
         return storage.join(self.run.storage_path, str(self.run.name))
@@ -340,7 +345,7 @@ class Job:
     def bf16(self) -> bool:
         """Returns True if matrix products are in bfloat16. In TRL's stages, bfloat16 is the default (trl.SFTConfig.bf16)."""
         given = self.trainer.get("bf16")
-        return bool(STAGE[self.stage].trl and not self.trainer.get("fp16") if given is None else given)
+        return bool(self.facts.trl and not self.trainer.get("fp16") if given is None else given)
 
     @property
     def base_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
@@ -348,13 +353,13 @@ class Job:
 
         A CPU casts a float32 weight for each product in bfloat16, which takes as long as a product of few rows.
         """
-        on_cpu = STAGE[self.stage].runs_in != "here" and not self.scaling.get("use_gpu")
+        on_cpu = self.facts.runs_in != "here" and not self.scaling.get("use_gpu")
         return "bfloat16" if on_cpu and self.bf16 else self.model.dtype
 
     @property
     def args(self) -> Any:
         """The `trainer` section as its config class, if that is ours. A worker instantiates TRL's."""
-        module, _, name = STAGE[self.stage].trainer.rpartition(".")
+        module, _, name = self.facts.trainer.rpartition(".")
         return getattr(importlib.import_module(module), name)(**self.trainer)
 
     @property

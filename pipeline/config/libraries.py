@@ -90,7 +90,7 @@ def accept(job: Job) -> None:
 
 def _request(job: Job) -> str | None:
     """Returns the request about a job as JSON, or None if TRL and peft have no part in it."""
-    facts = STAGE[job.stage]
+    facts = job.facts
     trainer = job.trainer if facts.trl else {}
     if not facts.trl and not (facts.learns and job.lora):
         return None

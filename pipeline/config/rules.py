@@ -15,7 +15,6 @@ from pipeline import references
 from pipeline.config import gates, schema
 from pipeline.config.gates import Problems
 from pipeline.config.job import HUB, SPLITS, Job, completed, sources_of, transforms
-from pipeline.config.stages import STAGE
 from pipeline.config.yaml_tree import Tree
 from pipeline.errors import InputError, about, show
 from pipeline.intervals import table
@@ -30,34 +29,10 @@ LABELS = ({"good", "bad"}, {"first", "second"}, {"first", "second", "tie"})  # k
 MAX_WORKERS = 1000
 
 
-def problems(job: Job) -> Problems:
-    """Yields the problems of a job. Later checks may assume that earlier ones found nothing, so only the first one counts."""
-    own = (_unused, _settings, _table, _together, _evaluations, _rows, _selectors, _batches, _inputs)
-    for check_one in (*own, gates.problems):
-        yield from check_one(job)
-
-
 def check(tree: Tree, job: Job) -> None:
     """Raises InputError for the first problem of a job."""
-    for key, message in problems(job):
+    for key, message in Rules(job).problems():
         raise tree.error(key, message)
-
-
-def _value(job: Job, key: str) -> Any:
-    section, _, name = key.partition(".")
-    values = getattr(job, section)
-    if not name:
-        return values
-    return values.get(name) if isinstance(values, dict) else getattr(values, name)
-
-
-def _changed(job: Job, key: str) -> bool:
-    """Returns whether a job sets a key, or a key of a section, to another value than the default."""
-    section, _, name = key.partition(".")
-    value = _value(job, key)
-    known = schema.keys(schema.class_of(section, job.stage)) if name else {}
-    default = known[name].get("default") if name in known else type(value)()
-    return value not in (None, {}, [], default)
 
 
 # ---------------------------------------------------------------- keys that go together or do not
@@ -84,32 +59,6 @@ EXCLUDES = [
     ("trainer.fp16", "trainer.bf16", "matrix products have one dtype"),
     ("trainer.precompute_ref_log_probs", "reference", "TRL would compute them with the policy"),
 ]
-
-
-def _together(job: Job) -> Problems:
-    """Yields keys without those that they need, and keys with those that they exclude."""
-    for key, needed in NEEDS.items():
-        missing = [one for one in needed.split() if not _value(job, one)]
-        if missing and _changed(job, key):
-            yield key, f"needs {' and '.join(missing)}; set that too, or remove this key"
-    for key, other, why in EXCLUDES:
-        if _value(job, key) and _value(job, other):
-            yield key, f"given together with {other}, but {why}; keep one"
-
-
-def _without_evaluations(job: Job) -> dict[str, Any]:
-    """Returns the keys of `trainer`, and their values, of a job that learns without held-out rows."""
-    if job.held_out or not STAGE[job.stage].learns:
-        return {}
-    return {"eval_strategy": "no", "eval_on_start": False} if STAGE[job.stage].trl else {"eval_steps": 0}
-
-
-def _evaluations(job: Job) -> Problems:
-    """Yields evaluations without held-out rows."""
-    for key, value in _without_evaluations(job).items():
-        if job.trainer.get(key, value) != value:
-            nothing = "there is nothing to evaluate on: set data.eval or data.eval_fraction"
-            yield f"trainer.{key}", f"{nothing}, or {key}={str(value).lower()}"
 
 
 # ---------------------------------------------------------------- rules about one or two keys
@@ -212,14 +161,6 @@ RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
 ]  # fmt: skip
 
 
-def _table(job: Job) -> Problems:
-    facts = STAGE[job.stage]
-    for stages, key, wrong, advice in RULES:
-        concerned = any(word == job.stage or getattr(facts, word, False) for word in stages.split())
-        if (concerned or not stages) and (found := wrong(job)):
-            yield key, advice.format(found, value=show(_value(job, key)))
-
-
 def name_problem(name: str | None) -> str | None:
     """Returns why a run cannot have this name, or None."""
     if name is None or (name not in RESERVED and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name)):
@@ -230,126 +171,240 @@ def name_problem(name: str | None) -> str | None:
     )
 
 
-# ---------------------------------------------------------------- rules that look at several values
-def _unused(job: Job) -> Problems:
-    """Yields values that would change nothing, unless they are the default."""
-    for key, why in STAGE[job.stage].unused.items():
-        if _changed(job, key):
-            yield key, f"`{job.stage}` does not use this key ({why}); remove it"
+class Rules:
+    """The rules for one job."""
 
+    def __init__(self, job: Job) -> None:
+        self.job, self.facts, self.metrics = job, job.facts, gates.Metrics(job)
 
-def _settings(job: Job) -> Problems:
-    """Yields what our own config classes reject when they are made."""
-    for section in ("trainer", "rollout") if job.stage == "ppo" else ("rollout",):
-        try:
-            _ = job.args if section == "trainer" else job.rollout_config
-        except InputError as error:
-            yield f"{section}.{error.key}", error.message
+    def problems(self) -> Problems:
+        """Yields the problems of the job. Only the first one counts: later checks assume that earlier ones found nothing."""
+        yield from self._unused()
+        yield from self._settings()
+        yield from self._table()
+        yield from self._together()
+        yield from self._evaluations()
+        yield from self._rows()
+        yield from self._selectors()
+        yield from self._batches()
+        yield from self._inputs()
+        yield from self.metrics.problems()
 
+    def _value(self, key: str) -> Any:
+        section, _, name = key.partition(".")
+        values = getattr(self.job, section)
+        if not name:
+            return values
+        return values.get(name) if isinstance(values, dict) else getattr(values, name)
 
-def _rows(job: Job) -> Problems:
-    """Yields unknown keys of a source, invalid conversions of its rows, and weights that do not fit together.
+    def _changed(self, key: str) -> bool:
+        """Returns whether a job sets a key, or a key of a section, to another value than the default."""
+        section, _, name = key.partition(".")
+        value = self._value(key)
+        known = schema.keys(schema.class_of(section, self.job.stage)) if name else {}
+        default = known[name].get("default") if name in known else type(value)()
+        return value not in (None, {}, [], default)
 
-    data/reshape.py checks the fields of each stage later.
-    """
-    data, known = job.data, schema.keys(schema.class_of("source", ""))
-    for name in SPLITS:
-        spec = getattr(data, name)
-        for index, item in enumerate(spec if isinstance(spec, list) else []):
-            for key, problem in schema.wrong(item, known) if isinstance(item, dict) else ():
-                yield f"data.{name}.{index}.{key}", problem
-    for name in SPLITS:
-        sources = zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
-        for index, (source, full) in enumerate(sources):
-            own = {key for key, value in vars(source).items() if value is not None}
-            keys = {key: f"data.{name}.{index}.{key}" if key in own else f"data.{key}" for key in known}
-            if full.label is not None and full.label.keys() not in LABELS:
-                forms = "{first: VALUE, second: VALUE} and perhaps tie: VALUE, or {good: VALUE, bad: VALUE} for ratings"
-                yield keys["label"], f"found {show(full.label)}, expected {forms}"
-            if full.group_by and not full.transform:
-                found = f"found {show(full.group_by)}; only a transform can read several rows at once"
-                yield keys["group_by"], f"{found}: also set transform: python:MODULE:FUNCTION"
-            if source.revision and (not source.path.startswith(HUB) or "@" in source.path):
-                expected = f"only a dataset on the hub ({HUB}NAME) has a revision, and it is given once"
-                yield keys["revision"], f"found {show(source.revision)} for {show(source.path)}; {expected}"
-            if source.weight is not None and (name != "train" or not STAGE[job.stage].learns):
-                yield keys["weight"], "only rows that are trained on are mixed by weights; remove it"
-    weights = [source.weight for source in sources_of(data.train)]
-    if not any(weights) and data.stopping_strategy != "first_exhausted":
-        yield "data.stopping_strategy", "no source of data.train has a weight: there is nothing to draw from"
-    if any(weights) and None in weights:
-        missing = f"{weights.count(None)} of {len(weights)} sources have no weight"
-        yield "data.train", f"{missing}; expected one for each, or for none"
+    def _unused(self) -> Problems:
+        """Yields values that would change nothing, unless they are the default."""
+        for key, why in self.facts.unused.items():
+            if self._changed(key):
+                yield key, f"`{self.job.stage}` does not use this key ({why}); remove it"
 
+    def _settings(self) -> Problems:
+        """Yields what our own config classes reject when they are made."""
+        for section in ("trainer", "rollout") if self.job.stage == "ppo" else ("rollout",):
+            try:
+                _ = self.job.args if section == "trainer" else self.job.rollout_config
+            except InputError as error:
+                yield f"{section}.{error.key}", error.message
 
-def _selectors(job: Job) -> Problems:
-    """Yields lists of another length than the workers, and blanks, which Ray (2.60) takes for a part of the name."""
-    for section in ("scaling", "rollout"):
-        selectors = getattr(job, section).get("label_selector") or {}
-        if isinstance(selectors, list) and (
-            STAGE[job.stage].runs_in == "data" or len(selectors) != job.workers[1]
+    def _table(self) -> Problems:
+        facts = self.facts
+        for stages, key, wrong, advice in RULES:
+            concerned = any(word == self.job.stage or getattr(facts, word, False) for word in stages.split())
+            if (concerned or not stages) and (found := wrong(self.job)):
+                yield key, advice.format(found, value=show(self._value(key)))
+
+    def _together(self) -> Problems:
+        """Yields keys without those that they need, and keys with those that they exclude."""
+        for key, needed in NEEDS.items():
+            missing = [one for one in needed.split() if not self._value(one)]
+            if missing and self._changed(key):
+                yield key, f"needs {' and '.join(missing)}; set that too, or remove this key"
+        for key, other, why in EXCLUDES:
+            if self._value(key) and self._value(other):
+                yield key, f"given together with {other}, but {why}; keep one"
+
+    def _evaluations(self) -> Problems:
+        """Yields evaluations without held-out rows."""
+        for key, value in _without_evaluations(self.job).items():
+            if self.job.trainer.get(key, value) != value:
+                nothing = "there is nothing to evaluate on: set data.eval or data.eval_fraction"
+                yield f"trainer.{key}", f"{nothing}, or {key}={str(value).lower()}"
+
+    def _rows(self) -> Problems:
+        """Yields unknown keys of a source, invalid conversions of its rows, and weights that do not fit together.
+
+        data/reshape.py checks the fields of each stage later.
+        """
+        data, known = self.job.data, schema.keys(schema.class_of("source", ""))
+        for name in SPLITS:
+            spec = getattr(data, name)
+            for index, item in enumerate(spec if isinstance(spec, list) else []):
+                for key, problem in schema.wrong(item, known) if isinstance(item, dict) else ():
+                    yield f"data.{name}.{index}.{key}", problem
+        for name in SPLITS:
+            sources = zip(sources_of(getattr(data, name)), completed(data, name), strict=True)
+            for index, (source, full) in enumerate(sources):
+                own = {key for key, value in vars(source).items() if value is not None}
+                keys = {key: f"data.{name}.{index}.{key}" if key in own else f"data.{key}" for key in known}
+                if full.label is not None and full.label.keys() not in LABELS:
+                    forms = "{first: VALUE, second: VALUE} and perhaps tie: VALUE, or {good: VALUE, bad: VALUE} for ratings"
+                    yield keys["label"], f"found {show(full.label)}, expected {forms}"
+                if full.group_by and not full.transform:
+                    found = f"found {show(full.group_by)}; only a transform can read several rows at once"
+                    yield keys["group_by"], f"{found}: also set transform: python:MODULE:FUNCTION"
+                if source.revision and (not source.path.startswith(HUB) or "@" in source.path):
+                    expected = f"only a dataset on the hub ({HUB}NAME) has a revision, and it is given once"
+                    yield (
+                        keys["revision"],
+                        f"found {show(source.revision)} for {show(source.path)}; {expected}",
+                    )
+                if source.weight is not None and (name != "train" or not self.facts.learns):
+                    yield keys["weight"], "only rows that are trained on are mixed by weights; remove it"
+        weights = [source.weight for source in sources_of(data.train)]
+        if not any(weights) and data.stopping_strategy != "first_exhausted":
+            yield (
+                "data.stopping_strategy",
+                "no source of data.train has a weight: there is nothing to draw from",
+            )
+        if any(weights) and None in weights:
+            missing = f"{weights.count(None)} of {len(weights)} sources have no weight"
+            yield "data.train", f"{missing}; expected one for each, or for none"
+
+    def _selectors(self) -> Problems:
+        """Yields lists of another length than the workers, and blanks, which Ray (2.60) takes for a part of the name."""
+        for section in ("scaling", "rollout"):
+            selectors = getattr(self.job, section).get("label_selector") or {}
+            if isinstance(selectors, list) and (
+                self.facts.runs_in == "data" or len(selectors) != self.job.workers[1]
+            ):
+                expected = "one mapping for all workers, or, for a stage that trains, one for each"
+                yield f"{section}.label_selector", f"found a list of {len(selectors)}, expected {expected}"
+            for selector in selectors if isinstance(selectors, list) else [selectors]:
+                for name, value in selector.items():
+                    if " " in value:
+                        fixed = value.replace(" ", "")
+                        yield f"{section}.label_selector.{name}", f"found {show(value)}, expected {fixed}"
+
+    def _batches(self) -> Problems:
+        """Yields why data.batch_size is not per_device_train_batch_size * workers * accumulation for every number of workers."""
+        size, key = self.job.data.batch_size, "per_device_train_batch_size"
+        if size is None or not self.facts.trl:
+            return
+        device = self.job.trainer.get(key, schema.keys(self.facts.trainer)[key]["default"])
+        low, high = self.job.workers
+        step = device * math.lcm(*range(low, high + 1))
+        if size % step:
+            workers = f"any of {low} to {high} workers" if low < high else f"workers ({low})"
+            expected = f"a multiple of {step}, for trainer.{key}={device} on {workers}"
+            usual = math.ceil(size / step) * step
+            yield "data.batch_size", f"found {size}, expected {expected}; set data.batch_size={usual}"
+
+    def _inputs(self) -> Problems:
+        """Yields names that cannot be the name of a model or function."""
+        several = {
+            f"reward.{i}": one
+            for i, one in enumerate(self.job.reward if isinstance(self.job.reward, list) else [])
+        }
+        for key, item in {"reward": self.job.reward, "judge": self.job.judge, **several}.items():
+            kinds = ({"reward"}, {"judge"}) if key in several else ({"judge"},)
+            if isinstance(item, dict) and (
+                item.keys() - {"weight"} not in kinds
+                or not all(isinstance(item[name], str) for name in item if name != "weight")
+                or type(item.get("weight", 1)) not in (int, float)
+                or ("weight" in item and key not in several)
+            ):
+                expected = "{reward: NAME, weight: NUMBER} or {judge: FILE, weight: NUMBER}"
+                yield key, f"found {show(item)}, expected {expected if key in several else '{judge: FILE}'}"
+        mappings = {"reward.0": self.job.reward, "judge": self.job.judge, **several}
+        mappings = {key: item for key, item in mappings.items() if isinstance(item, dict)}
+        functions = transforms(self.job.data)
+        policies = {f"policy.{index}": name for index, name in enumerate(self.job.policies)}
+        for key, name in {**functions, **self.job.inputs, **policies}.items():
+            adapter = key.startswith(("policy", "baseline", "reference", "teacher", "policies."))
+            if name.startswith("judge:") and (adapter or key not in mappings):
+                expected = "{judge: FILE} as a reward or judge"
+            elif name.startswith("models:") and not Ref.parse(name).is_registered:
+                expected = "models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion"
+            elif name.startswith("python:") and adapter:
+                expected = "an adapter: models:/NAME@ALIAS, a folder, or base"
+            elif not Ref.parse(name).is_function and (name.startswith("python:") or key in functions):
+                expected = "python:MODULE:FUNCTION, for example python:pipeline.demo:gold"
+            elif not adapter and name.endswith(".py"):
+                module = name.removesuffix(".py").replace("/", ".")
+                expected = f"python:{module}:FUNCTION for a function of that file"
+            elif not adapter and Ref.parse(f"python:{name}").is_function:
+                expected = f"python:{name} for a Python function"
+            else:
+                continue
+            if key == "reward.0" and not isinstance(self.job.reward, list):
+                key = "reward"
+            yield (
+                f"serve.{key}" if key in self.job.serve.inputs else key,
+                f"found {show(name)}, expected {expected}",
+            )
+
+    def warnings(self) -> Iterator[str]:
+        """Yields lines to print before a run starts, on settings that are valid but often unintended."""
+        learns = self.facts.learns
+        if learns and not self.job.held_out:
+            yield (
+                "nothing is held out, so nothing measures how well the run learns; set data.eval to held-out rows, or "
+                "data.eval_fraction=0.1 to hold out a tenth"
+            )
+        for metric in self.job.gate:
+            if lacking := self.metrics.lacks.get(metric):
+                yield f"gate.{metric}: needs {lacking}, which this job does not have; the version will be kept without its alias"
+        if self.job.gate and learns and not self.job.mlflow.registered_model:
+            yield "gate: the job registers nothing (mlflow.registered_model is null): the gate moves no alias, and is only reported"
+        if self.job.in_process and self.job.run.max_failures:
+            yield "run.max_failures: there is no worker to restart with scaling.num_workers=0; set scaling.num_workers=1"
+        if self.job.stage == "ppo" and self.job.rollout_config.num_workers:
+            yield from self._rollout_warnings()
+        known = schema.keys(self.facts.trainer).get("disable_dropout", {"default": self.job.stage == "ppo"})
+        if (
+            learns
+            and self.job.lora.get("lora_dropout")
+            and self.job.trainer.get("disable_dropout", known["default"])
         ):
-            expected = "one mapping for all workers, or, for a stage that trains, one for each"
-            yield f"{section}.label_selector", f"found a list of {len(selectors)}, expected {expected}"
-        for selector in selectors if isinstance(selectors, list) else [selectors]:
-            for name, value in selector.items():
-                if " " in value:
-                    fixed = value.replace(" ", "")
-                    yield f"{section}.label_selector.{name}", f"found {show(value)}, expected {fixed}"
-
-
-def _batches(job: Job) -> Problems:
-    """Yields why data.batch_size is not per_device_train_batch_size * workers * accumulation for every number of workers."""
-    size, key = job.data.batch_size, "per_device_train_batch_size"
-    if size is None or not STAGE[job.stage].trl:
-        return
-    device = job.trainer.get(key, schema.keys(STAGE[job.stage].trainer)[key]["default"])
-    low, high = job.workers
-    step = device * math.lcm(*range(low, high + 1))
-    if size % step:
-        workers = f"any of {low} to {high} workers" if low < high else f"workers ({low})"
-        expected = f"a multiple of {step}, for trainer.{key}={device} on {workers}"
-        usual = math.ceil(size / step) * step
-        yield "data.batch_size", f"found {size}, expected {expected}; set data.batch_size={usual}"
-
-
-def _inputs(job: Job) -> Problems:
-    """Yields names that cannot be the name of a model or function."""
-    several = {f"reward.{i}": one for i, one in enumerate(job.reward if isinstance(job.reward, list) else [])}
-    for key, item in {"reward": job.reward, "judge": job.judge, **several}.items():
-        kinds = ({"reward"}, {"judge"}) if key in several else ({"judge"},)
-        if isinstance(item, dict) and (
-            item.keys() - {"weight"} not in kinds
-            or not all(isinstance(item[name], str) for name in item if name != "weight")
-            or type(item.get("weight", 1)) not in (int, float)
-            or ("weight" in item and key not in several)
+            keep = ", or trainer.disable_dropout=false" if self.facts.trl else ""
+            yield f"lora.lora_dropout changes nothing: `{self.job.stage}` trains without dropout; set lora.lora_dropout=0{keep}"
+        if (
+            "data.train" in self.job.overridden
+            and "data.eval" not in self.job.overridden
+            and self.job.data.eval
         ):
-            expected = "{reward: NAME, weight: NUMBER} or {judge: FILE, weight: NUMBER}"
-            yield key, f"found {show(item)}, expected {expected if key in several else '{judge: FILE}'}"
-    mappings = {"reward.0": job.reward, "judge": job.judge, **several}
-    mappings = {key: item for key, item in mappings.items() if isinstance(item, dict)}
-    functions = transforms(job.data)
-    policies = {f"policy.{index}": name for index, name in enumerate(job.policies)}
-    for key, name in {**functions, **job.inputs, **policies}.items():
-        adapter = key.startswith(("policy", "baseline", "reference", "teacher", "policies."))
-        if name.startswith("judge:") and (adapter or key not in mappings):
-            expected = "{judge: FILE} as a reward or judge"
-        elif name.startswith("models:") and not Ref.parse(name).is_registered:
-            expected = "models:/NAME@ALIAS or models:/NAME/VERSION, for example models:/rlhf-sft@champion"
-        elif name.startswith("python:") and adapter:
-            expected = "an adapter: models:/NAME@ALIAS, a folder, or base"
-        elif not Ref.parse(name).is_function and (name.startswith("python:") or key in functions):
-            expected = "python:MODULE:FUNCTION, for example python:pipeline.demo:gold"
-        elif not adapter and name.endswith(".py"):
-            module = name.removesuffix(".py").replace("/", ".")
-            expected = f"python:{module}:FUNCTION for a function of that file"
-        elif not adapter and Ref.parse(f"python:{name}").is_function:
-            expected = f"python:{name} for a Python function"
-        else:
-            continue
-        if key == "reward.0" and not isinstance(job.reward, list):
-            key = "reward"
-        yield f"serve.{key}" if key in job.serve.inputs else key, f"found {show(name)}, expected {expected}"
+            yield (
+                f"data.train comes from the command line, but data.eval is still the job file's {show(self.job.data.eval)}: the run "
+                "is evaluated on those rows. To hold out a tenth of your own, set data.eval=null data.eval_fraction=0.1"
+            )
+
+    def _rollout_warnings(self) -> Iterator[str]:
+        """Yields a warning if there are more rollout workers than chunks."""
+        args, rollout = self.job.args, self.job.rollout_config
+        workers, trainers, ahead = rollout.num_workers, self.job.workers[1], max(1, rollout.staleness)
+        prompts = -(
+            -args.batch_size // args.num_generations // trainers
+        )  # prompts of an update on one trainer
+        chunks = trainers * -(-prompts // max(1, args.decoded(trainers) // args.num_generations)) * ahead
+        if workers > chunks:
+            rows = max(args.num_generations, args.batch_size * ahead // workers)
+            yield (
+                f"rollout.num_workers: {workers - chunks} of {workers} workers will be idle, because completions are sampled in "
+                f"chunks of {args.decoded(trainers)}; for smaller ones set trainer.local_rollout_forward_batch_size={rows}"
+            )
 
 
 # ---------------------------------------------------------------- settings that follow from others
@@ -373,44 +428,8 @@ def split_revision(tree: Tree, job: Job) -> Job:
     return replace(job, model=replace(job.model, name_or_path=name, revision=revision or job.model.revision))
 
 
-# ---------------------------------------------------------------- warnings
-def warnings(job: Job) -> Iterator[str]:
-    """Yields lines to print before a run starts, on settings that are valid but often unintended."""
-    learns = STAGE[job.stage].learns
-    if learns and not job.held_out:
-        yield (
-            "nothing is held out, so nothing measures how well the run learns; set data.eval to held-out rows, or "
-            "data.eval_fraction=0.1 to hold out a tenth"
-        )
-    for metric in job.gate:
-        if lacking := gates.metrics(job).get(metric):
-            yield f"gate.{metric}: needs {lacking}, which this job does not have; the version will be kept without its alias"
-    if job.gate and learns and not job.mlflow.registered_model:
-        yield "gate: the job registers nothing (mlflow.registered_model is null): the gate moves no alias, and is only reported"
-    if job.in_process and job.run.max_failures:
-        yield "run.max_failures: there is no worker to restart with scaling.num_workers=0; set scaling.num_workers=1"
-    if job.stage == "ppo" and job.rollout_config.num_workers:
-        yield from _rollout_warnings(job)
-    known = schema.keys(STAGE[job.stage].trainer).get("disable_dropout", {"default": job.stage == "ppo"})
-    if learns and job.lora.get("lora_dropout") and job.trainer.get("disable_dropout", known["default"]):
-        keep = ", or trainer.disable_dropout=false" if STAGE[job.stage].trl else ""
-        yield f"lora.lora_dropout changes nothing: `{job.stage}` trains without dropout; set lora.lora_dropout=0{keep}"
-    if "data.train" in job.overridden and "data.eval" not in job.overridden and job.data.eval:
-        yield (
-            f"data.train comes from the command line, but data.eval is still the job file's {show(job.data.eval)}: the run "
-            "is evaluated on those rows. To hold out a tenth of your own, set data.eval=null data.eval_fraction=0.1"
-        )
-
-
-def _rollout_warnings(job: Job) -> Iterator[str]:
-    """Yields a warning if there are more rollout workers than chunks."""
-    args, rollout = job.args, job.rollout_config
-    workers, trainers, ahead = rollout.num_workers, job.workers[1], max(1, rollout.staleness)
-    prompts = -(-args.batch_size // args.num_generations // trainers)  # prompts of an update on one trainer
-    chunks = trainers * -(-prompts // max(1, args.decoded(trainers) // args.num_generations)) * ahead
-    if workers > chunks:
-        rows = max(args.num_generations, args.batch_size * ahead // workers)
-        yield (
-            f"rollout.num_workers: {workers - chunks} of {workers} workers will be idle, because completions are sampled in "
-            f"chunks of {args.decoded(trainers)}; for smaller ones set trainer.local_rollout_forward_batch_size={rows}"
-        )
+def _without_evaluations(job: Job) -> dict[str, Any]:
+    """Returns the keys of `trainer`, and their values, of a job that learns without held-out rows."""
+    if job.held_out or not job.facts.learns:
+        return {}
+    return {"eval_strategy": "no", "eval_on_start": False} if job.facts.trl else {"eval_steps": 0}

@@ -1,6 +1,6 @@
 """One table: what each stage takes, which rows it reads, what it trains, which settings it does not use, and its metrics.
 
-Code that depends on the stage asks here: STAGE[job.stage].learns, not job.stage in ("sft", "rm", ...).
+Code that depends on the stage asks here: job.facts.learns, not job.stage in ("sft", "rm", ...).
 """
 
 from __future__ import annotations
@@ -88,6 +88,11 @@ class Stage:
     def trl(self) -> bool:
         """Returns True if a TRL trainer does the work. Only a worker imports its config class."""
         return self.trainer.startswith("trl.")
+
+    @property
+    def online(self) -> bool:
+        """Returns True if the stage learns from completions that it samples."""
+        return bool(self.learns and self.writes)
 
     @property
     def reads_train(self) -> bool:

@@ -107,14 +107,14 @@ class Plan:
     def checkpoint(self) -> float:
         """Bytes on disk: trained parameters, Adam's two moments, and with run.keep=best the best parameters; not the base."""
         # TRL's trainer also saves the reference's adapter.
-        reference = STAGE[self.job.stage].trl and _has_reference(self.job)
+        reference = self.job.facts.trl and _has_reference(self.job)
         kept = 4.0 * reference + 4.0 * (self.job.run.keep == "best")
         return (4.0 + _moments(self.job) + kept) * self.trainable
 
 
 def settings(job: Job, context: int) -> Settings:
     """Returns the settings for rows of the maximum length, for a model with `context` tokens."""
-    facts, longest = STAGE[job.stage], job.data.max_length
+    facts, longest = job.facts, job.data.max_length
     if facts.trl:
         return Settings(
             job.trainer.get("per_device_train_batch_size", 8),
@@ -181,7 +181,7 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         ]
     else:
         items = [Item(f"base, {'nf4' if job.model.load_in_4bit else job.base_dtype}, once", shape.weights)]
-    head = learns and job.stage == "ppo" and job.args.uses_critic and not job.args.has_critic_adapter
+    head = learns and job.facts.online and job.args.uses_critic and not job.args.has_critic_adapter
     adapters = ", ".join(roles) + "; the critic is a head on the policy" * head
     items.append(Item(f"adapters: {adapters}", sum(size.values())))
     if learning:
@@ -195,9 +195,9 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         saved = shape.activations(asked.rows * asked.sequences, asked.width, asked.bf16, asked.checkpointing)
         items.append(Item(f"activations for backward: {tokens:,} tokens, {kind}", saved, "update"))
         items.append(Item("logits and their gradients", _logits(job.stage, shape, tokens, device), "update"))
-    if job.stage == "ppo" and asked.bf16:
+    if job.facts.online and asked.bf16:
         items.append(Item("the learning adapters in bfloat16", trainable / 2, "update"))
-    vllm = job.stage == "ppo" and job.rollout_config.engine == "vllm"
+    vllm = job.facts.online and job.rollout_config.engine == "vllm"
     if asked.rollout_rows and not (learning and vllm and job.rollout_config.num_workers):
         gpus = job.rollout_config.tensor_parallel_size if vllm and not learning else 1
         items += _rollout_items(shape, asked, device, vllm, gpus)
@@ -238,7 +238,7 @@ def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool, gpus:
 
 def _roles(job: Job) -> tuple[list[str], list[str]]:
     """Returns (adapters in memory, those that learn)."""
-    facts = STAGE[job.stage]
+    facts = job.facts
     if facts.learns is None:
         models = [name for name, at in job.inputs.items() if at != "base" and Ref.parse(at).is_model]
         return list(dict.fromkeys(name.split(".")[0] for name in models)), []
@@ -261,7 +261,7 @@ def _moments(job: Job) -> float:
 def _has_reference(job: Job) -> bool:
     """Returns whether the reference is an adapter. Otherwise, the reference is the base, which takes no additional memory."""
     start = job.reference or job.inputs.get("policy")
-    return STAGE[job.stage].keeps_reference and start not in (None, "base")
+    return job.facts.keeps_reference and start not in (None, "base")
 
 
 def _logits(stage: str, shape: Shape, tokens: int, device: str) -> float:
@@ -314,13 +314,13 @@ def fit_into(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[
 
 def _changes(job: Job, loras: Loras | None = None) -> list[tuple[str, Any]]:
     """Returns overrides that make a job smaller, mildest first. Only nf4, the last, changes the result."""
-    asked, facts = settings(job, 1 << 20), STAGE[job.stage]
+    asked, facts = settings(job, 1 << 20), job.facts
     # Divisors, so that the batch stays divisible.
     fewer = [n for n in range(asked.rows - 1, facts.fewest_rows - 1, -1) if asked.rows % n == 0]
     changes: list[tuple[str, Any]] = []
-    now = job.args.planned_rows(job.workers[0]) if job.stage == "ppo" else asked.rollout_rows
+    now = job.args.planned_rows(job.workers[0]) if job.facts.online else asked.rollout_rows
     changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
-    if job.stage == "ppo":  # a PPOConfig
+    if job.facts.online:  # a PPOConfig
         training = asked.rows * asked.width  # tokens of a micro-batch
         if job.args.micro_batch_tokens is None and training < asked.scored:
             changes.append(("trainer.micro_batch_tokens", training))
@@ -357,10 +357,10 @@ def hours(plan: Plan, name: str, rows: Rows) -> float:
     Args:
         rows: training rows of an epoch, and their mean length.
     """
-    gpu, job, asked, facts = GPUS[name], plan.job, plan.asked, STAGE[plan.job.stage]
+    gpu, job, asked, facts = GPUS[name], plan.job, plan.asked, plan.job.facts
     workers, (longest, completion) = job.workers[1], plan.tokens
     row, read = min(rows.tokens, longest), 0.0
-    if job.stage == "ppo":  # a PPOConfig
+    if job.facts.online:  # a PPOConfig
         args = job.args
         episodes = args.total_updates(rows.count) * args.batch_size
         tokens = episodes * (row + completion)
@@ -405,7 +405,7 @@ def recomputes(worker: Any) -> bool:
     from pipeline.inference.memory import free_bytes
 
     job = worker.job
-    default = schema.keys(STAGE[job.stage].trainer)["gradient_checkpointing"].get("default")
+    default = schema.keys(job.facts.trainer)["gradient_checkpointing"].get("default")
     given = job.trainer.get("gradient_checkpointing", default)
     if given is not None:
         return bool(given)

@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 from pipeline.config import Job, Model
-from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.inference.memory import kv_bytes
 from pipeline.models.hub import base_config
@@ -64,7 +63,7 @@ class Shape:
         raw, self.unread = config_of(job.model)  # `unread`: why the shape comes from SHAPES
         self.job, self.context = job, context_length(raw) or 2048
         # Whether a reward has a head, or the critic, which starts as the reward.
-        head = "reward" in (STAGE[job.stage].learns, *STAGE[job.stage].inputs)
+        head = "reward" in (job.facts.learns, *job.facts.inputs)
         self.model = _Model(json.dumps(raw, sort_keys=True), job.base_dtype, head)
         self.lora = json.dumps(job.lora, sort_keys=True)
         self.text = text = AutoConfig.for_model(**raw).get_text_config()
@@ -85,7 +84,7 @@ class Shape:
     def sharded(self, workers: int) -> float:
         """Returns the bytes of the base on each worker with `model.fsdp`: its shard of the body, and the full lm head."""
         body = self.weights - self.embedding * (not self.text.tie_word_embeddings)
-        return body / workers + self.embedding * (STAGE[self.job.stage].learns != "reward")
+        return body / workers + self.embedding * (self.job.facts.learns != "reward")
 
     def adapter(self, lora: dict[str, Any]) -> int:
         """Returns the parameters of an adapter with these peft settings, its head included."""

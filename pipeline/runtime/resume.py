@@ -147,7 +147,7 @@ def unfinished(run: Identity) -> dict[str, Any]:
         return {}
     free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
     if (
-        run.settings["data"]["batch_size"] or run.stage == "ppo"
+        run.settings["data"]["batch_size"] or STAGE[run.stage].online
     ):  # the key then only limits the rows in memory
         free.append("trainer.per_device_train_batch_size")
     if STAGE[run.stage].learns:  # others use the judge's scores, and make parts of as many rows

@@ -162,7 +162,7 @@ def open_run(job: Job) -> Iterator[Run]:
     with console.waiting("opening MLflow"):
         registry.check(tracking)
     left = resume.unfinished(tracking.run)
-    for warning in rules.warnings(job):
+    for warning in rules.Rules(job).warnings():
         print(f"warning: {warning}", flush=True)
     with prepared(job, resume.pinned_inputs(left, tracking.run)) as (work, rows, report):
         run = Run(work, rows, report, started)

@@ -12,7 +12,7 @@ from typing import Any
 from pipeline import registry
 from pipeline.config import Job, Model, judge
 from pipeline.config.job import HUB, transforms
-from pipeline.config.stages import INPUTS, STAGE
+from pipeline.config.stages import INPUTS
 from pipeline.errors import InputError, about
 from pipeline.models import adapter_files, hub
 from pipeline.models.compatibility import Base, unmergeable
@@ -112,7 +112,7 @@ def check_paths(job: Job) -> None:
     for key, source in transforms(job.data).items():
         with about(key):
             imported(source)
-    if STAGE[job.stage].rows:
+    if job.facts.rows:
         preview.preprocessing(job.stage, job.data)
     buckets: dict[str, tuple[str, str]] = {}
     for key, path in job.paths:
@@ -135,7 +135,7 @@ def digests_of_functions(job: Job) -> dict[str, str]:
     """Returns {reward, judge or estimator: digest of the Python modules whose code decides the results of a run}."""
     found: dict[str, list[str]] = {}
     for key, source in job.functions.items():
-        if key != "judge" or not STAGE[job.stage].learns:  # a stage does not learn from its judge
+        if key != "judge" or not job.facts.learns:  # a stage does not learn from its judge
             found.setdefault(key.partition(".")[0], []).append(source)
     if (estimator := str(job.trainer.get("advantage_estimator"))).startswith("python:"):
         found["trainer.advantage_estimator"] = [estimator]
@@ -194,7 +194,7 @@ def checked(job: Job, versions: Mapping[str, str], base: dict[str, Any], files: 
         with about(key):
             folder = registry.fetch(reference, registry.tracking_uri(job))
             if scores and not lineage.is_adapter(folder):
-                if STAGE[job.stage].runs_in == "here":
+                if job.facts.runs_in == "here":
                     raise InputError(
                         f"{job.reward} is a full model: there is nothing to merge; set {key}=null"
                     )
@@ -218,7 +218,7 @@ def _check_judge(job: Job, name: str, given: judge.Definition) -> None:
     if given.form != "rank":
         return
     alone = name == "judge" or (job.stage == "evaluate" and job.data.eval)
-    if job.stage == "ppo":
+    if job.facts.online:
         alone = alone or job.args.num_generations < 2 or job.args.estimator.needs_greedy
     elif job.stage in ("generate", "collect"):
         alone = alone or getattr(job.args, "num_generations", 1) < 2
@@ -231,7 +231,7 @@ def _check_judge(job: Job, name: str, given: judge.Definition) -> None:
 
 def _check_supported(job: Job, name: str, folder: str, base: Base, scores: bool) -> None:
     """Raises InputError if the stage cannot use this adapter as its input `name`, or could not merge what it becomes."""
-    stage, adapter = STAGE[job.stage], adapter_files.settings(folder)
+    stage, adapter = job.facts, adapter_files.settings(folder)
     modules = adapter_files.ranks(adapter_files.shapes(folder))
     dora, problem = adapter.get("use_dora"), None
     on_head = adapter_files.adapts_lm_head(list(modules))
@@ -259,9 +259,9 @@ def makes_adapter(job: Job, adapters: Iterable[str]) -> bool:
 
     `adapters`: the names of the inputs that are adapters.
     """
-    facts = STAGE[job.stage]
+    facts = job.facts
     started_from = {"policy", "reward"} & facts.inputs.keys()
-    if job.stage == "ppo" and not job.args.has_critic_adapter:  # nothing starts from the reward
+    if job.facts.online and not job.args.has_critic_adapter:  # nothing starts from the reward
         started_from.discard("reward")
     given = {name.partition(".")[0] for name in adapters}
     return facts.learns is not None and not (started_from and given >= started_from)
@@ -297,7 +297,7 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
     """
     if context is None:
         return None
-    writes = STAGE[job.stage].writes and (job.policy or job.serve.policies)
+    writes = job.facts.writes and (job.policy or job.serve.policies)
     completion, longest = job.args.response_length if writes else 0, job.data.max_length
     if writes and completion > context - 2:
         raise InputError(

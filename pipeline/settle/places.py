@@ -62,4 +62,4 @@ def _amounts_of(section: Mapping[str, Any], gpus: int) -> dict[str, float]:
 
 def _may_have(job: Job, count: int) -> bool:
     """Returns True if the job could have another number of workers, for example because they can share its batch."""
-    return not any(rules.problems(replace(job, scaling={**job.scaling, "num_workers": count})))
+    return not any(rules.Rules(replace(job, scaling={**job.scaling, "num_workers": count})).problems())

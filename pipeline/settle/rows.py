@@ -59,7 +59,7 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
     check_row_format(job.data, work.inputs.get("policy"), report.row_format())
     if job.data.train and job.stage == "kto":
         check_labels(job.trainer, *report.labels())
-    if job.data.train and job.stage == "ppo":
+    if job.data.train and job.facts.online:
         check_updates(work.args, len(mixture) if mixture else report.splits["train"].kept)
     digests = {name: tokenized.digests[split] for name, (tokenized, split) in sets.items()}
     if through := transforms(job.data):

@@ -14,7 +14,6 @@ from typing import Any
 
 from pipeline import registry
 from pipeline.config import Job, libraries
-from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
 from pipeline.on_ray import placement, session
 from pipeline.settle import inputs as checks
@@ -58,7 +57,7 @@ def settle(job: Job, versions: Mapping[str, str]) -> Work:
     inputs = checks.checked(job, versions, base, files)
     adapters = {name: one for name, one in inputs.items() if one.kind == "adapter"}
     if checks.makes_adapter(job, adapters):
-        check_lora(files, job.lora, STAGE[job.stage].learns == "reward")
+        check_lora(files, job.lora, job.facts.learns == "reward")
     elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
         print(
             f"warning: {', '.join(unused)} changes nothing: the adapters that this job trains are copies of those it starts from; "

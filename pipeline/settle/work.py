@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pipeline.config import Job
 from pipeline.config.identity import Identity
-from pipeline.config.stages import STAGE, Stage
+from pipeline.config.stages import Stage
 from pipeline.on_ray.placement import Places
 from pipeline.registry import Gate, Tracking
 from pipeline.system.lease import Lease
@@ -81,7 +81,7 @@ class Work:
     @property
     def stage(self) -> Stage:
         """Returns the facts about the job's stage."""
-        return STAGE[self.job.stage]
+        return self.job.facts
 
     @cached_property
     def args(self) -> Any:

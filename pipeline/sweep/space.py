@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pipeline.config import Job, load_job, schema
-from pipeline.config.gates import LOSS, default_metric, greater_is_better, metric_problems
+from pipeline.config.gates import LOSS, Metrics, greater_is_better
 from pipeline.config.identity import identity_of
 from pipeline.config.stages import TRAINED
 from pipeline.config.yaml_tree import Tree
@@ -181,9 +181,10 @@ def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
             "the trials are compared on held-out rows, and there are none: give data.eval or data.eval_fraction",
             key="data.eval",
         )
-    for key, message in metric_problems(job):
+    metrics = Metrics(job)
+    for key, message in metrics.metric_problems():
         raise InputError(message, key, job.source)
-    metric = job.run.metric_for_best_model or default_metric(job)
+    metric = job.run.metric_for_best_model or metrics.default
     scale = LOSS if metric == "eval_loss" else ["beta"] if IMPLICIT.fullmatch(metric) else []
     if apart := [key for key in varied if key.removeprefix("trainer.") in scale]:
         raise InputError(

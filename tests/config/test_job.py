@@ -320,7 +320,7 @@ def test_nothing_more_than_data_eval_is_typed_to_train_without_held_out_rows(sta
 )
 def test_dropout_that_is_never_applied_is_named(stage, overrides, warns, in_root):
     job = load_job(f"jobs/demo/{stage}.yaml", ["lora.lora_dropout=0.5", *overrides], stage)
-    said = [line for line in rules.warnings(job) if "lora_dropout" in line]
+    said = [line for line in rules.Rules(job).warnings() if "lora_dropout" in line]
     assert len(said) == warns
     assert not warns or f"changes nothing: `{stage}` trains without dropout" in said[0]
 
@@ -338,7 +338,7 @@ def test_dropout_that_is_never_applied_is_named(stage, overrides, warns, in_root
     ],
 )
 def test_settings_that_are_often_unintended_are_warned_of(overrides, warned, in_root):
-    said = list(rules.warnings(load_job("jobs/demo/sft.yaml", overrides, "sft")))
+    said = list(rules.Rules(load_job("jobs/demo/sft.yaml", overrides, "sft")).warnings())
     assert warned in "".join(said) and len(said) == bool(warned)
 
 
@@ -385,7 +385,7 @@ def test_ppo_logs_the_metrics_that_its_gate_may_name():
 
 def test_a_gate_on_held_out_rows_that_are_not_there(tmp_path, in_root):
     taken_away = load_job("jobs/demo/sft.yaml", ["data.eval=null"])  # the file's gate only moves no alias
-    assert "gate.eval_loss: needs held-out rows" in " ".join(rules.warnings(taken_away))
+    assert "gate.eval_loss: needs held-out rows" in " ".join(rules.Rules(taken_away).warnings())
     with pytest.raises(InputError, match=r"gate\.eval_loss: needs held-out rows .*data\.eval_fraction=0\.1"):
         load_job("jobs/demo/sft.yaml", ["data.eval=null", "gate.eval_loss=<=1"])
     text = f"extends: {ROOT}/jobs/own/rm.yaml\ndata: {{eval_fraction: 0}}\ngate: {{eval_accuracy: '<= 1'}}\n"

@@ -33,8 +33,8 @@ def stage(
         result = json.loads(path.read_text()) if path.exists() else {}
         if verb in STAGES and result:  # what a run measures is what its gate may name
             loaded = load_job(file, settings, verb)
-            unknown = set(result["metrics"]) - set(gates.metrics(loaded))
-            assert not [metric for metric in unknown if not gates.of_rows(loaded, metric)]
+            unknown = set(result["metrics"]) - set(gates.Metrics(loaded).lacks)
+            assert not [metric for metric in unknown if not gates.Metrics(loaded).of_rows(metric)]
         return result
     finally:
         os.chdir(before)
