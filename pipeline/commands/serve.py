@@ -51,7 +51,7 @@ def serving(job: Job) -> Iterator[Work]:
     from pipeline.serving import feedback, proxy
     from pipeline.serving.app import application
 
-    digests = token_digests(job)
+    digests = token_digests(job.serve.host)
     work = load_host(with_port(job)).work
     job = work.job
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, the recorder checks the folder on the head
@@ -101,15 +101,15 @@ def announcement(work: Work) -> str:
     return "\n".join([f"\nserving at {url}", *lines, f"   {example}", "Ctrl-C ends it"])
 
 
-def token_digests(job: Job) -> list[str]:
+def token_digests(host: str) -> list[str]:
     """Returns the SHA-256 of each token in RLHF_SERVE_TOKENS, split at commas and white space, to be passed on instead.
 
     Raises InputError without tokens for a server that other machines can reach, or for a short one.
     """
     tokens = os.environ.get(TOKENS, "").replace(",", " ").split()
-    if not tokens and job.serve.host not in LOOPBACK:
+    if not tokens and host not in LOOPBACK:
         raise InputError(
-            f"found {job.serve.host}, which other machines can reach, and no tokens; run export {TOKENS}=$(openssl rand -hex 32), "
+            f"found {host}, which other machines can reach, and no tokens; run export {TOKENS}=$(openssl rand -hex 32), "
             "or leave it at 127.0.0.1",
             key="serve.host",
         )
@@ -161,4 +161,4 @@ def build(args: dict[str, Any]) -> Any:
     if ray.is_initialized():
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     job = absolute(load_job(args["job"], args.get("overrides") or [], "serve"))
-    return application(load_host(job).work, token_digests(job))
+    return application(load_host(job).work, token_digests(job.serve.host))

@@ -23,7 +23,6 @@ from pipeline import registry
 from pipeline.__main__ import main
 from pipeline.commands import serve as command
 from pipeline.commands.serve import TOKENS, token_digests
-from pipeline.config import load_job
 from pipeline.errors import InputError
 from tests.chaos.runs import until
 
@@ -435,7 +434,7 @@ def test_tokens_are_asked_for_and_are_nowhere(monkeypatch, server):
     from pipeline.serving.protocol import Refused
 
     monkeypatch.setenv(TOKENS, f"{'a' * 20}, {'b' * 20}")
-    digests = token_digests(server.job)
+    digests = token_digests(server.job.serve.host)
     assert len(digests) == 2 and "aaaa" not in str(digests)
 
     def check(**headers):
@@ -454,10 +453,10 @@ def test_another_host_needs_tokens_and_a_taken_port_is_said(server, storage, mon
     monkeypatch.delenv(TOKENS, raising=False)
     open_to_all = r"serve.host: found 0\.0\.0\.0, which other machines can reach, and no tokens"
     with pytest.raises(InputError, match=open_to_all):
-        token_digests(load_job("jobs/demo/serve.yaml", ["serve.host=0.0.0.0"], "serve"))
+        token_digests("0.0.0.0")
     monkeypatch.setenv(TOKENS, "short")
     with pytest.raises(InputError, match="less than 16 characters"):
-        token_digests(load_job("jobs/demo/serve.yaml", [], "serve"))
+        token_digests("127.0.0.1")
     monkeypatch.delenv(TOKENS)
     port = server.url.rpartition(":")[2]
     given = [f"serve.port={port}", "serve.policies={toy: models:/toy-policy/1}", "serve.rewards={}"]
