@@ -102,7 +102,7 @@ sft: ## supervised fine-tuning on demonstrations
 rm: ## reward model on preference pairs
 dpo: ## DPO on preference pairs, starting from the sft adapter
 kto: ## KTO on completions labeled good or bad, from the sft adapter
-ppo: ## PPO against the reward model, starting from the sft adapter
+ppo: ## PPO, GRPO or RLOO against a reward, starting from the sft adapter
 evaluate: ## policy against a baseline, reward model on pairs
 sweep: ## try values side by side: make sweep SWEEP="lora.r=8,16"
 

@@ -54,8 +54,7 @@ SHORT = {
     **dict.fromkeys(("init", "validate", "evaluate", "generate", "score", "export"), ""),
     **dict.fromkeys(("sft", "rm", "dpo", "kto", "sweep"), TRL),
     "ppo": "gate={} trainer.total_episodes=64",
-    # The profile's model is gated, and its lengths are those of a larger one.
-    "plan": "model.name_or_path=jobs/demo/model trainer.response_length=40 data.max_length=192",
+    "plan": "",  # it knows the shape of a gated model
     "collect": "trainer.num_prompts=8",
 }
 INIT = "make init DATA=my NAME=velo MODEL=jobs/demo/model"  # the README's, with a model that is here
@@ -152,6 +151,14 @@ def test_the_first_hour_on_a_gpu_quotes_messages_and_jobs_that_exist(in_root):
     assert [verb for verb, _ in jobs] == ["sft", "ppo"]
     for verb, given in jobs:
         load_job(f"jobs/llama3-8b/{verb}.yaml", shlex.split(given), verb)
+
+
+def test_a_training_on_a_gated_model_has_a_job_that_loads(in_root):
+    """No test runs these commands."""
+    found = re.findall(r"^make (\w+) PROFILE=([\w-]+) .*# account$", "\n".join(TEXTS.values()), re.MULTILINE)
+    assert ("rm", "llama3-8b-qlora") in found
+    for verb, profile in found:
+        load_job(f"jobs/{profile}/{verb}.yaml", [], verb)
 
 
 def test_the_files_that_agents_are_told_of_exist():
