@@ -52,6 +52,7 @@ class Client:
         self.free_at = 0.0  # when the next request may begin
         self.error: BaseException | None = None  # ends the call once the requests under way are answered
         self.open = 0  # requests under way
+        self.named = False  # whether the model that the file names has answered
         self.variable = given.api_key_variable
         self.key = os.environ.get(self.variable or "", "")
         if self.variable and not self.key:
@@ -128,17 +129,15 @@ class Client:
             await self._reserve(asked)
             try:
                 async with self.places:
-                    answer, tokens = await self._request(session, asked, body)
+                    if self.error:
+                        return
+                    answer, model, tokens = await self._request(session, asked, body)
             except Unusable as problem:
                 why, wait = str(problem), getattr(problem, "wait", 0.0)
             else:
-                try:
-                    asked.check(answer)
-                except Unusable as problem:
-                    why, wait = f"found {short(answer['text'])!r}: {problem}", 0.0
-                    await self.store.write(tokens=tokens)
-                else:
-                    await self.store.write(key=key, answer=answer, tokens=tokens)
+                why, wait = self._problem(asked, answer, model), 0.0
+                await self.store.write(tokens=tokens, **({} if why else {"key": key, "answer": answer}))
+                if not why:
                     self.counts["judged"] += 1
                     self.progress = time.monotonic()
                     return
@@ -192,8 +191,11 @@ class Client:
 
     async def _request(
         self, session: aiohttp.ClientSession, asked: Asked, body: bytes
-    ) -> tuple[dict[str, Any], tuple[int, int]]:
-        """Returns an answer, and the tokens of question and answer. Raises Unusable for what can pass, else InputError."""
+    ) -> tuple[dict[str, Any], str, tuple[int, int]]:
+        """Returns an answer, its model, and the tokens of question and answer.
+
+        Raises Unusable for what can pass, else InputError.
+        """
         import aiohttp
 
         url = f"{self.given.endpoint.rstrip('/')}/chat/completions"
@@ -220,8 +222,8 @@ class Client:
             raise problem
         return self._read(content, asked)
 
-    def _read(self, content: bytes, asked: Asked) -> tuple[dict[str, Any], tuple[int, int]]:
-        """Returns the answer in a body. Raises Unusable if it is none, or another model's."""
+    def _read(self, content: bytes, asked: Asked) -> tuple[dict[str, Any], str, tuple[int, int]]:
+        """Returns the answer in a body, as `_request` does. Raises Unusable if there is none."""
         try:
             body = json.loads(content)
             choice = body["choices"][0]
@@ -233,10 +235,24 @@ class Client:
             tokens = int(sent), int(usage.get("completion_tokens", len(text) // CHARACTERS))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise Unusable(f"it is no chat completion ({in_brief(error, 80)})") from error
-        if model != self.given.model:
-            expected = f"expected {short(self.given.model)}; name the model as its answers do"
-            raise Unusable(f"the endpoint answers as {short(str(model))}, {expected}")
-        return {"text": str(text), "top": top}, tokens
+        return {"text": str(text), "top": top}, str(model), tokens
+
+    def _problem(self, asked: Asked, answer: dict[str, Any], model: str) -> str:
+        """Returns why an answer cannot be used, or nothing. Ends the call if only another model than the file's answers."""
+        given = self.given
+        if model == given.model:
+            self.named = True
+            try:
+                asked.check(answer)
+            except Unusable as problem:
+                return f"found {short(answer['text'])!r}: {problem}"
+            return ""
+        found = f"{given.endpoint} answers as {short(model)}"
+        if not (self.named or self.store.answers):  # else the endpoint has changed its model, which can pass
+            self.error = self.error or InputError(
+                f"{self.name}: {found}; write `model: {short(model)}` into the judge's file"
+            )
+        return f"{found}, expected {short(given.model)}"
 
 
 def _length(messages: Sequence[dict[str, str]]) -> int:

@@ -7,7 +7,7 @@ import pytest
 from judging import MODEL, chat, judging
 
 from pipeline.config.judge import Definition
-from pipeline.errors import Failure
+from pipeline.errors import Failure, InputError
 from pipeline.evaluation import pairs
 from pipeline.judges import client
 from pipeline.judges.reward import JudgeReward
@@ -93,7 +93,7 @@ BROKEN = {
     "another scale": ("score", score(lambda text: 85), r"no usable answer .*it scores 85, expected 1 to 10"),
     "a criterion missing": ("rubric", lambda asked: "correct: right", r"no usable answer .*no single line `polite: `"),
     "no log-probs": ("yes", lambda asked: "Yes", r"no usable answer .*no top_logprobs"),
-    "another model": ("score", lambda asked: chat("Score: 3", model="cheap"), r"no usable answer .*answers as cheap"),
+    "another model": ("score", lambda asked: chat("Score: 3", model="cheap"), r"answers as cheap; write `model: cheap`"),
 }  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def found(storage, form, answer):
         judge = JudgeReward(given, str(storage), "run", patience_s=0.2)
         try:
             made = pairs.compared([judge], rows(), 0, Tokenizer(), {0, 1})
-        except Failure as error:
+        except (Failure, InputError) as error:
             return [str(error)]
         assert server.paid.total() == len(server.paid) == (120 if form == "rank" else len(server.paid))
         return pairs.figures(made)[1]["faults"]

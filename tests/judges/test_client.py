@@ -52,8 +52,10 @@ def expected(definition, several):
 
 
 def test_no_answer_is_paid_twice_and_none_is_missing_whatever_the_endpoint_does(tmp_path):
-    with judging(faults=FAULTS) as server:
+    with judging() as server:
         judge = reward(server, tmp_path, timeout_s=0.5, concurrency=4)
+        judge.checked(samples(1))
+        server.faults = list(FAULTS)
         found = judge.checked(samples(20))
         assert found == expected(judge.given, samples(20))
         assert set(server.paid.values()) == {1} and len(server.paid) == 20
@@ -64,6 +66,17 @@ def test_no_answer_is_paid_twice_and_none_is_missing_whatever_the_endpoint_does(
         # Equal questions are one
         assert judge.checked(samples(1)) == found[:1]
         assert server.paid.total() == 20
+
+
+def test_an_alias_ends_the_run_at_the_first_answer(tmp_path):
+    with judging(faults=["other model"] * 500, delay=0.2) as server:
+        judge = reward(server, tmp_path, concurrency=3)
+        with pytest.raises(
+            InputError, match=r"^reward .* answers as cheap; write `model: cheap` into the judge's file$"
+        ):
+            judge.checked(samples(20))
+        assert len(server.requests) <= 3, "only those that were under way"
+        assert judge.client.store.totals["run"]["calls"] == len(server.requests), "they are paid"
 
 
 @pytest.mark.parametrize(
