@@ -1,11 +1,8 @@
-"""`chat`: a real process with lines from a pipe, and the stream beside the engine."""
+"""`chat`: lines of a pipe, and the stream beside the engine. tests/test_readme.py asks a real process."""
 
 import io
 import re
-import subprocess
-import sys
 
-from running import ROOT
 from toy_models import BASE, tokenizer
 
 from pipeline.__main__ import main
@@ -29,15 +26,16 @@ def test_half_a_character_waits_for_the_rest(capsys):
 GREEDY = ["jobs/demo/generate.yaml", *MODELS, "trainer.temperature=0", "trainer.response_length=20"]
 
 
-def test_a_conversation_through_a_pipe(engine, storage):
+def test_a_conversation_through_a_pipe(engine, storage, monkeypatch, capfd, in_root):
     question = "What is the capital of Peru?"
     [first] = engine.sample([engine.ids(question)], 20, temperature=0.0)
     text = engine.greedy(question)
     lines = f"{question}\nAnd of Chile?\n/reset\n{question}\n/nonsense\n/system Be brief.\n{question}\n/quit\nnot read\n"
-    command = [sys.executable, "-m", "pipeline", "chat", *GREEDY, f"run.storage_path={storage}"]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
-    said = done.stdout
+    capfd.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert main(["chat", *GREEDY, f"run.storage_path={storage}"]) == 0
+    said, errors = capfd.readouterr()
+    assert errors == ""
     score = engine.shared.score("reward", [*engine.ids(question), *first.tokens])
     assert said.count(f"{text}   (reward {score:.2f}") == 2, said
     assert engine.greedy(question, text, "And of Chile?") in said

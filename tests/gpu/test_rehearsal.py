@@ -11,15 +11,12 @@ from running import ROOT
 from tests.gpu.record import Record, markdown
 
 
-def run(*command, **environment):
-    """In the repository, without this environment's stamps: `make gpu` sets nothing up."""
-    environment = {**os.environ, "SMALL": "1", **environment}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-
-
 @pytest.mark.slow
 def test_every_experiment_passes_on_a_cpu(tmp_path):
-    done = run("make", "gpu", f"PYTHON={sys.executable}", f"ARGS=--out {tmp_path}")
+    done = subprocess.run(
+        ["make", "gpu", f"PYTHON={sys.executable}", f"ARGS=--out {tmp_path}"],
+        cwd=ROOT, env=os.environ | {"SMALL": "1"}, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     found = json.loads((tmp_path / "gpu.json").read_text())
     skipped = {one["name"] for one in found["experiments"] if one["outcome"] == "skipped"}
@@ -27,9 +24,15 @@ def test_every_experiment_passes_on_a_cpu(tmp_path):
     assert "| ppo-70b-nf4 | passed |" in (tmp_path / "gpu.md").read_text()
 
 
-def test_without_a_gpu_it_says_what_to_do(tmp_path):
-    done = run(sys.executable, "-m", "tests.gpu", SMALL="", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2 and "SMALL=1" in done.stderr
+def test_without_a_gpu_it_says_what_to_do(monkeypatch, capsys):
+    from tests.gpu import experiments, models  # here: its sizes are chosen when it is imported
+
+    monkeypatch.setattr("sys.argv", ["tests.gpu"])
+    for name in ("CUDA", "SMALL"):
+        monkeypatch.setattr(models, name, False)
+    with pytest.raises(SystemExit) as ended:
+        experiments.main()
+    assert ended.value.code == 2 and "SMALL=1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

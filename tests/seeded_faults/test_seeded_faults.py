@@ -19,21 +19,19 @@ def test_a_planted_fault_is_named(fault):
     assert fault.is_named(said), said
 
 
+# Quick are those that no other quick test makes with their checks: tests/stages/test_stages.py runs each stage as it is shipped,
+# and test_other_models.py in bf16.
+QUICK = [
+    ("sft", ["trainer.packing=true"]),
+    ("kto", ["trainer.bf16=true", "trainer.loss_type=apo_zero_unpaired"]),
+    ("ppo", ["trainer.critic=head", "trainer.num_generations=4"]),
+]
+SLOW = [(stage, settings) for stage in ("rm", "dpo", "ppo") for settings in ([], ["trainer.bf16=true"])]
+
+
 @pytest.mark.parametrize(
     ("run", "settings"),
-    [
-        ("sft", []),
-        ("sft", ["trainer.packing=true"]),
-        ("rm", []),
-        ("rm", ["trainer.bf16=true"]),
-        ("dpo", []),
-        ("dpo", ["trainer.bf16=true"]),
-        ("kto", []),
-        ("kto", ["trainer.bf16=true", "trainer.loss_type=apo_zero_unpaired"]),
-        ("ppo", []),
-        ("ppo", ["trainer.critic=head", "trainer.num_generations=4"]),
-        ("ppo", ["trainer.bf16=true"]),
-    ],
+    [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in [("sft", []), ("kto", []), *SLOW])],
     ids=str,
 )
 def test_a_sound_run_is_quiet(run, settings):

@@ -57,10 +57,3 @@ def test_a_conversation_with_the_system_prompt_of_the_rows_is_read_to_the_end_of
 
 def asked(words):
     return [*TURNS[:-1], {"role": "user", "content": "word " * words}]
-
-
-def test_a_prompt_beyond_the_jobs_limit_says_which_key_to_set(tmp_path):
-    with pytest.raises(
-        Refused, match=r"^messages: \d+ tokens; expected at most 20 tokens \(data.max_length or "
-    ):
-        read("data.max_length=20", f"run.storage_path={tmp_path}")(TURNS)
