@@ -103,8 +103,8 @@ def _from_folder(folder: str) -> Run:
     ended, given = result or failure, job["mlflow"].get("tracking_uri")
     run.uri = ended.get("tracking_uri") or registry.uri_of(given, job["run"]["storage_path"])
     run.run_id = ended.get("mlflow_run_id")
-    if result.get("checkpoint"):
-        run.pairs, run.doubtful = content("final/pairs.json", []), content("final/doubtful.json", [])
+    if last := str(result.get("checkpoint") or "").rpartition("/")[2]:  # the folder may have been moved
+        run.pairs, run.doubtful = content(f"{last}/pairs.json", []), content(f"{last}/doubtful.json", [])
     if result:
         run.evaluation = content("evaluation.json", {})
     _add_curves(run)

@@ -18,7 +18,7 @@ from pipeline.registry import lineage
 from pipeline.system import storage, terminal
 
 DIGESTS = "digests.json"
-NAME = re.compile(r"(?:checkpoint_(\d{8})|final)(?:-(\d+))?")
+NAME = re.compile(r"(?:checkpoint_(\d{8})|final)(?:-(\d+)(?:\.(\d+))?)?")
 DAMAGED = "damaged"  # the folder that damaged checkpoints are moved to
 
 
@@ -26,12 +26,16 @@ def name_of(step: int) -> str:
     return f"checkpoint_{step:08d}"
 
 
-def unused(folder: str, name: str) -> str:
-    """Returns `name`, or `name-2`, `name-3`, ... if there is a folder of that name, complete or not."""
-    free, number = name, 1
+def unused(folder: str, name: str, attempt: int = 1) -> str:
+    """Returns `name`, or in a later attempt at the run `name-ATTEMPT`; with `.2`, `.3`, ... if there is such a folder.
+
+    So an attempt that has lost the run, and does not know it yet, writes into no folder of its successor.
+    """
+    mine = name if attempt == 1 else f"{name}-{attempt}"
+    free, number = mine, 1
     while storage.exists(storage.join(folder, free)):
         number += 1
-        free = f"{name}-{number}"
+        free = f"{name}-{attempt}.{number}"
     return free
 
 
@@ -117,5 +121,5 @@ def damage(path: str) -> str | None:
 def _names(run_folder: str) -> list[str]:
     """Returns the folders of checkpoints, complete or not: oldest first, the final one last."""
     found = filter(None, map(NAME.fullmatch, storage.folders(run_folder)))
-    ordered = sorted(found, key=lambda name: (float(name[1] or "inf"), int(name[2] or 1)))
+    ordered = sorted(found, key=lambda name: (float(name[1] or "inf"), int(name[2] or 1), int(name[3] or 1)))
     return [name[0] for name in ordered]

@@ -304,10 +304,11 @@ class Worker(Host):
 
         run_folder = self.work.folder
         catch_up()
+        if self.rank == 0:
+            self.work.lease.require()
+            name = checkpoints.unused(run_folder, name, self.work.lease.attempt)
         # Also waits until every rank has written its files.
-        name = ray.train.collective.broadcast_from_rank_zero(
-            checkpoints.unused(run_folder, name) if self.rank == 0 else name
-        )
+        name = ray.train.collective.broadcast_from_rank_zero(name)
         files = checkpoints.store(source, run_folder, name) if source and self.local_rank == 0 else {}
         parts = self.gather(files)
         if self.rank == 0:

@@ -8,8 +8,8 @@
 Attempt N creates `lease/N.json`, which succeeds for one process only, and renews it until it ends. The newest attempt owns the
 folder: a process that was cut off finds a later one, and stops. The files stay as the history of the folder.
 
-No clocks are compared: a lease has expired if it was not renewed while another process watched it for its duration. On the
-machine of a killed owner there is no wait, because the system knows which processes live.
+No clocks are compared: a lease has expired if it was not renewed while another process watched it for its duration. There is
+no wait for a killed owner whose processes all ran on this machine, because the system knows which processes live.
 """
 
 import contextlib
@@ -59,7 +59,8 @@ class Lease:
         mine, later = _read(self.file), _file(self.folder, self.attempt + 1)
         if mine.get("id") == self.id and not mine.get("ended") and not storage.exists(later):
             return
-        now = _who(_read(later)) if storage.exists(later) else "nobody: it was deleted"
+        others = [one for one in (_read(later), mine) if one.get("id", self.id) != self.id]
+        now = _who(others[0]) if others else "nobody: it was deleted"
         raise LeaseLost(
             f"{self.folder} belongs to {now}; this process, attempt {self.attempt}, stops and writes nothing more there"
         )
@@ -116,7 +117,7 @@ def _acquire(folder: str) -> tuple[Lease, dict[str, Any], int]:
         lease = Lease(folder, last + 1, uuid.uuid4().hex)
         handle = hold(lease)
         record = {"attempt": lease.attempt, "id": lease.id, "host": socket.gethostname(), "pid": os.getpid()}
-        record |= {"since": _time(), "seconds": SECONDS}
+        record |= {"since": _time(), "seconds": SECONDS, "cluster": bool(os.environ.get("RAY_ADDRESS"))}
         # A client that got no answer asks again, and finds its own file.
         if storage.create(lease.file, record | _expiry()) or _read(lease.file).get("id") == lease.id:
             if last and not before.get("ended"):
@@ -131,7 +132,7 @@ def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
     import psutil
 
     path, running, patience = storage.scratch("runs", str(left.get("id")), HELD), "another process is", 0.0
-    if os.path.exists(path):  # it ran on this machine
+    if os.path.exists(path) and not left.get("cluster"):  # it ran on this machine, and nowhere else
         if not psutil.pid_exists(left["pid"]):
             running, patience = "workers of a killed process (ps lists them as ray::RayTrainWorker) are", 60.0
         what = "the workers of a killed process to exit"

@@ -125,7 +125,12 @@ def create(path: str, value: Any) -> bool:
         if not is_remote(path):
             os.makedirs(os.path.dirname(absolute(path)), exist_ok=True)
             with open(absolute(path), "xb") as file:
-                file.write(content)
+                try:
+                    file.write(content)
+                    file.flush()
+                except OSError:  # a full disk
+                    os.remove(absolute(path))
+                    raise
             return True
         if scheme in CREATE:
             bucket, _, key = inner.partition("/")

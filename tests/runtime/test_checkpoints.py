@@ -97,15 +97,19 @@ def test_what_a_kill_left_half_written_is_deleted(run, tmp_path, capsys):
 
 
 def test_order_is_by_step_then_attempt_and_the_final_one_is_last(run):
-    names = ["checkpoint_00000005", "checkpoint_00000010", "checkpoint_00000010-2", "checkpoint_00000100", "final"]  # fmt: skip
+    names = [f"checkpoint_000000{which}" for which in ("05", "10", "10-1.2", "10-2", "10-2.2", "99")] + [
+        "final"
+    ]
     for name in reversed(names):
         make(run, name)
     (run / "something_else").mkdir()
     assert checkpoints.complete(str(run)) == names
     # a name is never used twice, even that of a checkpoint without digests
     make(run, "checkpoint_00000010-3", sealed=False)
-    assert checkpoints.unused(str(run), "checkpoint_00000010") == "checkpoint_00000010-4"
+    found = [checkpoints.unused(str(run), "checkpoint_00000010", attempt) for attempt in (1, 2, 3, 4)]
+    assert found == [f"checkpoint_00000010-{which}" for which in ("1.3", "2.3", "3.2", "4")]
     assert checkpoints.unused(str(run), "checkpoint_00000015") == "checkpoint_00000015"
+    assert checkpoints.unused(str(run), "checkpoint_00000015", 2) == "checkpoint_00000015-2"
 
 
 @pytest.fixture(params=["folder", "bucket"])

@@ -1,7 +1,9 @@
 """One process at a time may write into a folder, wherever it lies; one that was cut off writes nothing more."""
 
 import contextlib
+import errno
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -138,6 +140,10 @@ def test_a_killed_process_on_this_machine_is_not_waited_for_but_its_workers_are(
     began = time.monotonic()
     with lease.held(folder):
         assert time.monotonic() - began < S
+    before = killed(folder)  # of a cluster, whose workers may be on other nodes
+    storage.write_json(before.file, storage.read_json(before.file) | {"cluster": True})
+    with lease.held(folder):
+        assert time.monotonic() - began > S
 
 
 def test_workers_that_do_not_end_are_named(tmp_path, monkeypatch):
@@ -206,6 +212,10 @@ def test_a_folder_that_was_deleted_is_nobodys(tmp_path):
             mine.require()
         time.sleep(S / 2)
         assert not list((folder / "lease").iterdir()), "it is not renewed"
+        with lease.held(str(folder)) as other:  # it was begun again
+            assert other.attempt == 1
+            with pytest.raises(LeaseLost, match=f"belongs to attempt 1 on .*, process {os.getpid()}, since"):
+                mine.require()
 
 
 def everything(folder):
@@ -234,9 +244,7 @@ def test_a_run_that_lost_its_lease_seals_no_checkpoint_and_registers_nothing(
     assert "continues from" not in said.out
     now = everything(run)
     assert {path for path in left if now.get(path) != left[path]} == set(), "what it had left is as it was"
-    assert not [
-        path.name for path in now.keys() - left if path.name in ("digests.json", "result.json", "failed.json")
-    ]
+    assert {path.parent.name for path in now.keys() - left} <= {"lease"}, "it has written nothing"
 
 
 def test_the_temporary_folders_of_killed_processes_do_not_stay(tmp_path, elsewhere):
@@ -252,3 +260,14 @@ def test_the_temporary_folders_of_killed_processes_do_not_stay(tmp_path, elsewhe
     with lease.held(str(tmp_path / "one")) as mine:
         assert os.path.isdir(mine.scratch)
     assert not os.path.exists(mine.scratch)
+
+
+def test_a_full_disk_leaves_no_empty_lease(tmp_path, monkeypatch):
+    class Full(io.FileIO):
+        def write(self, content):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"), monkeypatch.context() as patch:
+        patch.setattr(storage, "open", Full, raising=False)
+        storage.create(str(tmp_path / "lease/000001.json"), {})
+    assert list((tmp_path / "lease").iterdir()) == []
