@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from judging import FAULTS, judging
-from running import ROOT
+from running import ROOT, curve
 
 from pipeline.__main__ import main
 
@@ -27,6 +27,7 @@ def arguments(server, folder, *more):
     folder.mkdir(exist_ok=True)
     (folder / "judge.yaml").write_text(
         f"model: wise\nform: score\nendpoint: {server.address}/v1\ntimeout_s: 2\nconcurrency: 3\n"
+        "dollars_per_million_input: 1\n"
     )
     return [
         "ppo",
@@ -38,8 +39,8 @@ def arguments(server, folder, *more):
     ]
 
 
-def worker_killed_while_it_asks(server, arguments, after):
-    """Runs the command, and kills its rollout worker while it waits for a judge that hangs."""
+def worker_killed_while_it_asks(server, arguments, kind, after):
+    """Runs the command, and kills its worker of this kind while that waits for a judge that hangs."""
     server.faults = [None] * after + ["hangs"] * 3
     begun = subprocess.Popen(
         [sys.executable, "-m", "pipeline", *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
@@ -48,7 +49,7 @@ def worker_killed_while_it_asks(server, arguments, after):
     while len(server.requests) < after + 3 and begun.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     children = psutil.Process(begun.pid).children(recursive=True)
-    [worker] = [one for one in children if "RolloutWorker" in " ".join(one.cmdline())]
+    [worker] = [one for one in children if kind in " ".join(one.cmdline())]
     worker.kill()
     server.faults = []
     assert begun.wait(timeout=280) == 0
@@ -81,6 +82,14 @@ def test_a_run_whose_judge_fails_and_whose_driver_is_killed_ends_like_one_withou
         assert main(arguments(server, tmp_path / "calm")) == 0
         questions = server.paid.total()
         assert set(server.paid.values()) == {1} and 0 < questions <= 24
+        result = json.loads((tmp_path / "calm/judged/result.json").read_text())
+        judged, dollars = (
+            curve(tmp_path / "calm", result, f"judges/reward/{key}") for key in ("judged", "dollars")
+        )
+        assert len(judged) == 3 and judged[0] < judged[1] < judged[2] == questions
+        assert dollars[-1] == pytest.approx(questions * 1e-4), (
+            "100 tokens of a question at a dollar a million"
+        )
         server.paid.clear()
         troubled = arguments(server, tmp_path / "troubled")
         killed_while_it_asks(server, troubled, after=3)
@@ -94,13 +103,17 @@ def test_a_run_whose_judge_fails_and_whose_driver_is_killed_ends_like_one_withou
 
 
 @pytest.mark.slow
-def test_a_rollout_worker_that_is_killed_while_it_asks_pays_for_nothing_twice(tmp_path, in_root):
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [("RolloutWorker", "rollout.num_workers=1"), ("RayTrainWorker", "scaling.num_workers=1")],
+)
+def test_a_worker_that_is_killed_while_it_asks_pays_for_nothing_twice(kind, workers, tmp_path, in_root):
     with judging() as server:
         assert main(arguments(server, tmp_path / "calm")) == 0
         questions = server.paid.total()
         server.paid.clear()
         server.requests.clear()
-        elsewhere = arguments(server, tmp_path / "elsewhere", "rollout.num_workers=1", "run.max_failures=1")
-        worker_killed_while_it_asks(server, elsewhere, after=3)
+        elsewhere = arguments(server, tmp_path / "elsewhere", workers, "run.max_failures=1")
+        worker_killed_while_it_asks(server, elsewhere, kind, after=3)
         assert set(server.paid.values()) == {1} and server.paid.total() == questions
         assert weights(tmp_path / "calm") == weights(tmp_path / "elsewhere")
