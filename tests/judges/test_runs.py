@@ -14,6 +14,7 @@ from judging import FAULTS, judging
 from running import ROOT, curve
 
 from pipeline.__main__ import main
+from pipeline.config import load_job
 
 PPO = [
     "policy=base", "judge=null", "data.eval=null", "gate={}", "mlflow.registered_model=null", "run.report=false", "run.name=judged",
@@ -117,3 +118,50 @@ def test_a_worker_that_is_killed_while_it_asks_pays_for_nothing_twice(kind, work
         worker_killed_while_it_asks(server, elsewhere, kind, after=3)
         assert set(server.paid.values()) == {1} and server.paid.total() == questions
         assert weights(tmp_path / "calm") == weights(tmp_path / "elsewhere")
+
+
+@pytest.fixture
+def steps(tmp_path):
+    """The commands of jobs/demo/judge.sh: [VERB, JOB, key=value, ...] each."""
+    programs, log = tmp_path / ".venv/bin", tmp_path / "log"
+    programs.mkdir(parents=True)
+    stands_in = {
+        "python": f'printf "%s\\t" "$@" >>{log}; echo >>{log}; [ "$3" != serve ] || exec sleep 9',
+        "curl": f"grep -q serve {log}",
+    }
+    for name, does in stands_in.items():
+        (programs / name).write_text(f"#!/bin/bash\n{does}\n")
+        (programs / name).chmod(0o755)
+    subprocess.run(["bash", ROOT / "jobs/demo/judge.sh"], cwd=tmp_path, check=True, timeout=60)
+    lines = [line.rstrip("\t").split("\t") for line in log.read_text().splitlines()]
+    return [line[2:] for line in lines]  # without `-m pipeline`
+
+
+def test_the_jobs_of_the_demos_judge_are_right(steps, in_root):
+    verbs = [verb for verb, *_ in steps]
+    assert sorted(verbs) == ["collect", "evaluate", "ppo", "rm", "serve", "sft"]
+    for verb, job, *overrides in steps:
+        load_job(job, overrides, verb)
+
+
+@pytest.mark.slow
+def test_the_demos_judge_labels_pairs_that_a_reward_model_learns(tmp_path, in_root):
+    """jobs/demo/judge.sh, from a policy that is taught to judge to a policy that learned from its labels."""
+    assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}"]) == 0
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "RUNS": str(tmp_path)}
+    script = ["bash", "jobs/demo/judge.sh"]
+    done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = {
+        name: json.loads((tmp_path / f"judge-{name}/result.json").read_text())
+        for name in ("evaluate", "collect", "rm", "ppo")
+    }
+    judge = results["collect"]["inputs"]["reward.0"]
+    assert judge.startswith("judge:jobs/demo/judges/right.yaml@")
+    rows = [json.loads(line) for line in (tmp_path / "judge-collect/rows.jsonl").read_text().splitlines()]
+    lineage = json.loads((Path(results["rm"]["adapter"]) / "lineage.json").read_text())
+    assert lineage["judged_by"] == {judge: len(rows)}
+    metrics = {name: result["metrics"] for name, result in results.items()}
+    assert metrics["evaluate"]["eval_rm_accuracy"] > 0.9 and metrics["rm"]["eval_accuracy"] > 0.8
+    assert metrics["ppo"]["eval_judge"] > metrics["ppo"]["before_judge"] + 0.1
