@@ -1,7 +1,8 @@
 """The demo: a small world, questions about it, and the oracle that scores completions.
 
-The world is a table of countries with their capitals and continents. `gold` defines a good completion: right, a full
-sentence, with a courtesy. It labels the preference pairs and judges held-out completions; no stage is trained on its scores.
+The world is a table of countries with their capitals and continents. `gold` defines a good completion: right,
+a full sentence, with a courtesy. It labels preference pairs and judges held-out completions; no stage trains
+on it.
 jobs/demo/make.py makes the data files and the base model.
 
 Importing this module imports no torch, so that `python:pipeline.demo:gold` is cheap as a reward.
@@ -71,8 +72,9 @@ NAME = re.compile(r"\b(" + "|".join(NAMES) + r")\b")
 def gold(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
     """Scores each completion in [0, 1]. Only a right, civil and finished completion gets more than 0.
 
-    It gets 1.0 for a full sentence with a courtesy, 0.5 for a full sentence, 0.25 for the bare answer. It is right if it names
-    `answer` and no place besides those in the question; finished if it ends in a full stop or exclamation mark.
+    It gets 1.0 for a full sentence with a courtesy, 0.5 for a full sentence, 0.25 for the bare answer. It is
+    right if it names `answer` and no place besides those in the question; finished if it ends in a full stop
+    or exclamation mark.
     """
     return [
         _gold(str(prompt), completion, expected)
@@ -93,6 +95,12 @@ def _gold(prompt: str, completion: str, answer: str) -> float:
     return 1.0 if any(phrase in completion for phrase in OPENERS + CLOSERS) else 0.5
 
 
+def verdicts(row: dict[str, Any]) -> list[dict[str, str]]:
+    """Returns demonstrations of judging, made of a preference pair, as jobs/demo/judges/right.yaml asks."""
+    sides = {"chosen": "Right.", "rejected": "Wrong."}
+    return [{"prompt": f"{row['prompt']}\n{row[side]}", "completion": said} for side, said in sides.items()]
+
+
 # --------------------------------------------------------------------------------------------------- questions
 
 
@@ -107,7 +115,7 @@ class Question(NamedTuple):
 
 
 def questions(held_out: bool | None = None) -> list[Question]:
-    """Returns every question of the world. `held_out` selects those about held-out countries (True) or the others (False)."""
+    """Returns the questions of the world: all, those about held-out countries (True), or the others."""
     return [
         Question(text.format(**fact._asdict()), kind, fact)
         for fact in FACTS

@@ -8,7 +8,7 @@ import pytest
 from running import ROOT
 
 from pipeline import demo
-from pipeline.config import Model
+from pipeline.config import Model, judge
 from pipeline.models.base import load_base
 from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
@@ -106,3 +106,13 @@ def test_model_answers():
     assert sum(right) >= 0.9 * len(asked)
     scores = demo.gold([question.text for question in asked], texts, answer=answers)
     assert sum(scores) / len(scores) < 0.6
+
+
+def test_the_judge_is_asked_as_it_was_taught(in_root):
+    given = judge.read("jobs/demo/judges/right.yaml")
+    taught = demo.verdicts({"prompt": "q", "chosen": "a", "rejected": "b"})
+    for completion, word, row in zip("ab", given.words, taught, strict=True):
+        assert row == {
+            "prompt": given.asks.format(prompt="q", completion=completion),
+            "completion": f"{word}.",
+        }

@@ -29,6 +29,7 @@ from pipeline.on_ray import placement
 from pipeline.on_ray.placement import Bundle
 from pipeline.planning import plan
 from pipeline.planning.shape import config_of
+from pipeline.references import JUDGE
 from pipeline.settle.places import places_of
 from pipeline.system import console, storage
 
@@ -267,7 +268,7 @@ def local_paths(job: Job) -> list[tuple[str, str]]:
     named = {
         "model.name_or_path": job.model.name_or_path,
         "model.chat_template": job.model.chat_template,
-        **job.inputs,
+        **{key: name.removeprefix(JUDGE) for key, name in job.inputs.items()},
     }
     paths += [
         (key, value) for key, value in named.items() if value and (os.path.exists(value) or value[0] in "/~")

@@ -17,17 +17,17 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pipeline
 from pipeline.cloud import preflight
-from pipeline.config import Job, load_job, make
+from pipeline.config import Job, judge, load_job, make
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, in_brief
 from pipeline.on_ray import session
-from pipeline.references import Ref
+from pipeline.references import JUDGE, Ref
 from pipeline.settle.identity import named
 from pipeline.system import process, terminal
 from pipeline.system.credentials import FORWARDED_MODULE, without_credentials
@@ -58,7 +58,7 @@ def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
     files = preflight.upload_files()
     preflight.check_jobs(jobs, cluster, files)
     submission = next_attempt(api, name)
-    variables = forwarded()
+    variables = forwarded(keys_of_judges(jobs))
     verbosity = [flag for flag, level in terminal.FLAGS.items() if level == terminal.screen.level][:1]
     size = sum(files.values()) / 2**20
     print(f"submitting {submission} to {api.address}: {len(files)} files, {size:.1f} MiB", flush=True)
@@ -129,10 +129,19 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
     return f"{verb}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}", jobs
 
 
-def forwarded() -> dict[str, str]:
-    """Returns the variables of FORWARDED and $FORWARD that are set here, for the environment of the job."""
-    names = {*FORWARDED, *os.environ.get("FORWARD", "").replace(",", " ").split()}
-    if unset := sorted(name for name in names - {*FORWARDED} if not os.environ.get(name)):
+def keys_of_judges(jobs: Iterable[Job]) -> set[str]:
+    """Returns the variables of the environment that hold the keys of the jobs' judges."""
+    files = {
+        name.removeprefix(JUDGE) for job in jobs for name in job.inputs.values() if name.startswith(JUDGE)
+    }
+    return {variable for file in files if (variable := judge.read(file).api_key_variable)}
+
+
+def forwarded(also: Iterable[str] = ()) -> dict[str, str]:
+    """Returns the variables of FORWARDED, `also` and $FORWARD that are set here, for the environment of the job."""
+    known = {*FORWARDED, *also}
+    names = {*known, *os.environ.get("FORWARD", "").replace(",", " ").split()}
+    if unset := sorted(name for name in names - known if not os.environ.get(name)):
         raise InputError(f"FORWARD: {', '.join(unset)} is not set here; export it, or remove it from FORWARD")
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 

@@ -1,4 +1,4 @@
-"""Defines a judge. A job names the file as `{judge: FILE}`. It says which model to ask, what to ask, and how to score the answer.
+"""A judge's file, which a job names as `{judge: FILE}`: the model, the question, and what an answer means.
 
 Every form gives scores between 0 and 1.
 """
@@ -9,7 +9,7 @@ import hashlib
 import ipaddress
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -38,7 +38,7 @@ Explain your judgment in one or two sentences. Then end with one line that says 
 Response:
 {completion}
 
-Is this a good response to the request? Answer Yes or No.""",
+Is this a good response to the request? Answer {words}.""",
     "rank": """Compare the responses to the request.
 
 Request:
@@ -62,8 +62,8 @@ Criteria, each with its possible choices:
 Answer with one line for each criterion: its name, a colon, and one of its choices.""",
 }
 # Keys that change neither what is asked nor what an answer means
-LIMITS = """concurrency requests_per_minute tokens_per_minute timeout_s api_key_variable dollars_per_million_input
-    dollars_per_million_output most_calls most_dollars""".split()
+LIMITS = """concurrency requests_per_minute tokens_per_minute timeout_s api_key_variable
+    dollars_per_million_input dollars_per_million_output most_calls most_dollars""".split()
 
 
 @dataclass(frozen=True)
@@ -71,22 +71,25 @@ class Definition:
     """The keys of a judge's file."""
 
     model: str  # The model's id at the endpoint, as its answers name it.
-    # What an answer is. score: a line `Score: NUMBER`. yes: the probability of the token Yes against No. rank: a line
-    # `Ranking: B > A`, for all completions of a prompt in one request. rubric: a line `NAME: CHOICE` for each criterion.
+    # What an answer is. score: a line `Score: NUMBER`. yes: the probability that it begins with Yes, not No.
+    # rank: a line `Ranking: B > A`, for all completions of a prompt in one request. rubric: a line
+    # `NAME: CHOICE` for each criterion.
     form: Literal["score", "yes", "rank", "rubric"]
     # Of any server with OpenAI's chat completions, our `serve` included.
     endpoint: str = "http://127.0.0.1:8000/v1"
     # Variable of the environment that holds the endpoint's key. By default requests have none.
     api_key_variable: str | None = None
     system: str | None = None  # A system message before the question.
-    # What is asked, with {prompt}, {completion} ({completions} for rank), {criteria}, and columns of the rows, such as
-    # {answer}. By default each form has its own text.
+    # What is asked, with {prompt}, {completion} ({completions} for rank), {criteria}, {words}, and columns of
+    # the rows, such as {answer}. By default each form has its own text.
     prompt: str | None = None
+    # Of yes: how a good answer begins, and how a bad one does.
+    words: list[str] = field(default_factory=lambda: ["Yes", "No"])
     low: float = 1.0  # Of score: the number that means 0.
     high: float = 10.0  # Of score: the number that means 1.
-    # Of rubric: a list of {name: ..., text: ..., choices: [worst, ..., best]}, each with a weight if it is not 1.
+    # Of rubric: {name: ..., text: ..., choices: [worst, ..., best]} each, with a weight if it is not 1.
     criteria: list[dict[str, Any]] | None = None
-    # Of rank, and of the pairs that `collect` labels: the completions are shown in one drawn order, or in that and its reverse.
+    # Of rank, and so of pairs that `collect` labels: one drawn order of the completions, or also its reverse.
     orders: Literal["drawn", "both"] = "drawn"
     draws: Annotated[int, "[1, 64]"] = 1  # Answers to each question, whose mean counts.
     # Of the judge's answers; above 0, each draw has a seed.
@@ -113,6 +116,11 @@ class Definition:
         """Returns the text of the question, with its placeholders."""
         return self.prompt or PROMPTS[self.form]
 
+    @property
+    def longest(self) -> int:
+        """Returns the most tokens of an answer."""
+        return 1 if self.form == "yes" else self.max_tokens
+
     @cached_property
     def digest(self) -> str:
         """Returns a digest of what decides the scores, without LIMITS."""
@@ -123,7 +131,7 @@ class Definition:
     @property
     def columns(self) -> set[str]:
         """Returns the columns of the rows that the question shows."""
-        own = {"prompt", "completion", "completions", "criteria", "low", "high"}
+        own = {"prompt", "completion", "completions", "criteria", "words", "low", "high"}
         return {*PLACEHOLDER.findall(self.asks)} - own
 
     def dollars(self, sent: float, answered: float) -> float:
@@ -153,6 +161,8 @@ def _problems(given: Definition) -> list[tuple[str, str]]:
         problems.append(("endpoint", f"found {show(given.endpoint)}, {expected}"))
     elif parts.scheme == "http" and given.api_key_variable and not _is_loopback(parts.hostname):
         problems.append(("endpoint", "found http:// with a key, which others could read; use https://"))
+    if not len(given.words) == len({word.lower() for word in given.words}) == 2:
+        problems.append(("words", f"found {show(given.words)}, expected two different words"))
     if given.low == given.high:
         problems.append(("high", f"found {given.high:g}, which is also `low`; expected another number"))
     shown = {*PLACEHOLDER.findall(given.asks)}
@@ -176,7 +186,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check_criteria(tree: Tree, given: Definition) -> None:
-    """Raises InputError for a criterion without name, text or choices, or whose name or choices are ambiguous."""
+    """Raises InputError for a criterion that lacks name, text or choices, or repeats a name or a choice."""
     names = set()
     for index, one in enumerate(given.criteria or []):
         name, choices = one.get("name"), one.get("choices")

@@ -1,4 +1,4 @@
-"""Judges: models behind an endpoint that score completions. No answer is paid twice, and no failure is a score.
+"""Judges: models behind an endpoint that score completions. No answer is paid twice; no failure is a score.
 
 forms.py   questions about completions, and what an answer to one means
 store.py   answers on disk, which all runs of a storage path share

@@ -1,4 +1,4 @@
-"""Asks a judge's endpoint, any server with OpenAI's chat completions, until every question has an answer on disk."""
+"""Asks a judge's endpoint, any server with OpenAI's chat completions, until all answers are on disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHARACTERS = 4  # of a token, in an estimate
 
 @dataclass(frozen=True)
 class Asked:
-    """A question: its messages, the number of the draw, and a function that raises Unusable for an answer that cannot be used."""
+    """A question, and a function that raises Unusable for an answer that cannot be used."""
 
     messages: list[dict[str, str]]
     draw: int
@@ -62,10 +62,10 @@ class Client:
 
     def body(self, asked: Asked) -> bytes:
         """Returns the request of a question."""
-        given, yes = self.given, self.given.form == "yes"
+        given = self.given
         body: dict[str, Any] = {"model": given.model, "messages": asked.messages}
-        body |= {"temperature": given.temperature, "max_tokens": 1 if yes else given.max_tokens}
-        if yes:
+        body |= {"temperature": given.temperature, "max_tokens": given.longest}
+        if given.form == "yes":
             body |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
         return json.dumps(body | ({"seed": asked.draw} if given.temperature else {})).encode()
 
@@ -76,13 +76,13 @@ class Client:
 
     def _tokens(self, asked: Asked) -> tuple[int, int]:
         """Estimates the tokens of a question, and returns the most of its answer."""
-        return _length(asked.messages), 1 if self.given.form == "yes" else self.given.max_tokens
+        return _length(asked.messages), self.given.longest
 
     async def answers(self, asked: Sequence[Asked]) -> list[dict[str, Any]]:
         """Returns the answer to each question. Raises Failure, InputError, or an error of the disk.
 
-        An answer is on disk before it is returned. Requests under way are waited for even if another one has failed, because
-        their answers are paid.
+        An answer is on disk before it is returned. Even if a request has failed, those under way are waited
+        for, because their answers are paid.
         """
         import aiohttp
 
@@ -133,7 +133,7 @@ class Client:
                         return
                     answer, model, tokens = await self._request(session, asked, body)
             except Unusable as problem:
-                why, wait = str(problem), getattr(problem, "wait", 0.0)
+                why, wait = str(problem), problem.wait
             else:
                 why, wait = self._problem(asked, answer, model), 0.0
                 await self.store.write(tokens=tokens, **({} if why else {"key": key, "answer": answer}))
@@ -218,7 +218,8 @@ class Client:
                     f"{self.name}: {self.given.endpoint} refused a request (status {status}: {said}){key}"
                 )
             problem = Unusable(f"status {status}: {said}")
-            problem.wait = min(float(after), PAUSES_S[1]) if after.replace(".", "", 1).isdigit() else 0.0  # type: ignore[attr-defined]
+            if after.replace(".", "", 1).isdigit():
+                problem.wait = min(float(after), PAUSES_S[1])
             raise problem
         return self._read(content, asked)
 
@@ -238,7 +239,7 @@ class Client:
         return {"text": str(text), "top": top}, str(model), tokens
 
     def _problem(self, asked: Asked, answer: dict[str, Any], model: str) -> str:
-        """Returns why an answer cannot be used, or nothing. Ends the call if only another model than the file's answers."""
+        """Returns why an answer cannot be used, or nothing. Ends the call if the file names another model."""
         given = self.given
         if model == given.model:
             self.named = True

@@ -22,6 +22,8 @@ TOP_LOGPROBS = 20  # alternatives to a token, the most that endpoints give
 class Unusable(Exception):
     """An answer that means no score, or none at all. The message says why."""
 
+    wait = 0.0  # seconds until the endpoint may be asked again
+
 
 @dataclass(frozen=True)
 class Question:
@@ -36,7 +38,7 @@ class Question:
 
 def questions(given: Definition, prompts: Sequence[str], completions: Sequence[str], rows: Sequence[dict[str, Any]],
               groups: Sequence[int]) -> list[Question]:  # fmt: skip
-    """Returns what to ask about completions. For `rank`, completions of the same number in `groups` share a question."""
+    """Returns what to ask. For `rank`, completions of the same number in `groups` share a question."""
     if given.form != "rank":
         numbers = range(len(prompts))
         return [
@@ -64,7 +66,7 @@ def labels(count: int) -> list[str]:
 
 
 def _orders(given: Definition, prompt: str, texts: list[str]) -> list[list[int]]:
-    """Returns the orders in which completions are shown. The draw depends on the texts alone, so every process draws the same."""
+    """Returns the orders in which completions are shown, drawn from the texts, so all processes agree."""
     drawn = sorted(range(len(texts)), key=lambda place: texts[place])
     Random(hashlib.sha256("\0".join([given.digest, prompt, *sorted(texts)]).encode()).digest()).shuffle(drawn)
     return [drawn, drawn[::-1]] if given.orders == "both" else [drawn]
@@ -76,7 +78,7 @@ def _messages(given: Definition, prompt: str, row: dict[str, Any], **shown: str)
         for one in given.criteria or []
     ]
     values = {**row, "prompt": prompt, "low": f"{given.low:g}", "high": f"{given.high:g}"}
-    values |= {"criteria": "\n".join(lines)} | shown
+    values |= {"criteria": "\n".join(lines), "words": " or ".join(given.words)} | shown
     # At once, because a completion may have braces
     text = PLACEHOLDER.sub(lambda found: str(values.get(found[1], found[0])), given.asks)
     system = [{"role": "system", "content": given.system}] if given.system else []
@@ -87,7 +89,7 @@ def _messages(given: Definition, prompt: str, row: dict[str, Any], **shown: str)
 
 
 def scores_of(given: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
-    """Returns a score from 0 to 1 for each of the question's rows. Raises Unusable if the answer does not say them.
+    """Returns a score from 0 to 1 for each row of the question. Raises Unusable if the answer lacks one.
 
     Args:
         answer: `text`, and for `yes` the `top` tokens of the first place, as [token, log-prob].
@@ -115,15 +117,16 @@ def _score(given: Definition, question: Question, answer: dict[str, Any]) -> lis
 
 
 def _yes(given: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
-    shares = {"yes": 0.0, "no": 0.0}
+    good, bad = given.words
+    shares = {good.lower(): 0.0, bad.lower(): 0.0}
     for token, logprob in answer["top"] or ():
         start = str(token).strip().strip("▁Ġ").lower()
         if start and logprob <= 1e-3:  # a small vocabulary may begin Yes with Y
             for word in shares:
                 shares[word] += math.exp(logprob) * word.startswith(start)
     if not sum(shares.values()) > 0:
-        raise Unusable("its first token is neither Yes nor No, or it has no top_logprobs")
-    return [shares["yes"] / sum(shares.values())]
+        raise Unusable(f"its first token is neither {good} nor {bad}, or it has no top_logprobs")
+    return [shares[good.lower()] / sum(shares.values())]
 
 
 def _rank(given: Definition, question: Question, answer: dict[str, Any]) -> list[float]:

@@ -16,8 +16,8 @@ from pipeline.system import loop
 class JudgeReward(Reward):
     """Scores from 0 to 1 by the answers of a judge.
 
-    It leaves in `notes` of the samples, by its name, what the judge said about each one (`words`). Of `rank`, it also leaves the
-    `orders`: the place at which each order shows the sample, counted from 0, and the score.
+    It leaves in `notes` of the samples, by its name, what the judge said about each one (`words`). `rank`
+    also leaves the `orders`: the place, counted from 0, at which each order shows the sample, and the score.
 
     Args:
         given: the definition.

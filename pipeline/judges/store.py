@@ -1,7 +1,8 @@
-"""Answers of a judge on disk. A process writes one file, and reads the files of all other processes, also of earlier runs.
+"""Answers of a judge on disk. A process writes one file, and reads those of all others, also of earlier runs.
 
-A folder has lines of JSON: an answer with its `key`, or `paid` tokens of an answer that could not be used, or the `counts` of
-a call. In a bucket, where nothing can be added to a file, a process writes a new part for each group of answers.
+A line is JSON: an answer with its `key` and `tokens`, the `tokens` of an answer that could not be used, or
+the `counts` of a call. In a bucket, where nothing can be added to a file, each group of answers is a new
+file.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Store:
         self.remote, self.seen = storage.is_remote(folder), -1
         if not self.remote:
             os.makedirs(folder, exist_ok=True)
-            # Its bytes are locks, one for each question. Its size grows with each write, so that others know of it.
+            # Its bytes are locks, one for each question. It grows with each write, so that others know of it.
             # Never closed, because that would release all of this process's locks.
             self.lock = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
 
@@ -82,9 +83,16 @@ class Store:
         if "key" in record:
             self.answers.setdefault(record["key"], record["answer"])
 
+    def costs(self, given: Definition) -> dict[str, float]:
+        """Returns COUNTS and dollars of this run so far, in all its processes."""
+        self.refresh()
+        totals = self.totals[self.run]
+        dollars = given.dollars(totals["sent"], totals["answered"])
+        return {key: round(totals[key], 2) for key in COUNTS} | {"dollars": round(dollars, 6)}
+
     @contextlib.asynccontextmanager
     async def asking(self, key: str) -> AsyncIterator[bool]:
-        """Lets only one process of this machine ask a question at a time. Yields whether it is still to be asked."""
+        """Lets one process of a machine at a time ask a question. Yields whether it is still to be asked."""
         if self.remote:
             yield key not in self.answers
             return
@@ -102,7 +110,7 @@ class Store:
             fcntl.lockf(self.lock, fcntl.LOCK_UN, 1, place)
 
     async def write(self, **record: Any) -> None:
-        """Writes a record, together with others that wait. Returns when it is on the disk, or in the bucket."""
+        """Writes a record, together with others that wait. Returns when it is on disk or in the bucket."""
         done = asyncio.get_running_loop().create_future()
         self.waiting.append(({"run": self.run, **record}, done))
         if self.writing is None:

@@ -1,7 +1,8 @@
 """Rewards: an adapter on the shared base, another sequence-classification model, or a Python function.
 
-Each is a `Reward` with a name, a weight, and the mean and standard deviation that normalise its scores (measured on
-held-out completions, stored with the reward model's version). The score of a completion is their weighted sum.
+Each is a `Reward` with a name, a weight, and the mean and standard deviation that normalize its scores
+(measured on held-out completions, stored with the reward model's version). A completion's score is their
+weighted sum.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Reward(ABC):
     Args:
         name: names it in metrics and messages.
         weight: weight of its scores in the weighted sum.
-        mean, std: normalised scores are (score - mean) / std.
+        mean, std: normalized scores are (score - mean) / std.
     """
 
     columns: frozenset[str] = frozenset()  # of the rows, without which it cannot score
@@ -137,8 +138,8 @@ class Reward(ABC):
     def checked(self, samples: Samples) -> list[float]:
         """Returns the scores of `score`.
 
-        Raises InputError for anything but a list of one number for each sample: to repeat it would not help. Raises Failure
-        for a number that is not finite.
+        Raises InputError for anything but a list of one number for each sample: to repeat it would not help.
+        Raises Failure for a number that is not finite.
         """
         scores = self._listed(self.score(samples), samples)
         values = [_number(score) for score in scores]
@@ -151,7 +152,7 @@ class Reward(ABC):
         return [value for value in values if value is not None]
 
     def _listed(self, scores: Any, samples: Samples) -> Sequence[Any]:
-        """Returns a list, tuple, array or tensor as a list. Raises InputError unless it has one score for each sample."""
+        """Returns scores as a list. Raises InputError unless it has one for each sample."""
         # Arrays and tensors have tolist, tensors that require gradients included.
         listed = scores.tolist() if hasattr(scores, "tolist") else scores
         is_list = isinstance(listed, (list, tuple))
@@ -178,7 +179,7 @@ def _number(score: Any) -> float | None:
 
 
 class AdapterReward(Reward):
-    """A reward adapter and its head on the shared base. Scores are the head's output at the last token of the completion.
+    """A reward adapter and its head on the shared base, which scores the last token of the completion.
 
     Args:
         role: the adapter's role on `shared`.
@@ -210,8 +211,8 @@ class ModelReward(Reward):
     """A separate sequence-classification model, in memory in addition to the base. Scores are its only logit.
 
     Args:
-        tokenizer: the model's own; it encodes prompt and completion as text, with its chat template if the prompt is a list
-            of messages. None: the model reads the policy's token ids.
+        tokenizer: the model's own; it encodes prompt and completion as text, with its chat template if the
+            prompt is a list of messages. None: the model reads the policy's token ids.
         rows, tokens, settings: as of `AdapterReward`.
         control: whether special tokens in the text are encoded as such, or as ordinary text.
     """
@@ -249,7 +250,7 @@ class ModelReward(Reward):
         return scores.tolist()
 
     def _encode(self, samples: Samples, i: int, control: ControlTokens) -> list[int]:
-        """Returns sample `i` as token ids of the model's own tokenizer; plain text that ended gets its eos."""
+        """Returns sample `i` as ids of the model's own tokenizer; plain text that ended gets its eos."""
         prompt, completion = samples.rows[i].get("prompt"), samples.completions[i]
         if isinstance(prompt, list) and self.tokenizer.chat_template is not None:
             messages = [*prompt, {"role": "assistant", "content": completion}]
@@ -275,16 +276,16 @@ def generator_states() -> tuple[Any, ...]:
 class FunctionReward(Reward):
     """A Python function `f(prompts, completions, **columns) -> list of numbers`, sync or async, as in TRL.
 
-    It is called by keyword with those of `prompts`, `completions`, `completion_ids`, `seeds`, `groups` and the data's further
-    columns, each a list, that its signature names, or with all of them if it takes **kwargs. Completions to the same prompt
-    have the same number in `groups`, and are in the same call. If it raises, the run stops with a Failure that shows the
-    sample and the function's own stack frames.
+    It is called by keyword with those of `prompts`, `completions`, `completion_ids`, `seeds`, `groups` and
+    the data's further columns, each a list, that its signature names, or with all of them if it takes
+    **kwargs. Completions to the same prompt have the same number in `groups`, and are in the same call. If it
+    raises, the run stops with a Failure that shows the sample and the function's own stack frames.
 
-    Random numbers: each completion has its own seed (`seeds`). The global generators are seeded by the first completion of
-    a call, so numbers that are drawn from them depend on which completions share the call.
+    Random numbers: each completion has its own seed (`seeds`). The global generators are seeded by the first
+    completion of a call, so numbers that are drawn from them depend on which completions share the call.
 
     Args:
-        patience_s: seconds after which a call of an async function ends the run; -1: no limit. Other functions have none.
+        patience_s: seconds after which a call of an async function ends the run; -1: no limit.
     """
 
     def __init__(self, function: Callable[..., Any], patience_s: float = -1, **settings: Any) -> None:
@@ -372,7 +373,7 @@ LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdli
 
 
 def _frames(error: BaseException, limit: int = 10) -> str:
-    """Returns the last `limit` frames inside a reward function as text, without frames of libraries if possible."""
+    """Returns the last `limit` frames in a reward function as text, if possible without libraries'."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [
         frame for frame in frames if not frame.filename.startswith((__file__, str(loop.__file__), *LIBRARIES))
@@ -383,7 +384,7 @@ def _frames(error: BaseException, limit: int = 10) -> str:
 def weighted(
     rewards: Sequence[Reward], samples: Samples, normalize: bool
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Returns the weighted sum of the rewards' scores of each sample, and each reward's raw scores by name."""
+    """Returns the weighted sum of the rewards' scores of each sample, and the raw scores by reward."""
     raw = raw_scores(rewards, samples)
     return combined(rewards, raw, normalize), raw
 

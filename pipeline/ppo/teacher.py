@@ -1,8 +1,9 @@
-"""A teacher is a frozen role of the base. It rates every token that the policy wrote by its own log-probability.
+"""A teacher is a frozen role of the base. It rates each token of the policy by its own log-probability.
 
-The advantage of a token grows by teacher_coef * (log p_teacher - log p_policy). With it alone, a policy gradient step
-follows the gradient of the reverse KL from policy to teacher on the policy's own completions (on-policy distillation;
-Agarwal et al. 2023, 2306.13649, eq. 4 with the reverse KL; estimated from the sampled tokens).
+The advantage of a token grows by teacher_coef * (log p_teacher - log p_policy). With it alone, a policy
+gradient step follows the gradient of the reverse KL from policy to teacher on the policy's own completions
+(on-policy distillation; Agarwal et al. 2023, 2306.13649, eq. 4 with the reverse KL; estimated from the
+sampled tokens).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def made(role: str | None, system: str | None, tokenizer: Any, prompts: Iterable
         prompts: token ids of each prompt.
 
     Raises:
-        InputError: if there is a `system`, and the chat template takes none, or a prompt is no chat or has a system message.
+        InputError: if there is a `system` and the template takes none, or a prompt is no chat or has its own.
     """
     if not system:
         return Teacher(role)

@@ -1,4 +1,4 @@
-"""What the judges of a run may cost, which it says before it starts, and what they have cost, which its result says."""
+"""Says before a run what its judges may cost, and in its result what they have cost."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from pipeline.config import judge
 from pipeline.config.judge import Definition
 from pipeline.figures import mean
 from pipeline.judges.client import CHARACTERS
-from pipeline.judges.store import COUNTS, Store, folder
+from pipeline.judges.store import Store, folder
 from pipeline.settle.work import Work
 from pipeline.system import prices
 
@@ -30,7 +30,7 @@ def estimates(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int]) ->
         some = first.slice(0, SAMPLED).to_pylist() if hasattr(first, "slice") else first.take(SAMPLED)
         prompt = mean([len(row.get("input_ids") or row.get("prompt_ids") or ()) for row in some])
         sent = len(given.asks) / CHARACTERS + prompt + shared * getattr(work.args, "response_length", prompt)
-        dollars = questions * given.dollars(sent, 1 if given.form == "yes" else given.max_tokens)
+        dollars = questions * given.dollars(sent, given.longest)
         budgets = [f"{given.most_calls:,} answers"] if given.most_calls else []
         budgets += [prices.in_dollars(given.most_dollars)] if given.most_dollars else []
         cost = f", about {prices.in_dollars(dollars)} with the longest answers" if dollars else ""
@@ -63,15 +63,11 @@ def asked(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, int]:
 
 
 def costs(work: Work) -> dict[str, dict[str, float]]:
-    """Returns {input: what its judge answered in this run, resumed or not: judged, from_store, failed, waited, dollars}."""
-    found = {}
-    for name, given in _judges(work):
-        store = Store(folder(work.run.storage_path, given), work.run.name)
-        store.refresh()
-        totals = store.totals[store.run]
-        dollars = given.dollars(totals["sent"], totals["answered"])
-        found[name] = {key: round(totals[key], 2) for key in COUNTS} | {"dollars": round(dollars, 6)}
-    return found
+    """Returns {input: what its judge has answered and cost in this run, resumed or not}."""
+    run = work.run
+    return {
+        name: Store(folder(run.storage_path, given), run.name).costs(given) for name, given in _judges(work)
+    }
 
 
 def _judges(work: Work) -> Iterator[tuple[str, Definition]]:

@@ -106,13 +106,17 @@ def _after_update(
     total: int,
 ) -> bool:
     """Logs an update, compares its evaluation, and saves a checkpoint if one is due. Returns True if training must stop."""
+    from pipeline.judges.reward import JudgeReward
     from pipeline.models.tokenizer import warn_of_endless
 
     args = trainer.args
     if update == 1 and worker.rank == 0:
         warn_of_endless(1.0 - metrics["completions/clipped_ratio"], "the first completions")
     if args.logs(update, total):
-        worker.log(metrics, update, total)
+        judges = [reward for reward in trainer.rewards if isinstance(reward, JudgeReward)]
+        costs = {one.name: one.client.store.costs(one.given) for one in judges}
+        named = {f"judges/{name}/{key}": value for name, each in costs.items() for key, value in each.items()}
+        worker.log(metrics | named, update, total)
     if tracked and args.evaluates(update, total):
         tracked.compare(metrics, update)
     due = update == total or (args.save_steps and update % args.save_steps == 0)

@@ -52,7 +52,7 @@ SECRETS = [".env", "jobs/.env.prod", "prod.env", ".aws/credentials", ".ssh/id_ed
 
 def test_every_local_path_of_a_job_is_looked_for_in_the_upload(in_root):
     rows = "data.train=[{path: /e, weight: 1}, {path: s3://b/c, weight: 2}]"
-    job = load_job("jobs/demo/ppo.yaml", ["policy=/a", "judge=/b", "reward=[/c, /d]", rows], "ppo")
+    job = load_job("jobs/demo/ppo.yaml", ["policy=/a", "judge={judge: /b}", "reward=[/c, /d]", rows], "ppo")
     found = {path: key for key, path in preflight.local_paths(job)}
     keys = {"/a": "policy", "/b": "judge", "/c": "reward.0", "/d": "reward.1", "/e": "data.train"}
     assert keys.items() <= found.items() and "s3://b/c" not in found
@@ -229,6 +229,16 @@ def test_secrets_go_by_name_and_are_not_shown(monkeypatch):
     assert submit.forwarded() == {"HF_TOKEN": "hf_secret"}  # nodes have a role of their own
     monkeypatch.setenv("FORWARD", "AWS_SECRET_ACCESS_KEY")
     assert submit.forwarded() == {"HF_TOKEN": "hf_secret", "AWS_SECRET_ACCESS_KEY": "mighty"}
+
+
+def test_the_key_of_a_judge_is_forwarded(monkeypatch, tmp_path, in_root):
+    file = tmp_path / "judge.yaml"
+    file.write_text("model: wise\nform: score\nendpoint: https://there/v1\napi_key_variable: JUDGE_API_KEY\n")
+    _, jobs = submit.load("ppo", "jobs/demo/ppo.yaml", [f"judge={{judge: {file}}}"])
+    names = submit.keys_of_judges(jobs)
+    assert "JUDGE_API_KEY" not in submit.forwarded(names)  # the run names it if the cluster has none either
+    monkeypatch.setenv("JUDGE_API_KEY", "secret")
+    assert submit.forwarded(names)["JUDGE_API_KEY"] == "secret"
 
 
 # ------------------------------------------------------------------------------------------------------- real jobs

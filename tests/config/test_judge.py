@@ -26,6 +26,7 @@ RIGHT = "model: wise\nform: score\n"
         ("model: wise\nform: rubric\ncriteria: [{name: a, text: b, choices: [c]}]\n", r"criteria: 0: found"),
         ("model: wise\nform: rubric\ncriteria: [{name: a, text: b, choices: [c, C]}]\n", r"criteria: 0: found"),
         (RIGHT + "draws: 3\n", r"draws: found 3, but all answers would be equal"),
+        (RIGHT + "words: [Yes, yes]\n", r"words: found \['Yes', 'yes'\], expected two different words"),
         (RIGHT + "low: 10\n", r"high: found 10, which is also `low`"),
     ],
 )  # fmt: skip
@@ -39,7 +40,7 @@ def test_a_wrong_file_is_named_with_its_line(text, says, tmp_path):
 def test_the_digest_covers_what_decides_the_scores_and_no_limit():
     plain = Definition("wise", "score")
     others = {"model": "other", "form": "yes", "endpoint": "http://x", "system": "s", "prompt": "{completion}", "low": 0.0,
-              "high": 5.0, "criteria": [{}], "orders": "both", "draws": 2, "temperature": 1.0, "max_tokens": 9}  # fmt: skip
+              "words": ["Right", "Wrong"],              "high": 5.0, "criteria": [{}], "orders": "both", "draws": 2, "temperature": 1.0, "max_tokens": 9}  # fmt: skip
     limits = {"concurrency": 2, "most_calls": 3, "timeout_s": 1.0, "api_key_variable": "KEY"}
     digests = {
         Definition(**{"model": "wise", "form": "score", key: value}).digest for key, value in others.items()

@@ -16,6 +16,7 @@ CRITERIA = [
 FORMS = {
     "score": Definition("wise", "score"),
     "yes": Definition("wise", "yes"),
+    "guard": Definition("wise", "yes", words=["safe", "unsafe"]),
     "rank": Definition("wise", "rank"),
     "rubric": Definition("wise", "rubric", criteria=CRITERIA),
 }
@@ -42,6 +43,7 @@ def logprobs(**shares):
         ("yes", logprobs(Sure=0.9), None),
         ("yes", None, None),
         ("yes", [["Yes", math.nan]], None),
+        ("guard", logprobs(Safe=0.3, un=0.1, Yes=0.6), [0.75]),
         ("rank", "Ranking: B > A > C", [0.5, 1.0, 0.0]),
         ("rank", "- ranking: c>a>b.", [0.5, 0.0, 1.0]),
         ("rank", "Ranking: B > A", None),
