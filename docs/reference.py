@@ -52,7 +52,7 @@ def configuration() -> str:
         ("rollout", schema.class_of("rollout", "ppo"), "Who samples: see [rollouts.md](rollouts.md)."),
         ("serve", "pipeline.config.job.Serve", "The endpoint: see [serving.md](serving.md)."),
         ("A judge's file", "pipeline.config.judge.Definition", "Of `{judge: FILE}`: see [judges.md](judges.md)."),
-        ("sweep", "pipeline.sweep.space.Settings", "Of the subcommand `sweep`: see [training.md](training.md#sweeps)."),
+        ("sweep", "pipeline.sweep.space.SweepSettings", "Of the subcommand `sweep`: see [training.md](training.md#sweeps)."),
     ):  # fmt: skip
         sections = {*INPUTS} if title == "Top level" else None
         known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}

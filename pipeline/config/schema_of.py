@@ -25,7 +25,12 @@ from pipeline.config.stages import STAGE
 from pipeline.intervals import bounds, table
 
 JOB = class_of("job", "")
-OTHERS = (JOB, class_of("source", ""), "pipeline.config.judge.Definition", "pipeline.sweep.space.Settings")
+OTHERS = (
+    JOB,
+    class_of("source", ""),
+    "pipeline.config.judge.Definition",
+    "pipeline.sweep.space.SweepSettings",
+)
 
 _MODEL = "the `model` section decides how base and tokenizer are loaded"
 # Keys of the libraries that would break guarantees of the pipeline.

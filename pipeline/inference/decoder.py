@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.errors import InputError, in_brief
 from pipeline.inference.graphs import Steps
-from pipeline.inference.rows import Completion, Decoder, Row, Sampling, Settings, draw
+from pipeline.inference.rows import Completion, Decoder, Row, RowSettings, Sampling, draw
 from pipeline.inference.slots import SlotCache, live_first
 from pipeline.models.adapters import SharedBase
 from pipeline.models.logprobs import bar
@@ -64,7 +64,7 @@ class SlotDecoder(Decoder):
         self.look = look
         self.rows: list[Row] = []
         self.cache: Any = None  # a SlotCache while there are rows
-        self.settings: Settings | None = None
+        self.settings: RowSettings | None = None
         self.longest = 0  # tokens of the longest row in the cache
         self.equal = True  # whether all rows have this many tokens
 
@@ -113,7 +113,7 @@ class SlotDecoder(Decoder):
             self.cache.reserve(*size)
         hidden = self._read(rows)
         self.cache.lengths[first : size[0]] = torch.tensor([len(row.prompt) for row in rows], device=device)
-        new = Settings.of(rows, device)
+        new = RowSettings.of(rows, device)
         self.settings = self.settings.and_of(new) if self.settings else new
         self.rows = [*self.rows, *rows]
         self._look_at_rows()

@@ -135,7 +135,7 @@ class Decoder(ABC):
         return [Completion(row.tokens, row.ended, row.logprobs) for row in rows]
 
 
-class Settings(NamedTuple):
+class RowSettings(NamedTuple):
     """The sampling settings of B rows, on the device."""
 
     noise: Tensor  # (B, max_new_tokens) uniform numbers in [0, 1)
@@ -145,7 +145,7 @@ class Settings(NamedTuple):
     written: Tensor  # (B,) tokens written
 
     @classmethod
-    def of(cls, rows: Sequence[Row], device: torch.device) -> Settings:
+    def of(cls, rows: Sequence[Row], device: torch.device) -> RowSettings:
         noise = np.zeros((len(rows), max(row.sampling.max_new_tokens for row in rows)))
         for i, row in enumerate(rows):
             if row.sampling.temperature:
@@ -159,15 +159,15 @@ class Settings(NamedTuple):
             torch.tensor([len(row.tokens) for row in rows], device=device),
         )
 
-    def take(self, rows: Tensor) -> Settings:
-        return Settings(*(values[rows] for values in self))
+    def take(self, rows: Tensor) -> RowSettings:
+        return RowSettings(*(values[rows] for values in self))
 
-    def and_of(self, others: Settings) -> Settings:
+    def and_of(self, others: RowSettings) -> RowSettings:
         """Returns these settings followed by others."""
         width = max(self.noise.shape[1], others.noise.shape[1])
         noise = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (self.noise, others.noise)]
         rest = (torch.cat(pair) for pair in zip(self[1:], others[1:], strict=True))
-        return Settings(torch.cat(noise), *rest)
+        return RowSettings(torch.cat(noise), *rest)
 
 
 def seed_of(seed: int, number: int) -> int:

@@ -71,7 +71,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Settings:
+class MemorySettings:
     """The settings that determine a job's memory, with the defaults of its stage."""
 
     rows: int  # rows of one forward and backward
@@ -92,7 +92,7 @@ class Plan:
     trainable: int
     items: list[Item]
     device: str  # cpu, cuda
-    asked: Settings
+    asked: MemorySettings
     tokens: tuple[int, int]  # longest prompt and completion; of TRL's stages: longest row and 0
     in_shards: bool  # each worker has a shard of the base
 
@@ -112,11 +112,11 @@ class Plan:
         return (4.0 + _moments(self.job) + kept) * self.trainable
 
 
-def settings(job: Job, context: int) -> Settings:
+def settings(job: Job, context: int) -> MemorySettings:
     """Returns the settings for rows of the maximum length, for a model with `context` tokens."""
     facts, longest = job.facts, job.data.max_length
     if facts.trl:
-        return Settings(
+        return MemorySettings(
             job.trainer.get("per_device_train_batch_size", 8),
             min(longest or context, context),
             job.bf16,
@@ -129,7 +129,7 @@ def settings(job: Job, context: int) -> Settings:
     width = prompt + completion
     if not facts.learns:
         rows = args.local_rollout_forward_batch_size
-        return Settings(0, width, job.bf16, False, 1, rows, prompt, completion)
+        return MemorySettings(0, width, job.bf16, False, 1, rows, prompt, completion)
     from pipeline.ppo.forward import FORWARD_TOKENS
 
     rows, decoded = args.per_device_train_batch_size, args.planned_rows(job.workers[0])
@@ -141,7 +141,7 @@ def settings(job: Job, context: int) -> Settings:
     scored = max(width, min(scored, args.batch_size * width))
     checkpointing = args.gradient_checkpointing is not False  # None: only if it must
     rows = min(rows, args.batch_size)
-    return Settings(rows, width, job.bf16, checkpointing, 1, decoded, prompt, completion, scored)
+    return MemorySettings(rows, width, job.bf16, checkpointing, 1, decoded, prompt, completion, scored)
 
 
 Loras = Mapping[str, dict[str, Any]]  # adapter_files.described by input: `policy`, `reward`
@@ -208,7 +208,7 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
     return Plan(job, shape, int(trainable / 4), items, device, asked, lengths, in_shards)
 
 
-def _rollout_items(shape: Shape, asked: Settings, device: str, vllm: bool, gpus: int) -> list[Item]:
+def _rollout_items(shape: Shape, asked: MemorySettings, device: str, vllm: bool, gpus: int) -> list[Item]:
     """Returns the memory that sampling needs in addition to the base. vLLM has a base and a KV cache of its own, split over
     `gpus`; transformers needs the KV cache, the logits of the next token, and the activations of the prompts' forward.
     """

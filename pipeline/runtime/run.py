@@ -41,7 +41,7 @@ Companion = Callable[[Work], contextlib.AbstractContextManager[Any]]
 
 
 @dataclass
-class Run:
+class OpenRun:
     """A run that is prepared, on the driver."""
 
     work: Work  # its run_id is set once there is one
@@ -149,7 +149,7 @@ def finished(run: Identity) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def open_run(job: Job) -> Iterator[Run]:
+def open_run(job: Job) -> Iterator[OpenRun]:
     """Yields a run that may write: checked, alone in its folder, and continuing what an earlier process left there.
 
     Raises InputError if the job, its data or an input is wrong, or it cannot resume what is there.
@@ -165,7 +165,7 @@ def open_run(job: Job) -> Iterator[Run]:
     for warning in rules.Rules(job).warnings():
         print(f"warning: {warning}", flush=True)
     with prepared(job, resume.pinned_inputs(left, tracking.run)) as (work, rows, report):
-        run = Run(work, rows, report, started)
+        run = OpenRun(work, rows, report, started)
         if run.report:
             print(run.report.render(samples=False), flush=True)
             counts = {name: split.kept for name, split in run.report.splits.items()}
@@ -188,7 +188,7 @@ def open_run(job: Job) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def failure_recorded(run: Run) -> Iterator[None]:
+def failure_recorded(run: OpenRun) -> Iterator[None]:
     """Leaves failed.json in the folder of a run that fails, for its report. A run that is interrupted has not failed."""
     path = storage.join(run.folder, "failed.json")
     storage.remove(path)  # left by the attempt that this one continues

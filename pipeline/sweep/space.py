@@ -38,7 +38,7 @@ COMPARABLE = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class SweepSettings:
     """`sweep.*` on the command line; the names are Ray Tune's."""
 
     # A sweep with more trials is rejected.
@@ -65,7 +65,7 @@ class Sweep:
     """A sweep whose jobs are checked."""
 
     job: Job  # what all trials share, with the sweep's name and the best trial's registered model
-    settings: Settings
+    settings: SweepSettings
     trials: list[Trial]
     metric: str  # the held-out figure
     greater: bool  # whether a larger one is better
@@ -98,7 +98,7 @@ def read(path: str, arguments: list[str]) -> Sweep:
         raise InputError(f"nothing varies: a sweep needs a key with several values, {EXAMPLE}")
     numbers = {key: int(text) if re.fullmatch(r"\d{1,9}", text) else text for key, text in settings.items()}
     tree = Tree("command line", {"sweep": numbers})
-    known = Settings(**schema.checked(tree, "sweep", schema.keys("pipeline.sweep.space.Settings")))
+    known = SweepSettings(**schema.checked(tree, "sweep", schema.keys("pipeline.sweep.space.SweepSettings")))
     base = load_job(path, shared)
     if base.stage not in TRAINED:
         raise InputError(f"{path}: `{base.stage}` trains nothing; a sweep is of one of {', '.join(TRAINED)}")
@@ -142,7 +142,7 @@ def _checked(key: str, values: list[str]) -> list[str]:
     return values
 
 
-def _combinations(varied: dict[str, list[str]], settings: Settings) -> list[dict[str, str]]:
+def _combinations(varied: dict[str, list[str]], settings: SweepSettings) -> list[dict[str, str]]:
     count = math.prod(map(len, varied.values()))
     if count > settings.max_trials:
         raise InputError(

@@ -27,7 +27,7 @@ from pipeline.runtime.run import launch
 from pipeline.runtime.worker import name_output
 from pipeline.settle.work import SweepHandle
 from pipeline.sweep import table
-from pipeline.sweep.space import Settings, Sweep
+from pipeline.sweep.space import Sweep, SweepSettings
 from pipeline.system import storage, terminal
 from pipeline.system.credentials import without_secrets
 from pipeline.system.lease import hold
@@ -186,7 +186,7 @@ class Rungs:
     """
 
     def __init__(
-        self, metric: str, greater: bool, settings: Settings, known: dict[str, Any], ended: list[str]
+        self, metric: str, greater: bool, settings: SweepSettings, known: dict[str, Any], ended: list[str]
     ):
         self.metric, self.factor = metric, settings.reduction_factor
         self.asha: Any = None

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from pipeline.sweep import table, trials
-from pipeline.sweep.space import Settings, read
+from pipeline.sweep.space import SweepSettings, read
 
 STOPS = "ASHA: at 25 % of the steps not among the best 1/2"
 
 
 def rungs(greater=False, factor=2, known=None):
-    return trials.Rungs("loss", greater, Settings(reduction_factor=factor), known or {}, [])
+    return trials.Rungs("loss", greater, SweepSettings(reduction_factor=factor), known or {}, [])
 
 
 @pytest.mark.parametrize("greater", [False, True])
