@@ -52,7 +52,7 @@ def run(job: Job) -> dict[str, Any]:
             key="run.storage_path",
         )
     args: Export = job.args
-    hub.check(args)
+    hub.check_push(args)
     job = named(job)
     result = finished(identity_of(job)) or export(job)
     if not args.hub_model_id:

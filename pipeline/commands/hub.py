@@ -127,7 +127,7 @@ def ancestors(reference: str, uri: str, depth: int = 0, role: str = "") -> Itera
 # ---------------------------------------------------------------------------------------------------- the push
 
 
-def check(args: Export) -> None:
+def check_push(args: Export) -> None:
     """Checks the token and the repository before anything is merged, if the job pushes. Raises InputError if it cannot."""
     if not args.push_to_hub:
         return

@@ -39,7 +39,7 @@ def run(job: Job) -> dict[str, Any]:
     gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else of_this_machine()
     places = places_of(job, elsewhere=not gpus)
     folders, notes = started_from(job)
-    check(job, folders)
+    check_shapes(job, folders)
     loras = {name.split(".")[0]: adapter_files.described(at) for name, at in folders.items()}
     planned = plan.make(job, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
@@ -135,7 +135,7 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
     return {name: at for name, at in folders.items() if lineage.is_adapter(at)}, []
 
 
-def check(job: Job, folders: dict[str, str]) -> None:
+def check_shapes(job: Job, folders: dict[str, str]) -> None:
     """Checks a base, adapters and `lora` as a run does; it needs no weights."""
     from pipeline.models.base import check_base
     from pipeline.models.compatibility import check_lora
@@ -149,7 +149,9 @@ def check(job: Job, folders: dict[str, str]) -> None:
     base = check_base(job.model, weights=weights)
     for name, folder in folders.items():
         with about(job.key_of(name)):
-            adapter_files.check(base, folder, scores=name == "judge" or name.startswith("reward"))
+            adapter_files.check_adapter_fits_base(
+                base, folder, scores=name == "judge" or name.startswith("reward")
+            )
     if makes_adapter(job, folders):
         check_lora(base, job.lora, job.facts.learns == "reward")
 

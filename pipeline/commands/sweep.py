@@ -42,7 +42,7 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
     print(f"\n== sweep  {sweep.job.stage}  {sweep.job.run.name}  {sweep.job.source}", flush=True)
     tracking = tracking_of(sweep.job)
     with console.waiting("opening MLflow"):
-        registry.check(tracking)
+        registry.check_store(tracking)
     first = sweep.trials[0].job
     with (
         libraries.asked(*(trial.job for trial in sweep.trials)) as check,

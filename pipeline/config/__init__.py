@@ -89,7 +89,7 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
         **{name: tree.data[name] for name in STAGE[found].inputs if name in tree.data},
     )
     job = rules.split_revision(tree, rules.drop_eval_schedule(job))
-    rules.check(tree, job)
+    rules.check_job(tree, job)
     return job
 
 

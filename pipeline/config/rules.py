@@ -29,7 +29,7 @@ LABELS = ({"good", "bad"}, {"first", "second"}, {"first", "second", "tie"})  # k
 MAX_WORKERS = 1000
 
 
-def check(tree: Tree, job: Job) -> None:
+def check_job(tree: Tree, job: Job) -> None:
     """Raises InputError for the first problem of a job."""
     for key, message in Rules(job).problems():
         raise tree.error(key, message)

@@ -23,7 +23,7 @@ from pipeline.data.counts import Counts, RowsDigest, of_split, totals
 from pipeline.data.feed import Mixture, mix
 from pipeline.data.files import File, find
 from pipeline.data.preview import preprocessing, resolve_labels
-from pipeline.data.report import Report, check, report_of
+from pipeline.data.report import Report, check_rows_are_usable, report_of
 from pipeline.data.shapes import kind_of
 from pipeline.data.tasks import Options, columns_of, hash_rows, run_chunks, tokenize
 from pipeline.data.template import DATE
@@ -90,7 +90,7 @@ def prepare(
             shared = {"tokenizer": tokenizer, "options": options, "folder": folder, "repeated": repeated}
             work = functools.partial(tokenize, **shared)
             counts = run(work, chunks, on_ray)
-        check(counts, options)
+        check_rows_are_usable(counts, options)
         manifest = {"key": key, **manifest_of(counts, tokenizer, options)}
         storage.write_json(storage.join(folder, "manifest.json"), manifest)
     report = Report.from_dict(manifest["report"])

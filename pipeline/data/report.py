@@ -346,7 +346,7 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
 # ---- sets of rows that are rejected ----------------------------------------------------------------------------------
 
 
-def check(counts: Sequence[Counts], options: Options) -> None:
+def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
     """Raises InputError for bad rows, unless data.on_error skips them, and for a set of which no row is left.
 
     Counts a file without rows as a bad row in its first chunk.

@@ -181,7 +181,7 @@ def shapes(folder: str | Path) -> Shapes:
     return shapes_in(path, FIX)
 
 
-def check(base: Base, folder: str | Path, scores: bool) -> None:
+def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool) -> None:
     """Raises InputError if an adapter's files are damaged, or it was trained on another base.
 
     Args:

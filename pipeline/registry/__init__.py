@@ -19,8 +19,8 @@ from pipeline.registry.runs import (
 )
 from pipeline.registry.store import (
     Tracking,
-    check,
     check_reachable,
+    check_store,
     client,
     file_of_uri,
     tracking_uri,

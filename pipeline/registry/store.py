@@ -100,7 +100,7 @@ def client(uri: str) -> Any:
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
-def check(tracking: Tracking) -> None:
+def check_store(tracking: Tracking) -> None:
     """Checks before any work that the tracking server or SQLite file can be used. Creates the file if missing."""
     uri, name = tracking.uri, tracking.experiment
     file = file_of_uri(uri)

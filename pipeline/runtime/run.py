@@ -160,7 +160,7 @@ def open_run(job: Job) -> Iterator[OpenRun]:
     announce(job)
     registry.check_trackers(tracking.also)
     with console.waiting("opening MLflow"):
-        registry.check(tracking)
+        registry.check_store(tracking)
     left = resume.unfinished(tracking.run)
     for warning in rules.Rules(job).warnings():
         print(f"warning: {warning}", flush=True)

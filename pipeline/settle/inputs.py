@@ -43,7 +43,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     uri = registry.tracking_uri(job)
     named = {name: source for name, source in job.inputs.items() if source != "base"}
     if any(Ref.parse(name).is_registered for name in (job.model.name_or_path, *named.values())):
-        registry.check(tracking_of(job))
+        registry.check_store(tracking_of(job))
     if Ref.parse(job.model.name_or_path).is_registered:
         with about("model.name_or_path"):
             reference = registry.pin(job.model.name_or_path, uri, job.source)
@@ -207,7 +207,7 @@ def checked(job: Job, versions: Mapping[str, str], base: dict[str, Any], files: 
             lineage.check_head(folder, scores, reference)
             if "base" not in facts:
                 lineage.check_base_name(folder, base, reference)
-            adapter_files.check(files, folder, scores)
+            adapter_files.check_adapter_fits_base(files, folder, scores)
             _check_supported(job, name, folder, files, scores)
         inputs[name] = Input(reference, "adapter", folder, facts)
     return inputs

@@ -33,7 +33,7 @@ Row = dict[str, Any]
 Completion = tuple[list[int], list[int]]  # token ids of a prompt, and of its (last) trained completion
 
 
-def check(worker: Worker, trainer: Any) -> list[Finding]:
+def first_step_findings(worker: Worker, trainer: Any) -> list[Finding]:
     """Returns the findings of a stage whose trainer is about to make its first step. No state changes; every rank calls it."""
     first = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
     rows = [dict(row) for row in first]

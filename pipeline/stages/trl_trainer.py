@@ -69,7 +69,7 @@ class Reporter(TrainerCallback):
             restore_sums(self.trainer, _sums_file(self.worker, self.worker.resume))
             self.worker.replay(_history(state))
         else:
-            require(trl_checks.check(self.worker, self.trainer))
+            require(trl_checks.first_step_findings(self.worker, self.trainer))
         self.tokens = self.trainer._total_train_tokens  # private in TRL 1.16; see save_sums
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

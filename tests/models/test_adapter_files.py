@@ -44,7 +44,7 @@ def shared():
 
 
 def check(folder: Path) -> None:
-    adapter_files.check(check_base(settings(DEMO)), folder, scores=folder.name == "reward")
+    adapter_files.check_adapter_fits_base(check_base(settings(DEMO)), folder, scores=folder.name == "reward")
 
 
 def tensors_changed(folder: Path, change) -> Path:

@@ -35,19 +35,19 @@ def test_a_file_that_cannot_be_used_is_named_at_once(job, tmp_path, monkeypatch)
     with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(InputError, match=said + "database is locked"):
-            registry.check(tracking_of(job))
+            registry.check_store(tracking_of(job))
     file.write_bytes(b"<html>" * 500)
     with pytest.raises(InputError, match=said + "not a database"):
-        registry.check(tracking_of(job))
+        registry.check_store(tracking_of(job))
     shutil.copy(store.empty_database(), file)
     with contextlib.closing(sqlite3.connect(file)) as other, other:
         other.execute("UPDATE alembic_version SET version_num = 'bda7b8c39065'")  # another MLflow's
     with pytest.raises(InputError, match=said + r"schema.*\); install the MLflow that wrote it, or"):
-        registry.check(tracking_of(job))
+        registry.check_store(tracking_of(job))
     file.unlink()
     file.mkdir()
     with pytest.raises(InputError, match=said + "unable to open database file"):
-        registry.check(tracking_of(job))
+        registry.check_store(tracking_of(job))
 
 
 def test_a_server_that_does_not_answer_is_found_before_work(job, monkeypatch):
@@ -56,7 +56,7 @@ def test_a_server_that_does_not_answer_is_found_before_work(job, monkeypatch):
     monkeypatch.setattr(store, "import_mlflow", lambda: threads.append(threading.current_thread()))
     away = replace(job, mlflow=MLflow(tracking_uri="http://127.0.0.1:9"))
     with pytest.raises(InputError, match=r"mlflow.tracking_uri: 'http://127.0.0.1:9' does not answer"):
-        registry.check(tracking_of(away))
+        registry.check_store(tracking_of(away))
     assert threads[0] is threading.main_thread()
 
 
@@ -73,7 +73,7 @@ def test_a_new_database_is_what_mlflows_own_migrations_make(tmp_path, monkeypatc
     registry.client(f"sqlite:///{tmp_path}/migrated.db").search_experiments()
     for name in ("first", "second"):  # the second one is a copy of the first one's template
         job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path / name}"], "sft")
-        registry.check(tracking_of(job))
+        registry.check_store(tracking_of(job))
         assert schema(tmp_path / name / "mlflow.db") == schema(tmp_path / "migrated.db")
         experiments = registry.client(registry.tracking_uri(job)).search_experiments()
         assert [one.name for one in experiments] == ["Default"]
@@ -81,7 +81,7 @@ def test_a_new_database_is_what_mlflows_own_migrations_make(tmp_path, monkeypatc
     monkeypatch.setenv(
         "XDG_CACHE_HOME", str(tmp_path / "migrated.db")
     )  # no cache: MLflow creates the database
-    registry.check(tracking_of(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft")))
+    registry.check_store(tracking_of(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft")))
     assert schema(tmp_path / "mlflow.db") == schema(tmp_path / "migrated.db")
 
 
@@ -93,7 +93,7 @@ def test_any_folder_can_hold_a_registry(name, migrated, adapter, tmp_path, in_ro
     job = load_job("jobs/demo/sft.yaml", ["gate={}", "run.name=one"], "sft")
     job = replace(job, run=replace(job.run, storage_path=str(home)))
     shutil.copy(migrated, home / "mlflow.db")
-    registry.check(tracking_of(job))
+    registry.check_store(tracking_of(job))
     uri = registry.tracking_uri(job)
     with pytest.raises(KeyError), registry.mlflow_run(tracking_of(job), {}) as cut_short:
         raise KeyError
@@ -115,7 +115,7 @@ job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={sys.argv[1]}", f"run.n
 import mlflow
 sys.stdin.readline()
 storage.require_writable(job.run.storage_path)
-registry.check(tracking_of(job))
+registry.check_store(tracking_of(job))
 with registry.mlflow_run(tracking_of(job), {}):
     pass
 """
@@ -172,7 +172,9 @@ def test_a_damaged_cache_is_made_again(spoil, tmp_path, monkeypatch, in_root):
     cached = store.empty_database()
     whole = schema(cached)
     spoil(cached)
-    registry.check(tracking_of(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}/runs"], "sft")))
+    registry.check_store(
+        tracking_of(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}/runs"], "sft"))
+    )
     assert schema(tmp_path / "runs/mlflow.db") == schema(cached) == whole
 
 
@@ -189,7 +191,9 @@ def test_a_cache_on_a_full_disk_is_done_without(tmp_path, monkeypatch, in_root):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(utils, "_initialize_tables", full)
-    registry.check(tracking_of(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}/runs"], "sft")))
+    registry.check_store(
+        tracking_of(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}/runs"], "sft"))
+    )
     assert sorted(os.listdir(tmp_path / "runs")) == ["mlflow.db", "mlflow.db.lock"]
 
 
@@ -202,7 +206,7 @@ def test_a_quota_that_stops_the_first_copy_leaves_no_part_of_it(job, tmp_path, m
         raise OSError(122, "Disk quota exceeded")
 
     monkeypatch.setattr(store.shutil, "copyfile", stopped)
-    registry.check(tracking_of(job))
+    registry.check_store(tracking_of(job))
     assert "mlflow.db.partial" not in os.listdir(tmp_path)
 
 

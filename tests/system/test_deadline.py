@@ -90,14 +90,14 @@ def test_a_server_that_is_no_mlflow(status, body, says, tmp_path, in_root, monke
     with answering(status, body) as where:
         job = load_job("jobs/demo/sft.yaml", [f"mlflow.tracking_uri=http://{where}"], "sft")
         with pytest.raises(InputError, match=rf"mlflow\.\w+: .*{says}"):
-            registry.check(tracking_of(job))
+            registry.check_store(tracking_of(job))
 
 
 def test_a_tracking_server_that_never_answers(in_root):
     with silent() as where:
         job = load_job("jobs/demo/sft.yaml", [f"mlflow.tracking_uri=http://{where}"], "sft")
         with pytest.raises(InputError, match=r"does not answer .*no answer within 2 seconds"):
-            registry.check(tracking_of(job))
+            registry.check_store(tracking_of(job))
 
 
 # ------------------------------------------------------------------------------------------------- RAY_ADDRESS
