@@ -6,6 +6,7 @@ import re
 import pytest
 from judging import judging
 from running import ROOT
+from settled import work_of
 
 from pipeline.__main__ import main
 from pipeline.config import load_job
@@ -33,7 +34,8 @@ PPO = [
     ],
 )  # fmt: skip
 def test_completions_that_a_run_asks_about(stage, overrides, name, rows, completions, in_root):
-    assert asked(load_job(ROOT / f"jobs/demo/{stage}.yaml", overrides, stage), rows, name) == completions
+    job = load_job(ROOT / f"jobs/demo/{stage}.yaml", overrides, stage)
+    assert asked(work_of(job), rows, name) == completions
 
 
 def test_a_run_says_what_its_judge_may_cost_and_what_it_has_cost(tmp_path, capsys, in_root):

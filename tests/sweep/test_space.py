@@ -3,7 +3,6 @@
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.commands.sweep import at_home
 from pipeline.errors import InputError
 from pipeline.sweep.space import read, split
 
@@ -37,13 +36,6 @@ def test_the_same_command_has_the_same_name_and_another_one_another():
     assert name("trainer.learning_rate=1e-4,3e-4", "run.max_failures=7", "scaling.num_workers=2") == first
     assert name("trainer.learning_rate=1e-4,2e-4") != first
     assert name("trainer.learning_rate=1e-4,3e-4", "trainer.seed=9") != first
-
-
-def test_what_one_machine_ignores_is_said_once(monkeypatch, capsys):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    sweep = at_home(read(RM, ["lora.r=4,8", "scaling.accelerator_type=H100"]))
-    assert capsys.readouterr().out.count("note: ignoring scaling.accelerator_type") == 1
-    assert not any("accelerator_type" in trial.job.scaling for trial in sweep.trials)
 
 
 @pytest.mark.parametrize(
