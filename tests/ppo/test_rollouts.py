@@ -97,7 +97,8 @@ def same(one, other, but=()):
     ],
 )  # fmt: skip
 def test_a_rollout_worker_changes_no_bit(changes):
-    same(run(0, Elsewhere(), **changes), run(**changes), but=["rollout/workers"])
+    one, other = (run(0, workers, updates=3, **changes) for workers in (Elsewhere(), None))
+    same(one, other, but=["rollout/workers"])
 
 
 def test_chunks_depend_on_the_rows_and_not_on_who_samples():
@@ -106,7 +107,7 @@ def test_chunks_depend_on_the_rows_and_not_on_who_samples():
     assert split_into_chunks([5, 3, 9, 4], rows=100, generations=2) == [[0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_asynchronous_run_is_a_function_of_its_seed(staleness, tmp_path):
     """... whoever samples, and over a resume; and it is another run than the synchronous one."""
     worker = Elsewhere()
@@ -142,7 +143,7 @@ def test_chunks_are_compared_with_what_rank_0_published(monkeypatch):
 
 def test_what_is_off_policy_is_weighed_and_reported():
     corrected = RolloutConfig(num_workers=1, staleness=2, correction="token")
-    (weights, metrics), (_, plain) = run(corrected, Elsewhere()), run(0, Elsewhere())
+    (weights, metrics), (_, plain) = run(corrected, Elsewhere()), run(0, Elsewhere(), updates=1)
     unweighed, measured = run(2, Elsewhere())
     assert not torch.equal(weights, unweighed) and measured[4]["rollout/effective_samples"] < 0.999
     assert "rollout/ratio_mean" not in plain[0]
@@ -186,9 +187,10 @@ def test_rewards_draw_the_same_numbers_wherever_they_are():
         drawn = [random.random() + np.random.rand() + torch.rand(()).item() for _ in completion_ids]
         return [sum(t < 20 for t in ids) + 0.1 * d for ids, d in zip(completion_ids, drawn, strict=True)]
 
-    here = run(reward=[FunctionReward(noisy)])
+    how = dict(reward=[FunctionReward(noisy)], updates=3)
+    here = run(**how)
     torch.rand(3)  # what else was drawn is of no concern
-    same(run(0, Elsewhere(), reward=[FunctionReward(noisy)]), here, but=["rollout/workers"])
+    same(run(0, Elsewhere(), **how), here, but=["rollout/workers"])
 
 
 @pytest.mark.parametrize(

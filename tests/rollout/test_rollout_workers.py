@@ -45,7 +45,7 @@ def test_a_rollout_worker_gives_the_bits_of_none(alone, storage, capfd):
 
 
 def test_one_update_ahead_two_workers_of_which_one_dies_and_one_hangs_change_no_bit(
-    ahead, alone, storage, monkeypatch, capfd
+    ahead, storage, monkeypatch, capfd
 ):
     happens = a_rollout_worker_killed_and_one_stopped
     touched(monkeypatch, "ppo", 2, storage / "rollout-hurt-once", happens)
@@ -55,6 +55,10 @@ def test_one_update_ahead_two_workers_of_which_one_dies_and_one_hangs_change_no_
     said = capfd.readouterr().out
     assert "has not answered for 3 s" in said and said.count("another worker takes its place") >= 2
     assert result["metrics"]["rollout/sampler_kl"] != 0
+
+
+@pytest.mark.slow
+def test_one_update_ahead_is_another_run(ahead, alone):
     one, other = (Path(r["adapter"], "adapter_model.safetensors").read_bytes() for r in (ahead, alone))
     assert one != other
 
