@@ -98,3 +98,15 @@ def names_in(file):
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
     return found
+
+
+def test_few_functions_take_a_whole_job():
+    """Others take the values that settle/ makes of a job: its places, inputs, arguments. Lower the number if you can."""
+    taking = [
+        f"{file.relative_to(ROOT)}: {one.name}"
+        for file in FILES
+        for one in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+        and any(ast.unparse(each.annotation or ast.Constant("")) == "Job" for each in one.args.args)
+    ]
+    assert len(taking) <= 82, taking

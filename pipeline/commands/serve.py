@@ -55,7 +55,9 @@ def serving(job: Job) -> Iterator[Work]:
     work = load_host(with_port(job)).work
     job = work.job
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, the recorder checks the folder on the head
-        feedback.FeedbackStore(feedback.folder_of(job), log_prompts=False, max_bytes=0).close()
+        feedback.FeedbackStore(
+            feedback.folder_of(job.serve, work.run.storage_path), log_prompts=False, max_bytes=0
+        ).close()
     with session(work.places, job.run.storage_path, work.uri):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(work.places)

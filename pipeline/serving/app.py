@@ -88,7 +88,9 @@ def application(work: Work, digests: list[str]) -> Any:
     )
     host = Host(work)
     reading = (work.tokenizer, longest_row(host), ends(host), job.data.special_tokens)
-    kept = recorder.bind(folder_of(job), job.serve.log_prompts, job.serve.feedback_bytes, reading)
+    kept = recorder.bind(
+        folder_of(job.serve, work.run.storage_path), job.serve.log_prompts, job.serve.feedback_bytes, reading
+    )
     return server.bind(work, digests, kept)
 
 

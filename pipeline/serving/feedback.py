@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Job
+from pipeline.config import Serve
 from pipeline.data.encode import Encoder
 from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
@@ -46,8 +46,8 @@ TABLES = """
 """
 
 
-def folder_of(job: Job) -> str:
-    return job.serve.feedback_path or f"{job.run.storage_path}/feedback"
+def folder_of(serve: Serve, storage_path: str) -> str:
+    return serve.feedback_path or f"{storage_path}/feedback"
 
 
 def encoders(tokenizer: Any, max_length: int, ends: Sequence[int], special_tokens: str) -> dict[str, Encoder]:
