@@ -12,7 +12,7 @@ suppress_warnings = ["myst.header"]  # troubleshooting.md has its messages as sm
 
 # On GitHub, the table at the end of README.md is the navigation. Each list is in reading order.
 NAVIGATION = {
-    "Train": "install tutorial data sft reward_model dpo ppo evaluate",
+    "Train": "install tutorial failed_gates data sft reward_model dpo ppo evaluate",
     "How to": "models judges training rollouts loop serving hub clusters gpu troubleshooting",
     "Reference": "configuration cli runs glossary architecture measurements CONTRIBUTING AGENTS CHANGELOG",
 }

@@ -119,7 +119,8 @@ def type_of(one: Mapping[str, Any]) -> str:
     names |= {"a list": "list", "a mapping": "mapping"}
     for name, usual in names.items():
         words = re.sub(rf"(?<!one of )\b{name}\b", usual, words)  # not values such as `text`
-    return words
+    # The default says null, too.
+    return re.sub(r" or null\b|\bnull or ", "", words) if one.get("default") is None else words
 
 
 def meaning(text: str) -> str:
