@@ -10,31 +10,19 @@ myst_heading_anchors = (
 )
 suppress_warnings = ["myst.header"]  # troubleshooting.md has its messages as small headings
 
-# On GitHub, the table at the end of README.md is the navigation.
-NAVIGATION = """
-
-```{toctree}
-:hidden:
-
-docs/install
-docs/tutorial
-```
-
-```{toctree}
-:hidden:
-:glob:
-
-docs/*
-CONTRIBUTING
-AGENTS
-CHANGELOG
-```
-"""
+# On GitHub, the table at the end of README.md is the navigation. Each list is in reading order.
+NAVIGATION = {
+    "Train": "install tutorial failed_gates data sft reward_model dpo ppo evaluate",
+    "How to": "models judges training rollouts loop serving hub clusters gpu troubleshooting",
+    "Reference": "configuration cli runs glossary architecture measurements CONTRIBUTING AGENTS CHANGELOG",
+}
 
 
 def add_navigation(app, name, source):
     if name == root_doc:
-        source[0] += NAVIGATION
+        for caption, pages in NAVIGATION.items():
+            paths = [page if page.isupper() else f"docs/{page}" for page in pages.split()]
+            source[0] += "\n```{toctree}\n:hidden:\n:caption: " + "\n".join([caption, "", *paths, "```", ""])
 
 
 def setup(app):

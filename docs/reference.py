@@ -18,15 +18,23 @@ from pipeline.errors import show
 
 DOCS = Path(__file__).parent
 TRL = [stage for stage, facts in STAGE.items() if facts.trainer.startswith("trl.")]
+LIBRARIES = {  # package of a configuration class -> its documentation
+    "peft": "https://huggingface.co/docs/peft/package_reference/lora#peft.{name}",
+    "ray": "https://docs.ray.io/en/latest/train/api/doc/ray.train.{name}.html",
+    "transformers": "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.{name}",
+    "trl": "https://huggingface.co/docs/trl/{page}#trl.{name}",
+}
 CONFIGURATION = """\
 # Configuration: every key of a job file
 
 Made by `docs/reference.py` from [schema.json](../pipeline/config/schema.json). `rlhf help KEY`
-prints the same for one key. The first line of a job file lets an editor complete and check keys.
+explains one key, also with the text of its library. The first line of a job file lets an editor
+complete and check keys.
 
-A job file names its `stage` and has a `gate` and the sections below. On the command line, set a key
-with `section.key=value` or `--section.key value`. Values are YAML. A key that is not listed is an
-error, and the message names the nearest one, if one is near.
+A job file names its `stage` and has the sections below. It may have a
+[`gate`](runs.md#which-version-gets-the-alias), and `extends`, the files that it is merged over. On
+the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
+key that is not listed is an error, and the message names the nearest one, if one is near.
 """
 CLI = """\
 # Command line
@@ -45,44 +53,48 @@ def configuration() -> str:
         ("model", "pipeline.config.job.Model", "The frozen base model."),
         ("data", "pipeline.config.job.Data", "Rows: see [data.md](data.md)."),
         ("An entry of data.train, data.eval, data.pairs or data.benchmarks", "pipeline.config.job.Source", "A path, or a mapping:"),
-        ("lora", schema.class_of("lora", ""), "Keys of peft's `LoraConfig`."),
-        ("scaling", schema.class_of("scaling", ""), "Ray Train's `ScalingConfig`. With `num_workers: 0`, the command itself trains ([runs.md](runs.md))."),
+        ("lora", schema.class_of("lora", ""), ""),
+        ("scaling", schema.class_of("scaling", ""), "With `num_workers: 0`, the command itself trains ([runs.md](runs.md))."),
         ("run", "pipeline.config.job.Run", "Folder, resume, checkpoints: see [runs.md](runs.md)."),
         ("mlflow", "pipeline.config.job.MLflow", "Tracking and registration."),
-        ("rollout", schema.class_of("rollout", "ppo"), "Who samples: see [rollouts.md](rollouts.md)."),
+        ("rollout", schema.class_of("rollout", "ppo"), "Which processes sample: see [rollouts.md](rollouts.md)."),
         ("serve", "pipeline.config.job.Serve", "The endpoint: see [serving.md](serving.md)."),
-        ("A judge's file", "pipeline.config.judge.Definition", "Of `{judge: FILE}`: see [judges.md](judges.md)."),
-        ("sweep", "pipeline.sweep.space.SweepSettings", "Of the subcommand `sweep`: see [training.md](training.md#sweeps)."),
+        ("A judge's file", "pipeline.config.judge.Definition", "The file of `{judge: FILE}`: see [judges.md](judges.md)."),
+        ("sweep", "pipeline.sweep.space.SweepSettings", "For the subcommand `sweep`: see [training.md](training.md#sweeps)."),
     ):  # fmt: skip
         sections = {*INPUTS} if title == "Top level" else None
         known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}
-        pages.append(table(f"## {title}", known, intro))
+        pages.append(table(f"## {title}", known, intro, dotted))
     trainers = {STAGE[stage].trainer: stage for stage in STAGE if stage not in TRL}
     for dotted in trainers:
         stages = [stage for stage in STAGE if STAGE[stage].trainer == dotted]
-        pages.append(table(f"## trainer of {', '.join(stages)}", schema.keys(dotted), ""))
+        pages.append(table(f"## trainer of {', '.join(stages)}", schema.keys(dotted), "", dotted))
     keys = [schema.keys(STAGE[stage].trainer) for stage in TRL]
     shared = {key: one for key, one in keys[0].items() if all(other.get(key) == one for other in keys[1:])}
-    intro = "Keys of TRL's and transformers' configurations that are the same in all of these stages."
-    pages.append(table(f"## trainer of {', '.join(TRL)}", shared, intro))
+    intro = "A few of these keys are TRL's own. All are the same in these stages."
+    pages.append(table(f"## trainer of {', '.join(TRL)}", shared, intro, "transformers.TrainingArguments"))
     for stage, own in zip(TRL, keys, strict=True):
-        name = STAGE[stage].trainer.rpartition(".")[2]
         rest = {key: one for key, one in own.items() if key not in shared}
-        pages.append(
-            table(f"## trainer of {stage} alone", rest, f"Further keys of TRL's `{name}`, or other defaults.")
-        )
+        intro = "These keys, or their defaults, differ from those above."
+        pages.append(table(f"## trainer of {stage} alone", rest, intro, STAGE[stage].trainer))
     return "\n".join(pages)
 
 
-def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str) -> str:
-    """Returns a section with a row for each key that a job may have."""
+def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str, dotted: str) -> str:
+    """Returns a section with a row for each key that a job may have. A library explains its own keys."""
+    library, _, name = dotted.partition(".")
+    if address := LIBRARIES.get(library):
+        name = name.rpartition(".")[2]
+        page = f"{name.removesuffix('Config').lower()}_trainer"
+        intro = f"Keys of [`{name}` ({library})]({address.format(name=name, page=page)}). {intro}".strip()
+    columns = 3 if address else 4
     rows = [
         (
             f"`{key}`",
             type_of(one),
             "required" if one.get("needed") else f"`{show(one.get('default'))}`",
             meaning(one.get("description", "")),
-        )
+        )[:columns]
         for key, one in keys.items()
         if "not" not in one
     ]
@@ -91,7 +103,7 @@ def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str) -> str:
             title,
             "",
             *([intro, ""] if intro else []),
-            *markdown(("key", "type", "default", "meaning"), rows),
+            *markdown(("key", "type", "default", "meaning")[:columns], rows),
             "",
         ]
     )
@@ -100,12 +112,15 @@ def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str) -> str:
 def type_of(one: Mapping[str, Any]) -> str:
     """Returns type and range of a key, with the usual names of types."""
     allowed = schema.outside(float("nan"), one["range"]) if "range" in one else None
-    words = schema.expected(one) + (f", {allowed}" if allowed else "")
+    words = re.sub(
+        r"between (\S+) and (\S+)", r"\1 to \2", schema.expected(one) + (f", {allowed}" if allowed else "")
+    )
     names = {"a whole number": "integer", "true or false": "boolean", "a number": "number", "text": "string"}
     names |= {"a list": "list", "a mapping": "mapping"}
     for name, usual in names.items():
         words = re.sub(rf"(?<!one of )\b{name}\b", usual, words)  # not values such as `text`
-    return words
+    # The default says null, too.
+    return re.sub(r" or null\b|\bnull or ", "", words) if one.get("default") is None else words
 
 
 def meaning(text: str) -> str:

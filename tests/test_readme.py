@@ -45,8 +45,9 @@ def commands_of(text):
 
 
 TRANSCRIPT = re.search(r"```\n(jobs/demo: .*?)```", PAGES["runs.md"], re.DOTALL)[1]  # of `make rlhf`
-TUTORIAL = commands_of(PAGES["tutorial.md"])  # run in their order, by a test of their own
-COMMANDS = commands_of("".join(text for name, text in TEXTS.items() if name != "tutorial.md"))
+# Pages whose commands run in their order, by a test of their own
+TUTORIALS = {"tutorial.md": ["validate", "sft", "rm"], "failed_gates.md": ["init", "validate", "sft"]}
+COMMANDS = commands_of("".join(text for name, text in TEXTS.items() if name not in TUTORIALS))
 TRL = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
 # What shortens each target; a command keeps its own ARGS before these.
 SHORT = {
@@ -254,10 +255,12 @@ def test_a_make_command(command, copy):
 
 
 @pytest.mark.slow
-def test_the_tutorial_runs_from_top_to_bottom(copy):
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_a_tutorial_runs_from_top_to_bottom(page, copy):
     """With the demo's model and rows, few steps, and open gates: the page says what its own output comes from."""
-    assert [target(command) for command in TUTORIAL[:3]] == ["init", "validate", "sft"]
-    for command in TUTORIAL:
+    commands = commands_of(PAGES[page])
+    assert [target(command) for command in commands[:3]] == TUTORIALS[page]
+    for command in commands:
         done = shell(shortened(command), copy, input="Hello.\n/quit\n")
         assert done.returncode == 0, command + done.stdout[-2000:] + done.stderr[-4000:]
 

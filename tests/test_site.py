@@ -1,10 +1,17 @@
 """The documentation site: its generator takes every page without a warning, and names a broken link."""
 
+import runpy
 import shutil
 import subprocess
 
 import pytest
 from running import ROOT
+
+
+def test_the_navigation_has_each_page_once():
+    lists = runpy.run_path(str(ROOT / "docs/conf.py"))["NAVIGATION"].values()
+    pages = [path.stem for path in (ROOT / "docs").glob("*.md")]
+    assert sorted(" ".join(lists).split()) == sorted([*pages, "CONTRIBUTING", "AGENTS", "CHANGELOG"])
 
 
 @pytest.mark.slow

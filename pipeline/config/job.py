@@ -44,11 +44,10 @@ class Source:
     path: str  # a path, a glob, a folder, s3:// gs:// hf://
     weight: Annotated[float | None, "(0, 1000000000]"] = None  # share of an epoch, relative to the others
     revision: str | None = None  # Commit, tag or branch of a Hub dataset; the same as @REVISION in its path.
-    # Replace data.columns, data.label, data.transform and data.group_by for the rows of this source.
-    columns: dict[str, str | list[str]] | None = None
-    label: dict[str, Any] | None = None
-    transform: str | None = None
-    group_by: str | None = None
+    columns: dict[str, str | list[str]] | None = None  # instead of data.columns, for the rows of this source
+    label: dict[str, Any] | None = None  # instead of data.label
+    transform: str | None = None  # instead of data.transform
+    group_by: str | None = None  # instead of data.group_by
 
     @property
     def location(self) -> str:
@@ -254,6 +253,7 @@ class Job:
     reference: str | None = None
     # A name, {judge: FILE}, or a list of names, {reward: NAME, weight: NUMBER} and {judge: FILE, weight: NUMBER}.
     reward: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
+    # For evaluate: the policy that `policy` is compared with, named like it.
     baseline: str | None = None
     # Of ppo: the adapter, or `base`, that rates every token that the policy writes (trainer.teacher_coef).
     teacher: str | None = None
