@@ -3,17 +3,41 @@
 import json
 import os
 import random
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from datasets import Dataset
+from forked import in_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import ROOT
+from peft import LoraConfig
+from torch.utils.data import BatchSampler, DataLoader
+from toy_data import tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
-from pipeline.data.feed import CountedCollator, EvaluationSampler, ExactBatchSampler, to_hf
+from pipeline.data.feed import CountedCollator, EvaluationSampler, ExactBatches, ExactBatchSampler, to_hf
+from pipeline.data.kl_pairs import PairedBatches
+
+TRL = {
+    "sft": (SFTTrainer, SFTConfig),
+    "rm": (RewardTrainer, RewardConfig),
+    "dpo": (DPOTrainer, DPOConfig),
+    "kto": (KTOTrainer, KTOConfig),
+}
 
 
 def flat(lists):
@@ -49,9 +73,6 @@ def test_each_row_once_and_equal_steps(rows, size, world, seed, epoch):
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 60), size=st.integers(1, 7), seed=st.integers(0, 2**31), epoch=st.integers(0, 3))
 def test_one_worker_has_the_order_of_accelerate(rows, size, seed, epoch):
-    from accelerate.data_loader import SeedableRandomSampler
-    from torch.utils.data import BatchSampler
-
     theirs = SeedableRandomSampler(range(rows), data_seed=seed)
     theirs.set_epoch(epoch)
     assert ranks(rows, size, 1, seed, epoch)[0] == list(BatchSampler(theirs, size, drop_last=False))
@@ -67,8 +88,6 @@ def test_held_out_batches_do_not_depend_on_workers(rows, size, world):
 
 
 def test_a_batch_of_no_rows_has_no_weight():
-    import torch
-
     def collate(rows):
         return {"labels": torch.tensor([row["labels"] for row in rows])}
 
@@ -79,8 +98,6 @@ def test_a_batch_of_no_rows_has_no_weight():
 
 
 def test_arrow_blocks_are_not_copied():
-    import pyarrow as pa
-
     class Shard:
         def iter_batches(self, **_):
             yield from blocks
@@ -102,16 +119,6 @@ def trainer(
     stage: str, rows: int, size: int, accumulate: int, folder: str, mixed: bool = True, held_out: int = 5
 ):
     """A toy TRL trainer on random rows, evaluated on the same in batches of `held_out`; `mixed` False is TRL's own."""
-    import torch
-    import trl
-    from datasets import Dataset
-    from peft import LoraConfig
-    from toy_data import tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-
-    from pipeline.data.feed import ExactBatches
-    from pipeline.data.kl_pairs import PairedBatches
-
     random.seed(0)
     torch.set_num_threads(1)
 
@@ -129,8 +136,7 @@ def trainer(
         return {"prompt_ids": ids(3, 9), "completion_ids": ids(4, 20), "label": random.random() < 0.3}
 
     data = Dataset.from_list([row() for _ in range(rows)])
-    name = {"sft": "SFT", "rm": "Reward"}.get(stage, stage.upper())
-    base, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+    base, config = TRL[stage]
     ours = PairedBatches if stage == "kto" else ExactBatches
 
     class Trainer(*((ours, base) if mixed else (base,))):
@@ -171,7 +177,6 @@ def trainer(
 
 def in_our_order(data, size: int, collator):
     """A loader of the epochs' permutations, its KL pairs made by TRL's rule: completions moved on by one in each batch."""
-    import torch
 
     def collate(rows):
         kl = [rows[-1]["completion_ids"]] + [row["completion_ids"] for row in rows[:-1]]
@@ -188,7 +193,7 @@ def in_our_order(data, size: int, collator):
         def __len__(self):
             return -(-len(data) // size)
 
-    return torch.utils.data.DataLoader(data, batch_sampler=Epochs(), collate_fn=collate)
+    return DataLoader(data, batch_sampler=Epochs(), collate_fn=collate)
 
 
 def losses(stage, rows, size, accumulate, folder, mixed=True, resume=None):
@@ -213,13 +218,16 @@ def evaluated(stage, rows, folder, mixed=True, held_out=5):
 CASES = [("sft", 21), ("rm", 23), ("dpo", 21), ("dpo", 23), ("kto", 21), ("kto", 23)]
 
 
-def losses_of_all(folder: str) -> None:
+def losses_of_all(rank: int, folder: str, port: str) -> None:
     """What each of the two processes runs: 2 rows each, 2 micro-batches a step."""
-    import torch
+    os.environ |= {
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+    }
 
     figures = [evaluated(stage, rows, Path(folder) / f"{stage}{rows}") for stage, rows in CASES]
     by_case = [losses(stage, rows, 2, 2, Path(folder) / f"{stage}{rows}") for stage, rows in CASES]
-    if os.environ["RANK"] == "0":
+    if rank == 0:
         (Path(folder) / "losses.json").write_text(json.dumps(by_case))
         (Path(folder) / "figures.json").write_text(json.dumps(figures))
     torch.distributed.barrier()  # a rank that ends with the group open may abort, if the other has gone
@@ -229,22 +237,8 @@ def losses_of_all(folder: str) -> None:
 @pytest.fixture(scope="module")
 def two_workers(tmp_path_factory):
     """(losses by case, folder of the runs) of two processes; the imports are most of the time, so all in one."""
-    folder, procs = tmp_path_factory.mktemp("two"), []
-    port = str(random.SystemRandom().randrange(20000, 30000))
-    code = f"from tests.data.test_feed import losses_of_all; losses_of_all({str(folder)!r})"
-    for rank in range(2):
-        variables = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        command = [sys.executable, "-c", code]
-        procs.append(subprocess.Popen(command, env=os.environ | variables, cwd=ROOT, stderr=subprocess.PIPE))
-    for proc in procs:
-        _, stderr = proc.communicate(timeout=300)
-        assert proc.returncode == 0, stderr.decode()[-3000:]
+    folder = tmp_path_factory.mktemp("two")
+    in_processes(losses_of_all, str(folder), str(random.SystemRandom().randrange(20000, 30000)))
     return dict(zip(CASES, json.loads((folder / "losses.json").read_text()), strict=True)), folder
 
 

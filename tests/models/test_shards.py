@@ -1,13 +1,12 @@
 """A base in shards over two gloo processes computes what the whole one does, and no rank holds it whole."""
 
 import gc
-import socket
 import threading
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import toy_ppo as toy
+from forked import in_processes
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
@@ -90,9 +89,9 @@ def alone(base, rank, checkpointing):
     return shared.hidden("policy", ids).detach()
 
 
-def worker(rank, port, folder):
+def worker(rank, folder):
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=2)
     model = job_model(folder)
     wholes = [trained(load_base(model), **changes) for changes in RUNS]
     base = load_shards(model)
@@ -111,19 +110,12 @@ def worker(rank, port, folder):
     torch.distributed.destroy_process_group()
 
 
-def in_two_processes(work, folder):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(work, (port, folder), nprocs=2)
-
-
 def test_shards_compute_what_the_whole_computes(tmp_path):
     whole = toy.base(**ODD)
     whole.generation_config.eos_token_id = toy.EOS
     whole.save_pretrained(tmp_path)
     size, lm_head = sum(p.numel() for p in whole.parameters()), whole.lm_head.weight.numel()
-    in_two_processes(worker, tmp_path)
+    in_processes(worker, tmp_path)
     parts = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     expected = computed(load_base(job_model(tmp_path)))
     same = with_roles(load_base(job_model(tmp_path))).hidden("policy", torch.arange(8).view(2, 4))
@@ -233,9 +225,9 @@ def peak_of(load):
     return max(held) - held[0]
 
 
-def weighed(rank, port, folder):
+def weighed(rank, folder):
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=2)
     peak_of(lambda: load_base(job_model(folder / "small")))  # libraries
     whole = peak_of(lambda: load_base(job_model(folder)))
     gc.collect()
@@ -254,7 +246,7 @@ def test_no_rank_ever_holds_the_whole(tmp_path, monkeypatch):
     base.bfloat16().save_pretrained(tmp_path, max_shard_size="25MB")
     toy.base().save_pretrained(tmp_path / "small")
     del base
-    in_two_processes(weighed, tmp_path)
+    in_processes(weighed, tmp_path)
     for rank in (0, 1):
         sharded, whole = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         print(

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 import toy_ppo as toy
+from forked import in_processes
 
 from pipeline.findings import Finding
 from pipeline.inference import memory
@@ -184,7 +184,7 @@ def worker(rank, folder):
 
 
 def test_two_workers_do_what_one_does(tmp_path):
-    mp.spawn(worker, (str(tmp_path),), nprocs=2)
+    in_processes(worker, str(tmp_path))
     for number in range(len(SHARED_RUNS)):
         one, path, whole = shared_run(number)
         (mine, history, load), (theirs, history2, load2) = (

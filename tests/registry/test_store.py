@@ -6,14 +6,13 @@ import os
 import re
 import shutil
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from forked import in_processes
 from registered import LINEAGE, published
 from running import ROOT
 from servers import answering
@@ -24,7 +23,7 @@ from pipeline.errors import Failure, InputError
 from pipeline.registry import store
 from pipeline.registry.lineage import folder_digests
 from pipeline.settle.identity import tracking_of
-from pipeline.system import deadline
+from pipeline.system import deadline, storage
 
 
 def test_a_file_that_cannot_be_used_is_named_at_once(job, tmp_path, monkeypatch):
@@ -105,36 +104,18 @@ def test_any_folder_can_hold_a_registry(name, migrated, adapter, tmp_path, in_ro
     assert fetched.startswith(str(home)) and os.listdir(tmp_path / "home") == [name]
 
 
-FIRST = """
-import sys
-from pipeline import registry
-from pipeline.system import storage
-from pipeline.config import load_job
-from pipeline.settle.identity import tracking_of
-job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={sys.argv[1]}", f"run.name=one-{sys.argv[2]}"], "sft")
-import mlflow
-sys.stdin.readline()
-storage.require_writable(job.run.storage_path)
-registry.check_store(tracking_of(job))
-with registry.mlflow_run(tracking_of(job), {}):
-    pass
-"""
+def first_run(rank, folder):
+    job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={folder}", f"run.name=one-{rank}"], "sft")
+    storage.require_writable(job.run.storage_path)
+    registry.check_store(tracking_of(job))
+    with registry.mlflow_run(tracking_of(job), {}):
+        pass
 
 
-def test_first_runs_that_start_together_make_one_store(tmp_path):
+def test_first_runs_that_start_together_make_one_store(tmp_path, monkeypatch, in_root):
     """If two create MLflow's tables at the same time, one fails."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    others = [
-        subprocess.Popen(
-            [sys.executable, "-c", FIRST, str(tmp_path / "new"), str(i)], cwd=ROOT, text=True, bufsize=1, env=environment,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for i in range(3)
-    ]  # fmt: skip
-    for one in others:
-        one.stdin.write("go\n")
-    printed = [one.communicate(timeout=120)[0] for one in others]
-    assert [one.returncode for one in others] == [0] * 3, printed
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    printed = in_processes(first_run, str(tmp_path / "new"), processes=3)
     assert not re.search("Traceback|INFO", "".join(printed))
     mlflow = registry.client(f"sqlite:///{tmp_path}/new/mlflow.db")
     (experiment,) = [e for e in mlflow.search_experiments() if e.name == "rlhf"]

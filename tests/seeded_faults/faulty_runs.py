@@ -15,7 +15,7 @@ from pathlib import Path
 import alone
 import pytest
 import torch
-import torch.multiprocessing as mp
+from forked import in_processes
 from known_faults import FAULTS, Fault
 
 from pipeline.stages import ppo as ppo_stage
@@ -49,7 +49,7 @@ def messages(run: str, *settings: str, fault: Fault | None = None) -> list[str]:
     if run == "pair":
         name = fault.name if fault else None
         results = [str(Path(tempfile.mkdtemp(dir=folder())) / "said") for _ in range(2)]
-        mp.spawn(_worker, (name, settings, inputs, results), nprocs=2)
+        in_processes(_worker, name, settings, inputs, results)
         return [line for path in results for line in Path(path).read_text().split("\0") if line]
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,21 @@
+"""Processes that begin together, forked by one that has imported what they need and done nothing else."""
+
+import pickle
+import subprocess
+import sys
+
+PROGRAM = """
+import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+from torch.multiprocessing import start_processes
+work, args, processes = pickle.load(sys.stdin.buffer)
+start_processes(work, args, nprocs=processes, start_method="fork")
+"""
+
+
+def in_processes(work, *args, processes=2):
+    """Calls work(rank, *args) in processes of their own: their (stdout, stderr). Spawned, each would import the libraries."""
+    given = pickle.dumps(sys.path) + pickle.dumps((work, args, processes))
+    done = subprocess.run([sys.executable, "-c", PROGRAM], input=given, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    return done.stdout.decode(), done.stderr.decode()
