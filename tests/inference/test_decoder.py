@@ -165,7 +165,7 @@ def seen_by(shared, monkeypatch):
 def test_rows_join_while_the_cache_stays_within_its_positions():
     decoder = SlotDecoder(base(), 8, max_positions=4 * 64)
     rows = [Row([5 + i] * (3 + i), i, Sampling(20, ())) for i in range(20)]
-    rows.append(Row([9] * 90, 20, Sampling(400, ())))  # more than the cache may have: alone, it is written
+    rows.append(Row([9] * 90, 20, Sampling(400, ())))  # too large for a shared cache: runs alone
     waiting, largest = list(rows), 0
     while waiting or decoder.rows:
         joining: list[Row] = []
