@@ -14,7 +14,7 @@ SINGLE = [  # the same demonstration in each row format
     {"messages": [USER, BOT]},
     {"messages": [{"role": "User", "content": "hi"}, {"role": "ASSISTANT", "content": "yo"}]},
     {"messages": json.dumps([USER, BOT])},
-    {"messages": [{**USER, "tool_calls": None}, {**BOT, "tool_calls": None}]},  # as Arrow writes what some rows lack
+    {"messages": [{**USER, "tool_calls": None}, {**BOT, "tool_calls": None}]},  # as Arrow stores it
     {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
     {"conversations": [{"from": "User", "value": "hi"}, {"from": "assistant", "value": "yo"}]},
     {"instruction": "hi", "input": "", "output": "yo"},
@@ -53,7 +53,7 @@ OTHERS = [  # stage, row, prompt, completions
     ("sft", {"instruction": "a", "input": "b", "output": "yo"}, [{"role": "user", "content": "a\n\nb"}], [([BOT],)]),
     ("rm", {"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}, "p", [("a", "c"), ("b", "d")]),
     ("rm", {"chosen": "The cat sat here", "rejected": "The cat saw it"}, "The cat", [(" sat here", " saw it")]),
-    ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),  # distilabel's Capybara
+    ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),  # as in Capybara
     ("rm", {"prompt": "hi", "chosen": "yo", "rejected": "no", "system": "s"}, [SYSTEM, USER], ENDS),
     ("rm", {"prompt": "hi", "pos_answers": ["yo"], "neg_answers": ["no"], "system": "s"}, [SYSTEM, USER], ENDS),
     ("rm", {"chosen": [USER, BOT], "rejected": [USER, NO], "system": "s"}, [SYSTEM, USER], ENDS),
