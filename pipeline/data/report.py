@@ -347,7 +347,7 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
 
 
 def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
-    """Raises InputError for bad rows, unless data.on_error skips them, and for a set of which no row is left.
+    """Raises InputError for bad rows, unless data.on_error skips them, and for a dataset without usable rows.
 
     A file without rows counts as a bad row in its first chunk.
     """

@@ -96,7 +96,7 @@ def same(one, other, but=()):
         dict(sync_ref_model=True, ref_model_sync_steps=2),
     ],
 )  # fmt: skip
-def test_a_rollout_worker_changes_no_bit(changes):
+def test_a_rollout_worker_gives_bit_identical_results(changes):
     one, other = (run(0, workers, updates=3, **changes) for workers in (Elsewhere(), None))
     same(one, other, but=["rollout/workers"])
 
@@ -189,7 +189,7 @@ def test_rewards_draw_the_same_random_numbers_in_any_process():
 
     how = dict(reward=[FunctionReward(noisy)], updates=3)
     here = run(**how)
-    torch.rand(3)  # what else was drawn is of no concern
+    torch.rand(3)  # earlier draws must not matter
     same(run(0, Elsewhere(), **how), here, but=["rollout/workers"])
 
 

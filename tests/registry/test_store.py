@@ -80,7 +80,7 @@ def test_a_new_database_equals_the_one_of_mlflows_migrations(tmp_path, monkeypat
     assert len(list((tmp_path / "cache/rlhf-pipeline").glob("mlflow-*.db"))) == 1
     monkeypatch.setenv(
         "XDG_CACHE_HOME", str(tmp_path / "migrated.db")
-    )  # no cache: MLflow creates the database
+    )  # without a cache, MLflow creates the database
     registry.check_store(tracking_of(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft")))
     assert schema(tmp_path / "mlflow.db") == schema(tmp_path / "migrated.db")
 

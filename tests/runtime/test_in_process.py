@@ -12,7 +12,7 @@ from running import NO_EVAL, ROOT, stage
 from tests.runtime.test_resume import SETTINGS
 
 
-# Of rm and ppo the quick cases of test_resume.py show it: their ends in a worker are compared with those in this process.
+# For rm and ppo, the quick cases of test_resume.py compare runs that end in a worker with runs in this process.
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", SETTINGS)
 def test_no_worker_and_one_worker_give_the_same_bytes(verb, storage, embedded_ray):

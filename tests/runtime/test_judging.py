@@ -33,7 +33,7 @@ PPO = [
         ("score", ["data.train=x.jsonl"], "reward.0", ROWS, (200, 2)),
     ],
 )  # fmt: skip
-def test_completions_that_a_run_asks_about(stage, overrides, name, rows, completions, in_root):
+def test_the_number_of_judged_completions(stage, overrides, name, rows, completions, in_root):
     job = load_job(ROOT / f"jobs/demo/{stage}.yaml", overrides, stage)
     assert asked(work_of(job), rows, name) == completions
 

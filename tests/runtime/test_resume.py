@@ -25,13 +25,13 @@ PPO = [
     "judge=null", "policy=base", "reward=python:bad_rewards:length", "mlflow.registered_model=null",
 ]  # fmt: skip
 SETTINGS = {"sft": TRL, "rm": TRL, "dpo": [*TRL, "policy=base"], "kto": [*TRL, "policy=base"], "ppo": PPO}
-# (stage, what happens, workers before and after): a trainer of TRL and ours, here and in a worker. That ppo goes on in this
-# process after an error is shown by test_best.py.
+# (stage, fault, workers before and after) for a trainer of TRL and our PPO, in the process and in a worker. test_best.py
+# tests that ppo continues in the process after an error.
 QUICK = [("rm", "interrupted", 0, 1), ("ppo", "killed", 1, 1)]
 SLOW = [
     *(("rm", "interrupted", begins, 0) for begins in (0, 1)),
     *(("ppo", "interrupted", begins, 1 - begins) for begins in (0, 1)),
-    # transformers 5.23, resumed in mid-epoch at max_steps, would make one step more.
+    # If it resumes within an epoch at max_steps, transformers 5.23 would train one more step.
     *[(verb, "killed after the last step", 1, 1) for verb in ("sft", "rm", "dpo", "kto")],
 ]
 
