@@ -385,8 +385,7 @@ class PPOTrainer:
             if "policy" in self.learning and not first_ratio:
                 rms = first_ratio["policy/first_ratio_rms"] = (2 * approxkl) ** 0.5
                 if self.update == args.critic_warmup_steps:
-                    # Later updates only report it as a metric: rounding has no sharp limit, and one outlier should not end a
-                    # long run.
+                    # Later updates only report it: rounding has no sharp limit, and one outlier should not end a long run.
                     require([checks.first_ratio(self.shared, rms)])
             if args.early_stop_kl and approxkl > 1.5 * args.early_stop_kl:
                 break  # skips this step and the remaining ones
