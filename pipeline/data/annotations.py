@@ -1,29 +1,29 @@
-"""Records that annotation tools export, as rows: the fields of a record, and a column for each question.
+"""Converts the records of annotation tools to rows: the fields of a record, and a column for each question.
 
     Argilla, to_datasets   {"reply_1": TEXT, "better.responses": ["reply_1"], "better.responses.status": ["submitted"]}
     Argilla, to_json       {"fields": {"reply_1": TEXT}, "responses": {"better": [{"value": "reply_1"}]}}
     Label Studio, JSON     {"data": {"reply_1": TEXT},
                             "annotations": [{"result": [{"from_name": "better", "type": TYPE, "value": {KEY: ["A"]}}]}]}
 
-A column holds the only answer to its question, or the list of the answers of several annotators.
+A column holds the only answer to its question, or a list with the answers of several annotators.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-# Label Studio: type of a result -> key of its value that holds the answer
+# type of a result in Label Studio -> key of the answer in its value
 ANSWERS = dict(pairwise="selected", choices="choices", rating="rating", textarea="text", number="number")
 
 
 class Answered(dict[str, Any]):
-    """A row whose columns `questions` hold what annotators answered."""
+    """A row in which the columns `questions` hold the answers of annotators."""
 
     questions: frozenset[str] = frozenset()
 
 
 def flat(row: Any, labels: Iterable[str] = ()) -> Any:
-    """Returns a record as a row, or any other row unchanged. `labels` are null in a record that does not answer them."""
+    """Returns a record as a row, or any other row unchanged. A record without an answer to `labels` gets null there."""
     answers, known = defaultdict[str, list[Any]](list), row if isinstance(row, dict) else {}
     fields, others = dict[str, Any](), set[str]()
     if isinstance(known.get("data"), dict) and isinstance(known.get("annotations"), list):

@@ -1,8 +1,8 @@
-"""How files are cut into the chunks that tasks read, and the rows of one chunk (no Ray here).
+"""Cuts files into the chunks that tasks read, and reads the rows of one chunk. Does not use Ray.
 
-A chunk is a byte range of an uncompressed JSON Lines file, aligned to line ends by its reader, or a run of rows of a
-Parquet or Arrow file. A file that cannot be cut is one chunk: .gz, a JSON array, or CSV, whose rows may hold line ends.
-Rows are streamed, so memory never holds more than one range.
+A chunk is a byte range of an uncompressed JSON Lines file, aligned to line ends by its reader, or a range of rows of a Parquet
+or Arrow file. A file that cannot be cut is one chunk: .gz, a JSON array, or CSV, because its rows may contain line ends. Rows
+are streamed, so memory never holds more than one range.
 """
 
 import codecs
@@ -22,8 +22,8 @@ from pipeline.data.values import RowError, fields_of, show
 from pipeline.errors import InputError, visible
 from pipeline.system import storage
 
-GROUP = 10_000  # rows that data.group_by joins
-CHUNK = 4 << 20  # bytes of a range: a worker's memory is some 50 times this
+GROUP = 10_000  # maximum number of rows that data.group_by joins
+CHUNK = 4 << 20  # bytes of a range. A worker needs about 50 times this memory
 
 
 Format = Literal["lines", "array", "csv", "tsv", "parquet", "arrow"]
@@ -32,7 +32,7 @@ NAMED: dict[str, Format] = {
 }  # fmt: skip
 UNITS: dict[str, Literal["element", "row"]] = {"array": "element", "parquet": "row", "arrow": "row"}
 MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARRO": "arrow"}
-# Pattern of the first bytes of files that are not read -> what such a file is, and what to do
+# pattern of the first bytes of an unsupported file -> its format, and what to do
 FOREIGN = {
     b"PK\x03\x04": "an Excel workbook or another zip archive; save its sheet as CSV UTF-8, or unpack it",
     b"\xd0\xcf\x11\xe0": "a workbook of an old Excel; save its sheet as CSV UTF-8",
@@ -45,17 +45,17 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one task reads: bytes [start, stop) of a file of lines, rows [start, stop) of a table, or all of a file."""
+    """The part of a file that one task reads: bytes [start, stop) of lines, rows [start, stop) of a table, or all of the file."""
 
     path: str
     split: str  # train or eval
     start: int = 0
-    stop: int = -1  # -1: the end of the file
+    stop: int = -1  # -1 means the end of the file
     format: Format = "lines"
     zipped: bool = False
     size: int = 0  # approximate bytes in the file
-    source: int = 0  # the number of the file's source among the job's sources for this split
-    group_by: str | None = None  # the column whose value rows of a group share; such a file is one chunk
+    source: int = 0  # index of the file's source in the job's sources for this split
+    group_by: str | None = None  # column with the same value in all rows of a group; such a file is one chunk
 
 
 def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[Chunk]:
@@ -65,13 +65,13 @@ def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[C
     try:
         with open_bytes(file.path) as stream:
             head = stream.read(BLOCK // 4)
-    except OSError as error:  # a folder can be opened, but not read
+    except OSError as error:  # the system opens a folder, but cannot read it
         raise unreadable(file.path, error) from error
     zipped = head[:2] == b"\x1f\x8b" or name.endswith(".gz")
     if zipped:
         try:
             head = zlib.decompressobj(wbits=31).decompress(head, 4096)
-        except zlib.error:  # reading the rows reports it
+        except zlib.error:  # reading the rows reports the error
             head = b""
     start = head.removeprefix(codecs.BOM_UTF8)
     for pattern, found in FOREIGN.items():
@@ -96,9 +96,9 @@ def plan(file: File, split: str, kind: Kind, chunk_bytes: int = CHUNK) -> list[C
 
 
 def rows(chunk: Chunk) -> Iterator[Row]:
-    """Returns the rows of a chunk with their numbers *inside the chunk*; the rows of a group as a list (Preprocess.group_by).
+    """Returns the rows of a chunk with their numbers *in the chunk*. With Preprocess.group_by, a group is a list of rows.
 
-    Blank lines are skipped, but counted. A row that cannot be decoded is replaced by a RowError.
+    Blank lines are skipped, but counted. A RowError replaces each row that cannot be decoded.
     """
     if chunk.format in ("parquet", "arrow"):
         found = table_rows(chunk.path, chunk.format, chunk.start, chunk.stop)
@@ -112,7 +112,7 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
 
     def value(row: Row) -> Any:
         has_value = isinstance(row[1], dict) and column in row[1]
-        return (row[1][column],) if has_value else row[0]  # without a value, a row is a group alone
+        return (row[1][column],) if has_value else row[0]  # a row without a value is its own group
 
     for _, same in itertools.groupby(numbered, value):
         numbers, group, raws = zip(*itertools.islice(same, GROUP + 1), strict=True)
@@ -130,7 +130,7 @@ def grouped(numbered: Iterator[Row], column: str) -> Iterator[Row]:
 
 
 def lines_before(chunk: Chunk) -> int:
-    """Returns how many lines or rows of the file precede the chunk. They are counted only to locate an error."""
+    """Returns how many lines or rows of the file precede the chunk. Only errors need this number."""
     if chunk.start == 0 or chunk.format != "lines":
         return chunk.start
     count, left = 1, chunk.start - 1
@@ -141,7 +141,7 @@ def lines_before(chunk: Chunk) -> int:
 
 
 def locate(errors: list[RowError], chunk: Chunk) -> None:
-    """Sets the file, unit and line in the file of errors, whose `line` is a number in the chunk."""
+    """Sets file, unit and line of errors, whose `line` so far is the number in the chunk."""
     file, before = storage.relative(chunk.path), lines_before(chunk)
     for error in errors:
         error.file, error.line, error.unit = file, error.line + before, UNITS.get(chunk.format, "line")

@@ -1,4 +1,4 @@
-"""What the tasks count of their rows. `totals` adds up the counts of all tasks, of a split, or of a source."""
+"""Counts of rows made by the tasks. `totals` adds up the counts of all tasks, of a split, or of a source."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -9,17 +9,17 @@ from typing import Any
 from pipeline.data.chunks import Chunk
 from pipeline.data.values import Dropped, Reason, RowError
 
-FIRST = 10  # reasons of bad rows that a message names
-# What is compared -> 64-bit numbers per row: the hash of its bytes; Record.digests.
+FIRST = 10  # number of reasons for bad rows that a message lists
+# name -> number of 64-bit numbers per row to compare: the hash of its bytes; Record.digests
 WIDTH = {"rows": 1, "records": 2}
 
 
 @dataclass
 class RowsDigest:
-    """The digest of a sequence of rows. It depends on the rows and their order, and not on how they are cut into chunks.
+    """The digest of a sequence of rows. It depends on the rows and their order, but not on how they are cut into chunks.
 
-    A polynomial in the SHA-256 hashes of the rows, h0 * B^(n-1) + ... + h(n-1) modulo a prime, so the digests of neighboring
-    runs of rows make the digest of both. It tells versions of a dataset apart; it does not protect against forgery.
+    It is a polynomial in the SHA-256 hashes of the rows, h0 * B^(n-1) + ... + h(n-1) modulo a prime. So the digests of two
+    adjacent runs of rows combine to the digest of both. It distinguishes versions of a dataset, but does not prevent forgery.
     """
 
     count: int = 0
@@ -39,27 +39,27 @@ class RowsDigest:
 
 @dataclass
 class Counts:
-    """What one task has counted of a chunk. It is small, however long the chunk."""
+    """The counts of one chunk. Their size does not grow with the chunk."""
 
     chunk: Chunk
     # (split, label, detail) -> rows or tokens, such as ("train", "dropped", "too_long") -> 3
     tally: Counter[tuple[str, str, Any]] = field(default_factory=Counter)
     # split -> (file, rows)
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)
-    # the first row that is left out for each reason
+    # the first row dropped for each reason
     errors: dict[Reason, RowError] = field(default_factory=dict)
-    # why reading of the chunk stopped before its end, or None
+    # why the task stopped before the end of the chunk, or None
     unread: RowError | None = None
     samples: list[str] = field(default_factory=list)
     digest: RowsDigest = field(default_factory=RowsDigest)  # digest of the chunk's rows
-    # name in WIDTH -> what is compared, for all rows
+    # name in WIDTH -> the compared numbers of all rows
     keys: dict[str, bytearray] = field(default_factory=lambda: {name: bytearray() for name in WIDTH})
 
     def add(self, split: str, label: str, detail: Any = "", number: int = 1) -> None:
         self.tally[split, label, detail] += number
 
     def leave_out(self, split: str, number: int, why: RowError | Dropped) -> None:
-        """Counts a row that is left out: a bad row, or a row that the job leaves out, for example as too long."""
+        """Counts a dropped row: a bad row, or one that the job drops, for example because it is too long."""
         error = why if isinstance(why, RowError) else why.error
         self.add(split, "dropped", why.kind if isinstance(why, RowError) else why.reason)
         if error is None:
@@ -92,7 +92,7 @@ def of_split(name: str, counts: Iterable[Counts]) -> list[Counts]:
 
 
 def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
-    """Returns (the first row that is left out for a reason, how many are) for the most frequent reasons."""
+    """Returns (the first row dropped for a reason, number of such rows) for the most frequent reasons."""
     rows, first = totals(counts)["reasons"], dict[Reason, RowError]()
     for one in counts:
         for reason, error in one.errors.items():
@@ -105,7 +105,7 @@ def first_errors(counts: Iterable[Counts]) -> list[tuple[RowError, int]]:
 
 
 def compared(name: str, counts: Iterable[Counts], split: str) -> Any:
-    """Returns what is compared of all rows of a split, an array [rows, WIDTH]."""
+    """Returns the numbers to compare for all rows of a split, as an array [rows, WIDTH]."""
     import numpy as np
 
     whole = b"".join(one.keys[name] for one in of_split(split, counts))
@@ -121,7 +121,7 @@ def duplicates(counts: Sequence[Counts]) -> int:
 
 
 def overlap(counts: Sequence[Counts]) -> tuple[int, int] | None:
-    """Counts the eval rows whose prompt is in `train`, and those also there with their completions.
+    """Counts the eval rows whose prompt is also in `train`, and those whose completions are there too.
 
     Returns None if there are no eval rows.
     """

@@ -1,10 +1,10 @@
-"""Records -> token ids: chat template, begin and end tokens, special tokens, lengths. No torch import.
+"""Converts records to token ids: chat template, begin and end tokens, special tokens, lengths. Does not import torch.
 
-Each text is tokenized once, with its prompt, as the model sees it. The completion begins after the longest common prefix of
-the prompt's tokens alone and with each completion. A token that spans this border belongs to the completion, as in TRL.
-Demonstrations have several completions: their trained tokens are found in the rendered *text* (template.py) and mapped to
-tokens by character offsets. Special tokens in the text of a row stay text (models/control_tokens.py). Completions are
-compared as tokens: an empty completion or a pair of equal completions is rejected.
+Each text is tokenized once, together with its prompt, like the model sees it. The completion begins after the longest common
+prefix of the prompt's tokens and the tokens of prompt plus completion. A token across this border belongs to the completion, as
+in TRL. Demonstrations have several completions. Their trained tokens are found in the rendered *text* (template.py) and mapped
+to tokens by character offsets. Special tokens in a row's text stay text (models/control_tokens.py). Completions are compared as
+tokens. An empty completion or a pair of equal completions is rejected.
 """
 
 import json
@@ -19,7 +19,7 @@ from pipeline.data.template import ChatTemplate, Span, holds, without_tokens
 from pipeline.data.values import Dropped, RowError, show
 from pipeline.models.control_tokens import ControlTokens, Escaping, texts_of
 
-FEW = 8  # a text with more different tokens than this is not white space
+FEW = 8  # a text with more distinct tokens cannot be only white space
 
 Rendered = tuple[str, Escaping | None]  # a text, and the escaping of the row's special tokens in it
 
@@ -64,7 +64,7 @@ class Encoder:
         self.max_length, self.too_long, self.apply_template = max_length, too_long, apply_template
         self.control = ControlTokens(tokenizer, as_text=special_tokens == "text")
         self.eos, self.ends, self.bos = tokenizer.eos_token_id, frozenset(ends), tokenizer.bos_token_id
-        # A completion of these ids alone is empty. Control tokens count as content only if rows may contain them.
+        # A completion with only these ids is empty. Control tokens count as content only if rows may contain them.
         empty = self.control.names if self.control.as_text else [tokenizer.bos_token, tokenizer.pad_token]
         self.silent = self.ends | set(tokenizer.convert_tokens_to_ids([name for name in empty if name]))
         self.adds_bos = self.bos is not None and tokenizer("a").input_ids[:1] == [self.bos]
@@ -73,7 +73,7 @@ class Encoder:
         self.backend.no_padding()
 
     def encode(self, records: Sequence[Record]) -> list[list[Outcome]]:
-        """Returns for each record its examples (one for each pair of completions), or what is wrong with it."""
+        """Returns for each record its examples, one per pair of completions, or the error."""
         marks_tokens = "labels" in self.kind.columns
         rendered: list[Any] = []
         for record in records:
@@ -103,7 +103,7 @@ class Encoder:
         return list(dict.fromkeys(name for text in texts for name in self.control.tokens_in(text)))
 
     def unread(self, record: Record) -> tuple[str, ...]:
-        """Returns the columns that the model does not see, because nothing reads them, or no chat template writes them."""
+        """Returns the columns that the model does not see, because no code reads them or no chat template writes them."""
         chat = self.apply_template or not isinstance(record.prompt, str)
         variables = self.chat.variables if chat else ()
         hidden = ["tools"] if record.tools and "tools" not in variables else []
@@ -111,7 +111,7 @@ class Encoder:
         return (*record.unread, *hidden)
 
     def unlearned_end(self) -> tuple[str, str] | None:
-        """Returns (how the chat template ends a completion, what generation stops on) if these differ, else None."""
+        """Returns (how the chat template ends a completion, which token stops generation) if these differ, or None."""
         prompt = {"role": "user", "content": "Who is there?"}
         completion = {"role": "assistant", "content": "Hello."}
         try:
@@ -197,14 +197,14 @@ class Encoder:
         length = len(prompt) + max(map(len, sides), default=0)
         if length > self.max_length:
             chat = self.apply_template or not isinstance(record.prompt, str)
-            # A cut at the start of a chat would remove the system prompt and the header of a turn
+            # Truncation at the start of a chat would remove the system prompt and the header of a turn.
             if self.too_long != "truncate" or (chat and not sides):
                 return self.over_length(length)
             if not sides:
-                # Cut at the start, because the question is at the end
+                # Truncate at the start, because the question is at the end.
                 begin = prompt[:1] if prompt[0] == self.bos else []
                 prompt = begin + prompt[length - self.max_length + len(begin) :]
-            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # scores all rows
+            elif "row" in self.kind.columns and len(prompt) >= self.max_length:  # such a task scores all rows
                 kept = self.max_length - 1
                 prompt, sides = prompt[:kept], [prompt[kept:] + side for side in sides]
             if sides and len(prompt) >= self.max_length:
@@ -222,7 +222,7 @@ class Encoder:
         )
 
     def _distinct(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Drops two consecutive examples that differ only in their label: a pair that is equal after truncation."""
+        """Drops two consecutive examples that differ only in their label: a pair that truncation made equal."""
         kept: list[Outcome] = []
         for one in outcomes:
             before = kept[-1] if kept else None
@@ -240,7 +240,7 @@ class Encoder:
     # ---- demonstrations ----------------------------------------------------------------------------------------
 
     def _spans(self, record: Record) -> tuple[Rendered, list[Span], bool]:
-        """Returns the text, its trained spans, and whether its last turn is trained."""
+        """Returns the text, its trained spans, and whether the last turn is trained."""
         prompt, (completion,), escaping = self.turns(record, record.pairs[0])
         if isinstance(prompt, str):
             whole = prompt + str(completion)
@@ -249,14 +249,14 @@ class Encoder:
         chat = self.chat.of_row(record.tools, record.template_kwargs)
         whole, spans = chat.spans(turns, 0 if record.all_turns else len(prompt), record.untrained)  # type: ignore[arg-type]
         if not holds(whole, prompt[-1]["content"].strip()):
-            # Raises RowError if the template leaves out or changes the last turn of the prompt
+            # Raises RowError if the template drops or changes the last turn of the prompt.
             chat.asking(prompt)
         self._note_unseen(record, chat, turns, whole, False)
         return (whole, escaping), spans, len(turns) - 1 not in record.untrained
 
     @staticmethod
     def _note_unseen(record: Record, chat: ChatTemplate, turns: Turns, text: str, asks: bool) -> None:
-        """Counts the row if the chat template leaves out thoughts of earlier turns, as Qwen3's does, or other keys of messages.
+        """Counts the row if the chat template drops thoughts of earlier turns, as Qwen3's does, or other keys of messages.
 
         Args:
             text: the rendered turns, with a generation prompt if `asks`.
@@ -265,7 +265,7 @@ class Encoder:
             [] if all(holds(text, thoughts(turn)) for turn in turns) else ["thoughts before the last turn"]
         )
         keys = {key for turn in turns for key in turn} - {"role", "content", "tool_calls", *THOUGHTS}
-        for key in sorted(keys):  # the template has the word, perhaps of a tool's name
+        for key in sorted(keys):  # the template contains the key's name, perhaps in the name of a tool
             without = [{name: one for name, one in turn.items() if name != key} for turn in turns]
             if chat.render(without, asks) == text:
                 unseen.append(f"messages[].{key}")
@@ -275,7 +275,7 @@ class Encoder:
         """Returns the example of a text. `labels` are the ids of the trained tokens, and -100 for other tokens."""
         ids, offsets = encoding.ids, encoding.offsets
         starts, trained = [start for start, _ in offsets], [False] * len(ids)
-        for begin, stop in spans:  # a token that spans the border of prompt and completion is not trained
+        for begin, stop in spans:  # a token across the border of prompt and completion is not trained
             first, last = bisect_left(starts, begin), bisect_left(starts, stop)
             trained[first:last] = [True] * (last - first)
         self._train_ends(ids, trained, text[0], offsets)
@@ -295,7 +295,7 @@ class Encoder:
             at = trained.index(True, at)
             stop = trained.index(False, at) if False in trained[at:] else len(ids)
             if ids[stop - 1] not in self.ends and stop < len(ids) and ids[stop] in self.ends:
-                # The span (a generation block, or the completion's words) ends before the end token
+                # The span ends before the end token: at the end of a generation block or of the completion's words.
                 trained[stop] = True
                 stop += 1
             last = stop - 1
@@ -344,7 +344,7 @@ class Encoder:
         return escaped(prompt, escaping), tuple(escaped(one, escaping) for one in completions), escaping
 
     def over_length(self, length: int) -> RowError | Dropped:
-        """Returns the outcome of a row that is too long and must not, or cannot, be truncated."""
+        """Returns the outcome of a row that is too long and may not, or cannot, be truncated."""
         expected = f"at most {self.max_length} tokens (data.max_length or the context)"
         error = RowError("too_long", "", f"{length} tokens", expected)
         return error if self.too_long == "error" else Dropped("too_long", error)

@@ -1,18 +1,18 @@
-"""Token blocks -> a trainer: a zero-copy `datasets.Dataset`, and batches that hold each row exactly once an epoch.
+"""Feeds token blocks to a trainer as a zero-copy `datasets.Dataset`, in batches that hold each row exactly once per epoch.
 
-The stock data loader of transformers and accelerate repeats or drops rows when they do not divide by the workers.
-`ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead: the rows of a step, and so its
-loss, are the same for any number of workers with the same global batch. So are the batches of eval rows.
+The stock data loader of transformers and accelerate repeats or drops rows if their number is not divisible by the workers.
+`ExactBatches`, mixed into a trainer, splits each *global* batch over the ranks instead. The rows of a step, and so its loss,
+are the same for any number of workers with the same global batch. The batches of eval rows are also the same.
 
-An epoch draws from each weighted source in proportion to its weight, exact to one row. data.stopping_strategy, named as in
-datasets.interleave_datasets, says when the epoch ends:
+An epoch draws from each weighted source in proportion to its weight, exact to one row. data.stopping_strategy, with the values
+of datasets.interleave_datasets, decides when the epoch ends:
 
-- `first_exhausted`: when one source is used up. No row occurs twice in an epoch; some rows of the other sources are left out.
-- `all_exhausted`: when every source is used up. No row is left out. Rows of the smaller sources occur several times, with
+- `first_exhausted`: when one source is used up. No row occurs twice in an epoch; some rows of other sources do not occur.
+- `all_exhausted`: when every source is used up. Every row occurs. Rows of the smaller sources occur several times, with
   counts that differ by at most one within a source.
 
-Each epoch leaves out or repeats other rows, so over several epochs, all rows of a source are drawn equally often.
-The draw is a function of seed and epoch. It is the same for any number of workers and for a resumed run.
+Each epoch drops or repeats other rows, so that over several epochs all rows of a source are drawn equally often. The draw
+depends only on seed and epoch. It is the same for any number of workers and for a resumed run.
 """
 
 import math
@@ -30,7 +30,7 @@ from pipeline.errors import InputError
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
-    Trainer = object  # a mixin at run time: torch is imported by the trainer that it is mixed into
+    Trainer = object  # a mixin at run time, because the trainer imports torch
 
 
 def to_hf(shard: Any, fingerprint: str) -> Any:
@@ -64,7 +64,7 @@ class Mixture:
 
         parts, start = [], 0
         for source, (size, draws) in enumerate(zip(self.sizes, self.draws, strict=True)):
-            # One order for all epochs. Each epoch continues after the previous one, and wraps around at the end.
+            # All epochs share one order. Each epoch continues where the previous one ended, and wraps around at the end.
             order = np.random.default_rng([seed, source]).permutation(size)
             parts.append(start + order[(epoch * draws + np.arange(draws)) % size])
             start += size
@@ -82,7 +82,7 @@ def mix(sources: Sequence[Source], sizes: Sequence[int], strategy: str) -> Mixtu
     shares = [weight / sum(weights) for weight in weights]
     lengths = [size / share for size, share in zip(sizes, shares, strict=True)]
     total = math.floor(min(lengths)) if strategy == "first_exhausted" else math.ceil(max(lengths))
-    # Each share is rounded up or down: the largest remainders are rounded up
+    # Each share is rounded up or down. The largest remainders are rounded up.
     draws = [math.floor(share * total) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda index: draws[index] - shares[index] * total)
     for index in by_remainder[: total - sum(draws)]:
@@ -95,9 +95,9 @@ def mix(sources: Sequence[Source], sizes: Sequence[int], strategy: str) -> Mixtu
 
 
 class EvaluationSampler:
-    """Batches of consecutive rows, dealt to the ranks in turn: the same batches for any number of workers.
+    """Yields batches of consecutive rows, dealt to the ranks in turn. The batches are the same for any number of workers.
 
-    All ranks make the same number of steps. If no batch is left for a rank, its last one is an empty list.
+    All ranks make the same number of steps. If no batch is left for a rank, its last batch is an empty list.
     """
 
     def __init__(self, rows: int, batch_size: int, rank: int, world: int):
@@ -226,13 +226,13 @@ class ExactBatches(Trainer):
             prefetch_factor=args.dataloader_prefetch_factor,
             worker_init_fn=partial(seed_worker, num_workers=workers, rank=rank),
         )
-        # As if for one process, so that accelerate moves batches to the device, but does not shard them again. From pinned
-        # memory, the copy runs while the previous step computes.
+        # The loader acts as if there were one process, so that accelerate moves batches to the device, but does not shard them
+        # again. From pinned memory, the copy runs during the previous step.
         prepared = prepare_data_loader(
             loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True,
             non_blocking=args.dataloader_pin_memory,
         )  # fmt: skip
-        # No remainder: gather_for_metrics must not cut the last batch. Private in accelerate 1.15, as is its argument.
+        # Without a remainder, gather_for_metrics does not cut the last batch. This attribute is private in accelerate 1.15.
         prepared._drop_last = True
         return prepared
 
@@ -263,7 +263,7 @@ class ExactBatches(Trainer):
             with uneven_gather(self.accelerator, count) if uneven else nullcontext():
                 return super().training_step(model, inputs, num_items_in_batch)
         finally:
-            self._share = 1.0  # because evaluation calls compute_loss, too
+            self._share = 1.0  # evaluation also calls compute_loss
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -303,7 +303,7 @@ class ExactBatches(Trainer):
             pairs = [figures[name] for figures in batches if name in figures]
             means[name] = sum(weight * value for weight, value in pairs) / max(1, sum(w for w, _ in pairs))
         output.metrics[f"{metric_key_prefix}_loss"] = means.pop("loss", 0.0)
-        self._metrics["eval"].clear()  # TRL's `log` would add these
+        self._metrics["eval"].clear()  # otherwise TRL's `log` would add these metrics
         self._metrics["eval"].update({name: [mean] for name, mean in means.items()})
         return output
 
@@ -316,7 +316,7 @@ def each_rank_alone(trainer: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del accelerator.gather, accelerator.gather_for_metrics  # the class's methods apply again
+        del accelerator.gather, accelerator.gather_for_metrics  # makes the class's methods apply again
         trainer.gather_function = accelerator.gather_for_metrics
 
 
@@ -345,4 +345,4 @@ def uneven_gather(accelerator: Any, count: int) -> Iterator[None]:
     try:
         yield
     finally:
-        del accelerator.gather  # the class's method applies again
+        del accelerator.gather  # makes the class's method apply again

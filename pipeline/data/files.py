@@ -1,12 +1,12 @@
-"""Which files of rows a job names: paths, globs, folders, URIs, and splits of datasets (of the datasets library).
+"""Finds the files of rows that a job names: paths, globs, folders, URIs, and splits of datasets (datasets library).
 
     path/to/folder, path/to/folder/test               written by save_to_disk, with or without splits
-    path/to/folder/test, path/to/folder:config/test   a clone or snapshot of a set on the hub, whose README says what its
-    hf://datasets/NAME[@revision][:config][/split]      files are; and the set itself
+    path/to/folder/test, path/to/folder:config/test   a clone or snapshot of a Hub dataset, whose README lists its files
+    hf://datasets/NAME[@revision][:config][/split]    the dataset on the Hub
 
-Without a split, data.train means `train`. The datasets library reads the README and finds the files; it runs no code of a
-dataset, and downloads nothing: the files are read where they are. A dataset on the Hub is pinned to the commit that its
-revision means now. With HF_HUB_OFFLINE=1 it is taken from this machine's cache (`hf download`).
+Without a split, data.train means `train`. The datasets library reads the README and finds the files. It runs no code of a
+dataset and downloads nothing; files are read where they are. A dataset on the Hub is pinned to the current commit of its
+revision. With HF_HUB_OFFLINE=1 it comes from this machine's cache (`hf download`).
 """
 
 import difflib
@@ -31,30 +31,30 @@ SUFFIXES = (
     ".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz",
     ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet", ".pq", ".arrow",
 )  # fmt: skip
-# Words of names of files and folders whose rows are not for training, also before "set", as in `testset`. The datasets library
-# reads all but the last three.
+# Words in names of files and folders whose rows are not for training, also before "set", as in `testset`. The datasets library
+# knows all but the last three.
 HELD_OUT = "test testing validation valid val eval evaluation dev holdout heldout validate".split()
-BY_NAME = "left out by its name"  # why a file of a folder is not read
-# Names of files in a folder of rows that are neither rows nor missed
+BY_NAME = "left out by its name"  # reason why a file of a folder is not read
+# names of files without rows in a folder, which need no warning
 ASIDE = re.compile(r"(?i)(readme|license)[^/]*|dataset_infos?\.json|dataset_dict\.json|state\.json")
 
 
 @dataclass(frozen=True)
 class File:
     path: str
-    size: int  # bytes
-    mtime: int  # ns
+    size: int  # size in bytes
+    mtime: int  # time of the last change in nanoseconds
     revision: str = ""  # the commit of a dataset on the Hub
-    source: int = 0  # the number of the source in data.train, data.eval or data.pairs
+    source: int = 0  # index of the source in data.train, data.eval or data.pairs
 
 
-Paths = tuple[list[str], str]  # files of a split of a dataset; its commit, if it is on the Hub
+Paths = tuple[list[str], str]  # files of a dataset's split, and its commit on the Hub
 
 
 def find(spec: Any, key: str, aside: dict[str, str] | None = None) -> list[File]:
     """Returns the files of the sources that a job names (config.job.sources_of). `key` names the setting in errors.
 
-    Adds the files of folders that are not read to `aside`, {path: why}. With the key `data`, only those without rows are.
+    Adds the files of folders that are not read to `aside`, {path: why}. If the key is `data`, adds only files without rows.
     """
     files: list[File] = []
     for index, source in enumerate(sources_of(spec)):
@@ -104,7 +104,7 @@ def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
         close = difflib.get_close_matches(os.path.basename(inner), names, 1, 0.7)
         hint = f"; did you mean {os.path.join(os.path.dirname(item), close[0])!r}?" if close else ""
         problem = f"there is no file {item!r}{hint}; expected a path, a glob, a folder, or s3:// gs:// hf://"
-        if info.type.name == "Unknown":  # rows are read several times
+        if info.type.name == "Unknown":  # a pipe cannot be read several times, but rows are
             problem = f"{item!r} is a pipe or a device; write what it gives into a file, and name that file"
     if not infos:
         raise InputError(problem, key=key)
@@ -114,7 +114,7 @@ def matching(item: str, key: str, aside: dict[str, str]) -> list[File]:
 def in_folder(fs: Any, inner: str, key: str) -> tuple[list[Any], dict[Any, str]]:
     """Returns the files of a folder that the setting `key` reads, and {other file: why it is not read}.
 
-    data.train reads the files that are not held out. data.eval reads those that are, if there are any; `data` reads all.
+    data.train reads files for training. data.eval reads the files for evaluation, if there are any. `data` reads all files.
     """
     found = [one for one in below(fs, inner) if not ASIDE.fullmatch(one.base_name)]
     rows = [one for one in found if one.path.lower().endswith(SUFFIXES)]
@@ -128,7 +128,7 @@ def in_folder(fs: Any, inner: str, key: str) -> tuple[list[Any], dict[Any, str]]
 
 
 def is_held_out(name: str) -> bool:
-    """Returns True if a word of a path says that its rows are not for training: `data/test-00000-of-00001.parquet`."""
+    """Returns True if a word in a path means that its rows are not for training, as in `data/test-00000-of-00001.parquet`."""
     joined = re.sub(r"(hold|held)[^a-z/]+out", r"\1out", name.lower())
     return any(word.removesuffix("set") in HELD_OUT for word in re.split(r"[^a-z]+", joined))
 
@@ -141,7 +141,7 @@ def below(fs: Any, inner: str, pattern: bool = False) -> list[Any]:
     paths = sorted(wrapped.glob(inner) if pattern else wrapped.find(inner), reverse=True)
     start = min(map(inner.find, [char for char in "*?[" if char in inner])) - 1 if pattern else len(inner)
     paths = [path for path in paths if "/." not in path[start:]]
-    # A link to a parent folder shows each file again, until the operating system stops it
+    # A link to a parent folder lists each file again, until the operating system stops it.
     once = {(os.path.realpath(os.path.dirname(path)), os.path.basename(path)): path for path in paths}
     infos = fs.get_file_info([*once.values()])
     return sorted((info for info in infos if info.is_file), key=lambda info: info.path)
@@ -212,14 +212,14 @@ def files_of(item: str, key: str) -> Paths | None:
 def _in_folder(
     folder: str, config: str, split: str, item: str, key: str, named: bool = False
 ) -> Paths | None:
-    """Returns the files of a local folder. `named` is True if `item` has the form of a dataset, so it needs no README."""
+    """Returns the files of a local folder. `named` is True if `item` has the syntax of a dataset, so that it needs no README."""
     if (saved := None if config else _saved(folder, split, item, key)) or not (named or _has_card(folder)):
         return saved
     return _declared(folder, config, split, item, key), ""
 
 
 def _has_card(folder: str) -> bool:
-    """Returns True if a README says which files make which split."""
+    """Returns True if a README assigns files to splits."""
     try:
         with open(os.path.join(folder, "README.md"), encoding="utf-8") as file:
             head = file.read(1 << 20)
@@ -245,7 +245,7 @@ def _saved(folder: str, split: str, item: str, key: str) -> Paths | None:
 
 
 def _split(splits: Sequence[str], split: str, item: str, key: str) -> str:
-    """Returns the requested split: by name, or the only one, or `train` for data.train."""
+    """Returns the requested split: by name, or the only split, or `train` for data.train."""
     if not split and (len(splits) == 1 or (key == "data.train" and "train" in splits)):
         return splits[0] if len(splits) == 1 else "train"
     if split in splits:
@@ -263,7 +263,7 @@ def _split(splits: Sequence[str], split: str, item: str, key: str) -> str:
 def _declared(
     path: str, config: str, split: str, item: str, key: str, revision: str | None = None
 ) -> list[str]:
-    """Returns the files of a split, which the datasets library finds by the README of a folder or Hub id, or by name."""
+    """Returns a split's files, which the datasets library finds in the README of a folder or Hub id, or by their names."""
     import datasets
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -272,7 +272,7 @@ def _declared(
     if format not in FORMATS:
         found = f"{item!r} holds files of the kind {format!r}"
         raise InputError(f"{found}; expected {', '.join(FORMATS)}", key=key)
-    # Settings of the README that locate rows and name columns
+    # settings of a README that locate rows and name columns
     if given := [name for name in ("field", "column_names", "names") if getattr(builder.config, name, None)]:
         raise InputError(f"the README of {item!r} sets `{given[0]}`; name the files themselves", key=key)
     files = {str(name): list(paths) for name, paths in builder.config.data_files.items()}

@@ -23,7 +23,7 @@ from pipeline.data.shapes import LABELS as VERDICTS
 from pipeline.data.values import Dropped, RowError, setting, some
 from pipeline.errors import InputError, visible
 
-# What datasets call a field, the likeliest name first.
+# names of a field in datasets, the most likely first
 NAMES = {
     field: [field, *names.split()]
     for field, names in {
@@ -35,18 +35,18 @@ NAMES = {
         "messages": "conversations conversation dialogue dialog chat turns data",
     }.items()
 }
-LOOKED = 50  # rows that are read to test a guess
-# Words in which the names of a pair's two columns differ.
+LOOKED = 50  # number of rows to read to test a guess
+# words that distinguish the names of a pair's two columns
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
-STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # by which the names of twins differ
+STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # where twins differ
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
 # In these columns a larger number is better, unlike in ranks and lengths.
 SCORES = "score rating reward votes likes points winner".split()
-RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], "score")}  # in the name of a rating
+RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], "score")}  # words for a rating
 
 
 def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "data") -> str:
-    """Returns the message for a file in which no row has a shape of the stage. `key` names its source, or all sources."""
+    """Returns the message for a file in which no row has a format of the stage. `key` names its source, or all sources."""
     names = dict.fromkeys(name for row in rows[:LOOKED] for name in some(row))
     found = visible(", ".join(names), lines=False)
     numbers = f"rows 1-{len(rows):,} match" if len(rows) > 1 else "row 1 matches"
@@ -67,7 +67,7 @@ def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "da
         if isinstance(inner, dict) and not {"role", "from"} & inner.keys():
             return f"{head}; if the rows are in `{name}`, run jq -c '.{name}[]' FILE > NEW"
     others = fitting(rows)
-    if others and not others.startswith("ppo with"):  # a text that may hold the completion, too
+    if others and not others.startswith("ppo with"):  # a text that may also hold the completion
         return f"{head}; such rows fit {others}"
     known = [needs for needs in kind.shapes.values() if needs[0] == "prompt" and "pos_answers" not in needs]
     shapes = [known[0], ("prompt", "first", "second", "label")][: 1 + ("chosen" in known[0])]
@@ -80,7 +80,7 @@ def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "da
 
 
 def foreign(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns what to do with rows of an annotation tool that are in a form which is not read, or ""."""
+    """Returns what to do with an annotation tool's rows in an unsupported form, or ""."""
     if rows and {"annotation_id", "lead_time"} <= rows[0].keys():
         return "they look like Label Studio's JSON_MIN or CSV; export them as JSON"
     for name in sorted(_questions(rows[:LOOKED])):
@@ -106,7 +106,7 @@ def fitting(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def as_setting(guess: dict[str, Any], rows: Sequence[dict[str, Any]], key: str = "data") -> str:
-    """Returns the guess as it is written on a command line, or in the job file if `key` names one source."""
+    """Returns the guess as a setting for a command line, or for the job file if `key` names one source."""
     flow = yaml.safe_dump(guess, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False)
     shown = setting(f"{key}.columns", str(flow).strip())
     if is_clear(guess, rows):
@@ -119,7 +119,7 @@ def is_clear(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     if "label" not in guess and ("first" not in guess or "first_score" in guess):
         return True
     labels = labels_of(guess, rows)
-    if "first" not in guess:  # another name may say that the label is about something else
+    if "first" not in guess:  # a different name may mean that the label is about something else
         return are_clear(labels) and bool(_called("label", listed(guess["label"])))
     with contextlib.suppress(InputError):
         return bool(reshape.derived(labels, guess))
@@ -132,7 +132,7 @@ def meaning(guess: dict[str, Any]) -> str:
 
 
 def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None:
-    """Returns {field: column} with which most rows can be read, {} if they need no mapping, or None if no guess fits."""
+    """Returns {field: column} for reading most rows, {} if they need no mapping, or None if no guess fits."""
     rows = rows[:LOOKED]
     columns, rated = _columns(rows), _ratings(rows)
     if stage in ("sft", "kto") and doubt(rows):
@@ -141,7 +141,7 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
     if guess is None:
         return None
     free = {name: values for name, values in columns.items() if name not in _used(guess)}
-    if stage == "sft":  # with a label, bad completions are left out
+    if stage == "sft":  # sft uses a label to drop bad completions
         labels = _labels(free, rated)
         if labels and labels[0] not in VERDICTS:
             guess |= {"label": _with_twins(labels[0], free)}
@@ -152,7 +152,7 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
 
 
 def beside(rows: Sequence[dict[str, Any]], given: Mapping[str, Any], used: set[str], section: str) -> str:
-    """Returns which column beside those that sft reads may say what is good, and what to set, or "".
+    """Returns which column that sft does not read may say what is good, and what to set, or "".
 
     Args:
         given: the columns of the job.
@@ -173,8 +173,8 @@ def beside(rows: Sequence[dict[str, Any]], given: Mapping[str, Any], used: set[s
 def doubt(rows: Sequence[dict[str, Any]], used: Collection[str] = ()) -> str:
     """Returns what makes it unclear which completions are good, and what to set, or "".
 
-    It is a column whose name says that its rows are bad, such as thumbs_down, or another text by annotators.
-    Columns that are `used` already are no such text.
+    The cause is a column whose name means that its rows are bad, such as thumbs_down, or an unused text by annotators. Columns
+    in `used` do not count.
     """
     columns = {name: one for name, one in _columns(rows[:LOOKED]).items() if name not in used}
     texts, asked = _texts(columns), _questions(rows[:LOOKED])
@@ -194,14 +194,14 @@ def doubt(rows: Sequence[dict[str, Any]], used: Collection[str] = ()) -> str:
 
 
 def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> bool:
-    """Returns True if at least half of the rows, without ties and those without a label, can be read with these data.columns."""
+    """Returns True if these data.columns can read at least half of the rows, not counting ties and unlabeled rows."""
     rows = rows[:LOOKED]
-    labels = tuple(map(reshape.comparable, labels_of(guess, rows)))  # any of them may mean anything
+    labels = tuple(map(reshape.comparable, labels_of(guess, rows)))  # each label may mean anything
     rule = reshape.Rule(labels) if "first" in guess else reshape.Rule(good=labels if "label" in guess else ())
     kind = kind_of(stage, Preprocess(guess, rule))
     if not kind.shapes:
         return False
-    read, dropped = 0, 0  # a dropped row is no error, but no sign that the columns are right
+    read, dropped = 0, 0  # a dropped row is no error, but does not confirm the columns
     for made in itertools.chain.from_iterable(map(kind.rows, rows)):
         dropped += isinstance(made, Dropped)
         with contextlib.suppress(RowError):
@@ -212,7 +212,7 @@ def reads(rows: Sequence[dict[str, Any]], guess: dict[str, Any], stage: str) -> 
 
 
 def labels_of(guess: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """Returns the labels of rows, each of a list, without blanks, other lists and objects."""
+    """Returns the labels of rows, including those in lists, without blanks, nested lists and objects."""
     found = []
     for row in rows:
         for name in listed(guess.get("label", "label")):
@@ -228,7 +228,7 @@ Values = list[Any]  # a column's values in the first rows, without nulls
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Values]:
-    """Returns the columns, and the fields of columns with an object (`question.full_text`) or two (`summaries.0.text`)."""
+    """Returns the columns, and the fields of columns that hold one object (`question.full_text`) or two (`summaries.0.text`)."""
     columns: dict[str, Values] = {}
     for row in rows:
         for name in some(row):
@@ -249,13 +249,13 @@ def _is_tools(value: Any) -> bool:
 
 
 def _filled(values: Values) -> Values:
-    """Returns the values, and those in lists, without blanks and objects."""
+    """Returns the values and the elements of lists, without blanks and objects."""
     values = [one for value in values for one in listed(value)]
     return [one for one in values if not reshape.is_unrated(one) and not isinstance(one, list | dict)]
 
 
 def _texts(columns: Mapping[str, Values]) -> list[str]:
-    """Returns the columns of texts or of lists that are no labels."""
+    """Returns the columns with texts or with lists that are not labels."""
 
     def is_text(values: Values) -> bool:
         lists = any(isinstance(value, list) for value in values) and not _is_label(values)
@@ -270,7 +270,7 @@ def _questions(rows: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def _ratings(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns the columns that rate completions whatever their names are: words such as emoji, and ratings of annotators."""
+    """Returns the columns that rate completions, for any name: words such as emoji, and ratings by annotators."""
     columns, asked = {name: _filled(values) for name, values in _columns(rows).items()}, _questions(rows)
 
     def rates(name: str, values: Values) -> bool:
@@ -283,7 +283,7 @@ def _ratings(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _labels(free: Mapping[str, Values], rated: Sequence[str]) -> list[str]:
-    """Returns the columns beside a demonstration that say whether it is good, the likeliest first."""
+    """Returns the columns next to a demonstration that say whether it is good, the most likely first."""
     filled = {name: _filled(values) for name, values in free.items()}
     labels = [name for name in _called("label", free) if not filled[name] or are_mostly(filled[name])]
     scales = [name for name in free if _numbers(filled[name]) and _is_label(free[name])]
@@ -292,13 +292,13 @@ def _labels(free: Mapping[str, Values], rated: Sequence[str]) -> list[str]:
 
 
 def _rating_words(name: str) -> set[str]:
-    """Returns the words of a column's name that ratings are called by, as `rating` in rating_anna and annaRating."""
+    """Returns the words in a column's name that ratings have, such as `rating` in rating_anna and annaRating."""
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)
     return {word.lower().removesuffix("s") for word in words} & RATING_WORDS
 
 
 def _with_twins(name: str, columns: Mapping[str, Values]) -> str | list[str]:
-    """Returns a label, or the labels of several annotators: rating_anna, but not rating, with rating_ben."""
+    """Returns a label, or the labels of several annotators: rating_anna and rating_ben, but not rating."""
     words = _rating_words(name)
 
     def is_twin(other: str) -> bool:
@@ -312,7 +312,7 @@ def _with_twins(name: str, columns: Mapping[str, Values]) -> str | list[str]:
 
 
 def _repeats(values: Values) -> bool:
-    """Returns True for few values that repeat, as of a verdict (`A is better`), and unlike completions."""
+    """Returns True for few repeated values, as for a verdict (`A is better`), but not for completions."""
     filled = [str(value) for value in values if not reshape.is_blank(value)]
     return len(filled) >= 6 and 1 < len({*filled}) <= min(10, len(filled) / 3)
 
@@ -324,7 +324,7 @@ def _numbers(values: Values) -> list[float]:
 
 
 def _is_label(values: Values) -> bool:
-    """Returns True for few different values of at most two words, or for numbers from 1 to 2, as in AlpacaEval.
+    """Returns True for few distinct values of at most two words, or for numbers from 1 to 2 as in AlpacaEval.
 
     A list holds the labels of several annotators.
     """
@@ -333,7 +333,7 @@ def _is_label(values: Values) -> bool:
     if numbers and 1 <= min(numbers) < 1.5 < max(numbers) <= 2:
         return True
     different = {str(reshape.comparable(value)) for value in values if not isinstance(value, list | dict)}
-    least = 2 if len(values) > 1 else 1  # a column with one value is no label if there are several rows
+    least = 2 if len(values) > 1 else 1  # a constant column is not a label if there are several rows
     return least <= len(different) <= reshape.SEVERAL and all(len(value.split()) < 3 for value in different)
 
 
@@ -341,7 +341,7 @@ def _is_label(values: Values) -> bool:
 
 
 def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Iterator[dict[str, Any]]:
-    """Yields mappings to try, the likeliest first."""
+    """Yields mappings to try, the most likely first."""
 
     yield {}
     texts = _texts(columns)
@@ -358,7 +358,7 @@ def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Ite
             for prompt in (*as_they_are, *prompts, {}, *only):
                 if not {*prompt.values()} & _used(pair):
                     yield _unlike({**prompt, **pair})
-    if stage in ("sft", "kto", "score") and not pairs:  # with pairs, these would misread one completion
+    if stage in ("sft", "kto", "score") and not pairs:  # these would misread one completion of a pair
         labels = [*_called("label", columns), *_labels(columns, rated)]
         labels = [name for name in labels if name in rated or _is_label(columns[name])]
         for label in [{"label": _with_twins(name, columns)} for name in labels] if stage == "kto" else [{}]:
@@ -368,10 +368,10 @@ def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Ite
 
 
 def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
-    # A column with a twin, such as reply_1 with reply_2, may be the worse completion
+    # A column with a twin, such as reply_1 with reply_2, may be the worse completion.
     stems = {name: re.sub(STEM, "", name.lower()) for name in columns}
     columns = {name: columns[name] for name in columns if [*stems.values()].count(stems[name]) == 1}
-    for name, (value, *_) in columns.items():  # several texts are a conversation only if their name says so
+    for name, (value, *_) in columns.items():  # several texts are a conversation only if the name says so
         if name in NAMES["messages"] or not (isinstance(value, list) and value and isinstance(value[0], str)):
             yield {"messages": name}
     for name in _called("completion", columns):
@@ -384,7 +384,7 @@ def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -
 
 
 def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, Any]]:
-    """Yields mappings of both completions: by names that say which is better, or with labels or scores."""
+    """Yields mappings for both completions: by names that say which is better, or with labels or scores."""
     for chosen, rejected in itertools.product(_called("chosen", texts), _called("rejected", texts)):
         if chosen != rejected:
             yield {"chosen": chosen, "rejected": rejected}
@@ -410,8 +410,8 @@ def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, A
 
 
 def _siblings(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]]:
-    """Yields the names of two columns that differ in `low` and `high` alone, such as response_1 and response_2."""
-    before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # so that `data` does not end in `a`
+    """Yields the names of two columns that differ only in `low` and `high`, such as response_1 and response_2."""
+    before = r"(?<!\d)" if low.isdigit() else "(?<![a-zA-Z])"  # `data` does not end in `a`
     for name in names:
         pattern = rf"(?i){before}{low}(?![a-z0-9])"
         other = re.sub(pattern, lambda match: high.upper() if match[0].isupper() else high, name)
@@ -420,7 +420,7 @@ def _siblings(names: list[str], low: str, high: str) -> Iterator[tuple[str, str]
 
 
 def _called(field: str, columns: Iterable[str]) -> list[str]:
-    """Returns the columns that may be a field: by its name in other datasets, a word of it, or the spelling."""
+    """Returns the columns that may be a field: by a name in other datasets, by a word of the name, or by the spelling."""
     names = [name for name in columns if not name.startswith("system")]
     words = {name: re.split(r"[^a-z0-9]+", name.lower()) for name in names}
     exact = [alias for alias in NAMES[field] if alias in names]
@@ -431,7 +431,7 @@ def _called(field: str, columns: Iterable[str]) -> list[str]:
 
 
 def _unlike(guess: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the guess without the fields whose column has the same name."""
+    """Returns the guess without fields whose column has the same name."""
     return {field: column for field, column in guess.items() if field != column}
 
 

@@ -1,10 +1,10 @@
-"""KTO's KL term: each prompt with the completion of another row of the same optimizer step.
+"""Pairs rows for KTO's KL term: each prompt gets the completion of another row in the same optimizer step.
 
-KTO compares the log-ratio of a completion with z0. This is the KL from the reference, estimated on completions of other
-prompts (https://arxiv.org/abs/2402.01306, section 4.1). TRL's KTOTrainer pairs them once, in the order of the file, so rows
-cannot be shuffled, and computes z0 for each micro-batch. Here they are paired in the order of the epoch. z0 is the mean over
-the optimizer step, and so is the same for any number of workers and micro-batches. With one worker and one micro-batch per
-step, both definitions agree.
+KTO compares the log-ratio of a completion with z0. This is the KL from the reference, estimated on completions of other prompts
+(https://arxiv.org/abs/2402.01306, section 4.1). TRL's KTOTrainer pairs rows once, in file order, so that rows cannot be
+shuffled, and computes z0 for each micro-batch. Here rows are paired in the order of the epoch. z0 is the mean over the
+optimizer step, so it is the same for any number of workers and micro-batches. With one worker and one micro-batch per step,
+both definitions agree.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from pipeline.data.feed import CountedCollator, EvaluationSampler, ExactBatches,
 
 
 class PairedBatchSampler(ExactBatchSampler):
-    """The batches of ExactBatchSampler, each followed by the rows whose completions its KL term takes.
+    """Yields the batches of ExactBatchSampler, each followed by the rows that give their completions to its KL term.
 
-    These are the rows of the optimizer step (`step` rows over all workers), shifted by one place (`mismatched`).
+    These are the rows of the optimizer step (`step` rows over all workers), shifted by one position (`mismatched`).
     """
 
     def __init__(self, *rows: Any, step: int, **more: Any):
@@ -35,9 +35,9 @@ class PairedBatchSampler(ExactBatchSampler):
 
 
 def mismatched(rows: Any, before: Any) -> Any:
-    """Returns for each row of the step another row of the step: the previous one, or an earlier one if that is the same row.
+    """Returns for each row of the step another row of the step: the previous one, or an earlier one if both are the same row.
 
-    If the step has only one row, returns a row of the previous step, `before`, if there is one.
+    If the step has only one row, returns a row of the previous step (`before`), if any.
     """
     import torch
 
@@ -52,7 +52,7 @@ def mismatched(rows: Any, before: Any) -> Any:
 
 
 class PairedEvaluationSampler(EvaluationSampler):
-    """The batches of EvaluationSampler, each followed by rows half the dataset away, usually with other prompts."""
+    """Yields the batches of EvaluationSampler, each followed by rows half the dataset away, which usually have other prompts."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in super().__iter__():
@@ -60,7 +60,7 @@ class PairedEvaluationSampler(EvaluationSampler):
 
 
 class PairedCollator(CountedCollator):
-    """CountedCollator for the batches of these samplers."""
+    """Collates the batches of these samplers."""
 
     def __init__(self, collator: Any, filler: dict[str, Any]):
         super().__init__(collator, paired(filler, filler))
@@ -76,12 +76,12 @@ def paired(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 class PairedBatches(ExactBatches):
-    """Mixin for TRL's KTOTrainer (before it in the bases): exact batches, whose KL term does not depend on the workers.
+    """Mixin for TRL's KTOTrainer (before it in the bases): exact batches with a KL term that does not depend on the workers.
 
     Metrics of the desirable (`.../chosen`) or undesirable rows are means over these rows only.
     """
 
-    # What TRL's `_compute_kl_logps` has to return in this step, for the policy and for the reference.
+    # The values that TRL's `_compute_kl_logps` returns in this step, for the policy and for the reference.
     _of_step: tuple[Any, Any]
     # The values of the current micro-batch that TRL has not read yet; empty outside of training.
     _due: Iterator[Any] = iter(())
@@ -122,7 +122,7 @@ class PairedBatches(ExactBatches):
                 policy = super()._compute_kl_logps(self.model, batch)
                 with use_adapter(self.model, adapter_name=reference):
                     frozen = super()._compute_kl_logps(self.model, batch)
-                if rows:  # a dummy batch has none
+                if rows:  # a dummy batch has no rows
                     sums += torch.stack([policy.sum(), frozen.sum(), policy.new_tensor(rows)])
         sums = self.accelerator.reduce(sums)
         return sums[0] / sums[2], sums[1] / sums[2]

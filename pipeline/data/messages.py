@@ -1,4 +1,4 @@
-"""The content of a row: texts, lists of messages, and transcripts, which become messages.
+"""Reads the content of a row: texts, lists of messages, and transcripts, which become messages.
 
 A text of the form "\\n\\nHuman: ...\\n\\nAssistant: ..." is a transcript. It becomes a list of messages, so that the chat
 template of the tokenizer applies. The functions raise RowError for values that they cannot read.
@@ -12,11 +12,11 @@ from typing import Any
 
 from pipeline.data.values import RowError, decoded, fields_of, nearest, show
 
-Message = dict[str, Any]  # role, content, perhaps tool_calls, and the other keys that the chat template reads
+Message = dict[str, Any]  # role, content, perhaps tool_calls, and other keys that the chat template reads
 Turns = list[Message]
 Text = str | Turns  # raw text, or messages for the chat template
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # only at the start of a paragraph
-# A role in any case of letters -> the role that the chat template knows.
+# lower-case role -> role that the chat template knows
 ROLES = {
     name: role
     for role, names in {
@@ -30,24 +30,24 @@ ROLES = {
 
 SIDES = ("chosen", "rejected")
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part whose content is text
-# What a reasoning model thinks before it answers. transformers gives a template the first of them as `reasoning_content` and
+# Keys for the thoughts of a reasoning model. transformers passes the first one to a template as `reasoning_content` and
 # `thinking`.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-# Templates keep only the text after this marker when the conversation continues.
+# If the conversation continues, templates keep only the text after this marker.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
-UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf")  # categories of Unicode: white space, control and format characters
+UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf")  # Unicode categories: white space, control and format characters
 WEIGHTS = ("weight", "train")  # keys of a message that say whether it is trained
 ABOUT_TOOLS = ("tool_call_id", "name")
 READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_call", *WEIGHTS})
 
 
 def plain(value: Text) -> str:
-    """Returns the words of a completion, text or messages, to compare it with another."""
+    """Returns the words of a completion (text or messages), to compare completions."""
     return value.strip() if isinstance(value, str) else "\n\n".join(words(turn).strip() for turn in value)
 
 
 def words(turn: Message) -> str:
-    """Returns the content of a turn, with its tool calls and its other keys, such as thoughts, as JSON."""
+    """Returns the content of a turn, with its tool calls and other keys, such as thoughts, as JSON."""
     others = {key: value for key, value in turn.items() if key not in (*READ, *ABOUT_TOOLS)}
     parts = [one for one in (turn.get("tool_calls"), others) if one]
     return turn["content"] + "".join(json.dumps(one, ensure_ascii=False) for one in parts)
@@ -59,7 +59,7 @@ def thoughts(turn: Message) -> str:
 
 
 def answer(content: str) -> str:
-    """Returns what a turn says after its thoughts, without characters that nobody sees, such as a zero-width space."""
+    """Returns the text of a turn after its thoughts, without invisible characters such as a zero-width space."""
     said = END_OF_THOUGHTS.split(content)[-1]
     return said.strip() if any(unicodedata.category(char) not in UNSEEN for char in said) else ""
 
@@ -87,7 +87,7 @@ def text(value: Any, key: str) -> str:
 
 
 def filled(value: Any, key: str, kind: str) -> str:
-    """Returns a text that is not empty. `kind` is the kind of the error otherwise."""
+    """Returns a text that must not be empty. `kind` is the error's kind if it is."""
     if not text(value, key).strip():
         raise RowError(kind, key, show(value), "a text that is not empty")
     return str(value)
@@ -102,9 +102,9 @@ def messages(value: Any, key: str, system: Any = None) -> Turns:
     return with_system([message(item, f"{key}[{i}]") for i, item in enumerate(value)], system)
 
 
-# Python's text of messages, which `to_csv` of pandas and datasets writes and in which keys have single quotes; and of any list
+# Python's text of messages, with keys in single quotes, as written by `to_csv` of pandas and datasets; and of any list
 _BEGIN = r"(?:array\()?[\[(\s]*"
-# Dictionaries, or a list of objects such as ChatCompletionMessage(content='yo', role='assistant')
+# dictionaries, or objects such as ChatCompletionMessage(content='yo', role='assistant')
 _DICTIONARY = r"\{\s*(?=')(?=.*'(?:role|from)'\s*:)(?=.*'(?:content|value)'\s*:)"
 _OBJECT = r"\[\s*\w+\((?=.*\brole\b)(?=.*\bcontent\b)"
 _MESSAGES = rf"(?:{_BEGIN}{_DICTIONARY}|{_OBJECT}).*[\]}})]\Z"
@@ -129,7 +129,7 @@ def is_printed_list(text: Any) -> bool:
 
 
 def unpacked(field: str, value: Any) -> Any:
-    """Returns the messages in a JSON text, as in CSV files, or in a conversation's field. Returns other values unchanged."""
+    """Returns the messages in a JSON text, as in CSV files, or in a field of a conversation. Returns other values unchanged."""
     if field in ("messages", "conversations"):
         return dialogue(list_in(value, field))
     items = list_in(value, field, of_messages=True)
@@ -157,7 +157,7 @@ def message(item: Any, key: str) -> Message:
     if not isinstance(item, dict):
         raise RowError("wrong_type", key, show(item), "a message {role, content} or {from, value}")
     whose, what = ("from", "value") if "from" in item else ("role", "content")
-    # function_call: OpenAI's first format, of one call
+    # function_call: OpenAI's first format, with one call
     called = next((name for name in ("tool_calls", "function_call") if item.get(name)), None)
     for name in (whose, what):
         if name not in item and not (name == "content" and called):
@@ -168,14 +168,14 @@ def message(item: Any, key: str) -> Message:
         raise RowError("wrong_role", f"{key}.{whose}", show(role), "one of " + ", ".join(ROLES))
     content = item.get(what)
     calls = tool_calls(item[called], f"{key}.{called}") if called else []
-    if role.lower() in ("function_call", "tool_call"):  # LLaMA-Factory's: the content is the call
+    if role.lower() in ("function_call", "tool_call"):  # in LLaMA-Factory's format, the content is the call
         calls, content = tool_calls(decoded(content), f"{key}.{what}"), ""
     elif calls and content is None:
         content = ""
     if isinstance(content, list):
         content = "".join(part_text(part, f"{key}.{what}[{i}]") for i, part in enumerate(content))
     given = [name for name in THOUGHTS if isinstance(item.get(name), str) and item[name].strip()]
-    if len({item[name].strip() for name in given}) > 1:  # the template gets one of them
+    if len({item[name].strip() for name in given}) > 1:  # the template gets only one of them
         found = f"`{given[0]}` and `{given[1]}` that differ"
         raise RowError("thoughts_differ", key, found, "the thoughts of a message in one key")
     turn: Message = {"role": ROLES[role.lower()], "content": text(content, f"{key}.{what}")}
@@ -185,7 +185,7 @@ def message(item: Any, key: str) -> Message:
 
 
 def part_text(part: Any, key: str) -> str:
-    """Returns the text of one part of a content that is a list: {type: text, text}, {type: text, value}, {text}, or a text."""
+    """Returns the text of a content's part: {type: text, text}, {type: text, value}, {text}, or a text."""
     if not isinstance(part, dict):
         return text(part, key)
     if (kind := part.get("type") or "text") not in TEXT_PARTS:
@@ -193,13 +193,13 @@ def part_text(part: Any, key: str) -> str:
         raise RowError("wrong_type", key, f"a part of type {show(kind)}", expected)
     for name in ("text", "value", "content"):
         if (value := part.get(name)) is not None:
-            # Of OpenAI's threads: {text: {value, annotations}}
+            # as in OpenAI's threads: {text: {value, annotations}}
             return text(value.get("value") if isinstance(value, dict) else value, f"{key}.{name}")
     raise RowError("missing_field", f"{key}.text", fields_of(part), "{type: text, text}")
 
 
 def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
-    """Returns a prompt as text, or as messages if it is a list or a transcript. Its last turn is not the assistant's."""
+    """Returns a prompt as text, or as messages if it is a list or a transcript. Its last turn must not be the assistant's."""
     if isinstance(value, list):
         turns = messages(value, key)
     else:
@@ -217,7 +217,7 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
 
 
 def instruction(row: dict[str, Any]) -> Turns:
-    """Returns the prompt of a row with `instruction` and perhaps `input` and `system`."""
+    """Returns the prompt of a row with `instruction` and optionally `input` and `system`."""
     content = text(row["instruction"], "instruction")
     if row.get("input") is not None and text(row["input"], "input").strip():
         content = f"{content}\n\n{row['input']}"
@@ -245,7 +245,7 @@ def completion_text(value: Any, key: str, prompt: Text) -> Text:
 
 
 def with_system(turns: Turns, system: Any) -> Turns:
-    """Puts the `system` prompt of a row, if any, in front of a conversation. Raises RowError if it has another one."""
+    """Puts a row's `system` prompt, if any, in front of a conversation. Raises RowError if the conversation has another one."""
     if not system:
         return turns
     first = {"role": "system", "content": text(system, "system")}
@@ -262,12 +262,12 @@ def as_turns(prompt: Text) -> Turns:
 
 
 def assistant_turn(completion: str) -> Turns:
-    """Returns a completion as an assistant message, without the single space that separates it from a text prompt."""
+    """Returns a completion as an assistant message, without the single space between it and a text prompt."""
     return [{"role": "assistant", "content": completion.removeprefix(" ")}]
 
 
 def check_last(turns: Turns, key: str) -> None:
-    """Raises RowError unless a conversation ends with a turn of the assistant that has words, besides thoughts, or tool calls."""
+    """Raises RowError unless a conversation ends with an assistant turn that has tool calls, or words other than thoughts."""
     last = turns[-1]
     if last["role"] != "assistant":
         expected = "a conversation that ends on `assistant`"
@@ -356,7 +356,9 @@ def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
 
 
 def tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
-    """Returns OpenAI's tool calls as chat templates expect them: [{type, function: {name, arguments}}], arguments an object."""
+    """Returns OpenAI's tool calls as chat templates expect them: [{type, function: {name, arguments}}]. arguments is an
+    object.
+    """
     calls = []
     for index, item in enumerate(value if isinstance(value, list) else [value] if value else []):
         place = f"{key}[{index}]"

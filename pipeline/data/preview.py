@@ -1,4 +1,4 @@
-"""Checks the first rows of a job's files: their columns, what their labels mean, and that the stage can read them."""
+"""Checks the first rows of a job's files: columns, the meaning of labels, and whether the stage can read them."""
 
 import contextlib
 import difflib
@@ -18,13 +18,13 @@ from pipeline.data.values import RowError, setting, show, some
 from pipeline.errors import InputError, visible
 from pipeline.system import functions
 
-FILES = 16  # files of a source whose first rows are read
-ROWS = 1000  # first rows of a file that are read
+FILES = 16  # number of files of a source whose first rows are read
+ROWS = 1000  # number of first rows to read from each file
 TEXTS = ("prompt", "completion", "chosen", "rejected", "first", "second")  # fields that hold one text
 
 
 def preprocessing(stage: str, data: Any) -> dict[str, tuple[Preprocess, ...]]:
-    """Returns {split: the preprocessing of each of its sources}, as far as it is known without the rows.
+    """Returns {split: the preprocessing of each source}, as far as it is known without the rows.
 
     Raises InputError if the stage does not read a field, or if a column would become two fields.
     """
@@ -41,7 +41,7 @@ def preprocessing(stage: str, data: Any) -> dict[str, tuple[Preprocess, ...]]:
 def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
     """Returns the preprocessing of one source. `key` names the section that sets its columns."""
     columns, kind = source.columns or {}, kind_of(stage)
-    if stage in ("evaluate", "pairs"):  # eval and pairs have different kinds of rows, with their own fields
+    if stage in ("evaluate", "pairs"):  # eval and pairs have different formats, with their own fields
         other = kind_of("pairs" if stage == "evaluate" else "evaluate")
         others = {*known_fields(other)} - {*known_fields(kind)}
         others |= {"chosen", "rejected"} if stage == "evaluate" and pairs else set()
@@ -56,7 +56,7 @@ def _preprocess(stage: str, source: Source, key: str, pairs: Any) -> Preprocess:
 
 
 def known_fields(kind: Kind) -> list[str]:
-    """Returns the fields that the rows of a kind may have, first the fields of the shapes."""
+    """Returns the fields that rows of a kind may have, beginning with the fields of its formats."""
     needs = [name for shape in kind.shapes.values() for name in shape]
     pair = reshape.UNORDERED if kind.has_pairs else ()
     input_of = ("input",) if "instruction" in needs else ()
@@ -65,7 +65,7 @@ def known_fields(kind: Kind) -> list[str]:
 
 
 def check_columns(columns: reshape.Columns, kind: Kind, key: str = "data.columns") -> None:
-    """Raises InputError for fields that the stage does not read, or never in one row, and for a column given twice."""
+    """Raises InputError for fields that the stage does not read or never reads in one row, and for a column given twice."""
     known, taken = known_fields(kind), dict[str, str]()
     for field, column in columns.items():
         near = difflib.get_close_matches(field, known, 1)
@@ -135,7 +135,7 @@ def resolve_labels(
         check_there(head.preprocess.columns, head.rows, head.path, f"{head.section}.columns")
         found = labels.setdefault(repr(head.preprocess), [])
         for row in head.rows:
-            with contextlib.suppress(RowError):  # a column is missing; reading the row reports that
+            with contextlib.suppress(RowError):  # reading the row reports a missing column
                 row = reshape.renamed(row, head.preprocess.columns, ())
                 if {"first", "second", "label"} <= row.keys() and "first_score" not in row:
                     found.append(row["label"])
@@ -159,7 +159,7 @@ def resolve_labels(
 
 
 def check_ratings(head: Head, stage: str) -> None:
-    """Raises InputError if some labels call a completion neither good nor bad, or are 0 and -1, and the job has no data.label."""
+    """Raises InputError if labels without a data.label are 0 and -1, or have values that mean neither good nor bad."""
     kind, columns = kind_of(stage, head.preprocess), head.preprocess.columns
     pair = {"first", "chosen"} & {*columns, *itertools.chain(*head.rows[:1])}
     read = not pair and "label" in kind.further.union(*kind.shapes.values())
@@ -188,7 +188,7 @@ def check_beside(head: Head, kind: Kind) -> None:
 
 
 def check_lists(head: Head) -> None:
-    """Raises InputError if all cells of a column of a CSV file hold a list as pandas prints it. A single one may be a text."""
+    """Raises InputError if all cells of a CSV column hold a list as pandas prints it. A single such cell may be text."""
     for field in TEXTS if re.search(r"\.[ct]sv(\.gz)?$", head.path.lower()) else ():
         column = head.preprocess.columns.get(field, field)
         cells = [row.get(column) for row in head.rows] if isinstance(column, str) else []
@@ -198,7 +198,7 @@ def check_lists(head: Head) -> None:
 
 
 def fitting(name: str, data: Any) -> dict[str, str]:
-    """Returns {path of a source: the stages that its first rows fit, and with which data.columns, in words or ""}."""
+    """Returns {path of a source: which stages its first rows fit, and with which data.columns, in words or ""}."""
     files = find(getattr(data, name), f"data.{name}")
     fits = {}
     for index, source in enumerate(completed(data, name)):
@@ -209,7 +209,7 @@ def fitting(name: str, data: Any) -> dict[str, str]:
 
 
 def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowError]]:
-    """Returns the first rows of a file, as data.transform makes them, and what of the file cannot be read."""
+    """Returns the first rows of a file after data.transform, and the errors of unreadable parts of the file."""
     (chunk, *_) = chunks.plan(file, "train", kind)
     rows, errors = list[dict[str, Any]](), list[RowError]()
     for number, decoded, _ in itertools.islice(chunks.rows(chunk), ROWS):
@@ -222,5 +222,5 @@ def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowEr
 
 
 def fits(row: dict[str, Any], kind: Kind) -> bool:
-    """Returns True if a row has a shape of a kind, or an error other than its shape."""
+    """Returns True if a row has a format of a kind, or fails for a reason other than its format."""
     return any(not isinstance(made, dict) or shape_of(made, kind) is not None for made in kind.rows(row))

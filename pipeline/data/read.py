@@ -1,8 +1,8 @@
 """Reads, validates, templates and tokenizes a job's rows once, into Arrow files in a cache folder, its parts.
 
-A task for each chunk of a file streams its rows and writes its part (tasks.py). Only small counts come back to the driver,
-whose memory does not grow with the data. It makes the report from them (report.py), rejects what cannot be trained on, and
-loads the parts as tables. A later run on the same files, tokenizer, template and options reuses the parts.
+A task for each chunk of a file streams its rows and writes its part (tasks.py). The driver receives only small counts, so its
+memory does not grow with the data. It makes the report from the counts (report.py), rejects unusable data, and loads the parts
+as tables. A later run with the same files, tokenizer, template and options reuses the parts.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from pipeline.errors import InputError
 from pipeline.system import storage
 
 VERSION = 16  # format of the parts; raise it if the same rows give other tokens or another report
-SMALL = 64 << 20  # most bytes of files that are tokenized without Ray; for more, starting Ray pays off
+SMALL = 64 << 20  # maximum bytes of files to tokenize without Ray. Larger files justify starting Ray
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Prepared:
     train: Any
     eval: Any
     report: Report
-    digests: dict[str, str]  # split -> sha256 of the rows it was made from
+    digests: dict[str, str]  # split -> sha256 of its rows
     fingerprints: dict[str, str]  # split -> name of the token table, the same on all workers
     mixture: Mixture | None = None  # sources of `train` if they have weights
 

@@ -1,4 +1,4 @@
-"""Reports what became of the rows: counts, reasons, token lengths, samples. Rejects sets of rows that cannot be used."""
+"""Reports the counts of rows, reasons, token lengths and samples. Rejects unusable datasets."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ from pipeline.errors import InputError, visible
 from pipeline.models.template import is_plain, text_as_chat
 
 PERCENTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
-# Kind of a row's error -> what is wrong with the row, if the kind itself does not say it
+# kind of a row's error -> what is wrong with the row, unless the kind itself says it
 ERROR_NAMES = {
     "not_json": "not JSON",
     "not_utf8": "not UTF-8",
@@ -46,9 +46,9 @@ ERROR_NAMES = {
     "unlabeled": "without a label",
     "unknown_label": "label that data.label does not know",
 }
-MAX_FILES = 8  # files that are not read, and named
-MANY = 0.05  # if a larger share of the rows is dropped, the headline says why
-MAX_LABELS = 8  # different values of a label that are shown one by one
+MAX_FILES = 8  # maximum number of unread files that are named
+MANY = 0.05  # if a larger fraction of the rows is dropped, the headline gives the reasons
+MAX_LABELS = 8  # maximum number of a label's values that are shown one by one
 # {split: name of its rows in the headline}
 ROWS_OF = {
     "train": "training rows",
@@ -60,9 +60,9 @@ ROWS_OF = {
 
 @dataclass
 class Split:
-    """Counts of the rows of `train` or `eval`, or of one source of it.
+    """Counts of the rows of `train` or `eval`, or of one of its sources.
 
-    `read` counts JSON rows, `kept` the token rows made of them (several for pos/neg answers).
+    `read` counts JSON rows, `kept` the token rows made from them (several for pos/neg answers).
     """
 
     read: int = 0
@@ -82,7 +82,7 @@ class Split:
     chat_rows: int = 0  # rows whose prompt is messages
     unread: dict[str, int] = field(default_factory=dict)  # column that the model does not see -> rows
     ended: int = 0  # rows whose trained tokens include an end token
-    # Of one source: its number and what the job says of it
+    # for one source: its number and its settings in the job
     source: int = 0
     path: str = ""
     revision: str = ""  # the commit of a dataset on the Hub
@@ -101,7 +101,7 @@ class Report:
     # Split -> its sources, in the job's order
     sources: dict[str, list[Split]] = field(default_factory=dict)
     duplicates: int = 0  # rows equal to an earlier row of the same split
-    skipped: list[str] = field(default_factory=list)  # the first rows left out, file:line each
+    skipped: list[str] = field(default_factory=list)  # file:line of the first rows that were dropped
     samples: list[str] = field(default_factory=list)
     packed: int | None = None  # packed training rows
     # (eval rows whose prompt is also in train, eval rows also there with completions), or None without eval
@@ -113,7 +113,7 @@ class Report:
     seconds: float = 0.0
 
     def row_format(self) -> str | None:
-        """Returns what a model sees of the rows: chat, text, or both. None: there are no rows."""
+        """Returns the format of the rows for a model: chat, text, or both. Returns None if there are no rows."""
         rows = {"chat": 0, "text": 0}
         for split in self.splits.values():
             rows["chat"] += split.chat_rows
@@ -121,7 +121,7 @@ class Report:
         return "both" if all(rows.values()) else next((name for name in rows if rows[name]), None)
 
     def labels(self) -> tuple[int, int]:
-        """Returns (desirable, undesirable) rows of an epoch; a source with a weight counts as it is drawn, on average."""
+        """Returns (desirable, undesirable) rows of an epoch. A weighted source counts with its average draws."""
         desirable = drawn = 0.0
         for one in self.sources["train"]:
             share = 1 if one.drawn is None else one.drawn / max(1, one.rows)
@@ -187,7 +187,7 @@ class Report:
         if split.desirable is not None:
             yield "labels", f"{split.desirable:,} desirable, {split.kept - split.desirable:,} undesirable"
         for column, values in split.label_values.items():
-            if len(values) > MAX_LABELS:  # such as a scale: only the meanings
+            if len(values) > MAX_LABELS:  # for many values, such as a scale, show only the meanings
                 meanings = Counter[str]()
                 for value, rows in values.items():
                     meanings[value.rpartition(" = ")[2]] += rows
@@ -262,7 +262,7 @@ def line(title: str, text: str) -> str:
 
 
 def report_of(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Report:
-    """Makes the report from the counts of all chunks, which come in the order of the chunks."""
+    """Makes the report from the counts of all chunks, in the order of the chunks."""
     report = Report(options.stage, options.max_length, text_as_chat=options.apply_template)
     for name in ("train", "eval"):
         if with_split := [one for one in counts if any(split == name for split, *_ in one.tally)]:
@@ -347,9 +347,9 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
 
 
 def check_rows_are_usable(counts: Sequence[Counts], options: Options) -> None:
-    """Raises InputError for bad rows, unless data.on_error skips them, and for a set of which no row is left.
+    """Raises InputError for bad rows, unless data.on_error skips them, and for a dataset without usable rows.
 
-    Counts a file without rows as a bad row in its first chunk.
+    A file without rows counts as a bad row in its first chunk.
     """
     read = Counter[str]()
     for one in counts:
@@ -393,7 +393,7 @@ def unclear_labels(total: Mapping[str, Counter[str]]) -> bool:
 
 
 def complaint(counts: Sequence[Counts]) -> str:
-    """Returns the message for a set with bad rows: how many of which kind, the first of them, and what to do."""
+    """Returns the message for a dataset with bad rows: number of each kind, the first rows, and what to do."""
     total = totals(counts)
     kinds, read = total["bad"], total["read"].total()
     bad = kinds.total() - kinds["empty_file"]
@@ -415,7 +415,7 @@ def in_words(kinds: Counter[str]) -> str:
 
 
 def name_of(kind: str) -> str:
-    """Returns in a few words what is wrong with a row, by the kind of its error."""
+    """Returns in a few words what is wrong with a row, from the kind of its error."""
     return ERROR_NAMES.get(kind, kind.replace("_", " "))
 
 

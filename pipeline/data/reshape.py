@@ -1,14 +1,14 @@
-"""How a job changes a raw row before its shape is determined: data.transform, data.columns, then data.label.
+"""Changes a raw row as the job says, before its format is determined: data.transform, data.columns, then data.label.
 
-A transform is called once for each row, in any process and order, so its result depends on the row alone.
+A transform is called once per row, in any process and order, so its result must depend on the row alone.
 
-    first + second + label                        the label picks the side: chosen and rejected
-    first + second + first_score + second_score   the higher score does
+    first + second + label                        the label chooses: chosen and rejected
+    first + second + first_score + second_score   the higher score chooses
     label                                         a rating becomes true or false
 
-Without data.label, what a label means is derived if its values can mean only one thing: 1 and 2, numbers between them (1.5 is
-a tie), words such as a and b, model_a and model_b, and tie. Values 0 and 1 are ambiguous: the number of the better completion,
-or whether the first one is better. Columns such as response_0, response_1 and better_response_id settle that by their names.
+Without data.label, a label's meaning is derived if its values allow only one: 1 and 2, numbers between them (1.5 is a tie),
+words such as a and b, model_a and model_b, and tie. Values 0 and 1 are ambiguous: the number of the better completion, or
+whether the first one is better. Names such as response_0, response_1 and better_response_id resolve this.
 """
 
 import dataclasses
@@ -30,19 +30,19 @@ from pipeline.errors import InputError, in_brief
 from pipeline.system.functions import imported
 
 EXPECTED = "a row (dict), a list of rows, or None to leave it out"  # what data.transform may return
-function = cache(imported)  # of `python:module:function`
+function = cache(imported)  # the function of `python:module:function`
 
 
 # ---- data.columns ----------------------------------------------------------------------------------------------------
 
 
 Columns = Mapping[str, str | list[str]]
-# Fields of two completions that are not in order of preference (`ordered`)
+# fields of two completions without an order of preference (`ordered`)
 UNORDERED = ("first", "second", "label", "first_score", "second_score")
 
 
 def shapes_with(columns: Columns, shapes: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Returns the shapes that have all mapped fields, so that other columns cannot select a shape without them."""
+    """Returns the formats with all mapped fields, so that other columns cannot select a format without them."""
     sides = {"first": "chosen", "second": "rejected"}
     fields = [field for field in columns if field != "label" or "first" not in columns]
     mapped = {sides.get(field, field) for field in fields} & {*itertools.chain(*shapes.values())}
@@ -50,9 +50,9 @@ def shapes_with(columns: Columns, shapes: Mapping[str, tuple[str, ...]]) -> dict
 
 
 def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dict[str, Any]:
-    """Returns the row with the fields of `columns` in place of the columns that they are made of.
+    """Returns the row with the fields of `columns` in place of their columns.
 
-    Raises RowError if it lacks the column of a field that is `needed`, or of a field whose name is an unmapped column.
+    Raises RowError if the row lacks the column of a `needed` field, or has an unmapped column with a field's name.
     """
     fields: dict[str, Any] = {}
     sources = [one for column in columns.values() for one in listed(column)]
@@ -76,7 +76,7 @@ def value_at(row: dict[str, Any], path: str) -> Any:
         return row[path]
     value: Any = row
     for part in path.split("."):
-        value = decoded(value)  # a CSV file holds lists and objects as their JSON text
+        value = decoded(value)  # a CSV file holds lists and objects as JSON text
         if isinstance(value, dict) and part in value:
             value = value[part]
         elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
@@ -95,24 +95,24 @@ WORDS = {
     "second": re.compile(rf"{_WORD}(?:b|2|second|right)(?:better|isbetter|wins?)?"),
     "tie": re.compile(r"(?:tie|tied|draw|equal|same|both|neither|none).*"),
 }
-NAMES = ("first", "second", "tie", "good", "bad")  # what a value of a label may mean
+NAMES = ("first", "second", "tie", "good", "bad")  # possible meanings of a label's value
 UNRATED = ("nan", "n/a", "na", "#n/a", "<na>", "null", "none")
-SEVERAL = 12  # a column with more different values is no label
-RARE = 0.05  # up to this share of the labels, an unknown text counts as an error of its row
-# Names of labels that hold the number of a completion, such as better_response_id; not `label`, which may mean anything.
+SEVERAL = 12  # a column with more distinct values is not a label
+RARE = 0.05  # up to this fraction of the labels, an unknown text is an error of its row
+# Labels with such names hold the number of a completion, as in better_response_id. `label` alone may mean anything.
 NUMBER_OF = re.compile(r"(?i)(?<![a-z])(id|idx|index|choice|better|best|winner)(?![a-z])")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What the values of a label mean, after `comparable`: the first, the second or a tie; or good or bad."""
+    """The meaning of a label's values, after `comparable`: first, second or tie; or good or bad."""
 
     first: tuple[Any, ...] = ()
     second: tuple[Any, ...] = ()
     tie: tuple[Any, ...] = ()
     good: tuple[Any, ...] = ()
     bad: tuple[Any, ...] = ()
-    derived: bool = False  # derived from the first rows; words then have the meanings of WORDS, too
+    derived: bool = False  # derived from the first rows; words then also have the meanings of WORDS
 
     @classmethod
     def of(cls, label: Mapping[str, Any]) -> "Rule":
@@ -127,7 +127,7 @@ class Rule:
         return ", ".join(f"{end} ({name})" for end, name in shown) or "a or b, or tie"
 
     def meaning(self, value: Any) -> str:
-        """Returns which of NAMES a value means; a rating between good and bad is a `tie`. Raises KeyError for other values."""
+        """Returns the meaning (one of NAMES) of a value. A rating between good and bad is a `tie`. Raises KeyError for others."""
         value = comparable(value)
         for name in NAMES:
             if value in getattr(self, name) or (self.derived and side_of(value) == name):
@@ -150,7 +150,7 @@ def listed(values: Any) -> list[Any]:
 
 
 def unpacked_label(label: Any) -> Any:
-    """Returns the list of labels whose JSON text a label is, as in CSV, or the label itself."""
+    """Returns the list of labels in a JSON text, as in CSV, or the label itself."""
     made = decoded(label) if isinstance(label, str) and label.lstrip().startswith("[") else label
     return made if isinstance(made, list) else label
 
@@ -172,7 +172,7 @@ def side_of(value: Any) -> str | None:
 
 
 def vote(label: Any, rule: Rule) -> str:
-    """Returns what most votes mean, tie, or unlabeled if there are none. A label that is no list is the only vote."""
+    """Returns the meaning of most votes, or tie, or unlabeled without votes. A label that is not a list is the only vote."""
     votes: Counter[str] = Counter()
     for value in listed(unpacked_label(label)):
         try:
@@ -187,12 +187,12 @@ def vote(label: Any, rule: Rule) -> str:
 
 
 def is_blank(value: Any) -> bool:
-    """Returns True for null and blank text: in CSV nothing is empty text."""
+    """Returns True for null and blank text. In CSV, an empty cell is empty text."""
     return value is None or (isinstance(value, str) and not value.strip())
 
 
 def is_unrated(value: Any) -> bool:
-    """Returns True for a rating that is blank, or what pandas and spreadsheets write for that as text."""
+    """Returns True for a rating that is blank, or the text of pandas and spreadsheets for a missing one."""
     return is_blank(value) or (isinstance(value, str) and value.strip().lower() in UNRATED)
 
 
@@ -206,9 +206,9 @@ def _score(value: Any, name: str) -> float | None:
 
 
 def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.label") -> Rule:
-    """Returns the rule that the labels of the first rows follow; `columns` is their data.columns.
+    """Returns the rule that the labels of the first rows follow. `columns` is their data.columns.
 
-    Raises InputError with the data.label to set if they are ambiguous.
+    Raises InputError with the data.label to set if the labels are ambiguous.
     """
     column = ", ".join(listed(columns.get("label", "label")))
     flat = (
@@ -224,9 +224,9 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
     ]
     numbers = sorted(value for value in values if isinstance(value, float))
     words = {side_of(value) for value in values if not isinstance(value, float)}
-    # A 1 may mean the first or the second, and "right" may mean correct.
+    # A 1 may mean the first or the second. "right" may mean correct.
     doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
-    # The label holds the number of a completion if all names say so, such as response_0, response_1 and better_response_id
+    # If all names say so, the label holds the number of a completion, as in response_0, response_1 and better_response_id.
     pair = columns.get("first", ""), columns.get("second", "")
     zeros = re.finditer(r"(?<!\d)0(?!\d)", pair[0])
     numbered = any(pair[0][: at.start()] + "1" + pair[0][at.end() :] == pair[1] for at in zeros)
@@ -242,7 +242,7 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
     ends = [f"{one:g}" for one in numbers] if numbers else sorted(map(str, distinct.values()))
     said = "{first: VALUE, second: VALUE, tie: VALUE}"
     when = "where a VALUE may be a list"
-    if len(ends) == len(distinct) > 1 and (numbers or len(ends) == 2):  # more words have no order
+    if len(ends) == len(distinct) > 1 and (numbers or len(ends) == 2):  # more than two words have no order
         said = f"{{first: {ends[0]}, second: {ends[-1]}}}"
         when = f"if {ends[0]} means that the first completion is better (and tie: VALUE for neither)"
     raise InputError(
@@ -259,10 +259,10 @@ NoteLabel = Callable[[str, str], None]  # (column of a label, "VALUE = MEANING")
 
 @dataclass(frozen=True)
 class Preprocess:
-    """What is done to each row of a job; all of it is part of the cache key."""
+    """The changes to each row of a job. All of them are part of the cache key."""
 
     columns: Columns = dataclasses.field(default_factory=dict)
-    rule: Rule | None = None  # unset if it is not known, or if there are no labels
+    rule: Rule | None = None  # unset if the rule is unknown or there are no labels
     transform: str | None = None
     transform_digest: str = ""
     group_by: str | None = None  # `transform` gets all consecutive rows with the same value in this column
@@ -270,10 +270,10 @@ class Preprocess:
     def rows(
         self, row: Any, needed: Iterable[str], has_pairs: bool, note_label: NoteLabel | None = None
     ) -> Iterator[Any]:
-        """Yields what a decoded row becomes: rows, RowError or Dropped.
+        """Yields the results of a decoded row: rows, RowError or Dropped.
 
-        `needed` are the fields that shapes need, `has_pairs` says whether a row may have two completions, and `note_label`
-        is called with the column of each label, and what its value means.
+        `needed` are the fields that formats need. `has_pairs` says whether a row may have two completions. `note_label` is
+        called with each label's column and the meaning of its value.
         """
         for made in self.transformed(row):
             try:
@@ -285,7 +285,7 @@ class Preprocess:
                 yield error
 
     def transformed(self, row: Any) -> Iterator[Any]:
-        """Yields what data.transform makes of a row, or of the list of rows of a group: rows, RowError or Dropped."""
+        """Yields the results of data.transform for a row, or for a group's list of rows: rows, RowError or Dropped."""
         if self.transform is None or isinstance(row, RowError):
             yield flat(row, listed(self.columns.get("label")))
             return
@@ -304,14 +304,14 @@ class Preprocess:
             try:
                 found = f"{type(one).__name__} {show(one)}"
                 if isinstance(one, dict):
-                    yield json.loads(row_json(one))  # as JSON has it: with text keys and without tuples
+                    yield json.loads(row_json(one))  # like JSON: with text keys and without tuples
                     continue
             except (TypeError, ValueError, RecursionError) as error:
                 found = f"a row that is not JSON ({in_brief(error, 100)})"
             yield RowError("transform", "", f"{found} returned by {self.transform}", EXPECTED)
 
     def _labelled(self, row: dict[str, Any], has_pairs: bool, note_label: NoteLabel | None) -> Any:
-        """Returns the row with the side that its label or scores pick, or Dropped if neither is better."""
+        """Returns the row with the completion that its label or scores choose, or Dropped if neither is better."""
         rule = self.rule or Rule()
         if rule.good and "label" in row:
             meaning = vote(row["label"], rule)

@@ -1,6 +1,6 @@
-"""The formats of rows: for each kind its shapes (sets of fields), parser and token columns. Rows -> Records; no tokenizer.
+"""Row formats: for each kind its shapes (sets of fields), parser and token columns. Turns rows into Records; no tokenizer.
 
-KIND is the table; config.stages.STAGE says which kind a stage reads. A row has the first shape whose fields are all there.
+KIND is the table. config.stages.STAGE says which kind a stage reads. A row has the first shape whose fields all exist.
 """
 
 import contextlib
@@ -45,42 +45,42 @@ from pipeline.references import Ref
 class Record:
     """A row in canonical form.
 
-    `pairs` holds the completions: one 1-tuple for a demonstration, (chosen, rejected) for each pair of preferences,
-    nothing for a prompt. Completions are text if `prompt` is text, else messages that begin with an assistant turn.
+    `pairs` holds the completions: one 1-tuple for a demonstration, (chosen, rejected) for each preference pair, nothing for a
+    prompt. Completions are text if `prompt` is text, or else messages that begin with an assistant turn.
     """
 
     prompt: Text
     pairs: list[tuple[Text, ...]] = field(default_factory=list)
-    all_turns: bool = False  # whether the assistant turns inside `prompt` are trained too
-    # Turns that are not trained, numbered through prompt and completion
+    all_turns: bool = False  # whether assistant turns inside `prompt` are also trained
+    # untrained turns, numbered through prompt and completion
     untrained: frozenset[int] = frozenset()
     margin: float | None = None
-    # Of rated completions: whether each of `pairs`, which are 1-tuples, is desirable
+    # for rated completions: whether each 1-tuple in `pairs` is desirable
     labels: tuple[bool, ...] = ()
-    # The registered version that wrote the row, models:/NAME/NUMBER, if the row names one
+    # the registered version that wrote the row, models:/NAME/NUMBER, or None if the row names none
     version: str | None = None
-    judges: tuple[str, ...] = ()  # that scored the row, judge:FILE@DIGEST, if its `reward_version` names any
-    tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that may be called
-    # Variables of the chat template, such as enable_thinking
+    judges: tuple[str, ...] = ()  # judges (judge:FILE@DIGEST) that scored the row, by its `reward_version`
+    tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that a completion may call
+    # variables of the chat template, such as enable_thinking
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()  # columns of the row, and keys of its messages, that nothing reads
-    row: str = ""  # JSON: the prompt and all other columns, as a Python reward gets them
+    unread: tuple[str, ...] = ()  # columns of the row, and keys of its messages, that no code reads
+    row: str = ""  # JSON of the prompt and all other columns, as a Python reward gets them
 
     def joined(self) -> bool:
-        """Returns True if a text prompt and a completion meet without white space."""
+        """Returns True if no white space separates a text prompt from its completion."""
         if not isinstance(self.prompt, str) or self.prompt[-1:].isspace():
             return False
         return any(not str(side)[:1].isspace() for pair in self.pairs for side in pair)
 
     def prompt_content(self) -> str:
-        """Returns the key by which a hold-out is split, equal for a text prompt and one message with the same content."""
+        """Returns the key for splitting a hold-out, which is equal for a text prompt and one message with the same content."""
         turns = as_turns(self.prompt)
         if len(turns) == 1:
             return words(turns[0]).strip()
         return json.dumps([[turn["role"], words(turn)] for turn in turns], ensure_ascii=False)
 
     def digests(self) -> bytes:
-        """Returns 8 bytes of the prompt and 8 of prompt and completions, equal for text and messages with the same content."""
+        """Returns 8 bytes for the prompt and 8 for prompt and completions, equal for text and messages with the same content."""
         prompt = self.prompt_content()
         completions = json.dumps([[plain(side) for side in pair] for pair in self.pairs], ensure_ascii=False)
         return digest(prompt).to_bytes(8) + digest(f"{prompt}\0{completions}").to_bytes(8)
@@ -96,17 +96,17 @@ Ids = list[int]
 
 @dataclass(frozen=True)
 class Kind:
-    """What the rows of one kind are, from JSON to token ids."""
+    """The rows of one kind, from JSON to token ids."""
 
-    # name of a shape -> the fields that it needs; a row has the first shape whose fields are all there
+    # shape -> the fields that it needs; a row has the first shape whose fields all exist
     shapes: Mapping[str, tuple[str, ...]]
     parse: Callable[[dict[str, Any], str], Record]  # (row, name of the shape) -> Record; raises RowError
     columns: tuple[str, ...]  # columns of the token table
     # learned: the policy learns to write the completions of the rows. scored: a reward model scores them.
     # written: the rows have only prompts, and the policy writes the completions.
     completions: Literal["learned", "scored", "written"]
-    further: frozenset[str] = frozenset()  # fields that no shape needs, and that it reads
-    # keys of messages, other than messages.READ, that the chat template reads
+    further: frozenset[str] = frozenset()  # fields that no shape needs, but the kind reads
+    # keys of messages that the chat template reads, other than messages.READ
     message_keys: frozenset[str] = frozenset({*THOUGHTS, *ABOUT_TOOLS})
     stage: str = ""  # the stage that error messages name
     preprocess: Preprocess = NOTHING  # how the job changes a raw row
@@ -118,11 +118,11 @@ class Kind:
 
     @property
     def has_pairs(self) -> bool:
-        """Returns True if a row may have two completions, one preferred to the other."""
+        """Returns True if a row may have two completions, one of them preferred."""
         return self.completions != "written" and "rejected" in self.needed
 
     def rows(self, row: Any, note_label: NoteLabel | None = None) -> Iterator[Any]:
-        """Yields what a decoded row of a file becomes: rows, RowError or Dropped."""
+        """Yields the results of a decoded row: rows, RowError or Dropped."""
         for made in self.preprocess.rows(row, self.needed, self.has_pairs, note_label):
             if isinstance(made, dict):
                 read = self.further.union(self.shapes.get(shape_of(made, self) or "", ()))
@@ -156,7 +156,7 @@ def _shapes(*names: str) -> dict[str, tuple[str, ...]]:
 DEMONSTRATIONS = _shapes(
     "messages", "conversations", "prompt+completion", "prompt+answer", "instruction+output"
 )
-# Columns that say whether a completion is good (in TRL's KTOTrainer and in LLaMA-Factory), and their values if it is bad.
+# Columns that say whether a completion is good (in TRL's KTOTrainer and in LLaMA-Factory), and their values for bad.
 LABELS = {"label", "kto_tag"}
 _BAD = (
     "bad dislike disliked down f false n negative no reject rejected thumbs_down undesirable unsafe wrong 👎"
@@ -166,9 +166,9 @@ GOOD = (1, *"chosen desirable good like liked positive t thumbs_up true up y yes
 
 
 def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
-    """Returns a demonstration of one of DEMONSTRATIONS to imitate. Raises RowError if one of LABELS calls it bad.
+    """Returns a demonstration of one of DEMONSTRATIONS to imitate. Raises RowError if one of LABELS says that it is bad.
 
-    A label that says something else is a column that is not read.
+    A label that means something else is an unread column.
     """
     labels = {name: is_good(row[name]) for name in sorted(LABELS & row.keys())}
     if bad := [name for name, good in labels.items() if good is False]:
@@ -181,7 +181,7 @@ def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
 
 
 def majority(label: Any) -> Any:
-    """Returns what most labels of a list say, true, false, or null if it is neither. Returns other labels unchanged."""
+    """Returns the majority of a list of labels: true, false, or null if there is none. Returns other labels unchanged."""
     given = reshape.unpacked_label(label)
     votes = [is_good(one) for one in reshape.listed(given) if not reshape.is_unrated(one)]
     if None in votes or not isinstance(given, list):
@@ -191,7 +191,7 @@ def majority(label: Any) -> Any:
 
 
 def is_good(label: Any) -> bool | None:
-    """Returns whether a label calls a completion good, or None if it is something else, such as a topic."""
+    """Returns whether a label means a good completion, or None if it is something else, such as a topic."""
     value = label.strip().lower().replace(" ", "_") if isinstance(label, str) else label
     with contextlib.suppress(ValueError, TypeError):
         value = float(value)
@@ -201,12 +201,12 @@ def is_good(label: Any) -> bool | None:
 
 
 def are_clear(labels: Sequence[Any]) -> bool:
-    """Returns True if each label calls a completion good or bad. Beside -1, a 0 may mean that it has no rating."""
+    """Returns True if each label means good or bad. Next to -1, a 0 may mean an unrated completion."""
     return None not in map(is_good, labels) and not {0.0, -1.0} <= {*map(reshape.comparable, labels)}
 
 
 def are_mostly(labels: Sequence[Any]) -> bool:
-    """Returns True if most labels call a completion good or bad, so that others, such as neutral, are no topics."""
+    """Returns True if most labels mean good or bad, so that other labels, such as neutral, are not topics."""
     return 2 * [*map(is_good, labels)].count(None) < len(labels)
 
 
@@ -257,14 +257,14 @@ PREFERENCES = _shapes(
     *(f"{prompt}+chosen+rejected" for prompt in ("prompt", "conversations", "messages", "instruction")),
     "chosen+rejected",
 )
-# Largest margin of a pair. TRL's RewardTrainer minimizes -logsigmoid(score_chosen - score_rejected - margin): beyond some tens
-# the gradient no longer depends on the pair, and the scores are driven apart without end. Llama 2's margins are 1/3 to 3.
+# Maximum margin of a pair. TRL's RewardTrainer minimizes -logsigmoid(score_chosen - score_rejected - margin). Above some tens
+# the gradient no longer depends on the pair, and the scores diverge. Llama 2's margins are 1/3 to 3.
 LARGEST_MARGIN = 100.0
 
 
 def parse_preference(row: dict[str, Any], shape: str) -> Record:
     """Parses a row of one of PREFERENCES: one pair, or one for each index of `pos_answers` and `neg_answers`."""
-    margin = decoded(row.get("margin"))  # in CSV, a number is text, and a missing value is empty text
+    margin = decoded(row.get("margin"))  # in CSV, numbers and missing values are text
     if margin in (None, ""):
         margin = None
     elif isinstance(margin, bool) or not isinstance(margin, int | float):
@@ -286,9 +286,9 @@ def parse_preference(row: dict[str, Any], shape: str) -> Record:
     elif shape == "chosen+rejected":
         prompt, completions = split_transcripts(row, row.get("system"))
         pairs = [completions]
-    elif any(repeats_prompt(row[side]) for side in SIDES):  # UltraFeedback: both sides repeat it
+    elif any(repeats_prompt(row[side]) for side in SIDES):  # UltraFeedback: both completions repeat it
         key = shape.partition("+")[0]
-        empty = isinstance(row[key], str) and not row[key].strip()  # contradicts nothing
+        empty = isinstance(row[key], str) and not row[key].strip()  # an empty text contradicts nothing
         prompt, completions = split_transcripts(row, row.get("system") if empty else None)
         prompt, pairs = prompt if empty else agreed(prompt, given_prompt(row, shape), key), [completions]
     else:
@@ -305,7 +305,7 @@ def parse_preference(row: dict[str, Any], shape: str) -> Record:
 def agreed(repeated: Text, given: Text, key: str) -> Text:
     """Returns the prompt of a row that has it in the field `key` (`given`) and again in both completions (`repeated`).
 
-    If one is the end of the other, returns the longer one: the field often holds one question of a conversation, or adds
+    If one prompt is the end of the other, returns the longer one: the field often holds one question of a conversation, or adds
     system turns. Otherwise, both prompts must be equal.
     """
 
@@ -316,7 +316,7 @@ def agreed(repeated: Text, given: Text, key: str) -> Text:
     for longer, shorter in (both[::-1], both):
         if stripped(longer[-len(shorter) :]) == stripped(shorter):
             return longer
-    # `given` is the first question of several
+    # `given` is the first of several questions.
     if isinstance(given, str) and stripped(both[0])[0] in stripped(both[1]):
         return repeated
     ends = [show(turns[-1]["content"]) for turns in both]
@@ -362,7 +362,7 @@ SCORED = {**PREFERENCES, **DEMONSTRATIONS}
 
 
 def parse_scored(row: dict[str, Any], shape: str) -> Record:
-    """Parses a demonstration or a preference, and stores the row for a Python reward."""
+    """Parses a demonstration or a preference, and stores the row for Python rewards."""
     read = parse_preference if shape in PREFERENCES else demonstration
     record = read(row, shape)
     record.row = as_json({**row, "prompt": record.prompt})
@@ -372,13 +372,13 @@ def parse_scored(row: dict[str, Any], shape: str) -> Record:
 # ---- benchmarks of reward models: a prompt and several completions, the correct ones first ---------------------------
 
 BENCHMARKS = _shapes("prompt+chosen+rejected")
-STYLED = 3  # correct and wrong completions of a row of RM-Bench: concise, detailed, markdown
+STYLED = 3  # number of correct and of wrong completions in a row of RM-Bench: concise, detailed, markdown
 
 
 def parse_benchmark(row: dict[str, Any], shape: str) -> Record:
-    """Parses a row of RewardBench 2 or RM-Bench, or a row with lists of correct and of wrong completions.
+    """Parses a row of RewardBench 2 or RM-Bench, or a row with lists of correct and wrong completions.
 
-    The other columns are kept, with `benchmark`, `subset`, and the numbers of `correct` and of all `completions`.
+    Keeps the other columns, and adds `benchmark`, `subset`, and the numbers of `correct` and of all `completions`.
     """
     good, bad = (
         [(f"{side}[{i}]", value) for i, value in enumerate(_as_list(row[side], side))] for side in SIDES
@@ -419,7 +419,7 @@ def _as_list(value: Any, key: str) -> list[Any]:
 
 # ---- prompts, for which completions are to be written ----------------------------------------------------------------
 
-# From chosen+rejected, rows get the prompt that both share
+# A row with chosen and rejected gets the prompt that both share.
 PROMPTS = _shapes("prompt", "conversations", "messages", "instruction", "chosen+rejected")
 
 
@@ -434,7 +434,7 @@ def parse_prompt(row: dict[str, Any], shape: str) -> Record:
 
 
 def parse_answered(row: dict[str, Any], shape: str) -> Record:
-    """Parses a row as `parse_prompt` does, and checks its `completion`, if any: its likelihood will be measured."""
+    """Parses a row like `parse_prompt`, and checks its `completion`, if any, because its likelihood will be measured."""
     record = parse_prompt(row, shape)
     if row.get("completion") not in (None, ""):
         completion_text(row["completion"], "completion", record.prompt)
@@ -464,7 +464,7 @@ KIND = {
 
 
 def kind_of(stage: str, preprocess: Preprocess = NOTHING) -> Kind:
-    """Returns the kind of rows that a stage reads. The rows of data.pairs and of data.benchmarks are kinds of their own."""
+    """Returns the kind of rows that a stage reads. The rows of data.pairs and data.benchmarks have separate kinds."""
     name = STAGE[stage].rows if stage in STAGE else stage
     assert name is not None, f"{stage} reads no rows"
     shapes = shapes_with(preprocess.columns, KIND[name].shapes)

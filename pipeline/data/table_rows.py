@@ -1,8 +1,8 @@
-"""The rows of Parquet and Arrow files, read a few at a time, as JSON would have them.
+"""Reads the rows of Parquet and Arrow files, a few at a time, as JSON would have them.
 
-A struct's missing field is null in such a file, and is left out, as in JSON. NaN, which pandas writes for a missing value,
-becomes null. Dates, bytes and decimals keep their Python types; messages.text rejects them in a column
-that the stage reads. No code of a file is run: columns with types of Python come as they are stored.
+In such a file, a struct's missing field is null. It is dropped, as in JSON. NaN, which pandas writes for a missing value,
+becomes null. Dates, bytes and decimals keep their Python types. If the stage reads their column, messages.text rejects them. No
+code in a file is run: columns with Python types keep their stored values.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from pipeline.errors import in_brief
 from pipeline.system import storage
 
 ROWS = 256  # rows read at a time
-BYTES = 4 << 20  # most bytes of a batch of rows; a row may hold an image
-BUFFER = 1 << 20  # bytes of a column; without a buffer, memory holds the full row group
+BYTES = 4 << 20  # maximum bytes of a batch of rows; a row may hold an image
+BUFFER = 1 << 20  # bytes per column; without a buffer, memory would hold the full row group
 
 Piece = tuple[int, int, int]  # rows [start, stop), or -1 to the end; bytes
 
@@ -32,7 +32,7 @@ def pieces(path: str, format: str, size: int, chunk_bytes: int) -> list[Piece]:
     """
     whole = [(0, -1, size)]
     if format == "arrow" and storage.is_remote(path):
-        return whole  # the file does not say where its batches begin
+        return whole  # the file does not store where its batches begin
     joined: list[Piece] = []
     start = stop = held = 0
     with contextlib.suppress(*_damage()), _opened(path) as file:
@@ -54,7 +54,7 @@ def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
     try:
         with _opened(path) as file:
             for size, _, read in _groups(file, format):
-                # One group at a time, so that damage is reported by its row
+                # One group at a time, so that an error has the row of the damage.
                 for batch in read() if start <= at and (stop < 0 or at < stop) else ():
                     if error := repeated_column(batch.schema.names):
                         yield 1, error, b""
@@ -89,7 +89,7 @@ def _opened(path: str) -> Any:
 
 
 def _groups(file: Any, format: str) -> Iterator[tuple[int, int, Callable[[], Iterator[Any]]]]:
-    """Yields (rows, bytes, a function that reads them in batches) of each row group, or record batch of Arrow."""
+    """Yields (rows, bytes, function that reads them in batches) for each row group of Parquet or record batch of Arrow."""
     import pyarrow.parquet as pq
 
     def at_a_time(rows: int, size: int) -> int:
@@ -116,7 +116,7 @@ def _groups(file: Any, format: str) -> Iterator[tuple[int, int, Callable[[], Ite
 
 
 def _record_batches(file: Any) -> Iterator[Any]:
-    """Yields the batches of an Arrow file, or of an Arrow stream, which the datasets library writes with the same suffix."""
+    """Yields the batches of an Arrow file or stream. The datasets library writes streams with the same suffix."""
     import pyarrow as pa
 
     is_file = file.read(6) == b"ARROW1"
@@ -164,7 +164,7 @@ def tidy(value: Any) -> Any:
 
 
 def _canonical(row: dict[str, Any]) -> bytes:
-    """Returns the row as bytes. Equal rows have equal bytes, whatever the compression of their files."""
+    """Returns the row as bytes. Equal rows have equal bytes for any compression of their files."""
 
     def short(value: Any) -> str:
         return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)

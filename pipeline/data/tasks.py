@@ -1,6 +1,6 @@
-"""One task: reads the rows of a chunk, writes the good ones as a part of token rows, and counts all of them.
+"""Runs one task: reads the rows of a chunk, writes the good ones as a part of token rows, and counts all of them.
 
-Only `Counts` come back to the driver: they are small, however long the chunk.
+The driver receives only `Counts`, which do not grow with the chunk.
 """
 
 import functools
@@ -22,14 +22,14 @@ from pipeline.data.values import Dropped, RowError
 from pipeline.system import storage
 
 BATCH = 256  # rows tokenized together
-BATCH_BYTES = 16 << 20  # most bytes of a batch of rows; a row may be a book
-SAMPLES = 3  # token rows that are shown as text
+BATCH_BYTES = 16 << 20  # maximum bytes of a batch of rows; a row may be a book
+SAMPLES = 3  # number of token rows that are shown as text
 Read = Record | RowError | Dropped  # a row before it is tokenized
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a task needs to know; all of it is part of the cache key."""
+    """The settings of a task. All of them are part of the cache key."""
 
     stage: str
     max_length: int
@@ -57,7 +57,7 @@ class Options:
 
 
 def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
-    """Runs the work on chunks by number, for Ray Data. `shared` references what read.run ships once."""
+    """Runs the work on chunks by number, for Ray Data. `shared` references the data that read.run sends once."""
     chunks, work = _fetched(shared)
     for index in map(int, batch["id"]):
         yield {"index": [index], "result": [pickle.dumps(work(chunks[index], index))]}
@@ -65,7 +65,7 @@ def run_chunks(batch: dict[str, Any], shared: Any) -> Iterator[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=2)
 def _fetched(reference: Any) -> Any:
-    """Returns what the driver shipped, unpickled once in each worker process."""
+    """Returns the data from the driver, unpickled once in each worker process."""
     import ray
 
     return ray.get(reference)
@@ -88,7 +88,7 @@ def tokenize(
     folder: str,
     repeated: Mapping[int, Iterable[int]] | None = None,
 ) -> Counts:
-    """Makes the parts of chunk number `index` in `folder`, one for each split, without `repeated` rows of data.deduplicate."""
+    """Makes the parts of chunk number `index` in `folder`, one per split, without `repeated` rows if data.deduplicate is set."""
     left_out = set((repeated or {}).get(index, ()))
     task = Task(chunk, index, encoder_of(tokenizer, options, chunk), options, folder)
     counts, kind = task.counts, task.encoder.kind
@@ -113,7 +113,7 @@ def tokenize(
     for name, writer in task.writers.items():
         counts.parts[name] = writer.close()
         counts.add(name, "rows", number=counts.parts[name][1])
-    # Only now are the lines before the chunk counted, to locate the reported rows in the file
+    # The lines before the chunk are counted only now, to locate the reported rows in the file.
     if named := {id(error): error for error in (*counts.errors.values(), counts.unread) if error}:
         locate([*named.values()], chunk)
     return counts
@@ -132,7 +132,7 @@ def encoder_of(tokenizer: Any, options: Options, chunk: Chunk | None = None) -> 
 
 
 def checked(row: Any, kind: Kind) -> Record | RowError:
-    """Returns a row as a Record, or what is wrong with it."""
+    """Returns a row as a Record, or its error."""
     try:
         return parse(row, kind)
     except RowError as error:
@@ -140,7 +140,7 @@ def checked(row: Any, kind: Kind) -> Record | RowError:
 
 
 class Task:
-    """The parts made from one chunk, and its counts up to now."""
+    """The parts made from one chunk, and its counts so far."""
 
     def __init__(self, chunk: Chunk, index: int, encoder: Encoder, options: Options, folder: str):
         self.chunk, self.index, self.encoder = chunk, index, encoder
@@ -213,7 +213,7 @@ class Task:
         self.writers[name].add(example.columns)
 
     def split_of(self, number: int, record: Record) -> str:
-        """Returns the split of a row. All rows that data.transform makes of one row follow the first of them."""
+        """Returns the split of a row. All rows that data.transform makes from one row get the split of the first."""
         if number != self.placed[0]:
             away = held_out(record.prompt_content(), self.options)
             self.placed = number, "eval" if away else self.chunk.split
@@ -229,11 +229,11 @@ def held_out(prompt: str, options: Any) -> bool:
 
 
 GROUP_TOKENS = 1 << 18  # tokens of a record batch
-PACK_ROWS = 4096  # rows packed together: bounded, and importing TRL for its packing costs 6 s in every task
+PACK_ROWS = 4096  # rows packed together, to bound memory. Importing TRL's packing would cost 6 s per task
 
 
 class PartWriter:
-    """One Arrow file, written a bounded batch at a time. Its name is unique: a retried task writes another file."""
+    """Writes one Arrow file in batches of bounded size. Its name is unique, because a retried task writes another file."""
 
     def __init__(self, folder: str, stem: str, options: Options):
         import pyarrow as pa
@@ -244,7 +244,7 @@ class PartWriter:
         fs, inner = storage.filesystem(storage.join(folder, self.name))
         self.schema = schema(options)
         self.stream = fs.open_output_stream(inner)
-        self.writer = pa.ipc.new_file(self.stream, self.schema)  # uncompressed, so that reading can map it
+        self.writer = pa.ipc.new_file(self.stream, self.schema)  # uncompressed, to be memory-mapped
 
     def add(self, columns: dict[str, Any]) -> None:
         self.rows.append(columns)
@@ -282,7 +282,7 @@ def schema(options: Options) -> Any:
 
 
 def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Joins complete rows into bins of at most `size` tokens (best-fit decreasing); `seq_lengths` keeps the borders."""
+    """Joins complete rows into bins of at most `size` tokens (best-fit decreasing). `seq_lengths` keeps the borders."""
     free = defaultdict[int, list[list[dict[str, Any]]]](list)  # free tokens -> bins
     bins: list[list[dict[str, Any]]] = []
     for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
@@ -310,12 +310,12 @@ def pack(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
 def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limit: int = 1200) -> str:
     """Returns a token row as text, with its trained tokens (or both completions of a pair) between ⟦ and ⟧.
 
-    `prompt_tokens` is the length of the prompt that both sides of a pair begin with.
+    `prompt_tokens` is the length of the prompt that both completions of a pair share.
     """
     decode = tokenizer.decode
 
     def begun(ids: list[int]) -> str:
-        """Returns the text of a row's first tokens, the last of which may be a part of a character: one of at most 4 bytes."""
+        """Returns the text of a row's first tokens. The last token may be part of a character, which has at most 4 bytes."""
         texts = (str(decode(ids[: max(0, len(ids) - cut)])) for cut in range(4))
         return next((text for text in texts if not text.endswith("\ufffd")), "")
 
@@ -323,7 +323,7 @@ def sample(tokenizer: Any, columns: dict[str, Any], prompt_tokens: int = 0, limi
         ids, text, shown, stop = columns["input_ids"], "", 0, 0
         for trained, run in itertools.groupby(columns["labels"], lambda label: label != -100):
             stop += len([*run])
-            # Decoded from the begin, because decoders drop the first space of a text
+            # decoded from the start, because decoders drop the first space of a text
             so_far = decode(ids) if stop == len(ids) else begun(ids[:stop])
             piece, shown = so_far[shown:], max(shown, len(so_far))
             text += f"⟦{piece}⟧" if trained else piece

@@ -1,9 +1,9 @@
-"""Messages -> the text of a chat template, and the spans of the completions in it.
+"""Renders messages with a chat template, and finds the completions in the text.
 
-A completion spans from the end of `messages[:i]` with generation prompt to the end of `messages[:i+1]`; or it is the
-template's own `{% generation %}` block. Some templates render an earlier completion differently from the last one (Qwen3
-removes its thoughts): its span is then the part of the text that changes with its content. A row is rejected if the template
-leaves out a completion, changes its words, or does not render the last one after its generation prompt.
+A completion spans from the end of `messages[:i]` with generation prompt to the end of `messages[:i+1]`, or is the template's
+own `{% generation %}` block. Some templates render an earlier completion differently from the last one (Qwen3 removes its
+thoughts). Its span is then the part of the text that changes with its content. A row is rejected if the template drops a
+completion, changes its words, or does not render the last one after its generation prompt.
 """
 
 import copy
@@ -15,9 +15,9 @@ from pipeline.data.values import RowError, show
 from pipeline.errors import visible
 from pipeline.models.template import DATE, GENERATION
 
-BEGUN = 200  # most characters of a completion that the generation prompt may already contain
+BEGUN = 200  # maximum characters of a completion that the generation prompt may already contain
 
-Span = tuple[int, int]  # characters of a text: begin, end
+Span = tuple[int, int]  # begin and end of characters in a text
 
 
 class ChatTemplate:
@@ -27,13 +27,13 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.text = tokenizer.get_chat_template() if tokenizer.chat_template else None
         self.marks_completions = self.text is not None and GENERATION.search(self.text) is not None
-        # Of the row that is rendered: its tools, and the variables that it sets
+        # the tools and template variables of the row that is rendered
         self.tools: list[dict[str, Any]] | None = None
         self.settings: dict[str, Any] = {"date_string": DATE}
         self.variables, self.message_keys = names_in(self.text) if self.text else (frozenset(), frozenset())
 
     def of_row(self, tools: list[dict[str, Any]] | None, settings: dict[str, Any]) -> "ChatTemplate":
-        """Returns this template for a row with these tools, and with the variables that its chat_template_kwargs set."""
+        """Returns this template for a row with these tools, and with the variables in its chat_template_kwargs."""
         if not tools and not settings:
             return self
         other = copy.copy(self)
@@ -68,13 +68,13 @@ class ChatTemplate:
         return head, whole
 
     def asking(self, prompt: Turns) -> str:
-        """Returns the text of a prompt, up to the begin of the completion."""
+        """Returns the text of a prompt, up to the start of the completion."""
         head = self.render(prompt, True)
         self.check_rendered(prompt, head)
         return head
 
     def check_rendered(self, turns: Turns, text: str, start: int = 0) -> None:
-        """Raises RowError unless `text` has the last turn from `start` on, with words and thoughts, and all tool calls."""
+        """Raises RowError unless `text` has the last turn from `start` on, with words, thoughts and all tool calls."""
         for index, turn in enumerate(turns):
             for call in turn.get("tool_calls", ()):
                 if "tool_calls" not in self.message_keys or call["function"]["name"] not in text:
@@ -108,10 +108,10 @@ class ChatTemplate:
             spans = [span for i, span in zip(completions, spans, strict=True) if i not in untrained]
         elif not spans or len(trained) < len(completions):
             spans = [self._span(whole, turns, i) for i in trained]
-        one_each = len(spans) == len(trained)  # False: the template's blocks do not match the completions
+        one_each = len(spans) == len(trained)  # False if the template's blocks do not match the completions
         for at, i in enumerate(trained):
             content, text = turns[i]["content"].strip(), whole[slice(*spans[at])] if one_each else whole
-            # Thoughts of earlier completions may be left out
+            # The template may drop the thoughts of earlier completions.
             if i + 1 < len(turns) and not any(holds(text, one) for one in (content, answer(content))):
                 raise distorted(i, content)
         last = one_each and trained[-1] + 1 == len(turns)
@@ -140,10 +140,10 @@ class ChatTemplate:
         bare = {key: value for key, value in turns[i].items() if key not in THOUGHTS}
         for turn in (
             (turns[i], bare) if bare != turns[i] else (bare,)
-        ):  # gpt-oss's template leaves out the thoughts before a final answer
+        ):  # gpt-oss's template drops the thoughts before a final answer
             so_far = self.render([*turns[:i], turn], False)
             if whole.startswith(so_far):
-                # The template's text before the content is trained, too
+                # The template's text before the content is also trained.
                 return len(head) if follows else self._changing(whole, turns, i)[0], len(so_far)
         begin, stop = self._changing(whole, turns, i)
         return min(begin, len(head)) if follows else begin, stop
@@ -166,7 +166,7 @@ class ChatTemplate:
 
 
 def names_in(template: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns the variables of a chat template, and the keys that it may read of a message."""
+    """Returns the variables of a chat template, and the keys that it may read from a message."""
     from jinja2 import nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -179,9 +179,9 @@ def names_in(template: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def holds(text: str, content: str, start: int = 0) -> bool:
-    """Returns True if `text` contains `content`, ending after `start`, ignoring white space.
+    """Returns True if `text` contains `content` with its end after `start`, ignoring white space.
 
-    It may begin before `start`: some generation prompts end on the "<think>" that the completion begins with.
+    It may begin before `start`, because some generation prompts end with the "<think>" that the completion begins with.
     """
     if text.find(content, max(0, start - len(content) + 1)) >= 0:
         return True
@@ -213,6 +213,6 @@ def distorted(index: int, content: str) -> RowError:
 
 
 def without_tokens(part: str, name: str = "") -> RowError:
-    """Returns the error of a `prompt` or `completion`, in the field `name`, that has no token left."""
+    """Returns the error of a `prompt` or `completion` in the field `name` without any tokens."""
     found, expected = f"no token of a {part} after the chat template", f"a {part} that the template renders"
     return RowError(f"empty_{part}", name, found, f"{expected} and the tokenizer knows")

@@ -1,10 +1,10 @@
-"""The rows of JSON Lines, of a JSON array, and of CSV or TSV, gzipped or not. Memory holds one row, not the file.
+"""Reads rows of JSON Lines, of a JSON array, and of CSV or TSV, gzipped or not. Memory holds one row, not the file.
 
-A RowError replaces a row that cannot be read.
+A RowError replaces an unreadable row.
 
-Not ijson (3.6.0 tried, no faster): a NaN or an integer over 64 bits ends the file without naming its row, half surrogate
-pairs are replaced, and the bytes of a row, by which duplicates are counted, are gone. Not pyarrow's CSV reader: it guesses
-types (a prompt `42` becomes a number in some blocks), and its line numbers are wrong behind a row of several lines.
+We do not use ijson (3.6.0 was no faster). It stops at a NaN or an integer over 64 bits without naming the row, replaces half
+surrogate pairs, and loses a row's bytes, which identify duplicates. We do not use pyarrow's CSV reader. It guesses types (a
+prompt `42` becomes a number in some blocks), and its line numbers are wrong after a row of several lines.
 """
 
 import codecs
@@ -20,19 +20,19 @@ from typing import Any
 from pipeline.data.files import open_bytes
 from pipeline.data.values import RowError, fields_of, read_json, read_value, show, too_deep
 
-BLOCK = 1 << 20  # bytes that are read at a time
-ROW = 64 << 20  # most characters of an element of an array, and of a field of CSV
-# Of an array: white space, perhaps one sign, white space
+BLOCK = 1 << 20  # bytes to read at a time
+ROW = 64 << 20  # maximum characters of an array's element and of a CSV field
+# in an array: white space, optionally one sign, white space
 NEXT = re.compile(r"[ \t\r\n]*([\[,\]]?)[ \t\r\n]*")
-DELIMITERS = {"csv": ",;\t|", "tsv": "\t|"}  # delimiters of each format, the likeliest first
+DELIMITERS = {"csv": ",;\t|", "tsv": "\t|"}  # delimiters of each format, the most likely first
 REST = "all that follows"
 
 Row = tuple[int, Any, bytes]  # (number from 1, the decoded row or a RowError, its bytes)
 
 
 def text_rows(path: str, format: str, zipped: bool, start: int, stop: int) -> Iterator[Row]:
-    """Yields the rows of a file of the format lines, array, csv or tsv; of uncompressed lines those in bytes [start, stop)."""
-    number = int(format in DELIMITERS)  # the header is a line, but no row
+    """Yields the rows of a file in the format lines, array, csv or tsv. Limits uncompressed lines to bytes [start, stop)."""
+    number = int(format in DELIMITERS)  # the header is a line, but not a row
     with open_bytes(path) as raw:
         stream: Any = gzip.GzipFile(fileobj=raw) if zipped else io.BufferedReader(raw, BLOCK)
         if format in DELIMITERS:
@@ -51,7 +51,7 @@ def text_rows(path: str, format: str, zipped: bool, start: int, stop: int) -> It
 def json_rows(stream: Any, start: int, stop: int) -> Iterator[Row]:
     """Yields the decoded rows of lines. Empty lines are skipped, but counted."""
     at, number = start, 0
-    if start:  # the line that runs into the range belongs to the range before
+    if start:  # the previous range reads the line across the border
         stream.seek(start - 1)
         at += len(stream.readline(stop - start + 1)) - 1
     while (at < stop or stop < 0) and (line := stream.readline()):
@@ -78,7 +78,7 @@ def decode(line: bytes) -> Any:
 
 
 def array_rows(stream: Any) -> Iterator[Row]:
-    """Yields the elements of an array, up to the first that is not JSON."""
+    """Yields the elements of an array, up to the first invalid one."""
     number = 0
     try:
         for number, (value, raw) in enumerate(elements(stream), 1):
@@ -106,7 +106,7 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
         sign, begin = match[1], match.end()  # type: ignore[union-attr, index]
         if sign == "]" or (due == sign == "[" and text[begin : begin + 1] == "]"):
             extra = text[begin + (sign == "[") :].strip()
-            while not extra and (data := stream.read(BLOCK)):  # a gzip file is read to its end
+            while not extra and (data := stream.read(BLOCK)):  # gzip checks a file only at its end
                 extra = data.decode("utf-8", "replace").strip()
             if extra:
                 raise json.JSONDecodeError("text after the closing bracket", extra, 0)
@@ -116,7 +116,7 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
         try:
             value, end = read_value(text, begin)
         except json.JSONDecodeError as error:
-            # An error well inside the text is real; one near its end may only mean that more is to be read.
+            # An error well inside the text is real. One near the end may only mean that more must be read.
             if final or (error.pos < len(text) - 4096 and not error.msg.startswith("Unterminated")):
                 raise
             if len(text) - at > ROW:
@@ -135,14 +135,14 @@ def elements(stream: Any) -> Iterator[tuple[Any, bytes]]:
 def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
     """Yields the rows below the header as {column: text}, each with the number of its first line.
 
-    A header that cannot be used is a RowError in line 1, and ends the file. Blank lines are skipped, but counted.
+    An unusable header is a RowError in line 1 and ends the file. Blank lines are skipped, but counted.
     """
     csv.field_size_limit(ROW)  # applies to the process; the default is 128 KiB
     head = stream.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip(b"\r\n").partition(b"\n")[0]
-    # The line before the header from which Excel reads the delimiter
+    # Excel reads the delimiter from this line before the header.
     given = re.fullmatch(rb"sep=(.)\r?", head)
     text = head.decode(errors="replace")
-    # Names may contain `|`, so that it counts only if there is no other one
+    # Names may contain `|`, so it is a delimiter only if there is no other.
     likely = max(delimiters, key=lambda one: (one in text and one != "|", text.count(one)))
     delimiter = given[1].decode() if given else likely
     lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
@@ -162,13 +162,13 @@ def delimited_rows(stream: Any, delimiters: str) -> Iterator[Row]:
             expected = 'values with a delimiter, a quote or a line end in "...", and a quote in these as ""'
             rest = "the lines from here on" if unclosed else ""
             wrong = RowError("not_csv", "", found, expected, rest=rest)
-        except UnicodeEncodeError as error:  # `surrogateescape` has kept a byte that is not UTF-8
+        except UnicodeEncodeError as error:  # `surrogateescape` kept a byte that is not UTF-8
             expected = "UTF-8 text: run iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
             wrong = RowError("not_utf8", "", f"byte 0x{ord(error.object[error.start]) & 0xFF:02x}", expected)
         else:
             if not fields or (in_header and given and fields == ["sep=", ""]):
                 continue
-            if in_header:  # pandas names its index column like this
+            if in_header:  # pandas leaves the name of its index column empty
                 names = [name or f"Unnamed: {index}" for index, name in enumerate(fields)]
                 wrong = repeated_column(names)
             elif len(fields) != len(names):

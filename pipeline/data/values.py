@@ -1,4 +1,4 @@
-"""The values of a row of any kind: how JSON is decoded, what no row may hold, and how an error shows a value.
+"""The values of a row of any kind: decoding JSON, forbidden values, and values in error messages.
 
 Numbers are finite and text is Unicode.
 """
@@ -35,11 +35,11 @@ class RowError(Exception):
     file: str = ""
     line: int = 0
     unit: Literal["line", "element", "row"] = "line"
-    # In words, the part of the file that is not read because of this error; "": reading continues
+    # The part of the file, in words, that is not read because of this error. "" means that reading continues.
     rest: str = ""
 
     def reason(self) -> Reason:
-        """Returns a key that is equal for rows that are wrong in the same way, at any place in a list."""
+        """Returns a key that is equal for rows with the same kind of error, at any position in a list."""
         return self.kind, re.sub(r"\d+", "*", self.field), self.expected
 
     def where(self) -> str:
@@ -51,21 +51,21 @@ class RowError(Exception):
         rest = f"; not read: {self.rest}" if self.rest else ""
         return f"{self.where()}: {name}found {self.found}; expected {self.expected}{rest}"
 
-    # An exception is pickled by its args, which a dataclass does not set.
+    # An exception is pickled with its args, which a dataclass does not set.
     def __reduce__(self) -> tuple[Any, ...]:
         return RowError, astuple(self)
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row left out without being wrong: `too_long`, `prompt_too_long`, or `equal_after_truncation`."""
+    """A row that is dropped without being wrong: `too_long`, `prompt_too_long`, or `equal_after_truncation`."""
 
     reason: str
-    error: RowError | None = field(default=None, compare=False)  # error that the report shows with its line
+    error: RowError | None = field(default=None, compare=False)  # the report shows this error with its line
 
 
 def check_values(value: Any, name: str = "") -> None:
-    """Raises RowError for a number that is not finite and text that is not Unicode; RecursionError for deep nesting."""
+    """Raises RowError for a number that is not finite and text that is not Unicode, and RecursionError for deep nesting."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -83,9 +83,9 @@ def check_values(value: Any, name: str = "") -> None:
             check_values(item, f"{name}.{key[:60]}" if name else key[:60])
 
 
-# A number of hundreds of digits is infinite for check_values; Python converts at most 4,300 to an integer.
+# A number with hundreds of digits is infinite for check_values. Python converts at most 4,300 digits to an integer.
 _JSON = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 400 else float(digits))
-read_json = _JSON.decode  # text -> value; raises JSONDecodeError or RecursionError
+read_json = _JSON.decode  # converts text to a value; raises JSONDecodeError or RecursionError
 read_value = _JSON.raw_decode  # (text, begin) -> (value, end); raises the same
 
 
@@ -100,7 +100,7 @@ def decoded(value: Any) -> Any:
 
 
 def row_json(row: dict[str, Any]) -> str:
-    """Returns a row as JSON, in which dates, decimals and bytes of a table are text. Raises TypeError for other objects."""
+    """Returns a row as JSON, with dates, decimals and bytes of a table as text. Raises TypeError for other objects."""
 
     def as_text(value: Any) -> str:
         if isinstance(
@@ -115,7 +115,7 @@ def row_json(row: dict[str, Any]) -> str:
 
 
 def as_json(row: dict[str, Any]) -> str:
-    """Returns a row as JSON for Python rewards: null for numbers that are not finite, "?" for half a surrogate pair."""
+    """Returns a row as JSON for Python rewards, with null for non-finite numbers and "?" for half a surrogate pair."""
     text = row_json(row).encode(errors="replace")
     return json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
 
@@ -128,7 +128,7 @@ def too_deep() -> RowError:
 
 
 def some(keys: Iterable[str]) -> list[str]:
-    """Returns keys to compare a misspelled key with: the first 50, without long ones."""
+    """Returns the first 50 short keys, to compare with a misspelled key."""
     return [key for key in itertools.islice(keys, 50) if len(key) <= 60]
 
 
@@ -138,13 +138,13 @@ def fields_of(keys: Iterable[str]) -> str:
 
 
 def nearest(name: str, keys: Iterable[str]) -> str:
-    """Returns a question whether one of the keys is a misspelled `name`, or ""."""
+    """Returns the question whether `name` is a misspelling of one of the keys, or ""."""
     close = difflib.get_close_matches(name, some(keys), 1)
     return f" (is `{visible(close[0], lines=False)}` meant to be `{name}`?)" if close else ""
 
 
 def setting(key: str, value: str) -> str:
-    """Returns how to set `value` for a key: an override for the command line, or a line for a list entry in the job file."""
+    """Returns how to set a key to `value`: an override for the command line, or a line for a list entry in the job file."""
     section, _, name = key.rpartition(".")
     if section != "data":
         return f"`{name}: {value}` in the entry {section}"

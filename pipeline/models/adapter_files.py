@@ -1,6 +1,6 @@
-"""The folder of an adapter in peft's format: writing it, reading it, and comparing it with a base.
+"""Reads and writes the folder of an adapter in peft's format, and compares it with a base.
 
-Only what this pipeline itself reads is checked here; peft checks the other settings when it loads the adapter.
+This module checks only the settings that this pipeline reads. peft checks the others when it loads the adapter.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CHANGES_BASE = (
     "alora_invocation_tokens",
     "kasa_config",
 )
-# Beginnings of the `init_lora_weights` (peft 0.21) that also change the base, to which the adapter is then relative.
+# Prefixes of `init_lora_weights` (peft 0.21) that also change the base. Such an adapter is relative to the changed base.
 RELATIVE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-OF_A = ("A.weight", "embedding_A")  # how the names of matrices A end, after `.lora_`
-MAX_ALPHA = 1e6  # largest lora_alpha, as in a job
+OF_A = ("A.weight", "embedding_A")  # endings of the names of matrices A, after `.lora_`
+MAX_ALPHA = 1e6  # maximum lora_alpha, as in a job
 
 
 def is_head(key: str) -> bool:
@@ -41,20 +41,20 @@ def is_head(key: str) -> bool:
 
 
 def in_base(key: str) -> str | None:
-    """Returns the name in the base of a tensor of an adapter file, or None if it is the adapter's or its head's.
+    """Returns a tensor's name in the base, or None if the tensor belongs to the adapter or its head.
 
-    peft saves such weights of the base beside an adapter of the embeddings, and with `save_embedding_layers=True`.
+    peft saves such weights of the base next to an adapter of the embeddings, and with `save_embedding_layers=True`.
     """
     of_adapter = ".lora_" in key or is_head(key)
     return None if of_adapter else key.removeprefix(PREFIX).replace(".base_layer.", ".")
 
 
 def write(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Writes adapter_config.json and adapter_model.safetensors. Returns SHA-256 and bytes of the latter, as it is in memory.
+    """Writes adapter_config.json and adapter_model.safetensors. Returns SHA-256 and bytes of the tensors in memory.
 
     Args:
         config: the adapter's peft.LoraConfig, with task type and base; not changed.
-        tensors: the tensors of the adapter and its head, by their names in peft's files.
+        tensors: the tensors of the adapter and its head, with their names in peft's files.
     """
     from peft.utils.other import get_pattern_key
     from safetensors.torch import save
@@ -68,12 +68,12 @@ def write(folder: str | Path, config: Any, tensors: dict[str, Any]) -> dict[str,
     config.inference_mode, config.init_lora_weights = True, True  # the tensors need no other initialization
     modules = ranks({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for pattern in ("rank_pattern", "alpha_pattern"):
-        # The first name that matches counts, and peft would sort them
+        # the first matching name counts, but peft would sort them
         given = getattr(config, pattern) or {}
         found = {module: get_pattern_key(given, module) for module in modules}
         setattr(config, pattern, {module: given[key] for module, key in found.items() if key in given})
     for key, value in vars(config).items():
-        if isinstance(value, set):  # a set's order differs from process to process
+        if isinstance(value, set):  # a set's order differs between processes
             setattr(config, key, sorted(value))
     config.save_pretrained(str(folder))
     return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
@@ -83,7 +83,7 @@ def adapts_lm_head(target_modules: Any) -> bool:
     """Returns whether peft's `target_modules`, a list of names or a pattern, include the lm head."""
     try:
         return is_named(target_modules, "lm_head")
-    except re.error:  # check_lora says so
+    except re.error:  # check_lora reports the error
         return False
 
 
@@ -118,8 +118,8 @@ def ranks(found: Shapes) -> dict[str, int]:
 def exact(folder: str | Path) -> dict[str, Any]:
     """Returns an adapter's settings with the modules of its tensors instead of patterns, and without initialization.
 
-    peft would compare the file's patterns with all names by `re`, which some keep busy for ever, and allocate any rank.
-    Raises InputError if a rank is not that of the tensors, or an alpha cannot be one.
+    peft would match the file's patterns with `re`, which may never end, and allocate any rank. Raises InputError if a rank
+    differs from the tensors', or an alpha is invalid.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -134,7 +134,7 @@ def exact(folder: str | Path) -> dict[str, Any]:
         made[key] = given.get(key, 8)
         value_of = dict.fromkeys(rank_of, made[key])
         try:
-            for name, value in reversed((given.get(pattern) or {}).items()):  # the first that matches counts
+            for name, value in reversed((given.get(pattern) or {}).items()):  # the first match counts
                 matches = pc.match_substring_regex(modules, rf"^(.*\.)?({name})$")  # RE2: in linear time
                 value_of |= dict.fromkeys(modules.filter(matches).to_pylist(), value)
         except (AttributeError, ValueError) as error:
@@ -147,7 +147,7 @@ def exact(folder: str | Path) -> dict[str, Any]:
                 )
                 found = f"found {value!r:.80} for {module}, expected {expected}"
                 raise InputError(f"{where}: {key}: {found}; {FIX}")
-        if key == "r":  # also of 8.0, which peft does not take
+        if key == "r":  # peft does not accept 8.0
             value_of = rank_of
         made[key] = next(iter(value_of.values()))
         made[pattern] = {re.escape(name): value for name, value in value_of.items() if value != made[key]}
@@ -165,7 +165,7 @@ def ignored_by_vllm(given: dict[str, Any]) -> str | None:
 
 
 def described(folder: str | Path) -> dict[str, Any]:
-    """Returns an adapter's `settings`, and as `parameters` the number of its parameters, its head included."""
+    """Returns an adapter's `settings`, and as `parameters` the number of its parameters, including its head."""
     own = (shape for key, shape in shapes(folder).items() if not in_base(key))
     return settings(folder) | {"parameters": sum(map(math.prod, own))}
 
@@ -182,10 +182,10 @@ def shapes(folder: str | Path) -> Shapes:
 
 
 def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool) -> None:
-    """Raises InputError if an adapter's files are damaged, or it was trained on another base.
+    """Raises InputError if an adapter's files are damaged, or if it was trained on another base.
 
     Args:
-        scores: whether it must have a scalar head, or must have none.
+        scores: whether it must have a scalar head. If False, it must not have one.
     """
     named, path, found = [*exact(folder)["target_modules"]], Path(folder) / TENSORS, shapes(folder)
     if any(map(is_head, found)) != scores:
@@ -204,7 +204,7 @@ def check_adapter_fits_base(base: Base, folder: str | Path, scores: bool) -> Non
     if isinstance(promised, list):
         every = not (given.get("exclude_modules") or given.get("layers_to_transform"))
         for module in [*named, *(base.modules if every else [])]:
-            if scores and module == "lm_head":  # a scorer has none
+            if scores and module == "lm_head":  # a scorer has no lm head
                 continue
             if is_named(promised, module) != is_named(named, module):
                 why = f"tensors and target_modules of {SETTINGS} differ, for example in {module}"
@@ -215,7 +215,7 @@ def learned(folder: str | Path, start: str | Path | None) -> bool:
     """Returns whether training changed an adapter.
 
     Args:
-        start: the folder that it started from. None: it was new, with B = 0 (section 4.1 of https://arxiv.org/abs/2106.09685).
+        start: its initial folder. None means that it was new, with B = 0 (https://arxiv.org/abs/2106.09685, section 4.1).
     """
     import torch
     from safetensors.torch import load_file
@@ -230,14 +230,14 @@ def learned(folder: str | Path, start: str | Path | None) -> bool:
 
 
 def _acts(name: str, tensor: Any, tensors: dict[str, Any]) -> bool:
-    """Returns whether a tensor is a matrix A whose product B A is not 0 up to rounding, or a bias that is not 0.
+    """Returns whether a tensor is a matrix A whose product B A is nonzero beyond rounding, or a nonzero bias.
 
-    B is 0 at first, or A (embeddings), or neither (`init_lora_weights: orthogonal`).
+    Initially B is 0, or A (embeddings), or neither (`init_lora_weights: orthogonal`).
     """
     module, _, part = name.partition(".lora_")
     if part not in OF_A:
         return part == "B.bias" and bool(tensor.any())
     a, b = tensor.double(), tensors[f"{module}.lora_{part.replace('A', 'B')}"].double()
-    # The squared norm of B A, which itself is as large as the weight
+    # the squared norm of B A, which is as large as the weight
     squared = ((b.T @ b) * (a @ a.T)).sum()
     return bool(squared > 1e-12 * a.square().sum() * b.square().sum())

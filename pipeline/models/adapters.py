@@ -1,13 +1,13 @@
 """One frozen base with several adapters.
 
-`SharedBase` holds a causal language model that is never written to, and named roles (`policy`, `reference`, `reward`,
-`critic`). A role is a LoRA adapter, with a scalar head in fp32 if it needs one, or only such a head on another role's hidden
-states. PPO's four models then cost the weights of one. `with shared.use(role)` selects a role for the block; the methods that
-compute take a role and select it themselves.
+`SharedBase` holds a causal language model that is never modified, and named roles (`policy`, `reference`, `reward`, `critic`).
+A role is a LoRA adapter, with a scalar head in fp32 if it needs one, or only such a head on another role's hidden states. So
+PPO's four models need the weights of one. `with shared.use(role)` selects a role for the block. Methods that compute take a
+role and select it themselves.
 
-Two traps are avoided. peft's `set_adapter` turns off `requires_grad` of every other adapter, so an optimizer would lose
-the policy while the critic runs: `use` only switches the active adapter of the tuner layers. And gradient checkpointing runs a
-layer's forward again during `backward`, with the adapter that is active *then*: the checkpoint gets a context that restores the
+This avoids two traps. First, peft's `set_adapter` turns off `requires_grad` of every other adapter, so an optimizer would lose
+the policy while the critic runs. `use` only switches the active adapter of the tuner layers. Second, gradient checkpointing
+runs a layer's forward again during `backward`, with the adapter that is active *then*. The checkpoint's context restores the
 role of its forward.
 """
 
@@ -65,11 +65,11 @@ class SharedBase(nn.Module):
         self.trainable: dict[str, bool] = {}
         self.autocast = autocast
         self.gradient_checkpointing = False
-        self._stored: dict[str, str] = {}  # role -> adapter name (two frozen roles may share one)
+        self._stored: dict[str, str] = {}  # role -> adapter name; two frozen roles may share an adapter
         self._folders: dict[str, str] = {}  # folder -> the frozen adapter loaded from it
         self._parameters_by_key: dict[str, dict[str, nn.Parameter]] = {}
         self._layers: list[BaseTunerLayer] = []
-        self.role: str | None = None  # in use; None: the bare base
+        self.role: str | None = None  # role in use; None means the bare base
         self._rows: MixedBatch | None = None  # the adapter of each row of a batch, in `use_each`
         self._mixing: list[Any] = []  # hooks of the mixed roles
         config = base_model.config.get_text_config()
@@ -79,7 +79,7 @@ class SharedBase(nn.Module):
         self._scale = (getattr(config, "logit_scale", None) or 1.0) / (
             getattr(config, "logits_scaling", None) or 1.0
         )
-        # Whether this rank has only its part of the base (shards.py).
+        # whether this rank has only its shard of the base (shards.py)
         self.sharded = any(isinstance(parameter, DTensor) for parameter in base_model.parameters())
         freeze(self.base)
         if self.device.type != "meta":
@@ -94,7 +94,7 @@ class SharedBase(nn.Module):
         return list(self._stored)
 
     def ends(self, tokenizer: Any) -> list[int]:
-        """Returns the token ids that end a completion, without those that have no logit."""
+        """Returns the token ids that end a completion, except ids without a logit."""
         return [i for i in eos_ids(tokenizer, self.base.generation_config) if i < self.vocab_size]
 
     # ---------------------------------------------------------------------------------------------- roles
@@ -109,13 +109,13 @@ class SharedBase(nn.Module):
         head: bool = False,
         trainable: bool = False,
     ) -> None:
-        """Adds a role: give one of lora, folder, copy_of and head_on. On an error, no role is added.
+        """Adds a role from one of lora, folder, copy_of and head_on. After an error, no role is added.
 
-        A new adapter changes nothing until it is trained (peft's B is 0). Frozen roles of the same folder share one
-        adapter in memory.
+        A new adapter changes nothing until it is trained (peft's B is 0). Frozen roles of the same folder share one adapter in
+        memory.
 
         Args:
-            lora: the fields of peft.LoraConfig, of a new adapter.
+            lora: the fields of peft.LoraConfig for a new adapter.
             folder: the folder of a saved adapter. Its head, if any, is always loaded.
             copy_of: the role to copy.
             head_on: a role whose adapter this role uses without owning it. This role only adds a head.
@@ -163,7 +163,7 @@ class SharedBase(nn.Module):
         with unchanged(self.base):
             inject_adapter_in_model(config, self.base, role)
         fuse(self.base)
-        for handle in self._mixing:  # `use_each` hooks all layers again, the new ones included
+        for handle in self._mixing:  # `use_each` adds hooks to all layers again, including the new ones
             handle.remove()
         self._mixing = []
         for parameter in self._adapter(role).values():
@@ -190,7 +190,7 @@ class SharedBase(nn.Module):
             parameter.requires_grad_(trainable)
 
     def is_head(self, role: str) -> bool:
-        """Returns whether the role is only a head, on the hidden states of another role."""
+        """Returns whether the role is only a head on another role's hidden states."""
         return role in self.heads and self._stored[role] != role
 
     def parameters_of(self, role: str) -> list[nn.Parameter]:
@@ -264,7 +264,7 @@ class SharedBase(nn.Module):
             self._switch(previous)
 
     def _mix(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Passes the adapter of each row to a layer: as indices of rows if it is fused, else as peft's names."""
+        """Passes each row's adapter to a layer: as row indices if the layer is fused, or as peft's names."""
         if self._rows is None:
             return None
         mixed = isinstance(layer, FusedLinear) and layer.mixes(self._rows)
@@ -291,8 +291,8 @@ class SharedBase(nn.Module):
         stored = None if role is None else self._stored[role]
         self.role = role
         for layer in self._layers:
-            # Private, because layer.set_adapter and enable_adapters rewrite requires_grad and peft 0.21 has no other way
-            # (https://github.com/huggingface/peft/issues/2759). Remove when it has one; see tests/models/test_adapters.py.
+            # Private, because layer.set_adapter and enable_adapters rewrite requires_grad, and peft 0.21 has no public way
+            # (https://github.com/huggingface/peft/issues/2759). Remove when peft has one; see tests/models/test_adapters.py.
             layer._disable_adapters = stored is None
             if stored is not None:
                 layer._active_adapter = [stored]
@@ -306,7 +306,7 @@ class SharedBase(nn.Module):
     # ----------------------------------------------------------------------------------------------- files
 
     def save(self, role: str, folder: str | Path) -> dict[str, Any]:
-        """Writes an adapter in peft's format, the head as `score`. Returns the digest of its tensors; see adapter_files.write."""
+        """Writes an adapter in peft's format, with the head as `score`. Returns its tensors' digest (adapter_files.write)."""
         config = LoraConfig(**self.configs[self._stored[role]].to_dict())
         config.task_type = "CAUSAL_LM"
         if self._head_of(role) is not None:
@@ -320,12 +320,12 @@ class SharedBase(nn.Module):
         return {key: parameter.data.contiguous().cpu() for key, parameter in self._named(role).items()}
 
     def fill(self, role: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copies into an existing role what `tensors_of` returned for it, or for the same role on another base of this kind."""
+        """Copies the result of `tensors_of` for this role, or for the same role on an equal base, into an existing role."""
         for key, parameter in self._named(role).items():
             parameter.data.copy_(tensors[key])
 
     def load(self, role: str, folder: str | Path) -> None:
-        """Fills an existing role from an adapter folder, whose head is added if the role has none.
+        """Fills an existing role from an adapter folder. Adds the folder's head if the role has none.
 
         Raises InputError unless names and shapes match exactly, and all numbers are finite.
         """
@@ -353,9 +353,9 @@ class SharedBase(nn.Module):
     # ------------------------------------------------------------------------------------------- computing
 
     def body(self, **inputs: Any) -> Any:
-        """Runs the transformer below the lm head, in the role in use. It takes the inputs of transformers' base model."""
-        # Train mode only with gradients, because transformers then checkpoints and drops the KV cache. It changes nothing
-        # else, because every dropout is 0.
+        """Runs the transformer below the lm head with the role in use. Takes the inputs of transformers' base model."""
+        # Train mode is on only with gradients. transformers then checkpoints and drops the KV cache. Nothing else changes,
+        # because every dropout is 0.
         training = self.gradient_checkpointing and torch.is_grad_enabled()
         if self.base.training != training:
             self.base.train(training)
@@ -368,9 +368,9 @@ class SharedBase(nn.Module):
             return self.body(input_ids=input_ids, use_cache=False).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns (..., V) fp32 logits of hidden states (..., H), in the role in use. Sampling and training call it.
+        """Returns (..., V) fp32 logits of hidden states (..., H) with the role in use. Sampling and training both call this.
 
-        An adapter on the lm head computes as its other layers do: its logits are rounded to their dtype.
+        An adapter on the lm head computes like its other layers: its logits are rounded to their dtype.
         """
         head = self.base.get_output_embeddings()
         if type(head) is nn.Linear:
@@ -390,7 +390,7 @@ class SharedBase(nn.Module):
             inputs["attention_mask"] = self._mask(batch.allowed)
         with self.use(role):
             hidden = self.body(**inputs).last_hidden_state
-        # Not by an index: its backward would add the gradients of a shared prompt in an order that depends on threads.
+        # Indexing would add a shared prompt's gradients in backward in an order that depends on threads.
         return nn.functional.embedding(batch.at, hidden.reshape(-1, hidden.shape[-1]))
 
     def _mask(self, allowed: Tensor) -> Tensor:
@@ -401,9 +401,9 @@ class SharedBase(nn.Module):
 
     @cached_property
     def can_pack(self) -> bool:
-        """Returns True if completions packed behind their prompt (packing.py) have the hidden states that they have alone.
+        """Returns True if completions packed behind their prompt (packing.py) have the same hidden states as alone.
 
-        A sliding window counts positions within a row, so they do not. On other bases, two short completions are tried.
+        They do not with a sliding window, which counts positions within a row. On other bases, two short completions are tried.
         """
         config = self.base.config.get_text_config()
         windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)

@@ -1,7 +1,7 @@
 """The frozen base model: its identity (`base_identity`, no torch import), and loading it (`load_base`).
 
-A base is a folder or a Hugging Face hub id. It is loaded once, frozen, with every dropout off, and never written to:
-everything that is learned lives in adapters on it.
+A base is a folder or a Hugging Face Hub id. It is loaded once, frozen, with every dropout off, and never modified. All trained
+weights are in adapters on it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from pipeline.config.job import Model
 
 WHOLE_FILE_BYTES = 1 << 30  # weight files up to 1 GiB are hashed in full
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # larger files: the header and 64 pieces of 64 KiB
-# Keys of config.json that are left out of the digest.
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # in larger files, the header and 64 pieces of 64 KiB are hashed
+# keys of config.json that the digest excludes
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-# Names of the number of positions in config.json.
+# names of the number of positions in config.json
 CONTEXT_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "max_sequence_length",
 )  # fmt: skip
-# Distance of two rows of an lm head, relative to their norm, below which they count as equal. Trained rows are about 1 apart.
+# Rows of an lm head count as equal below this distance, relative to their norm. Trained rows have a distance of about 1.
 MIN_DISTANCE = 0.01
 KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hidden state stay unquantized
 
@@ -40,10 +40,10 @@ KEPT_OUT_OF_NF4 = ["lm_head", "embed_out", *HEAD_NAMES]  # layers on the last hi
 
 
 def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
-    """Returns the identity of a base: `name_or_path`, `revision`, `digest`, `context_length` (tokens, or None), `architecture`.
+    """Returns a base's identity: `name_or_path`, `revision`, `digest`, `context_length` (tokens, or None), `architecture`.
 
-    A hub id has its commit as digest. A folder has a sha256 over configuration and weights; of files over 1 GiB it covers the
-    header and 64 evenly spaced pieces.
+    The digest of a Hub id is its commit. The digest of a folder is a sha256 over configuration and weights. In files over 1 GiB
+    it covers the header and 64 evenly spaced pieces.
     """
     config = base_config(name_or_path, revision)
     folder = local(name_or_path)
@@ -56,7 +56,7 @@ def base_identity(name_or_path: str, revision: str | None = None) -> dict[str, A
     else:
         path = base_file(name_or_path, "config.json", revision)
         assert path is not None
-        revision = path.parent.name  # the hub cache keeps files under snapshots/<commit>/
+        revision = path.parent.name  # the Hub cache keeps files under snapshots/<commit>/
         digest = f"commit:{revision}"
     architectures = config.get("architectures") or [config.get("model_type", "unknown")]
     return {
@@ -83,7 +83,7 @@ def _file_digest(path: Path) -> bytes:
         if size <= WHOLE_FILE_BYTES:
             return hashlib.file_digest(file, "sha256").digest()
         digest = hashlib.sha256(str(size).encode())
-        for index in range(SAMPLES + 1):  # the first piece is the header, the last the file's end
+        for index in range(SAMPLES + 1):  # from the header to the end of the file
             file.seek(index * (size - SAMPLE_BYTES) // SAMPLES)
             digest.update(file.read(SAMPLE_BYTES))
     return digest.digest()
@@ -98,10 +98,10 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
     Raises InputError if the base is missing or damaged, or has no such model class.
 
     Args:
-        model: the job's `model` section. `load_in_4bit` gives nf4 with double quantization, on a CPU too.
+        model: the job's `model` section. `load_in_4bit` gives NF4 with double quantization, also on a CPU.
         scorer_tokenizer: if given, the model is an AutoModelForSequenceClassification of one label, with this tokenizer's
-            `pad_token_id` and an (untrained) head that computes in fp32. None: an AutoModelForCausalLM.
-        device: where to load and quantize it; None: the CPU, on which quantizing 70B takes half an hour.
+            `pad_token_id` and an (untrained) head that computes in fp32. None means an AutoModelForCausalLM.
+        device: where to load and quantize it. None means the CPU, which takes half an hour to quantize 70B.
     """
     import torch
 
@@ -117,7 +117,7 @@ def load_base(model: Model, scorer_tokenizer: Any = None, device: str | torch.de
         "use_safetensors": None if model.allow_pickle else True,
         "trust_remote_code": model.trust_remote_code,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # reported instead, and rejected below
+        "ignore_mismatched_sizes": True,  # such weights are rejected below
         "tqdm_class": Bar,
         "device_map": None if device is None else {"": device},
     }
@@ -150,8 +150,8 @@ def check_base(model: Model, scorer: bool = False, weights: bool = True) -> Base
     """Returns a base as its files describe it. Raises InputError if a file is missing or damaged.
 
     Args:
-        scorer: whether it is a reward model, which must have a scalar head.
-        weights: whether to read its weights, or config.json alone.
+        scorer: whether the base is a reward model, which must have a scalar head.
+        weights: whether to read its weights, or only config.json.
     """
     config = base_config(model.name_or_path, model.revision)
     base = Base(model, config, check_weights(model) if weights else {})
@@ -169,7 +169,7 @@ def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
     """Returns the transformers configuration of a base, without dropout, and the Auto class to load it with.
 
     Args:
-        scorer_tokenizer: as of `load_base`. The configuration of a scorer has one label, and its pad token.
+        scorer_tokenizer: as for `load_base`. A scorer's configuration has one label and this tokenizer's pad token.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -177,7 +177,7 @@ def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
         config = AutoConfig.from_pretrained(
             source(model.name_or_path), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-    # Attention reads its dropout from the configuration and not from a module.
+    # Attention reads its dropout from the configuration, not from a module.
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for key, value in part.to_dict().items():
             if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
@@ -191,7 +191,7 @@ def configured(model: Model, scorer_tokenizer: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def unreadable(model: Model) -> Iterator[None]:
-    """Turns any error of transformers over a model's files, or over its kind of attention, into an InputError."""
+    """Turns any error of transformers about a model's files or kind of attention into an InputError."""
     import torch
 
     try:
@@ -224,7 +224,7 @@ def check_finite(model: torch.nn.Module) -> None:
     import torch
 
     for name, weight in model.named_parameters():
-        local = weight.to_local() if hasattr(weight, "to_local") else weight  # a shard
+        local = weight.to_local() if hasattr(weight, "to_local") else weight  # the local part of a shard
         # aminmax reads as fast as memory; isfinite is 20 times slower on a CPU
         known = local.is_floating_point() and local.numel() and local.device.type != "meta"
         if known and not torch.stack(torch.aminmax(local)).isfinite().all():
@@ -244,9 +244,9 @@ def _nf4(dtype: torch.dtype) -> Any:
 
 
 def _one_nf4_path(model: torch.nn.Module) -> None:
-    """Keeps bitsandbytes 0.50 from repacking nf4 weights at the first inference on a CPU with avx512_bf16.
+    """Keeps bitsandbytes 0.50 from repacking NF4 weights at the first inference on a CPU with avx512_bf16.
 
-    The packed form rounds differently from the form used in training, and is not unpacked again. The flag is private
+    The packed form rounds differently from the form used in training, and is never unpacked. The flag is private
     (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1804). Remove when both forms round in the same way.
     """
     for module in model.modules():
@@ -268,9 +268,9 @@ def without_load_report() -> Iterator[None]:
 
 
 def check_ends(model: torch.nn.Module, tokenizer: Any, ends: set[int]) -> None:
-    """Raises InputError if the lm head, which stays frozen, has the same row for an end token as for other tokens.
+    """Raises InputError if the frozen lm head has the same row for an end token as for other tokens.
 
-    Their logits are then always equal: pre-training moves all tokens that it never sees in the same way.
+    Their logits would always be equal. Pre-training moves all tokens that it never sees in the same way.
 
     Args:
         ends: ids of the tokens that end training rows.
@@ -306,7 +306,7 @@ def fp32_head(model: torch.nn.Module) -> None:
     """Makes the scalar head of a sequence-classification model compute in fp32, under autocast and on any body."""
     head = score_head(model).float()
     kind = type(head)
-    # Changes the class, not the forward of this module, because peft trains a copy of the module.
+    # Changes the class instead of this module's forward, because peft trains a copy of the module.
     head.__class__ = type(kind.__name__, (_InFp32, kind), {})
 
 

@@ -1,7 +1,7 @@
-"""Checks a base's weights and a `lora` section against each other, before a run starts (no torch import).
+"""Checks a base's weights and a `lora` section against each other before a run starts (no torch import).
 
-Everything is read from the headers of the safetensors files, in milliseconds and for any architecture. Deeper contradictions
-are found when a worker loads the model: transformers, peft and `base.load_base` then reject them.
+The checks read only the headers of safetensors files, which takes milliseconds for any architecture. If a worker later finds
+deeper contradictions, transformers, peft or `base.load_base` reject the model.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LM_HEADS = ("lm_head", "embed_out")  # transformers' names of the lm head
-EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")  # and of the token embeddings
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")  # names of the token embeddings
 
-Shapes = dict[str, tuple[int, ...]]  # of the tensors of files, by name
+Shapes = dict[str, tuple[int, ...]]  # shapes of the tensors in files, by name
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Base:
 
     @property
     def plain_names(self) -> bool:
-        """Returns False if transformers may rename or repack the tensors as it loads them."""
+        """Returns False if transformers may rename or repack the tensors when it loads them."""
         special = self.config.get("quantization_config") or self.config.get("text_config")
         experts = any(".experts." in name for name in self.shapes)
         return not (special or experts or self.model.trust_remote_code)
@@ -51,7 +51,7 @@ class Base:
 
     @property
     def tied(self) -> bool:
-        """Returns whether the lm head is the embedding: as config.json says, or else because the files have no head."""
+        """Returns whether the lm head is the embedding: from config.json, or else if the files have no head."""
         heads = [name for name in self.shapes if name.removesuffix(".weight").endswith(LM_HEADS)]
         return bool(self.config.get("tie_word_embeddings", self.shapes and not heads))
 
@@ -75,7 +75,7 @@ def shapes_in(file: Path, fix: str = "fetch or save the model again") -> Shapes:
 
 
 def check_weights(model: Model) -> Shapes:
-    """Returns the shapes of a base's tensors, or {} for pickles, and for weights on the hub that are split into several files.
+    """Returns the shapes of a base's tensors. Returns {} for pickles, and for Hub weights that are split into several files.
 
     Raises InputError if a file is damaged or missing, or the weights are pickles without `allow_pickle`.
     """
@@ -91,7 +91,7 @@ def safetensors_files(model: Model, fetch: bool) -> list[Path]:
     """Returns the weight files of a base in the order in which transformers reads them, or [] for pickles.
 
     Args:
-        fetch: whether to fetch weights on the hub that are split into several files. Otherwise they are [], too.
+        fetch: whether to fetch Hub weights that are split into several files. Otherwise they also give [].
     """
     name, revision = model.name_or_path, model.revision
     if single := base_file(name, SINGLE, revision):  # takes precedence over an index
@@ -177,7 +177,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _matches(name: str, given: Any, module: str) -> bool:
-    """Returns whether a module matches as in peft: a list's names are ends of its name, all other settings patterns."""
-    if isinstance(given, list):  # the files of some bases lack the beginning of each name
+    """Returns whether a module matches as in peft: list entries match the end of its name, other settings are patterns."""
+    if isinstance(given, list):  # the files of some bases lack the start of each name
         return f".{module}".endswith(f".{name}") or f".{name}".endswith(f".{module}")
     return bool(re.fullmatch(name if isinstance(given, str) else rf"(.*\.)?({name})", module))

@@ -1,11 +1,11 @@
-"""Control tokens: special tokens take effect if the chat template writes them, and are plain text in a row's content.
+"""Makes special tokens take effect if the chat template writes them, but stay plain text in a row's content.
 
     control = ControlTokens(tokenizer)
     escaping = control.escaping([content])            # None if no content contains a control token
     rendered = template(escaping.escape(content))     # with a mark inside each control token of the content
     ids = escaping.encode(rendered).ids               # the text is cut at the marks, so no such token is found
 
-Cutting costs a merge: the token on either side of a mark ends there, in rows that contain control tokens as text.
+In rows that contain control tokens as text, tokens end at each mark, so the tokenizer makes one merge less there.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ PRIVATE = range(0xF0000, 0x10FFFE)  # Unicode's supplementary private-use areas
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: finds them in a text, and escapes them.
+    """Finds the control tokens of a tokenizer in a text, and escapes them.
 
     Args:
-        as_text: whether control tokens in content are text. False: they take effect everywhere.
+        as_text: whether control tokens in content are text. If False, they take effect everywhere.
     """
 
     def __init__(self, tokenizer: Any, as_text: bool = True):
         self.tokenizer, self.as_text = tokenizer, as_text and getattr(tokenizer, "is_fast", False)
         if not getattr(tokenizer, "is_fast", False):
-            return  # a reward model's tokenizer that is written in Python
+            return  # a reward model may have a tokenizer written in Python
         added = [token for _, token in sorted(tokenizer.backend_tokenizer.get_added_tokens_decoder().items())]
         ends = [] if tokenizer.eos_token is None else tokenizer.convert_ids_to_tokens(eos_ids(tokenizer))
         template = str(tokenizer.chat_template)
         self.names = [token.content for token in added if _controls(token, ends, template)]
         longest_first = sorted(self.names, key=len, reverse=True)
-        # Looks ahead, so that overlapping occurrences are found, too.
+        # looks ahead to find overlapping occurrences
         self.pattern = re.compile(f"(?=({'|'.join(map(re.escape, longest_first)) or '(?!)'}))")
 
     def tokens_in(self, text: str) -> list[str]:
@@ -52,7 +52,7 @@ class ControlTokens:
 
 
 class Encoded(NamedTuple):
-    """Token ids with their (start, stop) in the text, as tokenizers' Encoding has them."""
+    """Token ids with their (start, stop) in the text, like tokenizers' Encoding."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -65,7 +65,7 @@ class Escaping:
         self.control, self.mark = control, mark
 
     def escape(self, content: str) -> str:
-        """Returns the content with a mark behind the first character of each control token."""
+        """Returns the content with a mark after the first character of each control token."""
         pieces, at = [], 0
         for match in self.control.pattern.finditer(content):
             pieces.append(content[at : match.start() + 1])
@@ -76,15 +76,15 @@ class Escaping:
         return {key: self.escape(one) if isinstance(one, str) else one for key, one in message.items()}
 
     def encode(self, rendered: str, add_special_tokens: bool = False) -> Encoded:
-        """Encodes a text rendered from escaped contents. Offsets are those in `rendered`."""
+        """Encodes a text rendered from escaped contents. Offsets refer to `rendered`."""
         backend = self.control.tokenizer.backend_tokenizer
         first, *others = rendered.split(self.mark)
         begin = backend.encode(first, add_special_tokens=add_special_tokens)
-        # Tokens that the tokenizer adds behind a text, such as BERT's [SEP], come last.
+        # Tokens that the tokenizer adds after a text, such as BERT's [SEP], come last.
         stop = 1 + max((i for i, added in enumerate(begin.special_tokens_mask) if not added), default=-1)
         ids, offsets, start = begin.ids[:stop], begin.offsets[:stop], len(first)
         for piece in others:
-            # With a line break instead of the mark, because some tokenizers put a space before each text.
+            # A line break replaces the mark, because some tokenizers put a space before each text.
             encoding = backend.encode(f"\n{piece}", add_special_tokens=False)
             for token, (left, right) in zip(encoding.ids, encoding.offsets, strict=True):
                 if right > 1:
@@ -95,7 +95,7 @@ class Escaping:
 
 
 def text_ids(control: ControlTokens, text: str) -> list[int]:
-    """Returns the token ids of `tokenizer(text)`, but with control tokens in it as text."""
+    """Returns the token ids of `tokenizer(text)`, but with control tokens as plain text."""
     escaping = control.escaping([text])
     if escaping is None:
         return list(control.tokenizer(text).input_ids)
@@ -107,7 +107,7 @@ def texts_of(messages: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def chat_ids(control: ControlTokens, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Returns the token ids of `apply_chat_template(messages)`, but with control tokens in the messages as text."""
+    """Returns the token ids of `apply_chat_template(messages)`, but with the messages' control tokens as plain text."""
     escaping = control.escaping(texts_of(messages))
     if escaping is None:
         return list(control.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
@@ -116,10 +116,10 @@ def chat_ids(control: ControlTokens, messages: Sequence[dict[str, Any]]) -> list
 
 
 def _controls(token: Any, ends: list[str], template: str) -> bool:
-    """Returns whether an added token is a control token: marked as special, or one that begins or ends a turn.
+    """Returns whether an added token is a control token: marked as special, or at the start or end of a turn.
 
-    DeepSeek's `<｜User｜>` is not marked as special. `<think>` and `<tool_call>`, which a completion may contain, are not
-    control tokens. A token of a single character cannot be cut.
+    DeepSeek's `<｜User｜>` is not marked as special. `<think>` and `<tool_call>`, which a completion may contain, are not control
+    tokens. A token of a single character cannot be cut.
     """
     name = token.content
     marks_turns = TURN.search(name) is not None and name in template

@@ -1,14 +1,14 @@
-"""Equal numbers of forwards on all ranks that share one base in shards (models/shards.py).
+"""Keeps the number of forwards equal on all ranks that share one sharded base (models/shards.py).
 
 A forward of a sharded base gathers each layer from all ranks, and so does its backward. Ranks that run different numbers of
-forwards would wait for each other forever: one rank's completions may end earlier, another may have fewer micro-batches, and
-only rank 0 checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of what each is about
-to run: nothing, a forward with gradients (of which role), or a forward without gradients. A rank with another code joins with
-a forward of one token, until all codes are equal. `catch_up` is called before any other collective. It returns when no rank
-has a forward left to run.
+forwards would wait for each other forever. For example, one rank's completions may end earlier, another may have fewer
+micro-batches, and only rank 0 checks the saved adapter. Therefore, before each forward, the ranks all-reduce (MAX) a code of
+their next step: nothing, a forward with gradients (with its role), or a forward without gradients. A rank with another code
+joins with a forward of one token, until all codes are equal. `catch_up` is called before any other collective. It returns when
+no rank has a forward left to run.
 
-A rank that joins another rank's forward with gradients runs the matching backward immediately. So if ranks have unequal work, as
-in ppo, each runs the backward of a forward before its next forward. TRL's ranks have equal batches.
+A rank that joins another rank's forward with gradients runs the matching backward immediately. So if ranks have unequal work,
+as in ppo, each runs the backward of a forward before its next forward. TRL's ranks have equal batches.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Lockstep:
 
     def __init__(self, body: nn.Module) -> None:
         self.body = body
-        # A SharedBase, with the same roles on all ranks. None: the base has one adapter, which is always in use.
+        # A SharedBase, with the same roles on all ranks. None means that the base has one adapter, which is always in use.
         self.shared: Any = None
-        # On the CPU for shards on any device, because agreeing must not wait for a GPU. It has no short timeout: a rank may wait
-        # for another one that waits for rollout workers. The process that starts the ranks notices if one dies.
+        # The group is on the CPU for any device, because agreement must not wait for a GPU. It has no short timeout, because a
+        # rank may wait for another one that waits for rollout workers. The process that starts the ranks notices if one dies.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self.joining = False
         body.register_forward_pre_hook(self._before, prepend=True)  # runs before FSDP gathers anything
@@ -58,7 +58,7 @@ class Lockstep:
         """Returns the largest code of any rank, so that forwards without gradients come first.
 
         Raises:
-            RuntimeError: on every rank, if two are about to train different roles.
+            RuntimeError: on every rank, if two ranks are about to train different roles.
         """
         learns = NOTHING < mine < WITHOUT_GRADIENTS
         codes = torch.tensor([mine, -mine if learns else -WITHOUT_GRADIENTS])
@@ -75,7 +75,7 @@ class Lockstep:
             self._join(wanted)
 
     def _join(self, wanted: int) -> None:
-        """Runs a forward of one token, and with gradients its backward, which adds zeros to them."""
+        """Runs a forward of one token. With gradients also runs its backward, which adds zeros to them."""
         learns = wanted != WITHOUT_GRADIENTS
         role = self.shared.use(self._roles[wanted - 1]) if self.shared and learns else nullcontext()
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.body.parameters()).device)
@@ -89,11 +89,11 @@ class Lockstep:
             self.joining = False
 
 
-# One per process, because a run has one base; shards.py sets it. None if the base is not in shards.
+# One per process, because a run has one base. shards.py sets it. None means that the base is not sharded.
 current: Lockstep | None = None
 
 
 def catch_up() -> None:
-    """Runs the forwards of a sharded base that other ranks wait for. Every rank calls it before a collective."""
+    """Runs the forwards of a sharded base for which other ranks wait. Every rank calls this before a collective."""
     if current is not None:
         current.catch_up()

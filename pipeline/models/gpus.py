@@ -1,11 +1,11 @@
-"""GPUs: those of this machine, and their peak matrix products per second by their datasheets."""
+"""Finds the GPUs of this machine, and their peak speed of matrix products from their datasheets."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-# Dense bf16 matrix products in TFLOP/s (of the SXM version if there are several), by a word in torch's name of the device.
+# Dense bf16 matrix products in TFLOP/s (SXM version, if there are several), by a word in torch's name of the device.
 PEAK_TFLOPS = {"L4": 121, "A10G": 70, "A100": 312, "L40S": 362, "H100": 989, "H200": 989}
 
 
@@ -18,7 +18,7 @@ def of_this_machine() -> list[tuple[str, float]]:
 
 
 def peak_flops(device: Any) -> float | None:
-    """Returns the FLOP/s of bf16 products by the datasheet of a torch.device, or None for a CPU or a GPU not in the table."""
+    """Returns the datasheet's FLOP/s of bf16 products for a torch.device, or None for a CPU or an unknown GPU."""
     if device.type != "cuda":
         return None
     import torch

@@ -1,8 +1,8 @@
-"""The files of models and adapters: a folder, or `org/name` or `org/name@REVISION` on the Hugging Face hub (no torch import).
+"""Finds files of models and adapters: in a folder, or as `org/name` or `org/name@REVISION` on the Hub (no torch import).
 
-config = base_config("org/base")       # of a folder or a hub repository; fetched once per machine
+config = base_config("org/base")       # from a folder or a Hub repository; fetched once per machine
 reference = pin("org/name@v1")         # hf://org/name@<commit>
-folder = fetch(reference)              # of an adapter: its folder in the hub's cache
+folder = fetch(reference)              # an adapter's folder in the Hub's cache
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ KEY = "model.name_or_path"
 
 
 def local(name_or_path: str) -> Path:
-    """Returns a base's name as a path, `~` expanded. Test it with os.path.isdir: Path.is_dir can raise on arbitrary names."""
+    """Returns a base's name as a path with `~` expanded. Test it with os.path.isdir: Path.is_dir can raise on some names."""
     return Path(os.path.expanduser(name_or_path))
 
 
 def source(name_or_path: str) -> str:
-    """Returns a base's name as libraries expect it: an existing folder, or a hub id."""
+    """Returns a base's name in the form that libraries expect: an existing folder, or a Hub id."""
     folder = local(name_or_path)
     return str(folder) if os.path.isdir(folder) else name_or_path
 
@@ -51,9 +51,9 @@ def require_local(name_or_path: str) -> None:
 
 
 def base_file(name_or_path: str, filename: str, revision: str | None = None) -> Path | None:
-    """Returns the path of one file of a base, fetched from the hub if necessary, or None if the base has no such file.
+    """Returns the path of one file of a base, fetched from the Hub if necessary, or None if the base has no such file.
 
-    Raises InputError if the base is neither a folder nor on the hub, or the hub does not give it.
+    Raises InputError if the base is neither a folder nor on the Hub, or if the Hub refuses the file.
     """
     folder = local(name_or_path)
     if os.path.isdir(folder):
@@ -70,7 +70,7 @@ def base_file(name_or_path: str, filename: str, revision: str | None = None) -> 
         if isinstance(error, errors.EntryNotFoundError):
             away = isinstance(error, errors.LocalEntryNotFoundError)
             cached = away and try_to_load_from_cache(name_or_path, "config.json", revision=revision)
-            # Offline, a cached model that lacks an optional file raises LocalEntryNotFoundError, too.
+            # Offline, a cached model that lacks an optional file also raises LocalEntryNotFoundError.
             if not away or (filename != "config.json" and isinstance(cached, str)):
                 return None
         where = f"{name_or_path!r}" + (f" (revision {revision!r})" if revision else "")
@@ -83,7 +83,7 @@ def base_file(name_or_path: str, filename: str, revision: str | None = None) -> 
 
 @cache
 def _hub_answers() -> bool:
-    """Returns whether the hub can be reached. Tested once: without a network, hf_hub_download retries for 23 s per file."""
+    """Returns whether the Hub can be reached. Tests once, because without a network hf_hub_download retries for 23 s per file."""
     from huggingface_hub import constants, errors, get_session
 
     try:
@@ -103,12 +103,12 @@ def base_json(name_or_path: str, filename: str, revision: str | None = None) -> 
 
 
 def json_object(path: str | Path, fix: str = "fetch or save it again") -> dict[str, Any]:
-    """Returns the content of a JSON file. Raises InputError, which ends with `fix`, if it is no JSON object."""
+    """Returns the content of a JSON file. Raises InputError, which ends with `fix`, if the file is not a JSON object."""
     return json_in(path, dict, fix)  # type: ignore[no-any-return]
 
 
 def json_in(path: str | Path, kind: type, fix: str) -> Any:
-    """Returns the content of a JSON file, a list or an object. Raises InputError, which ends with `fix`, if it is no `kind`."""
+    """Returns the content of a JSON file. Raises InputError, which ends with `fix`, if its type is not `kind`."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -122,7 +122,7 @@ def json_in(path: str | Path, kind: type, fix: str) -> Any:
 
 
 def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any]:
-    """Returns the base's config.json. Raises InputError if there is none, as in the folder of an adapter."""
+    """Returns the base's config.json. Raises InputError if there is none, as in an adapter's folder."""
     config = base_json(name_or_path, "config.json", revision)
     if config is not None:
         return config
@@ -136,7 +136,7 @@ def base_config(name_or_path: str, revision: str | None = None) -> dict[str, Any
 
 
 def announcement(name_or_path: str, revision: str | None = None) -> str:
-    """Returns the line that announces the loading of a base, with its size, or that it is downloaded first."""
+    """Returns the line that announces the loading of a base, with its size, or its download."""
     from tqdm import tqdm
 
     config = base_file(name_or_path, "config.json", revision)
@@ -155,14 +155,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_reference(name: str) -> bool:
-    """Returns whether a name is a hub repository: it looks like one, and no file or folder of that name exists here."""
+    """Returns whether a name is a Hub repository: it has the form of one, and no local file or folder has this name."""
     if name.startswith(SCHEME):
         return True
     return bool(REFERENCE.fullmatch(name)) and not name.startswith(".") and not os.path.lexists(name)
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """Splits `org/name@REVISION` into repository and revision, or None. Raises InputError if it only begins like one."""
+    """Splits `org/name@REVISION` into repository and revision (or None). Raises InputError if the rest is malformed."""
     if not is_reference(name):
         return name, None
     found = REFERENCE.fullmatch(name)
@@ -172,9 +172,9 @@ def split(name: str) -> tuple[str, str | None]:
 
 
 def pin(name: str) -> str:
-    """Returns `hf://org/name@<commit>`, the commit that a reference means now, so that the inputs of a run stay the same.
+    """Returns `hf://org/name@<commit>` with the current commit of a reference, so that a run's inputs stay the same.
 
-    Raises InputError if the hub does not give the repository or revision, or it holds no model.
+    Raises InputError if the Hub refuses the repository or revision, or if it holds no model.
     """
     repo, revision = split(name)
     if os.path.isdir(repo):
@@ -187,13 +187,13 @@ def pin(name: str) -> str:
         raise InputError(
             f"{name} holds neither {SETTINGS} nor config.json; expected a repository with an adapter or a model"
         )
-    return f"{SCHEME}{repo}@{found.parent.name}"  # the hub's cache keeps files under snapshots/<commit>/
+    return f"{SCHEME}{repo}@{found.parent.name}"  # the Hub's cache keeps files under snapshots/<commit>/
 
 
 def fetch(reference: str) -> str:
-    """Returns the local folder of a pinned adapter. A reference to a full model is returned as it is.
+    """Returns the local folder of a pinned adapter, or the reference itself if it is a full model.
 
-    Raises InputError if the hub does not give its files, or its only weights are pickled.
+    Raises InputError if the Hub refuses its files, or if its only weights are pickled.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -202,7 +202,7 @@ def fetch(reference: str) -> str:
     if settings is None:
         return reference
     for file in ADAPTER:
-        cached = try_to_load_from_cache(repo, file, revision=commit)  # None: not asked for yet
+        cached = try_to_load_from_cache(repo, file, revision=commit)  # None means not requested yet
         if cached is None and base_file(repo, file, commit) is None and file == TENSORS:
             raise InputError(
                 f"{reference} has no {TENSORS}. Adapters are read from safetensors only (a pickled adapter_model.bin can run "

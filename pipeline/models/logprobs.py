@@ -25,7 +25,7 @@ def per_action(
 ) -> Tensor:
     """Returns (1, N) fp32 log-probs of actions, or (2, N) with the entropies of their distributions, in the role in use.
 
-    The logits of a chunk of rows exist at a time, once for both, and none are kept for backward.
+    Only one chunk's logits exist at a time, for both results, and none are kept for backward.
 
     Args:
         shared: the SharedBase.
@@ -35,14 +35,14 @@ def per_action(
     """
     head = shared.base.get_output_embeddings()
     size = max(1, LOGIT_CHUNK[hidden.device.type] // shared.vocab_size)
-    # Without actions, an empty result that is still part of the graph.
+    # Without actions, the result is empty but still part of the graph.
     chunks = [hidden.new_zeros(1 + want_entropy, 0).float() + hidden.sum() * 0.0] if len(hidden) == 0 else []
     for start in range(0, len(hidden), size):
         part = slice(start, start + size)
         run = partial(_from_logits, shared, targets[part], early[part], temperature, barred, want_entropy)
         if not torch.is_grad_enabled():
             chunks.append(run(hidden[part]))
-        elif isinstance(head, BaseTunerLayer):  # an adapter on the lm head gets gradients, too
+        elif isinstance(head, BaseTunerLayer):  # an adapter on the lm head also gets gradients
             contexts = shared.checkpoint_contexts
             chunks.append(checkpoint(run, hidden[part], use_reentrant=False, context_fn=contexts))
         else:
@@ -51,18 +51,18 @@ def per_action(
 
 
 def bar(logits: Tensor, rows: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Returns logits (N, V) with `tokens` at -inf in the rows in which `rows` (N,) is on."""
+    """Returns logits (N, V) with `tokens` at -inf in the rows where `rows` (N,) is on."""
     barred = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
     barred[list(tokens)] = True
     return logits.masked_fill(rows.unsqueeze(-1) & barred, float("-inf"))
 
 
 class _RowWise(torch.autograd.Function):
-    """y (K, N) = run(x) of hidden states x (N, H), where y[:, n] depends on x[n] alone and `run` trains no parameters.
+    """y (K, N) = run(x) for hidden states x (N, H), where y[:, n] depends only on x[n] and `run` trains no parameters.
 
-    The gradient of sum(y[k]) then holds the derivative of every y[k, n]. All K are computed in the forward, while the
-    chunk's logits are in memory, and K x (N, H) are kept for backward instead of (N, V): 1 + K products with the lm head,
-    where recomputing the logits takes one more.
+    The gradient of sum(y[k]) then holds the derivative of every y[k, n]. All K gradients are computed in the forward, while the
+    chunk's logits are in memory. Backward needs K x (N, H) instead of (N, V). This takes 1 + K products with the lm head;
+    recomputing the logits would take one more.
     """
 
     @staticmethod
@@ -100,6 +100,6 @@ def _from_logits(
     if not want_entropy:
         return logprobs.unsqueeze(0)
     of_all = logits - normalizer.unsqueeze(-1)
-    # A barred token has probability 0, and 0 * -inf is NaN.
+    # A barred token has probability 0, and 0 * -inf would be NaN.
     entropies = -(of_all.exp() * of_all.masked_fill(of_all == float("-inf"), 0.0)).sum(-1)
     return torch.stack([logprobs, entropies])

@@ -1,13 +1,13 @@
 """peft's LoRA layer as one fused operation, for the training forward and backward of every role.
 
 With x (..., K), the frozen W (N, K), A (r, K), B (N, r) and the scaling s, a LoRA layer is y = x W' + s (x A') B'. peft
-computes base product, A, B, scaling and sum one after the other; the last three each write a tensor of the layer's full
-width, which the next one reads again; so does backward. Here the adapter's part is added to the base's product in place
-(BLAS: C += s A B), forward and backward. Results differ from peft's by the order of additions and rounding only; x and x A'
-are kept for backward, as in peft.
+computes base product, A, B, scaling and sum one after the other. The last three each write a tensor of the layer's full width,
+which the next one reads again, also in backward. Here the adapter's part is added to the base's product in place (BLAS: C += s
+A B), in forward and backward. Results differ from peft's only by the order of additions and rounding. As in peft, x and x A'
+are kept for backward.
 
-Under autocast the operands are cast to its dtype: peft casts x twice, to the adapter's fp32 and back. The adapter's parameters
-stay fp32, and their gradients are not rounded; in `cast_once` they are cast only once.
+Autocast casts the operands to its dtype. peft casts x twice, to the adapter's fp32 and back. The adapter's parameters stay
+fp32, and their gradients are not rounded. In `cast_once` they are cast only once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pipeline.models.precision import mm_fp32
 
 
 def fuse(model: nn.Module) -> None:
-    """Turns the plain LoRA layers of a model into fused ones, in place: modules, parameters and names stay.
+    """Turns the plain LoRA layers of a model into fused layers, in place. Modules, parameters and names stay.
 
-    Sets `__class__`, because peft 0.21 chooses its layers' classes itself, and its hook for others,
-    LoraConfig._register_custom_module, is private. Remove when peft takes a layer class, or fuses its own.
+    Sets `__class__`, because peft 0.21 chooses the classes of its layers itself, and its hook for other classes,
+    LoraConfig._register_custom_module, is private. Remove when peft accepts a layer class, or has a fused layer.
     """
     for layer in model.modules():
         if type(layer) is Linear and type(layer.get_base_layer()) is nn.Linear:
@@ -39,9 +39,9 @@ _kept: dict[tuple[int, torch.dtype], Tensor] | None = None
 
 @contextmanager
 def cast_once() -> Iterator[None]:
-    """Within the block, each adapter is cast to autocast's dtype once, not in every forward and backward.
+    """Within the block, casts each adapter to autocast's dtype once instead of in every forward and backward.
 
-    No adapter may change in it: a block is a rollout, or the micro-batches of one optimizer step.
+    No adapter may change in the block, which is a rollout or the micro-batches of one optimizer step.
     """
     global _kept
     outer, _kept = _kept, {} if _kept is None else _kept
@@ -68,10 +68,10 @@ class MixedBatch(NamedTuple):
 
 
 class FusedLinear(Linear):
-    """peft's `lora.Linear`, fused while one plain adapter is active on a frozen base.
+    """Fuses peft's `lora.Linear` while one plain adapter is active on a frozen base.
 
-    In all other cases peft's forward runs: a base that is trained, or in half precision without autocast, which leaves the
-    adapter's products in fp32 (quantized layers have other classes), dropout, DoRA, merged adapters, several at once.
+    In all other cases peft's forward runs: a trained base, a half-precision base without autocast (which leaves the adapter's
+    products in fp32), dropout, DoRA, merged adapters, several active adapters. Quantized layers have other classes.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -93,7 +93,7 @@ class FusedLinear(Linear):
         return not self.merged and all(self._plain(name) for name in batch.rows_of if name in self.lora_A)
 
     def _mixed(self, x: Tensor, batch: MixedBatch) -> Tensor:
-        """Returns (B, ..., N) for rows x (B, ..., K), each with its own adapter, or with none."""
+        """Returns (B, ..., N) for rows x (B, ..., K), each with its own adapter or with none."""
         y = self.get_base_layer()(x)
         for name, index in batch.rows_of.items():
             if name in self.lora_A:
@@ -103,7 +103,7 @@ class FusedLinear(Linear):
         return y
 
     def _plain(self, name: str) -> bool:
-        """Returns whether an adapter is a product of two matrices and nothing else."""
+        """Returns whether an adapter is only a product of two matrices."""
         return (
             name not in self.lora_variant
             and self.lora_B[name].bias is None
@@ -130,7 +130,7 @@ def _product(
 
 
 class _Product(torch.autograd.Function):
-    """`_product` with W frozen; gradients have the dtypes of x, A and B."""
+    """`_product` with W frozen. Gradients have the dtypes of x, A and B."""
 
     @staticmethod
     def forward(
@@ -146,7 +146,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None, None]:
         rows, low, W, A, B = ctx.saved_tensors
-        # The first layer's x needs no gradient, nor do A and B of a frozen role.
+        # The first layer's x needs no gradient. A and B of a frozen role need none either.
         for_x, _, for_A, for_B, _, _ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
         low_grad = (flat @ _cast(B, ctx.dtype)).mul_(ctx.scale)

@@ -1,8 +1,8 @@
-"""What shares a forward: rows of similar length in one batch, and completions to one prompt in one row.
+"""Groups rows for shared forwards: rows of similar length in one batch, and completions to one prompt in one row.
 
-A row of several completions computes their prompt once. It is [prompt, completion, completion, ...]: in each completion,
-positions continue from the prompt, and a token attends only to the prompt and its own completion. Its hidden states equal
-those in [prompt, completion], up to rounding.
+A row of several completions computes their prompt once. It is [prompt, completion, completion, ...]. In each completion,
+positions continue from the prompt, and a token attends only to the prompt and its own completion. Its hidden states equal those
+in [prompt, completion], up to rounding.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# A forward of this many tokens keeps the hardware busy. Above it, padding costs more than another forward. Measured on a CPU.
-# On a GPU, a layer's launches take about 1 ms, in which a layer of 8B multiplies some 1,000 tokens.
+# A forward with this many tokens keeps the hardware busy. With more, padding costs more than another forward, as measured on a
+# CPU. On a GPU, a layer's launches take about 1 ms, in which a layer of 8B multiplies about 1,000 tokens.
 BUSY_TOKENS = {"cpu": 256, "cuda": 2048}
 
 
@@ -24,14 +24,14 @@ class Batch:
 
     input_ids: Tensor  # (P, T)
     # (B, R + 1) indices into the P * T hidden states: the position before each action, then the position of the last action.
-    # If a completion has fewer actions than R, that last index is repeated.
+    # The last index repeats for a completion with fewer than R actions.
     at: Tensor
-    position_ids: Tensor | None = None  # (P, T); by default each row counts from 0
-    # (P, T, T) bool: which tokens a token attends to; by default all before it.
+    position_ids: Tensor | None = None  # (P, T); by default, each row counts from 0
+    # (P, T, T) bool: the tokens that a token attends to; by default, all before it
     allowed: Tensor | None = None
 
     def ends(self) -> Batch:
-        """Returns the same batch, for the states after the last actions alone."""
+        """Returns the same batch with only the states after the last actions."""
         return replace(self, at=self.at[:, -1:])
 
 
@@ -50,14 +50,14 @@ def alone(input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int) -> Ba
 def packed(
     input_ids: Tensor, starts: Tensor, counts: Tensor, actions: int, packs: Sequence[Sequence[int]]
 ) -> Batch:
-    """Puts the completions of each pack in one row; see `alone`.
+    """Puts the completions of each pack in one row, like `alone`.
 
     Args:
-        packs: indices of completions to one prompt, each completion in one pack.
+        packs: indices of completions to one prompt. Each completion is in one pack.
     """
     device = input_ids.device
     ids, prompt_of, count_of = input_ids.tolist(), starts.tolist(), counts.tolist()
-    rows, positions, parts = [], [], []  # parts: 0 on the prompt, else the completion's number
+    rows, positions, parts = [], [], []  # parts: 0 on the prompt, otherwise the completion's number
     at = torch.zeros(len(ids), actions + 1, dtype=torch.long)
     width = max(prompt_of[pack[0]] + sum(count_of[i] for i in pack) for pack in packs)
     for number, pack in enumerate(packs):
@@ -90,10 +90,10 @@ def packs_that_pay(
     completions: int | None = None,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """Packs completions into rows. Returns the indices of each row's completions, as long as sharing a row costs less.
+    """Packs completions into rows as long as a shared row costs less. Returns the indices of each row's completions.
 
-    A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer: products with a layer's weights, and
-    attention, which a pack also computes between completions that do not see each other.
+    A row of T tokens costs about T * (12 W**2 + 2 T W) multiplications per layer, for products with a layer's weights and
+    attention. A pack also computes attention between completions that do not see each other.
 
     Args:
         prompts: the number of each completion's prompt.
@@ -132,21 +132,21 @@ def micro_batches(
 ) -> list[list[int]]:
     """Returns batches of rows of similar length, as indices into `lengths`, shortest first.
 
-    A batch that has the device's BUSY_TOKENS also ends if the next, longer row would turn over 1/8 of it into padding.
+    A batch with the device's BUSY_TOKENS also ends if the next, longer row would turn over 1/8 of it into padding.
 
     Args:
         lengths: tokens of each row.
-        rows: most completions of a batch, or None.
-        tokens: most tokens of a batch, padding included, or None; a longer row is a batch by itself.
+        rows: maximum completions of a batch, or None.
+        tokens: maximum tokens of a batch including padding, or None. A longer row is a batch by itself.
         device: type of the device that computes.
-        completions: in each row, if rows are packs of them. None: one.
+        completions: number in each row, if rows are packs. None means one.
     """
     held = completions or [1] * len(lengths)
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         batch = batches[-1] if batches else []
         used = sum(lengths[j] for j in batch)
-        padded = (len(batch) + 1) * lengths[i]  # with this row, which is the longest
+        padded = (len(batch) + 1) * lengths[i]  # the length with this row, which is the longest
         full = rows is not None and sum(held[j] for j in batch) + held[i] > rows
         full |= tokens is not None and padded > tokens
         sparse = used >= BUSY_TOKENS[device] and padded - used - lengths[i] > padded / 8

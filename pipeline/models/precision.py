@@ -1,7 +1,7 @@
-"""The precision of a base, and matrix products of half-precision operands with results in fp32.
+"""The precision of a base, and matrix products of half-precision operands with fp32 results.
 
-torch rounds the product of two bf16 matrices to bf16, 8 bits, though it was summed up in fp32. A logit of 10 is then off
-by up to 0.03, and so is a log-prob.
+torch sums the product of two bf16 matrices in fp32, but rounds it to bf16, 8 bits. A logit of 10, and its log-prob, is then off
+by up to 0.03.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def precision_of(base: Any, autocast: bool) -> str:
-    """Returns `quantized`, `half` (products or weights) or `fp32`. Outputs at two of them differ by more than rounding."""
+    """Returns `quantized`, `half` (products or weights) or `fp32`. Outputs at two of these differ beyond rounding."""
     if getattr(base, "is_quantized", False):
         return "quantized"
     return "half" if autocast or base.dtype != torch.float32 else "fp32"
 
 
 def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the (N, M) product of a (N, K) and b (K, M) of one dtype; in fp32 if their dtype is bf16 or fp16."""
+    """Returns the (N, M) product of a (N, K) and b (K, M) of one dtype. The result is fp32 if the dtype is bf16 or fp16."""
     if a.dtype not in HALF:
         return a @ b
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
-    # torch has `out_dtype` on CUDA only. The second product is what rounding took from the first. It is so small that
-    # rounding hardly changes it.
+    # torch has `out_dtype` only on CUDA. The second product is the rounding error of the first. It is so small that rounding
+    # hardly changes it.
     rounded = a @ b
     return rounded.float().add_(rounded.addmm_(a, b, beta=-1))
 
@@ -37,7 +37,7 @@ def linear_fp32(x: Tensor, layer: nn.Linear, dtype: torch.dtype | None) -> Tenso
     """Returns the (..., M) output of a frozen layer for x (..., K), in fp32 or better.
 
     Args:
-        dtype: the dtype of the operands. None: the dtype of the layer's weight.
+        dtype: dtype of the operands. None means the dtype of the layer's weight.
     """
     weight = layer.weight
     # On a CPU, a half-precision copy of the weight would cost as much as the product.

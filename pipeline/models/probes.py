@@ -1,8 +1,8 @@
-"""Probes: an adapter's outputs on a few random sequences, stored with it, to check that they stay the same.
+"""Stores an adapter's outputs on a few random sequences (probes) with it, to check later that they stay the same.
 
-An adapter with a lost head, another scaling, a renamed key or another base can load without an error and behave differently.
-Each stage therefore stores the trained model's outputs: a reward's scores, a policy's log-probs. The sequences are random
-token ids, which reveal nothing of the data.
+An adapter with a lost head, another scaling, a renamed key or another base can load without an error and behave differently. So
+each stage stores the trained model's outputs: a reward's scores, or a policy's log-probs. The sequences are random token ids,
+which reveal nothing about the data.
 """
 
 import json
@@ -17,7 +17,7 @@ LENGTHS = (4, 9, 17, 30)  # tokens of each probe
 
 
 def sequences(vocab_size: int, pad: int | None) -> list[list[int]]:
-    """Returns the token ids of the probes, a function of the vocabulary; never pad, which transformers takes for a row's end."""
+    """Returns the probes' token ids, which depend on the vocabulary. They exclude pad, which transformers takes for the end."""
     rng = random.Random(0)
     ids = [i for i in range(vocab_size) if i != pad]
     return [rng.choices(ids, k=length) for length in LENGTHS]
@@ -30,7 +30,7 @@ def write(
 
     Args:
         output: returns the output on a row: a reward's score, or a policy's mean log-prob after the first token, in nats.
-        precision: what the outputs are computed in (precision.precision_of).
+        precision: precision of the outputs (precision.precision_of).
     """
     rows = [
         {"input_ids": ids, "output": output(ids), "precision": precision}

@@ -1,11 +1,11 @@
-"""A frozen base in shards over the workers of a run (FSDP2): `model.fsdp`. No rank ever holds the full base.
+"""Loads a frozen base in shards over the workers of a run (FSDP2): `model.fsdp`. No rank ever holds the full base.
 
 `load_shards` builds the base without memory (meta device), gives each rank its slices of the embedding and of every decoder
-layer, and fills them from safetensors. The lm head is complete on every rank: every decoding step multiplies by it, and it is
-1.5 % of the weights of a 70B Llama. Adapters are added afterwards. FSDP does not know them: they are complete on every rank, and
-their gradients are averaged as without shards.
+layer, and fills them from safetensors. The lm head is complete on every rank, because every decoding step multiplies by it. It
+has 1.5 % of the weights of a 70B Llama. Adapters are added afterwards, without FSDP. They are complete on every rank, and their
+gradients are averaged as without shards.
 
-Every forward and backward gathers one layer at a time from all ranks. fsdp_sync.py keeps their forwards equal.
+Every forward and backward gathers one layer at a time from all ranks. fsdp_sync.py keeps the number of forwards equal.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pipeline.models.hub import HEAD_NAMES, base_file, source
 def load_shards(
     model: Any, scorer_tokenizer: Any = None, device: str | torch.device = "cpu"
 ) -> PreTrainedModel:
-    """Returns what models.base.load_base returns, in shards: each of N ranks of the process group has 1/N of its body.
+    """Returns the model of models.base.load_base in shards: each of the process group's N ranks has 1/N of its body.
 
     Every rank calls it with the same arguments (see load_base), except for its device.
 
-    Raises InputError if the base has no layers to shard, or its files lack or misshape a weight.
+    Raises InputError if the base has no layers to shard, or if its files lack a weight or have wrong shapes.
     """
     device = torch.device(device)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
@@ -55,8 +55,8 @@ def load_shards(
         )
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-    # Not the ForCausalLM, because SharedBase.body calls the body, and only a called module's hooks run. It is resharded
-    # after each forward, because the backward may come much later; by default FSDP2 keeps the outermost module gathered.
+    # Shards the body, not the ForCausalLM, because SharedBase.body calls the body, and hooks run only for a called module.
+    # The backward may come much later, so it is resharded after each forward. FSDP2's default keeps the outermost module.
     fully_shard(base.base_model, mesh=mesh, reshard_after_forward=True)
     _allocate(base, device)
     _fill(base, safetensors_files(model, fetch=True), model.name_or_path)
@@ -65,7 +65,7 @@ def load_shards(
     if scorer_tokenizer is not None:
         fp32_head(base)
     elif base_file(model.name_or_path, "generation_config.json", model.revision) is not None:
-        with unreadable(model):  # it may name more tokens that end a completion
+        with unreadable(model):  # this file may name more tokens that end a completion
             where = source(model.name_or_path)
             base.generation_config = GenerationConfig.from_pretrained(where, revision=model.revision)
     fsdp_sync.current = fsdp_sync.Lockstep(base.base_model)
@@ -95,13 +95,13 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
     """Reads this rank's rows of each parameter. safetensors maps the files, so other rows are not copied."""
     head, embedding, twins = base.get_output_embeddings(), base.get_input_embeddings(), dict[str, str]()
     if head is not None and base.config.get_text_config().tie_word_embeddings:
-        # The files have one tensor for both. Here they are two, because both are frozen.
+        # The files have one tensor for both. Here they are two tensors, because both are frozen.
         pair = [name for name, p in base.named_parameters() if p is head.weight or p is embedding.weight]
         twins = dict(zip(pair, pair[::-1], strict=True))
     missing = []
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-        # If files repeat a name, the last one counts, as in transformers
+        # If files repeat a name, the last one counts, as in transformers.
         place = {name: tensors for tensors in opened for name in tensors.keys()}  # noqa: SIM118  (not a dict)
         for name, parameter in base.named_parameters():
             stored = name if name in place else twins.get(name, name)
@@ -110,7 +110,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
             elif not name.startswith(HEAD_NAMES):
                 missing.append(name)
             else:
-                # A scorer's new head is random, and equal on all ranks: each stage sets the same seed before.
+                # A scorer's new head is random, but equal on all ranks, because each stage sets the same seed.
                 base._init_weights(score_head(base))
     if missing:
         raise InputError(
@@ -121,7 +121,7 @@ def _fill(base: PreTrainedModel, files: list[Path], where: str) -> None:
 
 
 def _read(stored: Any, parameter: nn.Parameter, name: str) -> None:
-    """Copies this rank's rows of a tensor, a slice of safetensors. FSDP2 splits the rows as torch.chunk does."""
+    """Copies this rank's rows of a tensor, a slice of safetensors. FSDP2 splits rows like torch.chunk."""
     if tuple(stored.get_shape()) != tuple(parameter.shape):
         raise InputError(
             f"{name} has shape {tuple(stored.get_shape())} and config.json promises {tuple(parameter.shape)}; fetch or save the "

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: choosing it, and testing that it renders a conversation (no torch import).
+"""Chooses the chat template of a tokenizer, and tests that it renders a conversation (no torch import).
 
 A template is a program that came with a model. transformers runs it in a sandbox without files or imports.
 """
@@ -15,10 +15,10 @@ from pipeline.errors import InputError, in_brief
 from pipeline.system import deadline
 
 PLAIN = Path(__file__).with_name("plain.jinja")
-# Templates of Llama 3.1 and later write today's date into the prompt, so digests would change every day.
+# Templates of Llama 3.1 and later write today's date into the prompt, which would change digests every day.
 DATE = "26 Jul 2024"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the completions in a template
-MOST = 1_000_000  # characters that a template may write for a probe
+MOST = 1_000_000  # maximum characters that a template may write for a probe
 BOS_LINE = "{{- bos_token }}\n"
 PROBES = [
     [{"role": role, "content": "Hello." if role != "user" else "Who is there?"} for role in roles]
@@ -29,11 +29,11 @@ PROBES = [
 def set_template(tokenizer: Any, chat_template: str | None, where: str) -> None:
     """Sets the tokenizer's `chat_template`. Raises InputError if it cannot be read, or renders none of the PROBES.
 
-    Also sets the attribute `text_as_chat`: whether prompts of plain text become user messages of the template. They do not
-    if the template is only the fallback for a tokenizer without one.
+    Also sets the attribute `text_as_chat`: whether prompts of plain text become user messages of the template. They do not if
+    the template is only the fallback for a tokenizer without one.
 
     Args:
-        chat_template: a Jinja file, "plain" (the built-in one), or None: the tokenizer's own, else "plain".
+        chat_template: a Jinja file, or "plain" (built in). None means the tokenizer's own, or else "plain".
         where: the base, for messages.
     """
     plain, own = _plain(tokenizer), tokenizer.chat_template
@@ -89,8 +89,8 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
     """Returns whether a prompt of plain text becomes a user message of the chat template.
 
     Args:
-        apply_chat_template: the job's `data.apply_chat_template`. None: yes, unless the template is only the fallback for
-            a base without one, and the policy was not trained with it either.
+        apply_chat_template: the job's `data.apply_chat_template`. None means yes, unless the template is only the fallback
+            for a base without one, and the policy was not trained with it either.
     """
     if apply_chat_template is not None:
         return apply_chat_template
@@ -98,7 +98,7 @@ def text_as_chat(tokenizer: Any, apply_chat_template: bool | None) -> bool:
 
 
 def _error(tokenizer: Any) -> Exception | None:
-    """Returns the first error of the tokenizer's template, or None if it renders one of the PROBES, or itself rejects one."""
+    """Returns the first error of the tokenizer's template, or None if it renders one of the PROBES, or rejects one itself."""
     from jinja2 import TemplateError
 
     errors: list[Exception] = []
@@ -118,9 +118,9 @@ def _error(tokenizer: Any) -> Exception | None:
 
 
 def user_header_and_generation_prompt(tokenizer: Any) -> tuple[str, str]:
-    """Returns what a chat template writes right before a question, and to request a completion, without white space around it.
+    """Returns a chat template's text before a question, and its text that requests a completion, both stripped.
 
-    Both are "" if there is no template, it rejects a lone question, or it writes nothing there.
+    Both are "" if there is no template, if it rejects a lone question, or if it writes nothing there.
     """
     question = [{"role": "user", "content": "?"}]
     try:

@@ -1,4 +1,4 @@
-"""The tokenizer of a base, with its chat template, pad token and end-of-sequence tokens (no torch import).
+"""Loads the tokenizer of a base, with its chat template, pad token and end-of-sequence tokens (no torch import).
 
 Two rules hold for every tokenizer that `load_tokenizer` returns. It has an end-of-sequence token. Its pad token never ends a
 completion, so that the end is learned, and libraries that look for the "rightmost non-pad token" find the last token. No
@@ -20,13 +20,12 @@ from pipeline.models.template import set_template
 END_OF_TURN = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|eot|>", "<|return|>",
 )  # fmt: skip
-MIN_ENDED = 0.1  # share of completions that end by themselves, below which a policy probably cannot end
+MIN_ENDED = 0.1  # below this fraction of completions that end by themselves, a policy probably cannot end
 LLAMA_PAD = "<|finetune_right_pad_id|>"
 RESERVED = re.compile(r"reserved|unused|placeholder|dummy|control_\d|extra_id|extra_\d", re.IGNORECASE)
 
-# Bytes that no UTF-8 text contains, in the spelling of byte-level BPE and of SentencePiece's byte fallback. No text is
-# encoded to these tokens. The rarest, ÿ, comes first, because other readers of a saved tokenizer may take this character for
-# the pad token.
+# Bytes that no UTF-8 text contains, as written by byte-level BPE and SentencePiece's byte fallback. No text is encoded to these
+# tokens. The rarest, ÿ, comes first, because other readers of a saved tokenizer may take this character for the pad token.
 NEVER_PRODUCED = tuple(
     spelling
     for byte in (0xFF, 0xFE, 0xFD, 0xFC, 0xFB, 0xFA, 0xF9, 0xF8, 0xF7, 0xF6, 0xF5, 0xC1, 0xC0)
@@ -42,15 +41,15 @@ def load_tokenizer(
     chat_template: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Returns the tokenizer of a base, with a chat template and the rules above; picklable.
+    """Returns the tokenizer of a base, with a chat template and the rules above. It can be pickled.
 
-    It has two attributes that transformers does not know: `text_as_chat` (see template.set_template), and `generation_eos`,
-    the ids in the base's generation_config.json that end a completion.
+    It has two attributes that transformers does not know: `text_as_chat` (see template.set_template), and `generation_eos`, the
+    ids in the base's generation_config.json that end a completion.
 
     Raises InputError if the base, its tokenizer or the template is missing or damaged, or no token can pad or end.
 
     Args:
-        chat_template: a Jinja file, "plain", or None: the tokenizer's own, else "plain".
+        chat_template: a Jinja file, or "plain". None means the tokenizer's own, or else "plain".
     """
     config = base_config(name_or_path, revision)
     generation = base_json(name_or_path, "generation_config.json", revision) or {}
@@ -68,18 +67,18 @@ def load_tokenizer(
         tokenizer.eos_token = tokens[0]
     set_template(tokenizer, chat_template, name_or_path)
     _check_ids(tokenizer, rows, name_or_path)
-    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # a row ends where generation stops
+    tokenizer.generation_eos = _as_list(generation.get("eos_token_id"))  # rows end where generation stops
     tokenizer.pad_token = _pad_token(tokenizer, set(eos_ids(tokenizer)), rows, name_or_path)
     tokenizer.padding_side = "right"
     return tokenizer
 
 
 def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> Any:
-    """Returns the tokenizer as transformers loads it; a plain fast one by its class, which takes a second and no torch."""
+    """Returns the tokenizer as transformers loads it. Loads a plain fast one directly, which takes a second and no torch."""
     settings = base_json(name_or_path, "tokenizer_config.json", revision) or {}
     options: dict[str, Any] = {"revision": revision}
     if settings.get("pad_token") in NEVER_PRODUCED:
-        # This pipeline saved it. As a special token, it would also match this character in a text.
+        # This pipeline saved the token. As a special token, it would also match this character in a text.
         options["pad_token"] = None
     plain = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     try:
@@ -91,7 +90,7 @@ def _read(name_or_path: str, revision: str | None, trust_remote_code: bool) -> A
             options["trust_remote_code"] = trust_remote_code
         tokenizer = Loader.from_pretrained(source(name_or_path), **options)
         tokenizer(SOME_TEXT)  # fails if a part's settings are wrong
-    except (InputError, KeyboardInterrupt, SystemExit, MemoryError):  # SystemExit: a signal
+    except (InputError, KeyboardInterrupt, SystemExit, MemoryError):  # SystemExit comes from a signal
         raise
     except BaseException as error:  # tokenizers panics (PanicException, not an Exception) on a damaged file
         raise InputError(
@@ -134,10 +133,10 @@ def _check_ids(tokenizer: Any, rows: int | None, where: str) -> None:
 
 
 def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
-    """Returns all token ids that end a completion, sorted: eos of tokenizer and generation config, the template's end of turn.
+    """Returns the sorted ids of all tokens that end a completion: eos of tokenizer and generation config, end of turn.
 
     Args:
-        generation_config: the model's, or its dict. The generation_config.json of the tokenizer's folder always counts.
+        generation_config: the model's, or its dict. The generation_config.json in the tokenizer's folder always counts.
     """
     if generation_config is not None and not isinstance(generation_config, dict):
         generation_config = generation_config.to_dict()
@@ -146,7 +145,7 @@ def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     added = tokenizer.get_added_vocab()
     ids |= {added[token] for token in END_OF_TURN if token in added and token in template}
-    return sorted(i for i in ids if i >= 0)  # some configurations have -1 for none
+    return sorted(i for i in ids if i >= 0)  # some configurations use -1 for none
 
 
 def warn_of_endless(ended: float, completions: str) -> None:
@@ -160,15 +159,15 @@ def warn_of_endless(ended: float, completions: str) -> None:
 
 
 def _as_list(value: Any) -> list[int]:
-    """Returns the ids of an `eos_token_id`: one, several, or none."""
+    """Returns the ids of an `eos_token_id` with one, several, or no ids."""
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
 
 
 def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> str:
     """Returns the token to pad with. It does not end a completion, and has a row in the embedding.
 
-    The candidates in order: the tokenizer's own; Llama 3.1's; another token made for padding; a reserved one; unk; any
-    other special token that the template does not use; a byte that UTF-8 never contains. Raises InputError if none fits.
+    The candidates in order: the tokenizer's own; Llama 3.1's; another token made for padding; a reserved one; unk; any other
+    special token that the template does not use; a byte that UTF-8 never contains. Raises InputError if none fits.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     special = sorted(tokenizer.get_added_vocab(), key=vocabulary.__getitem__)
@@ -198,7 +197,7 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Returns a sha256 of what determines token ids; it is the same after saving, loading and pickling."""
+    """Returns a sha256 of the settings that determine token ids. It does not change by saving, loading and pickling."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     backend.pop("padding")  # padding and truncation are state of the last call
     backend.pop("truncation")

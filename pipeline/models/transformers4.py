@@ -1,6 +1,6 @@
 """Saves tokenizers and configs with the names of transformers 5 and 4, so that both versions read the same model.
 
-transformers 4 ignores most new names without a word: its RoPE base then is 10000, whatever the model has.
+transformers 4 silently ignores most new names. For example, its RoPE base would be 10000 for every model.
 """
 
 import json
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 OF_ROPE = re.compile("rope_|rotary_")  # keys of config.json that transformers 5 moves into rope_parameters
-# {model type: {usual name in transformers 4: its own name}}
+# {model type: {usual name in transformers 4: name in this model type}}
 OWN_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 
 
 def oldest_version(base: dict[str, Any]) -> str:
-    """Returns the oldest transformers for a model, by its base's config.json: 4.57 (tested) if 4 wrote that, or 5.0."""
+    """Returns a model's oldest transformers version, from its base's config.json: 4.57 (tested) if 4 wrote the file, or 5.0."""
     by_4 = str(base.get("transformers_version", "4")).startswith("4") and "rope_parameters" not in base
     return "4.57" if by_4 else "5.0"
 
 
 def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
-    """Saves a tokenizer. Its class is the plain fast one, for which tokenizer.json says everything in both versions."""
+    """Saves a tokenizer as the plain fast class, which tokenizer.json describes completely in both versions."""
     tokenizer.save_pretrained(folder)
     path = Path(folder, "tokenizer_config.json")
     settings = json.loads(path.read_text(encoding="utf-8"))
@@ -31,7 +31,7 @@ def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
 
 
 def add_old_names(folder: str | Path, base: dict[str, Any]) -> None:
-    """Adds the names of transformers 4 to a folder's config.json: those in `base`, its base's, or else made from the new."""
+    """Adds the names of transformers 4 to a folder's config.json: those of `base`, or else names made from the new ones."""
     path = Path(folder, "config.json")
     config = json.loads(path.read_text(encoding="utf-8"))
     for new, own in ((config, base), (config.get("text_config") or {}, base.get("text_config") or {})):
@@ -42,14 +42,14 @@ def add_old_names(folder: str | Path, base: dict[str, Any]) -> None:
 
 
 def old_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the names of transformers 4 for a config's rope_parameters, of which each type of layer may have its own."""
+    """Returns transformers 4's names for a config's rope_parameters. Each type of layer may have its own parameters."""
     rope = config.get("rope_parameters") or {}
     full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention")
     if not full:
         return {}
     old = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
     old["rope_scaling"] = None
-    if (kind := full.get("rope_type", "default")) == "longrope":  # Phi-3 takes no other keys
+    if (kind := full.get("rope_type", "default")) == "longrope":  # Phi-3 accepts no other keys
         old["rope_scaling"] = {"type": kind, **{key: full[key] for key in ("short_factor", "long_factor")}}
     elif kind != "default":
         old["rope_scaling"] = {key: full[key] for key in full if key not in (*old, "type")}

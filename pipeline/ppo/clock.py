@@ -1,4 +1,4 @@
-"""Seconds and peak memory of each phase of an update."""
+"""Measures seconds and peak memory of each phase of an update."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
 
 
 class Phases:
-    """`with phases("rollout"): ...` adds up seconds and keeps the peak memory of each phase, by name.
+    """Adds up seconds and records peak memory by phase: `with phases("rollout"): ...`.
 
-    Memory is what torch allocated on a GPU, or the resident set of the process on a CPU (Linux; 0 elsewhere). Each phase
-    resets the operating system's peak, so the peak of the whole run is `memory/peak`, not getrusage's. An out-of-memory error
-    leaves a phase as OutOfMemory, with the phase's name.
+    Memory is what torch allocated on a GPU, or the process's resident set on a CPU (Linux; 0 elsewhere). Each phase resets the
+    operating system's peak, so the peak of the full run is `memory/peak`, not getrusage's. An out-of-memory error leaves a
+    phase as OutOfMemory, with the phase's name.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,12 +37,12 @@ class Phases:
                 raise
             raise OutOfMemory(name, in_brief(error)) from error
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # kernels run asynchronously: count them in this phase
+            torch.cuda.synchronize(self.device)  # kernels run asynchronously, and must count in this phase
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
         self.peak_bytes[name] = max(self.peak_bytes.get(name, 0), peak_bytes(self.device))
 
     def metrics(self) -> dict[str, float]:
-        """Returns time/<phase> in seconds and memory/<phase> in GiB since the last call; memory/peak in GiB since the start."""
+        """Returns time/<phase> in seconds and memory/<phase> in GiB since the last call, and memory/peak of the whole run."""
         metrics = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         metrics |= {f"memory/{name}": peak / 2**30 for name, peak in self.peak_bytes.items()}
         self.highest = max(self.highest, *self.peak_bytes.values(), 0)
@@ -68,6 +68,6 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif (clear := Path("/proc/self/clear_refs")).exists():
-        # Some containers forbid it. The peak since the start of the process is then an upper bound.
+        # Some containers forbid the reset. Then the peak since the start of the process is an upper bound.
         with suppress(PermissionError):
             clear.write_text("5")  # "reset the peak resident set size" (proc(5))

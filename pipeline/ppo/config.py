@@ -1,9 +1,9 @@
 """`PPOConfig` and `RolloutConfig`: the sections `trainer` and `rollout` of a PPO job. Plain data, no torch import.
 
-config/schema.json has types and ranges of all keys. Here are the combinations; a wrong one raises InputError with the key.
+config/schema.json has types and ranges of all keys. This module checks combinations and raises InputError with the key.
 
-Names are those of TRL's last `PPOConfig` (1.12) where it had them, and of TRL 1.16's online trainers (GRPO, RLOO)
-elsewhere. An *episode* is one completion of one prompt; an *update* is one rollout and the optimizer steps on it.
+Names follow TRL's last `PPOConfig` (1.12), or else TRL 1.16's online trainers (GRPO, RLOO). An *episode* is one completion of
+one prompt. An *update* is one rollout and the optimizer steps on it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pipeline.intervals import table
 from pipeline.ppo import estimators
 from pipeline.ppo.estimators import Estimator
 
-# Allowed values of each number, for the schema; `seed` is what numpy takes. Upper bounds are far above any sensible value,
-# and below what overflows.
+# Ranges of numbers, for the schema. numpy limits `seed`. Upper bounds are far above sensible values, but below any overflow.
 RANGES = table(
     {
         "[0, 4294967295]": "seed",
@@ -33,15 +32,15 @@ RANGES = table(
         "[0.000001, 1000000]": "kl_target",
         "[1, 1000000000000]": "kl_horizon",
         "[0, 1000000]": "kl_coef entropy_coef vf_coef missing_eos_penalty teacher_coef",
-        "0 or [0.000001, 1000000]": "max_grad_norm",  # gradients clipped to less underflow
-        "[0.000001, 100]": "temperature",  # logits divided by less overflow fp32
+        "0 or [0.000001, 1000000]": "max_grad_norm",  # smaller limits make gradients underflow
+        "[0.000001, 100]": "temperature",  # smaller temperatures make fp32 logits overflow
         "(0, 100]": "learning_rate",
         "[0, 100]": "critic_learning_rate weight_decay",
         "[1e-30, 1]": "adam_epsilon",
         "[0, 1]": "gamma lam ref_model_mixup_alpha",
         "[0, 1)": "adam_beta1 adam_beta2",
-        "-1 or [0, 31536000]": "patience_s",  # of the rollout section, too
-        # of the rollout section
+        "-1 or [0, 31536000]": "patience_s",  # also in the rollout section
+        # for the rollout section
         "[0, 64]": "staleness",
         "whole [1, 64]": "tensor_parallel_size",
         "(0, 1)": "gpu_memory_utilization",
@@ -50,13 +49,13 @@ RANGES = table(
         "[0, 1000]": "num_workers",
     }
 )
-# Arguments of vllm.LLM that follow from the job.
+# arguments of vllm.LLM that the job determines
 VLLM_FIXED = set(
     """model revision dtype trust_remote_code quantization gpu_memory_utilization enable_lora max_loras max_lora_rank
     max_model_len max_logprobs logprobs_mode generation_config disable_log_stats use_tqdm_on_load tensor_parallel_size""".split()
 )
 
-# How many completions a plan decodes at once, and an evaluation at most, if free memory decides the number.
+# Completions that a plan decodes at once, and the maximum in an evaluation, if free memory decides the number.
 PLANNED_ROWS = 64
 CHUNK_COMPLETIONS = 256  # size of a chunk if the job sets none
 
@@ -71,7 +70,7 @@ def _require(settings: Any, key: str, allowed: bool, expected: str) -> None:
 class PPOConfig:
     """Settings of one PPO run.
 
-    Where a field has a symbol in the paper that introduced it, its docstring ends with it in brackets.
+    If a field has a symbol in the paper that introduced it, its docstring ends with that symbol in brackets.
     """
 
     # ---- amount of training, batch sizes
@@ -340,32 +339,32 @@ class PPOConfig:
         )
 
     def total_updates(self, n_prompts: int) -> int:
-        """Returns the number of updates of the run on `n_prompts` training prompts; the last one is a full batch, too."""
+        """Returns the number of updates of the run on `n_prompts` training prompts. The last update is also a full batch."""
         episodes = self.total_episodes or self.num_train_epochs * n_prompts * self.num_generations
         return max(1, math.ceil(episodes / self.batch_size))
 
     def decoded(self, workers: int) -> int:
-        """Returns how many completions each of `workers` workers decodes at once, if its memory allows."""
+        """Returns the number of completions that each of `workers` workers decodes at once, if its memory allows."""
         own = math.ceil(self.batch_size // self.num_generations / workers) * self.num_generations
         return min(self.local_rollout_forward_batch_size or CHUNK_COMPLETIONS, own)
 
     def planned_rows(self, workers: int) -> int:
-        """Returns `decoded` for a plan: of a worker with little memory, because others decode more only in free memory."""
+        """Returns `decoded` for a plan, for a worker with little memory: workers decode more only in free memory."""
         rows = self.decoded(workers)
         return min(rows, PLANNED_ROWS) if self.local_rollout_forward_batch_size is None else rows
 
     def evaluates(self, update: int, total: int) -> bool:
-        """Returns True if the policy is evaluated after this update, counted from 1. After the last one the stage does it."""
+        """Returns True if the policy is evaluated after this update, counted from 1. The stage evaluates after the last one."""
         return self.eval_steps > 0 and update % self.eval_steps == 0 and update < total
 
     def logs(self, update: int, total: int) -> bool:
-        """Returns True if the metrics of this update, counted from 1, are logged; those with an evaluation always are."""
+        """Returns True if this update, counted from 1, logs its metrics. An update with an evaluation always does."""
         return update % self.logging_steps == 0 or update == total or self.evaluates(update, total)
 
 
 @dataclass
 class RolloutConfig:
-    """Who samples a PPO run's completions, with which engine, how many updates behind."""
+    """Settings of the rollout: who samples a PPO run's completions, with which engine, and how many updates behind."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
     """What decodes. transformers: the frozen base that the process holds anyway. vllm (the extra `vllm`): faster for large

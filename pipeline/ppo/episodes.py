@@ -1,8 +1,8 @@
-"""The episodes of one update, and how they are split: over workers and minibatches.
+"""The episodes of one update, and how they are split over workers and minibatches.
 
 Each worker samples completions for its share of the prompts. Each minibatch is redistributed over the workers by token count,
-so that no worker waits for another. Minibatches depend on seed and update only and cover the *global* batch: the number of
-workers changes who computes, not what is computed.
+so that no worker waits for another. Minibatches depend only on seed and update, and cover the *global* batch. So the number of
+workers changes who computes, but not what is computed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Te
 
 
 def gather(mine: Any) -> list[Any]:
-    """Returns [each worker's value] on every worker; for small Python objects."""
+    """Returns [each worker's value] on every worker. For small Python objects only."""
     parts = [mine] * world()[1]
     if len(parts) > 1:
         catch_up()
@@ -48,11 +48,11 @@ def gather(mine: Any) -> list[Any]:
 def prompt_order(
     position: int, count: int, n_prompts: int, seed: int, draws: Callable[[int], np.ndarray] | None = None
 ) -> list[int]:
-    """Returns the indices of the next `count` prompts after the first `position` of the run; each epoch has its own permutation.
+    """Returns the indices of the `count` prompts after the run's first `position` prompts. Each epoch has its own permutation.
 
     Args:
         n_prompts: prompts of an epoch.
-        draws: the indices of an epoch's prompts, by its number from 0. None: each epoch has every prompt once.
+        draws: epoch number (from 0) -> indices of its prompts. None means that each epoch has every prompt once.
     """
     order: list[int] = []
     while len(order) < count:
@@ -79,7 +79,7 @@ def minibatches(args: PPOConfig, update: int) -> list[np.ndarray]:
 def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
     """Returns the rows of each worker, as indices into `lengths` (tokens), with nearly equal numbers of tokens.
 
-    Longest first, each row goes to the worker with the fewest tokens so far (Graham 1969). A row may be a pack of completions.
+    Assigns each row, the longest first, to the worker with the fewest tokens (Graham 1969). A row may be a pack.
     """
     shares: list[list[int]] = [[] for _ in range(workers)]
     tokens = [0] * workers
@@ -91,14 +91,14 @@ def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
 
 
 class Totals(NamedTuple):
-    """Counts over the full optimizer step and all workers. Losses are sums divided by them, so micro-batches add up."""
+    """Counts over the full optimizer step and all workers. Losses are sums divided by these counts, so micro-batches add up."""
 
     actions: float
     completions: float  # completions with at least one counted action
 
     @classmethod
     def of(cls, learn: Tensor) -> Totals:
-        """Counts a mask (B, R), which is on at actions that enter the loss."""
+        """Counts from a mask (B, R), which is on at actions that enter the loss."""
         return cls(float(learn.sum()), float(learn.any(-1).sum()))
 
 
@@ -109,23 +109,23 @@ class Episodes:
     Action t of a row is its token `starts` + t.
     """
 
-    indices: Tensor  # (B,) of the rows in the global batch
+    indices: Tensor  # (B,) indices of the rows in the global batch
     prompts: Tensor  # (B,) the first of `indices` with the same prompt
     input_ids: Tensor  # (B, T) prompt and completion
-    starts: Tensor  # (B,) length of the prompt, and so the position of the first action
-    counts: Tensor  # (B,) length of the completion, its end-of-sequence token included
-    ended: Tensor  # (B,) bool; False: truncated at the length limit
+    starts: Tensor  # (B,) length of the prompt, which is the position of the first action
+    counts: Tensor  # (B,) length of the completion, including its end-of-sequence token
+    ended: Tensor  # (B,) bool; False if truncated at the length limit
     mask: Tensor  # (B, R) bool, on at actions; made from lengths, never from token ids
-    sampler_logprobs: Tensor  # (B, R) as the engine reported them
-    # (B,) float64: weighted sum of the rewards' scores, clipped, less the penalty for truncation
+    sampler_logprobs: Tensor  # (B, R) log-probs reported by the engine
+    # (B,) float64: weighted and clipped sum of the rewards' scores, minus the penalty for truncation
     scores: Tensor
-    greedy_scores: Tensor  # (B,) of the greedy completion to each row's prompt, for estimators that read it
-    old_logprobs: Tensor  # (B, R) of the policy before this update, by the trainer
-    ref_logprobs: Tensor  # (B, R) of the reference
-    teacher_logprobs: Tensor  # (B, R) of the teacher, if there is one
-    values: Tensor  # (B, R) of the critic, before each action
+    greedy_scores: Tensor  # (B,) of the greedy completion to each prompt, if an estimator reads it
+    old_logprobs: Tensor  # (B, R) log-probs of the policy before this update, computed by the trainer
+    ref_logprobs: Tensor  # (B,) of the greedy completion to each prompt, if an estimator reads it
+    teacher_logprobs: Tensor  # (B, R) log-probs of the teacher, if there is one
+    values: Tensor  # (B, R) values of the critic before each action
     bootstrap: Tensor  # (B,) value after the last action of a truncated completion; 0 after an end
-    rewards: Tensor  # (B, R) of each action: the KL penalty, and the score on the last
+    rewards: Tensor  # (B, R) reward of each action: the KL penalty, plus the score on the last action
     advantages: Tensor  # (B, R)
     returns: Tensor  # (B, R)
     learn: Tensor  # (B, R) bool: the actions of `mask` that enter the loss
@@ -211,6 +211,6 @@ def collate(
 def collate_ids(
     prompts: Sequence[Sequence[int]], completions: Sequence[list[int]], device: torch.device
 ) -> Episodes:
-    """Returns episodes of completions of which only the token ids are known."""
+    """Returns episodes for completions of which only the token ids are known."""
     made = [Completion(ids, True, [0.0] * len(ids)) for ids in completions]
     return collate(prompts, made, range(len(made)), 0, device)

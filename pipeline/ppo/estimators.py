@@ -1,10 +1,10 @@
 """Advantage estimators: one entry each, with its formula, its definition and its defaults.
 
-To add an estimator, write a formula and a definition here and one line in ESTIMATORS. Without a change to this file, a job
-can name its own formula: `trainer.advantage_estimator: python:MODULE:FUNCTION`. Its definition is the function's attribute
-`definition`, if it has one.
+To add an estimator, write a formula and a definition here and one line in ESTIMATORS. A job can also name its own formula
+without a change here: `trainer.advantage_estimator: python:MODULE:FUNCTION`. Its definition, if any, is the function's
+attribute `definition`.
 
-A formula and a definition name in their signature what they read:
+The parameters of a formula and a definition name their inputs:
 
 * `rewards` (B, R): reward of each action. The `num_generations` completions of a prompt are adjacent rows.
 * `mask` (B, R): bool, on at actions.
@@ -14,9 +14,9 @@ A formula and a definition name in their signature what they read:
 * any key of the job's `trainer` section. An estimator that names `num_generations` compares the completions of a prompt:
   it needs at least 2 of them, and gets its rewards in float64.
 
-A formula takes and returns tensors. A definition computes the same for the completions of one prompt with plain loops and
-shares no code with the formula: it takes lists of numbers per completion, without padding and mask. The self-check of the
-first rollout compares the two.
+A formula takes and returns tensors. A definition computes the same for one prompt's completions with plain loops, and shares no
+code with the formula. It takes lists of numbers per completion, without padding and mask. The self-check of the first rollout
+compares both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Rows = list[list[float]]  # numbers of each action, for each completion of one prompt
 
-# Parameters that are no keys of trainer
+# parameters that are not keys of `trainer`
 TENSORS = frozenset(("rewards", "mask", "values", "bootstrap", "greedy_scores"))
 
 
@@ -57,7 +57,7 @@ class Estimator:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Names of the formula's parameters."""
+        """Returns the names of the formula's parameters."""
         return frozenset(inspect.signature(self.formula).parameters)
 
     @property
@@ -66,17 +66,17 @@ class Estimator:
 
     @property
     def needs_greedy(self) -> bool:
-        """Returns True if it reads the score of a greedy completion to each prompt."""
+        """Returns True if the estimator reads the score of a greedy completion to each prompt."""
         return "greedy_scores" in self.reads
 
     @property
     def compares_groups(self) -> bool:
-        """Returns True if it compares the completions of a prompt."""
+        """Returns True if the estimator compares the completions of a prompt."""
         return "num_generations" in self.reads
 
 
 def call(function: Callable[..., Any], args: Any, known: Mapping[str, Any]) -> Any:
-    """Calls a formula or definition with the parameters that it names.
+    """Calls a formula or definition with the parameters in its signature.
 
     Args:
         args: a PPOConfig, for the parameters that are keys of the trainer section.
@@ -106,7 +106,7 @@ def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def _remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor, gamma: float) -> Tensor:
-    """Reward to go minus the greedy completion's score, discounted as the score is (Li et al. 2023, 2310.10505, algorithm 1)."""
+    """Reward to go minus the equally discounted score of the greedy completion (Li et al. 2023, 2310.10505, algorithm 1)."""
     later = mask.flip(-1).cumsum(-1).flip(-1) - 1  # actions after this one
     return _reward_to_go(rewards, mask, gamma) - greedy_scores.unsqueeze(-1) * gamma**later
 
@@ -122,7 +122,7 @@ def _above_group_mean(rewards: Tensor, mask: Tensor, num_generations: int) -> tu
 
 
 def _rloo(rewards: Tensor, mask: Tensor, num_generations: int) -> Tensor:
-    """A completion's reward minus the mean reward of the prompt's others (Ahmadian et al. 2024, 2402.14740, section 2.3)."""
+    """A completion's reward minus the mean reward of the prompt's other completions (Ahmadian et al. 2024, 2402.14740)."""
     relative, _ = _above_group_mean(rewards, mask, num_generations)
     # R - mean of others = n / (n - 1) * (R - mean)
     relative = relative * num_generations / (num_generations - 1)
@@ -203,7 +203,7 @@ ESTIMATORS = {
 
 @cache
 def of(name: str) -> Estimator:
-    """Returns the estimator of a name in ESTIMATORS, or of python:MODULE:FUNCTION.
+    """Returns the estimator with a name in ESTIMATORS, or from python:MODULE:FUNCTION.
 
     Raises:
         InputError: if a Python function cannot be imported.

@@ -1,4 +1,4 @@
-"""Forward passes of episodes: which rows share one, and the hidden states.
+"""Forward passes of episodes: grouping of rows, and hidden states.
 
 Rows of similar length share a micro-batch, and completions to one prompt share a row (models/packing.py). Both change results
 only by rounding.
@@ -15,9 +15,9 @@ from pipeline.models.adapters import SharedBase
 from pipeline.models.packing import alone, micro_batches, packed, packs_that_pay
 from pipeline.ppo.episodes import Episodes
 
-# Maximum tokens of a forward pass without gradients: it holds one layer's activations, some 100 KB per token at 8B.
+# Maximum tokens of a forward pass without gradients. It holds one layer's activations, about 100 KB per token at 8B.
 FORWARD_TOKENS = {"cpu": 4096, "cuda": 16384}
-# Maximum tokens of a row with several completions: its attention mask has the square of that.
+# Maximum tokens of a row with several completions. The size of its attention mask is the square of this number.
 PACK_TOKENS = 4096
 
 
@@ -41,7 +41,7 @@ def in_packs(
     completions: int | None = None,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """Groups `rows` of the episodes in packs of completions to one prompt, if that pays and the base allows it.
+    """Groups `rows` of the episodes into packs of completions to one prompt, if this saves time and the base supports it.
 
     Args:
         completions, tokens: limits of a pack with several completions.

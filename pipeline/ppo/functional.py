@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Log-ratios are clamped to this before exp, and nowhere else: exp(20), and its square in a gradient, are finite in fp32.
+# Log-ratios are clamped to this only before exp. exp(20), and its square in a gradient, are finite in fp32.
 LOG_RATIO_LIMIT = 20.0
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
@@ -43,11 +43,11 @@ def whiten(
     """Returns `x` scaled to unit variance (unbiased, over the mask) and mean 0, or its own mean with `shift_mean=False`.
 
     Mean and variance are summed in fp64 and in two passes. The fp64 mean of equal fp32 values is exact, so they deviate by
-    exactly 0. With fewer than two values the variance is taken as 1.
+    exactly 0. With fewer than two values, the variance is 1.
 
     Args:
         eps: added to the variance.
-        all_reduce: sums a small tensor over the workers, because advantages must be relative to one mean. None: one worker.
+        all_reduce: sums a small tensor over the workers, so that all advantages use the same mean. None means one worker.
     """
     mask = mask.bool()
     reduce = all_reduce or (lambda t: t)
@@ -124,8 +124,8 @@ def loss_weights(
     completions' means (GRPO). "constant": 1 / (completions * length), regardless of their lengths (Dr. GRPO).
 
     Args:
-        actions, completions: numbers of actions, and of rows with at least one, in the optimizer step over all workers.
-        length: the longest that a completion can be.
+        actions, completions: number of actions, and of rows with an action, in the optimizer step over all workers.
+        length: maximum length of a completion.
     """
     counts = mask.bool().sum(-1, keepdim=True).clamp(min=1)
     if aggregation == "sequence":
@@ -149,16 +149,16 @@ def policy_loss(
     """Returns (loss, stats) of the negative clipped surrogate objective.
 
     Args:
-        weights: (batch, 1) of the rows in the loss, as of `loss_weights`.
-        actions: their number in the optimizer step over all workers, so that the stats of micro-batches *add up* to a mean.
+        weights: (batch, 1) weights of the rows in the loss, from `loss_weights`.
+        actions: number in the optimizer step over all workers, so that the stats of micro-batches *add up* to a mean.
         cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange_high].
-        cliprange_high: None: `cliprange` (DAPO's clip-higher sets it larger).
-        dual_clip: above 1; bounds the loss by -dual_clip * A where the advantage A < 0, which the ordinary clip leaves unbounded.
+        cliprange_high: None means `cliprange` (DAPO's clip-higher sets it larger).
+        dual_clip: above 1; bounds the loss by -dual_clip * A if the advantage A < 0, which the ordinary clip leaves unbounded.
         importance_sampling_level: "sequence" gives every action of a row the same ratio, exp of the mean of the row's
             log-ratios (GSPO): the ratio of the completions' probabilities, to the power 1 / length.
 
     `stats`, without gradient: ratio; approxkl, k2 of new against old log-probs of actions in nats; clipfrac, the fraction of
-    actions whose ratio was clipped.
+    actions with a clipped ratio.
     """
     mask = mask.bool()
     advantages = advantages.float().where(mask, 0.0)
@@ -190,14 +190,14 @@ def off_policy_weights(
     level: Literal["token", "sequence"] = "token",
     cap: float = 3.0,
 ) -> Tensor:
-    """Returns the probability ratio trainer / sampler (batch, time) of each action, at most `cap`; 0 off the mask.
+    """Returns the probability ratio trainer / sampler (batch, time) of each action, at most `cap`, and 0 off the mask.
 
-    Corrects for a sampler of other weights, kernels or precision (decoupled PPO, Hilton et al. 2021; truncated importance
-    sampling, Ionides 2008). As a weight w >= 0 of the clipped surrogate equals the surrogate of w * A, the weights multiply
-    advantages.
+    Corrects for a sampler with other weights, kernels or precision (decoupled PPO, Hilton et al. 2021; truncated importance
+    sampling, Ionides 2008). The weights multiply advantages, because the clipped surrogate times w >= 0 equals the surrogate of
+    w * A.
 
     Args:
-        level: token: of each action by itself. sequence: the product over a completion's actions, for all of them.
+        level: "token" means each action's own ratio, "sequence" the product over a completion for each of its actions.
         cap: above 1.
     """
     mask = mask.bool()
@@ -219,15 +219,15 @@ def value_loss(
 
     Args:
         actions: as in `policy_loss`.
-        cliprange_value: the clipped error takes the new value within +- this of the old one. None: no clipping.
+        cliprange_value: limits the new value in the clipped error to the old one +- this. None means no clipping.
 
-    `stats`, without gradient: clipfrac, the fraction of values whose clipped error is the larger one.
+    `stats`, without gradient: clipfrac, the fraction of values whose clipped error is larger.
     """
     mask = mask.bool()
     values, old_values, returns = (x.float().where(mask, 0.0) for x in (values, old_values, returns))
     unclipped = clipped = (values - returns).square()
     if cliprange_value is not None:
-        # Not old + (new - old).clamp(): its rounding would count values as clipped that are not.
+        # Not old + (new - old).clamp(), whose rounding would count unclipped values as clipped.
         bounded = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
         clipped = (bounded - returns).square()
     with torch.no_grad():
@@ -236,12 +236,12 @@ def value_loss(
 
 
 def adapted_kl_coef(coef: float, kl: float, completions: int, target: float, horizon: float) -> float:
-    """Returns the KL coefficient for the next update: a proportional controller (Ziegler et al. 2019, section 2.2).
+    """Returns the KL coefficient for the next update, from a proportional controller (Ziegler et al. 2019, section 2.2).
 
-    With the error at its clip of 0.2, `horizon` completions change it by about 20 %.
+    If the error is clipped at 0.2, `horizon` completions change the coefficient by about 20 %.
 
     Args:
-        kl: mean over the update's completions, in nats per *completion* (summed over its tokens), as `target` is. A mean per
+        kl: mean over the update's completions, in nats per *completion* (summed over its tokens), like `target`. A mean per
             token would be tens of times too small and drive the coefficient to 0.
         completions: completions of the update, over all workers.
     """

@@ -1,6 +1,6 @@
-"""An update's numbers as pure functions of episodes: token rewards, advantages, off-policy ratios, losses.
+"""The computations of an update as pure functions of episodes: token rewards, advantages, off-policy ratios, losses.
 
-The trainer and the self-checks call the same functions; nothing here runs a model.
+The trainer and the self-checks call the same functions. No function here runs a model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.ppo.functional import (
     whiten,
 )
 
-# Statistics of the optimizer steps, means per action, in the order in which the objectives return them.
+# Mean statistics per action of the optimizer steps, in the order in which the objectives return them.
 POLICY_STATS = (
     "loss/policy_avg",
     "policy/approxkl_avg",
@@ -41,12 +41,12 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
     scores = episodes.scores if estimator.compares_groups else episodes.scores.float()
     bootstrap = torch.zeros_like(episodes.bootstrap)
     if args.bootstrap_truncated:
-        # The value replaces the score: with both, the completion would be rewarded twice.
+        # The value replaces the score, because with both the completion would be rewarded twice.
         scores, bootstrap = scores.where(episodes.ended, 0.0), episodes.bootstrap
     kl = kl_estimate(episodes.old_logprobs, episodes.ref_logprobs, args.kl_estimator)
     rewards = token_rewards(scores, kl, mask, kl_coef if args.kl_in == "reward" else 0.0)
     if args.whiten_rewards:
-        # Keep the mean: shifting it would reward or punish length.
+        # Keeps the mean, because a shift would reward or punish length.
         rewards = whiten(rewards, mask, shift_mean=False, all_reduce=all_reduce)
     episodes.rewards = rewards
     advantages = estimate_advantages(args, episodes, bootstrap)
@@ -62,7 +62,7 @@ def fill_advantages(args: PPOConfig, config: RolloutConfig, episodes: Episodes, 
 
 
 def estimate_advantages(args: PPOConfig, episodes: Episodes, bootstrap: Tensor) -> Tensor:
-    """Returns the advantages (B, R) by the estimator of `args`, not whitened, and 0 off the mask; see estimators.py."""
+    """Returns the advantages (B, R) by the estimator of `args` (estimators.py), not whitened, and 0 off the mask."""
     mask, known = episodes.mask, {**vars(episodes), "bootstrap": bootstrap}
     advantages = estimators.call(args.estimator.formula, args, known)
     if getattr(advantages, "shape", None) != mask.shape:
@@ -86,12 +86,12 @@ def policy_objective(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Returns the policy's loss and its POLICY_STATS: clipped surrogate, plus KL and entropy bonus if configured.
 
-    `loss_aggregation` weighs the actions in all three; the statistics are means over actions.
+    `loss_aggregation` weighs the actions in all three terms. The statistics are means over actions.
 
     Args:
-        totals: counts over the complete optimizer step, of all workers.
-        logprobs: (B, R) of the policy, in nats.
-        entropy: (B, R), with gradient if there is a bonus. None: estimated from the sampled tokens.
+        totals: counts over the complete optimizer step and all workers.
+        logprobs: (B, R) log-probs of the policy, in nats.
+        entropy: (B, R), with gradient if there is a bonus. None means to estimate it from the sampled tokens.
     """
     weights = loss_weights(part.learn, args.aggregation, *totals, args.response_length)
     loss, stats = policy_loss(
@@ -128,14 +128,14 @@ def value_objective(
 
 
 class RunningMoments:
-    """Running mean and standard deviation of all returns until now (`normalize_values`), the same on all workers."""
+    """Running mean and standard deviation of all returns so far (`normalize_values`), the same on all workers."""
 
     def __init__(self) -> None:
         self.mean, self.std, self.count = 0.0, 1.0, 0.0
-        self.center: float | None = None  # value where the critic's head gives 0; None: the mean
+        self.center: float | None = None  # value at which the critic's head gives 0. None means the mean
 
     def raw(self, output: Tensor) -> Tensor:
-        """Returns the values that a critic's head means by its output. `normal` is the inverse."""
+        """Returns the values that correspond to the output of a critic's head. `normal` is the inverse."""
         return output * self.std + (self.mean if self.center is None else self.center)
 
     def normal(self, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Metrics of an update, under the names of TRL's PPOTrainer: means over the episodes of all workers."""
+"""Computes the metrics of an update, under the names of TRL's PPOTrainer, as means over the episodes of all workers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def episode_metrics(
 ) -> dict[str, float]:
     """Returns metrics of rollout, scores and values.
 
-    `objective/kl` (to the reference), `objective/teacher_kl` and `objective/entropy` are nats per *completion*, sums over its
-    tokens (`policy/entropy_avg`, of the optimizer steps, is nats per *token*). The KL is k1, even if `kl_estimator` trains
-    with another. `val/sampler_drift` is the mean |sampler's log-prob - trainer's| per token, in nats.
+    `objective/kl` (to the reference), `objective/teacher_kl` and `objective/entropy` are in nats per *completion*, as sums over
+    its tokens. `policy/entropy_avg`, from the optimizer steps, is in nats per *token*. The KL is k1, even if `kl_estimator`
+    trains with another estimator. `val/sampler_drift` is the mean |sampler's log-prob - trainer's| per token, in nats.
 
     Args:
         raw: each reward's own scores, by its name.
@@ -44,7 +44,7 @@ def episode_metrics(
     error = (episodes.returns - episodes.values).where(mask, 0.0).double()
     returns = episodes.returns.where(mask, 0.0).double()
     moments = [mask.sum().double(), drift, error.sum(), (error**2).sum(), returns.sum(), (returns**2).sum()]
-    totals = all_reduce(torch.stack([*sums, *moments])).tolist()  # of all workers, in one all-reduce
+    totals = all_reduce(torch.stack([*sums, *moments])).tolist()  # sums over all workers in one all-reduce
     metrics = {name: total / args.batch_size for name, total in zip(per_episode, totals, strict=False)}
     actions, drift_sum, error_sum, error_squares, return_sum, return_squares = totals[-6:]
     actions = max(actions, 1)
@@ -60,19 +60,19 @@ def episode_metrics(
 def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) -> dict[str, float]:
     """Returns metrics of the distance between sampler and trainer policy, and of the off-policy correction.
 
-    `rollout/ratio_mean`, `ratio_max` and `effective_samples` are of the probability ratios r before any correction: of each
-    action, or of each completion where the correction takes those. The effective sample size is a share of their number n,
-    (sum r)^2 / (n sum r^2) (Kong 1992). `rollout/ratio_cut` is the share whose weight is not the ratio, and
-    `rollout/sampler_kl` the mean of sampler's - trainer's log-prob, nats per action.
+    `rollout/ratio_mean`, `ratio_max` and `effective_samples` describe the probability ratios r before any correction: per
+    action, or per completion if the correction works on completions. The effective sample size is a fraction of their number n,
+    (sum r)^2 / (n sum r^2) (Kong 1992). `rollout/ratio_cut` is the fraction whose weight differs from the ratio.
+    `rollout/sampler_kl` is the mean of sampler's - trainer's log-prob, in nats per action.
 
     Args:
-        mask: (B, R), the actions that count.
+        mask: (B, R), on at actions that count.
     """
     level = config.corrects or "token"
     logprobs = (episodes.old_logprobs, episodes.sampler_logprobs, episodes.mask)
     plain = off_policy_weights(*logprobs, level, 1e6)
     weights = off_policy_weights(*logprobs, level, config.correction_cap)
-    each = mask if level == "token" else mask & (mask.cumsum(-1) == 1)  # a completion's are all the same
+    each = mask if level == "token" else mask & (mask.cumsum(-1) == 1)  # a completion has one ratio
     r = plain.where(each, 0.0).double()
     cut = ((plain != weights) & each).sum().double()
     drift = (episodes.sampler_logprobs - episodes.old_logprobs).where(mask, 0.0).double()
@@ -94,14 +94,14 @@ def seconds_at_peak(
 ) -> float:
     """Returns the seconds that an update would take at a GPU's `peak`, in FLOP/s.
 
-    A forward takes 2 FLOPs per token and parameter; a backward through frozen weights as many, since only activations have
-    gradients. Recomputation does not count. Over the seconds that it did take, this is the model FLOPs utilization (MFU,
+    A forward takes 2 FLOPs per token and parameter. A backward through frozen weights takes as many, since only activations
+    have gradients. Recomputation does not count. Divided by the measured seconds, this is the model FLOPs utilization (MFU,
     Chowdhery et al. 2022, section 4.1).
 
     Args:
         tokens: number of tokens of this worker's prompts and completions.
         parameters: number of parameters of the base.
-        sampled_here: whether this worker samples and scores, and no rollout worker.
+        sampled_here: whether this worker samples and scores, instead of a rollout worker.
     """
     roles = 1 + args.has_critic_adapter
     passes = (2 + adapter_rewards) * sampled_here  # sampling, the reference, the rewards

@@ -1,8 +1,7 @@
 """Rewards: an adapter on the shared base, another sequence-classification model, or a Python function.
 
-Each is a `Reward` with a name, a weight, and the mean and standard deviation that normalize its scores
-(measured on held-out completions, stored with the reward model's version). A completion's score is their
-weighted sum.
+Each `Reward` has a name, a weight, and the mean and standard deviation that normalize its scores (measured on eval completions,
+stored with the reward model's version). A completion's score is the weighted sum of all rewards.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from pipeline.system import loop, process
 
 @dataclass
 class Samples:
-    """Completions to be scored, with the data rows of their prompts: `prompt` and all other columns."""
+    """Completions to score, with the data rows of their prompts: `prompt` and all other columns."""
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
@@ -45,9 +44,9 @@ class Samples:
     rows: list[dict[str, Any]]
     tokenizer: Any
     seeds: Sequence[int] = ()  # of each completion, for functions that draw random numbers; empty: 0 for each
-    # Completions with the same number are to the same prompt, and are compared; empty: each is alone.
+    # one per completion, for random numbers; empty means 0 for each
     groups: Sequence[int] = ()
-    # What a reward says about each sample besides its score, by the reward's name
+    # a reward's remarks on each sample, by the reward's name
     notes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,7 +63,7 @@ class Samples:
         seeds: Sequence[int] = (),
         each: int = 1,
     ) -> Samples:
-        """Returns sampled completions as samples; `each` that follow each other are to the same prompt."""
+        """Returns sampled completions as samples. `each` consecutive completions have the same prompt."""
         tokens, ended = [one.tokens for one in completions], [one.ended for one in completions]
         groups = [i // each for i in range(len(tokens))]
         return cls(prompts, tokens, ended, rows, tokenizer, seeds, groups)
@@ -74,7 +73,7 @@ class Samples:
 
     @cached_property
     def prompts(self) -> list[str]:
-        """Returns the prompts as the data has them; a list of messages as the template rendered it."""
+        """Returns the prompts as in the data. A list of messages is rendered by the template."""
         given = [row.get("prompt") for row in self.rows]
         return [
             prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -98,7 +97,7 @@ class Samples:
         return columns
 
     def show(self, i: int) -> str:
-        """Returns sample `i` for an error message, shortened."""
+        """Returns a shortened text of sample `i` for an error message."""
         values = (_brief(value) for value in (self.prompts[i], self.completions[i], self.rows[i]))
         return "prompt {}, completion {}, row {} (sample {} of {})".format(*values, i, len(self))
 
@@ -107,7 +106,7 @@ def _brief(value: Any, limit: int = 300) -> str:
     """Returns the repr of a value, shortened to `limit` characters."""
     try:
         text = repr(value)
-    except Exception as error:  # the value is user code's, and so is its __repr__
+    except Exception as error:  # the value's __repr__ is user code
         text = f"<{type(value).__name__} whose repr raised {type(error).__name__}>"
     return text if len(text) <= limit else f"{text[:limit]}..."
 
@@ -116,13 +115,13 @@ class Reward(ABC):
     """A source of scores.
 
     Args:
-        name: names it in metrics and messages.
+        name: name in metrics and messages.
         weight: weight of its scores in the weighted sum.
         mean, std: normalized scores are (score - mean) / std.
     """
 
-    columns: frozenset[str] = frozenset()  # of the rows, without which it cannot score
-    compares = False  # whether it scores the completions of a prompt by comparing them
+    columns: frozenset[str] = frozenset()  # columns of the rows that it needs to score
+    compares = False  # whether it compares the completions of a prompt
 
     def __init__(self, name: str, weight: float = 1.0, mean: float = 0.0, std: float = 1.0) -> None:
         self.name, self.weight, self.mean, self.std = name, weight, mean, std
@@ -138,7 +137,7 @@ class Reward(ABC):
     def checked(self, samples: Samples) -> list[float]:
         """Returns the scores of `score`.
 
-        Raises InputError for anything but a list of one number for each sample: to repeat it would not help.
+        Raises InputError for anything but a list of one number for each sample, because repeating the call would not help.
         Raises Failure for a number that is not finite.
         """
         scores = self._listed(self.score(samples), samples)
@@ -153,7 +152,7 @@ class Reward(ABC):
 
     def _listed(self, scores: Any, samples: Samples) -> Sequence[Any]:
         """Returns scores as a list. Raises InputError unless it has one for each sample."""
-        # Arrays and tensors have tolist, tensors that require gradients included.
+        # Arrays and tensors have tolist, even tensors that require gradients.
         listed = scores.tolist() if hasattr(scores, "tolist") else scores
         is_list = isinstance(listed, (list, tuple))
         if not is_list or len(listed) != len(samples):
@@ -169,21 +168,21 @@ class Reward(ABC):
 
 
 def _number(score: Any) -> float | None:
-    """Returns a score as a float, infinite if it is too large for one, or None if it is not a real number."""
+    """Returns a score as a float (infinite if too large), or None if it is not a real number."""
     try:
         return float(score.item() if hasattr(score, "item") else score)
     except OverflowError:
         return math.inf
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of two numbers
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError comes from a tensor of two numbers
         return None
 
 
 class AdapterReward(Reward):
-    """A reward adapter and its head on the shared base, which scores the last token of the completion.
+    """A reward adapter and its head on the shared base. It scores the last token of the completion.
 
     Args:
         role: the adapter's role on `shared`.
-        rows, tokens: limits of a forward pass. None: no limit on rows, FORWARD_TOKENS of tokens.
+        rows, tokens: limits of a forward pass. None means no limit on rows, and FORWARD_TOKENS tokens.
         settings: name (default: the role), weight, mean and std of `Reward`.
     """
 
@@ -211,10 +210,10 @@ class ModelReward(Reward):
     """A separate sequence-classification model, in memory in addition to the base. Scores are its only logit.
 
     Args:
-        tokenizer: the model's own; it encodes prompt and completion as text, with its chat template if the
-            prompt is a list of messages. None: the model reads the policy's token ids.
-        rows, tokens, settings: as of `AdapterReward`.
-        control: whether special tokens in the text are encoded as such, or as ordinary text.
+        tokenizer: the model's own. It encodes prompt and completion as text, with its chat template if the prompt is a list
+            of messages. None means that the model reads the policy's token ids.
+        rows, tokens, settings: as for `AdapterReward`.
+        control: whether special tokens in the text are encoded as special tokens or as ordinary text.
     """
 
     def __init__(
@@ -250,7 +249,7 @@ class ModelReward(Reward):
         return scores.tolist()
 
     def _encode(self, samples: Samples, i: int, control: ControlTokens) -> list[int]:
-        """Returns sample `i` as ids of the model's own tokenizer; plain text that ended gets its eos."""
+        """Returns sample `i` as ids of the model's own tokenizer. Plain text that ended gets its eos."""
         prompt, completion = samples.rows[i].get("prompt"), samples.completions[i]
         if isinstance(prompt, list) and self.tokenizer.chat_template is not None:
             messages = [*prompt, {"role": "assistant", "content": completion}]
@@ -268,7 +267,7 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_states() -> tuple[Any, ...]:
-    """Returns the states of the global generators, which change when a number is drawn."""
+    """Returns the states of the global generators, which change if a number is drawn."""
     numpy: Any = np.random.get_state()
     return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes()
 
@@ -276,16 +275,16 @@ def generator_states() -> tuple[Any, ...]:
 class FunctionReward(Reward):
     """A Python function `f(prompts, completions, **columns) -> list of numbers`, sync or async, as in TRL.
 
-    It is called by keyword with those of `prompts`, `completions`, `completion_ids`, `seeds`, `groups` and
-    the data's further columns, each a list, that its signature names, or with all of them if it takes
-    **kwargs. Completions to the same prompt have the same number in `groups`, and are in the same call. If it
-    raises, the run stops with a Failure that shows the sample and the function's own stack frames.
+    Its keyword arguments are those of `prompts`, `completions`, `completion_ids`, `seeds`, `groups` and the data's other
+    columns that its signature names, or all of them if it takes **kwargs. Each is a list. Completions to the same prompt have
+    the same number in `groups`, and are in the same call. If the function raises, the run stops with a Failure that shows the
+    sample and the function's own stack frames.
 
-    Random numbers: each completion has its own seed (`seeds`). The global generators are seeded by the first
-    completion of a call, so numbers that are drawn from them depend on which completions share the call.
+    Each completion has its own seed for random numbers (`seeds`). The global generators are seeded by the first completion of a
+    call, so their numbers depend on which completions share the call.
 
     Args:
-        patience_s: seconds after which a call of an async function ends the run; -1: no limit.
+        patience_s: seconds after which a call of an async function ends the run. -1 means no limit.
     """
 
     def __init__(self, function: Callable[..., Any], patience_s: float = -1, **settings: Any) -> None:
@@ -294,7 +293,7 @@ class FunctionReward(Reward):
         self.warned = False  # whether the warning about a global generator was printed
 
     def score(self, samples: Samples) -> Any:
-        """Returns what the function returns for all samples. Warns once if it used a global generator."""
+        """Returns the function's result for all samples. Warns once if it used a global generator."""
         with kept_rng_state():
             seed_generators(samples.seeds[0])
             seeded = generator_states()
@@ -315,11 +314,11 @@ class FunctionReward(Reward):
         return f"{self.name!r} ({':'.join(name for name in names if name)})"
 
     def _call(self, samples: Samples, rows: Sequence[int]) -> Any:
-        """Returns what the function returns for some of the samples."""
+        """Returns the function's result for some of the samples."""
         columns = {"seeds": samples.seeds, "groups": samples.groups, **samples.columns()}
         columns["completion_ids"] = samples.completion_ids
         columns |= {"prompts": samples.prompts, "completions": samples.completions}
-        # The function may leave other settings of torch behind, which training does not expect
+        # The function may change other settings of torch, which training does not expect.
         dtype, learns, later = torch.get_default_dtype(), torch.is_grad_enabled(), False
         try:
             parameters = inspect.signature(self.function).parameters
@@ -332,11 +331,11 @@ class FunctionReward(Reward):
             return loop.run(self._in_time(result))
         except (KeyboardInterrupt, Failure):
             raise
-        except BaseException as error:  # SystemExit too: it would end the worker as if its work were done
-            if is_out_of_memory(error) or process.received:  # SIGTERM ends the run, whatever it interrupts
+        except BaseException as error:  # SystemExit would end the worker as if its work were done
+            if is_out_of_memory(error) or process.received:  # SIGTERM ends the run in any case
                 raise
             expected = not isinstance(error, Exception)
-            # An async function asks other machines, which may cost money: it is not asked again.
+            # An async function may send requests that cost money, so it is not called again.
             of = f"a batch of {len(rows)} samples" if later else self._culprit(samples, rows)
             hint = "; expected a list of numbers" if expected else f" for {of}"
             raise Failure(f"reward {self} raised {in_brief(error, 500)}{hint}:\n{_frames(error)}") from error
@@ -351,7 +350,7 @@ class FunctionReward(Reward):
         for i in rows:
             try:
                 self._call(samples, [i])
-            except Exception:  # the caller reports the original error; this only locates it
+            except Exception:  # the caller reports the original error
                 return samples.show(i)
         return f"a batch of {len(rows)} samples (each alone does not make it raise)"
 
@@ -362,7 +361,7 @@ class FunctionReward(Reward):
             async with limit:
                 return await result
         except TimeoutError as error:
-            if not limit.expired():  # it is the function's own
+            if not limit.expired():  # the function itself raised it
                 raise
             raise Failure(
                 f"reward {self} took more than {self.patience_s:g} s (trainer.patience_s); the same command continues the run"
@@ -373,7 +372,7 @@ LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) + os.sep for name in ("stdli
 
 
 def _frames(error: BaseException, limit: int = 10) -> str:
-    """Returns the last `limit` frames in a reward function as text, if possible without libraries'."""
+    """Returns the last `limit` frames in a reward function as text, if possible without frames of libraries."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [
         frame for frame in frames if not frame.filename.startswith((__file__, str(loop.__file__), *LIBRARIES))

@@ -1,7 +1,7 @@
-"""The rollouts of one trainer, sampled here or by rollout workers, up to `staleness` updates ahead.
+"""Manages the rollouts of one trainer, sampled here or by rollout workers, up to `staleness` updates ahead.
 
-Version max(0, u - staleness) of the policy samples the episodes of update u, exactly, in any process and at any time. So the
-seed decides a run's result, with any number and speed of rollout workers, even if some die.
+Version max(0, u - staleness) of the policy samples all episodes of update u, in any process and at any time. So the seed
+decides a run's result, for any number and speed of rollout workers, even if some die.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pipeline.ppo.episodes import Episodes, collate, gather
 from pipeline.ppo.sampler import Chunk, Sampled, Sampler
 
 VERSIONS_FILE = "versions.pt"
-Tensors = Mapping[str, Tensor]  # an adapter, by its names in peft's files
+Tensors = Mapping[str, Tensor]  # an adapter, with the tensor names of peft's files
 
 
 class Versions:
-    """The last versions of a role; version u is the role after u updates.
+    """The last versions of a role. Version u is the role after u updates.
 
     Args:
         staleness: number of older versions that may still be requested.
@@ -38,7 +38,7 @@ class Versions:
         self.digests: dict[int, str] = {}
 
     def add(self, version: int) -> None:
-        """Keeps a copy of the role as it is now, and drops versions that can no longer be requested."""
+        """Copies the current role, and drops versions that can no longer be requested."""
         self._keep(version, self._copy())
         for old in [held for held in self.held if held < version - self.staleness]:
             del self.held[old], self.digests[old]
@@ -47,12 +47,12 @@ class Versions:
         return {name: tensor.clone() for name, tensor in self.shared.tensors_of(self.role).items()}
 
     def _keep(self, version: int, tensors: dict[str, Tensor]) -> None:
-        # Rank 0's digest, because an adapter on another kind of processor may differ in a last bit.
+        # Uses rank 0's digest, because an adapter on a different processor may differ in the last bit.
         self.held[version], self.digests[version] = tensors, gather(digest(tensors))[0]
 
     @contextmanager
     def use(self, version: int) -> Iterator[None]:
-        """Makes the role that version within the block, and restores it afterwards."""
+        """Switches the role to a version within the block, and restores it afterwards."""
         now = self._copy()
         self.shared.fill(self.role, self.held[version])
         try:
@@ -61,13 +61,13 @@ class Versions:
             self.shared.fill(self.role, now)
 
     def save(self, folder: str | Path, newest: int) -> None:
-        """Writes the older versions that may still be requested; `newest` is the role itself."""
+        """Writes the older versions that may still be requested. The role itself is the version `newest`."""
         older = {v: held for v, held in self.held.items() if newest - self.staleness <= v < newest}
         if older:
             torch.save(older, Path(folder) / VERSIONS_FILE)
 
     def load(self, folder: str | Path) -> None:
-        """Reads what `save` wrote, if it wrote anything."""
+        """Reads the files of `save`, if any."""
         self.held, self.digests = {}, {}
         path = Path(folder) / VERSIONS_FILE
         stored = torch.load(path, weights_only=True, map_location="cpu") if path.exists() else {}
@@ -84,10 +84,10 @@ def digest(tensors: Tensors) -> str:
 
 
 class RolloutWorkers(Protocol):
-    """What the trainer needs of rollout workers, which sample and score chunks."""
+    """The methods of rollout workers, which sample and score chunks for the trainer."""
 
     def publish(self, version: int, tensors: Tensors) -> None:
-        """Publishes a version of the policy. Called on rank 0 alone, once per version."""
+        """Publishes a version of the policy. Called only on rank 0, once per version."""
 
     def request(self, chunks: Sequence[Chunk]) -> None:
         """Requests chunks, in the order in which they will be collected. Returns at once."""
@@ -105,18 +105,18 @@ class Rollout:
 
     parts: list[tuple[Chunk, Sampled]]
     episodes: Episodes
-    # name of a reward -> its scores of the episodes
+    # name of a reward -> its scores for the episodes
     raw: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Rollouts:
-    """Returns one update's chunks after another, while rollout workers sample the next ones.
+    """Returns the chunks of each update in turn, while rollout workers sample the next ones.
 
     Args:
         sampler: samples in this process the chunks that no rollout worker samples.
         versions: older versions of the policy. None without staleness and workers, which need only the current policy.
         workers: rollout workers, if there are any.
-        chunks_of: the chunks of this trainer's share of an update, by its number.
+        chunks_of: update number -> the chunks of this trainer's share.
         total: updates of the run.
         publishes: True for the trainer whose policy the workers get.
     """
@@ -134,11 +134,11 @@ class Rollouts:
         self.chunks_of, self.total, self.publishes = chunks_of, total, publishes
         self.ahead = versions.staleness if versions else 0
         self.published: set[int] = set()
-        self.synced: tuple[int, int] | None = None  # (update, version) that the decoder here samples from
+        self.synced: tuple[int, int] | None = None  # (update, version) of this process's decoder
         self.requested: dict[int, list[Chunk]] = {}
 
     def chunks_for(self, update: int) -> list[tuple[Chunk, Sampled]]:
-        """Returns the chunks of an update, sampled; rollout workers also score them. Updates come in order."""
+        """Returns the sampled chunks of an update. Rollout workers also score them. Updates come in order."""
         if self.versions:
             self.versions.add(update)
         if self.workers:
@@ -147,7 +147,7 @@ class Rollouts:
         return [(chunk, self._sampled(chunk, update)) for chunk in chunks]
 
     def _request(self, workers: RolloutWorkers, update: int) -> None:
-        """Requests this update's chunks, and later updates' chunks that the versions allow already."""
+        """Requests this update's chunks, and later updates' chunks for which the policy version exists."""
         assert self.versions
         for version in sorted(self.versions.held.keys() - self.published):
             if self.publishes:

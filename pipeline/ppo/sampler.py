@@ -1,8 +1,8 @@
 """Samples the chunks of an update: completions, their scores, and the reference's log-probs.
 
-A chunk is the unit of sampling and scoring. How an update is split into chunks depends on the job alone, not on a worker's
-memory, and a sum over several completions stays within a chunk. So every sampler computes bit-identical chunks: the trainer's
-process and rollout workers run the same code, each on its own base and frozen roles.
+A chunk is the unit of sampling and scoring. The split of an update into chunks depends only on the job, not on a worker's
+memory, and sums over several completions stay within a chunk. So every sampler computes bit-identical chunks: the trainer's
+process and rollout workers run the same code, each with its own base and frozen roles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import Episodes, all_reduce, collate, world
 from pipeline.ppo.rewards import Reward, Samples, raw_scores
 
-Key = tuple[int, int, int]  # a chunk's update, rank, and number among the rank's chunks of that update
+Key = tuple[int, int, int]  # update, rank, and number among the rank's chunks of that update
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class Chunk:
     """Prompts of one trainer's share of an update, for one sampler."""
 
     update: int
-    rank: int  # rank of the trainer that learns from it
+    rank: int  # rank of the trainer that learns from the chunk
     number: int
-    version: int  # version of the policy that samples it: its number of updates
+    version: int  # version of the policy that samples the chunk: its number of updates
     rows: list[int]  # indices of its completions in the rank's share
     prompt_ids: list[list[int]]  # token ids of each prompt
     data: list[str]  # JSON text of each prompt's data row
-    episodes: list[int]  # numbers of the completions in the run, grouped by prompt; they key the sampling
+    episodes: list[int]  # number of each completion in the run, grouped by prompt; its seed
 
     @property
     def key(self) -> Key:
         return (self.update, self.rank, self.number)
 
     @property
-    def generations(self) -> int:  # completions to each prompt
+    def generations(self) -> int:  # completions per prompt
         return len(self.episodes) // len(self.prompt_ids)
 
     @property
@@ -62,16 +62,16 @@ class Sampled:
     version: int  # version of the policy that sampled
     digest: str  # digest of the sampler's parameters
     completions: list[Completion]
-    greedy: Sampled | None = None  # one greedy completion to each prompt, for remax
+    greedy: Sampled | None = None  # one greedy completion per prompt, for remax
     raw: dict[str, list[float]] | None = None  # each reward's scores of the completions, by its name
-    ref_logprobs: Tensor | None = None  # (completions, actions) of the reference, on the CPU
+    ref_logprobs: Tensor | None = None  # (completions, actions) log-probs of the reference, on the CPU
 
 
 def split_into_chunks(lengths: Sequence[int], rows: int, generations: int) -> list[list[int]]:
     """Splits prompts into chunks of similar lengths, as indices into `lengths` (tokens).
 
     Args:
-        rows: largest number of completions in a chunk; all completions to one prompt are in one chunk.
+        rows: maximum number of completions in a chunk. All completions to one prompt are in one chunk.
         generations: completions to each prompt.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
@@ -80,10 +80,10 @@ def split_into_chunks(lengths: Sequence[int], rows: int, generations: int) -> li
 
 
 class Sampler:
-    """Samples and scores chunks with the roles of `shared`: `policy`, `reference` (None: the bare base) and the rewards'.
+    """Samples and scores chunks with roles of `shared`: `policy`, `reference` (None means the bare base) and the rewards'.
 
     Args:
-        decoder: writes the completions. None: the base itself.
+        decoder: generates the completions. None means the base itself.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class Sampler:
         self.sampling = Sampling.from_args(args, tokenizer, shared)
         self.pad = tokenizer.pad_token_id or 0
         self.decoder = decoder or SlotDecoder(shared, pad=self.pad)
-        self.rows = args.local_rollout_forward_batch_size  # decoded at once, or None for the full chunk
+        self.rows = args.local_rollout_forward_batch_size  # decoded at once, or None for a full chunk
 
     def fit_to_memory(self, chunk: int, longest: int) -> None:
-        """Sets how many of a chunk's completions are decoded at once by the memory that is free now, unless the job does.
+        """Sets from the free memory how many of a chunk's completions are decoded at once, unless the job sets it.
 
-        Every trainer calls it: they take the smallest of their numbers, because rounding depends on it.
+        Every trainer calls it. They use the smallest of their numbers, because rounding depends on it.
 
         Args:
             longest: tokens of the longest prompt and its completion.
@@ -132,7 +132,7 @@ class Sampler:
     def sample(self, chunk: Chunk, digest: str = "") -> Sampled:
         """Samples the chunk's completions, and greedy completions if the estimator reads them.
 
-        The decoder has the policy already (`decoder.changed`).
+        The decoder already has the policy (`decoder.changed`).
         """
         if isinstance(self.decoder, SlotDecoder):
             self.decoder.max_rows = self.rows
@@ -145,12 +145,12 @@ class Sampler:
         return Sampled(chunk.key, chunk.version, digest, completions, greedy)
 
     def score(self, chunk: Chunk, sampled: Sampled) -> None:
-        """Fills `raw` of the completions and of the greedy completions."""
+        """Fills `raw` for the completions and the greedy completions."""
         for one in filter(None, (sampled, sampled.greedy)):
             one.raw = raw_scores(self.rewards, self.samples(chunk, one.completions))
 
     def samples(self, chunk: Chunk, completions: Sequence[Completion]) -> Samples:
-        """Returns completions to the chunk's prompts, the same number to each, as reward samples.
+        """Returns completions to the chunk's prompts, the same number for each, as reward samples.
 
         The greedy completion to a prompt has the seed of the prompt's first episode.
         """
@@ -163,25 +163,25 @@ class Sampler:
 
     @torch.no_grad()
     def reference_logprobs(self, chunk: Chunk, sampled: Sampled) -> None:
-        """Fills `ref_logprobs`, by the code of the training forward."""
+        """Fills `ref_logprobs` with the code of the training forward."""
         episodes = self.episodes(chunk, sampled)
         for rows, part in forward.parts_of(self.shared, episodes, tokens=self.args.micro_batch_tokens):
             episodes.ref_logprobs[rows, : part.mask.shape[1]] = self.logprobs(self.reference, part)[0]
         sampled.ref_logprobs = episodes.ref_logprobs.cpu()
 
     def episodes(self, chunk: Chunk, sampled: Sampled) -> Episodes:
-        """Returns the chunk's completions, padded; nothing else is filled in."""
+        """Returns the chunk's completions, padded. Fills in nothing else."""
         indices = range(len(chunk.episodes))
         return collate(chunk.prompts, sampled.completions, indices, self.pad, self.shared.device)
 
     def logprobs(
         self, role: str | None, part: Episodes, entropy: bool = False, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probs (B, R) of the actions by a role, as they are sampled, and their entropies (B, R) if requested.
+        """Returns a role's log-probs (B, R) of the actions as sampled, and their entropies (B, R) if requested.
 
         Args:
             role: None means the bare base.
-            states: the role's hidden states, as `forward.states` returns them. None: computed here.
+            states: the role's hidden states from `forward.states`. None means that they are computed here.
         """
         states = forward.states(self.shared, role, part) if states is None else states
         sampling = (self.sampling.temperature, self.sampling.eos, self.sampling.min_new_tokens)

@@ -1,9 +1,8 @@
 """A teacher is a frozen role of the base. It rates each token of the policy by its own log-probability.
 
-The advantage of a token grows by teacher_coef * (log p_teacher - log p_policy). With it alone, a policy
-gradient step follows the gradient of the reverse KL from policy to teacher on the policy's own completions
-(on-policy distillation; Agarwal et al. 2023, 2306.13649, eq. 4 with the reverse KL; estimated from the
-sampled tokens).
+The advantage of a token grows by teacher_coef * (log p_teacher - log p_policy). Without other rewards, the policy gradient is
+an estimate from the sampled tokens of the gradient of the reverse KL from policy to teacher (on-policy distillation; Agarwal et
+al. 2023, 2306.13649, eq. 4 with the reverse KL).
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from pipeline.ppo.sampler import Sampler
 
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher's role, and what it reads in place of the first tokens of each prompt.
+    """The teacher's role, and the tokens that replace the start of each prompt for it.
 
     Args:
         role: a frozen role, or None for the bare base.
         head: first tokens of every prompt of the policy.
-        own_head: what the teacher reads instead: a system message and these tokens.
+        own_head: replacement for the teacher: a system message and these tokens.
     """
 
     role: str | None
@@ -37,14 +36,14 @@ class Teacher:
 
     @torch.no_grad()
     def rate(self, sampler: Sampler, episodes: Episodes) -> None:
-        """Fills `teacher_logprobs` (B, R), in nats, at the temperature of the sampling."""
+        """Fills `teacher_logprobs` (B, R), in nats, at the sampling temperature."""
         seen = self._as_seen(episodes)
         for rows, part in forward.parts_of(sampler.shared, seen, tokens=sampler.args.micro_batch_tokens):
             width = part.mask.shape[1]
             episodes.teacher_logprobs[rows, :width] = sampler.logprobs(self.role, part)[0]
 
     def _as_seen(self, episodes: Episodes) -> Episodes:
-        """Returns the episodes with the teacher's own beginning of each prompt."""
+        """Returns the episodes with the teacher's own start of each prompt."""
         ids = episodes.input_ids
         own = torch.tensor(self.own_head, dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
         longer = len(self.own_head) - len(self.head)
@@ -59,7 +58,7 @@ def made(role: str | None, system: str | None, tokenizer: Any, prompts: Iterable
         prompts: token ids of each prompt.
 
     Raises:
-        InputError: if there is a `system` and the template takes none, or a prompt is no chat or has its own.
+        InputError: if `system` is set and the template supports none, or a prompt is not a chat or has its own.
     """
     if not system:
         return Teacher(role)
@@ -75,13 +74,13 @@ def made(role: str | None, system: str | None, tokenizer: Any, prompts: Iterable
     try:
         plain, other = rendered("?"), rendered("Why")
         told = rendered("?", {"role": "system", "content": system})
-    except Exception as error:  # what the template raises, or transformers if there is none
+    except Exception as error:  # raised by the template, or by transformers if there is none
         raise InputError(f"the chat template takes no system message ({error}); remove it", key) from error
     if plain == told:
         raise InputError("the chat template leaves system messages out; remove it", key)
     start = _shared(plain, told)
     end = min(_shared(plain[::-1], told[::-1]), len(plain) - start, len(told) - start)
-    opening = plain[: _shared(plain, other)]  # of any chat without a system message
+    opening = plain[: _shared(plain, other)]  # the start of any chat without a system message
     for number, ids in enumerate(prompts, 1):
         if list(ids[: len(opening)]) != opening:
             why = "is no chat, or has a system message of its own; remove the key, or that prompt"

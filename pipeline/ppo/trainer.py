@@ -1,13 +1,13 @@
-"""PPO on one shared base, in the order in which things happen.
+"""Trains PPO on one shared base, in the order of the steps.
 
-One update: prompts -> rollout -> scores -> old and reference log-probs, values -> token rewards -> advantages ->
-epochs x minibatches x micro-batches -> metrics. Policy, reference, critic and reward are adapters on one frozen base
-(models/adapters.py); each runs its forward and backward by itself, one after the other. A critic that is a head on the
-policy shares the policy's.
+One update: prompts -> rollout -> scores -> old and reference log-probs, values -> token rewards -> advantages -> epochs x
+minibatches x micro-batches -> metrics. Policy, reference, critic and reward are adapters on one frozen base
+(models/adapters.py). Each runs its forward and backward separately, one after the other. A critic that is a head on the policy
+shares the policy's.
 
-Workers (torch.distributed, if it is initialised) share the episodes of an update. There is no DDP: losses are sums
-divided by the number of actions in the whole optimizer step over all workers, so gradients simply add up, in one
-all-reduce of the adapters' gradients per step. How a step is split into micro-batches and over workers does not matter.
+Workers (torch.distributed, if it is initialized) share the episodes of an update. There is no DDP: losses are sums divided by
+the number of actions in the full optimizer step over all workers. So gradients simply add up, in one all-reduce of the
+adapters' gradients per step. The split of a step into micro-batches and over workers does not matter.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from pipeline.ppo.sampler import Chunk, Sampler, split_into_chunks
 from pipeline.ppo.selfcheck import rollout as checks
 from pipeline.ppo.teacher import Teacher
 
-STATE_FILE = "ppo_state.json"  # in a checkpoint
-# Attributes of the trainer in that file
+STATE_FILE = "ppo_state.json"  # file in a checkpoint
+# attributes of the trainer in that file
 STATE = ("update", "kl_coef", "skipped_steps", "tokens", "history")
 
 Rows = Sequence[dict[str, Any]]
@@ -68,14 +68,14 @@ class PPOTrainer:
         tokenizer: decodes completions for Python rewards; its pad id fills batches up.
         prompts: rows with `input_ids` (token ids) and `row` (JSON text of the data row: `prompt` and other columns).
         rewards: the weighted sum of their scores is an episode's score.
-        evaluate: returns metrics of the policy on held-out prompts; called on every rank every `eval_steps` updates.
-        decoder: writes the completions. None: the base itself.
-        on_update: called after each update with its metrics, its number (from 1) and the total number of updates; True ends
-            the training there.
-        draws: epoch number -> indices of its prompts, the same number in each epoch. None: every prompt once.
-        rollout: how far sampling may run ahead, and the off-policy correction. None: the defaults.
-        rollout_workers: sample and score chunks for this trainer. None: the trainer does it.
-        critic_reward: the reward that the critic was copied from. None: the critic starts from 0.
+        evaluate: returns metrics of the policy on eval prompts; called on every rank every `eval_steps` updates.
+        decoder: generates the completions. None means the base itself.
+        on_update: called after each update with its metrics, its number (from 1) and the total number of updates. If it
+            returns True, training ends.
+        draws: epoch number -> indices of its prompts, the same number in each epoch. None means every prompt once.
+        rollout: how far sampling may run ahead, and the off-policy correction. None means the defaults.
+        rollout_workers: sample and score chunks for this trainer. None means that the trainer does.
+        critic_reward: the reward that the critic was copied from. None means that the critic starts from 0.
         teacher: rates every token of the completions, with `teacher_coef`.
     """
 
@@ -111,7 +111,7 @@ class PPOTrainer:
         self.stored_roles = [*self.roles, "reference"] if args.sync_ref_model else self.roles  # they change
         reference = "reference" if "reference" in shared.roles else None
         self.sampler = Sampler(shared, tokenizer, args, rewards, reference, decoder)
-        # From the column alone, if the rows have columns
+        # Reads only the column of ids, if the rows have columns.
         columns: Any = prompts if hasattr(prompts, "column_names") else None
         ids = columns["input_ids"] if columns else (row["input_ids"] for row in prompts)
         self.longest = max(map(len, ids)) + args.response_length  # tokens of a prompt and its completion
@@ -121,16 +121,16 @@ class PPOTrainer:
         self.total = args.total_updates(self.prompts_per_epoch)
         critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
         rates = {"policy": args.learning_rate, "critic": critic_rate}
-        # The policy's schedule begins with its first update, the critic's with the run.
+        # The policy's schedule starts with its first update, the critic's with the run.
         begins = {"policy": args.critic_warmup_steps, "critic": 0}
         self.optimizer = adamw(args, [(shared.parameters_of(role), rates[role]) for role in self.roles])
         factors = [learning_rate_factors(args, rates[role], begins[role], self.total) for role in self.roles]
         self.scheduler = LambdaLR(self.optimizer, factors)
-        self.update = 0  # updates done; with the seed, this is also the position in the data
+        self.update = 0  # number of completed updates, which with the seed is also the position in the data
         self.kl_coef = args.kl_coef
         self.moments = RunningMoments()
         if critic_reward is not None:
-            # The copied head predicts the raw score: rescale it to what an episode is paid
+            # The copied head predicts the raw score. Rescale it to the score of an episode.
             normal = args.normalize_rewards
             mean, std = (critic_reward.mean, critic_reward.std) if normal else (0.0, 1.0)
             slope = critic_reward.weight / std
@@ -148,7 +148,7 @@ class PPOTrainer:
         )
 
     def _prepare_roles(self, reference: str | None) -> None:
-        """Sets precision, checkpointing and what learns. All workers get the same adapters, and pack rows in the same way."""
+        """Sets precision, checkpointing and trainable roles. All workers get the same adapters, and pack rows in the same way."""
         shared = self.shared
         if self.args.bf16:
             shared.autocast = torch.bfloat16
@@ -159,7 +159,7 @@ class PPOTrainer:
         if self.workers > 1:
             can_pack = torch.tensor(float(shared.can_pack), device=self.device)
             shared.can_pack = bool(all_reduce(can_pack, dist.ReduceOp.MIN))
-            # New adapters are random, so every rank gets rank 0's, also for a reference that is a copy of such a policy.
+            # New adapters are random, so all ranks get rank 0's, also for a reference that is a copy of such a policy.
             for role in filter(None, [*self.roles, reference]):
                 for parameter in shared.parameters_of(role):
                     dist.broadcast(parameter.data, src=0)
@@ -192,12 +192,12 @@ class PPOTrainer:
         metrics |= {"objective/kl_coef": kl_coef, "lr": self.scheduler.get_last_lr()[0]}
         config = self.rollout_config
         if config.corrects or config.staleness:
-            # The training forward gives old log-probs only for completions that entered the loss.
+            # The training forward gives old log-probs only for completions in the loss.
             mask = episodes.learn if self.old_from_training else episodes.mask
             metrics |= off_policy_metrics(episodes, config, mask)
 
         self.scheduler.step()
-        # While the critic alone learns, the KL stays 0, and the controller would lower the coefficient.
+        # While only the critic learns, the KL is 0, and the controller would lower the coefficient.
         if args.kl_controller == "adaptive" and "policy" in self.learning:
             kl = metrics["objective/kl"]
             self.kl_coef = adapted_kl_coef(kl_coef, kl, args.batch_size, args.kl_target, args.kl_horizon)
@@ -215,7 +215,7 @@ class PPOTrainer:
         return metrics | {"episode": float(self.update * args.batch_size)} | self._costs(episodes, metrics)
 
     def _costs(self, episodes: Episodes, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns seconds and memory of the update's phases, and its speed."""
+        """Returns seconds and memory of the update's phases, and the speed."""
         costs = self.phases.metrics()
         if self.rollouts.workers:
             costs |= self.rollouts.workers.measured()
@@ -228,7 +228,7 @@ class PPOTrainer:
         costs |= {"train_samples_per_second": count / seconds, "train_tokens_per_second": tokens / seconds}
         if peak := peak_flops(self.device):
             adapters = sum(isinstance(reward, AdapterReward) for reward in self.rewards)
-            parameters = self.shared.base.num_parameters()  # for nf4, the number before packing
+            parameters = self.shared.base.num_parameters()  # for NF4, the number before packing
             here = not self.rollouts.workers
             ideal = seconds_at_peak(self.args, sum(episodes.lengths()), parameters, adapters, here, peak)
             costs["mfu"] = ideal / seconds
@@ -237,7 +237,7 @@ class PPOTrainer:
     # --------------------------------------------------------------------------------- rollout and scores
 
     def make_experience(self) -> Rollout:
-        """Returns the next update's rollout, with all that is known of its episodes before the policy learns."""
+        """Returns the next update's rollout, with everything about its episodes that is computed before the policy learns."""
         with self.phases("rollout"):
             rollout = self.rollout()
         with self.phases("score"):
@@ -253,14 +253,14 @@ class PPOTrainer:
         return rollout
 
     def rollout(self) -> Rollout:
-        """Returns `num_generations` completions to each prompt of this worker's share of the next update."""
+        """Returns `num_generations` completions for each prompt of this worker's share of the next update."""
         parts, first = self.rollouts.chunks_for(self.update), self.update * self.args.batch_size
         if self.versions and self.rollouts.workers:
             require([checks.chunks_match_requests(self.versions, parts)])
         return Rollout(parts, assembled(parts, first, self.sampler.pad, self.device))
 
     def _chunks(self, update: int) -> list[Chunk]:
-        """Returns this worker's share of an update, in chunks that are sampled and scored one by one."""
+        """Returns this worker's share of an update in chunks, which are sampled and scored one by one."""
         args, count = self.args, self.prompts_per_update
         n, size = args.num_generations, args.decoded(self.workers)
         share = range(self.rank, count, self.workers)  # positions of this worker's prompts in the update
@@ -302,7 +302,7 @@ class PPOTrainer:
             episodes.learn = episodes.mask & episodes.ended.unsqueeze(-1)
 
     def _paid(self, raw: dict[str, list[float]], ended: list[bool]) -> list[float]:
-        """Returns weighted sums, clipped, then minus the penalty for truncation, which clipping would otherwise hide."""
+        """Returns weighted sums, clipped, then minus the penalty for truncation. Clipping would otherwise hide the penalty."""
         scores = combined(self.rewards, raw, self.args.normalize_rewards)
         limit, penalty = self.args.reward_clip, self.args.missing_eos_penalty or 0.0
         clipped = scores if limit is None else [min(max(s, -limit), limit) for s in scores]
@@ -318,9 +318,9 @@ class PPOTrainer:
 
     @torch.no_grad()
     def logprobs_and_values(self, episodes: Episodes) -> None:
-        """Fills old log-probs, values and bootstrap, by the same code as the training forward.
+        """Fills old log-probs, values and bootstrap, with the code of the training forward.
 
-        Does nothing if the old log-probs come out of the training forward.
+        Does nothing if the training forward gives the old log-probs.
         """
         if self.old_from_training:
             return
@@ -338,13 +338,13 @@ class PPOTrainer:
 
     @property
     def old_from_training(self) -> bool:
-        """Returns True if the training forward gives this update's old log-probs. The first update is checked, so it does not."""
+        """Returns True if the training forward gives this update's old log-probs. The first update's check needs them earlier."""
         return self.args.learns_in_one_forward and self.update > 0 and not self.rollout_config.corrects
 
     def values(self, part: Episodes, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the critic's values (B, R) before each action, at the position of its log-prob, and (B,) after the last.
 
-        `states` are the critic's hidden states, if they are known.
+        `states` are the critic's hidden states, if already computed.
         """
         states = forward.states(self.shared, "critic", part) if states is None else states
         values = self.shared.head("critic", states)
@@ -354,14 +354,14 @@ class PPOTrainer:
 
     @property
     def learning(self) -> list[str]:
-        """Returns the roles that learn in this update: in the first `critic_warmup_steps` updates, the critic alone."""
+        """Returns the roles that learn in this update. In the first `critic_warmup_steps` updates, only the critic learns."""
         return self.roles if self.update >= self.args.critic_warmup_steps else ["critic"]
 
     def learn(self, episodes: Episodes) -> dict[str, float]:
-        """Runs epochs x minibatches, one optimizer step each. Returns the means of their statistics over the steps.
+        """Runs epochs x minibatches, with one optimizer step each. Returns the means of their statistics over the steps.
 
-        `policy/first_ratio_rms` is the root mean square of the log-ratio before the first step, in nats. Above rounding, old
-        and new log-probs belong to different policies.
+        `policy/first_ratio_rms` is the root mean square of the log-ratio before the first step, in nats. If it exceeds
+        rounding, old and new log-probs belong to different policies.
         """
         args, steps = self.args, 0
         sums: dict[str, float] = {}
@@ -372,7 +372,7 @@ class PPOTrainer:
             rows = [row for row in minibatch.tolist() if actions[row]]
             totals = Totals.of(episodes.learn[rows])
             if not totals.actions:
-                continue  # no action on any worker: Adam's momentum alone would still move the weights
+                continue  # without any action, Adam's momentum alone would still move the weights
             packs = self._packs(episodes, rows)
             share = deal(episodes.lengths(packs), self.workers)[self.rank]
             rows = [row for i in share for row in packs[i]]
@@ -380,12 +380,12 @@ class PPOTrainer:
             with cast_once():
                 summed = self.accumulate(episodes, rows, totals)
             stats = self.sync(summed)
-            # Summed over the workers, so that all take the same branch below.
+            # The sum over workers makes all of them take the same branch below.
             approxkl = stats.get("policy/approxkl_avg", 0.0)
             if "policy" in self.learning and not first_ratio:
                 rms = first_ratio["policy/first_ratio_rms"] = (2 * approxkl) ** 0.5
                 if self.update == args.critic_warmup_steps:
-                    # Later ones are a metric: rounding has no sharp limit, and no run of days should end over an outlier.
+                    # Later updates only report it: rounding has no sharp limit, and one outlier should not end a long run.
                     require([checks.first_ratio(self.shared, rms)])
             if args.early_stop_kl and approxkl > 1.5 * args.early_stop_kl:
                 break  # skips this step and the remaining ones
@@ -401,9 +401,9 @@ class PPOTrainer:
     def accumulate(self, episodes: Episodes, rows: list[int], totals: Totals) -> dict[str, Tensor]:
         """Runs forward and backward of this worker's rows of a minibatch, in micro-batches. Returns their statistics.
 
-        An adapter's backward runs before the next one's forward: only one role's activations are in memory, and a
-        checkpointed layer is recomputed with the adapter it ran with. A critic that is a head reads the policy's hidden
-        states, and one backward teaches both; while the critic alone learns, that is the head.
+        An adapter's backward runs before the next adapter's forward. So only one role's activations are in memory, and a
+        checkpointed layer is recomputed with the adapter of its forward. A critic that is a head reads the policy's hidden
+        states, and one backward trains both. While only the critic learns, this trains only the head.
 
         Args:
             totals: counts over the complete minibatch, of all workers.
@@ -450,7 +450,7 @@ class PPOTrainer:
         return dict(zip(stats, values.tolist(), strict=True))
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clips the gradients of policy and critic by their norms, and steps, if the norms are finite. Returns the norms."""
+        """Clips the gradients of policy and critic by their norms. Steps if the norms are finite. Returns the norms."""
         norms: dict[str, float] = {}
         for role in self.roles:
             parameters = self.shared.parameters_of(role)
@@ -467,7 +467,7 @@ class PPOTrainer:
     # ------------------------------------------------------------------------------------------- helpers
 
     def _packs(self, episodes: Episodes, rows: list[int]) -> list[list[int]]:
-        """Returns a minibatch in packs of completions for the workers, none so large that workers wait for one."""
+        """Returns a minibatch in packs of completions. No pack is so large that other workers would wait for it."""
         completions, tokens = self.limits
         if self.workers > 1:
             lengths = episodes.lengths()
@@ -484,8 +484,9 @@ class PPOTrainer:
     def save(self, folder: str | Path) -> None:
         """Writes everything that `restore` needs to continue bit-identically on a CPU. Every rank calls it.
 
-        Rank 0 writes adapters, optimizer and state; every rank its random state. Not atomic: the caller commits the folder.
-        No pickle is ever loaded: tensors are safetensors, or torch.save read with weights_only; everything else is JSON.
+        Rank 0 writes adapters, optimizer and state; every rank writes its random state. The caller commits the folder
+        atomically. No pickle is ever loaded: tensors are safetensors, or torch.save files read with weights_only. Other data is
+        JSON.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -506,9 +507,9 @@ class PPOTrainer:
         (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
     def restore(self, folder: str | Path) -> None:
-        """Continues from a folder that `save` wrote. Every rank calls it.
+        """Continues from a folder written by `save`. Every rank calls it.
 
-        Random states need the same number of workers; only rewards in evaluations draw from them.
+        Random states need the same number of workers. Only rewards in evaluations draw from them.
         """
         folder = Path(folder)
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
@@ -520,7 +521,7 @@ class PPOTrainer:
         for key in STATE:
             setattr(self, key, state[key])
         vars(self.moments).update(state["returns"])
-        # The number of rows decoded at once decides the rounding, so it stays as it was, unless less memory is free now.
+        # Rounding depends on the number of rows decoded at once. So the number stays the same, unless less memory is free now.
         rows, now = state["decoding"]["rows"], self.sampler.rows
         same = state["decoding"]["workers"] == self.workers and not self.args.local_rollout_forward_batch_size
         if rows and now and same:
@@ -537,8 +538,8 @@ def learning_rate_factors(
 ) -> Callable[[int], float]:
     """Returns the function from an update, counted from 0, to the factor of a role's learning rate.
 
-    It is transformers' schedule over the updates from `begin` to `total`, and 0 before. transformers' warm-up would waste the
-    first update on a rate of 0: here the n-th of w warm-up updates has n / (w + 1) of the full rate.
+    It is transformers' schedule over the updates from `begin` to `total`, and 0 before. transformers' warmup would waste the
+    first update on a rate of 0. Here the n-th of w warmup updates has n / (w + 1) of the full rate.
     """
     parameter = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([parameter], lr=learning_rate)

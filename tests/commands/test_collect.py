@@ -1,4 +1,4 @@
-"""`collect`: which prompts it uses, and which rows it makes of their completions, as training reads them."""
+"""Tests `collect`: the prompts that it uses, and the rows that it makes from their completions for training."""
 
 import itertools
 import json
@@ -43,7 +43,7 @@ def test_the_best_and_the_worst():
     assert pairs(samples, min_margin=4) == [("a", "d")] and pairs(samples, min_margin=4.1) == []
 
 
-def test_ties_repeats_and_empty_ones_make_no_pair():
+def test_ties_repeats_and_empty_completions_make_no_pair():
     assert pairs([sample("a", 1), sample("b", 1)]) == []
     assert pairs([sample("a", 1), sample(" a\n", 1)], select="pairs") == []
     assert pairs([sample("a", 1), sample("  ", 0)], select="pairs") == []
@@ -58,7 +58,7 @@ def test_ties_repeats_and_empty_ones_make_no_pair():
     "text",
     ["\n\nHuman: hi\n\nAssistant: x", "Human: a\n\nAssistant: b", ' [{"role": "user", "content": "x"}]'],
 )
-def test_what_would_be_read_as_a_conversation_is_left_out(text):
+def test_text_that_would_be_read_as_a_conversation_is_left_out(text):
     samples = [sample(text, 3), sample("b", 2), sample(text, 3), sample("c", 1), sample("", 0)]
     assert pairs(samples) == [("b", "c")] and pairs(samples, select="best") == [("b",)]
     counts = collect.count(Collect(), {"samples": samples})
@@ -68,19 +68,19 @@ def test_what_would_be_read_as_a_conversation_is_left_out(text):
 @pytest.mark.parametrize(
     ("cut_off", "says"), [(8, "none of 8 completions ended"), (7, "7 of 8 completions were")]
 )
-def test_a_policy_that_never_ends_gets_advice_that_helps(cut_off, says):
+def test_a_policy_that_never_ends_gets_useful_advice(cut_off, says):
     counts = {"completions": 8, "cut_off": cut_off, "duplicates": 1}
     assert collect.why_none(Collect(), counts).startswith(says)
 
 
-def test_what_was_cut_off_is_never_the_better_one():
+def test_a_truncated_completion_is_never_the_better_one():
     samples = [sample("a", 3, ended=False), sample("b", 2), sample("c", 1, ended=False)]
     assert pairs(samples) == [("b", "c")] and pairs(samples, select="best") == [("b",)]
     assert pairs(samples, select="pairs") == [("b", "c")]
     assert pairs([sample("a", 3, ended=False)], select="best") == []
 
 
-def test_figures_of_a_prompt():
+def test_metrics_of_a_prompt():
     samples = [sample("a", 3), sample("b", 1), sample("a", 3), sample("cc", 1, ended=False)]
     assert collect.measure(Collect(), {"samples": samples}) == {
         "score": 2, "score_best": 3, "score_worst": 1, "completion_tokens": 1.25, "share_cut_off": 0.25,
@@ -101,7 +101,7 @@ def test_runs_with_one_seed_share_no_prompt_until_all_are_used():
 
 
 @pytest.mark.parametrize("prompt", ["Where is Peru?", [{"role": "user", "content": "Where is Peru?"}]])
-def test_training_reads_what_was_collected_whatever_else_the_row_has(prompt):
+def test_training_reads_collected_rows_with_any_other_columns(prompt):
     fields = {name for kind in KIND.values() for shape in kind.shapes.values() for name in shape}
     fields |= {name for kind in KIND.values() for name in kind.further} | {"system", "input"}
     row = dict.fromkeys(sorted(fields), "something else")
@@ -128,7 +128,7 @@ def test_training_reads_what_was_collected_whatever_else_the_row_has(prompt):
         assert read(one, "ppo")[0] == asked and shape_of(one, kind_of("ppo")) == "prompt"
 
 
-def test_columns_of_the_prompt_are_kept_whatever_collect_calls_its_own():
+def test_columns_of_the_prompt_keep_their_values():
     own = {"ended": "in 1821", "completion_tokens": "few", "text": "x", "reference_completion": "by a person"}
     row = collect.cleaned({"prompt": "Where is Peru?", "completion": "old"} | own) | {"seed": 1}
     record = {"row": row, "samples": [sample("In Asia.", 0), sample("In South America.", 2)]}
@@ -179,8 +179,8 @@ def rounds(folder: Path, storage: Path, **popen) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_rounds_follow_each_other_and_a_kill_repeats_no_finished_run(storage, tmp_path):
-    """The gate of an evaluation may fail here: then the script ends in that round."""
+def test_rounds_follow_each_other_and_a_killed_script_repeats_no_finished_run(storage, tmp_path):
+    """The gate of an evaluation may fail here. Then the script ends in that round."""
     registered(storage)
     cut = storage / "loop-1-dpo"
     with (

@@ -1,4 +1,4 @@
-"""The jobs of jobs/examples on small files of the shapes that public sets have (tests/data/shapes)."""
+"""Tests the jobs of jobs/examples on small files in the formats of public datasets (tests/data/shapes)."""
 
 import importlib
 
@@ -9,7 +9,7 @@ from pipeline.commands import validate
 from pipeline.config import load_job
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "jobs/examples").glob("*.yaml"))
-# job -> rows that are kept, what is dropped and why
+# job -> number of kept rows, dropped rows by reason
 KEPT = {
     "alpaca": (6, {}),
     "sharegpt": (6, {}),
@@ -45,22 +45,22 @@ TOOLS = """\
 
 
 def small(name: str) -> list[str]:
-    """The example on the demo's model, with its rows in tests/data/shapes."""
+    """Returns the arguments of an example on the demo's model, with its rows in tests/data/shapes."""
     (path,) = (ROOT / "tests/data/shapes").glob(f"{name}.*")
     settings = ["model.name_or_path=jobs/demo/model", "data.max_length=256", "data.eval_fraction=0"]
     return [f"data.train={path}", *settings, "data.on_error=raise"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_example_reads_its_shape(name, tmp_path, embedded_ray, capsys, in_root):
+def test_every_example_reads_its_format(name, tmp_path, embedded_ray, capsys, in_root):
     overrides = [*small(name), f"run.storage_path={tmp_path}"]
-    if name in ("tool_calls", "glaive", "xlam"):  # the demo's template does not write them
+    if name in ("tool_calls", "glaive", "xlam"):  # the demo's template does not write tool calls
         (tmp_path / "tools.jinja").write_text(TOOLS)
         overrides.append(f"model.chat_template={tmp_path / 'tools.jinja'}")
     job = load_job(f"jobs/examples/{name}.yaml", overrides)
     split = validate.run(job)["splits"]["train"]
     assert (split["kept"], split["dropped"]) == KEPT[name]
-    if job.stage == "rm":  # whose rows all prefer the completion that answers
+    if job.stage == "rm":  # all rows prefer the completion that answers
         samples = capsys.readouterr().out
         assert samples.count("chosen   ⟦") == 3
         assert all(" is " in line for line in samples.splitlines() if line.startswith("  chosen "))
@@ -71,7 +71,7 @@ def test_every_example_reads_its_shape(name, tmp_path, embedded_ray, capsys, in_
     [({"review": "It is<br />good.", "sentiment": "positive"}, {"review": "It is bad.", "sentiment": "negative"}),
      ({"text": "It is<br />good.", "label": 1}, {"text": "It is bad.", "label": 0})],
 )  # fmt: skip
-def test_imdb_has_two_public_forms(good, bad):
+def test_imdb_exists_in_two_public_forms(good, bad):
     continued = importlib.import_module("jobs.examples.imdb").continued
     assert continued(good) == {"prompt": "It is good.", "completion": " "} and continued(bad) is None
 

@@ -1,4 +1,4 @@
-"""`export`: plain libraries load what was written and say what the adapter says; a push arrives whole in one commit."""
+"""Tests `export`: other libraries load the result and get the adapter's outputs, and a push is one complete commit."""
 
 import contextlib
 import io
@@ -64,7 +64,7 @@ def test_a_folder_has_what_others_need(exported, models):
         card = (folder / "README.md").read_text()
         version = "toy-policy/1" if kind == "policy" else "toy-rm/1"
         named = (f"models:/{version}", "sha256:abababab", "eval_accuracy: 0.75", "trl 1.16.0")
-        for text in (*named, "Needs transformers 5.0 or newer"):  # as the base does
+        for text in (*named, "Needs transformers 5.0 or newer"):  # the base also needs it
             assert text in card
     assert "as its policy" in card and "models:/toy-policy/1" in card
     said = json.loads((Path(exported["policy"]["folder"]) / "generation_config.json").read_text())
@@ -79,12 +79,12 @@ def test_bfloat16_is_rounded_once(models, storage):
     base = load_file(f"{BASE}/model.safetensors")[name].float()
     adapter = load_file(f"{models['toy-policy']}/adapter_model.safetensors")
     a, b = (adapter[f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight"] for x in "AB")
-    scale = 8 / 4  # peft's lora_alpha over r
+    scale = 8 / 4  # lora_alpha / r of peft
     assert weights[name].dtype == torch.bfloat16
     assert torch.equal(weights[name], (base + scale * (b @ a)).bfloat16())
 
 
-def test_a_merge_that_went_wrong_is_not_exported(models, storage, capsys, monkeypatch):
+def test_a_failed_merge_is_not_exported(models, storage, capsys, monkeypatch):
     right = export.merge
 
     def wrong(base, adapter, dtype):
@@ -99,7 +99,7 @@ def test_a_merge_that_went_wrong_is_not_exported(models, storage, capsys, monkey
     assert left == {"job.json", "failed.json", "lease"}  # no model
 
 
-def test_a_mistake_does_not_cost_the_run_that_it_was_to_replace(models, storage, capsys, tmp_path, in_root):
+def test_an_error_keeps_the_run_that_was_to_be_overwritten(models, storage, capsys, tmp_path, in_root):
     whole = AutoModelForSequenceClassification.from_pretrained(BASE, num_labels=1)
     whole.save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
@@ -111,7 +111,7 @@ def test_a_mistake_does_not_cost_the_run_that_it_was_to_replace(models, storage,
     assert [path.name for path in (storage / "precious").iterdir()] == ["result.json"]
 
 
-def test_what_an_interrupted_export_left_is_gone(models, storage):
+def test_files_of_an_interrupted_export_are_removed(models, storage):
     for left in ("reward", "policy.partial"):
         (storage / "again" / left).mkdir(parents=True)
         (storage / "again" / left / "model.safetensors").write_text("half")
@@ -124,7 +124,7 @@ def test_what_an_interrupted_export_left_is_gone(models, storage):
     }
 
 
-def test_a_run_that_is_interrupted_notes_its_name(models, storage, monkeypatch, in_root):
+def test_an_interrupted_run_keeps_its_name(models, storage, monkeypatch, in_root):
     def stop(*_):
         raise KeyboardInterrupt
 
@@ -136,7 +136,7 @@ def test_a_run_that_is_interrupted_notes_its_name(models, storage, monkeypatch, 
     assert (storage / note.removeprefix("export.run.name=") / "job.json").exists()
 
 
-def test_a_probe_leaves_room_in_a_short_context(models):
+def test_a_probe_fits_into_a_short_context(models):
     settings = ["trainer.response_length=250", f"model.name_or_path={BASE}"]
     job = load_job(ROOT / "jobs/demo/export.yaml", settings, "export")
     host = Host(work_of(job, tokenizer(), {"context_length": 256}))
@@ -164,7 +164,7 @@ def test_without_push_to_hub_nothing_is_sent(models, storage, hub, capsys):
 
 
 @pytest.mark.parametrize("lfs", [True, False])
-def test_a_push_arrives_whole_and_private(models, storage, hub, capsys, monkeypatch, lfs):
+def test_a_push_is_complete_and_private(models, storage, hub, capsys, monkeypatch, lfs):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", lfs)
     hub.lfs = lfs
     result = stage("export", storage, f"pushed-{lfs}", *POLICY, *ADAPTER, PUSH)
@@ -175,19 +175,19 @@ def test_a_push_arrives_whole_and_private(models, storage, hub, capsys, monkeypa
     commit = hub.repos["owner/mine"]["branches"]["main"]
     assert result["hub"] == {"repo_id": "owner/mine", "commit": commit}
     commits = hub.repos["owner/mine"]["commits"]
-    stage("export", storage, f"pushed-{lfs}", *POLICY, *ADAPTER, PUSH)  # again: nothing changes
+    stage("export", storage, f"pushed-{lfs}", *POLICY, *ADAPTER, PUSH)  # a second push changes nothing
     assert hub.repos["owner/mine"]["commits"] == commits and len(commits) == 2
     files = [path.read_bytes() for path in (storage / f"pushed-{lfs}").rglob("*") if path.is_file()]
     assert TOKEN.encode() not in b"".join(files) and TOKEN not in "".join(capsys.readouterr())
 
 
-def test_a_version_replaces_the_files_of_the_one_before(models, storage, hub):
+def test_a_version_replaces_the_files_of_the_previous_one(models, storage, hub):
     stage("export", storage, "first", *POLICY, *ADAPTER, PUSH)
     stage("export", storage, "second", *POLICY, "trainer.hub_model_id=owner/mine", PUSH)
     there = set(hub.files("owner/mine"))
     assert "model.safetensors" in there and ".gitattributes" in there
     assert not [name for name in there if name.startswith("adapter") or name == "lineage.json"]
-    assert len(hub.repos["owner/mine"]["commits"]) == 3  # nothing is lost: the adapter is in the history
+    assert len(hub.repos["owner/mine"]["commits"]) == 3  # the history still has the adapter
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_version_replaces_the_files_of_the_one_before(models, storage, hub):
         (TOKEN, "owner/open", r"owner/open exists and is public; set trainer\.hub_private_repo=false"),
     ],
 )  # fmt: skip
-def test_a_push_that_cannot_be_is_refused_before_anything_is_merged(
+def test_an_impossible_push_is_refused_before_the_merge(
     token, repo, says, models, storage, hub, capsys, monkeypatch
 ):
     hub.put("owner/theirs", {"README.md": b"---\ntags: [x]\n---\n", "model.safetensors": b"1"}, private=True)
@@ -211,7 +211,7 @@ def test_a_push_that_cannot_be_is_refused_before_anything_is_merged(
 
 
 @pytest.mark.parametrize(("token", "repo"), [(TOKEN, "others/mine"), (READER, "owner/mine")])
-def test_a_push_into_the_house_of_others_fails_in_one_line(
+def test_a_push_to_a_repository_of_others_fails_with_one_line(
     token, repo, models, storage, hub, capsys, monkeypatch
 ):
     monkeypatch.setenv("HF_TOKEN", token)
@@ -222,16 +222,16 @@ def test_a_push_into_the_house_of_others_fails_in_one_line(
     assert hub.repos == {}
 
 
-def test_a_push_that_was_cut_off_goes_on(models, storage, hub, capsys, monkeypatch):
+def test_an_interrupted_push_continues(models, storage, hub, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    hub.lfs, hub.broken_after = True, 4  # create, validate-yaml, preupload, lfs batch; not the file itself
+    hub.lfs, hub.broken_after = True, 4  # up to the lfs batch; the file itself fails
     stage("export", storage, "cut", *POLICY, *ADAPTER, PUSH, status=1)
     said = capsys.readouterr().err
     assert "507" in said and "run.name=cut continues without merging again" in said
-    assert set(hub.files("owner/mine")) == {".gitattributes"}  # nothing half
+    assert set(hub.files("owner/mine")) == {".gitattributes"}  # no incomplete file
     hub.broken_after = None
     result = stage("export", storage, "cut", *POLICY, *ADAPTER, PUSH)
-    assert "the adapter" not in capsys.readouterr().out  # it was there
+    assert "the adapter" not in capsys.readouterr().out  # it was sent before
     assert of_folder(Path(result["exported"]["policy"]["folder"])).items() <= hub.files("owner/mine").items()
 
 
@@ -244,15 +244,15 @@ def test_without_network_nothing_is_merged(models, storage, hub, capsys, monkeyp
 
 @pytest.mark.parametrize("models_of", [POLICY, REWARD], ids=["policy", "reward"])
 @pytest.mark.parametrize("merge", ["true", "false"])
-def test_the_code_of_a_card_says_what_the_adapter_says(models_of, merge, engine, storage, in_root):
-    """On the demo's base, named by its folder, with plain peft and transformers."""
+def test_the_code_of_a_card_gives_the_adapters_outputs(models_of, merge, engine, storage, in_root):
+    """The code runs plain peft and transformers on the demo's base, named by its folder."""
     kind = "policy" if models_of is POLICY else "reward"
     made = stage("export", storage, f"card-{kind}-{merge}", *models_of, f"trainer.merge={merge}")["exported"]
     folder = Path(made[kind]["folder"])
     words = json.loads((folder / "tokenizer_config.json").read_text())
     assert words["tokenizer_class"] == "PreTrainedTokenizerFast"
     code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
-    # The generation config of the base may lack the end that was trained
+    # The base's generation config may lack the end token that was trained.
     assert ("eos_token_id=ends" in code and "ends = [817, 825]" in code) == (
         kind == "policy" and merge == "false"
     )
@@ -264,8 +264,8 @@ def test_the_code_of_a_card_says_what_the_adapter_says(models_of, merge, engine,
         assert said.getvalue().strip() == engine.greedy(QUESTION, length=128).strip()
 
 
-def test_a_card_has_what_the_hub_reads(models, storage, hub, in_root):
-    """Of an adapter on a base on the hub: its license, the datasets of it and its parents, and who wrote its rows."""
+def test_a_card_has_the_fields_that_the_hub_reads(models, storage, hub, in_root):
+    """Its adapter's base is on the Hub. The card has license, datasets of all ancestors, and who wrote the rows."""
     readme = b"---\nlicense: llama3.1\nlicense_link: https://x.org/licence\n---\nA base."
     hub.put("org/base", of_folder(Path(BASE)) | {"README.md": readme})
     folder = storage / "on-the-hub"
@@ -301,8 +301,8 @@ SERVES = ROOT / ".bench/vllm-serve/bin"
 
 
 @pytest.mark.slow
-def test_vllm_serves_an_adapter_by_the_command_that_export_prints(engine, models, storage, capsys, in_root):
-    """The reward's scores within 1e-4, and the policy's greedy completion, over HTTP. `make .bench/vllm-serve` installs vLLM."""
+def test_vllm_serves_an_adapter_with_the_command_that_export_prints(engine, models, storage, capsys, in_root):
+    """Compares reward scores within 1e-4 and a greedy completion over HTTP. `make .bench/vllm-serve` installs vLLM."""
     if not (SERVES / "vllm").exists():
         pytest.skip("there is no .bench/vllm-serve; run `make .bench/vllm-serve`")
     stage("export", storage, "for-vllm", *MODELS, "trainer.merge=false")
@@ -317,12 +317,12 @@ def test_vllm_serves_an_adapter_by_the_command_that_export_prints(engine, models
 
 
 def ask(command, path, body):
-    """The answer of a server that runs while it is asked."""
+    """Returns a server's answer. Starts the server, and stops it afterwards."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     words = [*shlex.split(command), "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "256"]
-    words += ["--enforce-eager"]  # nothing is compiled
+    words += ["--enforce-eager"]  # compile nothing
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "PATH": f"{SERVES}:{os.environ['PATH']}"}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile() as log:

@@ -1,4 +1,4 @@
-"""`rlhf init`: jobs for a file whose columns nobody has named."""
+"""Tests `rlhf init`, which writes jobs for a file with unknown columns."""
 
 import json
 import re
@@ -40,13 +40,13 @@ def plain_pairs(count):
 
 
 def init(*given, model=MODEL):
-    """Writes jobs with the demo's model. Returns a function that loads one: (name of its folder, stage)."""
+    """Writes jobs with the demo's model. Returns a function that loads one by (name of its folder, stage)."""
     assert main(["init", *given, "--model", str(model)]) == 0
     return lambda name, stage: load_job(f"jobs/{name}/{stage}.yaml", [], stage)
 
 
 def next_commands(shown):
-    """The subcommands that `init` prints at its end; in `make test` they are targets of make."""
+    """Returns the subcommands that `init` prints at its end. In `make test` they are targets of make."""
     return re.findall(r"(\w+) (?:JOB=)?jobs/", shown.partition("Run next:")[2])
 
 
@@ -57,7 +57,7 @@ def test_a_job_for_each_stage_that_can_read_the_rows(here, capsys):
     columns = {"prompt": "question", "first": "output_1", "second": "output_2", "label": "preference"}
     assert (job.data.train, job.data.columns) == ("my.pairs.jsonl", columns)
     assert job.model.name_or_path == load_job(ROOT / "jobs/own/rm.yaml").model.name_or_path
-    # Jobs that are there are not overwritten.
+    # Existing jobs are not overwritten.
     (here / "jobs/my/rm.yaml").write_text("mine\n")
     assert main(["init", "my.pairs.jsonl"]) == main(["init", "my.pairs.jsonl", "--name", "my"]) == 2
     said = capsys.readouterr().err
@@ -75,13 +75,13 @@ def test_demonstrations_alone_make_a_policy_of_another_profile(here, capsys):
     assert written == {"sft", "ppo", "generate", "serve", "export"}
     assert load_job("jobs/talks/generate.yaml").policy == "models:/talks-sft@champion"
     shown = capsys.readouterr().out
-    assert "set `reward` in jobs/talks/ppo.yaml" in shown  # no pairs, so no reward model
+    assert "set `reward` in jobs/talks/ppo.yaml" in shown  # without pairs there is no reward model
     assert "warning: sft keeps the lengths of the profile: " in shown  # the model is gated
     assert next_commands(shown) == ["validate", "sft", "chat", "serve", "export"]
 
 
 def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
-    """The demo's files: those for evaluation are not trained on, and lengths come from rows and tokenizer."""
+    """Uses the demo's files. Evaluation files are not trained on, and lengths follow from rows and tokenizer."""
     shutil.copytree(ROOT / "jobs/demo/data", here / "my")
     init("my", "--name", "velo")
     jobs = {path.stem: load_job(path) for path in (here / "jobs/velo").glob("*.yaml")}
@@ -116,7 +116,7 @@ def test_a_folder_becomes_a_profile_with_all_jobs(here, capsys):
     assert main(["validate", "jobs/velo/ppo.yaml"]) == 0
 
 
-def test_files_of_a_folder_are_read_whatever_their_case_or_named(here, capsys):
+def test_a_folders_files_are_read_in_any_case_or_named(here, capsys):
     rows(here / "my" / "PAIRS.JSONL", plain_pairs(8))
     rows(here / "my" / "pairs_valid.Json", plain_pairs(4))
     (here / "my" / "ratings.xlsx").write_bytes(b"PK")
@@ -128,22 +128,22 @@ def test_files_of_a_folder_are_read_whatever_their_case_or_named(here, capsys):
 
 
 @pytest.mark.parametrize(("gpu", "episodes"), [(None, 1280), ("/usr/bin/nvidia-smi", 2560)])
-def test_the_jobs_are_for_the_gpu_of_this_machine(gpu, episodes, here, monkeypatch):
+def test_the_jobs_fit_the_gpu_of_this_machine(gpu, episodes, here, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda program: gpu)
     job = init(rows(here / "pairs.jsonl", plain_pairs(20)))("pairs", "ppo")
     assert job.trainer["total_episodes"] == episodes
     assert job.scaling["use_gpu"] is job.trainer["bf16"] is bool(gpu)
 
 
-def test_evaluate_gets_the_prompts_that_ppo_holds_out(here):
+def test_evaluate_gets_the_eval_prompts_of_ppo(here):
     job = init(rows(here / "pairs.jsonl", plain_pairs(80)))("pairs", "evaluate")
     prompts = [json.loads(line)["prompt"] for line in (here / job.data.eval).read_text().splitlines()]
     assert 0 < len(prompts) < 20 and load_job("jobs/pairs/ppo.yaml").policy == job.baseline == "base"
     assert validate.run(load_job("jobs/pairs/ppo.yaml"))["splits"]["eval"]["kept"] == len(prompts)
 
 
-def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
-    """The lengths are known without it."""
+def test_a_label_with_an_unclear_meaning_is_left_to_the_user(here, capsys):
+    """The lengths do not depend on it."""
     unclear = [row | {"preference": n % 2} for n, row in enumerate(PAIRS)]
     assert init(rows(here / "u.jsonl", unclear))("u", "rm").data.max_length == 64
     assert "label: null" in (here / "jobs/u/rm.yaml").read_text()
@@ -175,15 +175,15 @@ def test_a_label_whose_meaning_is_not_clear_is_left_to_say(here, capsys):
         (MODEL, [], "is the folder of a model"),
     ],
 )
-def test_what_cannot_become_a_job_is_refused(made, more, message, here, capsys):
+def test_input_that_cannot_become_a_job_is_refused(made, more, message, here, capsys):
     path = made if isinstance(made, str) else rows(here / "rows.jsonl", made)
     assert main(["init", path, *more]) == 2
     error = capsys.readouterr().err
     assert message in error and ":0:" not in error and not (here / "jobs").exists()
 
 
-def test_held_out_files_are_not_trained_on(here):
-    """Of a folder with files of both, and of a set with a split for it."""
+def test_eval_files_are_not_trained_on(here):
+    """Covers a folder with train and eval files, and a dataset with an eval split."""
     for name in ("train-0", "train-1", "test"):
         rows(here / f"both/{name}.jsonl", PAIRS)
     data = init("both")("both", "rm").data
@@ -196,7 +196,7 @@ def test_held_out_files_are_not_trained_on(here):
 
 
 def test_each_file_goes_to_the_stages_that_can_read_it(here, capsys):
-    """Files of one kind may have different columns. A file that no stage reads is skipped."""
+    """Files of one format may have different columns. A file that no stage reads is skipped."""
     rows(here / "two/a.jsonl", PAIRS)
     rows(here / "two/b.jsonl", plain_pairs(9))
     rows(here / "two/c.jsonl", [{"numbers": n} for n in range(5)])
@@ -213,11 +213,11 @@ CALLS = """{%- for turn in messages %}<{{ turn.role }}>{{ turn.content }}{{ turn
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_rows_of_an_example_are_read_as_in_the_example(name, here):
+def test_rows_of_an_example_are_read_like_in_the_example(name, here):
     stage, _, example = name.partition("/")
     (path,) = (ROOT / "tests/data/shapes").glob(f"{example}.*")
     model = shutil.copytree(MODEL, here / "model")
-    (model / "chat_template.jinja").write_text(CALLS)  # the model's own writes no tool calls
+    (model / "chat_template.jinja").write_text(CALLS)  # the model's own template writes no tool calls
     ours = init(str(path), "--name", "mine", model=model)("mine", stage).data
     theirs = load_job(ROOT / f"jobs/examples/{example}.yaml", [], stage).data
     assert ours.train == str(path) and (theirs.transform or theirs.label)
@@ -226,8 +226,8 @@ def test_rows_of_an_example_are_read_as_in_the_example(name, here):
     assert (here / f"jobs/examples/{example}.yaml").exists() == bool(theirs.transform)
 
 
-def test_rows_that_cannot_be_read_are_reported(here, capsys):
-    """A CSV file of Windows: the first line with a curly quote names the problem, before any run drops the rows."""
+def test_unreadable_rows_are_reported(here, capsys):
+    """In a CSV file from Windows, the first line with a curly quote names the problem before a run drops any row."""
     text = "".join(f"question {n},it\x93s {n},no\n" for n in range(9))
     (here / "windows.csv").write_bytes(("prompt,chosen,rejected\n1 or 2?,1,2\n" + text).encode("latin-1"))
     init("windows.csv")
@@ -240,7 +240,7 @@ def test_rows_that_cannot_be_read_are_reported(here, capsys):
 
 
 def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_every_job(here, tmp_path):
-    """The reward model reads plain text, and would otherwise see another format than the policy."""
+    """Otherwise the reward model would read plain text, another format than the policy's."""
     shutil.copytree(MODEL, here / "base")
     (here / "base/chat_template.jinja").unlink()
     turns = [{"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]} for n in range(9)]  # fmt: skip
@@ -254,7 +254,7 @@ def test_messages_and_a_base_without_a_chat_template_use_the_built_in_one_in_eve
 
 
 def talks(count, tools=False):
-    """Conversations with a system prompt and a second turn; with `tools`, the half of them calls one."""
+    """Returns conversations with a system prompt and a second turn. With `tools`, every second one calls a tool."""
     for n in range(count):
         call = [{"type": "function", "function": {"name": "book", "arguments": "{}"}}]
         answer = {"content": None, "tool_calls": call} if tools and n % 2 else {"content": f"{n}!"}
@@ -281,8 +281,8 @@ FOLDERS = {
 
 @pytest.mark.parametrize("template", [True, False])
 @pytest.mark.parametrize("kinds", FOLDERS)
-def test_every_job_loads_whatever_the_rows_and_the_base_are(kinds, template, here, capsys):
-    """Also dpo with the keys of the script that repeats it. Those that train on files read at least half of the rows."""
+def test_every_job_loads_for_any_rows_and_base(kinds, template, here, capsys):
+    """Includes dpo with the keys of the script that repeats it. Jobs that train on files read at least half of the rows."""
     shutil.copytree(MODEL, here / "base")
     if not template:
         (here / "base/chat_template.jinja").unlink()
@@ -290,7 +290,7 @@ def test_every_job_loads_whatever_the_rows_and_the_base_are(kinds, template, her
         rows(here / f"my/{name}.jsonl", made)
     assert main(["init", "my", "--name", "vet", "--model", "base"]) == 0
     written = {path.stem: path for path in (here / "jobs/vet").glob("*.yaml")}
-    given = ["reward=models:/any/1"]  # of ppo, if there are no pairs
+    given = ["reward=models:/any/1"]  # for ppo, if there are no pairs
     for stage, path in written.items():
         job = load_job(path, given if stage == "ppo" else [], stage)
         check_paths(job)
@@ -307,8 +307,8 @@ def test_every_job_loads_whatever_the_rows_and_the_base_are(kinds, template, her
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_columns_may_be_typed(here, capsys):
-    """Columns of a file that no guess finds."""
+def test_columns_may_be_set(here, capsys):
+    """No guess finds these columns."""
     made = [{"ask": f"Say {n}.", "x": f"{n}.", "y": "No.", "by": ["l", "r"][n % 2]} for n in range(60)]
     columns = "data.columns={prompt: ask, first: x, second: y, label: by}"
     meaning = "data.label={first: l, second: r}"
@@ -322,8 +322,8 @@ def test_columns_may_be_typed(here, capsys):
     assert main(["validate", "jobs/ratings/rm.yaml"]) == 0
 
 
-def test_a_typed_column_is_guessed_to_be_no_other_field(here):
-    """sft learned to write the verdicts."""
+def test_a_set_column_is_not_guessed_as_another_field(here):
+    """Otherwise sft would learn to write the verdicts."""
     names = {
         "Question": "Why {}?",
         "Answer A": "So {}.",
@@ -339,8 +339,8 @@ def test_a_typed_column_is_guessed_to_be_no_other_field(here):
     assert "label: 'Which answer is better?'" in (here / "jobs/form/rm.yaml").read_text()
 
 
-def test_a_profile_gets_the_jobs_for_one_more_file(here, capsys):
-    """What is there stays, edited or not; the new jobs are on the same base, and start from its sft policy."""
+def test_a_profile_gets_jobs_for_one_more_file(here, capsys):
+    """Existing jobs stay, edited or not. The new jobs have the same base and start from its sft policy."""
     rows(here / "my/plain.jsonl", PLAIN)
     init("my", "--name", "vet")
     edited = (here / "jobs/vet/sft.yaml").read_text() + "\n# mine\n"
@@ -367,8 +367,8 @@ def test_a_profile_without_dpo_gets_no_script_of_rounds(here, capsys):
     assert not (here / "jobs/vet/iterate.sh").exists()
 
 
-def test_held_out_prompts_keep_their_columns(here):
-    """A reward that asks for `reference` can judge them."""
+def test_eval_prompts_keep_their_columns(here):
+    """A reward function may read their column `reference`."""
     rows(here / "my/prompts.jsonl", ASKED)
     rows(here / "my/ratings.jsonl", MANY)
     job = init("my")("my", "evaluate")
@@ -379,7 +379,7 @@ def test_held_out_prompts_keep_their_columns(here):
     )
 
 
-def test_rows_that_the_template_refuses_are_said(here, capsys):
+def test_rows_that_the_template_refuses_are_reported(here, capsys):
     rows(here / "calls.jsonl", talks(60, tools=True))
     init("calls.jsonl")
     assert "warning: sft leaves out 30 of the first 60 rows: " in capsys.readouterr().out
@@ -409,7 +409,7 @@ def test_lines_name_the_stages_whose_jobs_read_a_file(here, capsys):
     assert "my/prompts.jsonl: prompts, read by ppo; columns {'prompt': 'question'}\n" in shown
 
 
-def test_evaluate_reads_the_held_out_prompts_of_a_file_with_other_column_names(here):
+def test_evaluate_reads_the_eval_prompts_of_a_file_with_other_column_names(here):
     made = [{"user_query": f"What is {n} and {n}?", "locale": "en"} for n in range(60)]
     rows(here / "both/prompts.jsonl", made)
     rows(here / "both/pairs.jsonl", PAIRS)
@@ -419,7 +419,7 @@ def test_evaluate_reads_the_held_out_prompts_of_a_file_with_other_column_names(h
 
 
 def test_in_a_clone_a_profile_gets_one_more_file_too(here, monkeypatch):
-    """There, the profiles of the project and those of its user are in one folder."""
+    """A clone has the profiles of the project and of its user in one folder."""
     for name in ("own", "demo"):
         shutil.copytree(ROOT / "jobs" / name, here / "jobs" / name)
     shutil.copy(ROOT / "jobs/schema.json", here / "jobs/schema.json")
@@ -430,13 +430,13 @@ def test_in_a_clone_a_profile_gets_one_more_file_too(here, monkeypatch):
     assert main(["init", "ratings.jsonl", "--name", "own"]) == 2
 
 
-def test_the_project_comes_with_these_folders_of_jobs():
+def test_the_project_has_these_profiles():
     listed = subprocess.run(["git", "ls-files", "jobs"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {line.split("/")[1] for line in listed.stdout.split() if line.count("/") > 1} == {*shipped.FOLDERS}
 
 
 def test_pythons_text_of_messages_is_refused_by_name(here, capsys):
-    """As `to_csv` writes it."""
+    """`to_csv` writes such text."""
     cell = str([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     (here / "my").mkdir()
     (here / "my/chats.csv").write_text("messages\n" + f'"{cell}"\n' * 9)
@@ -446,8 +446,8 @@ def test_pythons_text_of_messages_is_refused_by_name(here, capsys):
     assert "my/chats.csv: messages: found" in error and "save the rows with to_json" in error
 
 
-def test_thumbs_that_most_users_did_not_give(here, capsys):
-    """A row without a label is no sign that kto can read the columns."""
+def test_labels_that_most_users_did_not_give(here, capsys):
+    """A row without a label does not show that kto can read the columns."""
     made = [{"question": f"Say {n}.", "answer": f"{n}, there.", "feedback": None} for n in range(400)]
     for n in range(0, 400, 10):
         made[n]["feedback"] = ["up", "down"][n // 10 % 2]
@@ -456,8 +456,8 @@ def test_thumbs_that_most_users_did_not_give(here, capsys):
     assert job.data.max_length == 64 and "warning" not in capsys.readouterr().out
 
 
-def test_jobs_whose_rows_are_all_refused_are_not_written(here, capsys):
-    """The template leaves out the only difference of the sides. The conversations are still learned."""
+def test_jobs_are_not_written_if_all_rows_are_refused(here, capsys):
+    """The template drops the only difference between chosen and rejected. sft still learns from the conversations."""
     ask = [{"role": "user", "content": "Say it."}]
     sides = [
         [*ask, {"role": "assistant", "reasoning_content": one, "content": "It."}] for one in ("Hm.", "So.")
@@ -480,7 +480,7 @@ def test_jobs_whose_rows_are_all_refused_are_not_written(here, capsys):
     assert "rm" not in next_commands(shown)
 
 
-def test_a_label_to_set_leaves_no_length_above_the_context(here):
+def test_an_unset_label_leaves_no_length_above_the_context(here):
     made = [{"prompt": f"Say {n}.", "completion": f"{n}, there.", "feedback": "PQ"[n % 2]} for n in range(50)]
     init(rows(here / "r.jsonl", made))
     text = (here / "jobs/r/kto.yaml").read_text()
@@ -492,8 +492,8 @@ def test_a_label_to_set_leaves_no_length_above_the_context(here):
 
 
 @pytest.mark.parametrize("names", [("anna_score",), ("rating_anna", "rating_ben")])
-def test_ratings_of_any_name_are_the_label_of_every_job(names, here, capsys):
-    """sft imitated badly rated completions."""
+def test_ratings_under_any_name_are_the_label_in_every_job(names, here, capsys):
+    """Otherwise sft would imitate badly rated completions."""
     made = [f"Say {n}.,{n} there.,{','.join([f'{n % 5 + 1}.0', 'NaN'][: len(names)])}" for n in range(60)]
     (here / "r.csv").write_text("\n".join([f"prompt,completion,{','.join(names)}", *made]) + "\n")
     init("r.csv")
@@ -504,7 +504,7 @@ def test_ratings_of_any_name_are_the_label_of_every_job(names, here, capsys):
     assert "set `label` in jobs/r/kto.yaml" in capsys.readouterr().out
 
 
-def test_pairs_with_a_prompt_of_any_name_make_every_job(here, capsys):
+def test_pairs_with_a_prompt_under_any_name_make_every_job(here, capsys):
     lines = [
         f"Where is parcel {n}?,On its way.,No idea at all.,{'AB'[n % 2]},A,{'AB'[n % 2]}" for n in range(40)
     ]
@@ -516,7 +516,7 @@ def test_pairs_with_a_prompt_of_any_name_make_every_job(here, capsys):
         assert written("ratings", job).data.max_length == 64, job
 
 
-def test_each_stage_gets_the_typed_columns_that_it_reads(here, capsys):
+def test_each_stage_gets_the_set_columns_that_it_reads(here, capsys):
     made = [{"prompt": f"Say {n}.", "response": f"{n}, there.", "quality": [4, 2][n % 2]} for n in range(60)]
     columns = "data.columns={completion: response, label: quality}"
     written = init(rows(here / "rated.jsonl", made), columns, "data.label={good: 4, bad: 2}")
@@ -530,7 +530,7 @@ def test_each_stage_gets_the_typed_columns_that_it_reads(here, capsys):
     assert "warning" not in capsys.readouterr().out
 
 
-def test_prompts_alone_offer_no_command_before_a_reward_is_set(here, capsys):
+def test_prompts_alone_suggest_no_command_before_a_reward_is_set(here, capsys):
     init(rows(here / "prompts.jsonl", ASKED))
     assert next_commands(capsys.readouterr().out) == []
     (here / "length.py").write_text("def score(completions):\n    return [len(one) for one in completions]\n")
@@ -539,7 +539,7 @@ def test_prompts_alone_offer_no_command_before_a_reward_is_set(here, capsys):
     assert next_commands(capsys.readouterr().out)[:2] == ["validate", "ppo"]
 
 
-def test_rows_that_every_stage_refuses_leave_no_folder(here, capsys):
+def test_rows_that_every_stage_refuses_create_no_folder(here, capsys):
     shutil.copytree(MODEL, here / "base")
     template = "{{ raise_exception('no such turn') }}"
     (here / "base/chat_template.jinja").write_text(template)
@@ -549,7 +549,7 @@ def test_rows_that_every_stage_refuses_leave_no_folder(here, capsys):
     assert not (here / "jobs/chats").exists()
 
 
-def test_the_neighbors_of_a_folder_are_not_read(here):
+def test_files_next_to_the_folder_are_not_read(here):
     for year in (2024, 2025):
         for month in (1, 2):
             rows(here / f"export_{year}/month_{month}.jsonl", plain_pairs(9))

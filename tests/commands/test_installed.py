@@ -1,4 +1,4 @@
-"""The package as people install it: a wheel, away from the clone."""
+"""Tests the package as installed: a wheel, outside the clone."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from pipeline.commands import completion, shipped
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A folder that holds what the wheel holds, and nothing else of ours."""
+    """Returns a folder with the contents of the wheel, and nothing else of the project."""
     built, folder = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("installed")
     build = [sys.executable, *"-m pip wheel -q --no-deps --no-build-isolation -w".split(), built, ROOT]
     done = subprocess.run(build, capture_output=True, text=True)
@@ -26,7 +26,7 @@ def wheel(tmp_path_factory):
 
 
 def rlhf(wheel, cwd, *arguments):
-    """The console command as pip writes it: the entry point's function, with the installed package first."""
+    """Runs the console command like pip's script: the entry point's function, with the installed package first."""
     command = "import sys; sys.argv[0] = 'rlhf'; from pipeline.__main__ import command; command()"
     program, env = [sys.executable, "-P", "-c", command], {**os.environ, "PYTHONPATH": str(wheel)}
     return subprocess.run([*program, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
@@ -42,8 +42,8 @@ def test_the_wheel_names_the_command_and_carries_profiles_and_demo(wheel):
         assert (wheel / "pipeline" / template).is_file()
 
 
-def test_demo_writes_its_files_where_it_is_typed_and_keeps_those_that_are_there(wheel, tmp_path):
-    """With a wrong key, so that nothing is trained."""
+def test_demo_writes_its_files_to_the_current_folder_and_keeps_existing_ones(wheel, tmp_path):
+    """A wrong key prevents any training."""
     done = rlhf(wheel, tmp_path, "demo", "trainer.learning_rat=1")
     assert done.returncode == 2 and "did you mean trainer.learning_rate?" in done.stderr
     assert done.stdout == "wrote jobs/demo: job files to read and change\n"
@@ -72,7 +72,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
 
 
 def complete(words):
-    """What bash offers for a command line, the last word of which is being typed."""
+    """Returns bash's completions of a command line, whose last word is incomplete."""
     script = completion.script(["sft", "score", "plan", "rlhf"])
     line = " ".join(f"'{word}'" for word in words)
     ask = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _rlhf; printf '%s\\n' \"${{COMPREPLY[@]}}\""
@@ -81,17 +81,17 @@ def complete(words):
     return done.stdout.split()
 
 
-def test_completion_knows_verbs_job_files_and_the_keys_of_a_verb():
+def test_completion_knows_subcommands_job_files_and_their_keys():
     assert complete(["rlhf", "s"]) == ["sft", "score"]
     assert "jobs/own/sft.yaml" in complete(["rlhf", "sft", "jobs/own/s"])
     assert complete(["rlhf", "sft", "jobs/own/sft.yaml", "trainer.learning_r"]) == ["trainer.learning_rate="]
-    assert complete(["rlhf", "sft", "x.yaml", "trainer.output_d"]) == []  # refused in a job
+    assert complete(["rlhf", "sft", "x.yaml", "trainer.output_d"]) == []  # not allowed in a job
     assert "trainer.kl_coef=" in complete(["rlhf", "plan", "x.yaml", "trainer.kl_c"])
     assert complete(["rlhf", "score", "x.yaml", "rew"]) == ["reward="]
 
 
 def test_python_functions_of_the_current_folder_are_found(wheel, tmp_path):
-    """The function is missing from the module, so that nothing is trained."""
+    """The module lacks the function, so that nothing is trained."""
     shutil.copytree(wheel / "pipeline/jobs/demo", tmp_path / "jobs/demo")
     (tmp_path / "my_rewards.py").write_text("def f(prompts, completions, rows):\n    return [1.0]\n")
     done = rlhf(wheel, tmp_path, "score", "jobs/demo/score.yaml", "reward=python:my_rewards:g")

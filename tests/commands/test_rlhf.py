@@ -1,4 +1,4 @@
-"""The end of `rlhf`, its time left, and which overrides reach which stage."""
+"""Tests the output of `rlhf`: its summary, the time left, and which stages an override reaches."""
 
 import json
 
@@ -9,8 +9,8 @@ from pipeline.config import load_job
 from pipeline.errors import InputError
 
 
-def test_the_end_shows_what_the_profile_has():
-    """Without a judge PPO's first figure is the reward, and what to type next is of that profile."""
+def test_the_summary_shows_the_results_of_the_profile():
+    """Without a judge, PPO's first metric is the reward. The next commands are for that profile."""
     common = {"tracking_uri": "http://mlflow:5000", "folder": "s3://b/runs/x"}
     ppo = {"stage": "ppo", "metrics": {"before_reward": 0.25, "eval_reward": 0.5}}
     results = [ppo | common, {"stage": "evaluate", "metrics": {"eval_win_rate": 0.75}} | common]
@@ -21,7 +21,7 @@ def test_the_end_shows_what_the_profile_has():
     assert "python -m pipeline ppo mine/x/ppo.yaml" in rlhf.closing(results, "mine/x", seconds=1.0, page=None)
 
 
-def test_the_time_of_a_stage_is_that_of_its_newest_run_or_the_demos(in_root, tmp_path):
+def test_the_time_of_a_stage_is_that_of_its_newest_run_or_of_the_demo(in_root, tmp_path):
     job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft")
     assert rlhf.expected_seconds(job, "jobs/demo") == rlhf.DEMO_SECONDS["sft"]
     assert rlhf.expected_seconds(job, "mine") == 0.0
@@ -32,7 +32,7 @@ def test_the_time_of_a_stage_is_that_of_its_newest_run_or_the_demos(in_root, tmp
     assert rlhf.expected_seconds(job, "mine") == 2.0
 
 
-def test_the_time_of_the_stages_that_follow_is_scaled_by_the_speed_so_far():
+def test_the_time_of_the_next_stages_is_scaled_by_the_speed_so_far():
     expected = {"sft": 10.0, "rm": 20.0, "ppo": 30.0, "evaluate": 1.0}
     assert rlhf.following("sft", expected, []) == 51.0
     assert rlhf.following("rm", expected, [{"stage": "sft", "seconds": 20.0}]) == 62.0

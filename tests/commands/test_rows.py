@@ -1,4 +1,4 @@
-"""`generate`, `collect` and `score`: the engine's own completions and scores, in order, for any parts and workers, once each."""
+"""Tests that `generate`, `collect` and `score` give the engine's results once each, in order, for any parts and workers."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_generate_writes_the_row_and_the_engines_completion(engine, storage, cap
 
 
 def by_an_error(folder, given, monkeypatch):
-    """Runs until three parts are there; then answering fails."""
+    """Runs until three parts exist. Then answering fails."""
     load = generate.load
 
     def loads(host):
@@ -84,7 +84,7 @@ def by_an_error(folder, given, monkeypatch):
 
 
 def by_kill(folder, given):
-    """Runs in a process that is killed when three parts are there."""
+    """Runs in a process that is killed when three parts exist."""
     settings = [*given, f"run.storage_path={folder.parent}", f"run.name={folder.name}"]
     command = [sys.executable, "-m", "pipeline", "generate", "jobs/demo/generate.yaml", *settings]
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL) as process:
@@ -95,7 +95,7 @@ def by_kill(folder, given):
 
 
 @pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_interrupted_it_continues_to_the_same_rows(killed, engine, storage, monkeypatch, capsys):
+def test_an_interrupted_command_continues_to_the_same_rows(killed, engine, storage, monkeypatch, capsys):
     name, count = f"interrupted-{killed}", 160 if killed else 40
     asked = "Question {}. What is the capital of {}?".format
     rows = [{"prompt": asked(i, PLACES[i % 8]), "number": i} for i in range(count)]
@@ -134,7 +134,7 @@ def test_collect_selects_from_the_engines_completions(engine, storage, capfd):
         assert line["seed"] == 5 and line["score_chosen"] > line["score_rejected"]
     assert (result["rows"], result["counts"]["rows"], result["counts"]["completions"]) == (11, len(lines), 33)
     assert len(lines) > 11
-    assert capfd.readouterr().err == ""  # nor a line of Ray's C++
+    assert capfd.readouterr().err == ""  # no line of Ray's C++ either
     assert result["counts"]["prompts_with_rows"] == len({line["number"] for line in lines})
     scores = [one["score"] for samples in expected for one in samples]
     assert result["metrics"]["score"] == pytest.approx(sum(scores) / 33, abs=1e-4)
@@ -151,7 +151,7 @@ def test_collect_draws_prompts_and_takes_a_function_as_reward(models, storage):
     assert [line["number"] for line in lines] == [n for n in numbers if n in found]
     assert result["rows"] == 4 and result["counts"]["rows"] == len(lines) > 0
     assert result["counts"]["completions"] == 16
-    assert result["data"]["digests"].keys() == {"train", "reward"}  # what a resumed run compares
+    assert result["data"]["digests"].keys() == {"train", "reward"}  # a resumed run compares these
     assert all(line["reward_version"] == gold and line["answer"] == PLACES[line["number"]] for line in lines)
 
 

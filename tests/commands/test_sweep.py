@@ -1,4 +1,4 @@
-"""A sweep from its command line to the registered version, on Ray; with a worker and the driver killed on the way."""
+"""Tests a sweep on Ray, from its command line to the registered version, while a worker and the driver are killed."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def left(folder):
     return json.loads((Path(folder) / "sweep.json").read_text())
 
 
-def test_two_trials_of_which_the_better_one_is_registered(embedded_ray, in_root, tmp_path, capsys):
+def test_of_two_trials_the_better_one_is_registered(embedded_ray, in_root, tmp_path, capsys):
     given = arguments(
         tmp_path, "trainer.learning_rate=1e-3,4e-3", "trainer.max_steps=2", "trainer.eval_steps=1", "trainer.save_steps=2",
         "trainer.warmup_steps=0", "trainer.lr_scheduler_type=constant", "sweep.reduction_factor=1", "run.name=two",
@@ -53,26 +53,26 @@ def test_two_trials_of_which_the_better_one_is_registered(embedded_ray, in_root,
     assert summary["best"] == "learning_rate-4e-3" and summary["ended"]
     assert [row["state"] for row in summary["trials"]] == ["finished", "finished"]
     assert [r["step"] for r in summary["reports"]["learning_rate-4e-3"]] == [1, 2]
-    # One version, of the best trial's run, through the job's gate.
+    # The best trial's run registers the only version, through the job's gate.
     (version,) = client(tmp_path).search_model_versions("name = 'rlhf-rm'")
     best = json.loads((tmp_path / "two/learning_rate-4e-3/result.json").read_text())
     assert version.run_id == best["mlflow_run_id"] and version.tags["gate"] == "passed"
     assert (best["version"], best["alias"]) == (str(version.version), "champion")
     assert client(tmp_path).get_model_version_by_alias("rlhf-rm", "champion").version == version.version
-    # One parent in MLflow; the rows were tokenised once.
+    # MLflow has one parent run. The rows were tokenized once.
     known = runs(tmp_path)
     parents = {name: run.data.tags.get("mlflow.parentRunId") for name, run in known.items()}
     parent = known["two"].info.run_id
     assert parents == {"two": None, "learning_rate-1e-3": parent, "learning_rate-4e-3": parent}
     assert {run.info.status for run in known.values()} == {"FINISHED"}
     assert len(list((tmp_path / "data").iterdir())) == 1
-    # One table in the terminal; what the trials printed is not between.
+    # The terminal shows one table, without the output of the trials.
     for text in ("learning_rate-4e-3  step 2/2  eval_loss", "best: trainer.learning_rate=4e-3"):
         assert text in printed
     assert "(rm " not in printed and "training" in (tmp_path / "two/output.log").read_text()
     assert len(re.findall(r"^trainer\.learning_rate +eval_loss +steps +seconds +ended$", printed, re.M)) == 1
     assert not (tmp_path / "two/tune").exists()
-    # The same command shows what came out.
+    # The same command shows the result again.
     assert main(given) == 0
     assert "has ended" in capsys.readouterr().out
     assert len(client(tmp_path).search_model_versions("name = 'rlhf-rm'")) == 1
@@ -100,7 +100,7 @@ def test_the_name_of_another_sweep_is_refused(in_root, tmp_path):
         assert command.recorded(begun(*other, "run.fresh=true")) == {}
 
 
-def test_trials_start_from_the_versions_that_the_aliases_meant(in_root):
+def test_trials_start_from_the_versions_behind_the_aliases(in_root):
     inputs = {"policy": "models:/rlhf-sft/3", "reward.0": "models:/rlhf-rm/2"}
     sweep = space.read("jobs/demo/ppo.yaml", ["trainer.kl_coef=0.1,0.2", "judge=null"])
     for trial in command._pinned(sweep, inputs).trials:
@@ -110,7 +110,7 @@ def test_trials_start_from_the_versions_that_the_aliases_meant(in_root):
     assert policies == ["base", "models:/rlhf-sft/1"]
 
 
-def test_an_interrupted_sweep_leaves_no_run_that_seems_to_go_on(in_root, tmp_path):
+def test_an_interrupted_sweep_leaves_no_run_that_seems_to_be_running(in_root, tmp_path):
     sweep = command.at_home(space.read(JOB, ["lora.r=4,8", f"run.storage_path={tmp_path}", "run.name=s"]))
     inner = registry.mlflow_run(tracking_of(sweep.trials[0].job), {})
     with pytest.raises(KeyboardInterrupt), command._trials_closed(sweep):
@@ -152,14 +152,14 @@ def test_six_trials_with_a_worker_and_the_driver_killed(tmp_path):
     assert all("is nan at step" in row["why"] for row in summary["trials"] if row["state"] == "failed")
     best = tmp_path / "six" / summary["best"]
     assert json.loads((best / "result.json").read_text())["version"] == "1"
-    for name in set(stamps) - {summary["best"]}:  # that one's says its version
+    for name in set(stamps) - {summary["best"]}:  # the best trial's file has its version
         assert (tmp_path / f"six/{name}/result.json").stat().st_mtime == stamps[name]
     known = runs(tmp_path)
-    assert len(known) == 7  # no trial was begun twice
+    assert len(known) == 7  # no trial started twice
     assert {run.info.status for name, run in known.items() if "100" not in name} == {"FINISHED"}
     assert len(client(tmp_path).search_model_versions("name = 'rlhf-rm'")) == 1
 
-    # What was interrupted and continued is what its command line trains.
+    # The resumed trial gives the same adapter as a fresh run of its printed command.
     settings = ["run.name=alone", "mlflow.registered_model=null", "gate={}"]
     alone = [*shlex.split(summary["command"])[1:], *settings]
     subprocess.run([sys.executable, *alone], cwd=ROOT, check=True, stdout=log.open("a"))

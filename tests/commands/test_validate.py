@@ -1,4 +1,4 @@
-"""`validate` looks at rows: it needs neither the GPUs of the run nor the models that the run starts from."""
+"""Tests that `validate`, which checks rows, needs neither the GPUs of the run nor its initial models."""
 
 import pytest
 from running import ROOT
@@ -27,7 +27,7 @@ def test_a_ppo_job_needs_no_registered_models(tmp_path, embedded_ray, capsys):
         plan_reading("ppo", tmp_path, capsys, "reward=python:nowhere:polite")
 
 
-def test_a_job_for_gpus_is_looked_at_without_them(tmp_path, embedded_ray, capsys):
+def test_a_job_for_gpus_is_validated_without_gpus(tmp_path, embedded_ray, capsys):
     overrides = ["model.name_or_path=jobs/demo/model", "data.max_length=256", "data.eval_fraction=0"]
     overrides += [f"data.{name}={ROWS}/demonstrations_eval.jsonl" for name in ("train", "eval")]
     report, text = plan_reading("sft", tmp_path, capsys, *overrides, profile="llama3-8b")

@@ -1,4 +1,4 @@
-"""Exports of Argilla and Label Studio: their rows, what is guessed of them, and how far the annotators agree."""
+"""Tests exports of Argilla and Label Studio: rows, guessed columns, and the agreement of annotators."""
 
 import pytest
 from toy_data import make, write
@@ -35,7 +35,7 @@ def json_of_argilla(votes, **more):
 
 
 def task(kind, key, votes, **more):
-    """A task of Label Studio. The last annotation was skipped."""
+    """Returns a task of Label Studio, whose last annotation was skipped."""
 
     def annotation(vote, cancelled=False):
         result = {"id": "a", "from_name": "better", "to_name": "x", "type": kind, "value": {key: vote}}
@@ -108,7 +108,7 @@ def test_an_export_of_preferences_is_guessed_and_read_by_majority(tmp_path, expo
     path = write(tmp_path / "export.jsonl", made)
     (file,) = find(path, "data.train")
     rows, _ = first_rows(file, kind_of("sft"))
-    assert guess.guessed(rows, "sft") is None  # reply_1 would be learned, good or bad
+    assert guess.guessed(rows, "sft") is None  # sft would imitate reply_1 even if it is bad
     columns = {"first": "reply_1", "second": "reply_2", "label": "better"}
     assert guess.guessed(rows, "rm") == columns and guess.is_clear(columns, rows)
     report = make(tmp_path, "rm", train=path, columns=columns).report
@@ -157,7 +157,7 @@ def test_rows_without_a_label_are_not_imitated(tmp_path, stage, name):
     assert f"{split.kept} of 16 training rows (8 without a label)" in report.headline()
 
 
-def test_a_log_with_few_thumbs_is_guessed_and_a_topic_is_no_label(tmp_path):
+def test_a_log_with_few_labels_is_guessed_and_a_topic_is_no_label(tmp_path):
     made = [
         {"question": f"Say {n}.", "answer": "As you wish.", "feedback": "up" if n == 3 else None}
         for n in range(20)

@@ -1,4 +1,4 @@
-"""Counts of chunks add up: digests, duplicates, overlap of train and eval, versions that wrote rows."""
+"""Tests that the counts of chunks add up: digests, duplicates, overlap of train and eval, model versions of rows."""
 
 import json
 from itertools import pairwise
@@ -29,7 +29,7 @@ def digest_of(rows):
 
 
 @given(st.lists(st.binary(max_size=3), min_size=2, unique=True), st.lists(st.integers(0, 30)))
-def test_digests_of_two_runs_of_rows_make_that_of_both(rows, cuts):
+def test_digests_of_two_parts_combine_to_the_digest_of_all_rows(rows, cuts):
     whole = RowsDigest()
     for start, stop in pairwise([0, *sorted(cuts), len(rows)]):
         whole.extend(digest_of(rows[start:stop]))
@@ -53,18 +53,18 @@ def test_a_digest_does_not_depend_on_how_a_file_is_cut(tmp_path, format):
         made = [tasks.tokenize(one, i, tokenizer(), options, str(tmp_path)) for i, one in enumerate(planned)]
         digests.append(read.content_digest("train", made, options))
     assert digests[0] == digests[1] != digests[2]
-    if format == "jsonl":  # lineage and resumed runs compare it with that of older runs
+    if format == "jsonl":  # lineage and resumed runs compare it with digests of older runs
         assert digests[0] == "48aacbd301174b29a5ef432321f39e2c47c5da5f2fd90bab84fdea340bcb8449"
 
 
 def keyed(name: str, split: str, *keys) -> Counts:
-    """The counts of a chunk whose rows have these keys."""
+    """Returns the counts of a chunk whose rows have these keys."""
     made = Counts(Chunk("x", split))
     made.keys[name] = bytearray(np.array(keys, dtype=np.uint64).tobytes())
     return made
 
 
-def test_rows_are_compared_over_chunks():
+def test_duplicates_are_found_across_chunks():
     assert counts.duplicates([keyed("rows", "train", 1, 2), keyed("rows", "train", 1)]) == 1
     assert counts.duplicates([keyed("rows", "train", 1, 2), keyed("rows", "eval", 1)]) == 0
     train = [keyed("records", "train", 1, 1), keyed("records", "train", 5, 5)]
@@ -78,11 +78,11 @@ CHAT = {"messages": [{"role": "user", "content": "question 7"}, {"role": "assist
     ("rows", "overlap", "warning"),
     [
         ([ROWS[3], {**ROWS[4], "completion": " no"}, ROWS[30]], (2, 1), "2 rows of data.eval with a prompt that is"),
-        ([CHAT], (1, 1), "1 row of data.eval with a prompt that is"),  # the same words in another form
+        ([CHAT], (1, 1), "1 row of data.eval with a prompt that is"),  # the same words in another format
         (ROWS[20:], (0, 0), None),
     ],
 )  # fmt: skip
-def test_held_out_rows_that_train_has(tmp_path, rows, overlap, warning):
+def test_eval_rows_that_are_also_in_train(tmp_path, rows, overlap, warning):
     train, eval = write(tmp_path / "train.jsonl", ROWS[:20]), write(tmp_path / "eval.jsonl", rows)
     report = make(tmp_path, train=train, eval=eval, apply_chat_template=True).report
     assert (report.overlap, report.duplicates) == (overlap, 0)
@@ -98,7 +98,7 @@ def test_held_out_rows_that_train_has(tmp_path, rows, overlap, warning):
     ("value", "counts"),
     [(PPO3, True), ("models:/demo-ppo@champion", False), ("models:/demo-ppo/latest", False), (3, False), (None, False)],
 )  # fmt: skip
-def test_only_a_pinned_version_is_one(value, counts):
+def test_only_a_pinned_version_counts_as_a_version(value, counts):
     record = parse({"prompt": "q", "completion": "a", "version": value}, kind_of("sft"))
     assert record.version == (value if counts else None)
     assert ("version" in record.unread) != counts
@@ -127,7 +127,7 @@ def test_rows_are_counted_by_version_and_source(tmp_path):
     assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     skipped = write(tmp_path / "bad.jsonl", [pair(1, PPO3), pair(2, SFT1, chosen="b")])
     report = make(tmp_path, "dpo", train=skipped, on_error="skip").report
-    assert report.splits["train"].versions == {PPO3: 1}  # of the rows that are kept
+    assert report.splits["train"].versions == {PPO3: 1}  # of the kept rows
 
 
 def test_rows_are_counted_by_the_judges_that_scored_them(tmp_path):

@@ -1,4 +1,4 @@
-"""Rows as tokens: what each kind of row trains, lengths, and completions without content."""
+"""Tests how rows become tokens: the trained part of each row format, lengths, and completions without content."""
 
 import json
 
@@ -45,17 +45,17 @@ SAYS, ASKS = "<|im_start|>assistant\n", "<|im_start|>user\n{}<|im_end|>\n<|im_st
 OFFER = f"<s><|im_start|>system\n{json.dumps(WEATHER)}\n<|im_end|>\n" + ASKS.format("Rain in Oslo?")
 CALL = '⟦<tool_call>weather {"city": "Oslo"}</tool_call><|im_end|>⟧'
 
-TRAINED = [  # stage, row, options of the encoder, the text of its examples with what is trained in brackets
+TRAINED = [  # stage, row, options of the encoder, the text of its examples with the trained part in brackets
     ("sft", TEXT, {}, ["<s>hi⟦ yo</s>⟧"]),
     ("sft", TEXT, {"bos": False}, ["hi⟦ yo</s>⟧"]),
     ("sft", TEXT, {"apply": True}, [f"<s>{HI}⟦ yo</s>⟧"]),
-    # all turns of the assistant, with their end
+    # all turns of the assistant, including their end
     ("sft", CONVERSATION, {}, [f"<s>{HI}⟦ yo</s>⟧{AND}⟦ bye</s>⟧"]),
     ("sft", CONVERSATION, {"template": UNMARKED}, [f"<s>{HI}⟦ yo</s>⟧{AND}⟦ bye</s>⟧"]),
-    # without the white space behind it; and the end is added if the template has none
+    # White space after the completion is not trained. EOS is appended if the template has no end.
     ("sft", CONVERSATION, CHAT, [f"<s>{ASKS.format('hi')}⟦yo<|im_end|>⟧\n{ASKS.format('and?')}⟦bye<|im_end|>⟧"]),
     ("sft", CONVERSATION, {"template": CHATML}, [f"<s>{ASKS.format('hi')}⟦yo<|im_end|>\n⟧{ASKS.format('and?')}⟦bye<|im_end|>\n</s>⟧"]),
-    # calls of tools, and not what the tools say
+    # Tool calls are trained, but not the answers of tools.
     ("sft", TOOLS, CALLS, [f"{OFFER}{CALL}\n<|im_start|>tool\ndry<|im_end|>\n{SAYS}⟦bye<|im_end|>⟧"]),
     ("sft", {**TOOLS, "messages": [ASK, CALLED]}, CALLS, [OFFER + CALL]),
     ("rm", PAIR, {}, [f"<s>{HI}\n  chosen   ⟦ yo</s>⟧\n  rejected ⟦ no</s>⟧"]),
@@ -69,12 +69,12 @@ TRAINED = [  # stage, row, options of the encoder, the text of its examples with
     ("kto", {"prompt": "hi", "completion": " abcdef", "label": 1}, {"max_length": 6, **CUT}, ["<s>hi⟦ ab⟧"]),
     ("ppo", {"prompt": "abcdefghij"}, {"max_length": 4, **CUT}, ["<s>hij"]),
 ]  # fmt: skip
-WEIGHED = [  # turns, the other fields, and what is trained of them in CHATML
+WEIGHED = [  # turns, the other fields, and the trained part in CHATML
     ([{**USER, "weight": None}, {**FIRST, "weight": 0}, QUESTION, {**LAST, "weight": 1}], {}, "bye"),
     ([USER, {**FIRST, "train": False}, QUESTION, LAST], {}, "bye"),
     ([USER, FIRST, QUESTION, {**LAST, "weight": 0.0}], {}, "yo"),
     ([USER, {**FIRST, "train": "no"}, QUESTION, LAST], {}, "bye"),
-    ([USER, FIRST, QUESTION, {**LAST, "train": False}], {"system": "s"}, "yo"),  # which shifts the others
+    ([USER, FIRST, QUESTION, {**LAST, "train": False}], {"system": "s"}, "yo"),  # system shifts the turns
 ]
 
 
@@ -94,7 +94,7 @@ def test_what_is_trained(stage, row, options, expected):
 
 
 @pytest.mark.parametrize(("turns", "more", "words"), WEIGHED)
-def test_turns_that_are_not_to_be_trained(turns, more, words):
+def test_turns_with_train_false(turns, more, words):
     rows = [{"messages": turns, **more}]
     if words == "bye":
         rows.append({"prompt": turns[:1], "completion": turns[1:], **more})
@@ -109,7 +109,7 @@ def test_turns_that_are_not_to_be_trained(turns, more, words):
 
 
 @pytest.mark.parametrize("stage", ["rm", "dpo", "score", "ppo"])
-def test_every_kind_of_row_shows_its_tools(stage):
+def test_every_row_format_shows_its_tools(stage):
     row = {"prompt": [USER], "tools": [WEATHER]}
     row |= {} if stage == "ppo" else {"chosen": [CALLED], "rejected": [NO]}
     tok, (example,) = encoded(stage, row, template=CALLING)
@@ -118,7 +118,7 @@ def test_every_kind_of_row_shows_its_tools(stage):
 
 
 def outcome(stage, row, normalizer=None, **options):
-    """What becomes of a row: Example, or the kind of its error."""
+    """Returns the Examples of a row, or the kind of its error."""
     made = encoder(stage, **options)
     if normalizer:
         made.backend.normalizer = normalizer
@@ -140,25 +140,25 @@ EVIL = [{"name": "f", "arguments": {"x": "<|im_end|>"}}]
         ("sft", {"prompt": "abc", "completion": "defghij"}, {"max_length": 3, **CUT}, "prompt_too_long"),
         *((stage, LONG, {"max_length": 20, **CUT}, "equal_after_truncation") for stage in ("rm", "dpo", "kto")),
         *((stage, LONG, {"max_length": 60, **CUT}, Example) for stage in ("rm", "dpo", "kto")),
-        # words that the tokenizer does not see
+        # The tokenizer drops these words.
         *((stage, {"prompt": "hi", "completion": "\u200b"}, INVISIBLE, "empty_completion") for stage in ("sft", "score")),
         *((stage, {**PAIR, "rejected": "\u200b"}, INVISIBLE, "empty_completion") for stage in ("rm", "dpo")),
         ("ppo", {"prompt": "\u200b"}, INVISIBLE, "empty_prompt"),
-        # sides that become equal tokens
+        # Different completions become equal tokens.
         *((stage, {**PAIR, "rejected": "yO"}, LOWER, "equal_pair") for stage in ("rm", "dpo", "pairs", "score")),
         ("rm", {**PAIR, "rejected": "yo!"}, LOWER, Example),
         ("dpo", {"prompt": [ASK], "chosen": [CALLED], "rejected": [OTHER_CALL]}, CALLS, Example),
-        # a cut would remove the header of a turn
+        # Truncation would remove the header of a turn.
         *((stage, {"prompt": [USER]}, {"max_length": 9, **CUT}, "too_long") for stage in ("ppo", "evaluate")),
         ("ppo", {"prompt": "hi"}, {"max_length": 9, "apply": True, **CUT}, "too_long"),
-        # an empty turn would teach the policy to end at once
+        # An empty turn would teach the policy to end at once.
         ("sft", {"messages": [USER, SILENT, USER, BOT]}, {}, "empty_completion"),
         ("sft", {"prompt": [USER], "completion": [SILENT, USER, BOT]}, {}, "empty_completion"),
         ("sft", {"prompt": [USER, SILENT, USER], "completion": "yo"}, {}, Example),
         ("sft", {"messages": [USER, {**SILENT, "weight": 0}, USER, BOT]}, {}, Example),
         ("kto", {"messages": [USER, SILENT, USER, BOT], "label": True}, {}, Example),
         ("ppo", {"prompt": [USER, SILENT, USER]}, {}, Example),
-        # templates that write no calls, and special tokens in tools
+        # These templates write no tool calls, or tools contain special tokens.
         ("sft", TOOLS, CHAT, "template"),
         ("rm", {"prompt": [ASK], "chosen": [CALLED], "rejected": [NO]}, CHAT, "template"),
         ("sft", {**TOOLS, "tools": [{**WEATHER, "description": "a<|im_end|>"}]}, CALLS, "special_tokens"),
@@ -169,7 +169,7 @@ def test_rows_that_are_left_out(stage, row, options, kind):
     assert outcome(stage, row, **options) == kind
 
 
-def test_rows_that_are_dropped_and_pairs_that_remain():
+def test_rows_that_are_dropped_and_pairs_that_are_kept():
     row = {"prompt": "abc", "completion": "defghij"}
     assert isinstance(encoded("sft", row, max_length=8, too_long="drop")[1][0], Dropped)
     answers = {"prompt": "p", "pos_answers": [LONG["chosen"], "y"], "neg_answers": [LONG["rejected"], "z"]}
@@ -178,8 +178,8 @@ def test_rows_that_are_dropped_and_pairs_that_remain():
     assert [one.columns["label"] for one in others] == [True, False]
 
 
-def test_a_token_that_spans_the_border_belongs_to_the_completion():
-    """As in TRL; and what the report shows of a pair of rm begins where the completions do, not inside a word."""
+def test_a_token_across_the_border_belongs_to_the_completion():
+    """TRL does the same. In the report, completions of an rm pair start at the border, not inside a word."""
     tok = tokenizer()
     tok.backend_tokenizer.add_tokens(["ab"])
     pair = {"prompt": "xa", "chosen": "b is north", "rejected": "b is not"}

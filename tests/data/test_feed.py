@@ -1,4 +1,4 @@
-"""Batches that hold each row exactly once an epoch, on any number of workers, and losses that do not depend on it."""
+"""Tests that an epoch has each row exactly once for any number of workers, and that losses do not depend on it."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_each_row_once_and_equal_steps(rows, size, world, seed, epoch):
     assert {*map(len, batches), len(ExactBatchSampler(rows, size, 0, world, seed))} == {len(one)}
     for step, whole in enumerate(one):
         parts = [of_rank[step] for of_rank in batches]
-        assert flat(parts) == whole  # the same rows in each step as one worker with the whole batch
+        assert flat(parts) == whole  # each step has the same rows as one worker with the full batch
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert sorted(flat(one)) == list(range(rows))
 
@@ -80,7 +80,7 @@ def test_one_worker_has_the_order_of_accelerate(rows, size, seed, epoch):
 
 @settings(max_examples=80, deadline=None)
 @given(rows=st.integers(1, 90), size=st.integers(1, 7), world=st.integers(1, 5))
-def test_held_out_batches_do_not_depend_on_workers(rows, size, world):
+def test_eval_batches_do_not_depend_on_workers(rows, size, world):
     dealt = [list(EvaluationSampler(rows, size, rank, world)) for rank in range(world)]
     assert {len(batches) for batches in dealt} == {len(EvaluationSampler(rows, size, 0, world))}
     in_turn = [batch for step in zip(*dealt, strict=True) for batch in step if batch]
@@ -112,7 +112,7 @@ def test_arrow_blocks_are_not_copied():
 
 # ---- two real workers against one ------------------------------------------------------------------------------
 
-STEPS = 6  # of 21 or 23 rows at a global batch of 8: three an epoch, the last one partial
+STEPS = 6  # steps on 21 or 23 rows with a global batch of 8: three per epoch, the last one partial
 
 
 def trainer(
@@ -146,7 +146,7 @@ def trainer(
         def get_train_dataloader(self):
             if mixed or stage != "kto":
                 return super().get_train_dataloader()
-            # Its own has the order of the file
+            # TRL's own dataloader keeps the order of the file.
             return in_our_order(self.train_dataset, size, self.data_collator)
 
     tok = tokenizer()
@@ -168,7 +168,7 @@ def trainer(
         bf16=False, use_cpu=True, gradient_checkpointing=False, **options,
     )  # fmt: skip
     held_out_rows = data
-    if stage == "kto" and not mixed:  # TRL's column, as ours pairs held-out rows
+    if stage == "kto" and not mixed:  # TRL's column, paired like our eval rows
         half = [row["completion_ids"] for row in data]
         held_out_rows = data.add_column("KL_completion_ids", half[rows // 2 :] + half[: rows // 2])
     sets = {"train_dataset": data, "eval_dataset": held_out_rows}
@@ -203,9 +203,9 @@ def losses(stage, rows, size, accumulate, folder, mixed=True, resume=None):
 
 
 def evaluated(stage, rows, folder, mixed=True, held_out=5):
-    """The held-out figures before training."""
+    """Returns the eval metrics before training."""
     made = trainer(stage, rows, 2, 2, str(folder), mixed, held_out)
-    if stage == "kto":  # a policy that is not the reference
+    if stage == "kto":  # makes the policy differ from the reference
         for name, parameter in made.model.named_parameters():
             if "lora_B" in name:
                 parameter.data += 0.1
@@ -230,7 +230,7 @@ def losses_of_all(rank: int, folder: str, port: str) -> None:
     if rank == 0:
         (Path(folder) / "losses.json").write_text(json.dumps(by_case))
         (Path(folder) / "figures.json").write_text(json.dumps(figures))
-    torch.distributed.barrier()  # a rank that ends with the group open may abort, if the other has gone
+    torch.distributed.barrier()  # a rank that ends early with an open group may make the other abort
     torch.distributed.destroy_process_group()
 
 
@@ -243,33 +243,33 @@ def two_workers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("stage,rows", CASES)
-def test_two_workers_lose_like_one(stage, rows, two_workers, tmp_path, monkeypatch):
-    """Also where the last global batch is uneven (23) or has a row for one worker only (21)."""
+def test_two_workers_have_the_losses_of_one(stage, rows, two_workers, tmp_path, monkeypatch):
+    """The last global batch is uneven (23 rows), or has a row for one worker only (21 rows)."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     by_case, folder = two_workers
-    # TRL's own trainer with the whole batch in one forward: a mean over rows, or tokens, and nothing else.
+    # TRL's own trainer runs the full batch in one forward, so its loss is a plain mean over rows or tokens.
     stock = losses(stage, rows, 8, 1, tmp_path / "stock", mixed=False)
     assert len(stock) == STEPS
     assert by_case[stage, rows] == pytest.approx(stock, abs=1e-5)
     assert losses(stage, rows, 4, 2, tmp_path / "accumulated") == pytest.approx(stock, abs=1e-5)
     checkpoint = folder / f"{stage}{rows}" / "checkpoint-4"
     resumed = losses(stage, rows, 4, 2, tmp_path / "resumed", resume=str(checkpoint))
-    assert resumed[-2:] == pytest.approx(stock[-2:], abs=1e-5)  # one worker goes on where two stopped
+    assert resumed[-2:] == pytest.approx(stock[-2:], abs=1e-5)  # one worker resumes where two stopped
 
 
 @pytest.mark.parametrize("stage,rows", CASES)
-def test_held_out_figures_do_not_depend_on_the_number_of_workers(stage, rows, two_workers, tmp_path):
-    """Nor does a short last batch weigh as much as a whole one: the loss is that of all rows at once."""
+def test_eval_metrics_do_not_depend_on_the_number_of_workers(stage, rows, two_workers, tmp_path):
+    """A short last batch weighs less than a full one: the loss is the loss of all rows in one batch."""
     _, folder = two_workers
     figures = dict(zip(CASES, json.loads((folder / "figures.json").read_text()), strict=True))
     alone = evaluated(stage, rows, tmp_path)
-    assert figures[stage, rows] == alone  # to the bit
+    assert figures[stage, rows] == alone  # bit-identical
     at_once = evaluated(stage, rows, tmp_path, mixed=False, held_out=32)
     changing = ["min_reward", "max_reward"]
-    if stage == "kto":  # its z0 is that of a batch
+    if stage == "kto":  # z0 depends on the batch
         assert alone["eval_rewards/margins"] and alone["eval_kl"]
         changing += ["eval_kl", "eval_loss"]
-    if stage in ("dpo", "kto"):  # these are means over tokens of a batch, and weighted by rows
+    if stage in ("dpo", "kto"):  # TRL averages these over the tokens of a batch, we weight them by rows
         changing += ["logits", "entropy", "token"]
     same = [name for name in at_once if not any(part in name for part in changing)]
     assert {"eval_loss" if stage != "kto" else "eval_rewards/margins"} < set(same)

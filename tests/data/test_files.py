@@ -1,4 +1,4 @@
-"""Which files a job names."""
+"""Tests how the paths of a job expand to files."""
 
 import gzip
 import os
@@ -72,13 +72,13 @@ def test_a_folder_is_split_by_the_names_of_its_files_and_folders(tmp_path):
     assert names_in(folder_of(tmp_path / "one", "train.jsonl"), "data.eval") == ["train.jsonl"]
 
 
-def test_a_folder_of_held_out_files_alone_is_not_trained_on(tmp_path):
+def test_a_folder_with_only_eval_files_is_not_trained_on(tmp_path):
     folder = folder_of(tmp_path / "test", "dev.jsonl", "test.jsonl")
     with pytest.raises(
         InputError, match=r"for evaluation; name those to train on: .*dev\.jsonl, .*test\.jsonl"
     ):
         files.find(folder, "data.train")
-    assert len(files.find(f"{folder}/*.jsonl", "data.train")) == 2  # named by a pattern
+    assert len(files.find(f"{folder}/*.jsonl", "data.train")) == 2  # a pattern may name eval files
     assert names_in(folder_of(tmp_path / "test" / "more", "rows.jsonl"), "data.train") == ["rows.jsonl"]
 
 

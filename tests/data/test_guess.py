@@ -1,4 +1,4 @@
-"""What a file's columns are guessed to mean: the data.columns to type, for every stage that the rows would fit."""
+"""Tests the data.columns that are suggested for a file, for each stage that its rows fit."""
 
 import datetime
 import json
@@ -13,7 +13,7 @@ OTHER = [CHAT[0], {"role": "assistant", "content": "What?"}]
 
 
 def rows(**columns):
-    """Eight rows of which a text with {} is numbered, and the values of a tuple take turns."""
+    """Returns eight rows. Numbers replace {} in a text; the values of a tuple alternate."""
 
     def value(one, i):
         return one[i % len(one)] if isinstance(one, tuple) else one.format(i) if isinstance(one, str) else one
@@ -124,7 +124,7 @@ FITS |= {
 }
 
 
-def test_rows_of_the_right_shape_are_told_what_is_wrong_with_the_first():
+def test_rows_of_the_right_format_get_the_error_of_the_first_row():
     parts = [{"type": "thinking", "thinking": "T"}, {"type": "text", "text": "5"}]
     made = rows(messages=[CHAT[0], {"role": "assistant", "content": parts}])
     line = guess.misfit(made, "sft", "a.jsonl")
@@ -133,7 +133,7 @@ def test_rows_of_the_right_shape_are_told_what_is_wrong_with_the_first():
 
 
 def asked(**answers):
-    """Records of Argilla with a prompt and a response, and the answers of annotators."""
+    """Returns records of Argilla with a prompt, a response and the answers of annotators."""
     given = {}
     for name, answer in answers.items():
         given |= {f"{name}.responses": answer, f"{name}.responses.status": ["submitted"] * len(answer)}
@@ -141,7 +141,7 @@ def asked(**answers):
 
 
 @pytest.mark.parametrize("ratings", [[1, 2, 1], [2]])
-def test_what_annotators_rate_is_a_label_whatever_the_name_of_the_question(ratings):
+def test_ratings_of_annotators_are_a_label_for_any_name_of_the_question(ratings):
     made = asked(quality=ratings)
     for stage in ("sft", "kto"):
         columns = guess.guessed(made, stage)
@@ -149,7 +149,7 @@ def test_what_annotators_rate_is_a_label_whatever_the_name_of_the_question(ratin
         assert not guess.is_clear(columns, made)
 
 
-def test_a_text_that_annotators_wrote_beside_the_completion_is_asked_about():
+def test_a_text_of_annotators_in_addition_to_the_completion_is_asked_about():
     made = asked(corrected=["A tube is 8 euros."])
     assert guess.guessed(made, "sft") is None
     line = guess.misfit(made, "sft", "a.jsonl")
@@ -164,7 +164,7 @@ def test_a_text_that_annotators_wrote_beside_the_completion_is_asked_about():
 
 
 @pytest.mark.parametrize("names", [("thumbs_up", "thumbs_down"), ("likes", "dislikes"), ("thumbs_down",)])
-def test_a_column_that_says_which_completions_are_bad_is_asked_about(names):
+def test_a_column_that_marks_bad_completions_is_asked_about(names):
     made = rows(question="Say {} now.", answer="As you wish.", **dict.fromkeys(names, (0, 1, 0)))
     assert guess.guessed(made, "sft") is guess.guessed(made, "kto") is None
     assert guess.guessed(made, "ppo") == {"prompt": "question"}
@@ -174,7 +174,7 @@ def test_a_column_that_says_which_completions_are_bad_is_asked_about(names):
 
 
 def test_no_rows_fit_no_stage():
-    """As of a file that ends before its first row does."""
+    """Such a file ends before its first row does."""
     assert guess.fitting([]) == ""
 
 
@@ -183,7 +183,7 @@ def test_every_stage_that_the_rows_fit(name):
     assert guess.fitting(SETS[name]) == FITS[name]
 
 
-def test_the_error_is_one_line_and_ends_in_what_to_type():
+def test_the_error_is_one_line_and_ends_in_the_setting_to_use():
     line = guess.misfit(SETS["openhermes"], "sft", "my/rows.jsonl")
     columns = "the columns are id, system_prompt, question, response"
     assert line.startswith(f"my/rows.jsonl: rows 1-8 match no format of `sft`; {columns}")
@@ -206,7 +206,7 @@ def test_the_error_is_one_line_and_ends_in_what_to_type():
     assert line.endswith(
         "the columns are version, data; if the rows are in `data`, run jq -c '.data[]' FILE > NEW"
     )
-    for stage in ("evaluate", "benchmarks", "pairs"):  # whose rows are of few shapes
+    for stage in ("evaluate", "benchmarks", "pairs"):  # rows of these have few formats
         assert "match no format of" in guess.misfit(SETS["stack"], stage, "n.jsonl")
 
 
@@ -227,7 +227,7 @@ def test_ranks_and_lengths_are_no_scores(names):
     assert guess.guessed(rows, "rm") is None
 
 
-def test_a_scale_that_nobody_has_explained_is_still_a_label():
+def test_an_unexplained_scale_is_still_a_label():
     made = rows(
         context=CHAT[:1], response1="Like this.", response2="Like that.", overall_preference=(-3, 3, -1)
     )
@@ -252,7 +252,7 @@ def test_the_column_of_tools_is_no_prompt_and_is_named():
     assert guess.guessed(rows(messages=CHAT, tools=[SCHEMA]), "sft") == {}
 
 
-def test_several_texts_are_a_conversation_only_by_name():
+def test_several_texts_are_a_conversation_only_if_their_names_say_so():
     assert guess.guessed(rows(data=["Why is it?", "It is so."]), "sft") == {"messages": "data"}
     assert guess.guessed(rows(responses=["Why is it?", "It is so."]), "sft") is None
 
@@ -263,14 +263,14 @@ def test_dates_in_other_columns_do_not_hide_a_conversation():
 
 
 def test_pythons_text_of_a_list_fits_no_stage():
-    """It was a traceback: the values are not tools, and no rows either."""
+    """The values are neither tools nor rows. They once caused a traceback."""
     made = [{"messages": str(CHAT)} for _ in range(8)]
     assert guess.fitting(made) == ""
     said = guess.misfit(made, "sft", "chats.csv")
     assert said.startswith("chats.csv:1: `messages`: found") and said.endswith("to_json or to_parquet")
 
 
-def test_rows_without_a_label_do_not_show_that_a_guess_is_right():
+def test_unlabeled_rows_do_not_confirm_a_guess():
     made = rows(question="Say {} now.", answer="As you wish.", feedback=(None, None, None, "up"))
     made += rows(question="Say {} then.", answer="As you wish.", feedback=(None, None, None, "down"))
     full = {"prompt": "question", "completion": "answer", "label": "feedback"}
@@ -278,7 +278,7 @@ def test_rows_without_a_label_do_not_show_that_a_guess_is_right():
     assert not guess.reads(made, {"label": "feedback"}, "kto")
 
 
-def test_exports_that_are_not_read_are_named():
+def test_unsupported_exports_are_named():
     studio = [
         {"id": 1, "prompt": "Hi?", "reply_1": "a", "quality": "good", "annotation_id": 3, "lead_time": 2.5}
     ]

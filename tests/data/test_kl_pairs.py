@@ -1,4 +1,4 @@
-"""The rows that KTO's KL term pairs: others of the same step, the same ones for any number of workers."""
+"""Tests the rows that KTO's KL term pairs: different rows of one step, the same for any number of workers."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from pipeline.data.kl_pairs import (
 
 
 def pairs(rows, size, world, step, epoch=0):
-    """[(row, the row whose completion it gets)] of an epoch, in the order of the epoch."""
+    """Returns [(row, the row that gives its completion)] in the order of an epoch."""
     samplers = [PairedBatchSampler(rows, size, rank, world, 7, step=step) for rank in range(world)]
     for sampler in samplers:
         sampler.set_epoch(epoch)
@@ -25,9 +25,9 @@ def pairs(rows, size, world, step, epoch=0):
 
 
 @pytest.mark.parametrize(("size", "world"), [(8, 1), (4, 1), (4, 2), (2, 2), (1, 4)])
-def test_each_row_gets_the_completion_of_another_one_of_its_step(size, world):
+def test_each_row_gets_the_completion_of_another_row_in_its_step(size, world):
     found = pairs(21, size, world, step=8)
-    assert found == pairs(21, 16, 1, step=8)  # whatever the workers and micro-batches
+    assert found == pairs(21, 16, 1, step=8)  # the same for any workers and micro-batches
     for start in range(0, 21, 8):
         rows, others = zip(*found[start : start + 8], strict=True)
         assert set(rows) == set(others) and not any(map(int.__eq__, rows, others))
@@ -40,13 +40,13 @@ def test_each_row_gets_the_completion_of_another_one_of_its_step(size, world):
     ("rows", "before"),
     [([3, 3, 4, 3], None), ([5, 5, 5, 6], [1]), ([7], [7, 2]), ([8, 8], [1, 8])],
 )
-def test_a_row_that_is_drawn_again_does_not_get_its_own_completion(rows, before):
+def test_a_repeated_row_does_not_get_its_own_completion(rows, before):
     rows, before = torch.tensor(rows), None if before is None else torch.tensor(before)
     assert not (mismatched(rows, before) == rows).any()
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_held_out_rows_get_completions_from_half_the_set_away(world):
+def test_eval_rows_get_completions_from_half_the_dataset_away(world):
     found = {}
     for rank in range(world):
         for batch in PairedEvaluationSampler(11, 2, rank, world):

@@ -1,4 +1,4 @@
-"""A million rows of Parquet in two sources: the memory of reading them, their shares, and an epoch over a kill. Minutes."""
+"""Tests a million Parquet rows in two sources: memory of reading, shares, and an epoch over a kill. Takes minutes."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from running import ROOT
 from pipeline.data.feed import ExactBatches, Mixture
 
 SIZES, WEIGHTS = (600_000, 400_000), (0.7, 0.3)
-BATCH, SAVE, KILL = 4096, 50, 130  # rows of a step; steps between checkpoints; the step in which it is killed
+BATCH, SAVE, KILL = 4096, 50, 130  # rows per step; steps between checkpoints; step in which the kill happens
 MIB = 1 << 20
 
 
@@ -39,16 +39,16 @@ def write(folder: Path, format: str) -> list[str]:
 
 
 def private(process: psutil.Process) -> int:
-    """Bytes that no other process shares: neither mapped files nor Ray's object store."""
+    """Returns the bytes that no other process shares. Mapped files and Ray's object store do not count."""
     try:
         lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return 0
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private"))
 
 
 def prepare(folder: str, format: str) -> None:
-    """In a process of its own: prints what was read, and the peak private memory of it and of its largest data worker."""
+    """Runs in a separate process. Prints the rows read, its peak private memory and that of its largest data worker."""
     import threading
     import time
 
@@ -80,7 +80,7 @@ def prepare(folder: str, format: str) -> None:
 
 
 def train(folder: str, parts: list[str], draws: list[int], kill: bool) -> None:
-    """In a process of its own: an epoch of a transformers trainer on the token rows, which notes the rows that it sees."""
+    """Runs in a separate process. Trains an epoch with a transformers trainer, which records the rows that it sees."""
     import datasets
     import pyarrow as pa
     import torch
@@ -144,7 +144,7 @@ def test_a_million_rows_of_two_weighted_sources(tmp_path):
         assert size < 1.25 * outcomes["jsonl"]["peaks"][name] + 96 * MIB, name
     draws = [drawn for *_, drawn in sources]
     assert all(abs(drawn - sum(draws) * weight) < 1 for drawn, weight in zip(draws, WEIGHTS, strict=True))
-    assert sum(draws) == 857_142  # as far as the 600,000 rows of weight 0.7 go
+    assert sum(draws) == 857_142  # until the 600,000 rows with weight 0.7 are used up
 
     folder, parts = str(tmp_path / "parquet"), outcomes["parquet"]["parts"]
     run(f"train({folder!r}, {parts!r}, {draws!r}, kill=True)", status=-signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Sources with weights: what an epoch draws of each, exact to one row, on any number of workers."""
+"""Tests weighted sources: an epoch's share of each source is exact to one row on any number of workers."""
 
 from collections import Counter
 from fractions import Fraction
@@ -28,12 +28,12 @@ def mixture(sizes, weights, strategy="first_exhausted") -> Mixture:
 
 @settings(max_examples=200, deadline=None)
 @given(sources=SOURCES, strategy=STRATEGIES, seed=st.integers(0, 2**31), epochs=st.integers(1, 6))
-def test_shares_are_exact_to_one_row_an_epoch(sources, strategy, seed, epochs):
+def test_shares_are_exact_to_one_row_per_epoch(sources, strategy, seed, epochs):
     sizes, weights = zip(*sources, strict=True)
     try:
         mixed = mixture(sizes, [weight / 10 for weight in weights], strategy)
     except InputError:
-        return  # a source of which an epoch has no row
+        return  # an epoch may have no row of a source
     drawn = [Counter(mixed.rows(epoch, seed).tolist()) for epoch in range(epochs)]
     start = 0
     for (size, weight), draws in zip(sources, mixed.draws, strict=True):
@@ -42,14 +42,14 @@ def test_shares_are_exact_to_one_row_an_epoch(sources, strategy, seed, epochs):
             assert sum(epoch) == draws and abs(draws - Fraction(weight, sum(weights)) * len(mixed)) < 1
             assert max(epoch) <= 1 if strategy == "first_exhausted" else min(epoch) >= 1
         often = [*map(sum, zip(*mine, strict=True))]
-        assert max(often) - min(often) <= 1  # over the epochs, as often as the others of its source
+        assert max(often) - min(often) <= 1  # over the epochs, rows of a source are drawn equally often
         start += size
     assert sum(drawn[0].values()) == len(mixed) and max(drawn[0]) < start
 
 
 def test_sources_are_mixed_within_an_epoch_and_epochs_differ():
     mixed = mixture([700, 300], [0.7, 0.3])
-    assert mixed.draws == (700, 300)  # a weight of 0.7 is seven tenths, not the nearest binary fraction
+    assert mixed.draws == (700, 300)  # 0.7 means seven tenths, not the nearest binary fraction
     sampler = ExactBatchSampler(1000, 100, 0, 1, 3, mixed)
     shares = [sum(row < 700 for row in batch) for batch in sampler]
     assert min(shares) > 50 and max(shares) < 90
@@ -57,7 +57,7 @@ def test_sources_are_mixed_within_an_epoch_and_epochs_differ():
     assert sorted(row for batch in first for row in batch) == sorted(mixed.rows(0, 3).tolist())
     ranks = [ExactBatchSampler(1000, 25, rank, 4, 3, mixed) for rank in range(4)]
     steps = [[row for part in parts for row in part] for parts in zip(*ranks, strict=True)]
-    assert steps == first  # on any number of workers
+    assert steps == first  # for any number of workers
     sampler.set_epoch(1)
     assert list(sampler) != first
 
@@ -99,13 +99,13 @@ def test_a_job_of_two_sources(tmp_path):
     assert {source.path for source in report.sources["eval"]} == {one, other}
     assert sum(source.kept for source in report.sources["eval"]) == len(made.eval)
     again = make(tmp_path, train=[{**source, "weight": 1} for source in train], on_error="skip")
-    assert again.report.reused and again.mixture.draws == (40, 40)  # weights are no reason to tokenize again
+    assert again.report.reused and again.mixture.draws == (40, 40)  # changed weights reuse the tokens
     plain = make(tmp_path, train=[one, other], on_error="skip")
     assert plain.mixture is None and "71.43% of the rows" in plain.report.render()
 
 
-def test_sources_of_other_columns_make_one_set(tmp_path):
-    """Each entry says what its own rows become, and the report says what became of them."""
+def test_sources_with_other_columns_make_one_dataset(tmp_path):
+    """Each entry has its own settings, and the report counts rows by source."""
     plain = write(tmp_path / "plain.jsonl", [{"text": f"p{i}", "completion": f"c{i}"} for i in range(6)])
     asked = write(tmp_path / "asked.jsonl", [{"q": f"q{i}", "a": f"a{i}"} for i in range(6)])
     train = [
@@ -117,15 +117,15 @@ def test_sources_of_other_columns_make_one_set(tmp_path):
     texts = [tokenizer().decode(row["input_ids"]) for row in rows_of(made.train)]
     assert texts[0:13:6] == ["<s>p0c0</s>", "<s>q0a0</s>", "<s>q0a0!</s>"] and texts[13] == "<s>q0a0?</s>"
     assert made.mixture.sizes == (6, 6, 12) and made.mixture.draws == (6, 3, 3)
-    assert made.report.samples == ["<s>p0⟦c0</s>⟧", "<s>q0⟦a0</s>⟧", "<s>q0⟦a0!</s>⟧"]  # one of each
+    assert made.report.samples == ["<s>p0⟦c0</s>⟧", "<s>q0⟦a0</s>⟧", "<s>q0⟦a0!</s>⟧"]  # one per source
     shown = made.report.render()
     assert f'{asked} with columns {{"prompt": "q", "completion": "a"}}: read 6, kept 6' in shown
     assert f"{asked} through python:transforms:twice: read 12, kept 12" in shown
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet", "csv"])
-def test_rows_of_a_group_become_one(tmp_path, monkeypatch, format):
-    """Wherever a file would be cut: the rows of a group are never parted."""
+def test_rows_of_a_group_become_one_row(tmp_path, monkeypatch, format):
+    """Chunks of a file never split a group."""
     rows = [{"q": f"q{i // 3}", "a": f"a{i}", "rank": 2 - i % 3} for i in range(60)]
     path = str(tmp_path / f"rows.{format}")
     if format == "jsonl":
@@ -147,8 +147,8 @@ def test_rows_of_a_group_become_one(tmp_path, monkeypatch, format):
     assert number == 2 and error.found == 'more than 2 rows in succession with "a"' and error.rest
 
 
-def test_the_balance_of_thumbs_is_that_of_the_draws(tmp_path):
-    """A hundred thumbs up of which ten are drawn do not weigh as a hundred."""
+def test_the_balance_of_labels_counts_the_draws(tmp_path):
+    """A hundred good labels of which ten are drawn count as ten."""
     ups = [{"prompt": f"q{i}", "completion": "a", "label": True} for i in range(100)]
     downs = [{"prompt": f"p{i}", "completion": "a", "label": i < 2} for i in range(10)]
     up, down = write(tmp_path / "up.jsonl", ups), write(tmp_path / "down.jsonl", downs)

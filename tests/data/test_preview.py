@@ -1,4 +1,4 @@
-"""What is known from the first rows of the files, before any row is tokenised."""
+"""Tests the settings that are derived from the first rows of the files, before any row is tokenized."""
 
 import csv
 
@@ -40,7 +40,7 @@ def test_the_rule_of_a_label_is_found_once_for_all_rows(tmp_path):
     two = [{**PAIR, "better": ("left one", "right one")[i % 2]} for i in range(8)]
     with pytest.raises(InputError, match=r"\{first: left one, second: right one\}' if left one means"):
         look(tmp_path, two, columns=COLUMNS)
-    by = [*ones, {**PAIR, "better": {"by": "me"}}, {**PAIR, "better": 1, "margin": 1.0}]  # left to their rows
+    by = [*ones, {**PAIR, "better": {"by": "me"}}, {**PAIR, "better": 1, "margin": 1.0}]  # checked one by one
     assert look(tmp_path, by, columns=COLUMNS).rule == Rule((1.0,), (2.0,), derived=True)
 
 
@@ -65,11 +65,11 @@ def test_a_column_is_one_field_and_a_field_one_column(columns, says):
 @pytest.mark.parametrize(
     "rows", [[{"prompt": "a", "completion": 7}], [7, "x"], [{"x": 1}, {"prompt": "a", "completion": "b"}], []]
 )
-def test_other_trouble_is_left_to_those_who_name_the_rows(tmp_path, rows):
+def test_other_errors_are_left_to_the_check_of_each_row(tmp_path, rows):
     look(tmp_path, rows, "sft")
 
 
-def test_rows_are_looked_at_as_the_transform_makes_them(tmp_path):
+def test_the_preview_applies_the_transform(tmp_path):
     rows = [{"q": "a", "a": "b", "id": i} for i in range(4)]
     look(tmp_path, rows, "sft", transform="python:transforms:twice")
     fits = "the columns are prompt, completion; such rows fit sft and ppo as they are"
@@ -77,8 +77,8 @@ def test_rows_are_looked_at_as_the_transform_makes_them(tmp_path):
         look(tmp_path, rows, "rm", transform="python:transforms:twice")
 
 
-def test_ratings_are_no_thumbs(tmp_path):
-    """Of 1 to 5 the worst would pass for desirable; on_error=skip does not help."""
+def test_ratings_are_not_labels(tmp_path):
+    """Otherwise the worst of 1 to 5 would count as desirable. on_error=skip does not hide the error."""
     rows = [{"prompt": "Why?", "completion": "Because of this.", "label": i % 5 + 1} for i in range(10)]
     found = r"`label`: found 2; expected true or false, .* set data\.label=\{good: 4, bad: 2\}"
     with pytest.raises(InputError, match=found):
@@ -89,7 +89,7 @@ def test_ratings_are_no_thumbs(tmp_path):
 
 
 def several(tmp_path, stage, **sources):
-    """What is resolve_labels for files of these names, {name: (rows, what the job says of them)}."""
+    """Returns the result of resolve_labels for files {name: (rows, keys of the source)}."""
     entries = [
         {"path": write(tmp_path / f"{name}.jsonl", rows), **said} for name, (rows, said) in sources.items()
     ]
@@ -102,14 +102,14 @@ ZEROS = [{**PAIR, "better": i % 2} for i in range(6)]
 TALKS = [{"prompt": "a", "completion": "b"}] * 3
 
 
-def test_each_source_has_columns_and_labels_of_its_own(tmp_path):
+def test_each_source_has_its_own_columns_and_labels(tmp_path):
     mapped = {"columns": {"prompt": "question", "completion": "response"}}
     one, other = several(tmp_path, "sft", asked=(ASKED, mapped), talks=(TALKS, {}))
     assert (one.columns, other.columns) == (mapped["columns"], {})
     ones = [{**PAIR, "better": i % 2 + 1} for i in range(6)]
-    same = [{**PAIR, "better": 1}]  # which alone could mean two things
+    same = [{**PAIR, "better": 1}]  # this value alone is ambiguous
     two, one = several(tmp_path, "rm", x=(ones, {"columns": COLUMNS}), y=(same, {"columns": {**COLUMNS}}))
-    assert two.rule == one.rule  # sources of the same columns follow one rule
+    assert two.rule == one.rule  # sources with the same columns share a rule
     said = {"columns": COLUMNS, "label": {"first": 1, "second": 0}}
     derived, given = several(tmp_path, "rm", x=(ones, {"columns": COLUMNS}), y=(ZEROS, said))
     assert (derived.rule, given.rule) == (Rule((1.0,), (2.0,), derived=True), Rule((1.0,), (0.0,)))
@@ -124,7 +124,7 @@ def test_each_source_has_columns_and_labels_of_its_own(tmp_path):
         ("rm", ZEROS, {"columns": COLUMNS}, r"data\.train\.1\.label: .*set `label: \{first: 0, second: 1\}` in the entry data\.train\.1"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_source_names_its_entry(tmp_path, stage, rows, said, message):
+def test_an_error_of_a_source_names_its_entry(tmp_path, stage, rows, said, message):
     good = TALKS if stage == "sft" else [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     with pytest.raises(InputError, match=message):
         several(tmp_path, stage, x=(good, {}), y=(rows, said))
@@ -132,8 +132,8 @@ def test_what_is_wrong_with_a_source_names_its_entry(tmp_path, stage, rows, said
 
 @pytest.mark.parametrize("stage", ["sft", "kto"])
 @pytest.mark.parametrize("name", ["label", "rating"])
-def test_a_zero_beside_minus_one_is_asked_about(tmp_path, stage, name):
-    """It may mean that nobody has rated the completion, which would be learned as a bad one."""
+def test_a_zero_next_to_minus_one_is_asked_about(tmp_path, stage, name):
+    """The zero may mean an unrated completion, which must not be learned as a bad one."""
     marks = (0, 0, -1, None, [1, 0], 0, 1, "0")
     rows = [{"prompt": f"Why {i}?", "completion": "So.", name: mark} for i, mark in enumerate(marks)]
     columns = {"label": name} if name == "rating" else None
@@ -161,8 +161,8 @@ BESIDE = {
 
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("name", BESIDE)
-def test_a_label_beside_the_columns_that_sft_reads_is_asked_about(tmp_path, name, mapped):
-    """It was only counted as not read, so bad completions were imitated."""
+def test_a_label_next_to_the_columns_that_sft_reads_is_asked_about(tmp_path, name, mapped):
+    """The label was once only reported as not read, so sft imitated bad completions."""
     marks, says = BESIDE[name]
     fields = ("question", "answer") if mapped else ("prompt", "completion")
     rows = [{fields[0]: f"Why {i}?", fields[1]: "So it is.", name: marks[i % len(marks)]} for i in range(9)]
@@ -171,13 +171,13 @@ def test_a_label_beside_the_columns_that_sft_reads_is_asked_about(tmp_path, name
         look(tmp_path, rows, "sft", columns=columns)
     for topics in (("rain", "sun"), (3, 4), ("ann", "bob", "no")):
         rows = [{**row, name: topics[i % len(topics)]} for i, row in enumerate(rows)]
-        if topics != (3, 4) or name in ("reaction", "verdict"):  # else a scale
+        if topics != (3, 4) or name in ("reaction", "verdict"):  # otherwise it is a scale
             look(tmp_path, rows, "sft", columns=columns)
 
 
 @pytest.mark.parametrize("stage", ["sft", "kto"])
 @pytest.mark.parametrize("name", ["label", "reaction"])
-def test_words_that_are_no_labels_are_asked_about_and_empty_cells_are_not_rated(tmp_path, stage, name):
+def test_words_that_are_not_labels_are_asked_about_and_empty_cells_are_unlabeled(tmp_path, stage, name):
     rows = [
         {"prompt": f"Why {i}?", "completion": "So.", name: ("up", "down", "Up ", "neutral")[i % 4]}
         for i in range(8)
@@ -208,7 +208,7 @@ def test_a_list_of_labels_may_be_json_text_as_in_csv(tmp_path):
 
 @pytest.mark.parametrize("printed", ["['In {0}.', 'There.']", "['In {0}.' 'There.']", '["In {0}."]'])
 def test_texts_that_are_printed_lists_are_refused_in_csv(tmp_path, printed):
-    """One row of them may be code, and so may rows of JSON, which has lists of its own."""
+    """A single such row may be code. JSON rows may too, because JSON has lists."""
     rows = [{"prompt": f"Where is {n}?", "completion": printed.format(n)} for n in range(3)]
     path = tmp_path / "train.csv"
 

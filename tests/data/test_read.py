@@ -1,4 +1,4 @@
-"""Files -> token tables: order, reuse, the hold-out, packing, the cache, real files; and Ray Data makes the same bytes."""
+"""Tests reading files into token tables: order, reuse, hold-out, packing, cache, real files, and equal bytes from Ray Data."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def test_rows_become_tokens_in_order_and_are_reused(tmp_path, monkeypatch):
     assert "read and tokenized in" in first.report.render()
     assert "loaded from the cache in" in second.report.render()
     assert "⟦ answer 0</s>⟧" in second.report.render() and json.dumps(second.report.to_dict())
-    assert not make(tmp_path, train=path, max_length=100).report.reused  # other options, other parts
+    assert not make(tmp_path, train=path, max_length=100).report.reused  # other options need other parts
     write(tmp_path / "rows.jsonl", [*ROWS, ROWS[0]])
     changed = make(tmp_path, train=path)
     assert not changed.report.reused and changed.report.duplicates == 1
@@ -66,7 +66,7 @@ def test_ray_data_makes_the_same_bytes(tmp_path, embedded_ray, monkeypatch):
         make(tmp_path / "there", train=str(tmp_path / "1.jsonl"), on_ray=True)
 
 
-def test_digests_are_of_the_content_not_of_the_path(tmp_path):
+def test_digests_depend_on_the_content_not_on_the_path(tmp_path):
     first, other = (write(tmp_path / f"{len(rows)}.jsonl", rows) for rows in (ROWS, ROWS[:-1]))
     shutil.copy(first, copy := tmp_path / "copy.jsonl")
     os.utime(copy, (1, 1))
@@ -90,7 +90,7 @@ def test_a_hold_out_keeps_prompts_together(tmp_path):
     assert {tuple(row["prompt_ids"]) for row in rows_of(other.eval)} != sides[1]
 
 
-def test_packing_keeps_whole_rows(tmp_path):
+def test_packing_does_not_split_rows(tmp_path):
     path = write(tmp_path / "rows.jsonl", ROWS)
     made = make(tmp_path, train=path, packing=True, max_length=100)
     packed = rows_of(made.train)
@@ -104,14 +104,14 @@ def test_packing_keeps_whole_rows(tmp_path):
             pieces.append(tuple(row["input_ids"][start : start + length]))
             start += length
     assert sorted(pieces) == alone and made.report.packed == len(packed)
-    assert len(packed) == -(-50 // (100 // max(map(len, alone))))  # as few as rows of this length allow
+    assert len(packed) == -(-50 // (100 // max(map(len, alone))))  # the minimum for rows of this length
     assert made.report.splits["train"].kept == 50
     held_out = make(tmp_path, eval=path, packing=True, max_length=100)
     assert rows_of(held_out.eval) == packed and held_out.report.packed is None
 
 
 @pytest.mark.parametrize("stage", ["sft", "kto"])
-def test_equal_rows_are_left_out_after_the_first(tmp_path, monkeypatch, stage):
+def test_duplicates_are_dropped(tmp_path, monkeypatch, stage):
     monkeypatch.setattr(read, "plan", lambda *args, plan=read.plan: plan(*args, 300))  # several chunks
     rows = ROWS if stage == "sft" else [{**row, "chosen": "a", "rejected": "b"} for row in ROWS]
     one = write(tmp_path / "one.jsonl", [*rows[:30], "", rows[3]])
@@ -124,7 +124,7 @@ def test_equal_rows_are_left_out_after_the_first(tmp_path, monkeypatch, stage):
     split = made.report.splits["train"]
     assert (split.read, split.dropped) == (64, {"duplicate": 12, "not_json": 2})
     assert made.report.splits["eval"].dropped == {"duplicate": 1}
-    assert made.report.duplicates == 0  # equal rows that cannot be read are bad rows, not duplicates
+    assert made.report.duplicates == 0  # equal unreadable rows are bad rows, not duplicates
     assert "dropped     12 equal to an earlier row" in made.report.render()
     kept = make(tmp_path, stage, **options)
     assert kept.report.duplicates == 13 and "data.deduplicate=true removes them" in kept.report.render()

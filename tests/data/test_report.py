@@ -1,4 +1,4 @@
-"""What a report says about the rows, which sets are rejected, and that no text of a row is a command to the terminal."""
+"""Tests the report on the rows, the datasets that are rejected, and that no text of a row controls the terminal."""
 
 import json
 from types import SimpleNamespace
@@ -24,14 +24,14 @@ SHOWN = r"\x1b]0;owned\x07\x1b[2J\r\x9b31m\x7f\x08\u202eolleh\u2066\u200f\ufeff\
 
 
 def commands(text: str) -> list[str]:
-    """Characters of a text that a terminal would obey, or could not be sent to one."""
+    """Returns the characters of a text that control a terminal, or that a terminal cannot receive."""
     unseen = [c for c in text if c not in "\n\t" and not c.isprintable()]
     return unseen + [c for c in text if "\ud800" <= c <= "\udfff"]
 
 
-def test_what_a_terminal_obeys_is_shown(capsys):
+def test_control_characters_are_shown_escaped(capsys):
     assert visible(EVIL) == str(InputError(EVIL)) == SHOWN and not commands(SHOWN)
-    assert visible("é 東京 🦙 👨‍👩‍👧 \t\n") == "é 東京 🦙 👨‍👩‍👧 \t\n"  # joined pictures, tabs and lines stay
+    assert visible("é 東京 🦙 👨‍👩‍👧 \t\n") == "é 東京 🦙 👨‍👩‍👧 \t\n"  # joined emoji, tabs and newlines stay
     assert visible("a\nb\tc", lines=False) == r"a\nb\tc"
     error = RowError("null", f"x{EVIL}\n", show(EVIL), "a text", file=f"{EVIL}\nerror: no", line=1)
     assert not commands(str(error)) and "\n" not in str(error)
@@ -67,7 +67,7 @@ def judged(*winners):
     return [{"prompt": f"q{i}", "x": f"a{i}", "y": f"b{i}", "winner": one} for i, one in enumerate(winners)]
 
 
-SAID = [  # stage, rows, options, what the report says, what it does not say
+SAID = [  # stage, rows, options, texts in the report, texts that are not in it
     ("sft", [TALK], {"template": APART}, ["no completion is trained with a token that generation stops on",
         "the chat template leaves it out (model.chat_template)"], []),
     ("sft", ROWS, {"max_length": 15, "too_long": "truncate"}, ["all of them are truncated (data.max_length)"], []),
@@ -79,7 +79,7 @@ SAID = [  # stage, rows, options, what the report says, what it does not say
         "\n\nduplicates    1 row equal", "rows.jsonl:2: found no token of the completion among the first 20"], []),
     ("sft", LONG, {"max_length": 20, "too_long": "drop"}, ["dropped     3 too long", "rows.jsonl:2: found 54 tokens"], []),
     ("sft", [TOOLS] * 3, {}, ["not read    columns id, tools\n", "the model does not see the `tools` of 3 rows"], []),
-    ("ppo", [{"prompt": "q", "id": 1}], {}, [], ["not read"]),  # other columns go to Python rewards
+    ("ppo", [{"prompt": "q", "id": 1}], {}, [], ["not read"]),  # Python rewards read other columns
     ("ppo", [{"prompt": [{**USER, "id": 1}]}], {}, ["not read    column prompt[].id\n"], []),
     ("sft", [TALK, {"messages": [USER, {**BOT, "thinking": "x"}], "id": 7}], {}, ["not read    columns messages[].thinking (1 row), id (1 row)\n",
         "the model does not see the `messages[].thinking` of 1 row, because the chat template does not write them"], []),
@@ -89,7 +89,7 @@ SAID = [  # stage, rows, options, what the report says, what it does not say
     ("rm", JOINS, {}, ["1 row of plain text without white space between prompt and completion: model.chat_template=plain"], []),
     ("rm", JOINS, {"apply_chat_template": True}, [], ["white space"]),
     ("kto", JOINS, {}, ["labels      2 desirable, 2 undesirable"], []),
-    # what a label, or a rating, means is counted
+    # The report counts the meaning of labels and ratings.
     ("dpo", judged("a", "b", "tie", "a", None), WINNER, ["  label       winner: a = first 2, b = second 1, tie 1\n"], []),
     ("dpo", judged(1, 2, 2), WINNER, ["  label       winner: 1 = first 1, 2 = second 2\n"], []),
     ("dpo", judged(0, 1, 0.25, 0), {**WINNER, "label": {"first": 0, "second": 1}}, ["  label       winner: 0 = first 2, 0.25 = first 1, 1 = second 1\n"], []),
@@ -100,14 +100,14 @@ SAID = [  # stage, rows, options, what the report says, what it does not say
 
 
 @pytest.mark.parametrize(("stage", "rows", "options", "said", "unsaid"), SAID)
-def test_what_the_report_says(tmp_path, stage, rows, options, said, unsaid):
+def test_texts_of_the_report(tmp_path, stage, rows, options, said, unsaid):
     text = make(tmp_path, stage, train=write(tmp_path / "rows.jsonl", rows), **options).report.render()
     assert [one for one in said if one not in text] == [one for one in unsaid if one in text] == []
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo", "ppo", "rm"])
-def test_an_end_that_generation_does_not_know(tmp_path, stage):
-    """The template's end of turn is text to a tokenizer without that token, or a token that is no eos."""
+def test_an_end_of_turn_that_is_no_eos(tmp_path, stage):
+    """The template's end of turn is plain text without such a token, or a token that is not an eos."""
     rows = {"sft": TALK, "ppo": {"prompt": [USER]}}
     row = rows.get(stage, {"prompt": [USER], "chosen": "yo", "rejected": "no"})
     path = write(tmp_path / "rows.jsonl", [row])
@@ -117,7 +117,7 @@ def test_an_end_that_generation_does_not_know(tmp_path, stage):
         assert (warning in text) == (not known and stage != "rm"), text
         assert ("only at the end of a row" in text) == (not known and stage in ("sft", "dpo"))
     tok = tokenizer(CHATML)
-    tok.generation_eos = [1]  # of generation_config.json
+    tok.generation_eos = [1]  # as in generation_config.json
     assert 1 in eos_ids(tok)
 
 
@@ -129,7 +129,7 @@ def test_bad_rows_are_named_by_line_in_all_chunks(tmp_path, monkeypatch):
     rows = [*ROWS]
     rows[17] = {"prompt": "x", "completion": ""}
     rows[30] = '{"prompt": "'
-    rows[41] = {"instruction": "x", "output": "y"}  # another format is read as what it is
+    rows[41] = {"instruction": "x", "output": "y"}  # another format is read too
     path = write(tmp_path / "rows.jsonl", rows)
     with pytest.raises(InputError) as caught:
         make(tmp_path, train=path)
@@ -193,8 +193,8 @@ def test_rows_with_the_same_problem_share_a_line(tmp_path, monkeypatch):
     assert f"{path}:1: `messages[0].role`" in lines[1] and "(and 8 more with" in lines[1]
 
 
-def test_every_stage_shows_a_completion_alike():
-    """Decoders of SentencePiece drop a space at the begin of a text."""
+def test_every_stage_shows_a_completion_the_same_way():
+    """SentencePiece decoders drop a space at the start of a text."""
     backend = Tokenizer(models.WordLevel({"a": 0, "▁b": 1, "▁c": 2, "ü": 3}, unk_token="a"))
     backend.decoder = decoders.Metaspace()
     tok = PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -203,8 +203,8 @@ def test_every_stage_shows_a_completion_alike():
     assert sample(tok, {"prompt_ids": [0], "completion_ids": [1, 2]}) == "a⟦ b c⟧"
 
 
-def test_a_shared_prefix_that_cuts_a_character_is_shown_whole():
-    """Without the cut at a character, a run of byte tokens that is no UTF-8 decodes to nothing but replacement characters."""
+def test_a_shared_prefix_that_cuts_a_character_is_shown_complete():
+    """If a character were cut, its byte tokens would decode only to replacement characters."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     backend = Tokenizer(
         models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], byte_fallback=True)
@@ -219,7 +219,7 @@ def test_a_shared_prefix_that_cuts_a_character_is_shown_whole():
     assert sample(tok, {**apart, "rejected_ids": None}) == "Farbe? ⟦übel⟧"
 
 
-def test_rare_labels_without_a_meaning_are_skipped_and_frequent_ones_stop_the_run(tmp_path):
+def test_rare_labels_without_a_meaning_are_skipped_and_frequent_ones_are_an_error(tmp_path):
     pair = {"prompt": "Say {}.", "first": "It is {}.", "second": "No, not {}."}
     made = [{key: text.format(n) for key, text in pair.items()} | {"label": "ab"[n % 2]} for n in range(40)]
     made[30]["label"] = "C?"
@@ -227,19 +227,19 @@ def test_rare_labels_without_a_meaning_are_skipped_and_frequent_ones_stop_the_ru
     assert report.splits["train"].kept == 39
     assert report.splits["train"].dropped == {"unclear_label": 1}
     unknown = [*made, *({**row, "label": "C?"} for row in made[:9])] * 30
-    late = [*made[:20], *made[:20]] * 26 + unknown  # all known in the first 1,000 rows
+    late = [*made[:20], *made[:20]] * 26 + unknown  # the first 1,000 rows have known labels only
     with pytest.raises(InputError, match=r"set data\.label to what the labels mean"):
         make(tmp_path, "rm", train=write(tmp_path / "late.jsonl", late), on_error="skip")
 
 
-def test_the_headline_names_files_that_are_not_read_and_why_many_rows_are_dropped(tmp_path):
+def test_the_headline_names_files_that_are_not_read_and_reasons_for_dropped_rows(tmp_path):
     good, bad = {"prompt": "a", "completion": " b"}, {"prompt": "a"}
     (tmp_path / "rows").mkdir()
     write(tmp_path / "rows" / "a.jsonl", [good] * 36 + [bad] * 3 + [{**good, "label": 0}])
     write(tmp_path / "rows" / "test.jsonl", [good])
     (tmp_path / "rows" / "scores.xlsx").write_bytes(b"PK")
     folder, options = tmp_path / "rows", {"on_error": "skip"}
-    for _ in range(2):  # from the rows, then from the cache
+    for _ in range(2):  # first from the rows, then from the cache
         report = make(tmp_path, train=str(folder), **options).report
         assert report.headline() == (
             "36 of 40 training rows (3 wrong or missing field), 37 duplicates; "

@@ -1,6 +1,6 @@
-"""What a job makes of a row: its function, its names of columns, and the side that a label or two scores pick.
+"""Tests how a job changes rows: its function, its column names, and the completion that a label or two scores choose.
 
-What a label means is known or asked for, never guessed. What is wrong with a function or a mapping ends the run first.
+A label's meaning is known or requested, never guessed. An error in a function or a mapping ends the run first.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from pipeline.errors import InputError
 
 
 def made(stage, row, columns=(), **options):
-    """What becomes of a row."""
+    """Returns the records that a row becomes."""
     return list(kind_of(stage, Preprocess(dict(columns), **options)).rows(row))
 
 
@@ -28,7 +28,7 @@ def made(stage, row, columns=(), **options):
 
 
 def read(row, stage, **mapped):
-    """The record that a row becomes."""
+    """Returns the record that a row becomes."""
     (one,) = made(stage, row, mapped)
     if isinstance(one, RowError):
         raise one
@@ -49,7 +49,7 @@ def read(row, stage, **mapped):
         ("ppo", {"q": "a"}, {"prompt": "q"}, "a", []),
     ],
 )  # fmt: skip
-def test_fields_come_from_the_columns_that_are_named(stage, row, mapped, prompt, pairs):
+def test_fields_come_from_the_named_columns(stage, row, mapped, prompt, pairs):
     record = read(row, stage, **mapped)
     turn = record.prompt if isinstance(record.prompt, str) else record.prompt[-1]["content"]
     texts = [
@@ -59,7 +59,7 @@ def test_fields_come_from_the_columns_that_are_named(stage, row, mapped, prompt,
     assert (turn, texts) == (prompt, pairs)
 
 
-def test_a_mapped_field_counts_whatever_else_the_row_has():
+def test_a_mapped_field_takes_precedence():
     other = {"prompt": "no", "messages": [{"role": "user", "content": "no"}], "completion": "no"}
     record = read({**other, "q": "a", "r": "b"}, "sft", prompt="q", completion="r")
     assert (record.prompt, record.pairs, record.unread) == ("a", [("b",)], ("messages",))
@@ -77,12 +77,12 @@ def test_a_mapped_field_counts_whatever_else_the_row_has():
         ("sft", {"prompt": "a", "messages": "b"}, r"no row of `sft` has prompt and messages"),
     ],
 )  # fmt: skip
-def test_mappings_that_mean_nothing_are_refused(stage, mapped, expected):
+def test_meaningless_mappings_are_refused(stage, mapped, expected):
     with pytest.raises(InputError, match=expected):
         check_columns(mapped, kind_of(stage))
 
 
-def test_a_column_that_is_not_there():
+def test_a_missing_column():
     rows = [{"instruction": "a", "output_1": "b"}, {"instruction": "a", "output_2": "c"}]
     check_there({"chosen": "output_2"}, rows, "f.jsonl")
     missing = "rows 1-2 have no column 'output1'; their columns are instruction, output_1, output_2"
@@ -91,12 +91,12 @@ def test_a_column_that_is_not_there():
     found = r"`output_1`: found fields instruction, output_2.* data\.columns\.chosen names"
     with pytest.raises(RowError, match=found):
         read(rows[1], "rm", prompt="instruction", chosen="output_1", rejected="output_2")
-    # the job says that `system` is another column: which of the two was meant?
+    # The job maps `system` to another column, so the row is ambiguous.
     with pytest.raises(RowError, match=r"`sys`: found fields q, a, system.*data\.columns\.system names"):
         read({"q": "a", "a": "b", "system": "other"}, "sft", prompt="q", completion="a", system="sys")
 
 
-def test_the_sets_of_evaluate_take_their_own_fields():
+def test_the_datasets_of_evaluate_read_their_own_fields():
     for sides in ({"first": "a", "second": "b", "label": "l"}, {"chosen": "a", "rejected": "b"}):
         data = Data(eval="p.jsonl", pairs="q.jsonl", columns={"prompt": "q", **sides})
         assert preprocessing("evaluate", data)["eval"][0].columns == {"prompt": "q"}
@@ -116,7 +116,7 @@ def test_the_sets_of_evaluate_take_their_own_fields():
         ([*"ab" * 10, "C?"], "A", "b", "tie"),  # a rare value without a meaning
     ],
 )  # fmt: skip
-def test_what_values_mean_follows_from_them_where_they_can_mean_one_thing(values, first, second, tie):
+def test_the_meaning_of_values_is_derived_if_it_is_unique(values, first, second, tie):
     rule = derived(values, {})
     assert (vote(first, rule), vote(second, rule), vote(tie, rule)) == ("first", "second", "tie")
     for other in ("C?", 0):
@@ -131,13 +131,13 @@ def test_what_values_mean_follows_from_them_where_they_can_mean_one_thing(values
         ([0, 1], "set data.label='{first: 0, second: 1}' if 0 means that the first completion is better"),
         ([1, 1], "data.label="),  # 0 and 1, or 1 and 2?
         ([-1, 0, 1], "{first: -1, second: 1}"),
-        (["model_1"], "data.label="),  # or is the other one model_0?
+        (["model_1"], "data.label="),  # the other value may be model_0
         (["gpt-4", "claude"], "{first: claude, second: gpt-4}"),
-        (["right"], "data.label="),  # the right-hand one, or the one that is right?
+        (["right"], "data.label="),  # the right-hand one, or the correct one?
         ([None, ""], "data.columns.label=COLUMN"),
     ],
 )
-def test_what_can_mean_several_things_is_asked_for(values, typed):
+def test_ambiguous_values_need_a_label_rule(values, typed):
     with pytest.raises(InputError) as caught:
         derived(values, {"label": "verdict"})
     assert typed in str(caught.value) and "'verdict'" in str(caught.value)
@@ -145,23 +145,23 @@ def test_what_can_mean_several_things_is_asked_for(values, typed):
 
 
 ONE_TWO = {"first": 1, "second": 2, "tie": 0}
-SIDES = [  # data.label, the row's label or scores, what becomes of it
+SIDES = [  # data.label, the row's label or scores, the chosen completion
     *((ONE_TWO, {"label": value}, end) for value, end in
       [(1, "first"), ("2", "second"), (0, "tie"), (None, "unlabeled"), (1.5, "tie"), (" ", "unlabeled"), (3, "unknown_label")]),
-    ({"first": 1, "second": 0}, {"label": 0}, "second"),  # SHP's
+    ({"first": 1, "second": 0}, {"label": 0}, "second"),  # as in SHP
     ({"first": 1, "second": 0}, {"label": 0.7}, "first"),
-    ({"first": -3, "second": 3}, {"label": -1}, "first"),  # HelpSteer3's
+    ({"first": -3, "second": 3}, {"label": -1}, "first"),  # as in HelpSteer3
     ({"first": -3, "second": 3}, {"label": 0}, "tie"),
     ({"first": ["gpt-4", "gpt-3"], "second": "claude"}, {"label": "GPT-3"}, "first"),
-    # of several votes the most count
+    # Among several votes the majority decides.
     *((ONE_TWO, {"label": votes}, end) for votes, end in
       [([1, 1, 2], "first"), ([2, 2, 0], "second"), ([1, 2, 0], "tie"), ([0, 0, 1], "tie"), ([1, 2], "tie"),
        ([1, None, None], "first"), ([None, None, ""], "unlabeled"), ([], "unlabeled"), (["2", 2, "1"], "second")]),
-    # only of one number each is there a between
+    # Values in between exist only if each side has one number.
     ({"first": 1, "second": 4}, {"label": 1.2}, "first"),
     ({"first": [1, 2], "second": "b"}, {"label": 1.2}, "unknown_label"),
     ({"first": [1, 2], "second": [3, 4]}, {"label": 2.5}, "unknown_label"),
-    # the higher score
+    # The higher score wins.
     *((None, {"first_score": one, "second_score": two}, end) for one, two, end in
       [(3, "12", "second"), (0.5, -1, "first"), (3, 3.0, "tie"), (3, None, "unlabeled"), ("", 1, "unlabeled"), (" ", 1, "unlabeled"),
        ("high", 3, "wrong_type"), (float("nan"), 1, "wrong_type"), ("nan", 1, "wrong_type"), (float("inf"), 1, "wrong_type")]),
@@ -170,7 +170,7 @@ SIDES = [  # data.label, the row's label or scores, what becomes of it
 
 
 @pytest.mark.parametrize(("label", "row", "end"), SIDES)
-def test_a_label_or_the_higher_score_picks_the_side(label, row, end):
+def test_a_label_or_the_higher_score_chooses_the_completion(label, row, end):
     row = {"prompt": "q", "first": "A", "second": "B", **row}
     (one,) = made("rm", row, rule=Rule.of(label) if label else None)
     if end in ("first", "second"):
@@ -178,7 +178,7 @@ def test_a_label_or_the_higher_score_picks_the_side(label, row, end):
         assert one == {"prompt": "q", "chosen": chosen, "rejected": rejected}
     else:
         assert one == Dropped(end) if end in ("tie", "unlabeled") else one.kind == end
-    assert made("ppo", row) == [row]  # prompts need no side
+    assert made("ppo", row) == [row]  # prompts need no chosen completion
 
 
 @pytest.mark.parametrize(
@@ -186,12 +186,12 @@ def test_a_label_or_the_higher_score_picks_the_side(label, row, end):
     [
         *(({"good": 4, "bad": 2}, value, good) for value, good in
           [(5, True), ("4", True), (2, False), (-1.5, False), (3, "tie"), ("", "unlabeled")]),
-        ({"good": 1, "bad": 3}, 0, True), ({"good": 1, "bad": 3}, 4, False),  # the fewer the better
+        ({"good": 1, "bad": 3}, 0, True), ({"good": 1, "bad": 3}, 4, False),  # lower is better
         ({"good": ["helpful", "great"], "bad": "harmful"}, "Great", True), ({"good": "helpful", "bad": "harmful"}, "harmful", False),
         ({"good": "helpful", "bad": 2}, "so so", "unknown_label"),
     ],
 )  # fmt: skip
-def test_thresholds_make_labels_of_ratings(label, value, good):
+def test_thresholds_turn_ratings_into_labels(label, value, good):
     row = {"prompt": "q", "completion": "a", "label": value}
     (one,) = made("kto", row, rule=Rule.of(label))
     if good in ("tie", "unlabeled"):
@@ -210,7 +210,7 @@ def through(name, row=ROW, stage="sft", columns=()):
     return made(stage, row, columns, transform=f"python:transforms:{name}")
 
 
-def test_a_row_becomes_one_several_or_none():
+def test_a_transform_returns_one_row_several_or_none():
     twice = [{"prompt": "a", "completion": end} for end in ("b!", "b?")]
     assert through("twice") == through("yields") == twice
     assert through("some") == [{"prompt": "a", "completion": "b"}]
@@ -218,7 +218,7 @@ def test_a_row_becomes_one_several_or_none():
     bad = RowError("not_json", "", "x", "y")
     assert through("twice", bad) == [bad]
     (error,) = through("some", stage="rm", columns={"chosen": "completion", "rejected": "other"})
-    assert error.field == "other" and "prompt, completion" in error.found  # columns come after the transform
+    assert error.field == "other" and "prompt, completion" in error.found  # columns apply after the transform
 
 
 @pytest.mark.parametrize(
@@ -230,25 +230,25 @@ def test_a_row_becomes_one_several_or_none():
         ("not_json", r"a row that is not JSON \(TypeError: Object of type set"),
     ],
 )
-def test_what_raises_or_returns_no_row_is_a_bad_row(name, found):
+def test_an_exception_or_a_return_value_that_is_no_row_is_a_bad_row(name, found):
     (error,) = through(name)
     assert isinstance(error, RowError) and error.kind == "transform"
     with pytest.raises(RowError, match=found):
         raise error
 
 
-def test_rows_keep_their_order_and_stay_together(tmp_path):
+def test_rows_of_a_transform_keep_their_order_and_stay_together(tmp_path):
     path = write(tmp_path / "rows.jsonl", ROWS)
     prepared = make(tmp_path, train=path, transform="python:transforms:twice", eval_fraction=0.5)
     sets = [[row["input_ids"] for row in rows_of(part)] for part in (prepared.train, prepared.eval)]
     assert sum(map(len, sets)) == sum(split.kept for split in prepared.report.splits.values()) == 80
-    for rows in sets:  # the two completions of one prompt, next to each other
+    for rows in sets:  # both completions of a prompt stay next to each other
         assert rows and all(rows[i][:-3] == rows[i + 1][:-3] for i in range(0, len(rows), 2))
     with pytest.raises(InputError, match=rf"{path}:4: found KeyError: 'missing' at .*transforms.py"):
         make(tmp_path, train=path, transform="python:transforms:raises_sometimes")
 
 
-def test_another_source_is_another_cache(tmp_path, monkeypatch):
+def test_another_source_code_has_another_cache(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     files = {"train": find(write(tmp_path / "rows.jsonl", ROWS), "data.train")}
     data, keys = Data(train="rows.jsonl", transform="python:mine:f"), []
@@ -266,12 +266,12 @@ def test_another_source_is_another_cache(tmp_path, monkeypatch):
         ("response_0", "response_1", "better_response_id", True),
         ("response_0", "response_1", "safer_response_id", True),
         ("summaries.0.text", "summaries.1.text", "choice", True),
-        ("response_0", "response_1", "label", False),  # 1: is response_0 better?
+        ("response_0", "response_1", "label", False),  # does 1 mean that response_0 is better?
         ("human_ref_A", "human_ref_B", "choice", False),
         ("answer_1", "answer_2", "choice", False),
     ],
 )
-def test_the_names_of_columns_say_what_0_and_1_mean(first, second, label, known):
+def test_column_names_give_0_and_1_a_meaning(first, second, label, known):
     columns = {"first": first, "second": second, "label": label}
     if known:
         rule = derived([0, 1], columns)

@@ -1,4 +1,4 @@
-"""Sets of the datasets library by name: saved folders, folders with a README, and a hub that runs on this machine."""
+"""Tests datasets by name: saved folders, folders with a README, and a Hub that runs on this machine."""
 
 import json
 import os
@@ -32,7 +32,7 @@ configs:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A clone of a set on the hub."""
+    """Clones a dataset of the Hub."""
     path = tmp_path / "prefs"
     (path / "data").mkdir(parents=True)
     Dataset.from_list(ROWS[:30]).to_parquet(path / "data/train-00000-of-00001.parquet")
@@ -78,7 +78,7 @@ def test_a_folder_with_a_readme(folder):
     for item in ("/test_prefs", ":default/test_prefs"):
         assert found(f"{folder}{item}", "data.eval") == ["test-00000-of-00001.parquet"]
     assert found(f"{folder}:small") == found(f"{folder}:small/train", "data.eval") == ["small.jsonl"]
-    assert found(f"{folder}/data/test*") == ["test-00000-of-00001.parquet"]  # files stay files
+    assert found(f"{folder}/data/test*") == ["test-00000-of-00001.parquet"]  # patterns of files still work
     assert found(f"{folder}/data") == ["train-00000-of-00001.parquet"]
     assert found(f"{folder}/data", "data.eval") == ["test-00000-of-00001.parquet"]
     for item, said in [
@@ -89,11 +89,11 @@ def test_a_folder_with_a_readme(folder):
         with pytest.raises(InputError, match=said):
             found(f"{folder}{item}")
     (folder / "README.md").unlink()
-    assert len(found(folder)) == 2  # a folder of files, all but data/test-00000-of-00001.parquet
-    assert found(f"{folder}:default/train") == ["train-00000-of-00001.parquet"]  # by the names of its files
+    assert len(found(folder)) == 2  # all files of the folder except data/test-00000-of-00001.parquet
+    assert found(f"{folder}:default/train") == ["train-00000-of-00001.parquet"]  # splits by file name
 
 
-def test_a_readme_that_says_where_the_rows_are_is_refused(tmp_path):
+def test_a_readme_that_lists_data_files_is_refused(tmp_path):
     (tmp_path / "small.jsonl").write_text('{"data": [{"prompt": "a"}]}')
     readme = "configs:\n- config_name: small\n  data_files: small.jsonl\n  field: data\n"
     (tmp_path / "README.md").write_text(f"---\n{readme}---\n")
@@ -101,7 +101,7 @@ def test_a_readme_that_says_where_the_rows_are_is_refused(tmp_path):
         found(f"{tmp_path}:small")
 
 
-def test_code_of_a_set_is_not_run(folder):
+def test_the_code_of_a_dataset_is_not_run(folder):
     with pytest.raises(InputError, match="Dataset scripts are no longer supported"):
         found(folder)
 
@@ -132,7 +132,7 @@ def in_process(items, tmp_path, **environment):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_set_on_the_hub_is_pinned_and_read_where_it_is(folder, tmp_path):
+def test_a_dataset_on_the_hub_is_pinned_and_read_from_the_hub(folder, tmp_path):
     (folder / "prefs.py").unlink()
     name = "hf://datasets/owner/prefs"
     train, test = (f"data/{split}-00000-of-00001.parquet" for split in ("train", "test"))
@@ -157,9 +157,9 @@ def test_a_set_on_the_hub_is_pinned_and_read_where_it_is(folder, tmp_path):
         assert error.startswith("InputError") and words in error
 
 
-def test_a_hub_out_of_reach_and_its_cache(folder, tmp_path):
+def test_an_unreachable_hub_and_its_cache(folder, tmp_path):
     (folder / "prefs.py").unlink()
-    (folder / "test_prefs").mkdir()  # a folder with the name of a split
+    (folder / "test_prefs").mkdir()  # the folder has the name of a split
     (folder / "test_prefs/notes.txt").write_text("n")
     name = "hf://datasets/owner/prefs"
     away = in_process([f"{name}:default/train"], tmp_path, HF_ENDPOINT="http://127.0.0.1:9")[0]

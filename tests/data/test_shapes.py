@@ -1,4 +1,4 @@
-"""Rows of every shape become the same records, and each row that cannot be read has its kind of error and its field."""
+"""Tests that all formats of rows become the same records, and that each unreadable row has its error kind and field."""
 
 import json
 
@@ -10,11 +10,11 @@ from pipeline.data.shapes import KIND, kind_of
 from pipeline.data.values import RowError
 
 ASKED = "\n\nHuman: hi\n\nAssistant:"
-SINGLE = [  # rows of each shape, all of the same demonstration
+SINGLE = [  # the same demonstration in each row format
     {"messages": [USER, BOT]},
     {"messages": [{"role": "User", "content": "hi"}, {"role": "ASSISTANT", "content": "yo"}]},
     {"messages": json.dumps([USER, BOT])},
-    {"messages": [{**USER, "tool_calls": None}, {**BOT, "tool_calls": None}]},  # as Arrow writes what some rows lack
+    {"messages": [{**USER, "tool_calls": None}, {**BOT, "tool_calls": None}]},  # as Arrow stores it
     {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
     {"conversations": [{"from": "User", "value": "hi"}, {"from": "assistant", "value": "yo"}]},
     {"instruction": "hi", "input": "", "output": "yo"},
@@ -26,7 +26,7 @@ SINGLE = [  # rows of each shape, all of the same demonstration
 
 
 @pytest.mark.parametrize("row", SINGLE)
-def test_a_demonstration_of_every_shape(row):
+def test_a_demonstration_in_every_format(row):
     record = parsed(row, "sft")
     assert (record.prompt, record.pairs) == ([USER], [([BOT],)])
     assert parsed({**row, "system": "s"}, "sft").prompt == [SYSTEM, USER]
@@ -37,7 +37,7 @@ def test_a_demonstration_of_every_shape(row):
 
 
 @pytest.mark.parametrize("row", PREFERENCES)
-def test_a_pair_of_every_shape(row):
+def test_a_pair_in_every_format(row):
     for stage in ("rm", "dpo"):
         record = parsed({**row, "margin": 2}, stage)
         assert (record.prompt, record.pairs, record.margin) == ([USER], [([BOT], [NO])], 2.0)
@@ -53,7 +53,7 @@ OTHERS = [  # stage, row, prompt, completions
     ("sft", {"instruction": "a", "input": "b", "output": "yo"}, [{"role": "user", "content": "a\n\nb"}], [([BOT],)]),
     ("rm", {"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}, "p", [("a", "c"), ("b", "d")]),
     ("rm", {"chosen": "The cat sat here", "rejected": "The cat saw it"}, "The cat", [(" sat here", " saw it")]),
-    ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),  # distilabel's Capybara
+    ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),  # as in Capybara
     ("rm", {"prompt": "hi", "chosen": "yo", "rejected": "no", "system": "s"}, [SYSTEM, USER], ENDS),
     ("rm", {"prompt": "hi", "pos_answers": ["yo"], "neg_answers": ["no"], "system": "s"}, [SYSTEM, USER], ENDS),
     ("rm", {"chosen": [USER, BOT], "rejected": [USER, NO], "system": "s"}, [SYSTEM, USER], ENDS),
@@ -75,21 +75,21 @@ REPEATED = [
     ("hi", [USER], [USER]),
     (" hi\n", [USER], [USER]),
     ([USER], [USER], [USER]),
-    ("hi", [*ASIDE, USER], [*ASIDE, USER]),  # the last question of several
-    ("before", [*ASIDE, USER], [*ASIDE, USER]),  # the first one
+    ("hi", [*ASIDE, USER], [*ASIDE, USER]),  # the last of several questions
+    ("before", [*ASIDE, USER], [*ASIDE, USER]),  # the first question
     ([SYSTEM, USER], [USER], [SYSTEM, USER]),  # adds instructions
     ([USER], [SYSTEM, USER], [SYSTEM, USER]),
     (ASKED, [USER], [USER]),
     ("ho", [USER], None),
-    ([ASIDE[0]], [*ASIDE, USER], None),  # a list of messages is the whole prompt, or its end
+    ([ASIDE[0]], [*ASIDE, USER], None),  # a list of messages must be the full prompt or its end
     ([{"role": "user", "content": "ho"}], [USER], None),
     ([{"role": "system", "content": "t"}, USER], [SYSTEM, USER], None),
-    ("so", [*ASIDE, USER], None),  # what the assistant said
+    ("so", [*ASIDE, USER], None),  # the assistant said this
 ]
 
 
 @pytest.mark.parametrize(("given", "repeated", "prompt"), REPEATED)
-def test_a_prompt_that_both_sides_repeat(given, repeated, prompt):
+def test_a_prompt_that_both_completions_repeat(given, repeated, prompt):
     for key in ("prompt", "messages") if isinstance(given, list) else ("prompt",):
         row = {key: given, "chosen": [*repeated, BOT], "rejected": [*repeated, NO]}
         if prompt is None:
@@ -116,7 +116,7 @@ TURNS = [USER, BOT, {"role": "user", "content": "and?"}, {"role": "assistant", "
     ids=["capybara", "lima", "transcript", "json", "openassistant"],
 )
 @pytest.mark.parametrize("field", ["messages", "conversations"])
-def test_conversations_of_other_forms(value, field):
+def test_conversations_in_other_formats(value, field):
     record = parsed({field: value}, "sft")
     assert [*record.prompt, *record.pairs[0][0]] == TURNS
     assert parsed({field: value, "label": True}, "kto").pairs == [([TURNS[-1]],)]
@@ -133,7 +133,7 @@ def test_conversations_of_other_forms(value, field):
         [{"type": "output_text", "content": "hi"}],
     ],
 )
-def test_content_may_be_parts_of_text_whatever_their_key(content):
+def test_content_may_be_parts_of_text_under_any_key(content):
     assert parsed({"messages": [{"role": "user", "content": content}]}, "ppo").prompt == [USER]
 
 
@@ -149,7 +149,7 @@ def test_transcripts_split_at_paragraphs_only():
 ASK = {"role": "user", "content": "Rain in Oslo?"}
 BARE = {"name": "weather", "arguments": {"city": "Oslo"}}
 OLD = {"role": "assistant", "content": None, "function_call": {**BARE, "arguments": '{"city": "Oslo"}'}}
-CALLS = [  # the turn of the call, in every form
+CALLS = [  # the turn with the call, in every format
     *({"role": "assistant", "content": None, "tool_calls": calls} for calls in
       ([{"id": "c1", "type": "function", "function": BARE}], [{"function": OLD["function_call"]}], [BARE], BARE)),
     {"from": "function_call", "value": json.dumps(BARE)},
@@ -159,7 +159,7 @@ CALLS = [  # the turn of the call, in every form
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("tools", [[WEATHER], json.dumps([WEATHER]), [WEATHER["function"]]])
-def test_the_shapes_in_which_tools_come(call, tools):
+def test_the_formats_of_tools(call, tools):
     if "from" in call:
         result, turns = {"from": "observation", "value": "dry"}, {"from": "human", "value": "Rain in Oslo?"}
         row = {"conversations": [turns, call, result, {"from": "gpt", "value": "No."}], "tools": tools}
@@ -172,7 +172,7 @@ def test_the_shapes_in_which_tools_come(call, tools):
     assert record.prompt[2]["role"] == "tool" and record.prompt[2].get("name") in ("weather", None)
 
 
-def test_a_column_of_other_tools_is_not_read():
+def test_a_column_of_unrelated_tools_is_not_read():
     assert parsed({**SINGLE[0], "tools": None}, "sft").tools is None
     assert parsed({**SINGLE[0], "tools": "hammer, saw"}, "sft").unread == ("tools",)
 
@@ -187,8 +187,8 @@ def test_a_column_of_other_tools_is_not_read():
      ("Thumbs down", False), ("\U0001f44e", False), ("No", False), ("dislike", False), ("unsafe", False),
      ("geography", None), (3, None)],
 )  # fmt: skip
-def test_what_a_label_may_be(value, label):
-    """kto learns from both kinds, sft from good ones; for it, a label that is no verdict is a column that is not read."""
+def test_values_that_a_label_may_have(value, label):
+    """kto learns from good and bad completions, sft from good ones. sft ignores a column whose labels mean neither."""
     row = {"prompt": "q", "completion": "a", "label": value}
     if label is None:
         with pytest.raises(RowError, match="for ratings set data"):
@@ -276,8 +276,8 @@ def test_row_errors(stage, row, kind, field):
     assert caught.value.found and caught.value.expected
 
 
-def test_values_that_nothing_reads_may_be_anything():
-    """NaN and half a surrogate pair: a Python reward gets null and "?" there."""
+def test_fields_that_nothing_reads_may_hold_anything():
+    """A Python reward gets null for NaN and "?" for half a surrogate pair."""
     wrong = {"score": float("nan"), "more": [1, {"w": float("-inf"), "t": "a\ud800"}]}
     assert parsed({"prompt": "a", "completion": "b", **wrong}, "sft").unread == ("score", "more")
     assert parsed({"messages": [{**USER, **wrong}, BOT]}, "sft").prompt == [USER]
@@ -285,7 +285,7 @@ def test_values_that_nothing_reads_may_be_anything():
     assert row == {"prompt": "a", "score": None, "more": [1, {"w": None, "t": "a?"}], "id": 1.5}
 
 
-def test_a_system_prompt_that_is_there_twice_or_beside_an_empty_prompt():
+def test_a_duplicate_system_prompt_and_one_with_an_empty_prompt():
     assert parsed({"messages": [SYSTEM, USER, BOT], "system": " s\n"}, "sft").prompt == [SYSTEM, USER]
     row = {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO], "system": "s"}
     assert parsed(row, "dpo").prompt == [SYSTEM, USER]
@@ -311,7 +311,7 @@ def test_keys_of_messages_that_nothing_reads_are_counted_and_change_nothing():
 THOUGHT = {**BOT, "reasoning_content": "Say yo."}
 
 
-def test_thoughts_are_a_part_of_a_completion():
+def test_thoughts_are_part_of_a_completion():
     record = parsed({"prompt": [USER], "chosen": [THOUGHT], "rejected": [BOT]}, "dpo")
     assert record.pairs == [([THOUGHT], [BOT])]
     with pytest.raises(RowError, match="the same text on both sides"):
@@ -371,7 +371,7 @@ def test_a_misspelled_field_is_named():
         parsed({"promt": "a", "completion": "b"}, "sft")
 
 
-def test_every_stage_with_rows_has_a_kind():
+def test_every_stage_with_rows_has_a_format():
     stages = {name: stage.rows for name, stage in STAGE.items() if stage.rows}
     assert {*stages.values(), "pairs", "benchmarks"} == set(KIND)
     for stage in (*stages, "pairs", "benchmarks"):

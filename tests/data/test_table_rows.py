@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files: as JSON would have them, whatever the row groups, and with their numbers in errors."""
+"""Tests rows of Parquet and Arrow files: same as from JSON for any row groups, and errors with their numbers."""
 
 import datetime
 import decimal
@@ -26,7 +26,7 @@ def arrow(path, table, kind):
 
 @pytest.mark.parametrize("format", ["groups", "one group", "file", "stream"])
 @pytest.mark.parametrize("chunk_bytes", [1, 300, 1 << 20])
-def test_tables_hold_each_row_once_with_its_number(tmp_path, format, chunk_bytes):
+def test_tables_yield_each_row_once_with_its_number(tmp_path, format, chunk_bytes):
     table = pa.Table.from_pylist(ROWS)
     if "group" in format:
         path = tmp_path / "rows.parquet"
@@ -38,8 +38,8 @@ def test_tables_hold_each_row_once_with_its_number(tmp_path, format, chunk_bytes
     assert len(planned) == 1 if format == "one group" else len(planned) > 3
 
 
-def test_nested_columns_are_as_in_json(tmp_path):
-    """A struct has all keys that it has in any row: those that are null are as absent as they were in the JSON."""
+def test_nested_columns_equal_json(tmp_path):
+    """A struct has every key of any row. Keys that are null are dropped, because the JSON did not have them."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"city": "here"}}}
     called = {"role": "assistant", "tool_calls": [call]}
     asked = {**USER, "tool_calls": [{"function": {"name": "g", "arguments": {"n": 1.0}}}]}
@@ -74,7 +74,7 @@ def test_values_of_other_types(tmp_path):
     ]  # fmt: skip
 
 
-def test_what_json_has_no_word_for_is_text_for_rewards_and_refused_where_it_is_read(tmp_path):
+def test_values_that_json_cannot_express_are_text_for_rewards_and_refused_in_fields(tmp_path):
     row = {"prompt": "q", "chosen": "a", "rejected": "b", "image": {"bytes": b"\x89PNG", "path": None}, "on": DATE,
            "price": decimal.Decimal("1.50")}  # fmt: skip
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
@@ -93,7 +93,7 @@ def test_what_json_has_no_word_for_is_text_for_rewards_and_refused_where_it_is_r
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "file.arrow", "stream.arrow"])
-def test_files_cut_in_half(tmp_path, name):
+def test_truncated_files(tmp_path, name):
     table, path = pa.Table.from_pylist(ROWS), tmp_path / name
     if name == "rows.parquet":
         pq.write_table(table, path)
@@ -103,12 +103,12 @@ def test_files_cut_in_half(tmp_path, name):
     ends = "that ends or is damaged here"
     with pytest.raises(InputError, match=rf"{name}:\d+: found an? (Parquet|Arrow) file {ends}"):
         make(tmp_path, train=str(path))
-    if name == "stream.arrow":  # what stands before the damage can be used
+    if name == "stream.arrow":  # the rows before the damage are usable
         report = make(tmp_path, train=str(path), on_error="skip").report
         split = report.splits["train"]
         assert split.kept % 7 == 0 < split.kept < 50 and split.dropped == {"damaged": 1}
         assert "not read: all that follows" in report.notes[0]
-    elif name == "rows.parquet":  # it ends in what describes it: nothing of it can be read
+    elif name == "rows.parquet":  # Parquet stores its schema at the end, so no row is readable
         good = write(tmp_path / "good.jsonl", ROWS)
         lost = r"rows\.parquet:1: .*not read: all that follows; no row of this file can be read; repair it"
         with pytest.raises(InputError, match=lost):
@@ -129,7 +129,7 @@ def test_damage_in_the_middle_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["parquet", "arrow"])
-def test_columns_that_are_not_as_in_json(tmp_path, format):
+def test_columns_that_differ_from_json(tmp_path, format):
     words = pa.array([b"a", b"\xff", b"c"]).view(pa.string())
     path = tmp_path / f"rows.{format}"
     if format == "parquet":
@@ -144,7 +144,7 @@ def test_columns_that_are_not_as_in_json(tmp_path, format):
     assert (error.kind, error.field) == ("not_utf8", "prompt") and "byte 0xff" in error.found
 
 
-def test_a_large_row_group_is_not_held_at_once(tmp_path, monkeypatch):
+def test_a_large_row_group_is_read_in_parts(tmp_path, monkeypatch):
     rows = [{"prompt": "x" * 999, "completion": str(i)} for i in range(4000)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     monkeypatch.setattr(table_rows, "BYTES", 100_000)

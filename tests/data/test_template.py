@@ -1,4 +1,4 @@
-"""Chat templates: whether plain text goes through them, what of their text is trained, and the rows that are refused."""
+"""Tests chat templates: whether they apply to plain text, which part of their text is trained, and refused rows."""
 
 import json
 import os
@@ -45,7 +45,7 @@ ROW = {"prompt": "What is it?", "completion": "A cat."}
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
-    """The demo's base without its chat template."""
+    """Copies the demo's base without its chat template."""
     folder = tmp_path_factory.mktemp("bare") / "model"
     shutil.copytree(BASE, folder)
     (folder / "chat_template.jinja").unlink()
@@ -57,14 +57,14 @@ def bare(tmp_path_factory):
     [("bare", None, None, False), ("bare", "plain", None, True), ("bare", str(PLAIN), None, True), ("bare", "plain", False, False),
      ("bare", None, True, True), ("demo", None, None, True), ("demo", None, False, False)],
 )  # fmt: skip
-def test_a_template_that_is_named_applies_to_text(base, template, applies, expected, bare):
+def test_a_named_template_applies_to_text(base, template, applies, expected, bare):
     tokenizer = load_tokenizer(bare if base == "bare" else BASE, chat_template=template)
     assert text_as_chat(tokenizer, applies) is expected
 
 
 @pytest.fixture(scope="module")
 def policies(bare, tmp_path_factory):
-    """{what lineage.json says of text: adapter folder}; None: one from before it said anything."""
+    """Makes adapters: {value of text in lineage.json: folder}. None stands for a version from before that key existed."""
     folder = tmp_path_factory.mktemp("policies")
     made = {}
     make(str(folder / "one"), 0, head=False)
@@ -79,7 +79,7 @@ def policies(bare, tmp_path_factory):
 
 @pytest.mark.parametrize("applies", [True, False, None])
 @pytest.mark.parametrize("stage", ["generate", "ppo", "evaluate"])
-def test_what_comes_after_training_does_as_training_did(applies, stage, policies, bare, tmp_path):
+def test_later_stages_treat_text_like_the_training(applies, stage, policies, bare, tmp_path):
     given = [f"model.name_or_path={bare}", f"policy={policies[applies]}", f"run.storage_path={tmp_path}"]
     for more, expected in (([], bool(applies)), (["model.chat_template=plain"], True)):
         job = load_job(ROOT / f"jobs/demo/{stage}.yaml", [*given, *more], stage)
@@ -105,8 +105,8 @@ def test_the_report_says_whether_text_rows_are_chats(tmp_path):
     assert prepared(tmp_path, train=path).report.row_format() == "both"
 
 
-def test_the_lineage_says_what_the_rows_were_and_later_stages_do_the_same(bare, policies, tmp_path):
-    """A policy that learned from messages alone, in the built-in template, gets prompts of plain text as messages."""
+def test_later_stages_follow_the_lineage_on_text_rows(bare, policies, tmp_path):
+    """A policy that learned only from messages, in the built-in template, gets plain-text prompts as messages."""
     tokenizer = load_tokenizer(bare)
     for rows, chat in (("chat", True), ("text", False), ("both", False)):
         work = work_of(load_job(ROOT / "jobs/demo/sft.yaml"), tokenizer, row_format=rows)
@@ -145,7 +145,7 @@ def test_several_templates_without_a_default(tmp_path):
     assert load_tokenizer(str(base)).chat_template == template
 
 
-def test_a_template_in_the_home_folder_and_one_that_is_no_file(tmp_path, monkeypatch):
+def test_a_template_in_the_home_folder_and_one_that_is_not_a_file(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copy(PLAIN, tmp_path / "mine.jinja")
     job = load_job(ROOT / "jobs/demo/sft.yaml", ["model.chat_template=~/mine.jinja"], "sft")
@@ -159,7 +159,7 @@ def test_a_template_in_the_home_folder_and_one_that_is_no_file(tmp_path, monkeyp
 
 
 def test_a_template_that_rewrites_earlier_turns():
-    """Like Qwen3's: the last completion begins with empty thoughts, earlier ones do not."""
+    """As in Qwen3's template, the last completion begins with empty thoughts and earlier ones do not."""
     empty = "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
     thoughts = CHATML.replace("{{ m.content | trim }}", empty + "{{ m.content | trim }}")
     tok, (example,) = encoded("sft", CONVERSATION, template=thoughts, ends=ENDS)
@@ -170,17 +170,17 @@ def test_a_template_that_rewrites_earlier_turns():
 
 
 ENDS = ("</s>", "<|im_end|>")
-LAST = {  # what is trained of the last completion, without and with thoughts
+LAST = {  # the trained part of the last completion, without and with thoughts
     "qwen3": ("<think>\n\n</think>\n\nbye", "<think>\ntwo\n</think>\n\nbye"),
-    "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),  # the prompt ends on <think>
+    "qwen3_5_think": ("\n</think>\n\nbye", "two\n</think>\n\nbye"),  # the prompt ends with <think>
     "qwen3_instruct_2507": ("bye", "<think>\ntwo\n</think>\n\nbye"),
 }
 
 
 @pytest.mark.parametrize("name", LAST)
 @pytest.mark.parametrize("row", [CONVERSATION, REASONED], ids=["plain", "reasoned"])
-def test_templates_that_take_thoughts_out_of_earlier_turns(name, row):
-    """The real ones of Qwen3, on several turns: each completion is trained as it is written, and nothing beside it."""
+def test_templates_that_remove_thoughts_from_earlier_turns(name, row):
+    """Uses Qwen3's real templates on several turns. Each completion is trained exactly as written."""
     template = real_template(name)
     tok, (example,) = encoded("sft", row, template=template, ends=ENDS)
     assert isinstance(example, Example), example
@@ -194,7 +194,7 @@ def test_templates_that_take_thoughts_out_of_earlier_turns(name, row):
 
 
 def real_template(name: str) -> str:
-    """One of those that TRL ships."""
+    """Returns a template that TRL ships."""
     import trl
 
     return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
@@ -223,7 +223,7 @@ def test_thoughts_reach_the_template_in_every_stage(key):
 @pytest.mark.parametrize(
     "read", ["m.mood", "m['mood']", "m.get('mood')", "(m.mood if 'mood' in m)", "m | attr('mood')"]
 )
-def test_any_key_that_the_template_reads_reaches_it(read):
+def test_the_template_gets_any_key_that_it_reads(read):
     made = encoder(
         "sft",
         template="{# m.tone #}" + CHATML.replace("m.content", f"{read} ~ ' tone ' ~ m.content"),
@@ -232,13 +232,13 @@ def test_any_key_that_the_template_reads_reaches_it(read):
     row = {"messages": [{**USER, "mood": "", "tone": 1}, {**BOT, "mood": "sad", "tone": 2}], "id": 3}
     record = parse(row, made.kind)
     [[example]] = made.encode([record])
-    reads = "attr" not in read  # of a filter's argument the template cannot tell; a missing key is empty
+    reads = "attr" not in read  # a filter's argument is invisible, and a missing key is empty
     assert trained(made.tokenizer, example) == [("sad" if reads else "") + " tone yo<|im_end|>"] or not reads
     assert made.unread(record) == ("messages[].tone", "id") + (() if reads else ("messages[].mood",))
 
 
 def test_thoughts_of_earlier_turns_that_the_template_leaves_out_are_counted():
-    """Qwen3's: only the thoughts behind the last question are written."""
+    """Qwen3's template writes only the thoughts after the last question."""
     template = real_template("qwen3")
     made = encoder("sft", template=template, ends=ENDS)
     call = {**BOT, "thinking": "Look it up.", "tool_calls": [{"name": "f", "arguments": {}}]}
@@ -270,7 +270,7 @@ FOUND = {"role": "tool", "content": "x"}
 
 
 def test_calls_with_thoughts_are_trained_alone_in_gpt_oss_template():
-    """It leaves their thoughts out if a final answer follows; the answer to the call and the next question are not trained."""
+    """The template drops their thoughts if a final answer follows. Tool answers and later questions are not trained."""
     template = real_template("gptoss")
     turns = [USER, CALL, FOUND, BOT, {"role": "user", "content": "why?"}, THOUGHT]
     tok, (example,) = encoded("sft", {"messages": turns}, template=template, max_length=2000, ends=ENDS)
@@ -289,8 +289,8 @@ def test_calls_with_thoughts_are_trained_alone_in_gpt_oss_template():
     "said", ["<think>\none\n</think>", "\u200b", "<think>one</think>\n\u200b", "[THINK]a[/THINK]"]
 )
 @pytest.mark.parametrize("name", ["lfm2_2_5", "qwen3", "qwen3_5_think", "phi3", "llama3"])
-def test_a_turn_that_says_nothing_after_its_thoughts_is_an_empty_one(name, said):
-    """Whether the template strips the thoughts, and wherever the turn is."""
+def test_a_turn_with_only_thoughts_is_an_empty_one(name, said):
+    """Covers templates that strip the thoughts or keep them, and any position of the turn."""
     quiet = {"role": "assistant", "content": said}
     turns = [USER, quiet, USER, BOT]
     template = real_template(name)
@@ -317,8 +317,8 @@ def test_two_different_thoughts_of_a_message_are_an_error():
             parse(row, made.kind)
 
 
-def test_a_name_counts_as_read_only_if_the_template_writes_it():
-    """Its word alone may be of a tool's name; here it is written for tools, and left out for users."""
+def test_a_key_counts_as_read_only_if_the_template_writes_it():
+    """The word may be part of a tool's name. Here the template writes it for tools and drops it for users."""
     of_tools = CALLING.replace("{{ m.role }}", "{{ m.role }}{{ m.name if m.role == 'tool' }}")
     for template, written in ((CALLING, False), (of_tools, True)):
         for stage, row in (
@@ -334,7 +334,7 @@ def test_a_name_counts_as_read_only_if_the_template_writes_it():
                 assert ("messages[].name" in made.unread(record)) is unread
 
 
-def test_a_second_system_prompt_that_the_template_leaves_out_is_an_error():
+def test_a_second_system_prompt_that_the_template_drops_is_an_error():
     first = "{% for m in messages %}{% if loop.first or m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     systems = [{"role": "system", "content": words} for words in ("Be nice.", "Be brief.")]
     made = encoder("sft", template=first, ends=ENDS)
@@ -343,7 +343,7 @@ def test_a_second_system_prompt_that_the_template_leaves_out_is_an_error():
         assert (not isinstance(example, RowError)) == kept
 
 
-def test_a_template_that_writes_no_thoughts_of_the_last_turn_is_refused():
+def test_a_template_that_drops_the_thoughts_of_the_last_turn_is_refused():
     never = THINKING.replace("{% if m.reasoning_content", "{% if not loop.last and m.reasoning_content")
     words = "{{ m.content | trim }}"
     block = f"{{% if m.role == 'user' %}}{words}{{% else %}}{{% generation %}}{words}{{% endgeneration %}}{{% endif %}}"
@@ -376,8 +376,8 @@ def test_a_row_sets_variables_of_the_template():
     assert made.unread(parse(row, made.kind)) == ("chat_template_kwargs.enable_thinking",), "plain text"
 
 
-def test_a_template_that_asks_in_another_way_than_it_writes():
-    """DeepSeek R1's: the prompt ends on <think>, the completion is written without it."""
+def test_a_template_whose_prompt_differs_from_its_completion():
+    """In DeepSeek R1's template the prompt ends with <think>, but completions do not contain it."""
     asks = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     for stage, row in (("sft", CONVERSATION), ("dpo", {"prompt": [USER], "chosen": "a", "rejected": "b"})):
         _, (error,) = encoded(stage, row, template=asks)
@@ -395,7 +395,7 @@ def test_a_template_that_refuses_a_row():
         assert isinstance(error, RowError) and error.kind == "template", wrong
 
 
-def test_todays_date_is_not_in_a_prompt():
+def test_prompts_do_not_contain_todays_date():
     dated = "{% if not date_string is defined %}{% set date_string = strftime_now('%Y') %}{% endif %}{{ date_string }}"
     assert encoder("ppo", template=dated).chat.render([USER], True) == "26 Jul 2024"
 
@@ -421,7 +421,7 @@ A_ROW_OF = {
     [(stage, template) for stage in A_ROW_OF if stage != "ppo" for template in (DROPS, SAYS_THE_SAME)]
     + [(stage, FORGETS_THE_PROMPT) for stage in A_ROW_OF],
 )
-def test_a_template_that_leaves_a_turn_out_is_refused(stage, template):
+def test_a_template_that_drops_a_turn_is_refused(stage, template):
     _, (outcome,) = encoded(stage, A_ROW_OF[stage], template=template, ends=ENDS)
     kind = "empty_prompt" if template is FORGETS_THE_PROMPT else "empty_completion"
     assert isinstance(outcome, RowError) and outcome.kind == kind, outcome
@@ -445,7 +445,7 @@ def test_a_template_that_changes_words_is_refused(stage, template):
     pair = {"prompt": turns, "chosen": [LONG], "rejected": [{**LONG, "content": LONG["content"] + " No."}]}
     row = {"sft": {"messages": [*turns, LONG]}, "ppo": {"prompt": turns}}.get(stage, pair)
     _, (outcome,) = encoded(stage, row, template=template)
-    unread = stage == "ppo" and template is CUTS  # an assistant's turn there is none
+    unread = stage == "ppo" and template is CUTS  # this prompt has no assistant turn
     unlearned = stage != "sft" and template is CUTS_EARLIER
     if template is STRIPS or unread or unlearned:
         assert isinstance(outcome, Example), outcome

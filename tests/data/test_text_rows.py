@@ -1,4 +1,4 @@
-"""JSON Lines, JSON arrays, CSV and TSV: each row once with its number; each bad row is known by its line."""
+"""Tests JSON Lines, JSON arrays, CSV and TSV: each row appears once with its number, each bad row has its line."""
 
 import bz2
 import csv
@@ -23,7 +23,7 @@ def write(path, content, zipped=False):
 
 @pytest.mark.parametrize("chunk_bytes", [1, 3, 17, 64, 1 << 20])
 @pytest.mark.parametrize("end", ["", "\n", "\n\n"])
-def test_byte_ranges_hold_each_line_once_with_its_number(tmp_path, chunk_bytes, end):
+def test_byte_ranges_yield_each_line_once_with_its_number(tmp_path, chunk_bytes, end):
     lines = [json.dumps("x" * (i * 7 % 23)) for i in range(20)]
     lines.insert(5, "")
     path = write(tmp_path / "rows.jsonl", "\n".join(lines) + end)
@@ -39,7 +39,7 @@ def test_arrays_gzip_and_byte_order_marks(tmp_path, monkeypatch):
         "c.json": " [ ] ",
     }
     texts["c.jsonl"] = "\ufeff" + "\r\n".join(json.dumps(row) for row in rows)
-    for block in (64, text_rows.BLOCK):  # arrays longer than a block, and shorter
+    for block in (64, text_rows.BLOCK):  # with blocks shorter than the arrays, and longer
         monkeypatch.setattr(text_rows, "BLOCK", block)
         for name, text in texts.items():
             for zipped in (False, True):
@@ -76,7 +76,7 @@ def test_damaged_files(tmp_path, name, content, kind, line, found):
     assert error.kind == kind and found in error.found and line in (number, None)
 
 
-def test_an_array_without_end_is_not_decoded_again_and_again(tmp_path, monkeypatch):
+def test_an_unterminated_array_is_decoded_only_once(tmp_path, monkeypatch):
     calls, decode = [], text_rows.read_value
     monkeypatch.setattr(text_rows, "BLOCK", 1 << 10)
     monkeypatch.setattr(
@@ -129,7 +129,7 @@ EXPECTED = [
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.tsv", "semicolons.csv", "tabs.csv"])
-def test_quotes_line_ends_marks_and_delimiters(tmp_path, name, mark):
+def test_quotes_line_ends_byte_order_marks_and_delimiters(tmp_path, name, mark):
     text = mark + QUIRKS
     if not name.startswith("a.csv"):
         sign = ";" if "semi" in name else "\t"
@@ -140,7 +140,7 @@ def test_quotes_line_ends_marks_and_delimiters(tmp_path, name, mark):
 def test_rows_follow_a_bad_one_and_values_may_be_large(tmp_path):
     rows = read_rows(write(tmp_path / "a.csv", b'a,b\n1\n2,\xff\n"x"y,3\n4,5\n'))
     assert [number for number, _ in rows] == [2, 3, 4, 5] and rows[-1][1] == {"a": "4", "b": "5"}
-    large = "x" * 200_000  # and an index without a name, as pandas writes it
+    large = "x" * 200_000  # plus an unnamed index column, as pandas writes it
     assert read_rows(write(tmp_path / "a.csv", f",a\n0,{large}\n")) == [(2, {"Unnamed: 0": "0", "a": large})]
 
 
@@ -176,7 +176,7 @@ def test_csv_trains_and_its_errors_name_the_line(tmp_path):
         ("sep=,\na,b\n1,2\n", {"a": "1", "b": "2"}),
     ],
 )
-def test_other_delimiters_and_the_line_in_which_excel_names_them(tmp_path, text, row):
+def test_other_delimiters_and_excels_sep_line(tmp_path, text, row):
     for name in ("a.csv", *(["a.tsv"] if "|" in text and "," not in text else [])):
         assert [found for _, found in read_rows(write(tmp_path / name, text))] == [row]
 
@@ -200,7 +200,7 @@ def test_other_delimiters_and_the_line_in_which_excel_names_them(tmp_path, text,
         ("a.json", '\ufeff\n{\r\n"a": 1\r\n}', "an object over several lines"),
     ],
 )
-def test_a_file_of_another_format_is_named_by_its_first_bytes(tmp_path, name, content, says):
+def test_a_file_of_another_format_is_recognized_by_its_first_bytes(tmp_path, name, content, says):
     for zipped in (False, True):
         path = write(tmp_path / (name + ".gz" * zipped), content, zipped)
         with pytest.raises(InputError, match=f"{name}.* is .*{says}"):

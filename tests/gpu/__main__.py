@@ -1,4 +1,4 @@
-"""`python -m tests.gpu`. The experiments are in a module of another name, because spawned processes import no `__main__`."""
+"""Runs `python -m tests.gpu`. The experiments are in another module, because spawned processes import no `__main__`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Are the numbers right on this device? Four layers of 8B, where nothing else is said."""
+"""Experiments on correct numbers on this device. By default they use four layers of 8B."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.gpu.record import Record
 from tests.support.settled import work_of
 
 LAYERS = 4
-MEASURED = ("time/", "memory/", "train_", "mfu")  # metrics that differ from run to run
+MEASURED = ("time/", "memory/", "train_", "mfu")  # metrics that differ between runs
 
 
 def self_checks(record: Record, precision: str) -> None:
-    """The self-checks that open a PPO run, two updates after which all metrics are finite, and a resume from a checkpoint."""
+    """Runs the self-checks that start a PPO run, two updates whose metrics must be finite, and a resume from a checkpoint."""
     shared = models.shared_base(precision=precision, layers=LAYERS)
     trainer = models.trainer(shared, 8, (5, 60), small(32, 12), gradient_checkpointing=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ def self_checks(record: Record, precision: str) -> None:
         expected = trainer.run_update()
         trainer.restore(f"{folder}/state")
         again = trainer.run_update()
-    # Backward sums in any order on a GPU; what comes before it must be the same.
+    # A GPU sums in any order in the backward pass. Values before the first backward must be equal.
     before = [n for n in expected if n.startswith(("objective/", "completions/", "val/num", "val/sampler"))]
     differ = [name for name in before if expected[name] != again[name]]
     what = "an update is repeated from a checkpoint: rollout, scores, KL"
@@ -60,7 +60,7 @@ def self_checks(record: Record, precision: str) -> None:
 
 
 def _saved(shared: SharedBase, role: str, folder: str) -> str:
-    """Saves a role's adapter with its probes, as a stage leaves it. Returns its folder."""
+    """Saves a role's adapter with its probes, like a stage does. Returns its folder."""
     at = f"{folder}/{role}"
     shared.save(role, at)
 
@@ -72,13 +72,13 @@ def _saved(shared: SharedBase, role: str, folder: str) -> str:
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Norm of the difference of two tensors, relative to that of the second."""
+    """Returns the norm of the difference of two tensors, relative to the norm of the second."""
     a, b = a.detach().double().cpu(), b.detach().double().cpu()
     return float((a - b).norm() / b.norm())
 
 
 def cpu_and_gpu(record: Record) -> None:
-    """Log-probs, values and gradients of one micro-batch, in fp32 on the CPU and on the device."""
+    """Compares log-probs, values and gradients of one micro-batch, in fp32 on the CPU and on the device."""
     found = {str(device): _one_minibatch(device) for device in (torch.device("cpu"), DEVICE)}
     if len(found) == 1:  # without a GPU, the CPU is compared with itself
         found["again"] = _one_minibatch(DEVICE)
@@ -107,16 +107,16 @@ def _one_minibatch(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def ranks(record: Record) -> None:
-    """Two workers (gloo, on one device) end two updates with the figures of one worker."""
+    """Checks that two workers (gloo, on one device) give the metrics of one worker after two updates."""
     from torch.multiprocessing import start_processes
 
     with tempfile.TemporaryDirectory() as folder:
         for world in (1, 2):
-            # Forked if nothing has computed yet: that is quick.
+            # fork is quick, but works only if nothing has computed yet
             method = "fork" if SMALL else "spawn"
             start_processes(_rank, (world, folder), nprocs=world, start_method=method)
         one, two = (json.loads(Path(folder, f"{world}.json").read_text()) for world in (1, 2))
-    # A loss is a sum of terms that cancel out: what is smaller than 0.01 is compared with that.
+    # The terms of a loss cancel each other, so a value below 0.01 is compared relative to 0.01.
     off = {name: abs(two[name] - value) / max(abs(value), 0.01) for name, value in one.items()}
     worst = max(off, key=lambda name: off[name])
     limit = 1e-2 if models.CUDA else 1e-4
@@ -125,7 +125,7 @@ def ranks(record: Record) -> None:
 
 
 def _join(rank: int, world: int, folder: str, backend: str) -> None:
-    """Enters the process group that meets in a file of `folder`."""
+    """Joins the process group that meets in a file of `folder`."""
     dist.init_process_group(backend, f"file://{folder}/group-of-{world}", rank=rank, world_size=world)
 
 
@@ -143,7 +143,7 @@ def _rank(rank: int, world: int, folder: str) -> None:
 
 
 def collectives(record: Record) -> None:
-    """The collectives that the pipeline uses, over NCCL in a group of one (a GPU takes one rank); gloo on a CPU."""
+    """Runs the pipeline's collectives over NCCL in a group of one, because a GPU takes one rank, or over gloo on a CPU."""
     backend = "nccl" if models.CUDA else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         _join(0, 1, folder, backend)
@@ -160,7 +160,7 @@ def collectives(record: Record) -> None:
 
 
 def random_state(record: Record) -> None:
-    """The state of the random numbers in a checkpoint is this device's, and that of no other GPU."""
+    """Checks that a checkpoint stores the random state of this GPU, and of no other GPU."""
     torch.rand(5, device=DEVICE)
     with tempfile.TemporaryDirectory() as folder:
         torch.save(rng_state(), f"{folder}/rng.pt")
@@ -175,7 +175,7 @@ def random_state(record: Record) -> None:
 
 
 def fp32_logits(record: Record) -> None:
-    """Logits, log-probs and their gradients are those of fp32 sums; sampler and trainer agree."""
+    """Checks that logits, log-probs and their gradients equal those of fp32 sums, and that sampler and trainer agree."""
     rows, hidden, vocabulary = small(300, 30), small(4096, 256), small(32000, 500)
     a = torch.randn(rows, hidden, device=DEVICE).bfloat16()
     b = torch.randn(vocabulary, hidden, device=DEVICE).bfloat16().t()
@@ -202,14 +202,14 @@ def fp32_logits(record: Record) -> None:
 
 @torch.no_grad()
 def sampler_drift(shared: SharedBase, prompts: list[list[int]], completions: list[Completion]) -> float:
-    """Root mean square difference of the log-probs of completions: the sampler's and the training forward's, in nats."""
+    """Returns the root mean square difference in nats between the sampler's and the training forward's log-probs."""
     episodes = collate(prompts, completions, range(len(prompts)), models.PAD, shared.device)
     again, _ = shared.logprobs("policy", episodes.input_ids, episodes.starts, episodes.mask)
     return float((again - episodes.sampler_logprobs)[episodes.mask].square().mean().sqrt())
 
 
 def nf4_load(record: Record) -> None:
-    """`load_base` quantises on the device, in seconds, and no whole base passes through the CPU."""
+    """Checks that `load_base` quantizes on the device within seconds, and that no full base passes through the CPU."""
     from pipeline.models.base import load_base
 
     models.need("bitsandbytes")
@@ -229,11 +229,11 @@ def nf4_load(record: Record) -> None:
 
 
 def out_of_memory(record: Record) -> None:
-    """An update that does not fit ends in a message with its phase and what to change; afterwards the process goes on."""
+    """Checks that an update that does not fit raises a message with phase and remedy, and that the process can continue."""
     from pipeline.errors import OutOfMemory
     from pipeline.runtime.memory import explained
 
-    # Bytes that this device certainly lacks
+    # more bytes than this device has
     limit = 4 * torch.cuda.get_device_properties(DEVICE).total_memory if models.CUDA else 1 << 50
     trainer = models.trainer(models.shared_base(precision="fp32", layers=LAYERS), 4, (20, 40), 16)
     trainer.run_update()

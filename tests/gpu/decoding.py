@@ -1,4 +1,4 @@
-"""Decoding at 8B: rows at once, the fused adapter, CUDA graphs, and the memory of the cache."""
+"""Experiments on decoding at 8B: rows at once, the fused adapter, CUDA graphs, and the memory of the cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT, STEPS = small(512, 8), small(64, 6)
 
 
 def rows_at_once(record: Record, precision: str) -> None:
-    """Milliseconds of a decoding step and tokens a second, by rows, with prompts of one length and of different ones."""
+    """Measures milliseconds per decoding step and tokens per second by number of rows, for equal and different prompt lengths."""
     shared = models.shared_base(precision=precision, roles=["policy"])
     speed = {}
     for rows in ROWS:
@@ -41,9 +41,9 @@ def rows_at_once(record: Record, precision: str) -> None:
 
 
 def step_seconds(decoder: SlotDecoder, prompts: list[list[int]]) -> tuple[float, float]:
-    """(seconds of the prompts' forward, mean seconds of the decoding steps after it)."""
+    """Returns (seconds of the prompts' forward, mean seconds of the decoding steps after it)."""
     seconds = []
-    for tokens in (4, 1, STEPS + 1):  # the first is to warm up
+    for tokens in (4, 1, STEPS + 1):  # the first is a warmup
         models.synchronize()
         start = time.perf_counter()
         completions = decoder.generate("policy", prompts, range(len(prompts)), Sampling(tokens, ()))
@@ -55,7 +55,7 @@ def step_seconds(decoder: SlotDecoder, prompts: list[list[int]]) -> tuple[float,
 
 
 def cuda_graphs(record: Record, precision: str) -> None:
-    """Decoding with steps replayed as CUDA graphs, and kernel by kernel: as exact, and quicker."""
+    """Compares decoding with CUDA graphs and kernel by kernel: equally exact, and faster."""
     shared = models.shared_base(precision=precision, roles=["policy"])
     for rows in (ROWS[0], ROWS[-1]):
         prompts, seconds = models.prompts(rows, PROMPT, PROMPT), {}
@@ -66,7 +66,7 @@ def cuda_graphs(record: Record, precision: str) -> None:
             how = "graphs" if graphs else "kernel by kernel"
             record.row(rows=rows, steps=how, ms_a_step=1e3 * seconds[graphs], peak_GiB=models.allocated())
         if CUDA:
-            decoder.generate("policy", prompts, range(rows), Sampling(STEPS, ()))  # the tensors are new
+            decoder.generate("policy", prompts, range(rows), Sampling(STEPS, ()))  # new tensors
             works = decoder.graphs is not None and decoder.graphs.works
             record.check(f"{rows} rows: steps can be recorded, twice", "yes" if works else "no", works)
         if MEASURES:
@@ -79,11 +79,11 @@ def cuda_graphs(record: Record, precision: str) -> None:
 
 
 def fused_lora(record: Record, backward: bool) -> None:
-    """The fused LoRA layer beside peft's under autocast: as exact, with fewer kernels, in less time."""
+    """Compares the fused LoRA layer with peft's under autocast: equally exact, with fewer kernels, in less time."""
     shared = models.shared_base(layers=4, roles=["policy"], spread=0.02)
     ids = torch.tensor(models.prompts(4, small(512, 16), small(512, 16)), device=DEVICE)
     parameters, results = shared.parameters_of("policy"), {}
-    # Not the square of the hidden states: behind the last norm that is constant, and its gradient is rounding alone.
+    # The square of the hidden states would be constant after the last norm, and its gradient only rounding errors.
     direction = torch.randn(*ids.shape, shared.hidden_size, device=DEVICE)
 
     def step() -> tuple[torch.Tensor, ...]:
@@ -109,7 +109,7 @@ def fused_lora(record: Record, backward: bool) -> None:
 
 
 def kernels(work: Callable[[], object]) -> int:
-    """Returns how many kernels a call starts; without a GPU, operations."""
+    """Returns the number of kernels that a call starts, or without a GPU the number of operations."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if MEASURES else activity.CPU]) as profile:
         work()
@@ -118,11 +118,11 @@ def kernels(work: Callable[[], object]) -> int:
 
 
 def cache_memory(record: Record) -> None:
-    """A rollout's cache is one allocation a layer: what torch reserves stays near what is used."""
+    """Checks that a rollout's cache is one allocation per layer, so that torch reserves little more than it uses."""
     shared = models.shared_base(layers=4, roles=["policy"])
     rows, tokens = small(64, 4), small(300, 12)
     decoder = SlotDecoder(shared, rows)
-    ends = tuple(range(2, 2 + small(128, 64)))  # rows leave at all times
+    ends = tuple(range(2, 2 + small(128, 64)))  # rows leave at any time
     models.fresh()
     ended = 0
     for seed in range(3):

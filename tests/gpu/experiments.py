@@ -1,4 +1,4 @@
-"""What a machine with one GPU shows of this pipeline, in 25 minutes: is it right, how fast is it, what does it hold?
+"""Checks in 25 minutes on one GPU whether results are right, how fast they come, and how much memory they take.
 
     make gpu                                all experiments, with make's own environment or PYTHON=...
     make gpu ARGS="checks-nf4 decode-bf16"  some of them
@@ -6,10 +6,10 @@
     make gpu PRETEND=1                      the rehearsal on a pretended GPU (tests/gpu/pretend): the code for CUDA runs
     python -m tests.gpu [NAME ...] [--out FOLDER]      from the root of the repository
 
-torch, transformers and peft suffice; bitsandbytes, Ray with TRL and MLflow, and vLLM are used where they are installed.
-Weights are random and nothing is downloaded. Each experiment is a process of its own and ends with checks that hold or do
-not; one that fails does not stop the others. Writes gpu.md and gpu.json into FOLDER (runs/gpu) after each experiment. Exit
-status 1 if one has failed, 2 for an unknown name. docs/gpu.md says what each experiment shows.
+torch, transformers and peft suffice. If installed, bitsandbytes, Ray with TRL and MLflow, and vLLM are used too. Weights are
+random and nothing is downloaded. Each experiment is a separate process that ends with checks; a failed one does not stop the
+others. Results go to gpu.md and gpu.json in FOLDER (runs/gpu) after each experiment. The exit status is 1 if one has failed, 2
+for an unknown name. docs/gpu.md describes each experiment.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from tests.gpu import correct, decoding, models, pretend, training
 from tests.gpu.record import Record, Skipped, markdown
 
 MINUTES = 25
-LIMIT_S = 480  # time of one experiment
+LIMIT_S = 480  # time limit of one experiment
 
 
 def machine(record: Record) -> None:
-    """The speed of a large product of bf16 matrices, against the datasheet."""
+    """Compares the speed of a large product of bf16 matrices with the datasheet."""
     from pipeline.models.gpus import peak_flops
 
     size = models.small(8192, 256)
@@ -61,7 +61,7 @@ def machine(record: Record) -> None:
         record.check(f"half of the datasheet's {sheet:.0f} TFLOP/s", tflops, 2 * tflops >= sheet)
 
 
-EXPERIMENTS: dict[str, Callable[[Record], None]] = {  # first whether it is right, then what is measured
+EXPERIMENTS: dict[str, Callable[[Record], None]] = {  # first the checks of results, then the measurements
     "machine": machine,
     **{f"checks-{name}": partial(correct.self_checks, precision=name) for name in models.PRECISIONS},
     "cpu-and-gpu": correct.cpu_and_gpu,
@@ -129,7 +129,7 @@ def main() -> int:
 
 
 def about() -> dict[str, Any]:
-    """The device, its memory, the versions of what is installed, and the date."""
+    """Returns the device, its memory, the installed versions, and the date."""
     found: dict[str, Any] = {"device": f"CPU rehearsal ({platform.machine()}, {os.cpu_count()} cores)"}
     if models.CUDA:
         properties = torch.cuda.get_device_properties(0)
@@ -146,11 +146,11 @@ def about() -> dict[str, Any]:
 
 
 def run(name: str) -> Record:
-    """The record of one experiment, whatever comes of it."""
-    warnings.simplefilter("ignore", FutureWarning)  # transformers'
-    warnings.filterwarnings("ignore", module="peft")  # a base with several adapters is what is wanted here
+    """Runs one experiment and returns its record, even if it fails."""
+    warnings.simplefilter("ignore", FutureWarning)  # warnings of transformers
+    warnings.filterwarnings("ignore", module="peft")  # peft warns of several adapters on one base
     if models.SMALL:
-        torch.set_num_threads(1)  # tiny products: several threads would only wait for each other
+        torch.set_num_threads(1)  # several threads would only wait for each other on tiny products
     record, start = Record(name), time.perf_counter()
     try:
         torch.manual_seed(0)
@@ -165,13 +165,13 @@ def run(name: str) -> Record:
 
 
 def isolated(seconds: float, work: Callable[..., Any], *args: Any, method: str = "spawn") -> Any:
-    """Returns what `work(*args)` does, in a process of its own: no memory of it, and no fault of CUDA, is left behind.
+    """Returns the result of `work(*args)` from a separate process, which leaves no memory and no CUDA error behind.
 
     Args:
-        method: of multiprocessing. `fork` finds libraries loaded already; after a fork CUDA cannot be used.
+        method: start method of multiprocessing. With `fork` libraries are loaded already, but CUDA cannot be used.
 
     Raises:
-        RuntimeError: if the process dies, or takes longer than some seconds.
+        RuntimeError: if the process dies or exceeds `seconds`.
     """
     context = multiprocessing.get_context(method)
     receive, send = context.Pipe(duplex=False)
@@ -198,7 +198,7 @@ def _send(pipe: Any, work: Callable[..., Any], *args: Any) -> None:
 
 @contextmanager
 def counted_updates(record: Record) -> Iterator[None]:
-    """Adds rows that say how often the host waited for the pretended GPU: in each PPO update, and in the whole experiment."""
+    """Adds rows with the number of times that the host waited for the pretended GPU, per PPO update and in total."""
     run_update, rows = PPOTrainer.run_update, list[dict[str, Any]]()
 
     def counted(trainer: PPOTrainer, *args: Any) -> Any:

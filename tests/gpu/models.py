@@ -1,6 +1,6 @@
-"""Models with random weights in the shapes of Llama 3, a PPO trainer on them, and how time and memory are measured.
+"""Random models in the shapes of Llama 3, a PPO trainer on them, and measurements of time and memory.
 
-SMALL=1 keeps the architecture and makes everything else tiny: the same code then runs on a CPU within seconds. PRETEND=1 is
+SMALL=1 keeps the architecture and makes everything else tiny, so that the code runs on a CPU within seconds. PRETEND=1 is
 SMALL=1 on a pretended GPU (tests/gpu/pretend).
 """
 
@@ -26,14 +26,14 @@ from tests.gpu.record import Skipped
 PRETEND = bool(os.environ.get("PRETEND"))
 SMALL = PRETEND or bool(os.environ.get("SMALL"))
 CUDA = PRETEND or (torch.cuda.is_available() and not SMALL)
-MEASURES = CUDA and not PRETEND  # whether seconds and bytes are those of a GPU
+MEASURES = CUDA and not PRETEND  # whether seconds and bytes come from a real GPU
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 PRECISIONS = ("fp32", "bf16", "nf4")
 GIB = 2**30
-PAD, FIRST = 3, 5  # the ids below FIRST are never in a prompt
+PAD, FIRST = 3, 5  # prompts contain no ids below FIRST
 VOCABULARY = 1024 if SMALL else 128256
 TINY = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
-# Of one layer; the number of layers is of the experiment.
+# Sizes of one layer. Each experiment sets the number of layers.
 LAYER = {
     "8b": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8),
     "70b": dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8),
@@ -50,12 +50,12 @@ ROLES: dict[str, dict[str, Any]] = {
 
 
 def small(full: int, tiny: int) -> int:
-    """A size: `full` on a GPU, `tiny` in the rehearsal."""
+    """Returns the size `full` on a GPU, `tiny` in the rehearsal."""
     return tiny if SMALL else full
 
 
 def config(shape: str = "8b", layers: int | None = None) -> LlamaConfig:
-    """The configuration of a model, of all its layers unless `layers` says how many."""
+    """Returns the configuration of a model, with all its layers or `layers` of them."""
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=VOCABULARY,
@@ -70,7 +70,7 @@ def config(shape: str = "8b", layers: int | None = None) -> LlamaConfig:
 
 
 def base(shape: str = "8b", precision: str = "bf16", layers: int | None = None, device: Any = None) -> Any:
-    """A causal language model with random weights, on the device from the start: no copy passes through the CPU."""
+    """Returns a random causal language model. It is made on the device, so that no copy passes through the CPU."""
     torch.manual_seed(0)
     device, dtype = device or DEVICE, torch.float32 if precision == "fp32" else torch.bfloat16
     made = config(shape, layers)
@@ -80,13 +80,13 @@ def base(shape: str = "8b", precision: str = "bf16", layers: int | None = None, 
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(made, dtype=dtype)
     with torch.no_grad():
-        model.lm_head.weight.mul_(2.5)  # logits with a standard deviation of about 3, as of a trained model
-        model.lm_head.weight[-1].zero_()  # and the end of a completion rare: it is as long as it may be
+        model.lm_head.weight.mul_(2.5)  # gives logits a standard deviation of about 3, as in a trained model
+        model.lm_head.weight[-1].zero_()  # makes EOS rare, so that completions have full length
     return model.eval()
 
 
 def _quantised(made: LlamaConfig, dtype: torch.dtype, device: Any) -> Any:
-    """The model in nf4 as `load_base` makes it, but quantised matrix by matrix from random numbers: 70B fits on one GPU."""
+    """Returns the model in NF4 like `load_base`, but quantizes random matrices one by one, so that 70B fits on one GPU."""
     need("bitsandbytes")
     import bitsandbytes as bnb
     from transformers.integrations import replace_with_bnb_linear
@@ -101,7 +101,7 @@ def _quantised(made: LlamaConfig, dtype: torch.dtype, device: Any) -> Any:
         for name, parameter in module.named_parameters(recurse=False):
             shape = (module.out_features, module.in_features) if quantised else parameter.shape
             new = torch.ones(shape, dtype=dtype, device=device)
-            if len(shape) > 1:  # else a norm's
+            if len(shape) > 1:  # a norm's weight has one dimension
                 new.normal_(std=made.initializer_range)
             if quantised:
                 kind = dict(quant_type="nf4", compress_statistics=True, module=module)
@@ -122,10 +122,10 @@ def shared_base(
     roles: Iterable[str] = ROLES,
     spread: float = 2e-3,
 ) -> SharedBase:
-    """PPO's four roles, or some of them, on one base.
+    """Returns one base with all or some of PPO's four roles.
 
     Args:
-        spread: standard deviation of the adapters' B, which peft makes 0: an adapter that changes nothing would hide faults.
+        spread: standard deviation of the adapters' B. peft's B is 0, and an adapter that changes nothing would hide faults.
     """
     autocast = None if precision == "fp32" else torch.bfloat16
     shared = SharedBase(base(shape, precision, layers, device), autocast=autocast)
@@ -141,7 +141,7 @@ def shared_base(
 
 
 def prompts(count: int, shortest: int, longest: int) -> list[list[int]]:
-    """Token ids of random prompts of lengths between these."""
+    """Returns random prompts as token ids, with lengths between `shortest` and `longest`."""
     draw = torch.Generator().manual_seed(1)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=draw).tolist()
     return [torch.randint(FIRST, VOCABULARY // 2, (n,), generator=draw).tolist() for n in lengths]
@@ -155,12 +155,12 @@ def trainer(
     full_length: bool = False,
     **settings: Any,
 ) -> PPOTrainer:
-    """A PPO trainer with `episodes` completions an update, one epoch of one minibatch unless `settings` say otherwise.
+    """Returns a PPO trainer with `episodes` completions per update, by default for one epoch of one minibatch.
 
     Args:
         prompt: lengths of the shortest and the longest prompt.
-        completion: the most tokens of a completion.
-        full_length: whether completions have as many tokens as they may. Else one token in 256 ends them.
+        completion: maximum tokens of a completion.
+        full_length: whether completions have the maximum length. Otherwise one token in 256 ends them.
     """
     given = dict(
         total_episodes=episodes * 8,
@@ -196,7 +196,7 @@ def synchronize() -> None:
 
 
 def timed(work: Callable[[], object], rounds: int = 3, warm_up: int = 1) -> float:
-    """Mean seconds of a call, after some that do not count."""
+    """Returns the mean seconds of a call, after warmup calls."""
     for _ in range(warm_up):
         work()
     synchronize()
@@ -208,7 +208,7 @@ def timed(work: Callable[[], object], rounds: int = 3, warm_up: int = 1) -> floa
 
 
 def fresh() -> None:
-    """Frees what is unused, and begins a new peak."""
+    """Frees unused memory and resets the peak."""
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
@@ -216,14 +216,14 @@ def fresh() -> None:
 
 
 def allocated() -> float:
-    """Peak of the memory in tensors since `fresh`, in GiB; 0 on a CPU."""
+    """Returns the peak memory of tensors since `fresh` in GiB, or 0 on a CPU."""
     return torch.cuda.max_memory_allocated() / GIB if CUDA else 0.0
 
 
 def occupied() -> float:
-    """Peak of what this process takes of the GPU since `fresh`, in GiB: torch's blocks, and CUDA's context. 0 on a CPU."""
+    """Returns this process's peak GPU memory since `fresh` in GiB (torch's blocks and CUDA's context), or 0 on a CPU."""
     if not CUDA:
         return 0.0
     free, total = torch.cuda.mem_get_info()
-    context = total - free - torch.cuda.memory_reserved()  # nobody else is on this GPU
+    context = total - free - torch.cuda.memory_reserved()  # no other process uses this GPU
     return (context + torch.cuda.max_memory_reserved()) / GIB

@@ -1,4 +1,4 @@
-"""What one experiment found: figures, checks, and whether it passed. Plain data, so that it passes between processes."""
+"""The results of one experiment: metrics, checks and outcome. Plain data, so that processes can exchange it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 class Skipped(Exception):
-    """The experiment does not apply to this machine; the message says why."""
+    """Raised if the experiment does not apply to this machine. The message gives the reason."""
 
 
 @dataclass
 class Check:
-    """A statement that must hold, and the number that was found."""
+    """A condition that must hold, and the measured value."""
 
     what: str
     found: str
@@ -21,12 +21,12 @@ class Check:
 
 @dataclass
 class Record:
-    """The record of an experiment, which fills it in while it runs."""
+    """The record of an experiment, filled in while it runs."""
 
     name: str
-    rows: list[dict[str, Any]] = field(default_factory=list)  # figures; the rows of a table
+    rows: list[dict[str, Any]] = field(default_factory=list)  # metrics, as rows of a table
     checks: list[Check] = field(default_factory=list)
-    skipped: str = ""  # why
+    skipped: str = ""  # reason
     error: str = ""
     seconds: float = 0.0
 
@@ -35,7 +35,7 @@ class Record:
         self.rows.append(figures)
 
     def check(self, what: str, found: Any, holds: Any) -> None:
-        """Adds a check; the experiment goes on either way."""
+        """Adds a check. The experiment continues even if the check fails."""
         self.checks.append(Check(what, show(found), bool(holds)))
 
     @property
@@ -47,7 +47,7 @@ class Record:
 
     @property
     def reason(self) -> str:
-        """Why it was skipped or failed, on one line."""
+        """Returns on one line why the experiment was skipped or failed."""
         if self.skipped or self.error:
             return self.skipped or self.error.strip().splitlines()[-1][:160]
         return "; ".join(f"{check.what} ({check.found})" for check in self.checks if not check.holds)
@@ -60,7 +60,7 @@ class Record:
 
 
 def show(value: Any) -> str:
-    """A figure with four digits, anything else as text."""
+    """Returns a number with four digits, or any other value as text."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
@@ -69,7 +69,7 @@ def show(value: Any) -> str:
 
 
 def markdown(about: dict[str, Any], records: list[Record]) -> str:
-    """The page of a run: the machine, one line for each experiment, then figures and checks of each."""
+    """Returns the page of a run: the machine, a line per experiment, and each experiment's metrics and checks."""
     lines = [f"# {about['device']}", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
     lines += table([one.summary() for one in records])
     for one in records:
@@ -86,7 +86,7 @@ def markdown(about: dict[str, Any], records: list[Record]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """A Markdown table of rows with any keys."""
+    """Returns a Markdown table of rows with any keys."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[show(row.get(key, "")).replace("|", "\\|").replace("\n", " ") for key in keys] for row in rows]
     return [" | ".join(["", *line, ""]).strip() for line in (keys, ["---"] * len(keys), *cells)]

@@ -1,4 +1,4 @@
-"""Commands of the pipeline on pretended GPUs, for tests: in a process of their own, or on Ray."""
+"""Runs commands of the pipeline on pretended GPUs for tests, in separate processes or on Ray."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from unittest import mock
 
 # isort: off
-from tests.gpu.pretend import branches  # before the modules of pipeline/, whose statements it notes
+from tests.gpu.pretend import branches  # must precede the modules of pipeline/, whose statements it records
 # isort: on
 
 import pytest
@@ -33,7 +33,7 @@ from tests.gpu.pretend.command import machine, run
 
 
 def run_cut(arguments: list[str], step: int) -> dict[str, Any]:
-    """Runs a command that fails once it has saved a checkpoint of this step, and then again."""
+    """Runs a command that fails after it saves the checkpoint of this step, and runs it again."""
     with pytest.MonkeyPatch.context() as patch:
         resumed.interrupted(patch, arguments[0], step)
         assert run(arguments)["status"] == 1
@@ -41,10 +41,10 @@ def run_cut(arguments: list[str], step: int) -> dict[str, Any]:
 
 
 def quietly(notes: str, gpus: int, work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Returns what `work(*args)` returns on a machine with GPUs, and what it `said`.
+    """Returns the result of `work(*args)` on a machine with GPUs, with its output as `said`.
 
     Args:
-        notes: file of the statements that ran (branches.FILE).
+        notes: file for the statements that ran (branches.FILE).
     """
     os.environ[branches.FILE] = notes
     said = io.StringIO()
@@ -67,7 +67,7 @@ def served_answer(storage: Path, *keys: str) -> dict[str, Any]:
 
 
 def asked_of_vllm(verb: str, keys: list[str], free: int) -> dict[str, Any]:
-    """Returns what the trainer of ppo or a replica of serve asks of vLLM, which a stand-in is, with `free` GiB of a GPU's 80."""
+    """Returns the options that ppo's trainer or a replica of serve passes to a fake vLLM, with `free` of a GPU's 80 GiB free."""
     asked: dict[str, Any] = {}
 
     def started(*_: Any, **options: Any) -> Any:
@@ -97,8 +97,8 @@ def asked_of_vllm(verb: str, keys: list[str], free: int) -> dict[str, Any]:
 
 @contextmanager
 def ray() -> Iterator[None]:
-    """Starts an embedded Ray, whose workers pretend, too."""
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray would find no GPU in it
+    """Starts an embedded Ray, whose workers also pretend."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # an empty value would hide the GPU from Ray
     for wait in ("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"):
         os.environ[wait] = "300"  # each process imports torch
     hook = {"worker_process_setup_hook": f"{worker.__name__}.begin"}

@@ -1,4 +1,4 @@
-"""The pretended GPU raises what CUDA raises; on it the code for CUDA runs, and ten faults that a CPU hides are found."""
+"""Tests that a pretended GPU raises CUDA's errors, runs the code for CUDA, and finds ten faults that a CPU hides."""
 
 import dataclasses
 import gc
@@ -14,7 +14,7 @@ import pytest
 import toy_ppo as toy
 from running import ROOT
 
-os.environ["PRETEND"] = "1"  # the sizes and the device of tests.gpu are chosen when it is imported
+os.environ["PRETEND"] = "1"  # tests.gpu chooses its sizes and device at import
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -43,7 +43,7 @@ def gpus():
 
 
 def _recorded(work):
-    """Calls `work` while a graph is recorded."""
+    """Calls `work` while a graph is captured."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         graph.capture_begin()
@@ -101,7 +101,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("what", ERRORS)
-def test_it_raises_what_cuda_raises(what):
+def test_it_raises_cudas_errors(what):
     work, error = ERRORS[what]
     with pytest.raises((RuntimeError, TypeError), match=error):
         work()
@@ -125,7 +125,7 @@ def test_modules_move_and_keep_their_parameters():
     assert layer(torch.ones(1, 3)).shape == (1, 2)
 
 
-def test_autocast_casts_what_it_casts_on_cuda():
+def test_autocast_casts_the_same_operations_as_on_cuda():
     layer, x = nn.Linear(3, 2, device=GPU), _on_gpu()
     with torch.autocast("cuda", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16 and layer(x).softmax(-1).dtype == torch.float32
@@ -134,8 +134,8 @@ def test_autocast_casts_what_it_casts_on_cuda():
     assert layer.weight.grad.dtype == torch.float32
 
 
-def test_a_block_of_a_device_holds_for_new_tensors():
-    """transformers asks so whether it may initialize a model's weights now."""
+def test_a_device_block_applies_to_new_tensors():
+    """transformers uses such a block to decide whether to initialize a model's weights now."""
     with torch.device(GPU):
         assert torch.tensor([1]).device == torch.zeros(1).device == GPU
     with torch.device("meta"):
@@ -149,7 +149,7 @@ def test_a_derivative_makes_zeros_on_the_gpu():
     assert x.grad.tolist() == [[2.0] * 3, [0.0] * 3]
 
 
-def test_files_keep_the_device_unless_they_are_told_another():
+def test_files_keep_the_device_unless_another_is_given():
     file = io.BytesIO()
     torch.save({"gpu": torch.ones(2, device="cuda:1"), "cpu": torch.ones(2)}, file)
     for where, found in ((None, ["cuda:1", "cpu"]), ("cpu", ["cpu", "cpu"]), (GPU, ["cuda:0", "cuda:0"])):
@@ -163,7 +163,7 @@ def test_each_gpu_has_its_own_random_numbers():
     state = torch.cuda.get_rng_state()
     first, of_cpu = torch.rand(3, device=GPU), torch.rand(3)
     others = torch.rand(3, device="cuda:1")
-    assert torch.equal(others, first.to("cuda:1"))  # one seed, and as many numbers drawn
+    assert torch.equal(others, first.to("cuda:1"))  # the same seed and the same number of draws
     torch.cuda.set_rng_state(state)
     assert torch.equal(torch.rand(3, device=GPU), first)
     torch.manual_seed(0)
@@ -172,7 +172,7 @@ def test_each_gpu_has_its_own_random_numbers():
     assert generator.device == GPU and torch.rand(2, device=GPU, generator=generator).device == GPU
 
 
-def test_memory_is_that_of_live_storages():
+def test_memory_counts_live_storages():
     before, mib = torch.cuda.memory_allocated(), 2**20
     x = torch.zeros(mib, device=GPU)
     part = x[5:]
@@ -187,7 +187,7 @@ def test_memory_is_that_of_live_storages():
     assert torch.cuda.memory_reserved() == torch.cuda.max_memory_allocated() == before
 
 
-def test_it_counts_what_the_host_waits_for():
+def test_it_counts_operations_that_make_the_host_wait():
     x = _on_gpu()
     pretend.host_reads.clear()
     pinned = torch.ones(3).pin_memory()
@@ -199,7 +199,7 @@ def test_it_counts_what_the_host_waits_for():
     }
 
 
-def test_a_replay_computes_with_what_the_tensors_hold_then():
+def test_a_replay_uses_the_current_values_of_its_tensors():
     x, total = torch.ones(3, device=GPU), torch.zeros(3, device=GPU)
     results = []
 
@@ -208,7 +208,7 @@ def test_a_replay_computes_with_what_the_tensors_hold_then():
         total.add_(x)
 
     graph = _recorded(work)
-    assert results[0].isnan().all() and not total.any()  # recording computes nothing
+    assert results[0].isnan().all() and not total.any()  # capture computes nothing
     x.fill_(2.0)
     graph.replay()
     graph.replay()
@@ -216,7 +216,7 @@ def test_a_replay_computes_with_what_the_tensors_hold_then():
 
 
 def _rank(rank, folder, same_gpu):
-    """What one of two ranks of NCCL does; its GPU is its rank, unless all take the first."""
+    """Runs as one of two NCCL ranks. Its GPU is its rank, or the first GPU with `same_gpu`."""
     torch.cuda.set_device(0 if same_gpu else rank)
     dist.init_process_group("nccl", f"file://{folder}/group", rank=rank, world_size=2)
     x, parts = torch.full((3,), rank + 1.0, device="cuda"), [None, None]
@@ -245,7 +245,7 @@ def test_two_ranks_of_nccl(same_gpu, tmp_path):
 
 
 def tiny(**settings):
-    """A PPO trainer with four roles on the pretended GPU."""
+    """Returns a PPO trainer with four roles on the pretended GPU."""
     settings = {"total_episodes": 16, "batch_size": 4, "num_ppo_epochs": 1, "num_mini_batches": 1, **settings}
     shared = toy.shared_base(critic=settings.pop("critic", True)).to(GPU)
     return toy.trainer(shared, **settings)
@@ -260,7 +260,7 @@ def test_every_generate_replays_its_steps():
     assert min(replays) >= 8
 
 
-def test_a_recorded_step_is_the_step():
+def test_a_captured_step_equals_the_step():
     shared, prompts = toy.shared_base(spread=0.1).to(GPU), [[5, 6, 7, 8], [9, 4]]
     replayed, run = (
         SlotDecoder(shared, graphs=graphs).generate("policy", prompts, range(2), Sampling(12, (), seed=3))
@@ -270,8 +270,8 @@ def test_a_recorded_step_is_the_step():
         assert one.tokens == other.tokens and one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-def test_updates_leave_no_memory_behind():
-    """Without Python's garbage collector, which does not know how full a GPU is."""
+def test_updates_leave_no_memory_allocated():
+    """Python's garbage collector is off, because it does not know how full a GPU is."""
     trainer, allocated = tiny(), []
     trainer.run_update()
     gc.collect()
@@ -362,7 +362,7 @@ def optimizer_state_on_the_cpu(trainer, monkeypatch):
 
 
 def nothing(trainer, monkeypatch):
-    """No fault: the error or message is of the fault, not of the test."""
+    """Plants no fault, to show that errors and messages come from faults and not from the test."""
 
 
 FAULTS = {
@@ -382,7 +382,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_a_fault_is_found(plant, monkeypatch, capsys):
-    """Each of these is right on a CPU, or is not noticed there."""
+    """On a CPU, each of these faults is correct or not noticed."""
     trainer, said = tiny(), ""
     try:
         said = plant(trainer, monkeypatch) or ""
@@ -397,7 +397,7 @@ def test_a_fault_is_found(plant, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_every_experiment_runs_as_on_a_gpu(tmp_path):
+def test_every_experiment_runs_like_on_a_gpu(tmp_path):
     done = subprocess.run(
         ["make", "gpu", "PRETEND=1", f"PYTHON={sys.executable}", f"ARGS=--out {tmp_path}"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""`SMALL=1 make gpu` runs every experiment on a CPU; a check that does not hold is exit status 1 and does not stop the rest."""
+"""Tests `SMALL=1 make gpu`, which runs every experiment on a CPU. A failed check gives exit status 1, but stops nothing."""
 
 import json
 import os
@@ -24,8 +24,8 @@ def test_every_experiment_passes_on_a_cpu(tmp_path):
     assert "| ppo-70b-nf4 | passed |" in (tmp_path / "gpu.md").read_text()
 
 
-def test_without_a_gpu_it_says_what_to_do(monkeypatch, capsys):
-    from tests.gpu import experiments, models  # here: its sizes are chosen when it is imported
+def test_without_a_gpu_the_message_says_what_to_do(monkeypatch, capsys):
+    from tests.gpu import experiments, models  # imported here, because the import chooses the sizes
 
     monkeypatch.setattr("sys.argv", ["tests.gpu"])
     for name in ("CUDA", "SMALL"):

@@ -1,4 +1,4 @@
-"""Every command runs on a pretended GPU, and together they execute all code for CUDA."""
+"""Tests that every command runs on a pretended GPU, and that together they execute all code for CUDA."""
 
 import json
 import multiprocessing
@@ -16,7 +16,7 @@ from running import ROOT
 from served import POLICIES, REWARDS
 from toy_models import registered
 
-os.environ["PRETEND"] = "1"  # the sizes and the device of tests.gpu are chosen when it is imported
+os.environ["PRETEND"] = "1"  # tests.gpu chooses its sizes and device at import
 from tests.gpu import runs as working
 from tests.gpu.experiments import isolated
 from tests.gpu.pretend import branches, command, worker
@@ -31,7 +31,7 @@ TRL = [
 GPU, BF16, CHECKPOINTING = "scaling.use_gpu=true", "trainer.bf16=true", "trainer.gradient_checkpointing=true"
 NF4 = "model.load_in_4bit=true"
 SHORT = "trainer.response_length=12"
-BASE_BYTES = 1_400_000  # of the demo's base
+BASE_BYTES = 1_400_000  # bytes of the demo's base
 PPO = [
     POLICY, REWARD, "trainer.total_episodes=8", "trainer.batch_size=4", "trainer.response_length=12", "trainer.save_steps=1",
     "trainer.kl_coef=0", "run.report=false",
@@ -54,13 +54,13 @@ RUNS = {  # name: (subcommand, its keys besides GPU)
 }
 QUICK = {"ppo"}
 REPLAYED = {"ppo", "ppo-adapter-bf16", "ppo-grpo", "evaluate", "generate", "collect", "export"}
-ROWS = {"train": 16, "eval": 4, "pairs": 4}  # what is read of each file
-# subcommand, free GiB of a GPU's 80, and the share that vLLM gets
+ROWS = {"train": 16, "eval": 4, "pairs": 4}  # number of rows read from each file
+# subcommand, free GiB of a GPU's 80, and vLLM's share
 VLLM = [("ppo", 40, 0.04), ("ppo", 2, 0.02), ("serve", 40, 0.4)]
 
 
 def few_rows(verb, storage):
-    """Returns the keys with which a demo job reads only the first rows of its files."""
+    """Returns the keys that limit a demo job to the first rows of its files."""
     data, keys = yaml.safe_load((ROOT / f"jobs/demo/{verb}.yaml").read_text()).get("data", {}), []
     for key in sorted({*data} & {*ROWS}):
         if data[key]:
@@ -71,7 +71,7 @@ def few_rows(verb, storage):
 
 
 class Runs:
-    """Runs each command once, in a process that has no Ray and has not been told of other devices."""
+    """Runs each command once, in a process that never used Ray or other devices."""
 
     def __init__(self, storage):
         self.storage, self.statements = storage, storage / "statements"
@@ -147,7 +147,7 @@ def test_a_command_runs_on_a_gpu(name, runs):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_cut_resumes_to_the_same_adapter(runs):
+def test_an_interrupted_run_resumes_to_the_same_adapter(runs):
     whole, cut = (
         Path(run["result"]["adapter"], "adapter_model.safetensors").read_bytes()
         for run in (runs.table("ppo"), runs.cut())
@@ -156,13 +156,13 @@ def test_a_run_that_was_cut_resumes_to_the_same_adapter(runs):
 
 
 @pytest.mark.slow
-def test_two_workers_of_nccl_train(runs):
+def test_two_nccl_workers_train(runs):
     found = runs.of_two()
     assert found["status"] == 0 and found["result"]["peak_memory_bytes"] > BASE_BYTES
 
 
 @pytest.mark.slow
-def test_a_rollout_worker_on_its_own_gpu_changes_no_bit(runs):
+def test_a_rollout_worker_on_its_own_gpu_gives_bit_identical_results(runs):
     found = runs.with_rollout_worker()
     assert found["status"] == 0 and found["result"]["metrics"]["rollout/bytes"] > 0
     assert_equal(runs.storage, runs.table("ppo")["result"], found["result"])
@@ -170,7 +170,7 @@ def test_a_rollout_worker_on_its_own_gpu_changes_no_bit(runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("verb", "free", "share"), VLLM)
-def test_vllm_takes_no_memory_that_is_taken(verb, free, share, runs):
+def test_vllm_takes_only_free_memory(verb, free, share, runs):
     assert runs.of_vllm(verb, free) == {"gpu_memory_utilization": share, "gpus": "3", "said": mock.ANY}
 
 
@@ -186,11 +186,11 @@ def test_a_job_for_the_cpu_runs_next_to_a_gpu(name, runs):
     keys = [one for one in RUNS[name][1] if "use_cpu" not in one]
     found = runs.of(f"{name}-cpu", name, *keys)
     assert found["status"] == 0
-    assert found["result"]["peak_memory_bytes"] > 100e6  # the process's, not the GPU's
+    assert found["result"]["peak_memory_bytes"] > 100e6  # memory of the process, not of the GPU
 
 
 @pytest.mark.slow
-def test_the_command_of_the_documents_runs(tmp_path):
+def test_the_command_of_the_pages_runs(tmp_path):
     lines = (ROOT / "docs/gpu.md").read_text().splitlines()
     [line] = [line for line in lines if line.startswith("python -m tests.gpu.pretend ")]
     words = [sys.executable, *line.split()[1:], "trainer.max_steps=1", f"run.storage_path={tmp_path}"]

@@ -1,4 +1,4 @@
-"""Time and memory of training steps at 8B and 70B, with rows of full length, against what `plan` says of the same job."""
+"""Experiments on time and memory of training steps at 8B and 70B with full-length rows, compared with `plan`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.gpu import models
 from tests.gpu.models import CUDA, DEVICE, MEASURES, PRETEND, small
 from tests.gpu.record import Record, Skipped
 
-TOLERANCE = 0.15  # of a peak: measured against planned
-# Of PPO at 8B in bf16 on an H200, with the lengths of jobs/llama3-8b
+TOLERANCE = 0.15  # relative difference of measured and planned peak
+# PPO at 8B in bf16 on an H200, with the lengths of jobs/llama3-8b
 SAMPLES_A_SECOND = 1.0
 PHASES = ("rollout", "score", "values", "update")
 
 
 def planned_peak(stage: str, shape: str, precision: str, length: int, trainer: dict[str, Any]) -> float:
-    """GiB that `plan` expects a worker of such a job to take."""
+    """Returns the GiB that `plan` expects for a worker of such a job."""
     with tempfile.TemporaryDirectory() as folder:
         models.config(shape).save_pretrained(folder)
         inputs = {"policy": folder, "reward": folder} if stage == "ppo" else {}
@@ -45,7 +45,7 @@ def planned_peak(stage: str, shape: str, precision: str, length: int, trainer: d
 
 
 def compare(record: Record, planned: float, above_only: bool = False) -> None:
-    """Checks the peak since `models.fresh` against the plan's; on a CPU the plan alone is computed."""
+    """Compares the peak since `models.fresh` with the plan's. On a CPU, only computes the plan."""
     measured = models.occupied()
     record.row(planned_GiB=planned, measured_GiB=measured)
     if not CUDA:
@@ -53,7 +53,7 @@ def compare(record: Record, planned: float, above_only: bool = False) -> None:
             "the plan of this step has a peak; peaks are compared on a GPU only", planned, planned > 0
         )
         return
-    if PRETEND:  # a plan of tiny models is all context and workspaces, which are pretended
+    if PRETEND:  # the plan of a tiny model is only context and workspaces, which are pretended
         record.check("the peak is below the planned one", measured, measured < planned)
         return
     off = measured / planned - 1
@@ -63,7 +63,7 @@ def compare(record: Record, planned: float, above_only: bool = False) -> None:
 
 
 def ppo(record: Record, precision: str) -> None:
-    """One PPO update at 8B: a worker's share of jobs/llama3-8b, 128 completions of 512 tokens to prompts of 512."""
+    """Runs a worker's PPO update of jobs/llama3-8b at 8B: 128 completions of 512 tokens for prompts of 512 tokens."""
     settings = dict(num_ppo_epochs=2, local_rollout_forward_batch_size=small(128, 4))
     _ppo(record, "8b", precision, small(128, 4), small(512, 12), small(512, 8), **settings)
     samples = record.rows[0]["completions_s"]
@@ -73,7 +73,7 @@ def ppo(record: Record, precision: str) -> None:
 
 
 def ppo_70b(record: Record) -> None:
-    """PPO with four roles on a 70B base in nf4, on one GPU: does it fit, and what does an update take?"""
+    """Measures memory and time of a PPO update with four roles on a 70B base in NF4, on one GPU."""
     if CUDA and torch.cuda.get_device_properties(0).total_memory < 75 * models.GIB:
         raise Skipped("needs a GPU of 80 GB or more")
     _ppo(record, "70b", "nf4", small(16, 4), small(300, 12), small(96, 8), per_device_train_batch_size=1)
@@ -82,7 +82,7 @@ def ppo_70b(record: Record) -> None:
 def _ppo(
     record: Record, shape: str, precision: str, episodes: int, prompt: int, completion: int, **settings: Any
 ) -> None:
-    """Makes one update with rows of full length; its phases are rows, its peak is compared with the plan's."""
+    """Runs one update with full-length rows. Records its phases as rows, and compares its peak with the plan's."""
     settings |= {"full_length": True, "gradient_checkpointing": True}
     start = time.perf_counter()
     shared = models.shared_base(shape, precision)
@@ -103,7 +103,7 @@ def _ppo(
 
 
 def reward_model(record: Record, precision: str) -> None:
-    """A step of a reward model at 8B: four pairs of 512 tokens. By transformers and peft, as TRL's trainer has it."""
+    """Runs a reward model's step at 8B on four pairs of 512 tokens, with transformers and peft, like TRL's trainer."""
     pairs, length = small(4, 2), small(512, 12)
 
     def loss(model: Any, ids: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def reward_model(record: Record, precision: str) -> None:
 
 
 def supervised(record: Record, precision: str) -> None:
-    """A step of supervised fine-tuning at 8B: two rows of 1024 tokens. By transformers and peft; TRL's loss needs more."""
+    """Runs an SFT step at 8B on two rows of 1024 tokens, with transformers and peft. TRL's loss needs more memory."""
 
     def loss(model: Any, ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -134,7 +134,7 @@ def _step(
     sides: int = 1,
     further: Sequence[Any] = (),
 ) -> None:
-    """Makes steps of AdamW on one batch of `sides` sequences to a row: the loss falls, and the peak is the plan's."""
+    """Runs AdamW steps on one batch with `sides` sequences per row. Checks that the loss falls and the peak equals the plan's."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(models.base(precision=precision), LoraConfig(task_type="CAUSAL_LM", **models.LORA))
@@ -143,7 +143,7 @@ def _step(
     model.train()
     learning = [p for p in model.parameters() if p.requires_grad]
     for parameter in learning:
-        parameter.data = parameter.data.float()  # as the pipeline's stages do
+        parameter.data = parameter.data.float()  # the pipeline's stages do the same
     optimizer = torch.optim.AdamW([*learning, *further], lr=1e-3)
     ids = torch.tensor(models.prompts(sides * rows, length, length), device=DEVICE)
     losses: list[float] = []
@@ -162,12 +162,12 @@ def _step(
     found = f"{losses[0]:.3f} to {losses[-1]:.3f}"
     record.check("the loss falls on a batch that is seen four times", found, losses[-1] < losses[0])
     trainer = dict(per_device_train_batch_size=rows, gradient_checkpointing=True, bf16=True)
-    # TRL's losses of sft keep more of the logits than this one.
+    # TRL's SFT loss keeps more of the logits than this loss.
     compare(record, planned_peak(stage, "8b", precision, length, trainer), above_only=stage == "sft")
 
 
 def installed_pipeline(record: Record) -> None:
-    """Where Ray, TRL and MLflow are installed: the demo's sft on this device, by the command line."""
+    """Runs the demo's sft by command line on this device, if Ray, TRL and MLflow are installed."""
     if not MEASURES:
         raise Skipped("on a CPU this is `make sft`, which has tests of its own")
     models.need("ray", "trl", "mlflow")
@@ -181,7 +181,7 @@ def installed_pipeline(record: Record) -> None:
 
 
 def installed_vllm(record: Record) -> None:
-    """Where vLLM and pytest are installed: the tests of its engine, on this device."""
+    """Runs the tests of the vLLM engine on this device, if vLLM and pytest are installed."""
     models.need("vllm", "pytest")
     _succeeds(record, "its tests pass", "pytest", "-rs", "tests/inference/test_vllm.py")
 

@@ -1,4 +1,4 @@
-"""Decoding: what a completion depends on and where it ends, whatever other rows are in the batch."""
+"""Tests when a completion ends, and that it does not depend on the other rows of its batch."""
 
 import gc
 import random
@@ -20,7 +20,7 @@ PROMPTS = [row["input_ids"] for row in toy.prompts(12)]
 
 
 def with_convolutions():
-    """A model in which half of the layers keep no keys and values, but the state of a convolution."""
+    """Returns a model in which half of the layers keep the state of a convolution instead of keys and values."""
     config = transformers.Lfm2Config(
         vocab_size=toy.VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, layer_types=["conv", "full_attention"], initializer_range=0.2, pad_token_id=0,
@@ -36,7 +36,7 @@ def base(kind="llama", critic=False):
 
 
 def alone(shared, row):
-    """The row's tokens and their log-probs, one forward of all tokens without a cache for each: the definition."""
+    """Returns a row's tokens and log-probs by definition: one forward of all tokens, without a cache, for each token."""
     noise = uniforms(row)
     tokens, logprobs, how = [], [], row.sampling
     with torch.no_grad(), shared.use(row.role):
@@ -61,8 +61,8 @@ def completions(shared, prompts, sampling, decoder=None, numbers=None):
 
 
 @pytest.mark.parametrize("kind", [*toy.KINDS, "convolutions"])
-def test_rows_are_what_they_are_alone_whoever_joins_and_leaves(kind):
-    """Rows of several roles and temperatures join at random; some share prompts, some are cancelled."""
+def test_a_row_is_decoded_as_if_alone_while_others_join_and_leave(kind):
+    """Rows of several roles and temperatures join at random. Some share prompts, and some are canceled."""
     shared, dice = base(kind, critic=kind != "convolutions"), random.Random(3)
     roles = (None, "policy") if kind == "convolutions" else (None, "policy", "reference")
     rows = []
@@ -93,14 +93,14 @@ def test_rows_are_what_they_are_alone_whoever_joins_and_leaves(kind):
 
 
 @pytest.mark.parametrize("kind", [*toy.KINDS, "convolutions"])
-def test_a_completion_depends_on_seed_number_and_prompt_alone(kind):
+def test_a_completion_depends_only_on_seed_number_and_prompt(kind):
     shared, sampling = base(kind), Sampling(12, ENDS, seed=7)
     together = completions(shared, PROMPTS, sampling)
     assert 1 < len({len(one.tokens) for one in together}), "no row left the batch early"
     order = [3, 0, 11, 7, 5]
     apart = completions(shared, [PROMPTS[i] for i in order], sampling, SlotDecoder(shared, 2), order)
     assert [together[i].tokens for i in order] == [one.tokens for one in apart]
-    for look in (3, 100):  # steps after which rows that ended leave
+    for look in (3, 100):  # finished rows leave after this many steps
         later = completions(shared, PROMPTS, sampling, SlotDecoder(shared, look=look))
         assert [one.tokens for one in later] == [one.tokens for one in together]
     other = completions(shared, PROMPTS, Sampling(12, ENDS, seed=8))
@@ -109,7 +109,7 @@ def test_a_completion_depends_on_seed_number_and_prompt_alone(kind):
     assert len({tuple(one.tokens) for one in same_prompt}) > 1
 
 
-def test_a_batch_has_the_same_bits_whatever_was_decoded_before():
+def test_a_batch_is_bit_identical_after_other_batches():
     shared, sampling = base(), Sampling(12, ENDS, seed=7)
     decoder = SlotDecoder(shared)
     first = completions(shared, PROMPTS[:7], sampling, decoder)
@@ -151,7 +151,7 @@ def test_alternatives_come_with_the_models_log_probs():
 
 
 def seen_by(shared, monkeypatch):
-    """A list that fills with the inputs of each forward of the body."""
+    """Returns a list that receives the inputs of each forward of the body."""
     seen, body = [], shared.body
 
     def noted(**inputs):
@@ -165,7 +165,7 @@ def seen_by(shared, monkeypatch):
 def test_rows_join_while_the_cache_stays_within_its_positions():
     decoder = SlotDecoder(base(), 8, max_positions=4 * 64)
     rows = [Row([5 + i] * (3 + i), i, Sampling(20, ())) for i in range(20)]
-    rows.append(Row([9] * 90, 20, Sampling(400, ())))  # more than the cache may have: alone, it is written
+    rows.append(Row([9] * 90, 20, Sampling(400, ())))  # too large for a shared cache: runs alone
     waiting, largest = list(rows), 0
     while waiting or decoder.rows:
         joining: list[Row] = []
@@ -180,7 +180,7 @@ def test_rows_join_while_the_cache_stays_within_its_positions():
 
 
 def test_the_cache_is_freed_with_its_last_row(monkeypatch):
-    """At once, not when Python next looks for cycles: on a GPU it may take half of the memory."""
+    """The cache must go at once, not at the next garbage collection: it may take half of a GPU's memory."""
     decoder, caches, of_rows = SlotDecoder(base()), [], decoders.SlotCache
 
     def made(*args):
@@ -202,7 +202,7 @@ def test_a_prompt_goes_through_the_model_once_for_all_its_completions(kind, monk
     shared = base(kind)
     prompts = [prompt for prompt in PROMPTS[:5] for _ in range(4)]
     prompts.append(prompts[0])
-    if kind == "convolutions":  # rows of one length are decoded together
+    if kind == "convolutions":  # rows of equal length are decoded together
         prompts = [prompt for prompt in prompts if len(prompt) == len(prompts[0])]
     sampling = Sampling(12, ENDS, min_new_tokens=1, seed=7)
     alone = completions(shared, prompts, sampling, SlotDecoder(shared, 1))
@@ -231,7 +231,7 @@ def test_prompts_go_through_the_model_in_parts_of_similar_width(kind, monkeypatc
 
 
 def test_rows_of_one_length_need_no_mask(monkeypatch):
-    """As bases need it whose attention takes no mask that is added to its scores."""
+    """Some attention implementations cannot add a mask to their scores, so they need this."""
     shared = base()
     expected = completions(shared, PROMPTS, Sampling(8, ENDS, seed=7))
     monkeypatch.setattr(shared.base.config, "alibi", True, raising=False)

@@ -1,4 +1,4 @@
-"""Steps of one shape that are replayed: the completions are those of steps that run kernel by kernel."""
+"""Tests that replayed decoding steps give the same completions as steps that run kernel by kernel."""
 
 import weakref
 from unittest.mock import MagicMock
@@ -28,10 +28,10 @@ def tokens(completions):
 
 
 class Replayed(graphs.Steps):
-    """What a CUDA graph does, without one: a replay runs the step and leaves its result where the recording's was."""
+    """Acts like a CUDA graph: a replay runs the step and writes its result where the recorded step wrote it."""
 
     recorded = replays = 0
-    wrong = 0.0  # added to what a replay writes
+    wrong = 0.0  # error that a replay adds to its result
 
     def _capture(self, step):
         output = torch.full((1, 1), float("nan"))
@@ -47,7 +47,7 @@ class Replayed(graphs.Steps):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt2"])
 @pytest.mark.parametrize("rows", [slice(None), slice(0, None, 5)], ids=["padded", "of one length"])
-def test_replayed_steps_sample_what_other_steps_sample(kind, rows):
+def test_replayed_steps_sample_the_same_tokens(kind, rows):
     plain = written(made(kind), rows)
     assert len({len(one.tokens) for one in plain}) > 1 or kind in ("gemma2", "gpt2"), "no row left the batch"
     for look in (1, 4, 9, 100):
@@ -60,7 +60,7 @@ def test_replayed_steps_sample_what_other_steps_sample(kind, rows):
             assert steps.recorded and steps.replays >= graphs.FEWEST_REPLAYS * steps.recorded
 
 
-def test_a_replay_that_gives_other_states_is_noticed_at_once(capsys):
+def test_a_replay_with_wrong_states_is_noticed_at_once(capsys):
     one = made(look=9, steps=Replayed)
     one.graphs.wrong = 1.0
     assert tokens(written(one)) == tokens(written(made(look=9)))
@@ -68,7 +68,7 @@ def test_a_replay_that_gives_other_states_is_noticed_at_once(capsys):
     assert "without CUDA graphs: a replayed step gives other hidden states" in capsys.readouterr().out
 
 
-def test_a_step_that_cannot_be_recorded_runs_as_before(monkeypatch, capsys):
+def test_a_step_that_cannot_be_captured_runs_without_a_graph(monkeypatch, capsys):
     for name in ("CUDAGraph", "Stream", "current_stream", "graph_pool_handle", "stream"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     torch.cuda.CUDAGraph().capture_begin.side_effect = RuntimeError("operation not permitted\nCUDA error")
@@ -79,8 +79,8 @@ def test_a_step_that_cannot_be_recorded_runs_as_before(monkeypatch, capsys):
     assert "(RuntimeError: operation not permitted CUDA error)" in said
 
 
-def test_a_pool_is_never_without_a_graph(monkeypatch):
-    """torch (2.13) records nothing into a pool that has been used and that no graph uses any more."""
+def test_a_pool_always_keeps_a_graph(monkeypatch):
+    """torch 2.13 captures nothing into a used pool after its last graph is gone."""
     used = weakref.WeakSet()
 
     class Graph:
@@ -105,4 +105,4 @@ def test_a_pool_is_never_without_a_graph(monkeypatch):
         assert steps.replay is not None
         steps.forget()
         assert steps.replay is None
-    assert steps.works and len(used) == 1  # older graphs are gone
+    assert steps.works and len(used) == 1  # the older graphs are freed

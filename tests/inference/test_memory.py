@@ -1,4 +1,4 @@
-"""Rows decoded at the same time follow from the free memory, and a resumed run keeps their number; vLLM's share of a GPU."""
+"""Tests how many rows decode at once in the free memory, that a resumed run keeps this number, and vLLM's GPU share."""
 
 import json
 import math
@@ -14,13 +14,13 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "gemma"])
-def test_the_bytes_of_a_token_are_those_of_the_real_cache(kind):
+def test_the_bytes_per_token_equal_those_of_the_real_cache(kind):
     shared = toy.shared_base(kind, critic=False)
     real = toy.cache_bytes(shared, rows=2, tokens=5)
     assert memory.kv_bytes(shared.base.config, 4) * 10 == real
 
 
-def test_rows_are_as_many_as_half_of_the_free_memory_holds(monkeypatch):
+def test_rows_fill_half_of_the_free_memory(monkeypatch):
     shared = toy.shared_base(critic=False)
     row = memory.kv_bytes(shared.base.config, 4) * 100 + 20 * toy.VOCAB
     for free, rows in ((20 * row, 10), (21 * row, 10), (1e12, 64), (math.inf, 64), (0.0, 1)):
@@ -28,7 +28,7 @@ def test_rows_are_as_many_as_half_of_the_free_memory_holds(monkeypatch):
         assert memory.decoding_rows(shared, 64, 100)[0] == rows
 
 
-def test_the_limit_of_a_container_counts_and_its_cached_files_do_not(tmp_path, monkeypatch):
+def test_a_containers_memory_limit_counts_and_cached_files_do_not(tmp_path, monkeypatch):
     def free_of_node(folder=tmp_path, **files):
         folder.mkdir(exist_ok=True)
         for name, text in files.items():
@@ -44,11 +44,11 @@ def test_the_limit_of_a_container_counts_and_its_cached_files_do_not(tmp_path, m
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert memory.free_bytes(torch.device("cpu")) == 2.5 * MIB
     files = dict(memory_limit_in_bytes=str(4 * MIB), memory_usage_in_bytes=str(3 * MIB), memory_stat=stat)
-    assert free_of_node(tmp_path / "memory", **files) == 3 * MIB  # version 1
+    assert free_of_node(tmp_path / "memory", **files) == 3 * MIB  # cgroup version 1
 
 
 def free_rows(monkeypatch, rows):
-    """Leaves memory for so many rows of a toy trainer."""
+    """Sets the free memory to hold `rows` rows of a toy trainer."""
     row = memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2.0 * rows * row)
 
@@ -61,7 +61,7 @@ def test_a_resumed_run_decodes_as_many_rows_as_before(tmp_path, monkeypatch, cap
         return trainer.sampler.rows
 
     free_rows(monkeypatch, 100)
-    assert toy.trainer().sampler.rows == 16  # the whole update
+    assert toy.trainer().sampler.rows == 16  # all rows of the update
     assert toy.trainer(local_rollout_forward_batch_size=4).sampler.rows == 4
     assert "at once" not in capsys.readouterr().out
     free_rows(monkeypatch, 5)
@@ -70,16 +70,16 @@ def test_a_resumed_run_decodes_as_many_rows_as_before(tmp_path, monkeypatch, cap
     assert "decoding 5 of a chunk's 16 completions at once" in capsys.readouterr().out
     first.save(tmp_path)
     assert resumed(9) == 5
-    assert resumed(4) == 4  # instead of running out of memory
+    assert resumed(4) == 4  # 4 rows, so that memory does not run out
     assert resumed(9, local_rollout_forward_batch_size=3) == 3
     state = json.loads((tmp_path / "ppo_state.json").read_text())
     assert state["decoding"] == {"workers": 1, "rows": 5}
     (tmp_path / "ppo_state.json").write_text(json.dumps(state | {"decoding": {"workers": 2, "rows": 5}}))
-    assert resumed(9) == 9  # another share of the completions
+    assert resumed(9) == 9  # the worker now has another share of the completions
 
 
-def test_chunks_do_not_follow_memory(monkeypatch):
-    """Else a smaller GPU would give a reward that draws other numbers, and its rollout workers other work."""
+def test_chunks_do_not_depend_on_memory(monkeypatch):
+    """Otherwise a smaller GPU would change the random numbers of a reward and the work of rollout workers."""
     found = []
     for rows in (100, 5):
         free_rows(monkeypatch, rows)
@@ -89,7 +89,7 @@ def test_chunks_do_not_follow_memory(monkeypatch):
     assert large == small and (most, fewer) == (16, 5)
 
 
-# Llama 3 8B in bf16: 15 GiB, and 128 KiB of keys and values a token.
+# Llama 3 8B in bf16 takes 15 GiB, and each token 128 KiB for keys and values.
 BASE_BYTES, KV_BYTES = 15 * GIB, 2 * 32 * 8 * 128 * 2
 
 
@@ -98,10 +98,10 @@ BASE_BYTES, KV_BYTES = 15 * GIB, 2 * 32 * 8 * 128 * 2
     [
         (79, 60, 64, 1024, 0.33),  # 15 + 8 + 3 GiB
         (139, 120, 64, 1024, 0.19),
-        (79, 60, 512, 1024, 0.64),  # no more than 256 rows at once
-        (79, 40, 512, 1024, 0.48),  # 95 % of what the trainer leaves
+        (79, 60, 512, 1024, 0.64),  # at most 256 rows at once
+        (79, 40, 512, 1024, 0.48),  # 95 % of the memory that the trainer leaves
         (22, 22, 64, 1024, LARGEST),
     ],
 )
-def test_vllms_share_of_a_gpu_holds_base_and_cache_or_is_what_is_free(total, free, rows, length, share):
+def test_vllms_share_holds_base_and_cache_or_all_free_memory(total, free, rows, length, share):
     assert memory_share(total * GIB, free * GIB, BASE_BYTES, KV_BYTES, rows, length) == share

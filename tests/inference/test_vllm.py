@@ -1,4 +1,4 @@
-"""Rollouts by a real vLLM (its CPU build will do): the completions of the adapter that learns, and nothing else's."""
+"""Tests rollouts by a real vLLM (its CPU build suffices): completions come from the adapter in training."""
 
 import contextlib
 import os
@@ -57,7 +57,7 @@ def disturb(shared, seed):
         parameter.data += 0.1 * torch.randn_like(parameter)
 
 
-def test_greedy_completions_are_those_of_the_adapter_as_it_is_now(shared, decoder):
+def test_greedy_completions_are_those_of_the_adapters_current_weights(shared, decoder):
     greedy, seen = Sampling(16, EOS, temperature=0.0), []
     for seed in range(3):
         disturb(shared, seed)
@@ -69,7 +69,7 @@ def test_greedy_completions_are_those_of_the_adapter_as_it_is_now(shared, decode
     assert seen[0] != seen[1] != seen[2]
 
 
-def test_samples_hang_on_seed_and_episode(decoder):
+def test_samples_depend_on_seed_and_episode(decoder):
     def sampled(seed, prompts):
         how = Sampling(12, EOS, seed=seed)
         return [r.tokens for r in decoder.generate("policy", prompts, range(12), how)]
@@ -82,7 +82,7 @@ def test_samples_hang_on_seed_and_episode(decoder):
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "min_new_tokens": 4}])
 def test_its_log_probs_are_the_trainers(shared, decoder, settings):
-    """With the temperature and the barred ends, over several ids that end a completion; and what was sampled is learned from."""
+    """Tests temperature, barred end tokens and several end tokens. The trainer then learns from these samples."""
     rows = [{"input_ids": ids, "row": '{"prompt": ""}'} for ids in prompts()]
     args = PPOConfig(
         total_episodes=24, batch_size=12, response_length=12, advantage_estimator="reinforce_plus_plus",
@@ -91,7 +91,7 @@ def test_its_log_probs_are_the_trainers(shared, decoder, settings):
     reward = FunctionReward(lambda completions, **_: [float(len(text)) for text in completions])
     before = toy.weights(shared).clone()
     trainer = PPOTrainer(shared, tokenizer(), args, rows, [reward], decoder=decoder)
-    trainer.args.check_reference = False  # the policy was disturbed
+    trainer.args.check_reference = False  # disturb() changed the policy
     for metrics in trainer.train():
         assert metrics["val/sampler_drift"] < 1e-5
         assert metrics["completions/mean_length"] >= settings.get("min_new_tokens", 1)
@@ -119,7 +119,7 @@ def test_a_killed_worker_takes_its_vllm_along_and_the_run_goes_on(embedded_ray, 
 def test_a_rollout_worker_decodes_with_it_from_three_versions_and_what_it_samples_teaches(
     embedded_ray, storage
 ):
-    """Each chunk's log-probs are compared with those of its version in the trainer (checks.sampled_by_its_version)."""
+    """Compares each chunk's log-probs with those of its policy version in the trainer (checks.sampled_by_its_version)."""
     options = [
         "rollout.engine=vllm", "rollout.num_workers=1", "rollout.staleness=2", "trainer.total_episodes=640",
         "trainer.batch_size=32", "trainer.response_length=16", "trainer.save_steps=0", "data.eval=null", "judge=null",
@@ -136,16 +136,16 @@ def test_a_rollout_worker_decodes_with_it_from_three_versions_and_what_it_sample
 
 
 def of_vllm():
-    """Numbers of vLLM's processes."""
+    """Returns the PIDs of vLLM's processes."""
     processes = set()
     for one in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process ended meanwhile
             if Path(f"/proc/{one}/comm").read_text().startswith("VLLM"):
                 processes.add(one)
     return processes
 
 
-def test_a_rank_that_vllm_knows():
+def test_a_rank_that_vllm_supports():
     assert [accepted_rank(r) for r in (1, 4, 16, 17, 512)] == [1, 8, 16, 32, 512]
     with pytest.raises(ValueError, match=r"lora\.r is 513; vLLM takes up to 512"):
         accepted_rank(513)
@@ -154,7 +154,7 @@ def test_a_rank_that_vllm_knows():
 @pytest.mark.parametrize(
     ("key", "value"), [("use_dora", True), ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2})]
 )
-def test_what_vllm_ignores_is_refused(key, value):
+def test_settings_that_vllm_ignores_are_refused(key, value):
     shared = shared_base()
     shared.add("policy", lora={**toy.LORA, key: value}, trainable=True)
     with pytest.raises(InputError, match=rf"rollout\.engine: vLLM ignores {key}"):

@@ -1,4 +1,4 @@
-"""What VllmDecoder asks of vLLM, which a stand-in answers: tests/inference/test_vllm.py has the real one."""
+"""Tests the calls that VllmDecoder makes, with a fake vLLM. tests/inference/test_vllm.py uses the real one."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -15,18 +15,18 @@ HOW = Sampling(3, (2,), temperature=0.5, seed=1)
 
 
 class Given(SimpleNamespace):
-    """The arguments of a call."""
+    """Holds the arguments of a call."""
 
     def __init__(self, *args, **named):
         super().__init__(args=args, **named)
 
 
 class Refused(Exception):
-    """vllm.exceptions.VLLMClientError, which is no ValueError."""
+    """Stands for vllm.exceptions.VLLMClientError, which is not a ValueError."""
 
 
 class Engine:
-    """Counts up from the last token of the prompt, one token a step."""
+    """Counts up from the last token of the prompt, one token per step."""
 
     def __init__(self):
         self.calls, self.written = [], {}
@@ -123,7 +123,7 @@ def test_a_base_in_the_home_folder_is_found(llm, tmp_path, monkeypatch):
     assert started.args == (str(tmp_path / "base"),) and started.max_lora_rank == 8
 
 
-def test_a_changed_role_is_handed_over_under_a_new_number(llm, tmp_path):
+def test_a_changed_role_gets_a_new_adapter_id(llm, tmp_path):
     asked = []
 
     def generate(prompts, params, lora_request, use_tqdm):

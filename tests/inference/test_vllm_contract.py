@@ -1,6 +1,6 @@
-"""What pipeline/ asks of vLLM, compared with the pinned vLLM: names, arguments and shapes. A change of any of them fails here.
+"""Checks that the pinned vLLM has the names, arguments and shapes that pipeline/ uses. Any change fails here.
 
-`make .bench/vllm` makes an environment with vLLM's CPU build. The tests below run there; elsewhere, one test starts them.
+`make .bench/vllm` makes an environment with vLLM's CPU build. The tests below run there. Elsewhere, one test starts them.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def test_the_contract_holds_in_the_environment_of_vllm():
 
 
 @with_vllm
-def test_it_is_the_pinned_version():
+def test_the_installed_version_is_the_pinned_one():
     import vllm
 
     assert f'vllm = ["vllm=={vllm.__version__.partition("+")[0]}"]' in (ROOT / "pyproject.toml").read_text()
@@ -50,7 +50,7 @@ def test_it_is_the_pinned_version():
 
 @pytest.fixture
 def started(monkeypatch):
-    """Stands in for vllm.LLM, and returns the arguments of each that is started. Its methods have vLLM's own signatures."""
+    """Replaces vllm.LLM and returns the arguments of each start. Its methods keep vLLM's signatures."""
     import vllm
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -92,12 +92,12 @@ def test_every_argument_of_an_engine_exists(started, monkeypatch):
         named = {*arguments, *more} - {"self", "kwargs"}
         assert named <= fields, named - fields
         assert more.get("logprobs_mode", "raw_logprobs") in get_args(LogprobsMode)
-    assert "gpu_memory_utilization" in fields  # given on a GPU
+    assert "gpu_memory_utilization" in fields  # set on a GPU
     assert EngineArgs.logprobs_mode == "raw_logprobs"  # `serve` reports log-probs at temperature 1
 
 
 @with_vllm
-def test_ranks_and_kinds_of_output_have_their_names():
+def test_ranks_and_output_kinds_have_the_expected_names():
     from vllm.sampling_params import RequestOutputKind
 
     assert [ours.accepted_rank(rank) for rank in (1, 8, 9, 64)] == [1, 8, 16, 64]
@@ -130,7 +130,7 @@ def test_completions_have_our_shape(decoder):
             assert all(isinstance(token, int) for token in written.tokens)
             assert all(logprob <= 0 for logprob in written.logprobs)
             assert written.ended or len(written.tokens) == 6
-    # Processed log-probs are those of the temperature.
+    # Processed log-probs include the temperature.
     rows = [Row(PROMPT, 0, Sampling(1, (825, 1), temperature=heat), top=2) for heat in (1.0, 0.5)]
     decoder.join(rows)
     while decoder.rows:

@@ -1,4 +1,4 @@
-"""The folder of an adapter against a base: damaged and foreign files are named, if possible before anything is loaded."""
+"""Tests an adapter's folder against its base. Damaged or foreign files are named, if possible before anything is loaded."""
 
 import json
 import shutil
@@ -111,8 +111,8 @@ LOADED = {
 
 
 @pytest.mark.parametrize("kind", [*BEFORE, *LOADED])
-def test_what_does_not_fit_is_named(kind, copied, shared):
-    """Before a base is loaded, or when the adapter is; then nothing of its role stays."""
+def test_a_folder_that_does_not_match_the_base_is_named(kind, copied, shared):
+    """The error comes before a base is loaded, or when the adapter is loaded. In both cases no part of the role remains."""
     name, file, change, says = {**BEFORE, **LOADED}[kind]
     folder = copied(name)
     if isinstance(change, dict):
@@ -134,8 +134,8 @@ def test_what_does_not_fit_is_named(kind, copied, shared):
 
 
 @pytest.mark.parametrize("name", [A, B])
-def test_an_adapter_that_is_its_start_has_learned_nothing(name, copied, made, shared, tmp_path):
-    """The least change of a number counts; of a new adapter, one of B, because A alone changes no completion."""
+def test_an_adapter_with_its_initial_weights_has_learned_nothing(name, copied, made, shared, tmp_path):
+    """The smallest change of a number counts. In a new adapter B must change, because A alone changes no completion."""
 
     def moved(tensors):
         tensors[name].flat[0] = np.nextafter(tensors[name].flat[0], np.float32(1))
@@ -150,14 +150,14 @@ def test_an_adapter_that_is_its_start_has_learned_nothing(name, copied, made, sh
     assert adapter_files.learned(tensors_changed(tmp_path / "new", moved), None) == (name == B)
 
 
-def test_probes_that_are_no_list_are_named(tmp_path):
+def test_probes_that_are_not_a_list_are_named(tmp_path):
     for text in ("[" * 100_000, "{}"):
         (tmp_path / "probes.json").write_text(text)
         with pytest.raises(InputError, match=r"probes\.json: .*; remove it, or save the adapter again"):
             probes.read(str(tmp_path))
 
 
-def test_a_rank_that_is_written_as_a_fraction_is_whole(copied, shared):
+def test_a_rank_written_as_a_fraction_is_accepted(copied, shared):
     folder = copied("policy")
     content = json.loads((folder / SETTINGS).read_text())
     (folder / SETTINGS).write_text(json.dumps({**content, "r": 4.0, "rank_pattern": {"q_proj": 4.0}}))
@@ -166,7 +166,7 @@ def test_a_rank_that_is_written_as_a_fraction_is_whole(copied, shared):
     shared.remove("x")
 
 
-SLOW = r"(.*\w+)+\w+_projX"  # `re` would not end
+SLOW = r"(.*\w+)+\w+_projX"  # matching this with `re` would never end
 
 
 @pytest.mark.parametrize("where", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
@@ -183,8 +183,8 @@ def test_a_pattern_that_backtracks_for_ever_is_never_tried(where, copied, shared
     shared.remove("x")
 
 
-def test_ranks_and_alphas_of_each_module_are_those_of_the_patterns(shared, tmp_path):
-    """The first pattern that matches counts, as in peft, and what was saved again means the same."""
+def test_patterns_set_the_ranks_and_alphas_of_modules(shared, tmp_path):
+    """The first matching pattern wins, as in peft. A saved copy means the same."""
     extra = {
         "rank_pattern": {"k_proj": 2, r"layers\.1\..*": 3},
         "alpha_pattern": {r"[qk]_proj": 5, "q_proj": 7, "v_proj": 9, r"layers\.0\.self_attn\.v_proj": 3},
@@ -206,7 +206,7 @@ def test_ranks_and_alphas_of_each_module_are_those_of_the_patterns(shared, tmp_p
 @pytest.mark.parametrize("target", ["embed_tokens", "q_proj"])
 @pytest.mark.parametrize("start", [True, "gaussian", "orthogonal"])
 def test_an_adapter_has_learned_when_its_product_is_not_zero(target, start, shared, tmp_path):
-    """On embeddings A is 0 at first, elsewhere B, and of orthogonal ones neither."""
+    """Embeddings start with A = 0, other layers with B = 0, and orthogonal adapters with neither."""
     if (target, start) == ("embed_tokens", "orthogonal"):
         pytest.skip("peft has none")
     shared.add("new", lora={"r": 4, "target_modules": [target], "init_lora_weights": start}, trainable=True)

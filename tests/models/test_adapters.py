@@ -1,4 +1,4 @@
-"""SharedBase: roles on one base, log-probs, scores, files in peft's format, gradients under checkpointing."""
+"""Tests SharedBase: roles on one base, log-probs, scores, files in peft's format, gradients under checkpointing."""
 
 import json
 import re
@@ -36,17 +36,17 @@ def test_checkpointing_gives_the_same_gradients_even_if_another_role_runs_in_bet
     shared.enable_gradient_checkpointing()
     alone = torch.autograd.grad(output(role), shared.parameters_of(role))
     loss = output(role)
-    other = output("critic" if role == "policy" else "policy")  # both forwards, then one backward: the trap
+    other = output("critic" if role == "policy" else "policy")  # both forwards come before one backward
     both = torch.autograd.grad(loss + other, shared.parameters_of(role))
     for a, b, c in zip(expected, alone, both, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
-    assert shared.base.training  # it was on, or this test proves nothing
+    assert shared.base.training  # checkpointing is active, or this test proves nothing
     with torch.no_grad():
         output(role)
     assert not shared.base.training
 
 
-def test_average_moves_the_reference_a_part_of_the_way():
+def test_average_moves_the_reference_partway():
     shared = toy.shared_base(spread=0.3)
     before = [p.clone() for p in shared.parameters_of("reference")]
     shared.average("reference", "policy", 0.75)
@@ -70,8 +70,8 @@ def test_every_dropout_is_off_in_train_mode_too():
 
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_2", "olora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_adapter_that_changes_the_base_is_noticed(start, dtype):
-    """Whatever peft thinks of next: also a write that counts no version of the tensor."""
+def test_an_adapter_that_changes_the_base_is_detected(start, dtype):
+    """Also detects a write that does not increase the tensor's version, such as a future peft could make."""
     shared = SharedBase(toy.base().to(dtype))
     shared.add("policy", lora=toy.LORA)
     with pytest.raises(SelfCheckFailed, match="an adapter changed the weights of the base"):
@@ -82,8 +82,8 @@ EMBEDDED = {"embeddings": (["embed_tokens"], "auto"), "both": (["embed_tokens", 
 
 
 @pytest.mark.parametrize("case", EMBEDDED)
-def test_the_bases_own_weights_in_a_file_of_peft_are_ignored_and_others_refused(case, tmp_path):
-    """peft saves them beside adapters of embeddings. All readers, the trainers' and export's included, leave the base alone."""
+def test_the_bases_own_weights_in_a_peft_file_are_ignored_and_others_refused(case, tmp_path):
+    """peft saves base weights next to adapters of embeddings. All readers ignore them, also the trainers and export."""
     targets, save = EMBEDDED[case]
     made = peft.get_peft_model(
         toy.base(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets)
@@ -127,12 +127,12 @@ def test_the_bases_own_weights_in_a_file_of_peft_are_ignored_and_others_refused(
             ):
                 read()
         save_file(tensors, file)
-    save_file({**tensors, key: tensors[key].bfloat16()}, file)  # of a training in bfloat16
+    save_file({**tensors, key: tensors[key].bfloat16()}, file)  # as saved by a training in bfloat16
     as_peft_model(toy.base(), tmp_path)
 
 
-def test_nothing_that_is_loaded_is_initialized(monkeypatch, tmp_path):
-    """Its tensors are those of the file, so that no initialization can change the base."""
+def test_loading_initializes_no_tensor(monkeypatch, tmp_path):
+    """All tensors come from the file, so that no initialization can change the base."""
     shared = SharedBase(toy.base())
     shared.add("made", lora={**toy.LORA, "init_lora_weights": "orthogonal"}, trainable=True)
     shared.save("made", tmp_path)
@@ -173,7 +173,7 @@ def test_a_reward_adapter_trained_by_peft_gives_the_same_scores_here(kind, tmp_p
     ours = [shared.score("reward", row[:count]) for row, count in zip(ids.tolist(), (12, 9, 4), strict=True)]
     assert ours == pytest.approx(expected.tolist(), abs=1e-5)
 
-    shared.save("reward", tmp_path / "again")  # and back, by both of peft's ways
+    shared.save("reward", tmp_path / "again")  # and back, by both ways of peft
     auto = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "again", num_labels=1)
     plain = transformers.AutoModelForSequenceClassification.from_pretrained(where, num_labels=1)
     for model in (auto, peft.PeftModel.from_pretrained(plain, tmp_path / "again")):
@@ -215,8 +215,8 @@ def test_a_policy_adapter_survives_save_copy_and_load_here_and_in_peft(kind, ext
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("extra", [{}, {"lora_bias": True}, {"target_modules": ["q_proj"]}], ids=str)
-def test_rows_of_one_batch_have_adapters_of_their_own(extra, autocast):
-    """By the fused layers, and by peft's own forward where an adapter is of another kind."""
+def test_rows_of_one_batch_can_use_different_adapters(extra, autocast):
+    """The fused layers handle LoRA. peft's own forward handles other kinds of adapters."""
     shared = toy.shared_base(spread=0.2)
     shared.autocast = autocast
     shared.add("other", lora={"r": 2, "target_modules": "all-linear", **extra})
@@ -231,7 +231,7 @@ def test_rows_of_one_batch_have_adapters_of_their_own(extra, autocast):
         again = shared.hidden("policy", ids[:1])
     if autocast is None:
         assert torch.allclose(together, alone, atol=1e-5)
-    else:  # both are rounded, in another order
+    else:  # both results are rounded, in different orders
         shared.autocast = None
         with torch.no_grad():
             exact = torch.cat([shared.hidden(role, ids[i : i + 1]) for i, role in enumerate(roles)])
@@ -241,7 +241,7 @@ def test_rows_of_one_batch_have_adapters_of_their_own(extra, autocast):
     assert torch.equal(again, alone[:1]), "afterwards one role is in use, as before"
 
 
-def test_frozen_roles_of_one_folder_are_one_adapter_which_goes_with_the_last(tmp_path):
+def test_frozen_roles_with_one_folder_share_one_adapter_until_the_last_is_removed(tmp_path):
     shared = toy.shared_base(spread=0.2)
     shared.save("reward", tmp_path)
 
@@ -256,7 +256,7 @@ def test_frozen_roles_of_one_folder_are_one_adapter_which_goes_with_the_last(tmp
         expected = shared.hidden("one", ids)
         shared.remove("one")
         assert torch.equal(shared.hidden("two", ids), expected)
-        shared.add("more", lora=toy.LORA)  # while the adapter has the name of a role that is gone
+        shared.add("more", lora=toy.LORA)  # the adapter still has the name of a removed role
         assert not any(p.requires_grad for p in shared.parameters_of("two"))
         shared.remove("more")
         shared.remove("two")

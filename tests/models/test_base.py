@@ -1,4 +1,4 @@
-"""Loading a base, and telling one base from another."""
+"""Tests loading a base, and the identity that distinguishes bases."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ def settings(folder, **changes) -> SimpleNamespace:
 
 
 def make_model(folder: Path, family: str) -> Path:
-    """A small random model with a tokenizer of bytes."""
+    """Makes a small random model with a byte tokenizer."""
     tokenizer = toy_data.tokenizer()
     tokenizer.save_pretrained(folder)
     special = {
@@ -44,7 +44,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def copied(folders, tmp_path) -> Path:
-    """A copy of the Mistral that a test may change."""
+    """Copies the Mistral, so that a test may change it."""
     return Path(shutil.copytree(folders["mistral"], tmp_path / "mistral"))
 
 
@@ -55,7 +55,7 @@ def test_families_load_frozen(folders, family, dtype):
     model = load_base(settings(folders[family], dtype=dtype)).train()
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
-    assert torch.equal(model(ids).logits, model(ids).logits)  # nothing random is left, in train mode either
+    assert torch.equal(model(ids).logits, model(ids).logits)  # no randomness is left, even in train mode
     assert all(module.p == 0 for module in model.modules() if isinstance(module, torch.nn.Dropout))
     assert not any(
         "drop" in key and value for key, value in model.config.to_dict().items() if isinstance(value, float)
@@ -76,7 +76,7 @@ def test_families_load_frozen(folders, family, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_scorers_head_computes_in_fp32_under_autocast(folders, dtype):
-    """As TRL trains it with bf16: true. Scores rounded to bf16 tie, and a tie counts as wrong."""
+    """TRL with bf16: true also computes the head in fp32. Scores rounded to bf16 tie, and a tie counts as wrong."""
     scorer = load_base(settings(folders["qwen3"], dtype=dtype), load_tokenizer(str(folders["qwen3"])))
     scorer = peft.get_peft_model(scorer, peft.LoraConfig(task_type="SEQ_CLS", r=2))
     head = score_head(scorer.base_model.model).modules_to_save["default"]
@@ -97,7 +97,7 @@ def test_nf4_on_a_cpu(folders, family):
     model = load_base(settings(folders[family], load_in_4bit=True))
     quantized = {type(module).__name__ for module in model.modules()}
     assert "Linear4bit" in quantized
-    before = model(ids).logits  # in eval mode without gradients, then as in training: the same weights
+    before = model(ids).logits  # first in eval mode without gradients, then as in training: the same weights
     assert torch.isfinite(before).all()
     torch.testing.assert_close(model.train()(ids).logits, before)
     scorer = load_base(settings(folders[family], load_in_4bit=True), load_tokenizer(str(folders[family])))
@@ -106,11 +106,11 @@ def test_nf4_on_a_cpu(folders, family):
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_identity_follows_the_weights(folders, copied, sampled, monkeypatch):
-    if sampled:  # as files of more than a GiB are
+    if sampled:  # files of more than a GiB are sampled
         monkeypatch.setattr(base_module, "WHOLE_FILE_BYTES", 1000)
         monkeypatch.setattr(base_module, "SAMPLE_BYTES", 64)
     before = base_identity(str(copied))
-    assert before["digest"] == base_identity(str(folders["mistral"]))["digest"]  # the same weights elsewhere
+    assert before["digest"] == base_identity(str(folders["mistral"]))["digest"]  # the same weights in a copy
     assert before["context_length"] == 128 and before["architecture"] == "MistralForCausalLM"
     file = copied / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -128,11 +128,11 @@ def test_a_base_whose_end_token_was_never_trained_is_refused(family, folders):
     weight[9] = weight[7] * 1.001
     with pytest.raises(InputError, match=r"same row for '</s>', .* as for 2 other tokens"):
         base_module.check_ends(model, tokenizer, {tokenizer.eos_token_id})
-    base_module.check_ends(model, tokenizer, {tokenizer.eos_token_id, 7, 9})  # each ends a completion
+    base_module.check_ends(model, tokenizer, {tokenizer.eos_token_id, 7, 9})  # each token ends a completion
     base_module.check_ends(model, tokenizer, {8})
 
 
-def test_pickled_weights_need_a_word(copied):
+def test_pickled_weights_must_be_allowed(copied):
     torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
     (copied / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"model\.allow_pickle=true"):
@@ -143,7 +143,7 @@ def test_pickled_weights_need_a_word(copied):
     assert base_identity(str(copied))["digest"].startswith("sha256:")
 
 
-def test_what_is_no_base(tmp_path):
+def test_folders_that_are_not_a_base(tmp_path):
     with pytest.raises(InputError, match=r"no config\.json"):
         base_identity(str(tmp_path))
     (tmp_path / "adapter_config.json").write_text("{}")

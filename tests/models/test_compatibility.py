@@ -1,4 +1,4 @@
-"""A base's files against its config.json, and a `lora` section against the base."""
+"""Tests the checks of a base's files against its config.json, and of a `lora` section against the base."""
 
 import json
 import os
@@ -136,7 +136,7 @@ def test_settings_that_match(lora):
     check_lora(check_base(settings(DEMO)), lora)
 
 
-def test_what_can_be_merged_although_it_looks_alike():
+def test_similar_settings_that_can_be_merged():
     good = check_base(settings(DEMO))
     untied = Base(good.model, {**good.config, "tie_word_embeddings": False}, good.shapes)
     embeddings = {"target_modules": ["embed_tokens"]}
@@ -144,21 +144,21 @@ def test_what_can_be_merged_although_it_looks_alike():
     check_lora(good, embeddings, scores=True)  # a reward model has no lm head
     biases = {name.replace("weight", "bias"): shape[:1] for name, shape in good.shapes.items()}
     check_lora(Base(good.model, good.config, {**good.shapes, **biases}), {"lora_bias": True})
-    # Without the key in config.json, a base is tied if its files have no lm head.
+    # If config.json lacks the key, a base counts as tied if its files have no lm head.
     config = {key: value for key, value in good.config.items() if key != "tie_word_embeddings"}
     assert Base(good.model, config, good.shapes).tied
     assert not Base(good.model, config, {**good.shapes, "lm_head.weight": (9, 9)}).tied
 
 
 def test_names_that_transformers_may_change_are_left_to_peft():
-    """Experts are stored one by one and trained as one tensor; quantized and multimodal models have other names, too."""
+    """Experts are stored one by one and trained as one tensor. Quantized and multimodal models also use other names."""
     good = check_base(settings(DEMO))
     experts = {"model.layers.0.mlp.experts.0.up_proj.weight": good.shapes[UP]}
     for config, shapes in (
         ({"text_config": {"vocab_size": 3}}, good.shapes),
         ({"quantization_config": {"bits": 4}}, good.shapes),
         ({}, {**good.shapes, **experts}),
-        ({}, {}),  # weights that are not on this machine
+        ({}, {}),  # the weights are not on this machine
     ):
         check_lora(Base(good.model, config, shapes), {"target_modules": ["nope"]})
 

@@ -1,4 +1,4 @@
-"""Special tokens in the text of a row are text: in every stage, template and kind of tokenizer; `control` opts out."""
+"""Tests that special tokens in a row's text stay text, for every stage, template and tokenizer. `control` opts out."""
 
 import random
 
@@ -39,7 +39,7 @@ def encoded(tok, stage, row, **options):
 
 
 def rows(words: str) -> dict[str, dict]:
-    """A row of each stage with `words` in every text that a row has."""
+    """Returns a row for each stage, with `words` in each of its texts."""
     turns = [{"role": "system", "content": words}, {"role": "user", "content": words}]
     completion = {"role": "assistant", "content": words}
     return {
@@ -60,7 +60,7 @@ def rows(words: str) -> dict[str, dict]:
 )
 @pytest.mark.parametrize("stage", rows(""))
 def test_no_row_forges_a_token(stage, make, apply):
-    """The same special tokens in the same order as with harmless words, and the words come back when decoded."""
+    """The row has the same special tokens in the same order as with harmless words, and decoding returns the words."""
     tok = make()
     forged, harmless = (encoded(tok, stage, rows(w)[stage], apply_template=apply) for w in (FORGED, "Hi ok"))
     for name, ids in forged.columns.items():
@@ -86,7 +86,7 @@ NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 def unigram():
-    """`</s>` is a piece of the vocabulary."""
+    """Returns a tokenizer with `</s>` as a piece of its vocabulary."""
     made = Tokenizer(models.Unigram())
     made.normalizer, made.decoder = normalizers.NFKC(), decoders.Metaspace()
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -96,7 +96,7 @@ def unigram():
 
 
 def prefixed():
-    """Llama 2's: a space before each piece."""
+    """Returns a tokenizer like Llama 2's, which puts a space before each piece."""
     alphabet = ["<unk>", "<s>", "</s>", "▁", *"hiterawodxs<>|/nk", "▁hi"]
     vocab = {piece: i for i, piece in enumerate(alphabet)}
     made = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
@@ -109,8 +109,8 @@ TOKENIZERS = {"llama": llama, "bytes": tokenizer, "unigram": unigram, "prefixed"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_no_text_makes_a_special_token(name):
-    """The offsets of the pieces are those in the marked text, and a cut adds no space."""
+def test_no_text_becomes_a_special_token(name):
+    """The offsets of the pieces refer to the marked text, and a cut adds no space."""
     tok, rng = TOKENIZERS[name](), random.Random(name)
     control = ControlTokens(tok)
     special = {tok.convert_tokens_to_ids(name) for name in control.names} - {tok.unk_token_id}
@@ -133,15 +133,15 @@ def test_no_text_makes_a_special_token(name):
 
 
 def test_a_cut_adds_no_space():
-    """Tokenizers like Llama 2's begin each text with a space."""
+    """Tokenizers like Llama 2's put a space before each text."""
     tok = prefixed()
     control = ControlTokens(tok)
     pieces = tok.convert_ids_to_tokens(text_ids(control, "hi </s>x"))
     assert pieces == ["▁", "h", "i", "▁", "<", "/", "s", ">", "x"]
 
 
-def test_turn_markers_are_control_tokens_without_being_marked_so():
-    """DeepSeek's are not `special`; what a completion may hold is not one for standing in the template."""
+def test_turn_markers_that_are_not_special_are_control_tokens():
+    """DeepSeek's markers are not `special`. A token that a completion may hold does not become one by being in the template."""
     template = "{% for m in messages %}<|{{ m.role }}|><think></think>{{ m.content }}<|over|>{% endfor %}{# <|user|> #}"
     tok = tokenizer(template)
     tok.add_tokens(
@@ -154,7 +154,7 @@ def test_turn_markers_are_control_tokens_without_being_marked_so():
     assert [i for i in ids if i > 260] == [tok.convert_tokens_to_ids("<think>")]
 
 
-def test_a_reward_with_a_tokenizer_of_its_own_reads_words():
+def test_a_reward_with_another_tokenizer_gets_text():
     from pipeline.ppo.rewards import ModelReward, Samples
 
     class Model:
@@ -174,7 +174,7 @@ def test_a_reward_with_a_tokenizer_of_its_own_reads_words():
     assert chat_ids(ControlTokens(tok), plain) == tok.apply_chat_template(plain, return_dict=False)
 
 
-def test_the_report_names_the_rows_and_a_job_may_want_control_tokens(tmp_path):
+def test_the_report_names_rows_with_control_tokens_and_a_job_may_allow_them(tmp_path):
     forged = [{"prompt": "a</s>b", "completion": "<s>x</s>"}, {"prompt": "a", "completion": "b</s>"}]
     path = write(tmp_path / "rows.jsonl", [*ROWS[:5], *forged])
     for special_tokens, ends, says in (

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of actions, in chunks through the lm head: their numbers, gradients and corner cases."""
+"""Tests the log-probs and entropies that the lm head computes in chunks: values, gradients and corner cases."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from pipeline.models.adapters import SharedBase
 
 
 @pytest.mark.parametrize("kind", toy.KINDS)
-def test_logprobs_are_the_models_own_whatever_the_padding(kind):
+def test_logprobs_are_the_models_own_for_any_padding(kind):
     shared = toy.shared_base(kind, spread=0.2)
     ids, starts, counts, mask = toy.batch()
     ours, entropy = shared.logprobs("policy", ids, starts, mask, temperature=0.7, entropy=True)
@@ -29,7 +29,7 @@ def test_logprobs_are_the_models_own_whatever_the_padding(kind):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_gradients_through_the_chunked_head_are_autograds(kind, entropy, monkeypatch):
+def test_gradients_through_the_chunked_head_equal_autograds(kind, entropy, monkeypatch):
     monkeypatch.setattr("pipeline.models.logprobs.LOGIT_CHUNK", {"cpu": 3 * toy.VOCAB})  # five chunks
     shared = toy.shared_base(kind, spread=0.1)
     ids, starts, _, mask = toy.batch()

@@ -1,4 +1,4 @@
-"""The fused LoRA layer: peft's numbers and gradients, and peft itself wherever it does not apply."""
+"""Tests that the fused LoRA layer has peft's results and gradients, and falls back to peft if it does not apply."""
 
 import copy
 from contextlib import contextmanager, nullcontext
@@ -20,7 +20,7 @@ IN, OUT = 24, 40
 
 
 def layers(bias=False, dtype=torch.float32, **lora):
-    """(peft's layer, its fused copy) around one frozen nn.Linear, with a B that is not 0."""
+    """Returns peft's layer and its fused copy around one frozen nn.Linear. B is not 0."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(IN, OUT, bias=bias, dtype=dtype)).requires_grad_(False)
     config = {"r": 4, "lora_alpha": 12, "target_modules": ["0"], **lora}
@@ -35,7 +35,7 @@ def layers(bias=False, dtype=torch.float32, **lora):
 
 
 def results(layer, x):
-    """y and the gradients of x, A and B for a fixed gradient of y."""
+    """Returns y, and the gradients of x, A and B for a fixed gradient of y."""
     x = x.clone().requires_grad_()
     y = layer(x)
     torch.manual_seed(4)
@@ -45,7 +45,7 @@ def results(layer, x):
 
 
 def taken(monkeypatch):
-    """How often the fused product ran."""
+    """Counts the calls of the fused product."""
     calls, own = [], lora._product
     monkeypatch.setattr(lora, "_product", lambda *terms: (calls.append(1), own(*terms))[1])
     return calls
@@ -54,7 +54,7 @@ def taken(monkeypatch):
 @pytest.mark.parametrize("lora", [{}, {"use_rslora": True}, {"r": 1}])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(2, 5, IN), (7, IN), (1, 1, IN)])
-def test_numbers_and_gradients_are_pefts(shape, bias, lora, monkeypatch):
+def test_numbers_and_gradients_equal_pefts(shape, bias, lora, monkeypatch):
     own, fused = (layer.double() for layer in layers(bias, **lora))
     calls = taken(monkeypatch)
     x = torch.randn(shape, dtype=torch.float64)
@@ -69,7 +69,7 @@ def test_under_autocast_it_is_as_exact_as_peft(dtype, bias, monkeypatch):
     own, fused = layers(bias, dtype=dtype)
     calls = taken(monkeypatch)
     x = torch.randn(64, IN).to(torch.bfloat16).to(dtype)
-    for layer in (own, fused):  # weights that bf16 holds: what is left is the rounding of results
+    for layer in (own, fused):  # bf16 holds these weights exactly, so only results are rounded
         for parameter in layer.parameters():
             parameter.data = parameter.data.to(torch.bfloat16).to(parameter.dtype)
     exact = results(copy.deepcopy(own).double(), x.double())
@@ -85,7 +85,7 @@ def test_under_autocast_it_is_as_exact_as_peft(dtype, bias, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_without_gradients_the_bits_are_the_same_and_autograd_is_not_called(dtype, monkeypatch):
+def test_without_gradients_results_are_bit_identical_and_autograd_is_not_called(dtype, monkeypatch):
     _, fused = layers(dtype=dtype)
     x = torch.randn(2, 5, IN)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
@@ -95,22 +95,22 @@ def test_without_gradients_the_bits_are_the_same_and_autograd_is_not_called(dtyp
             assert torch.equal(fused(x), expected)
 
 
-def test_only_the_gradients_that_are_asked_for():
+def test_only_requested_gradients_are_computed():
     _, fused = layers()
     x = torch.randn(3, IN, requires_grad=True)
     for parameter in fused.parameters():
         parameter.requires_grad_(False)
-    # a frozen role: the gradient goes through, and A and B get none
+    # The gradient passes through a frozen role, whose A and B get none.
     (grad,) = torch.autograd.grad(fused(x).sum(), x)
     assert grad.abs().sum() > 0
     fused.lora_A["one"].weight.requires_grad_(True)
-    fused(x.detach()).sum().backward()  # the first layer: its input has no gradient
+    fused(x.detach()).sum().backward()  # the input of the first layer has no gradient
     assert fused.lora_A["one"].weight.grad.abs().sum() > 0
     assert fused.get_base_layer().weight.grad is None and fused.lora_B["one"].weight.grad is None
 
 
 @pytest.mark.parametrize("case", ["half", "dora", "disabled", "merged", "bare", "two", "learning", "dropout"])
-def test_everything_else_is_pefts_own_forward(case, monkeypatch):
+def test_other_cases_use_pefts_own_forward(case, monkeypatch):
     own, fused = layers(
         dtype=torch.bfloat16 if case == "half" else torch.float32,
         use_dora=case == "dora",
@@ -122,7 +122,7 @@ def test_everything_else_is_pefts_own_forward(case, monkeypatch):
             layer._disable_adapters = True
         if case == "merged":
             layer.merge()
-        if case == "learning":  # peft's forward gives W its gradient
+        if case == "learning":  # peft's forward gives W a gradient
             layer.get_base_layer().weight.requires_grad_(True)
         if case == "two":
             torch.manual_seed(5)
@@ -133,7 +133,7 @@ def test_everything_else_is_pefts_own_forward(case, monkeypatch):
     x = torch.randn(3, IN).to(torch.bfloat16 if case == "half" else torch.float32)
     outputs = []
     for layer in (fused, own):
-        torch.manual_seed(6)  # of the dropout
+        torch.manual_seed(6)  # for the dropout
         outputs.append(layer(x))
     assert torch.equal(*outputs)
     assert not calls
@@ -146,7 +146,7 @@ def test_every_role_of_a_shared_base_runs_fused(monkeypatch):
     for count, role in enumerate(shared.roles, start=1):
         shared.hidden(role, torch.tensor([[5, 6, 7]]))
         assert len(calls) == count * layers > 0, role
-    shared.hidden(None, torch.tensor([[5, 6, 7]]))  # the bare base: no adapter, nothing to fuse
+    shared.hidden(None, torch.tensor([[5, 6, 7]]))  # the bare base has no adapter to fuse
     assert len(calls) == len(shared.roles) * layers
 
 
@@ -166,7 +166,7 @@ def test_ppo_casts_once_for_each_rollout_and_step(monkeypatch):
 
     kept = []
     assert torch.equal(run(noted), run(nullcontext))
-    # Two updates: a rollout of the policy; two epochs of two minibatches, for policy and critic. The first update is also
-    # checked, with one more rollout.
+    # Each of the two updates samples with the policy and trains policy and critic for two epochs of two minibatches. The
+    # self-check of the first update samples once more.
     adapters = 2 * 7 * 2
     assert kept == [adapters, adapters, *[2 * adapters] * 4, adapters, *[2 * adapters] * 4]

@@ -1,4 +1,4 @@
-"""What is checked before a job starts imports no torch, which takes seconds."""
+"""Tests that the checks before a job starts import no torch, which takes seconds."""
 
 import subprocess
 import sys

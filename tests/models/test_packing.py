@@ -1,4 +1,4 @@
-"""Completions in one row with their prompt have the hidden states that each has alone."""
+"""Tests that completions packed into one row with their prompt have the same hidden states as alone."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def rows():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "gemma"])
-def test_packed_completions_have_the_states_that_they_have_alone(kind, attention):
+def test_packed_completions_have_the_same_states_as_alone(kind, attention):
     shared = toy.shared_base(kind, critic=False, spread=0.3, attn_implementation=attention)
     assert shared.can_pack
     batch, single = packed(*rows(), PACKS), alone(*rows())
@@ -29,7 +29,7 @@ def test_packed_completions_have_the_states_that_they_have_alone(kind, attention
         with torch.no_grad():
             states = shared.states(role, batch)
             torch.testing.assert_close(states, shared.states(role, single), rtol=1e-4, atol=1e-5)
-    # before each action, and after the last, which is repeated to the end of the row
+    # the states before each action and after the last one, which repeats to the end of the row
     hidden = shared.hidden(None, single.input_ids)
     torch.testing.assert_close(states[1], hidden[1, [1, 2, 2, 2, 2]], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(shared.states(None, batch.ends())[:, 0], states[:, -1])
@@ -40,7 +40,7 @@ def test_a_base_with_sliding_windows_keeps_completions_apart(kind):
     assert not toy.shared_base(kind, critic=False).can_pack
 
 
-def test_a_base_that_sees_other_completions_keeps_them_apart(monkeypatch):
+def test_a_base_that_ignores_the_packing_mask_keeps_completions_apart(monkeypatch):
     shared = toy.shared_base(critic=False)
     forward = shared.base.base_model.forward
     monkeypatch.setattr(

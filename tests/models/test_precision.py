@@ -1,4 +1,4 @@
-"""Products in half precision with fp32 results, and the log-probs that come of them."""
+"""Tests half-precision products with fp32 results, and the log-probs computed from them."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_gradient_of_a_frozen_linear(weight, dtype, bias):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_logprobs_and_entropies_are_fp32_whatever_the_base(precision, kind):
+def test_logprobs_and_entropies_are_fp32_on_any_base(precision, kind):
     dtype, autocast = PRECISIONS[precision]
     shared = SharedBase(toy.base(kind, initializer_range=1.0).to(dtype), autocast=autocast)
     shared.add("policy", lora=toy.LORA, trainable=True)
@@ -58,7 +58,7 @@ def test_logprobs_and_entropies_are_fp32_whatever_the_base(precision, kind):
         exact = hidden.double() @ shared.base.get_output_embeddings().weight.double().t()
         if kind == "gemma2":
             exact = 5.0 * torch.tanh(exact / 5.0)
-        assert exact.std() > 2  # logits so large that a rounded one shows
+        assert exact.std() > 2  # the logits are large enough to show rounding
         logprobs, entropy = shared.logprobs("policy", ids, starts, mask, entropy=True)
     exact = exact.log_softmax(-1)
     expected = exact.gather(-1, ids[rows, starts[rows] + steps].unsqueeze(-1)).squeeze(-1)

@@ -1,4 +1,4 @@
-"""A base in shards over two gloo processes computes what the whole one does, and no rank holds it whole."""
+"""Tests that a base sharded over two gloo processes computes the same as an unsharded one, and that no rank holds all of it."""
 
 import gc
 import threading
@@ -19,7 +19,7 @@ from pipeline.models.fsdp_sync import Lockstep
 from pipeline.models.shards import load_shards
 from pipeline.ppo.rewards import AdapterReward
 
-ODD = dict(vocab_size=toy.VOCAB + 1)  # rows that two ranks cannot share equally
+ODD = dict(vocab_size=toy.VOCAB + 1)  # two ranks cannot split these rows equally
 RUNS = [
     dict(critic="adapter", critic_warmup_steps=1, bootstrap_truncated=True, per_device_train_batch_size=1),
     dict(critic="head", num_generations=2, micro_batch_tokens=40, gradient_checkpointing=True),
@@ -37,7 +37,7 @@ def with_roles(base, critic="adapter"):
         fsdp_sync.current.shared = shared
     shared.add("policy", lora=toy.LORA, trainable=True)
     shared.add("reward", lora={**toy.LORA, "r": 3}, head=True)
-    # Its first layer has no adapter: its backward ends earlier than the policy's.
+    # The critic's first layer has no adapter, so its backward ends earlier than the policy's.
     only_last = dict(lora=dict(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[1]), head=True)
     shared.add("critic", **(dict(head_on="policy") if critic == "head" else only_last), trainable=True)
     for role in shared.roles:
@@ -47,7 +47,7 @@ def with_roles(base, critic="adapter"):
 
 
 def computed(base):
-    """Log-probs, values and both roles' gradients."""
+    """Returns log-probs, values and the gradients of both roles."""
     shared = with_roles(base)
     ids, starts, _, mask = toy.batch()
     logprobs = shared.logprobs("policy", ids, starts, mask)[0]
@@ -59,7 +59,7 @@ def computed(base):
 
 
 def trained(base, **changes):
-    """Weights and metrics of two updates of PPO, whose completions end early and whose workers have unequal micro-batches."""
+    """Returns weights and metrics after two updates of PPO. Completions end early, and the workers' micro-batches differ."""
     shared = with_roles(base, changes["critic"])
     trainer = toy.trainer(
         shared,
@@ -75,7 +75,7 @@ def trained(base, **changes):
 
 
 def alone(base, rank, checkpointing):
-    """Hidden states, after forwards and a backward that only one of the ranks makes. The other one joins in eval mode."""
+    """Returns hidden states after forwards and a backward by one rank only. The other rank joins in eval mode."""
     shared = with_roles(base)
     if checkpointing:
         shared.enable_gradient_checkpointing()
@@ -131,7 +131,7 @@ def test_shards_compute_what_the_whole_computes(tmp_path):
 
 @pytest.fixture(scope="module")
 def one_rank():
-    """A process group of this process alone."""
+    """Creates a process group with only this process."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     fsdp_sync.current = None
@@ -166,7 +166,7 @@ def test_the_files_are_read_as_transformers_reads_them(write, tmp_path, one_rank
     assert torch.equal(whole, shards)
 
 
-def test_what_cannot_be_sharded_is_refused(tmp_path, one_rank):
+def test_bases_that_cannot_be_sharded_are_refused(tmp_path, one_rank):
     tensors = stored(toy.base(), tmp_path)
     save_file(
         {name.removeprefix("model."): t for name, t in tensors.items()},
@@ -183,8 +183,8 @@ def test_what_cannot_be_sharded_is_refused(tmp_path, one_rank):
         load_shards(job_model(tmp_path / "gpt2"))
 
 
-def test_ranks_that_train_different_roles_all_say_so(monkeypatch, one_rank):
-    """Either of two ranks: the codes of the other are what the all-reduce brings."""
+def test_both_ranks_raise_if_they_train_different_roles(monkeypatch, one_rank):
+    """Plays each of two ranks. The all-reduce returns the codes of the other rank."""
     monkeypatch.setattr(fsdp_sync.dist, "new_group", lambda **_: None)
     steps = Lockstep(toy.base().base_model)
     steps.shared = with_roles(toy.base())
@@ -201,14 +201,14 @@ def test_ranks_that_train_different_roles_all_say_so(monkeypatch, one_rank):
 
 
 def private_bytes():
-    """What this process alone has written: pages of the mapped weight files are the system's, to be taken back at will."""
+    """Returns the bytes that only this process has written. The system can drop pages of mapped weight files at any time."""
     with open("/proc/self/smaps_rollup") as file:
         (size,) = (line.split()[1] for line in file if line.startswith("Private_Dirty:"))
     return int(size) * 1024
 
 
 def peak_of(load):
-    """Bytes, more than before, of loading a base and a step of a role on it."""
+    """Returns by how many bytes the memory peaks while it loads a base and trains a role for one step."""
     held, done = [private_bytes()], threading.Event()
 
     def watch():
@@ -237,12 +237,12 @@ def weighed(rank, folder):
 
 
 @pytest.mark.slow
-def test_no_rank_ever_holds_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed goes back to the system
+def test_no_rank_ever_holds_the_full_base(tmp_path, monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory returns to the system
     deep = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=142)
     base = toy.base(**deep)
     size = sum(p.numel() * 4 for p in base.parameters())
-    # In another dtype than in memory: else the whole base would be the mapped files, as long as nothing else needs the memory.
+    # The files have another dtype than memory. Otherwise the mapped files would be the base, while memory is free.
     base.bfloat16().save_pretrained(tmp_path, max_shard_size="25MB")
     toy.base().save_pretrained(tmp_path / "small")
     del base

@@ -1,4 +1,4 @@
-"""A chat template is a program: one that fails is rejected before any row is rendered."""
+"""Tests that a chat template that fails is rejected before any row is rendered."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_a_template_that_cannot_be_used(kind, tmp_path):
         load_tokenizer(str(DEMO), chat_template=str(tmp_path / "chat.jinja"))
 
 
-LOOP = "{% for i in range(6000) %}"  # ends after seconds, because its thread lives on in this process
+LOOP = "{% for i in range(6000) %}"  # ends after seconds, because its thread stays in this process
 HANGS = {
     "{{ 'x' * 10 ** 7 }}": "ValueError: 10,000,000 characters for a conversation of a few words",
     LOOP * 2 + "{% endfor %}" * 2: "TimeoutError: no answer within 0 seconds",
@@ -45,12 +45,12 @@ def test_a_template_that_does_not_end_or_writes_too_much_is_refused(text, tmp_pa
 
 
 @pytest.mark.parametrize("text", ["{{ messages[1].content }}", "{{ raise_exception('after a tool only') }}"])
-def test_what_only_some_conversations_break_is_left_to_the_rows(text, tmp_path):
+def test_a_template_that_fails_on_some_conversations_only_is_accepted(text, tmp_path):
     (tmp_path / "chat.jinja").write_text(text)
     assert load_tokenizer(str(DEMO), chat_template=str(tmp_path / "chat.jinja")).chat_template == text
 
 
-def test_the_bases_own_template_is_tried_too(tmp_path):
+def test_the_bases_own_template_is_checked_too(tmp_path):
     base = Path(shutil.copytree(DEMO, tmp_path / "base"))
     (base / "chat_template.jinja").write_text("{{ nope() }}")
     with pytest.raises(InputError, match=r"^model\.name_or_path: the chat template of .* cannot be rendered"):

@@ -1,4 +1,4 @@
-"""The pad and eos rules, the chat templates, the digests."""
+"""Tests the rules for pad and eos tokens, chat templates and digests."""
 
 import json
 import pickle
@@ -28,7 +28,7 @@ def make_folder(
     template: str | None = None,
     **roles: str,
 ) -> str:
-    """A byte-level BPE tokenizer with the given special tokens and roles, in a folder with a config.json."""
+    """Writes a byte-level BPE tokenizer with the given special tokens and roles, and a config.json."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -88,7 +88,7 @@ def test_pad_has_an_embedding_row_and_is_not_a_second_eos(tmp_path):
     special = ["<s>", "</s>", "<unk>", "<pad>"]
     roles = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     folder = make_folder(tmp_path, special, **roles)
-    rows = load_tokenizer(folder).pad_token_id  # as many rows as there are ids before <pad>
+    rows = load_tokenizer(folder).pad_token_id  # as many embedding rows as ids before <pad>
     changed(tmp_path, "config.json", lambda config: config.update(vocab_size=rows))
     assert load_tokenizer(folder).pad_token == "<unk>"
     changed(tmp_path, "config.json", lambda config: config.update(vocab_size=rows + 1))
@@ -96,14 +96,14 @@ def test_pad_has_an_embedding_row_and_is_not_a_second_eos(tmp_path):
     assert load_tokenizer(folder).pad_token == "<unk>" and -1 not in eos_ids(load_tokenizer(folder))
 
 
-def test_no_pad_says_what_to_do(tmp_path):
+def test_a_missing_pad_token_is_explained(tmp_path):
     folder = make_folder(tmp_path, ["<|endoftext|>"], alphabet=False, eos_token="<|endoftext|>")
     with pytest.raises(InputError, match=r"pad_token in its tokenizer_config\.json"):
         load_tokenizer(folder)
 
 
 def test_byte_pad_survives_saving(tmp_path):
-    """A saved pad token is special when read back, and would swallow the letter ÿ; ours is not read back as one."""
+    """A loader makes a saved pad token special, which would swallow the letter ÿ. Ours must not become special."""
     tokenizer = load_tokenizer(make_folder(tmp_path / "base", ["<|endoftext|>"], eos_token="<|endoftext|>"))
     tokenizer.save_pretrained(tmp_path / "again")
     (tmp_path / "again" / "config.json").write_text((tmp_path / "base" / "config.json").read_text())
@@ -124,7 +124,7 @@ def test_eos_from_the_configs(tmp_path):
     assert eos_ids(tokenizer, {"eos_token_id": [3, 5]}) == [3, 5]
 
 
-def test_eos_ids_know_the_end_of_a_turn(tmp_path):
+def test_eos_ids_include_the_end_of_turn(tmp_path):
     roles = {"eos_token": "<|endoftext|>", "pad_token": "<|fim_pad|>"}
     chat = load_tokenizer(make_folder(tmp_path / "chat", QWEN, template=CHATML, **roles))
     assert set(chat.convert_ids_to_tokens(eos_ids(chat))) == {"<|endoftext|>", "<|im_end|>"}
@@ -168,7 +168,7 @@ def test_digests_and_pickling(tmp_path):
     tokenizer = load_tokenizer(make_folder(tmp_path / "a", LLAMA_31, eos_token="<|eot_id|>"))
     digest = tokenizer_digest(tokenizer)
     tokenizer(["hello", "hello, how are you?"], padding=True, truncation=True, max_length=4)
-    assert tokenizer_digest(tokenizer) == digest  # padding is the state of a call
+    assert tokenizer_digest(tokenizer) == digest  # padding is the state of one call
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert tokenizer_digest(copy) == digest
     assert copy.text_as_chat is False and copy.pad_token == tokenizer.pad_token
@@ -205,7 +205,7 @@ def test_a_vocabulary_that_the_embedding_has_no_rows_for(chatty):
 
 
 def test_special_tokens_beyond_the_embedding_may_not_be_written(chatty):
-    """Those of a larger model do no harm as long as neither the template nor the end of a completion uses them."""
+    """Tokens of a larger model do no harm if neither the template nor the end of a completion uses them."""
     rows = json.loads((chatty / "config.json").read_text())["vocab_size"]
     folder = changed(chatty, "config.json", lambda content: content.update(vocab_size=rows - 1))
     with pytest.raises(InputError, match=r"1 tokens beyond the .*'<\|eot_id\|>' with id"):

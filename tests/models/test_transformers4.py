@@ -1,4 +1,4 @@
-"""What is saved is the same model and tokenizer in transformers 4: its names of keys, and its logits and token ids."""
+"""Tests that saved models and tokenizers are the same in transformers 4: key names, logits and token ids."""
 
 import json
 import os
@@ -24,7 +24,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LONG = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 GEMMA = {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8, "attn_implementation": "eager"}
-# {case: (model type, keys of config.json as the Hub has them)}
+# {case: (model type, keys of config.json as on the Hub)}
 FAMILIES = {
     "llama": ("llama", {"rope_theta": 500000.0, "rope_scaling": None}),
     "llama3": ("llama", {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 128}}),
@@ -45,7 +45,7 @@ FAMILIES = {
 
 
 def saved(case, folder):
-    """A model of the family; {form: its folder}, with the names that its base has, and with names made from the new ones."""
+    """Saves a model of the family in two folders: with the names of its base, and with names converted from the new ones."""
     model_type, keys = FAMILIES[case]
     base = {**SIZE, "model_type": model_type, "torch_dtype": "float32", **keys}
     (folder / "base").mkdir(parents=True)
@@ -77,7 +77,7 @@ def test_both_versions_find_their_names(case, tmp_path):
         assert again.dtype == torch.float32
 
 
-def test_the_text_part_of_a_larger_model_has_them_too(tmp_path):
+def test_the_text_part_of_a_larger_model_finds_its_names_too(tmp_path):
     rope = {
         "full_attention": {"rope_type": "default", "rope_theta": 5.0},
         "sliding_attention": {"rope_theta": 3.0},
@@ -101,12 +101,12 @@ def test_the_text_part_of_a_larger_model_has_them_too(tmp_path):
         ({"transformers_version": "5.23.0"}, "5.0"),
     ],
 )
-def test_the_version_is_that_of_the_base(base, version):
+def test_the_saved_version_is_the_bases_version(base, version):
     assert transformers4.oldest_version(base) == version
 
 
 def tokenizer_of(folder, **settings):
-    """The demo's tokenizer, with other settings, as a base has it and as it is saved."""
+    """Returns the demo's tokenizer with other settings, once as in a base and once as saved."""
     demo = ROOT / "jobs/demo/model"
     shutil.copytree(demo, folder / "base")
     given = json.loads((demo / "tokenizer_config.json").read_text())
@@ -162,7 +162,7 @@ print(json.dumps(differences))
 
 @pytest.mark.slow
 def test_transformers_4_computes_the_same(tmp_path):
-    """Installs it from PyPI, for this test alone."""
+    """Installs transformers 4 from PyPI, for this test alone."""
     old = tmp_path / "old"
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target", str(old), *OLD]
     done = subprocess.run(install, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Advantages of the episodes of a first update, beyond what its self-check compares with their definitions."""
+"""Tests the advantages of a first update, beyond what the self-check compares with their definitions."""
 
 import math
 
@@ -21,8 +21,8 @@ def first_and_last_advantage(**changes):
     return episodes, episodes.advantages[last] + episodes.values[last]
 
 
-def test_what_follows_the_last_action():
-    """No value after EOS; of cut-off completions what one explicit flag says."""
+def test_the_target_of_the_last_action():
+    """After EOS no value follows. The flag `bootstrap_truncated` decides what follows a truncated completion."""
     plain, target = first_and_last_advantage()
     torch.testing.assert_close(target, plain.scores.float())
     assert torch.equal(plain.bootstrap == 0, plain.ended)
@@ -35,7 +35,7 @@ def test_what_follows_the_last_action():
 
 
 @pytest.mark.parametrize(("limit", "weight"), [(3.0, math.exp(0.5)), (1.2, 1.2)])
-def test_what_a_sampler_of_other_precision_drew_is_weighed(limit, weight):
+def test_tokens_from_a_sampler_of_lower_precision_are_importance_weighted(limit, weight):
     class Off(SlotDecoder):
         def generate(self, *args):
             return [
@@ -68,7 +68,7 @@ def test_equal_scores_have_no_advantage(settings, score):
     assert (episodes.advantages == 0).all()
 
 
-def test_scores_that_fp32_does_not_tell_apart_are_compared():
+def test_scores_that_are_equal_in_fp32_are_still_ranked():
     trainer = toy.trainer(
         reward=lambda completions: [1e8 + i % 2 for i in range(len(completions))],
         kl_coef=0.0,
@@ -82,7 +82,7 @@ def test_scores_that_fp32_does_not_tell_apart_are_compared():
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_a_copied_critic_predicts_what_is_paid(normalize):
+def test_a_copied_critic_predicts_the_reward(normalize):
     shared = toy.shared_base()
     reward = AdapterReward(shared, mean=5.0, std=3.0, weight=0.5)
     trainer = toy.trainer(shared, reward=reward, normalize_rewards=normalize, critic_reward=reward)
@@ -91,7 +91,7 @@ def test_a_copied_critic_predicts_what_is_paid(normalize):
     torch.testing.assert_close(episodes.bootstrap[cut_off], episodes.scores[cut_off].float())
 
 
-def test_normalized_values_of_a_copied_critic_stay_what_they_were():
+def test_normalization_keeps_the_values_of_a_copied_critic():
     shared = toy.shared_base()
     reward = AdapterReward(shared, mean=5.0, std=3.0, weight=0.5)
     settings = dict(reward=reward, normalize_rewards=False, critic_reward=reward, normalize_values=True)
@@ -110,8 +110,8 @@ def test_normalized_values_of_a_copied_critic_stay_what_they_were():
         torch.testing.assert_close(trainer.moments.normal(before), trainer.values(episodes, states)[0])
 
 
-def test_remax_discounts_the_greedy_score_as_the_score_is():
-    """A completion that scores what the greedy one scores has no advantage at any of its actions."""
+def test_remax_discounts_the_greedy_score_like_the_score():
+    """A completion with the same score as the greedy completion has an advantage of 0 at each of its actions."""
     mask = torch.tensor([[True, True, True], [True, False, False]])
     rewards = torch.tensor([[0.0, 0.0, 2.0], [4.0, 0.0, 0.0]])
     greedy = torch.tensor([2.0, 1.0])

@@ -1,8 +1,8 @@
-"""Our PPO's formulas against the lines of TRL 1.12's PPOTrainer, which are run as they stand in its source.
+"""Compares our PPO formulas with lines of TRL 1.12's PPOTrainer, which run exactly as they stand in its source.
 
-Where every completion is of full length the conventions agree: on the score's place, on what the mask covers, on the end of
-GAE. (Shorter completions: TRL pays the score one place past the end and lets GAE run over padding.) `make test-all` fetches
-TRL 1.12 into a folder of its own, as `make bench` does.
+Both agree on the score's position, the mask and the end of GAE only if all completions have full length. For shorter
+completions TRL places the score one position past the end, and its GAE runs over padding. `make test-all` installs TRL 1.12
+into a separate folder, like `make bench`.
 """
 
 import ast
@@ -22,7 +22,7 @@ ROWS, ACTIONS = 5, 7
 
 
 def lines(first, last):
-    """TRL's lines from the one that begins with `first` up to the one before `last`, as code that can be run."""
+    """Returns TRL's lines, from the line that starts with `first` to the line before `last`, as compiled code."""
     text = SOURCE.read_text().splitlines()
     start = next(i for i, line in enumerate(text) if line.strip().startswith(first))
     stop = next(i for i, line in enumerate(text) if i > start and line.strip().startswith(last))
@@ -30,7 +30,7 @@ def lines(first, last):
 
 
 def trl_functions():
-    """masked_mean, masked_var, masked_whiten of TRL 1.12, without importing the package."""
+    """Returns masked_mean, masked_var and masked_whiten of TRL 1.12 without importing the package."""
     tree = ast.parse(SOURCE.read_text())
     wanted = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("masked_")]
     names = {"torch": torch}
@@ -40,7 +40,7 @@ def trl_functions():
 
 @pytest.fixture(params=[0, 1, 2])
 def world(request):
-    """A rollout of full-length completions, in the names of TRL's loop."""
+    """Returns a rollout of full-length completions, with the variable names of TRL's loop."""
     draw = torch.Generator().manual_seed(request.param)
     rand = lambda *shape: torch.randn(*shape, generator=draw)  # noqa: E731
     nothing = torch.zeros(ROWS, ACTIONS, dtype=torch.bool)
@@ -100,7 +100,7 @@ def test_losses_and_their_statistics(world):
 
 
 def test_settings_have_the_names_and_defaults_of_the_last_ppo_config():
-    """Somebody left behind by the removal can bring their configuration."""
+    """Users of TRL's removed PPOTrainer can reuse their settings."""
     tree = ast.parse((SOURCE.parent / "ppo_config.py").read_text())
     [config] = [n for n in tree.body if isinstance(n, ast.ClassDef)]
     theirs = {n.target.id for n in config.body if isinstance(n, ast.AnnAssign)}

@@ -1,4 +1,4 @@
-"""The sections `trainer` and `rollout` of a PPO job: what they may not be, and what follows from them."""
+"""Tests the sections `trainer` and `rollout` of a PPO job: invalid values, and defaults that depend on other keys."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_a_wrong_setting_names_key_value_and_what_is_expected(key, value, expect
     assert caught.value.message.startswith("found") and expected in caught.value.message
 
 
-def test_the_rate_of_a_critic_that_there_is_not_may_be_any():
+def test_the_learning_rate_of_an_absent_critic_is_not_checked():
     alone = dict(advantage_estimator="remax", lr_scheduler_type="polynomial", critic="head")
     assert PPOConfig(**alone, critic_learning_rate=0.0, vf_coef=0.0).critic_learning_rate == 0
 
@@ -70,7 +70,7 @@ def test_the_last_update_is_a_full_one():
         (dict(correction="sequence"), "sequence"),
     ],
 )
-def test_what_is_corrected_by_default(rollout, corrects):
+def test_the_default_correction(rollout, corrects):
     assert RolloutConfig(**rollout).corrects == corrects
 
 

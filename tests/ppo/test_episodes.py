@@ -1,4 +1,4 @@
-"""Episodes and how they are split: prompt order, padding and masks, micro-batches."""
+"""Tests the order of prompts, padding and masks of episodes, and how episodes are split into micro-batches."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.episodes import collate, deal, minibatches, prompt_order
 
 
-def test_prompts_come_once_a_pass_in_another_order_each():
+def test_each_pass_has_every_prompt_once_in_a_new_order():
     order = prompt_order(0, 20, 10, seed=1)
     assert sorted(order[:10]) == sorted(order[10:]) == list(range(10)) and order[:10] != order[10:]
     assert prompt_order(7, 6, 10, seed=1) == order[7:13] and prompt_order(0, 10, 10, seed=2) != order[:10]
@@ -32,7 +32,7 @@ def test_eos_is_an_action_and_padding_is_never_found_by_id():
     ("episodes", "num_mini_batches", "workers", "by_prompt"), [(512, 4, 4, 1.16), (1024, 8, 16, 1.61)]
 )
 def test_workers_have_equal_shares_of_every_minibatch(episodes, num_mini_batches, workers, by_prompt):
-    """The slowest worker's load by the mean: where each learns from what it sampled, and as it is dealt."""
+    """Compares the slowest worker's load with the mean, for workers that keep their own samples and for dealt samples."""
     draw = np.random.default_rng(0)
     lengths = 100 + draw.integers(1, 400, episodes)
     sampled, dealt = [], []
@@ -51,9 +51,9 @@ def test_workers_have_equal_shares_of_every_minibatch(episodes, num_mini_batches
 def test_a_long_row_does_not_pad_a_batch_that_is_busy_without_it():
     lengths = [100, 104, 97, 101, 190, 200, 20]
     assert micro_batches(lengths, 16, None) == [[6, 2, 0, 3], [1, 4], [5]]
-    assert micro_batches([10, 90], 16, None) == [[0, 1]]  # another batch would cost more than padding
-    # Limits of 3 rows and 20 tokens; the long row by itself
+    assert micro_batches([10, 90], 16, None) == [[0, 1]]  # a second batch would cost more than padding
+    # Limits: 3 rows and 20 tokens. The long row gets its own batch.
     assert micro_batches([5, 9, 2, 7, 7, 30, 1], 3, 20) == [[6, 2, 0], [3, 4], [1], [5]]
-    # On a GPU so few tokens cost what their launches cost: one forward, padded.
+    # So few tokens cost a GPU only the kernel launches, so one padded forward is cheaper.
     assert micro_batches(lengths, 16, None, "cuda") == [[6, 2, 0, 3, 1, 4, 5]]
     assert len(micro_batches([100] * 40 + [200] * 4, 64, None, "cuda")) == 2

@@ -1,4 +1,4 @@
-"""Advantage estimators: every entry agrees with its definition, and a job can bring its own."""
+"""Tests that each advantage estimator agrees with its definition, and that a job can bring its own."""
 
 import sys
 import textwrap
@@ -37,7 +37,7 @@ def test_a_formula_is_what_its_definition_says(name, more):
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A module of estimators, importable as `own_formulas`."""
+    """Writes a module of estimators that a job can import as `own_formulas`."""
     (tmp_path / "own_formulas.py").write_text(
         textwrap.dedent("""
         def best_of_group(rewards, mask, num_generations):
@@ -77,7 +77,7 @@ def test_a_job_brings_its_own_formula(mine, in_root):
     assert len(trainer.train()) == trainer.total
     with pytest.raises(InputError, match="2 or more: python:own_formulas:best_of_group compares"):
         PPOConfig(advantage_estimator=f"{mine}best_of_group")
-    # One that reads values gets a critic
+    # An estimator that reads values gets a critic.
     job = load_job("jobs/demo/ppo.yaml", [f"trainer.advantage_estimator={mine}with_critic"])
     assert job.args.uses_critic
     toy.trainer(advantage_estimator=f"{mine}with_critic", gamma=0.5).train()

@@ -1,4 +1,4 @@
-"""What shares a forward changes what it costs, and not what is learned."""
+"""Tests that sharing a forward pass changes its cost, but not the result of training."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ GROUPS = dict(num_generations=8, batch_size=32, total_episodes=64)
 
 
 def gradients(trainer):
-    """The gradient of one minibatch of all episodes, and the tokens that went through the base for it."""
+    """Returns the gradient of one minibatch with all episodes, and the number of tokens that the base computed for it."""
     episodes = toy.first_episodes(trainer)
     tokens, states = [], trainer.shared.states
     trainer.shared.states = lambda role, batch: tokens.append(batch.input_ids.numel()) or states(role, batch)
@@ -25,7 +25,7 @@ def test_a_prompt_is_computed_once_for_its_completions(critic):
     found = []
     for packs in (True, False):
         shared = toy.shared_base(critic=critic, spread=0.1)
-        shared.can_pack = packs  # instead of what the base allows
+        shared.can_pack = packs  # overrides what the base supports
         settings = dict(critic=critic, check_reference=False, **GROUPS)
         found.append(
             gradients(toy.trainer(shared, min_new_tokens=2, per_device_train_batch_size=32, **settings))
@@ -47,11 +47,11 @@ def test_scores_of_packed_completions_are_those_of_each_alone():
 
 
 def forwards(**settings):
-    """How often the base ran in the update of a trainer, beyond sampling."""
+    """Returns how many times the base runs in one update, not counting sampling."""
     trainer = toy.trainer(**{"num_mini_batches": 1, "per_device_train_batch_size": 64, **settings})
-    trainer.update = 1  # the first is checked
+    trainer.update = 1  # only update 0 runs the self-check
     rollout = trainer.rollout()
-    assert trainer.shared.can_pack  # tries the base, once
+    assert trainer.shared.can_pack  # this tries the base once
     calls = []
     trainer.shared.base.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
     trainer.score(rollout)
@@ -63,7 +63,7 @@ def forwards(**settings):
 
 def test_a_critic_that_is_a_head_costs_no_forward():
     group = dict(advantage_estimator="rloo", num_generations=2)
-    # old and reference log-probs, and two epochs
+    # forwards for old log-probs, reference log-probs and two epochs
     assert forwards(critic="head") == forwards(**group) == 4
     assert forwards() == 7
 
@@ -78,7 +78,7 @@ def test_one_backward_teaches_policy_and_head():
     without, _ = learned(vf_coef=1e-9)
     assert head.any() and (policy - without).abs().max() > 1e-3
     warming, first = learned(vf_coef=1.0, critic_warmup_steps=1)
-    torch.testing.assert_close(warming, start)  # the head alone learns
+    torch.testing.assert_close(warming, start)  # the warmup trains only the head
     assert first.any()
 
 
@@ -87,9 +87,9 @@ ONE_STEP = dict(
 )  # fmt: skip
 
 
-def test_old_logprobs_are_those_of_the_training_forward_where_there_is_one():
-    """... of one step an update: no forward is made for them, and what is learned and reported stays the same."""
-    assert forwards(**ONE_STEP) == 2  # the reference's and the training's
+def test_old_logprobs_come_from_the_training_forward_if_an_update_has_one_step():
+    """An update of one step needs no extra forward for old log-probs. Weights and metrics stay the same."""
+    assert forwards(**ONE_STEP) == 2  # one for the reference, one for training
     runs = []
     for later in (True, False):
         trainer = toy.trainer(**ONE_STEP, total_episodes=48)

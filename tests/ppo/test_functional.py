@@ -1,7 +1,7 @@
-"""functional.py against numbers computed by hand, and losses against plain loops on random ragged batches.
+"""Compares functional.py with numbers computed by hand, and losses with plain loops on random ragged batches.
 
-Token rewards, whitening and GAE have their definitions in pipeline/ppo/selfcheck and estimators.py, which every run and
-test_estimators.py compare them with.
+Token rewards, whitening and GAE are defined in pipeline/ppo/selfcheck and estimators.py. Every run and test_estimators.py
+compare with those definitions.
 """
 
 import math
@@ -29,7 +29,7 @@ def t(*rows):
 
 
 def ragged(seed, rows, time, density, count, scale=1.0):
-    """A mask with gaps and empty rows, and `count` arrays with NaN and inf where it is off."""
+    """Returns a mask with gaps and empty rows, and `count` arrays with NaN and inf where the mask is 0."""
     rng = np.random.default_rng(seed)
     mask = rng.random((rows, time)) < density
     arrays = [rng.normal(size=(rows, time)) * scale for _ in range(count)]
@@ -39,7 +39,7 @@ def ragged(seed, rows, time, density, count, scale=1.0):
 
 
 def mean_of(mask):
-    """`weights` and `actions` of a loss that is the mean over a mask's actions."""
+    """Returns `weights` and `actions` for a loss that averages over the actions of a mask."""
     actions = max(float(mask.sum()), 1.0)
     return F.loss_weights(mask, "token", actions, len(mask), 1), actions
 
@@ -87,7 +87,7 @@ K3_FAR = math.expm1(F.LOG_RATIO_LIMIT) - F.LOG_RATIO_LIMIT
     ],
 )
 def test_only_what_goes_through_exp_is_clamped_far_from_the_reference(name, distance, value, gradient):
-    """A token 29 nats away says so, and pulls back."""
+    """A token whose log-ratio is 29 nats reports its distance, and its gradient pulls the policy back."""
     policy = torch.tensor([distance], requires_grad=True)
     kl = F.kl_estimate(policy, torch.zeros(1), name)
     assert kl.item() == pytest.approx(value)
@@ -100,7 +100,7 @@ def test_importance_weights_by_hand():
     assert weights[0].tolist() == pytest.approx([0.5, 1.0, 3.0, 0.0])
 
 
-def test_the_upper_clip_range_is_its_own():
+def test_the_upper_clip_range_can_differ_from_the_lower():
     new, mask = torch.log(t([1.25, 1.25, 0.7, 0.7])), t([1, 1, 1, 1])
     advantages = t([1.0, -1.0, 1.0, -1.0])
     loss, stats = F.policy_loss(new, torch.zeros(1, 4), advantages, mask, *mean_of(mask), 0.2, 0.1)
@@ -111,14 +111,14 @@ def test_the_upper_clip_range_is_its_own():
 
 
 def test_a_sequences_ratio_is_the_geometric_mean_of_its_tokens():
-    """GSPO, equations 5 to 7 and its gradient (10): the mean of the score functions, weighed by ratio and advantage."""
+    """Checks equations 5 to 7 of GSPO and its gradient (10), the mean of the score functions times ratio and advantage."""
     new = t([0.3, -0.1, NAN], [0.5, 0.5, 0.5]).requires_grad_()
     old, mask = t([0.0, 0.0, 1.0], [0.0, 0.0, 0.0]), t([1, 1, 0], [1, 1, 1])
     advantages = t([2.0, 2.0, NAN], [3.0, 3.0, 3.0])
     weights = F.loss_weights(mask, "sequence", 5, 2, 3)
     level = dict(importance_sampling_level="sequence")
     loss, stats = F.policy_loss(new, old, advantages, mask, weights, 5, 0.2, **level)
-    s = math.exp(0.1)  # the second row's, exp(0.5), is clipped to 1.2
+    s = math.exp(0.1)  # the ratio of the second row, exp(0.5), is clipped to 1.2
     assert loss.item() == pytest.approx(-(2 * s + 3 * 1.2) / 2)
     assert stats["clipfrac"].item() == pytest.approx(3 / 5)
     (gradient,) = torch.autograd.grad(loss, new)
@@ -129,7 +129,7 @@ def test_the_kl_coefficient_moves_the_right_way_and_is_clipped():
     def adapted(kl):
         return F.adapted_kl_coef(0.1, kl, 100, target=6.0, horizon=1000)
 
-    assert adapted(60.0) == pytest.approx(0.1 * 1.02)  # far above: up, by 0.2 * 100 / 1000
+    assert adapted(60.0) == pytest.approx(0.1 * 1.02)  # far above: up by the factor 1 + 0.2 * 100 / 1000
     assert adapted(6.6) == pytest.approx(0.1 * 1.01) and adapted(0.0) == pytest.approx(0.1 * 0.98)
 
 
@@ -138,7 +138,7 @@ def test_the_kl_coefficient_moves_the_right_way_and_is_clipped():
 
 @CASES
 @given(**shapes, scale=st.sampled_from([0.1, 3.0, 1e4]), dual=st.sampled_from([None, 2.0]))
-def test_policy_loss_like_a_loop_and_finite_at_any_ratio(seed, rows, time, density, scale, dual):
+def test_policy_loss_equals_a_loop_and_is_finite_at_any_ratio(seed, rows, time, density, scale, dual):
     mask, (new, old, advantages) = ragged(seed, rows, time, density, 3)
     new = new * scale  # log-ratios up to tens of thousands
     total, sums, actions = 0.0, dict(ratio=0.0, approxkl=0.0, clipfrac=0.0), max(mask.sum(), 1)
@@ -164,7 +164,7 @@ def test_policy_loss_like_a_loop_and_finite_at_any_ratio(seed, rows, time, densi
 
 @CASES
 @given(**shapes, clip=st.sampled_from([0.2, None]))
-def test_value_loss_like_a_loop(seed, rows, time, density, clip):
+def test_value_loss_equals_a_loop(seed, rows, time, density, clip):
     mask, (values, old, returns) = ragged(seed, rows, time, density, 3)
     total, clipped = 0.0, 0
     for b, i in zip(*np.nonzero(mask), strict=True):

@@ -1,4 +1,4 @@
-"""Metrics of an update are what their names say."""
+"""Tests that the metrics of an update measure what their names say."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ GROUP = dict(advantage_estimator="rloo", num_generations=2, kl_coef=0.0)
 @pytest.mark.parametrize(
     ("settings", "passes"),
     [
-        # sampling, reference; old log-probs; two epochs of forward and backward; and of the critic: values, two epochs
+        # forwards: sampling, reference, old log-probs, two epochs (also backward); critic: values, two epochs
         ({}, 2 + 1 + 2 * 2 + 1 + 2 * 2),
         (dict(critic="head", num_ppo_epochs=1), 2 + 1 + 2),
         (dict(num_ppo_epochs=1, num_mini_batches=1, **GROUP), 2 + 2),
@@ -49,7 +49,7 @@ GROUP = dict(advantage_estimator="rloo", num_generations=2, kl_coef=0.0)
 )
 def test_mfu_is_the_share_of_a_gpus_peak(settings, passes, monkeypatch):
     trainer = toy.trainer(**settings)
-    assert "mfu" not in trainer.run_update()  # a CPU has no datasheet here
+    assert "mfu" not in trainer.run_update()  # the price list has no CPU
     monkeypatch.setattr("pipeline.ppo.trainer.peak_flops", lambda device: 1e9)
     kept = toy.recorded(trainer)
     metrics = trainer.run_update()

@@ -1,4 +1,4 @@
-"""Rewards: Python functions that do not import, are none, or return no numbers; adapters and other models as rewards."""
+"""Tests rewards: invalid Python functions, invalid return values, adapters and other models."""
 
 import asyncio
 import json
@@ -91,8 +91,8 @@ NO_NUMBER = r"returned {} for prompt 'question 1', completion 'completion 1', ro
     ],
     ids=str,
 )
-def test_what_is_no_list_of_finite_numbers_is_named_with_its_sample(returned, says):
-    too_large = "inf" in says or "1000" in says  # the run failed; all else is a function that has to change
+def test_the_message_about_an_invalid_score_names_its_sample(returned, says):
+    too_large = "inf" in says or "1000" in says  # this is a failed run; the other cases are faulty functions
     with pytest.raises(Failure if too_large else InputError) as caught:
         checked(returned)
     assert re.match(rf"reward 'polite' \({__name__}:.*\) {says}", str(caught.value))
@@ -108,12 +108,12 @@ def test_what_is_no_list_of_finite_numbers_is_named_with_its_sample(returned, sa
     ],
     ids=str,
 )
-def test_numbers_of_every_library_are_scores(returned):
+def test_numbers_of_every_library_are_accepted(returned):
     scores = checked(returned)
     assert set(scores) in ({0.5}, {1.0}) and all(type(score) is float for score in scores)
 
 
-def test_what_a_reward_sets_in_torch_is_put_back():
+def test_changes_of_torchs_settings_by_a_reward_are_undone():
     def half(completions):
         torch.set_default_dtype(torch.float16)
         torch.set_grad_enabled(False)
@@ -123,7 +123,7 @@ def test_what_a_reward_sets_in_torch_is_put_back():
     assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
 
 
-def test_what_a_reward_raises_is_shown_with_its_own_frames_only(monkeypatch):
+def test_an_error_of_a_reward_shows_only_frames_of_the_rewards_code(monkeypatch):
     def inside(text):
         return json.loads(text)  # raises in a library
 
@@ -147,16 +147,16 @@ def test_what_a_reward_raises_is_shown_with_its_own_frames_only(monkeypatch):
         assert all(f'File "{__file__}"' in line for line in frames if "File" in line)
     assert len(asked) == 1, "its requests may cost money"
     with pytest.raises(Failure, match=r"raised SystemExit: 0; expected a list of numbers"):
-        FunctionReward(lambda **_: sys.exit(0)).checked(samples())  # it would end the worker in silence
+        FunctionReward(lambda **_: sys.exit(0)).checked(samples())  # would end the worker silently
     monkeypatch.setattr(process, "received", signal.SIGTERM)
-    with pytest.raises(SystemExit):  # the run is terminated, not failed
+    with pytest.raises(SystemExit):  # a signal terminated the run, which is no failure
         FunctionReward(lambda **_: sys.exit(143)).checked(samples())
 
 
 # ----------------------------------------------------------------------------------------------- in a trainer
 
 
-def test_reward_functions_get_text_and_the_datas_columns():
+def test_reward_functions_get_text_and_the_columns_of_the_data():
     seen = {}
 
     def reward(prompts, completions, answer, **columns):
@@ -167,7 +167,7 @@ def test_reward_functions_get_text_and_the_datas_columns():
         await asyncio.sleep(0.01)
         return [float(len(text)) for text in completions]
 
-    async def notebook():  # it has a running event loop
+    async def notebook():  # a notebook already runs an event loop
         return trainer.make_experience()
 
     trainer = toy.trainer(reward=[FunctionReward(reward, weight=3.0), FunctionReward(slow, weight=0.5)])
@@ -180,7 +180,7 @@ def test_reward_functions_get_text_and_the_datas_columns():
     assert rollout.episodes.scores.tolist() == pytest.approx(expected)
 
 
-def test_a_reward_model_that_is_not_on_this_base():
+def test_a_reward_model_on_another_base():
     torch.manual_seed(2)
     model = transformers.AutoModelForSequenceClassification.from_config(
         toy.config("gpt2", num_labels=1)
@@ -195,7 +195,7 @@ def test_a_reward_model_that_is_not_on_this_base():
     own = [model(input_ids=torch.tensor([ids])).logits.item() for ids in ([5, 6, 8, 2], [7, 9, 10, 11])]
     assert ModelReward(model).score(texts) == pytest.approx(own, abs=1e-5)
 
-    class Letters:  # a tokenizer of its own: one id a character
+    class Letters:  # a different tokenizer: one id per character
         eos_token_id, chat_template = 3, None
 
         def __call__(self, text):
@@ -211,7 +211,7 @@ def test_a_reward_model_that_is_not_on_this_base():
 
 
 def test_an_async_reward_has_all_rows_at_once_and_a_limit():
-    """Two wait for each other; one that never answers ends the run, and a TimeoutError of its own does not count as that."""
+    """Two calls wait for each other. A call that never returns ends the run; a TimeoutError of a reward is just an error."""
     asked = samples(2)
     asked.groups = [7, 7]
 
@@ -254,7 +254,7 @@ def test_completions_to_the_same_prompt_are_a_group():
     assert seen == [[0, 0, 1, 1]]
 
 
-def test_a_function_that_draws_random_numbers_is_told_once_how_to_be_independent_of_the_split(capsys):
+def test_a_reward_that_draws_random_numbers_gets_one_hint_about_seeds(capsys):
 
     def noisy(completions):
         return [random.random() for _ in completions]

@@ -1,6 +1,6 @@
-"""Rollouts by others, and ahead of the trainer: the same bits whoever samples, and an error where a sampler is not what it says.
+"""Tests sampling by rollout workers and ahead of the trainer: results are bit-identical, and a faulty sampler ends the run.
 
-The workers here are samplers on a base of their own in this process; real ones are in tests/rollout.
+The workers here are samplers with a second base in this process. tests/rollout tests real workers.
 """
 
 import math
@@ -24,14 +24,14 @@ AHEAD = {k: RolloutConfig(num_workers=1, staleness=k) for k in (0, 1, 2)}
 
 
 class Elsewhere:
-    """A rollout worker: a base, roles and an engine of its own; what is published is copied into its policy."""
+    """A rollout worker with its own base, roles and engine. It copies published weights into its policy."""
 
     def __init__(self, trainer=None, absent=()):
         self.versions, self.asked, self.done, self.absent = {}, [], [], absent
         self.trainer = trainer
 
     def of(self, trainer):
-        """Its own models, as those of a trainer that has not begun."""
+        """Loads models equal to those of a fresh trainer."""
         shared = toy.shared_base(critic=trainer.args.uses_critic and trainer.args.critic)
         rewards = [AdapterReward(shared) if isinstance(r, AdapterReward) else r for r in trainer.rewards]
         self.sampler = Sampler(shared, toy.Tokenizer(), trainer.args, rewards, "reference")
@@ -43,7 +43,7 @@ class Elsewhere:
 
     def request(self, chunks):
         self.asked += [chunk.key for chunk in chunks]
-        # In another order than it is collected in, and before the trainer learns from what came before.
+        # The worker samples in another order than the trainer collects, and before the trainer learns from earlier chunks.
         self.done += [
             (chunk, self.make(chunk)) for chunk in reversed(chunks) if chunk.update not in self.absent
         ]
@@ -61,7 +61,7 @@ class Elsewhere:
 
 
 def run(staleness=None, workers=None, updates=6, rows=None, resume=None, folder=None, stop=None, **changes):
-    """(weights, metrics of each update) of a run; with `stop` it is saved to `folder` after so many updates."""
+    """Returns the weights and the metrics of each update. With `stop`, saves the run to `folder` after that many updates."""
     rollout = AHEAD[staleness] if isinstance(staleness, int) else staleness
     settings = dict(total_episodes=16 * updates, local_rollout_forward_batch_size=rows, **changes)
     trainer = toy.trainer(rollout=rollout, workers=workers, **settings)
@@ -89,19 +89,19 @@ def same(one, other, but=()):
     [
         {},
         dict(rows=4),
-        dict(rows=3, advantage_estimator="rloo", num_generations=4),  # fewer than the completions to one prompt
+        dict(rows=3, advantage_estimator="rloo", num_generations=4),  # fewer rows than completions per prompt
         dict(rows=4, advantage_estimator="remax"),
         dict(critic="head", rows=8, min_new_tokens=2, temperature=0.7),
         dict(advantage_estimator="grpo", num_generations=4, kl_in="loss", kl_estimator="k3", num_ppo_epochs=1, num_mini_batches=1),
         dict(sync_ref_model=True, ref_model_sync_steps=2),
     ],
 )  # fmt: skip
-def test_a_rollout_worker_changes_no_bit(changes):
+def test_a_rollout_worker_gives_bit_identical_results(changes):
     one, other = (run(0, workers, updates=3, **changes) for workers in (Elsewhere(), None))
     same(one, other, but=["rollout/workers"])
 
 
-def test_chunks_depend_on_the_rows_and_not_on_who_samples():
+def test_chunks_depend_on_the_rows_and_not_on_the_sampler():
     assert split_into_chunks([5, 3, 9, 4], rows=4, generations=2) == [[1, 3], [0, 2]]
     assert split_into_chunks([5, 3, 9, 4], rows=1, generations=2) == [[1], [3], [0], [2]]
     assert split_into_chunks([5, 3, 9, 4], rows=100, generations=2) == [[0, 1, 2, 3]]
@@ -109,22 +109,22 @@ def test_chunks_depend_on_the_rows_and_not_on_who_samples():
 
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_asynchronous_run_is_a_function_of_its_seed(staleness, tmp_path):
-    """... whoever samples, and over a resume; and it is another run than the synchronous one."""
+    """The result is the same for any sampler and after a resume. It differs from the synchronous run."""
     worker = Elsewhere()
     whole = run(staleness, worker, rows=8)
     assert worker.asked == sorted(worker.asked) and len(worker.asked) == len(set(worker.asked)) == 12
-    assert set(worker.versions) == set(range(6))  # each once; the last update asks for nothing
+    assert set(worker.versions) == set(range(6))  # each version once; the last update requests nothing
     nobody = Elsewhere(absent=range(6))
     same(run(staleness, nobody, rows=8), whole)
-    same(run(staleness, Elsewhere(absent=[1, 4]), rows=8), whole)  # there for some updates only
+    same(run(staleness, Elsewhere(absent=[1, 4]), rows=8), whole)  # absent in some updates
     run(staleness, Elsewhere(), rows=8, folder=tmp_path, stop=3)
     resumed = Elsewhere()
     same(run(staleness, resumed, rows=8, resume=tmp_path), whole)
-    assert min(resumed.versions) == 3 - staleness  # what was in flight when it stopped
+    assert min(resumed.versions) == 3 - staleness  # chunks in flight at the stop
     assert not torch.equal(whole[0], run(rows=8)[0])
 
 
-def test_the_episodes_of_an_update_are_of_the_version_that_staleness_says():
+def test_the_policy_version_of_an_updates_episodes_follows_from_staleness():
     trainer = toy.trainer(rollout=AHEAD[2], workers=(workers := Elsewhere()), total_episodes=80)
     workers.of(trainer)
     trainer.train()
@@ -133,7 +133,7 @@ def test_the_episodes_of_an_update_are_of_the_version_that_staleness_says():
 
 
 def test_chunks_are_compared_with_what_rank_0_published(monkeypatch):
-    """Trainers on processors of two kinds may hold adapters that differ in a last bit."""
+    """Trainers on different processors may hold adapters that differ in the last bit."""
     trainer = toy.trainer(rollout=AHEAD[1], workers=(workers := Elsewhere()))
     workers.of(trainer)
     monkeypatch.setattr(rollouts, "gather", lambda mine: ["rank 0's", mine])
@@ -141,7 +141,7 @@ def test_chunks_are_compared_with_what_rank_0_published(monkeypatch):
     assert trainer.versions.digests == {0: "rank 0's"}
 
 
-def test_what_is_off_policy_is_weighed_and_reported():
+def test_off_policy_tokens_are_weighted_and_reported():
     corrected = RolloutConfig(num_workers=1, staleness=2, correction="token")
     (weights, metrics), (_, plain) = run(corrected, Elsewhere()), run(0, Elsewhere(), updates=1)
     unweighed, measured = run(2, Elsewhere())
@@ -152,10 +152,10 @@ def test_what_is_off_policy_is_weighed_and_reported():
     assert first["rollout/effective_samples"] == pytest.approx(1, abs=1e-5)
     assert later["rollout/effective_samples"] < 0.999 and abs(later["rollout/sampler_kl"]) > 1e-4
     assert later["rollout/ratio_max"] > 1
-    assert metrics[4]["policy/first_ratio_rms"] < 1e-4  # old log-probs are the trainer's: decoupled
+    assert metrics[4]["policy/first_ratio_rms"] < 1e-4  # decoupled: the trainer's own old log-probs
 
 
-def test_ratios_are_reported_where_old_log_probs_come_out_of_the_training_forward():
+def test_ratios_are_reported_if_old_log_probs_come_from_the_training_forward():
     one_forward = dict(advantage_estimator="rloo", num_generations=2, num_ppo_epochs=1, num_mini_batches=1)
     _, metrics = run(2, Elsewhere(), **one_forward)
     assert all("rollout/effective_samples" in update for update in metrics)
@@ -182,21 +182,21 @@ def test_ratios_are_those_before_the_correction_of_tokens_or_completions(level, 
     )
 
 
-def test_rewards_draw_the_same_numbers_wherever_they_are():
+def test_rewards_draw_the_same_random_numbers_in_any_process():
     def noisy(completion_ids, **columns):
         drawn = [random.random() + np.random.rand() + torch.rand(()).item() for _ in completion_ids]
         return [sum(t < 20 for t in ids) + 0.1 * d for ids, d in zip(completion_ids, drawn, strict=True)]
 
     how = dict(reward=[FunctionReward(noisy)], updates=3)
     here = run(**how)
-    torch.rand(3)  # what else was drawn is of no concern
+    torch.rand(3)  # earlier draws must not matter
     same(run(0, Elsewhere(), **how), here, but=["rollout/workers"])
 
 
 @pytest.mark.parametrize(
     "changes", [dict(num_generations=4, advantage_estimator="rloo"), dict(advantage_estimator="remax")]
 )
-def test_rewards_with_seeds_draw_the_same_numbers_however_an_update_is_split(changes, capfd):
+def test_rewards_with_seeds_draw_the_same_numbers_for_any_split_of_an_update(changes, capfd):
     def seeded(completion_ids, seeds):
         scores = [random.Random(seed).random() for seed in seeds]
         paid.update(zip(seeds, scores, strict=True))
@@ -224,7 +224,7 @@ def test_rewards_with_seeds_draw_the_same_numbers_however_an_update_is_split(cha
 
 
 class Stale(Elsewhere):
-    """Samples every chunk from the first version; says so, or not (a stale prefix cache)."""
+    """Samples every chunk from the first version, like a stale prefix cache. Reports that version only if `honest`."""
 
     def __init__(self, honest):
         super().__init__()
@@ -238,7 +238,7 @@ class Stale(Elsewhere):
 
 
 class Twice(Elsewhere):
-    """Gives the first chunk of an update for the second, too."""
+    """Returns the first chunk of an update again as the second."""
 
     def collect(self, chunk):
         return next(sampled for one, sampled in self.done if one.key[:2] == chunk.key[:2] and one.number == 0)
@@ -262,6 +262,6 @@ class Short(Elsewhere):
         (Short(), r"requested \(\(0, 0, 0\), 8, .* got \(\(0, 0, 0\), 7,"),
     ],
 )
-def test_a_worker_that_is_not_what_it_says_ends_the_run(fault, message):
+def test_a_faulty_worker_ends_the_run(fault, message):
     with pytest.raises(SelfCheckFailed, match=message):
         run(0, fault, rows=8)

@@ -1,4 +1,4 @@
-"""On a sound job every self-check holds. tests/seeded_faults shows that each check fails when its matter is broken."""
+"""Tests that every self-check passes on a sound job. tests/seeded_faults shows that each check finds its fault."""
 
 import pytest
 import torch
@@ -38,18 +38,18 @@ def test_a_sound_job_passes_every_check(settings, tmp_path):
     findings = checks.check(trainer, trainer.make_experience().episodes)
     assert False not in verdicts(findings).values(), findings
     assert list(verdicts(findings).values()).count(True) >= 8
-    assert torch.equal(before, toy.weights(trainer))  # looked at, not trained
+    assert torch.equal(before, toy.weights(trainer))  # the checks train nothing
     assert all(p.grad is None for p in trainer.shared.parameters())
 
 
-def test_the_start_of_a_run_raises_what_the_checks_find(monkeypatch):
+def test_the_start_of_a_run_raises_the_failures_of_the_checks(monkeypatch):
     monkeypatch.setattr(checks, "sampler_agrees", lambda *_: Finding("agrees", "it does not", False))
     with pytest.raises(SelfCheckFailed, match="agrees: it does not"):
         toy.trainer().run_update()
 
 
-def test_prompts_in_another_order_are_seen(monkeypatch):
-    """Even if the check called the trainer's own function, whose code is replaced here."""
+def test_the_check_finds_a_changed_order_of_prompts(monkeypatch):
+    """The check must not call the trainer's own function, which this test replaces."""
 
     def unshuffled(position, count, n_prompts, seed, draws=None):
         return [(position + i) % n_prompts for i in range(count)]
@@ -73,7 +73,7 @@ def test_prompts_in_another_order_are_seen(monkeypatch):
 def test_outputs_are_compared_as_closely_as_the_precision_of_the_training_allows(
     precision, off, holds, tmp_path
 ):
-    trainer = toy.trainer()  # in fp32
+    trainer = toy.trainer()  # the training precision is fp32
     trainer.shared.save("policy", tmp_path)
 
     def output(ids):
@@ -83,6 +83,6 @@ def test_outputs_are_compared_as_closely_as_the_precision_of_the_training_allows
     assert roles.behaves_as_trained(trainer, "policy", str(tmp_path)).holds is holds
 
 
-def test_probes_hold_nothing_of_the_data_and_no_pad():
+def test_probes_contain_no_data_and_no_pad_token():
     rows = probes.sequences(50, pad=7)
     assert rows == probes.sequences(50, pad=7) and all(0 <= i < 50 and i != 7 for row in rows for i in row)

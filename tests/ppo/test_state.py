@@ -1,4 +1,4 @@
-"""A PPO run saved and restored ends as if it had never stopped, with each kind of AdamW (`trainer.optim`)."""
+"""Tests that a resumed PPO run ends like an uninterrupted run, for each AdamW of `trainer.optim`."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from pipeline.ppo.trainer import adamw
 
 @pytest.fixture
 def two_threads():
-    """No sum may depend on which of them comes first."""
+    """Two threads show that no sum depends on which thread finishes first."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -53,7 +53,7 @@ def test_a_restored_run_ends_with_the_same_numbers(critic, dtype, tmp_path, two_
     first.save(tmp_path)
     second = trainer(1234)
     for parameter in [p for r in ("policy", "critic", "reference") for p in second.shared.parameters_of(r)]:
-        parameter.data += 1.0  # all of it comes from the folder
+        parameter.data += 1.0  # the folder must restore every value
     second.restore(tmp_path)
     second.train()
     roles = ["policy", "critic", "reference"]
@@ -68,7 +68,7 @@ def test_kl_controller_counts_nats_a_completion():
     episodes = toy.first_episodes(toy.trainer(toy.shared_base(spread=0.2), **changes))
     metrics = above.run_update()
     kl = (episodes.old_logprobs - episodes.ref_logprobs).sum(-1).mean().item()
-    # a mean over tokens would be below
+    # a mean over tokens would be below the target
     assert metrics["objective/kl"] == pytest.approx(kl, rel=1e-4) and kl > 1
     assert metrics["objective/kl_coef"] == 0.1
     assert above.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 16 / 100))
@@ -79,7 +79,7 @@ def test_kl_controller_counts_nats_a_completion():
 
 @pytest.mark.parametrize(("gpu_before", "gpu_now"), [(True, True), (True, False), (False, True)])
 def test_random_states_continue_with_a_gpu_or_without_one(gpu_before, gpu_now, tmp_path, monkeypatch):
-    """A process saves and restores the generator of its own GPU alone; the others are other workers'."""
+    """A process saves and restores only its own GPU's generator. The other GPUs belong to other workers."""
     restored = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_before)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.arange(3))
@@ -96,7 +96,7 @@ KINDS = ["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", 
 
 
 def wide():
-    """Adapters of 4096 numbers and more, which bitsandbytes' moments of 8 bits begin with."""
+    """Adapters with at least 4096 numbers, from which size bitsandbytes stores moments in 8 bits."""
     shared = toy.SharedBase(toy.base())
     shared.add("policy", lora={**toy.LORA, "r": 128}, trainable=True)
     return shared
@@ -128,7 +128,7 @@ def test_every_kind_steps_as_adamw_does_and_resumes(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_one_step_is_torchs(kind):
+def test_one_step_equals_torchs(kind):
     moved = []
     for name in ("adamw_torch", kind):
         torch.manual_seed(0)

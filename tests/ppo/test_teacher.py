@@ -1,4 +1,4 @@
-"""A teacher's advantage: its gradient, what the teacher reads, and a student that becomes as good as its teacher."""
+"""Tests PPO with a teacher: the gradient, the teacher's prompts, and a student that becomes as good as its teacher."""
 
 import json
 from dataclasses import replace
@@ -21,13 +21,13 @@ ALONE = dict(advantage_estimator="none", teacher_coef=1.0, kl_coef=0.0, num_ppo_
 
 
 def student(shared, role="reference", rewards=(), **changes):
-    """A trainer whose teacher is a role of `shared`, without rewards."""
+    """Returns a trainer without rewards that has a role of `shared` for its teacher."""
     return toy.trainer(shared, reward=list(rewards), teacher=Teacher(role), **{**ALONE, **changes})
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_gradient_is_that_of_the_reverse_kl(temperature):
-    """Against autograd: of the mean over all tokens of (log p_policy - log p_teacher), held fixed, times log p_policy."""
+    """Autograd differentiates the mean over tokens of log p_policy times (log p_policy - log p_teacher), which is held fixed."""
     shared = toy.shared_base(critic=False, spread=0.1)
     trainer = student(shared, temperature=temperature, check_reference=False)
     episodes = trainer.make_experience().episodes
@@ -45,7 +45,7 @@ def test_the_gradient_is_that_of_the_reverse_kl(temperature):
     assert expected.norm() > 1e-3 and (found - expected).abs().max() < 1e-6
 
 
-def test_the_advantage_is_added_to_that_of_a_reward():
+def test_the_teachers_advantage_is_added_to_the_rewards_advantage():
     shared = toy.shared_base(critic=False, spread=0.1)
     trainer = toy.trainer(
         shared, teacher=Teacher(None), advantage_estimator="reinforce_plus_plus", teacher_coef=0.5, check_reference=False
@@ -62,7 +62,7 @@ def test_the_advantage_is_added_to_that_of_a_reward():
 
 
 def test_a_student_becomes_as_good_as_its_teacher():
-    """It never sees the reward that the teacher has learned from."""
+    """The student never sees the reward that trained the teacher."""
     taught = toy.trainer(total_episodes=320, learning_rate=2e-2)
     taught.train()
     best = toy.greedy_score(taught, toy.prompts())
@@ -150,13 +150,13 @@ NONE = ["reward=null", "trainer.advantage_estimator=none"]
         ),
     ],
 )
-def test_what_a_job_may_not_say(settings, message, in_root):
+def test_an_invalid_teacher_section_is_refused(settings, message, in_root):
     with pytest.raises(InputError, match=message):
         load_job("jobs/demo/ppo.yaml", ["trainer.critic=adapter", *settings], "ppo")
 
 
 def test_a_stage_learns_from_a_teacher_alone(tmp_path):
-    """The base with a system message teaches the sft adapter, with another completion than the base alone would write."""
+    """The base with a system message teaches the sft adapter. Without the message, the base writes other completions."""
     sft = alone.train("sft", tmp_path, "trainer.learning_rate=3e-3", "trainer.warmup_steps=0")["adapter"]
     settings = [*NONE, "judge=null", "teacher=base", "trainer.teacher_coef=1", "trainer.kl_coef=0", "gate={}"]
     settings += [

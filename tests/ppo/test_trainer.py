@@ -1,4 +1,4 @@
-"""PPOTrainer on a toy: every variant learns, workers and precision change nothing, and what cannot run is refused."""
+"""Tests PPOTrainer on a toy: variants learn, workers and precision change nothing, unsupported settings are refused."""
 
 import math
 
@@ -18,7 +18,7 @@ from pipeline.ppo.selfcheck import rollout as checks
 GROUP = dict(num_generations=4)
 
 
-VARIANTS = {  # beyond those that tests/ppo/test_variants.py runs on the demo
+VARIANTS = {  # in addition to the variants that tests/ppo/test_variants.py runs on the demo
     "gae": {},
     "head": dict(critic="head", **GROUP),
     "dapo": dict(advantage_estimator="grpo", loss_aggregation="token", cliprange_high=0.28, mask_truncated_completions=True),
@@ -44,7 +44,7 @@ def test_every_variant_learns(name):
     assert trainer.skipped_steps == 0
 
 
-def test_kl_holds_the_policy():
+def test_the_kl_penalty_keeps_the_policy_close_to_the_reference():
     def last_kl(**changes):
         return toy.trainer(total_episodes=160, learning_rate=5e-3, **changes).train()[-1]["objective/kl"]
 
@@ -59,7 +59,7 @@ def test_every_architecture_runs(kind):
     assert len(metrics) == 2 and metrics[0]["val/sampler_drift"] < 1e-5
 
 
-def test_without_a_reference_adapter_the_bare_base_is_it():
+def test_without_a_reference_adapter_the_base_is_the_reference():
     shared = SharedBase(toy.base())
     shared.add("policy", lora=toy.LORA, trainable=True)
     shared.add("critic", lora=toy.LORA, head=True, trainable=True)
@@ -68,7 +68,7 @@ def test_without_a_reference_adapter_the_bare_base_is_it():
 
 
 def test_the_policy_is_evaluated_while_it_learns():
-    """After every `eval_steps` updates but the last one; its metrics are logged whatever `logging_steps` is."""
+    """Evaluates after every `eval_steps` updates except the last. Logs the metrics for any `logging_steps`."""
     evaluated_at, rewards = [], {}
 
     def evaluate():
@@ -90,7 +90,7 @@ def test_the_policy_is_evaluated_while_it_learns():
     assert history[0]["time/evaluate"] > 0
 
 
-def test_an_evaluation_changes_nothing_of_what_is_learned():
+def test_an_evaluation_does_not_change_training():
     learned = []
     for changes in ({}, dict(evaluate=lambda: {"eval_reward": torch.rand(1).item()}, eval_steps=1)):
         trainer = toy.trainer(reward=toy.noisy, total_episodes=16 * 3, **changes)
@@ -107,7 +107,7 @@ def test_early_stop_ends_the_epochs_of_an_update():
 
 
 class Canned:
-    """A decoder that answers every prompt alike."""
+    """A decoder that gives the same answer to every prompt."""
 
     def __init__(self, *tokens):
         self.tokens, self.synced = list(tokens), 0
@@ -120,7 +120,7 @@ class Canned:
 
 
 @pytest.mark.parametrize("tokens", [(10, 11, 2), (2,)], ids=["words", "an end and nothing else"])
-def test_another_decoder_fits_in(tokens, monkeypatch):
+def test_the_trainer_accepts_any_decoder(tokens, monkeypatch):
     for owner, name in ((checks, "sampler_agrees"), (roles, "sampler_follows")):
         monkeypatch.setattr(owner, name, lambda *_: Finding("", "", None))  # its log-probs are made up
     decoder, seen = Canned(*tokens), []
@@ -134,7 +134,7 @@ def test_another_decoder_fits_in(tokens, monkeypatch):
 ONE_STEP = dict(kl_in="loss", kl_estimator="k3", num_ppo_epochs=1, num_mini_batches=1)
 SHARED_RUNS = [
     dict(normalize_values=True, whiten_rewards=True, critic_warmup_steps=1, bootstrap_truncated=True),
-    # The larger epsilon: a gradient of nearly 0 by its own size is rounding alone
+    # With a small epsilon, Adam would amplify the rounding error of gradients near 0.
     dict(
         advantage_estimator="grpo", num_generations=2, mask_truncated_completions=True, entropy_coef=0.01, adam_epsilon=1e-4,
         importance_sampling_level="sequence", cliprange=0.01, cliprange_high=0.02, kl_in="loss", kl_estimator="k3",
@@ -158,7 +158,7 @@ def shared_run(number, spread=0.0):
         loads.append(sum(episodes.lengths()[row] for row in rows))
         return accumulate(episodes, rows, *rest)
 
-    def learned(episodes):  # the checks before it accumulate single rows
+    def learned(episodes):  # earlier checks accumulate single rows
         trainer.accumulate = counted
         figures = learn(episodes)
         trainer.accumulate = accumulate
@@ -173,11 +173,11 @@ def worker(rank, folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=2)
     row = memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
-    with pytest.MonkeyPatch.context() as patch:  # free: twice what 2 rows take, and 5 rows
+    with pytest.MonkeyPatch.context() as patch:  # free memory: twice the need of 2 rows, and 5 rows
         patch.setattr(memory, "free_bytes", lambda device: 2.0 * row * (2 + 3 * rank))
         assert toy.trainer().sampler.rows == 2, "workers decode different numbers of rows"
     for number in range(len(SHARED_RUNS)):
-        # rank 0's weights are the ones that count
+        # rank 0's weights must win
         trainer, path, loads = shared_run(number, spread=rank * 0.5)
         torch.save((path, trainer.history, loads), f"{folder}/{number}_{rank}.pt")
         trainer.save(f"{folder}/{number}")
@@ -192,10 +192,10 @@ def test_two_workers_do_what_one_does(tmp_path):
         )
         assert all(torch.equal(a, b) for a, b in zip(mine[1:], theirs[1:], strict=True))
         for a, b, both in zip(load, load2, whole, strict=True):
-            # tokens of a prompt and a completion, or of several completions in one row
+            # tokens of one prompt and completion, or of several completions packed into a row
             longest = 7 + 8 if number < 2 else both // 4
             assert a + b == both and abs(a - b) <= longest
-        for update, limit in ((1, 1e-5), (2, 1e-4), (3, 1e-4)):  # rounding grows from update to update
+        for update, limit in ((1, 1e-5), (2, 1e-4), (3, 1e-4)):  # rounding errors grow with each update
             assert (mine[update] - path[update]).norm() / (path[update] - path[0]).norm() < limit
         assert toy.unmeasured(history) == toy.unmeasured(history2)
         for a, b in zip(*map(toy.unmeasured, (one.history, history)), strict=True):
@@ -214,7 +214,7 @@ def test_a_batch_of_one(changes):
 @pytest.mark.parametrize(
     "key", ["missing_eos_penalty", "bootstrap_truncated", "mask_truncated_completions", None]
 )
-def test_all_completions_cut_off(key):
+def test_all_completions_truncated(key):
     trainer = toy.trainer(**({key: 1.0 if key == "missing_eos_penalty" else True} if key else {}))
     trainer.sampler.sampling = Sampling(4, eos=(2, 3), min_new_tokens=4, seed=1)
     metrics = trainer.train()
@@ -222,7 +222,7 @@ def test_all_completions_cut_off(key):
 
 
 def test_an_epoch_has_the_prompts_that_are_drawn_for_it():
-    """Its self-check, which runs before the first update, expects the same ones."""
+    """The self-check before the first update expects the same prompts."""
     trainer = toy.trainer(total_episodes=8, batch_size=4, num_mini_batches=1)
     trainer.draws, trainer.prompts_per_epoch = lambda epoch: np.array([3, 5, 3, epoch]), 4
     samples = toy.recorded(trainer)

@@ -1,4 +1,4 @@
-"""One update of PPOTrainer from the inside: log-probs, ratios, losses, gradients, and what stays as it is."""
+"""Tests the inside of one PPOTrainer update: log-probs, ratios, losses, gradients, and weights that must not change."""
 
 import math
 import re
@@ -76,14 +76,14 @@ def test_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
     episodes = toy.first_episodes(trainer)
     stats = trainer.accumulate(episodes, list(range(16)), Totals.of(episodes.mask))
     assert stats["val/ratio"].item() == pytest.approx(1, abs=1e-5)
-    episodes.sampler_logprobs += 3.0  # the sampler's own do not enter the ratio
+    episodes.sampler_logprobs += 3.0  # the sampler's log-probs must not enter the ratio
     stats = trainer.accumulate(episodes, [0, 1], Totals.of(episodes.mask[:2]))
     assert stats["policy/approxkl_avg"] < 1e-9
-    # from here on training differs from what was sampled
+    # from here on, training differs from sampling
     object.__setattr__(trainer.sampler.sampling, "temperature", 0.8)
     with pytest.raises(SelfCheckFailed, match=r"the first ratio is 1: .* log-probs differ before any step"):
         trainer.learn(episodes)
-    trainer.update = 1  # a run that has begun well goes on, and says so
+    trainer.update = 1  # after a good first update, a deviation is only reported
     assert trainer.learn(episodes)["policy/first_ratio_rms"] > 0.1
 
 
@@ -101,8 +101,8 @@ def test_micro_batches_do_not_change_the_update(changes, loss):
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant", None])
-def test_policy_loss_kl_and_entropy_are_aggregated_alike(aggregation):
-    """Against a loop over completions; those that are cut off are out of the loss and of what it is divided by."""
+def test_policy_loss_kl_and_entropy_are_aggregated_the_same_way(aggregation):
+    """Compares with a loop over completions. Masked truncated completions count neither in the loss nor in its divisor."""
     trainer = toy.trainer(**{**GSPO, "loss_aggregation": aggregation, "importance_sampling_level": "token"})
     episodes = toy.first_episodes(trainer)
     for parameter in trainer.shared.parameters_of("policy"):
@@ -131,7 +131,7 @@ def test_policy_loss_kl_and_entropy_are_aggregated_alike(aggregation):
 
 
 def test_critic_starts_from_the_reward_and_is_warmed_up_alone():
-    """Meanwhile the KL is 0, and its controller rests."""
+    """During the critic's warmup the KL stays 0 and its controller does not adapt."""
     shared = toy.shared_base()
     changes = dict(kl_controller="adaptive", kl_horizon=100, critic_warmup_steps=1, total_episodes=48)
     trainer = toy.trainer(shared, reward=AdapterReward(shared), **changes)
@@ -148,18 +148,18 @@ def test_critic_starts_from_the_reward_and_is_warmed_up_alone():
 
 
 def test_a_critic_that_starts_from_no_reward_predicts_zero_and_learns():
-    """Values as large as the reward, and random, explain less than nothing of the returns: the first updates unlearn them."""
+    """Random values as large as the reward explain less than nothing of the returns, and would cost the first updates."""
     shared = toy.shared_base(critic=False)
     shared.add("critic", lora=toy.LORA, head=True, trainable=True)
     trainer, start = toy.trainer(shared), toy.weights(shared, ["critic"])
     assert trainer.run_update()["val/explained_variance"] == pytest.approx(0, abs=1e-6)
     moved = toy.weights(shared, ["critic"]) != start
-    assert moved[-32:].all() and moved[:-32].any()  # the head, and through it the adapter
+    assert moved[-32:].all() and moved[:-32].any()  # the head learned, and gave the adapter a gradient
 
 
 @pytest.mark.parametrize("critic_warmup_steps", [0, 3])
 def test_each_role_warms_up_when_it_begins_to_learn(critic_warmup_steps):
-    """No update has a learning rate of 0 but those that train the critic alone; the `lr` of the metrics is the policy's."""
+    """Only updates that train the critic alone have a policy learning rate of 0. The metric `lr` is the policy's."""
     trainer = toy.trainer(
         lr_scheduler_type="linear", warmup_steps=3, critic_warmup_steps=critic_warmup_steps,
         total_episodes=16 * (8 + critic_warmup_steps), learning_rate=1e-3, critic_learning_rate=1e-4, num_ppo_epochs=1,
@@ -180,7 +180,7 @@ def test_reference_is_the_frozen_adapter_and_the_first_kl_is_zero():
     shared = toy.shared_base()
     for parameter in [*shared.parameters_of("reference"), *shared.parameters_of("policy")]:
         parameter.data += 0.1 * torch.sin(torch.arange(parameter.numel())).view_as(parameter)
-    trainer = toy.trainer(shared)  # both moved alike: an sft adapter, not the bare base
+    trainer = toy.trainer(shared)  # both adapters start from the sft adapter, not the bare base
     frozen = toy.weights(shared, ["reference"])
     assert trainer.run_update()["objective/kl"] == pytest.approx(0, abs=1e-4)
     assert trainer.run_update()["objective/kl"] != pytest.approx(0, abs=1e-4)
@@ -228,9 +228,9 @@ def test_a_gradient_that_is_not_finite_skips_the_step(monkeypatch):
 
 def test_a_batch_without_an_action_to_learn_from_is_harmless():
     trainer = toy.trainer(mask_truncated_completions=True)
-    trainer.run_update()  # Adam has momentum now
+    trainer.run_update()  # now Adam has momentum
     start = toy.weights(trainer)
-    trainer.sampler.sampling = Sampling(8, eos=(), seed=1)  # nothing ends any more
+    trainer.sampler.sampling = Sampling(8, eos=(), seed=1)  # no completion ends any more
     metrics = trainer.run_update()
     assert metrics["completions/clipped_ratio"] == 1 and metrics["policy/steps"] == 0
     assert torch.equal(start, toy.weights(trainer)) and all(map(math.isfinite, metrics.values()))

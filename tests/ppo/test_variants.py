@@ -1,6 +1,6 @@
-"""Every estimator and every option of PPO learns on the demo: the gold reward, which nothing is trained on, rises.
+"""Tests that every estimator and option of PPO learns on the demo: the judge's score, which nothing trains on, rises.
 
-Each is a short run of jobs/demo/ppo.yaml with that one thing changed. `make test-all` prints the table of gains.
+Each case is a short run of jobs/demo/ppo.yaml with one change. `make test-all` prints the table of gains.
 """
 
 import json
@@ -21,7 +21,7 @@ from pipeline.ppo.trainer import PPOTrainer
 from pipeline.registry import lineage
 
 pytestmark = [pytest.mark.usefixtures("embedded_ray"), pytest.mark.slow]
-EPISODES = 1280  # half of the demo's
+EPISODES = 1280  # half as many as the demo
 GROUPS = {"num_generations": 4}
 LOSS_KL = {"kl_in": "loss", "kl_estimator": "k3"}
 
@@ -59,18 +59,18 @@ VARIANTS = {
 
 
 def manners(completions, answer, **_):
-    """A Python reward that needs a column of the data: right, and in more than one word."""
+    """Returns 1 for right answers of more than one word. This Python reward needs a column of the data."""
     return [float(a in c) * min(len(c.split()), 6) / 6 for c, a in zip(completions, answer, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def trained(embedded_ray, tmp_path_factory, request):
-    """Folders of the demo's sft and reward adapters, and the table of gains, printed at the end."""
+    """Returns the folders of the demo's sft and reward adapters and the table of gains, which it prints at the end."""
     storage = tmp_path_factory.mktemp("variants")
     adapters = {name: stage(name, storage, name)["adapter"] for name in ("sft", "rm")}
     gains = []
     yield adapters, gains
-    terminal = request.config.pluginmanager.getplugin("terminalreporter")  # print would be captured
+    terminal = request.config.pluginmanager.getplugin("terminalreporter")  # pytest would capture print()
     head = [
         "",
         "| variant | gold reward before | after | KL, nats a completion |",
@@ -87,7 +87,7 @@ def rows(name, tokenizer):
 
 
 def learn(trained, name, changes, reward=None, least=0.1):
-    """A run of EPISODES; the gold reward of greedy completions to held-out prompts, before and after, and the KL."""
+    """Trains for EPISODES. Compares the judge's score of greedy completions before and after, and the KL."""
     folders, gains = trained
     job = load_job(ROOT / "jobs/demo/ppo.yaml", [f"model.name_or_path={ROOT}/jobs/demo/model"], "ppo")
     args = PPOConfig(**{**job.trainer, "total_episodes": EPISODES, **changes})
@@ -125,7 +125,7 @@ def test_it_learns(name, trained):
     learn(trained, name, VARIANTS[name])
 
 
-def test_two_rewards_of_which_one_is_a_python_function(trained):
+def test_two_rewards_one_of_them_a_python_function(trained):
     learn(
         trained,
         "two rewards, weighted",

@@ -1,4 +1,4 @@
-"""A job with an empty MLflow store beside its run, and an adapter to register."""
+"""Fixtures: a job with an empty MLflow store next to its run, and an adapter to register."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Metrics on their way to MLflow: in order, each once; a server that is away costs training nothing. MLflow on SQLite."""
+"""Tests that metrics reach MLflow in order and once, and that an unreachable server does not slow training. MLflow on SQLite."""
 
 import shutil
 import time
@@ -10,7 +10,7 @@ from pipeline import registry
 
 @pytest.fixture
 def run(migrated, tmp_path):
-    """(tracking URI, run id) of an empty run."""
+    """Returns (tracking URI, run id) of an empty run."""
     shutil.copy(migrated, tmp_path / "mlflow.db")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     return uri, registry.client(uri).create_run("0").info.run_id
@@ -30,7 +30,7 @@ def test_everything_arrives_in_order_and_logging_does_not_wait(run, monkeypatch)
             time.sleep(0.05)
             super().write(points)
 
-    monkeypatch.setattr(registry.MetricLog, "INTERVAL_S", 60.0)  # nothing but close() sends
+    monkeypatch.setattr(registry.MetricLog, "INTERVAL_S", 60.0)  # only close() sends metrics
     log = registry.MetricLog(Slow(*run))
     for step in range(1500):
         log.log({"loss": 1.0 / (step + 1)}, step)
@@ -40,12 +40,12 @@ def test_everything_arrives_in_order_and_logging_does_not_wait(run, monkeypatch)
     assert sent == [1000, 500]
 
 
-def test_a_worker_that_repeats_steps_adds_only_what_is_missing(run):
-    """And a final figure next to the trainer's figure of that step, unless it is equal."""
+def test_a_worker_that_repeats_steps_adds_only_missing_metrics(run):
+    """A final metric is added to the trainer's metric of that step if they differ."""
     first, again = (
         ((1, 1.0), (2, 2.0), (3, 3.0)),
         ((2, 2.5), (3, 3.5), (4, 4.5)),
-    )  # from the checkpoint of step 1
+    )  # resumes from the checkpoint of step 1
     for given in (first, again):
         log = registry.MetricLog(registry.MLflowRun(*run))
         for step, loss in given:
@@ -57,7 +57,7 @@ def test_a_worker_that_repeats_steps_adds_only_what_is_missing(run):
     assert sorted(points(run, "eval_loss")) == [(1, 1.0), (2, 2.0), (2, 2.25), (3, 3.0), (4, 4.5)]
 
 
-def test_what_a_server_that_is_away_misses_is_sent_when_it_is_back(run, monkeypatch, capsys):
+def test_metrics_are_sent_after_the_server_comes_back(run, monkeypatch, capsys):
     away = [True]
     real = registry.client
 
@@ -82,7 +82,7 @@ def test_what_a_server_that_is_away_misses_is_sent_when_it_is_back(run, monkeypa
     assert out.count("does not answer (ConnectionError: refused)") == 1 and "not recorded" not in out
 
 
-def test_a_call_that_failed_after_it_was_recorded_is_not_recorded_again(run, monkeypatch):
+def test_a_call_that_failed_after_it_was_recorded_is_not_repeated(run, monkeypatch):
     monkeypatch.setattr(registry.MetricLog, "INTERVAL_S", 0.01)
     failed = []
 
@@ -99,7 +99,7 @@ def test_a_call_that_failed_after_it_was_recorded_is_not_recorded_again(run, mon
     assert failed and points(run) == [(1, 3.0)]
 
 
-def test_a_server_that_stays_away_is_said_with_the_count_and_memory_is_bounded(capsys, monkeypatch):
+def test_an_unreachable_server_is_reported_with_a_count_and_memory_is_bounded(capsys, monkeypatch):
     monkeypatch.setattr(registry.MetricLog, "MAX_PENDING", 10)
     monkeypatch.setattr(registry.MetricLog, "INTERVAL_S", 60.0)
     monkeypatch.setattr("pipeline.registry.curves.client", lambda uri: 1 / 0)

@@ -1,4 +1,4 @@
-"""Runs in MLflow: which one a job opens, and how it ends. Real MLflow on SQLite."""
+"""Tests runs in MLflow: which one a job opens, and how it ends. Uses real MLflow on SQLite."""
 
 import getpass
 import os
@@ -16,7 +16,7 @@ def status(job, run_id):
     return mlflow(job).get_run(run_id).info.status
 
 
-def test_the_same_name_continues_its_run_unless_it_is_finished_or_starts_over(job):
+def test_the_same_name_continues_its_run_unless_it_is_finished_or_overwritten(job):
     endings = {KeyError: "FAILED", KeyboardInterrupt: "KILLED", SystemExit: "KILLED", Killed: "KILLED"}
     opened = []
     for ending, expected in endings.items():
@@ -26,15 +26,15 @@ def test_the_same_name_continues_its_run_unless_it_is_finished_or_starts_over(jo
         assert status(job, first) == expected
         opened.append(first)
     assert set(opened) == {first}
-    mlflow(job).update_run(first, status="RUNNING")  # a driver that was killed writes nothing
+    mlflow(job).update_run(first, status="RUNNING")  # a killed driver leaves the run RUNNING
     with registry.mlflow_run(tracking_of(job), {}, new_run=True) as second:
         assert second != first and status(job, first) == "KILLED"
     with registry.mlflow_run(tracking_of(job), {}) as third:
         assert third != second and status(job, second) == "FINISHED"
 
 
-def test_a_run_says_who_started_it_from_what(job):
-    """As MLflow's own start_run does; and MLflow's page opens on runs, not on traces that training does not have."""
+def test_a_run_records_its_user_and_source(job):
+    """MLflow's own start_run does the same. MLflow's page opens on runs, because training has no traces."""
     with registry.mlflow_run(tracking_of(job), {}) as run_id:
         pass
     tags = mlflow(job).get_run(run_id).data.tags
@@ -45,7 +45,7 @@ def test_a_run_says_who_started_it_from_what(job):
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
 
 
-def test_nothing_is_said_of_git_where_it_is_not_installed(tmp_path):
+def test_git_is_not_recorded_if_it_is_not_installed(tmp_path):
     text = """from pipeline.on_ray import session
 session.set_environment()
 from mlflow.tracking.context.registry import resolve_tags

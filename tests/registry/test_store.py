@@ -1,4 +1,4 @@
-"""The tracking server of a job, or its SQLite file: damaged, locked, with any name. Real MLflow."""
+"""Tests the tracking server of a job or its SQLite file: damaged, locked, with unusual names. Uses real MLflow."""
 
 import contextlib
 import itertools
@@ -26,8 +26,8 @@ from pipeline.settle.identity import tracking_of
 from pipeline.system import deadline, storage
 
 
-def test_a_file_that_cannot_be_used_is_named_at_once(job, tmp_path, monkeypatch):
-    """MLflow would retry for more than a minute."""
+def test_an_unusable_file_is_named_at_once(job, tmp_path, monkeypatch):
+    """By default MLflow would retry for more than a minute."""
     monkeypatch.setattr(deadline, "SECONDS", 0.5)
     monkeypatch.setattr(time, "sleep", lambda seconds: 1 / 0)
     file, said = tmp_path / "mlflow.db", r"mlflow\.tracking_uri: 'sqlite:.*mlflow\.db' does not answer \(.*"
@@ -40,7 +40,7 @@ def test_a_file_that_cannot_be_used_is_named_at_once(job, tmp_path, monkeypatch)
         registry.check_store(tracking_of(job))
     shutil.copy(store.empty_database(), file)
     with contextlib.closing(sqlite3.connect(file)) as other, other:
-        other.execute("UPDATE alembic_version SET version_num = 'bda7b8c39065'")  # another MLflow's
+        other.execute("UPDATE alembic_version SET version_num = 'bda7b8c39065'")  # of another MLflow
     with pytest.raises(InputError, match=said + r"schema.*\); install the MLflow that wrote it, or"):
         registry.check_store(tracking_of(job))
     file.unlink()
@@ -50,7 +50,7 @@ def test_a_file_that_cannot_be_used_is_named_at_once(job, tmp_path, monkeypatch)
 
 
 def test_a_server_that_does_not_answer_is_found_before_work(job, monkeypatch):
-    """The import of MLflow is no part of its time limit: on a busy machine, the import takes longer."""
+    """The time limit does not include the import of MLflow, which may take longer on a busy machine."""
     threads = []
     monkeypatch.setattr(store, "import_mlflow", lambda: threads.append(threading.current_thread()))
     away = replace(job, mlflow=MLflow(tracking_uri="http://127.0.0.1:9"))
@@ -60,17 +60,17 @@ def test_a_server_that_does_not_answer_is_found_before_work(job, monkeypatch):
 
 
 def schema(path):
-    """Returns tables, indexes and version. MLflow's migrations do not keep the order of constraints."""
+    """Returns tables, indexes and version. Sorts constraints, because MLflow's migrations do not keep their order."""
     with contextlib.closing(sqlite3.connect(path)) as database:
         made = database.execute("SELECT type, name, sql FROM sqlite_master ORDER BY type, name").fetchall()
         version = database.execute("SELECT version_num FROM alembic_version").fetchall()
     return [(*one, sorted(re.findall(r"\w+", sql or ""))) for *one, sql in made], version
 
 
-def test_a_new_database_is_what_mlflows_own_migrations_make(tmp_path, monkeypatch, in_root):
+def test_a_new_database_equals_the_one_of_mlflows_migrations(tmp_path, monkeypatch, in_root):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     registry.client(f"sqlite:///{tmp_path}/migrated.db").search_experiments()
-    for name in ("first", "second"):  # the second one is a copy of the first one's template
+    for name in ("first", "second"):  # the second is a copy of the first one's template
         job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path / name}"], "sft")
         registry.check_store(tracking_of(job))
         assert schema(tmp_path / name / "mlflow.db") == schema(tmp_path / "migrated.db")
@@ -79,14 +79,14 @@ def test_a_new_database_is_what_mlflows_own_migrations_make(tmp_path, monkeypatc
     assert len(list((tmp_path / "cache/rlhf-pipeline").glob("mlflow-*.db"))) == 1
     monkeypatch.setenv(
         "XDG_CACHE_HOME", str(tmp_path / "migrated.db")
-    )  # no cache: MLflow creates the database
+    )  # without a cache, MLflow creates the database
     registry.check_store(tracking_of(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft")))
     assert schema(tmp_path / "mlflow.db") == schema(tmp_path / "migrated.db")
 
 
 @pytest.mark.parametrize("name", ["a%20b", "a?b=c#d", 'it\'s "both"', " ü😀 \\[a]*;$HOME"])
 def test_any_folder_can_hold_a_registry(name, migrated, adapter, tmp_path, in_root):
-    """Paths reach MLflow as filters and URIs, in which quotes and percent signs have a meaning."""
+    """MLflow puts paths into filters and URIs, where quotes and percent signs have a meaning."""
     home = tmp_path / "home" / name
     home.mkdir(parents=True)
     job = load_job("jobs/demo/sft.yaml", ["gate={}", "run.name=one"], "sft")
@@ -125,7 +125,7 @@ def test_first_runs_that_start_together_make_one_store(tmp_path, monkeypatch, in
 
 
 def test_the_clusters_server_answers_through_a_tunnel_on_any_port():
-    """`make ui PORT=5001` is a tunnel to its port 5000: the browser's Host header names 5001."""
+    """`make ui PORT=5001` tunnels to the server's port 5000, so the browser's Host header names port 5001."""
     from mlflow.server.security_utils import is_allowed_host_header
 
     script = (ROOT / "jobs/cloud/start-node.sh").read_text()
@@ -137,7 +137,7 @@ def test_the_clusters_server_answers_through_a_tunnel_on_any_port():
 
 
 def damaged(path):
-    with open(path, "r+b") as file:  # as a power failure leaves it
+    with open(path, "r+b") as file:  # like a power failure
         file.truncate(os.path.getsize(path) // 8192 * 4096)
 
 
@@ -148,7 +148,7 @@ def garbage(path):
 
 @pytest.mark.parametrize("spoil", [damaged, garbage])
 def test_a_damaged_cache_is_made_again(spoil, tmp_path, monkeypatch, in_root):
-    """And is never copied to a storage path, where it would be taken for damaged runs."""
+    """The damaged cache is not copied to a storage path, where it would look like damaged runs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cached = store.empty_database()
     whole = schema(cached)
@@ -159,7 +159,7 @@ def test_a_damaged_cache_is_made_again(spoil, tmp_path, monkeypatch, in_root):
     assert schema(tmp_path / "runs/mlflow.db") == schema(cached) == whole
 
 
-def test_a_cache_on_a_full_disk_is_done_without(tmp_path, monkeypatch, in_root):
+def test_a_full_disk_disables_the_cache(tmp_path, monkeypatch, in_root):
     from mlflow.store.db import utils
     from sqlalchemy.exc import OperationalError
 
@@ -178,7 +178,7 @@ def test_a_cache_on_a_full_disk_is_done_without(tmp_path, monkeypatch, in_root):
     assert sorted(os.listdir(tmp_path / "runs")) == ["mlflow.db", "mlflow.db.lock"]
 
 
-def test_a_quota_that_stops_the_first_copy_leaves_no_part_of_it(job, tmp_path, monkeypatch):
+def test_a_quota_that_stops_the_first_copy_leaves_no_part_of_the_file(job, tmp_path, monkeypatch):
     (tmp_path / "mlflow.db").unlink()
 
     def stopped(source, target):
@@ -202,8 +202,8 @@ def test_mlflow_logs_no_sql_and_no_traceback_of_an_error_that_it_raises(job, tmp
 
 
 @pytest.mark.parametrize(("status", "tries"), [(503, 2), (500, 2), (403, 1), (404, 1)])
-def test_only_a_server_that_is_away_is_asked_again(status, tries, job, monkeypatch):
-    """With an answer to every request that is an error, or with none at all."""
+def test_only_an_unreachable_server_is_retried(status, tries, job, monkeypatch):
+    """The server answers each request with an error, or does not answer at all."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     clock = itertools.count()
     monkeypatch.setattr(store, "WAIT_S", 1.5)
@@ -222,8 +222,8 @@ def test_only_a_server_that_is_away_is_asked_again(status, tries, job, monkeypat
             assert len(asked) == (tries if place == address else 2)
 
 
-def test_a_store_that_was_deleted_during_a_run_is_named_once(job, tmp_path, capfd):
-    """Also if MLflow still writes into the deleted file, and succeeds."""
+def test_a_store_deleted_during_a_run_is_named_once(job, tmp_path, capfd):
+    """This also covers the case that MLflow writes into the deleted file and succeeds."""
     mlflow = registry.client(registry.tracking_uri(job))
     mlflow.search_experiments()
 

@@ -1,4 +1,4 @@
-"""mlflow.also: TensorBoard's and W&B's own files hold MLflow's curves, over a kill and a resume. Both as they are, offline."""
+"""Tests mlflow.also: files of TensorBoard and W&B hold MLflow's curves over a kill and a resume. Both run offline."""
 
 import glob
 import importlib.util
@@ -40,7 +40,7 @@ NAMES = ["tensorboard", "wandb"]
 
 @pytest.fixture
 def begun(migrated, tmp_path, in_root, monkeypatch):
-    """(job, id of its MLflow run), its folder being there."""
+    """Returns (job, id of its MLflow run), and creates the run's folder."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", "planted0planted0planted0planted0planted0")
     shutil.copy(migrated, tmp_path / "mlflow.db")
@@ -55,13 +55,13 @@ def begun(migrated, tmp_path, in_root, monkeypatch):
 
 
 def python(*arguments):
-    """A process of its own that finds the packages that this one finds."""
+    """Runs a separate Python process with this process's sys.path."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
 
 def in_tensorboard(folder):
-    """{metric: [(step, value)]} of the event files in a folder, read by TensorBoard."""
+    """Returns {metric: [(step, value)]} from the event files in a folder, read by TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
@@ -69,7 +69,7 @@ def in_tensorboard(folder):
 
 
 def in_wandb(folder):
-    """({metric: [(step, value)]}, summary) of the one offline run in a folder, read by W&B's own inspector."""
+    """Returns ({metric: [(step, value)]}, summary) of the offline run in a folder, read by W&B's own inspector."""
     (file,) = glob.glob(f"{folder}/wandb/offline-run-*/run-*.wandb")
     shown = python("-m", "wandb", "leet", "inspect", "--json", file).stdout
     curves, summary = {}, {}
@@ -86,14 +86,14 @@ READ = {"tensorboard": in_tensorboard, "wandb": lambda folder: in_wandb(folder)[
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_after_a_kill_and_a_resume_the_curves_are_mlflows(name, begun, tmp_path):
+def test_after_a_kill_and_a_resume_the_curves_equal_mlflows(name, begun, tmp_path):
     pytest.importorskip(name)
     job, run_id = begun(name)
     given = [f"run.storage_path={tmp_path}", "run.name=one", f"mlflow.also=[{name}]"]
     killed = python("-c", FIRST, run_id, *given)
     assert killed.returncode == -9, killed.stderr
     again = registry.Curves(tracking_of(job), run_id)
-    for step in range(1, 11):  # replayed to the checkpoint of step 4, made again to 6, and new
+    for step in range(1, 11):  # steps 1 to 4 are replayed, 5 and 6 repeated, later steps new
         again.log({"loss": 1 / step, "val/ratio": 0.5 * step}, step)
     again.log({"eval_loss": 0.125}, 10)
     again.log({"eval_loss": 0.125, "before_loss": 1.0}, 10, final=True)
@@ -109,7 +109,7 @@ def test_after_a_kill_and_a_resume_the_curves_are_mlflows(name, begun, tmp_path)
     assert files and not any(b"planted0planted0" in content for content in files)
 
 
-def test_what_is_final_of_an_earlier_step_is_in_wandbs_summary(begun, tmp_path):
+def test_final_metrics_of_an_earlier_step_are_in_wandbs_summary(begun, tmp_path):
     pytest.importorskip("wandb")
     job, run_id = begun("wandb")
     log = registry.Curves(tracking_of(job), run_id)
@@ -122,9 +122,7 @@ def test_what_is_final_of_an_earlier_step_is_in_wandbs_summary(begun, tmp_path):
     assert (summary["eval_loss"], summary["before_loss"]) == (0.25, 1.0)
 
 
-def test_a_missing_package_and_a_missing_account_are_said_before_anything_starts(
-    begun, monkeypatch, tmp_path
-):
+def test_a_missing_package_and_a_missing_account_are_reported_before_the_start(begun, monkeypatch, tmp_path):
     job, _ = begun(*NAMES)
     for name in NAMES:
         monkeypatch.setattr(importlib.util, "find_spec", lambda one, name=name: one != name or None)
@@ -135,7 +133,7 @@ def test_a_missing_package_and_a_missing_account_are_said_before_anything_starts
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     registry.check_trackers(job.mlflow.also)
     monkeypatch.delenv("WANDB_API_KEY")
-    registry.check_trackers(job.mlflow.also)  # offline
+    registry.check_trackers(job.mlflow.also)  # offline mode needs no account
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(InputError, match=r"no account: export WANDB_API_KEY=.*WANDB_MODE=offline"):
         registry.check_trackers(job.mlflow.also)

@@ -1,4 +1,4 @@
-"""Versions: registered once and whole, the gate and its alias, references that exist, another base. Real MLflow on SQLite."""
+"""Tests model versions: complete registration, gate and alias, unknown references, another base. Uses real MLflow on SQLite."""
 
 import itertools
 import os
@@ -34,8 +34,8 @@ def register(job, adapter, metrics=None, lineage=LINEAGE):
         return published(job, run_id, adapter, metrics or {}, lineage)
 
 
-def test_a_version_is_described_in_words_and_links(job, adapter):
-    """With the versions that wrote its rows: the most frequent ones."""
+def test_a_version_has_a_description_with_links(job, adapter):
+    """The description lists the versions that most often wrote its rows."""
     parents = {"policy": "models:/rlhf-sft/3", "reward.0": "python:my:reward"}
     lineage = {**LINEAGE, "parents": parents, "versions": {"torch": "2.13.0"}, "data": {"train": "ab" * 32}}
     figures = {"before_loss": 0.54, "eval_loss": 0.5, "eval_runtime": 9.0}
@@ -64,8 +64,8 @@ def test_a_version_is_described_in_words_and_links(job, adapter):
     assert said.endswith(f"- `others`: {7 + sum(range(1, 23))} rows")
 
 
-def test_a_run_that_goes_on_under_another_model_name_makes_a_version_of_that_name(job, adapter):
-    """`mlflow` may change when a run goes on: the alias of the new name is never set to the old name's number."""
+def test_a_resumed_run_with_another_model_name_registers_under_that_name(job, adapter):
+    """`mlflow` may change when a run resumes. The new name's alias must not get the version number of the old name."""
     other = replace(job, mlflow=replace(job.mlflow, registered_model="other"), gate={"eval_loss": "<= 0.5"})
     with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
         published(job, run_id, adapter, {"eval_loss": 1.0}, LINEAGE)
@@ -77,11 +77,11 @@ def test_a_run_that_goes_on_under_another_model_name_makes_a_version_of_that_nam
 
 
 @pytest.mark.parametrize("start", [None, "policy"])
-def test_the_alias_stays_when_nothing_was_learned(start, job, tmp_path, capsys):
-    """Whatever the metrics are: a smoke run that ends within its warm-up must not become the champion."""
+def test_the_alias_stays_if_nothing_was_learned(start, job, tmp_path, capsys):
+    """This holds for any metrics: a smoke run that ends within its warmup must not become the champion."""
     toy_models.make(str(tmp_path / "policy"), seed=0, head=False)
     toy_models.make(str(tmp_path / "other"), seed=1, head=False)
-    if start is None:  # a new adapter, as peft makes it
+    if start is None:  # peft's new adapter
         shared = toy_models.shared_base()
         shared.add("policy", lora={"r": 4, "target_modules": "all-linear"})
         shared.save("policy", tmp_path / "unchanged")
@@ -120,7 +120,7 @@ def test_a_name_whose_newest_version_has_another_base(job, adapter):
 
 
 def test_a_run_warns_of_the_other_base_before_it_trains(job, adapter, tmp_path, capsys):
-    """And of its own rows that the job file's rows evaluate."""
+    """Also warns that data.train comes from the command line, but data.eval from the job file."""
     register(job, adapter)
     few = ["trainer.max_steps=1", "trainer.eval_strategy=no", "trainer.eval_on_start=false"]
     stage("sft", tmp_path, "next", *few, "data.train=jobs/demo/data/demonstrations_eval.jsonl")
@@ -129,7 +129,7 @@ def test_a_run_warns_of_the_other_base_before_it_trains(job, adapter, tmp_path, 
     assert rows < out.index("warning: mlflow.registered_model: the newest version of") < out.index("step")
 
 
-def test_a_version_that_lies_elsewhere_is_downloaded_once_and_whole(job, adapter, tmp_path, monkeypatch):
+def test_a_version_stored_elsewhere_is_downloaded_once_and_completely(job, adapter, tmp_path, monkeypatch):
     from pipeline.registry import versions
 
     monkeypatch.setattr(versions, "_is_here", lambda location: False)
@@ -160,7 +160,7 @@ def test_a_version_that_lies_elsewhere_is_downloaded_once_and_whole(job, adapter
     assert registry.fetch("models:/rlhf-sft/1", uri) == folder
 
 
-def test_files_that_come_back_changed_are_not_registered(job, adapter, monkeypatch):
+def test_files_that_change_in_transfer_are_not_registered(job, adapter, monkeypatch):
     import mlflow.artifacts
 
     def spoiled(uri, **_):
@@ -194,7 +194,7 @@ def test_the_gate():
 
 
 def test_a_gate_may_compare_with_the_champion(job, adapter):
-    """Only on the same eval rows. Without such a gate the alias moves, and the version says that it is worse."""
+    """The eval rows must be the same. Without such a gate the alias moves, and the version's text says that it is worse."""
     compared, rows = replace(job, gate={"eval_loss": "<= champion"}), {"data": {"eval": "e" * 64}}
 
     def publish(one, loss, **more):
@@ -224,7 +224,7 @@ def test_a_gate_may_compare_with_the_champion(job, adapter):
 
 
 def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
-    """With the figures of the champion's own evaluation, against the same baseline."""
+    """The gate uses the metrics of the champion's own evaluation, with the same baseline."""
     compared = replace(job, stage="evaluate", gate={"eval_reward": ">= champion"})
     for _ in range(3):
         with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
@@ -251,8 +251,8 @@ def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
     assert unlearned.alias is None
 
 
-def test_a_reference_to_nothing_says_what_to_do(job, adapter):
-    """A version that fails its gate stays without alias."""
+def test_an_unknown_reference_says_what_to_do(job, adapter):
+    """A version that fails its gate gets no alias."""
     uri = registry.tracking_uri(job)
     for reference in ("models:/rlhf-sft@champion", "models:/rlhf-sft/7"):
         with pytest.raises(
@@ -270,8 +270,8 @@ WRITES = ["log_model_artifacts", "finalize_logged_model", "create_registered_mod
 
 
 @pytest.mark.parametrize("before", WRITES)
-def test_killed_anywhere_while_publishing_it_is_registered_once_and_whole(before, job, adapter, monkeypatch):
-    """Just before each of its writes: no version without its files, no alias on it, and the second try mends everything."""
+def test_a_run_killed_while_publishing_is_registered_once_and_completely(before, job, adapter, monkeypatch):
+    """Kills before each write: no version lacks files, no alias points to an incomplete one, and a retry completes everything."""
     store = mlflow(job)
     with (
         pytest.raises(Killed),
@@ -295,10 +295,8 @@ def test_killed_anywhere_while_publishing_it_is_registered_once_and_whole(before
 
 
 @pytest.mark.parametrize("before", ["get_run", "create_logged_model", *WRITES, "set_terminated"])
-def test_a_server_that_goes_away_while_a_version_is_registered_is_waited_for(
-    before, job, adapter, monkeypatch, capsys
-):
-    """At any request: once before the server has done what it was asked, once after that."""
+def test_registration_waits_for_a_server_that_goes_away(before, job, adapter, monkeypatch, capsys):
+    """The server goes away at any request, once before it acts on it and once after."""
     away, real, pauses = itertools.count(), getattr(MlflowClient, before), []
 
     def goes_away(*arguments, **more):
@@ -310,7 +308,7 @@ def test_a_server_that_goes_away_while_a_version_is_registered_is_waited_for(
             raise error
         return found
 
-    clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)  # other threads keep theirs
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)  # other threads use the real clock
     monkeypatch.setattr("pipeline.registry.store.time", clock)
     monkeypatch.setattr(MlflowClient, before, goes_away)
     with registry.mlflow_run(tracking_of(job), {}) as run_id:
@@ -326,7 +324,7 @@ def test_a_server_that_goes_away_while_a_version_is_registered_is_waited_for(
 
 
 def test_tracking_servers_do_not_share_downloads(job, adapter, tmp_path, monkeypatch):
-    """mlflow-artifacts:/... is a path on the server that is asked."""
+    """mlflow-artifacts:/... is a path on the server that answers."""
     from pipeline.registry import versions
 
     monkeypatch.setattr(versions, "_is_here", lambda location: False)

@@ -1,4 +1,4 @@
-"""run.keep=best: what is registered is the best step's adapter, to the bit, and a run that overfits ends early."""
+"""Tests run.keep=best: the registered adapter is bit-identical to the best step's, and a run that overfits stops early."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from pipeline.config import load_job
 from pipeline.errors import Failure, SelfCheckFailed
 from pipeline.runtime.best import WEIGHTS, Best, of, outcome
 
-# Few pairs, many epochs, ten times the learning rate: held-out figures soon get worse.
+# Few pairs, many epochs and ten times the learning rate soon make the eval metrics worse.
 OVERFIT = [
     "data.batch_size=8", "trainer.per_device_train_batch_size=8", "trainer.num_train_epochs=12", "trainer.learning_rate=2e-2",
     "trainer.lr_scheduler_type=constant", "trainer.logging_steps=5", "run.keep=best", "run.early_stopping_patience=3",
@@ -27,7 +27,7 @@ def weights():
 
 
 def compared(best, *figures):
-    """`best` after one evaluation for each figure, the weights being the number of the step."""
+    """Returns `best` after an evaluation for each figure. The weights are the number of the step."""
     for step, value in enumerate(figures, best.stale + (best.step or 0) + 1):
         best.parameters["adapter"].data.fill_(step)
         best.compare({best.metric: value}, step)
@@ -43,7 +43,7 @@ def compared(best, *figures):
         (False, [math.nan, 2.0, math.nan], 2),
     ],
 )
-def test_the_best_step_is_the_first_with_the_best_figure(greater, figures, step):
+def test_the_best_step_is_the_first_with_the_best_metric(greater, figures, step):
     best = compared(Best("eval_x", greater, None, weights()), *figures)
     assert best.restore() == step and not best.exhausted
     assert best.parameters["adapter"].tolist() == [step, step]
@@ -51,7 +51,7 @@ def test_the_best_step_is_the_first_with_the_best_figure(greater, figures, step)
     assert kept == {"step": step, "by": "eval_x", "value": figures[step - 1]}
 
 
-def test_a_figure_that_is_never_a_number_leaves_the_last_weights():
+def test_a_metric_that_is_always_nan_keeps_the_last_weights():
     best = compared(Best("eval_x", False, 2, weights()), math.nan, math.nan)
     assert best.exhausted and best.restore() is None and best.parameters["adapter"].tolist() == [2.0, 2.0]
     end = outcome(best, None, 2, 9)
@@ -61,7 +61,7 @@ def test_a_figure_that_is_never_a_number_leaves_the_last_weights():
         best.compare({"eval_loss": 1.0, "epoch": 1.0}, 1)
 
 
-def test_a_checkpoint_holds_the_best_and_the_count(tmp_path):
+def test_a_checkpoint_holds_the_best_step_and_the_count(tmp_path):
     best = compared(Best("eval_x", False, 3, weights()), 2.0, 1.0, 4.0)
     best.save(str(tmp_path))
     again = Best("eval_x", False, 3, weights())
@@ -82,7 +82,7 @@ def test_a_checkpoint_holds_the_best_and_the_count(tmp_path):
         ("sft", ["run.keep=best", "run.metric_for_best_model=eval_entropy", "run.greater_is_better=false"], ("eval_entropy", False)),
     ],
 )  # fmt: skip
-def test_the_default_figure_follows_the_stage(verb, more, expected, in_root):
+def test_the_default_metric_depends_on_the_stage(verb, more, expected, in_root):
     evaluates = "trainer.eval_steps=1" if verb == "ppo" else "trainer.eval_strategy=epoch"
     job = load_job(f"jobs/demo/{verb}.yaml", [evaluates, *more], verb)
     best = of(job.run, registry.gate_of(job), {})
@@ -91,7 +91,7 @@ def test_the_default_figure_follows_the_stage(verb, more, expected, in_root):
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
-    """The settings of the overfit, on 24 pairs of the demo and 40 held-out ones."""
+    """Returns settings that overfit, with 24 pairs of the demo for training and 40 for evaluation."""
     folder = tmp_path_factory.mktemp("few")
     for name, split, count in (("train", "preferences", 24), ("eval", "preferences_eval", 40)):
         lines = (ROOT / f"jobs/demo/data/{split}.jsonl").read_text().splitlines(True)[:count]
@@ -101,14 +101,14 @@ def few(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def overfit(storage, few):
-    """The overfit in one go, with a checkpoint after every second step."""
+    """Trains the overfitting run without interruption, with a checkpoint at every second step."""
     return stage("rm", storage, "overfit", *few, "trainer.save_strategy=steps", "trainer.save_steps=2")
 
 
 def test_an_overfit_ends_early_and_its_best_step_is_registered(overfit, storage):
     curves = registry.history(overfit["tracking_uri"], overfit["mlflow_run_id"])
     losses, accuracies = (dict(curves[name]) for name in ("eval_loss", "eval_accuracy"))
-    best = min(list(losses)[1:], key=losses.get)  # the first is that of step 0
+    best = min(list(losses)[1:], key=losses.get)  # the first loss belongs to step 0
     kept, ended = overfit["kept"], overfit["ended"]
     assert kept == {"step": best, "by": "eval_loss", "value": losses[best]}
     assert ended["step"] == max(losses) == best + 9 < ended["of"] == 36  # three epochs of three steps later
@@ -121,7 +121,7 @@ def test_an_overfit_ends_early_and_its_best_step_is_registered(overfit, storage)
     assert float(version.tags["eval_loss"]) == pytest.approx(losses[best], rel=1e-5)
     tags = client(storage).get_run(overfit["mlflow_run_id"]).data.tags
     assert tags["ended"].startswith(f"kept step {kept['step']} of {ended['step']}: the best eval_loss, 0.")
-    # The checkpoint that was made nearest to that step is long gone: run.num_to_keep is 2.
+    # run.num_to_keep is 2, so the checkpoint nearest to the best step is deleted.
     registered = load_file(f"{overfit['adapter']}/adapter_model.safetensors")
     newest = max((storage / "overfit").glob("checkpoint_*[0-9]"))
     kept_there = {k.replace(".default", "").replace("score.modules_to_save", "score"): v
@@ -133,8 +133,10 @@ def test_an_overfit_ends_early_and_its_best_step_is_registered(overfit, storage)
 
 
 @pytest.mark.slow
-def test_killed_after_it_stopped_it_registers_the_same(overfit, storage, few, monkeypatch, embedded_ray):
-    """With a checkpoint at the step at which it stops: no further step is made."""
+def test_a_run_killed_after_early_stopping_registers_the_same(
+    overfit, storage, few, monkeypatch, embedded_ray
+):
+    """There is a checkpoint at the last step, so the resumed run trains no step."""
     once = storage / "overfit-died"
     touched(monkeypatch, "rm", None, once, killed)
     more = ["trainer.save_strategy=epoch", "run.max_failures=1", "scaling.num_workers=1"]
@@ -151,7 +153,7 @@ PPO = [
 
 
 def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch):
-    """Interrupted in between, it ends as if it had not been. Rewarded for length, its shortest completions are its first."""
+    """An interrupted run ends like an uninterrupted one. The reward is length, so the first completions are the shortest."""
     few = ["data.train=jobs/demo/data/prompts_eval.jsonl"]
     expected = stage("ppo", storage, "best-ppo", *PPO, *few)
     curves = registry.history(expected["tracking_uri"], expected["mlflow_run_id"])
@@ -170,8 +172,8 @@ def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch):
     assert_equal(storage, expected, result)
 
 
-def test_ppo_stops_at_a_condition_and_registers_what_it_has(storage):
-    """The KL grows from 0, so the run ends at the first evaluation above the limit, as a finished run."""
+def test_ppo_stops_at_a_condition_and_registers_its_policy(storage):
+    """The KL grows from 0. The run ends at the first evaluation above the limit, as a finished run."""
     limits = ["run.keep=last", "run.early_stopping_patience=null", "run.stop_if.eval_kl='> 1e-9'"]
     few = ["data.train=jobs/demo/data/prompts_eval.jsonl", "mlflow.registered_model=stopped"]
     result = stage("ppo", storage, "stop-ppo", *PPO, *few, *limits)
@@ -180,7 +182,7 @@ def test_ppo_stops_at_a_condition_and_registers_what_it_has(storage):
     assert result["version"] == "1"
 
 
-def test_a_sweep_hears_of_every_evaluation_and_stops_a_trial(tmp_path):
+def test_a_sweep_gets_every_evaluation_and_can_stop_a_trial(tmp_path):
     told = []
 
     def report(figure, step):
@@ -194,6 +196,6 @@ def test_a_sweep_hears_of_every_evaluation_and_stops_a_trial(tmp_path):
     best.save(str(tmp_path))
     again = Best("eval_x", False, None, weights(), report)
     again.load(str(tmp_path))
-    assert again.exhausted and len(told) == 2  # a trial that was told is not asked again
+    assert again.exhausted and len(told) == 2  # a stopped trial reports nothing more
     with pytest.raises(SelfCheckFailed, match="eval_x is nan at step 3"):
         compared(best, math.nan)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from after a kill or a damaged disk, in a folder and in a bucket."""
+"""Tests which checkpoint a run resumes from after a kill or disk damage, in a folder and in a bucket."""
 
 import contextlib
 import io
@@ -65,7 +65,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_to_the_newest_is_named_and_the_one_before_is_used(kind, run, capsys):
+def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(kind, run, capsys):
     spoil, says = DAMAGE[kind]
     for name in ("checkpoint_00000005", "checkpoint_00000010"):
         make(run, name)
@@ -80,12 +80,12 @@ def test_damage_to_the_newest_is_named_and_the_one_before_is_used(kind, run, cap
 
 def test_if_all_checkpoints_are_damaged_the_run_does_not_start_over_silently(run):
     flip(make(run, "checkpoint_00000005"))
-    for _ in range(2):  # the damaged one has been moved by the first
+    for _ in range(2):  # the first call moves the damaged checkpoint away
         with pytest.raises(InputError, match=r"run\.name: all checkpoints .*run\.fresh=true.*num_to_keep"):
             checkpoints.newest(str(run))
 
 
-def test_what_a_kill_left_half_written_is_deleted(run, tmp_path, capsys):
+def test_incomplete_checkpoints_of_a_killed_run_are_deleted(run, tmp_path, capsys):
     make(run, "checkpoint_00000005")
     make(run, "checkpoint_00000010", sealed=False)
     assert checkpoints.complete(str(run)) == ["checkpoint_00000005"]
@@ -104,7 +104,7 @@ def test_order_is_by_step_then_attempt_and_the_final_one_is_last(run):
         make(run, name)
     (run / "something_else").mkdir()
     assert checkpoints.complete(str(run)) == names
-    # a name is never used twice, even that of a checkpoint without digests
+    # a name is never reused, even for a checkpoint without digests
     make(run, "checkpoint_00000010-3", sealed=False)
     found = [checkpoints.unused(str(run), "checkpoint_00000010", attempt) for attempt in (1, 2, 3, 4)]
     assert found == [f"checkpoint_00000010-{which}" for which in ("1.3", "2.3", "3.2", "4")]
@@ -114,7 +114,7 @@ def test_order_is_by_step_then_attempt_and_the_final_one_is_last(run):
 
 @pytest.fixture(params=["folder", "bucket"])
 def anywhere(request, tmp_path):
-    """The folder of a run; fsspec's memory file system stands for a bucket: no rename, no lock."""
+    """Returns a run's folder. fsspec's memory file system stands for a bucket, which has no rename and no lock."""
     if request.param == "folder":
         yield str(tmp_path / "one")
         return
@@ -145,7 +145,7 @@ def test_committed_checkpoints_are_intact_and_only_the_newest_are_kept(anywhere,
 
 
 def test_a_bucket_is_read_in_pieces_of_megabytes(run, monkeypatch):
-    """Each read is a request."""
+    """Each read is a request, so pieces must be large."""
     from pyarrow import PythonFile, fs
 
     class Counting(io.BytesIO):
@@ -171,7 +171,7 @@ class Killed(BaseException):
 def test_a_kill_between_any_two_steps_of_a_commit_leaves_an_intact_checkpoint(
     anywhere, tmp_path, monkeypatch
 ):
-    """The n-th change of the storage never happens; the next commit then keeps two intact ones again."""
+    """The n-th change of the storage never happens. The next commit then keeps two intact checkpoints again."""
     for n in itertools.count(1):
         here = f"{anywhere}-{n}"
         for step in (5, 10):
@@ -191,7 +191,7 @@ def test_a_kill_between_any_two_steps_of_a_commit_leaves_an_intact_checkpoint(
                 patch.setattr(checkpoints.storage, verb, dies(getattr(storage, verb)))
             with contextlib.suppress(Killed):
                 commit(here, tmp_path / str(n), 15)
-        died = next(changes) > n  # it got as far as the n-th change
+        died = next(changes) > n  # the commit reached the n-th change
         assert checkpoints.newest(here) == ("checkpoint_00000010" if n < 3 else "checkpoint_00000015")
         commit(here, tmp_path, 20)
         assert len(checkpoints.complete(here)) == 2 and checkpoints.newest(here) == "checkpoint_00000020"

@@ -1,4 +1,4 @@
-"""Workers that come and go: `scaling.num_workers: [1, 2]` on a cluster of which a node dies, and that gets another one."""
+"""Tests `scaling.num_workers: [1, 2]` on a cluster that loses a node and later gets another one."""
 
 import collections
 import json
@@ -15,11 +15,11 @@ SMALL = [
 
 
 def steps_of(folder: Path) -> tuple[dict[int, collections.Counter], list[int]]:
-    """({step: its rows}, number of workers of each attempt). Of a step that was made again, the last time counts."""
+    """Returns ({step: rows}, number of workers of each attempt). If a step was repeated, its last run counts."""
     written = [text for path in folder.glob("*.jsonl") for text in path.read_text().splitlines()]
     lines = [
         json.loads(text) for text in written if text.endswith("}")
-    ]  # of a killed process, the last may break off
+    ]  # a killed process may leave an incomplete last line
     last = {line["step"]: line["attempt"] for line in sorted(lines, key=lambda line: line["attempt"])}
     rows: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)
     for line in lines:
@@ -30,7 +30,7 @@ def steps_of(folder: Path) -> tuple[dict[int, collections.Counter], list[int]]:
 
 
 @pytest.mark.slow
-def test_every_row_once_an_epoch_while_workers_come_and_go(tmp_path):
+def test_each_row_comes_once_per_epoch_while_workers_come_and_go(tmp_path):
     from faults import Nodes, ended
     from runs import Run, Server, until
 

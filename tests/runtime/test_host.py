@@ -1,4 +1,4 @@
-"""A process that holds the models of a job: where it loads them to."""
+"""Tests where and in which dtype a process loads the models of a job."""
 
 import importlib
 
@@ -12,12 +12,12 @@ from pipeline.runtime.host import Host
 
 
 class Loaded(BaseException):
-    """Ends a stage where it loads the base."""
+    """Ends a stage when it loads the base."""
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What transformers was asked to load; it loads nothing."""
+    """Records the arguments of transformers' loading, and loads nothing."""
     seen = []
 
     def from_pretrained(*_, **options):
@@ -30,7 +30,7 @@ def asked(monkeypatch):
 
 
 class OnThirdGpu(Host):
-    """As much of a worker as a stage needs before it loads its base."""
+    """The part of a worker that a stage needs before it loads its base."""
 
     device, rank, world, resume, companion = "cuda:2", 0, 1, None, None
 
@@ -41,7 +41,7 @@ class OnThirdGpu(Host):
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "ppo", "evaluate"])
 def test_every_stage_loads_its_base_onto_the_workers_gpu(stage, quantised, tmp_path, asked, in_root):
-    """Loaded to the CPU first, nf4 is made by one thread of it, and each worker holds a whole base in the node's memory."""
+    """Loading to the CPU first would quantize NF4 on one thread, and each worker would hold a full base in the node's memory."""
     job = load_job(f"jobs/demo/{stage}.yaml", [f"model.load_in_4bit={str(quantised).lower()}"], stage)
     worker = OnThirdGpu(work_of(job, toy_models.tokenizer()))
     worker.scratch = str(tmp_path)
@@ -57,12 +57,12 @@ def test_every_stage_loads_its_base_onto_the_workers_gpu(stage, quantised, tmp_p
     [
         ("ppo", ["trainer.bf16=true"], "bfloat16"),
         ("ppo", ["trainer.bf16=false"], "float32"),
-        ("sft", ["trainer.bf16=null"], "bfloat16"),  # true by TRL's default
-        ("export", ["trainer.bf16=true"], "float32"),  # its base is merged into, in model.dtype
-        ("ppo", ["trainer.bf16=true", "scaling.use_gpu=true"], "float32"),  # as the job says
+        ("sft", ["trainer.bf16=null"], "bfloat16"),  # TRL's default is true
+        ("export", ["trainer.bf16=true"], "float32"),  # export merges into the base, in model.dtype
+        ("ppo", ["trainer.bf16=true", "scaling.use_gpu=true"], "float32"),  # the value of the job
     ],
 )
-def test_on_a_cpu_the_base_has_the_dtype_of_its_products(stage, settings, expected, asked, in_root):
+def test_on_a_cpu_the_base_has_the_dtype_of_its_matrix_products(stage, settings, expected, asked, in_root):
     job = load_job(f"jobs/demo/{stage}.yaml", ["model.dtype=float32", *settings], stage)
     with pytest.raises(Loaded):
         Host(work_of(job, toy_models.tokenizer())).load_base()

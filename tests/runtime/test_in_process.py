@@ -1,4 +1,4 @@
-"""Jobs that run in the process of their command (scaling.num_workers=0): the bits of one worker, and no Ray."""
+"""Tests that jobs with scaling.num_workers=0 run in the command's process, without Ray, and equal one worker bit for bit."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from running import NO_EVAL, ROOT, stage
 from tests.runtime.test_resume import SETTINGS
 
 
-# Of rm and ppo the quick cases of test_resume.py show it: their ends in a worker are compared with those in this process.
+# For rm and ppo, the quick cases of test_resume.py compare runs that end in a worker with runs in this process.
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", SETTINGS)
-def test_no_worker_and_one_end_with_the_same_bytes(verb, storage, embedded_ray):
-    """Twice in one process, too: no stage leaves random numbers, threads or a precision behind."""
+def test_no_worker_and_one_worker_give_the_same_bytes(verb, storage, embedded_ray):
+    """The stage runs twice in one process, to show that it leaves no random state, threads or precision behind."""
     first, *others = (
         stage(verb, storage, f"same-{verb}-{name}", *SETTINGS[verb], f"scaling.num_workers={workers}")
         for name, workers in (("here", 0), ("again", 0), ("worker", 1))
@@ -25,7 +25,7 @@ def test_no_worker_and_one_end_with_the_same_bytes(verb, storage, embedded_ray):
         assert_equal(storage, first, other)
 
 
-# In seconds even on a slow disk: nothing heavy is imported before the job's keys and paths are found to be right.
+# Commands take seconds even on a slow disk, because they check keys and paths before heavy imports.
 PROBE = """
 import sys
 from pipeline.__main__ import main
@@ -53,7 +53,7 @@ JOB = "jobs/demo/sft.yaml"
     ],
     ids=lambda value: " ".join([value[0], *value[2:3]]) if isinstance(value, list) else None,
 )  # fmt: skip
-def test_a_command_imports_what_it_needs_and_starts_no_ray(may_import, arguments, error, tmp_path):
+def test_a_command_imports_only_what_it_needs_and_does_not_start_ray(may_import, arguments, error, tmp_path):
     if arguments[0] != "init":
         arguments = [*arguments, f"run.storage_path={tmp_path}"]
     clean = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
@@ -68,7 +68,7 @@ def test_a_command_imports_what_it_needs_and_starts_no_ray(may_import, arguments
     assert not error or (done.stderr.startswith(f"error: {error}") and done.stderr.count("\n") == 1), (
         done.stderr
     )
-    if "mlflow" in may_import:  # the class exists in transformers 4, too
+    if "mlflow" in may_import:  # transformers 4 also has the class
         saved = [
             *tmp_path.glob("*/final/adapter/tok*_config.json"),
             *tmp_path.glob("artifacts/**/tok*_config.json"),

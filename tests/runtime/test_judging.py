@@ -1,4 +1,4 @@
-"""What judges may cost is said before a run starts, and what they have cost is in its result."""
+"""Tests that a run estimates the cost of its judges before it starts, and that its result has the real cost."""
 
 import json
 import re
@@ -33,12 +33,12 @@ PPO = [
         ("score", ["data.train=x.jsonl"], "reward.0", ROWS, (200, 2)),
     ],
 )  # fmt: skip
-def test_completions_that_a_run_asks_about(stage, overrides, name, rows, completions, in_root):
+def test_the_number_of_judged_completions(stage, overrides, name, rows, completions, in_root):
     job = load_job(ROOT / f"jobs/demo/{stage}.yaml", overrides, stage)
     assert asked(work_of(job), rows, name) == completions
 
 
-def test_a_run_says_what_its_judge_may_cost_and_what_it_has_cost(tmp_path, capsys, in_root):
+def test_a_run_reports_the_estimated_and_the_real_cost_of_its_judge(tmp_path, capsys, in_root):
     pairs = [
         {"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": "Look it up."} for i in range(5)
     ]

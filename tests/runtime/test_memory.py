@@ -1,4 +1,4 @@
-"""Memory that runs out: which phase it was, which settings to change, and no restart that would repeat it."""
+"""Tests out-of-memory errors: the message names phase and settings, and the run does not restart to fail again."""
 
 import json
 import re
@@ -19,7 +19,7 @@ FULL = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 def training_step():
-    """As on the stack of a transformers.Trainer."""
+    """Has the name of a function on the stack of a transformers.Trainer."""
     raise torch.OutOfMemoryError(FULL)
 
 
@@ -47,7 +47,7 @@ def test_the_message_names_phase_and_settings(stage, phase, expected):
     assert phase == "" or str(raised.value).startswith("out of memory in phase '")
 
 
-def test_other_errors_stay_as_they_are():
+def test_other_errors_are_not_changed():
     job = load_job(str(ROOT / "jobs/demo/ppo.yaml"), [], "ppo")
     with pytest.raises(RuntimeError, match=r"^shapes$"), memory.explained(work_of(job)):
         with Phases(torch.device("cpu"))("update"):

@@ -1,6 +1,6 @@
-"""A run that something happens to ends as one that nothing happened to: same adapter to the last bit, metrics, curve.
+"""Tests that an interrupted run ends like an uninterrupted one: bit-identical adapter, same metrics and curve.
 
-`make chaos` does this to every stage with every fault, at random moments; here are a few at fixed ones.
+`make chaos` does this to every stage with every fault at random moments. A few fixed moments are tested here.
 """
 
 import functools
@@ -16,7 +16,7 @@ from running import NO_EVAL, stage
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 TRL = [
     "trainer.max_steps=7", "data.batch_size=8", "trainer.per_device_train_batch_size=4", "trainer.save_strategy=steps",
-    "trainer.save_steps=2", "trainer.logging_steps=3",  # no line of the log is written where a checkpoint is
+    "trainer.save_steps=2", "trainer.logging_steps=3",  # no log line falls on a checkpoint
     "mlflow.registered_model=null", *NO_EVAL,
 ]  # fmt: skip
 PPO = [
@@ -25,13 +25,13 @@ PPO = [
     "judge=null", "policy=base", "reward=python:bad_rewards:length", "mlflow.registered_model=null",
 ]  # fmt: skip
 SETTINGS = {"sft": TRL, "rm": TRL, "dpo": [*TRL, "policy=base"], "kto": [*TRL, "policy=base"], "ppo": PPO}
-# (stage, what happens, workers before and after): a trainer of TRL and ours, here and in a worker. That ppo goes on in this
-# process after an error is shown by test_best.py.
+# (stage, fault, workers before and after) for a trainer of TRL and our PPO, in the process and in a worker. test_best.py
+# tests that ppo continues in the process after an error.
 QUICK = [("rm", "interrupted", 0, 1), ("ppo", "killed", 1, 1)]
 SLOW = [
     *(("rm", "interrupted", begins, 0) for begins in (0, 1)),
     *(("ppo", "interrupted", begins, 1 - begins) for begins in (0, 1)),
-    # transformers 5.23, resumed in mid-epoch at max_steps, would make one step more.
+    # If it resumes within an epoch at max_steps, transformers 5.23 would train one more step.
     *[(verb, "killed after the last step", 1, 1) for verb in ("sft", "rm", "dpo", "kto")],
 ]
 
@@ -40,7 +40,7 @@ SLOW = [
     ("verb", "what", "begins", "ends"),
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_a_run_that_was_cut_short_ends_as_one_that_was_not(
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     verb, what, begins, ends, storage, monkeypatch, capsys
 ):
     name, options = f"resume-{verb}-{what.replace(' ', '-')}-{begins}{ends}", SETTINGS[verb]
@@ -63,7 +63,7 @@ def test_a_run_that_was_cut_short_ends_as_one_that_was_not(
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 16 MB, where the system lets this user mount one."""
+    """Mounts a disk of 16 MB, if the system allows this user to mount."""
     folder = tmp_path / "disk"
     folder.mkdir()
     done = subprocess.run(
@@ -77,10 +77,10 @@ def small_disk(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["disk full", "storage gone"])
-def test_a_storage_that_fails_in_mid_run_leaves_the_last_good_checkpoint(
+def test_a_storage_failure_during_a_run_keeps_the_last_good_checkpoint(
     trouble, storage, small_disk, monkeypatch, capfd
 ):
-    """Exit status 1 and the system's own reason; mended, the same command ends as if nothing had been."""
+    """The exit status is 1 with the system's own reason. After the repair, the same command completes the run."""
     expected = stage("sft", storage, f"resume-{trouble[0]}", *TRL)
     elsewhere = [f"mlflow.tracking_uri=sqlite:///{storage}/mlflow.db", f"data.cache_dir={storage}/data"]
     name = f"hurt-{trouble[0]}"

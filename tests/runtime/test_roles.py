@@ -1,4 +1,4 @@
-"""Which adapter plays which role, from the inputs of a job."""
+"""Tests which adapter of a job's inputs plays which role."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from pipeline.settle.work import Input
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """What stands for a worker: a policy and a reward adapter among the inputs of a ppo job."""
+    """Returns a fake worker with a policy and a reward adapter among the inputs of a ppo job."""
     monkeypatch.chdir(ROOT)
     named = {"policy": str(tmp_path / "policy"), "reward.1": str(tmp_path / "rm")}
     toy_models.make(named["policy"], seed=0, head=False)
@@ -35,7 +35,7 @@ def weights(shared, role):
     return torch.cat([parameter.data.flatten() for parameter in shared.parameters_of(role)])
 
 
-def test_a_reference_that_follows_the_policy_leaves_what_it_is_compared_with(host):
+def test_a_reference_that_follows_the_policy_does_not_change_the_baseline(host):
     shared = toy_models.shared_base()
     reference = roles.add_policy(host, shared, host.job.args)
     start = roles.start(host, shared, reference)
@@ -47,7 +47,7 @@ def test_a_reference_that_follows_the_policy_leaves_what_it_is_compared_with(hos
     assert torch.allclose(weights(shared, reference), before + 0.5, atol=1e-5)
 
 
-def test_the_critic_starts_as_the_first_reward_that_is_an_adapter(host):
+def test_the_critic_starts_from_the_first_reward_that_is_an_adapter(host):
     shared = toy_models.shared_base()
     roles.add_policy(host, shared, host.job.args)
     roles.add_rewards(host, shared)
@@ -74,7 +74,7 @@ def test_a_critic_that_is_a_head_owns_no_adapter(host, tmp_path):
     shared.load("critic", tmp_path / "head")
     assert (weights(shared, "critic") == 1.0).all() and torch.equal(weights(shared, "policy"), before)
     assert set(shared.tensors_of("policy")).isdisjoint(shared.tensors_of("critic"))
-    shared.set_trainable("policy", True)  # the head on it does not share it
+    shared.set_trainable("policy", True)  # the head does not own the policy's adapter
 
 
 def vllm_options(settings):
@@ -82,7 +82,7 @@ def vllm_options(settings):
     return roles.vllm_options(job.model, job.rollout_config, 64)
 
 
-def test_vllm_is_told_how_large_its_batches_are_and_not_to_share_memory_of_expandable_segments(monkeypatch):
+def test_vllm_gets_the_batch_size_and_no_memory_of_expandable_segments(monkeypatch):
     monkeypatch.chdir(ROOT)
     engine = ["rollout.engine=vllm", "rollout.num_workers=1", "rollout.use_gpu=true"]
     options = vllm_options(engine)

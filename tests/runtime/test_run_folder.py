@@ -1,4 +1,4 @@
-"""The folder of a run: what may continue what is there, and who may write into it. Errors leave it untouched."""
+"""Tests the run folder: which job may resume it, and which process may write to it. Errors leave it unchanged."""
 
 import os
 import re
@@ -23,7 +23,7 @@ PPO = ["policy=base", "reward=python:bad_rewards:length", "judge=null"]
 
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory):
-    """A storage path with a run of sft and one of ppo that were stopped after their first checkpoint."""
+    """Returns a storage path with an sft run and a ppo run that stopped after their first checkpoint."""
     folder = tmp_path_factory.mktemp("halfway")
     before = os.getcwd()
     os.chdir(ROOT)
@@ -71,12 +71,12 @@ def test_a_changed_job_does_not_continue_a_checkpoint(verb, overrides, says, hal
     ],
     ids=str,
 )  # fmt: skip
-def test_what_does_not_change_the_numbers_may_change(overrides, halfway, in_root):
+def test_keys_that_do_not_affect_results_may_change(overrides, halfway, in_root):
     assert resume.unfinished(job_of(halfway, *BATCH, *overrides))
 
 
-def test_how_evaluations_are_compared_decides_what_is_registered(halfway, tmp_path, in_root):
-    """run.* and the evaluations may change, but not in a run that keeps its best step or may stop early."""
+def test_evaluation_keys_must_stay_if_they_decide_what_is_registered(halfway, tmp_path, in_root):
+    """run.* and evaluation keys may change, but not if the run keeps its best step or may stop early."""
     folder = shutil.copytree(halfway, tmp_path / "copy")
     begun = [*BATCH, "run.keep=best", "trainer.eval_strategy=steps", "trainer.eval_steps=5"]
     for left, change, says in [
@@ -84,7 +84,7 @@ def test_how_evaluations_are_compared_decides_what_is_registered(halfway, tmp_pa
         (BATCH, "run.early_stopping_patience=3", r"run\.early_stopping_patience=not given \(now 3\)"),
         (BATCH, "run.stop_if.eval_loss=< 1", r'run\.stop_if\.eval_loss=not given \(now "< 1"\)'),
         (begun, "trainer.eval_steps=7", r"trainer\.eval_steps=5 \(now 7\)"),
-        # Without a batch size, the rows in memory decide the batch
+        # If no batch size is set, the number of rows in memory decides the batch.
         (["data.batch_size=null"], "trainer.per_device_train_batch_size=8", r"batch_size=16 \(now 8\)"),
     ]:
         resume.record(job_of(folder, *left), {}, "b", {})
@@ -118,7 +118,7 @@ def test_without_a_checkpoint_the_job_may_still_be_edited(halfway, tmp_path, in_
     ],
     ids=["base", "rows", "code"],
 )  # fmt: skip
-def test_content_that_changed_under_the_same_path_is_found_out(base, rows, says, halfway, in_root):
+def test_changed_content_under_the_same_path_is_detected(base, rows, says, halfway, in_root):
     job = job_of(halfway, *BATCH)
     found = resume.unfinished(job)
     assert resume.same_content(found, job, "sha256:base", {"train": "sha256:rows"})
@@ -126,8 +126,8 @@ def test_content_that_changed_under_the_same_path_is_found_out(base, rows, says,
         resume.same_content(found, job, base, rows)
 
 
-def test_a_python_reward_that_was_edited_is_content_that_changed(halfway, tmp_path, in_root, monkeypatch):
-    """Of collect, rows of both rewards would lie side by side under one reward_version."""
+def test_an_edited_python_reward_counts_as_changed_content(halfway, tmp_path, in_root, monkeypatch):
+    """Otherwise collect would mix rows of two rewards under one reward_version."""
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "edited_reward.py"
     module.write_text("def score(completions, **_):\n    return [0.0 for _ in completions]\n")
@@ -147,7 +147,7 @@ def test_a_python_reward_that_was_edited_is_content_that_changed(halfway, tmp_pa
         resume.same_content(found, run, "sha256:base", inputs.digests_of_functions(job))
 
 
-def test_what_a_run_left_cannot_be_read(halfway, tmp_path, in_root, capsys):
+def test_unreadable_files_of_a_run(halfway, tmp_path, in_root, capsys):
     folder = shutil.copytree(halfway, tmp_path / "copy")
     for content in ('{"stage": "sf', "[" * 100_000):
         (folder / "sft/job.json").write_text(content)
@@ -159,7 +159,7 @@ def test_what_a_run_left_cannot_be_read(halfway, tmp_path, in_root, capsys):
 
 
 @pytest.mark.parametrize("what", ["dangling link", "file"])
-def test_what_lies_in_place_of_a_run_folder(what, tmp_path, in_root, capsys):
+def test_something_else_in_place_of_a_run_folder(what, tmp_path, in_root, capsys):
     if what == "file":
         (tmp_path / "one").touch()
     else:
@@ -182,7 +182,7 @@ def own(run, seen=None, fresh=False):
     return owned(str(run), state(str(run)) if seen is None else seen, fresh)
 
 
-def test_a_folder_that_another_process_changed_before_this_one_owns_it_is_refused(run):
+def test_a_folder_that_changed_before_this_process_owned_it_is_refused(run):
     seen = state(str(run))
     (run / "job.json").write_text("{}")
     with pytest.raises(InputError, match=r"run\.name: another process has run .* the same command again"):
@@ -192,8 +192,8 @@ def test_a_folder_that_another_process_changed_before_this_one_owns_it_is_refuse
         assert [path.name for path in run.iterdir()] == ["lease"]
 
 
-def test_a_base_named_by_a_version_or_on_the_hub_continues_at_what_it_meant(halfway, in_root):
-    """A run records the base that models:/name@alias stood for, and the commit; whether they moved, the content tells."""
+def test_a_resumed_run_uses_the_recorded_version_and_commit_of_its_base(halfway, in_root):
+    """A run records the version behind models:/name@alias, and the commit. If one has moved, the content shows it."""
     assert resume.unfinished(job_of(halfway, *BATCH, "model.name_or_path=models:/rlhf-sft@champion"))
     job = job_of(halfway, *BATCH)
     left = resume.unfinished(job)
@@ -204,7 +204,7 @@ def test_a_base_named_by_a_version_or_on_the_hub_continues_at_what_it_meant(half
         resume.same_content(begun, job, f"commit:{'b' * 40}", left["begun_with"]["rows"])
 
 
-def test_versions_hold_for_the_inputs_that_the_job_names_as_it_did(tmp_path, in_root):
+def test_recorded_versions_apply_to_unchanged_inputs_of_the_job(tmp_path, in_root):
     def ppo(*overrides):
         named = ["policy=models:/a@champion", "judge=models:/b@champion"]
         place = [f"run.storage_path={tmp_path}", "run.name=one"]
@@ -214,5 +214,5 @@ def test_versions_hold_for_the_inputs_that_the_job_names_as_it_did(tmp_path, in_
     resume.record(ppo(), pinned, "b", {})
     found = resume.unfinished(ppo())
     assert resume.pinned_inputs(found, ppo()) == pinned
-    del pinned["judge"]  # another one: it is looked up and checked anew
+    del pinned["judge"]  # a changed judge is resolved and checked again
     assert resume.pinned_inputs(found, ppo("judge=models:/c@champion")) == pinned

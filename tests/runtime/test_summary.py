@@ -1,4 +1,4 @@
-"""The end of a run on the terminal: a version without the alias is of use, and the summary says how."""
+"""Tests the summary printed after a run. It says how to use a version that has no alias."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def rates(low, high):
         ("rm", PASSED | {"champion": {"metrics": {}, "note": "worse than v2: 1"}}, "\n  worse than v2: 1\n", "not"),
     ],
 )  # fmt: skip
-def test_what_a_summary_warns_of(stage, ended, says, never, capsys):
+def test_warnings_of_a_summary(stage, ended, says, never, capsys):
     result = {
         "stage": stage,
         "samples": [],
@@ -47,12 +47,12 @@ def test_what_a_summary_warns_of(stage, ended, says, never, capsys):
 @pytest.mark.parametrize(
     ("stage", "metric", "low", "high"),
     [
-        ("ppo", "eval_win_rate_low", 0.5, 0.51),  # an interval that contains one half shows no gain
+        ("ppo", "eval_win_rate_low", 0.5, 0.51),  # an interval that contains 0.5 shows no gain
         ("ppo", "eval_eos", 0.09, 0.1),
         ("sft", "eval_eos_accuracy", 0.09, 0.1),
     ],
 )
-def test_the_gate_of_own_rows_asks_for_a_gain_and_for_completions_that_end(stage, metric, low, high, in_root):
+def test_the_gate_of_own_rows_requires_a_gain_and_completions_that_end(stage, metric, low, high, in_root):
     gate, others = (
         load_job(f"jobs/own/{stage}.yaml").gate,
         {"eval_win_rate_low": 0.51, "eval_eos": 1.0, "eval_loss": 1.0},

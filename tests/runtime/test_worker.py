@@ -1,4 +1,4 @@
-"""A worker's own process: what it leaves of the group that Ray forms, who may push it aside, and notices that its node goes."""
+"""Tests a worker's process: the group that Ray forms, its priority, and notices that its node will be terminated."""
 
 import os
 
@@ -30,7 +30,7 @@ def test_a_single_worker_on_a_cpu_is_a_plain_process_to_accelerate(tmp_path):
         assert (tmp_path / str(number)).read_text() == expected
 
 
-def test_workers_of_an_embedded_ray_are_not_niced_behind_its_own_processes(embedded_ray):
+def test_workers_of_an_embedded_ray_have_the_priority_of_ray(embedded_ray):
     import ray
 
     @ray.remote(num_cpus=0)
@@ -42,7 +42,7 @@ def test_workers_of_an_embedded_ray_are_not_niced_behind_its_own_processes(embed
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The steps at which Ray was asked whether the node is about to go; `answer` is what it says, `clock` the time in seconds."""
+    """Returns the steps at which Ray was queried for notices. `answer` is the reply, `clock` the time in seconds."""
     import ray.train.collective
 
     class Asked(list):
@@ -61,7 +61,7 @@ def asked(monkeypatch):
 
 
 def walk(notice, asked, steps, seconds):
-    """Makes `steps` steps of `seconds` each; the answers."""
+    """Runs `steps` steps of `seconds` each. Returns the answers."""
     answers = []
     for _ in range(steps):
         asked.step += 1
@@ -70,8 +70,8 @@ def walk(notice, asked, steps, seconds):
     return answers
 
 
-def test_ray_is_asked_about_every_interval_and_each_long_step(asked):
-    """Asking is a barrier, with which short steps are not burdened."""
+def test_ray_is_queried_once_per_interval_and_at_each_long_step(asked):
+    """A query is a barrier, which would slow down short steps."""
     assert walk(worker.PreemptionNotice(), asked, 500, 0.1) == [False] * 500
     assert asked[:4] == [1, 2, 52, 102] and len(asked) < 13
     asked.clear()
@@ -79,7 +79,7 @@ def test_ray_is_asked_about_every_interval_and_each_long_step(asked):
     assert list(asked) == [501, 502, 503, 504, 505, 506]
 
 
-def test_a_notice_is_known_within_the_interval_and_asks_for_one_checkpoint(asked):
+def test_a_notice_is_seen_within_the_interval_and_triggers_one_checkpoint(asked):
     notice = worker.PreemptionNotice()
     walk(notice, asked, 60, 0.1)
     asked.answer = "this node will be gone"
@@ -90,8 +90,8 @@ def test_a_notice_is_known_within_the_interval_and_asks_for_one_checkpoint(asked
 
 
 @pytest.mark.parametrize("moment", ["before it is stored", "after it is stored"])
-def test_the_adapter_that_was_checked_is_the_one_that_is_registered(moment, tmp_path, monkeypatch, capsys):
-    """As it is in memory: whoever exchanges its file after the check ends the run."""
+def test_the_registered_adapter_is_the_one_that_was_checked(moment, tmp_path, monkeypatch, capsys):
+    """The adapter in memory counts. If its file is replaced after the check, the run ends."""
     at, file = (worker, "require_reload") if moment.startswith("before") else (checkpoints, "store")
     done = getattr(at, file)
 

@@ -1,4 +1,4 @@
-"""The text of a completion while it is written. A stream whose client goes away leaves no row behind, whenever that is."""
+"""Tests the text of a streamed completion. If the client of a stream disconnects at any time, its rows are canceled."""
 
 import asyncio
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest, Refused
 
 
-def test_a_request_is_a_prompt_with_thoughts_and_variables_of_the_template():
+def test_a_request_has_a_prompt_with_thoughts_and_variables_of_the_template():
     server = SimpleNamespace(encoder=encoder("generate", template=THINKING))
     tok = server.encoder.tokenizer
     turns = [USER, {**BOT, "reasoning": "one", "refusal": None, "annotations": [1]}, {**USER, "name": "Ann"}]
@@ -39,7 +39,7 @@ class Gone(OSError):
 
 @pytest.mark.parametrize("messages", range(4), ids=lambda n: f"after {n} messages")
 def test_a_client_that_closes_cancels_its_rows_from_the_first_message_on(messages):
-    """The first message is the status, then comes the role of each of the choices."""
+    """The first message is the status. Next comes the role of each choice."""
 
     async def closed():
         taken = []
@@ -68,7 +68,7 @@ def test_a_client_that_closes_cancels_its_rows_from_the_first_message_on(message
 
 
 def sentencepiece():
-    """A vocabulary as SentencePiece makes it: words with their space, and single bytes for all other characters."""
+    """Returns a vocabulary like SentencePiece's: words with their space, and single bytes for all other characters."""
     words = ["<unk>", "▁", "▁Peru", "Lima", "▁is", "c", *(f"<0x{byte:02X}>" for byte in range(256))]
     backend = Tokenizer(models.Unigram([(word, -1.0) for word in words], 0, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -85,7 +85,7 @@ def test_log_probs_have_the_bytes_of_tokens_and_offsets_in_the_text(make):
     written = [bytes_of(spoken, token) for token in ids]
     space = (
         "" if make is tokenizer else " "
-    )  # SentencePiece keeps it, and its decoder removes it at the start
+    )  # SentencePiece encodes the space, but its decoder removes it at the start
     assert b"".join(written).decode() == space + text
     server = SimpleNamespace(tokenizer=spoken)
     asked = ChatRequest(model="p", messages=[{}], logprobs=True, top_logprobs=2)
@@ -98,17 +98,17 @@ def test_log_probs_have_the_bytes_of_tokens_and_offsets_in_the_text(make):
     assert len(parts) > 3 and "bytes:\\xf0" in parts[0] and "\ufffd" not in str(content)
 
 
-def test_tokens_that_are_no_text_have_names():
+def test_tokens_without_text_have_names():
     end = tokenizer().eos_token_id
     assert name_of(bytes_of(tokenizer(), end)) == tokenizer().decode([end])
-    assert bytes_of(tokenizer(), 10**6) == b""  # an id of a padded vocabulary
+    assert bytes_of(tokenizer(), 10**6) == b""  # an id that only pads the vocabulary
 
 
 TEXTS = ("The capital of Peru is Lima.", "Ünïcode \U0001f600 漢字, and\n\n  spaces ", "a" * 50, "")
 
 
 def streamed(text, *stops):
-    """(what was shown piece by piece, the text, whether a stop text ended it)."""
+    """Returns (pieces that were shown, full text, whether a stop text ended it)."""
     writer, shown = Text(tokenizer(), list(stops)), []
     for token in tokenizer()(text, add_special_tokens=False).input_ids:
         shown.append(writer.add(token))
@@ -119,14 +119,14 @@ def streamed(text, *stops):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_pieces_are_the_text_and_no_character_comes_in_parts(text):
+def test_the_pieces_form_the_text_and_contain_only_complete_characters(text):
     shown, whole, stopped = streamed(text)
     assert "".join(shown) == whole == text and not stopped
     assert not any("\ufffd" in piece for piece in shown)
     assert len(text) < 10 or sum(map(bool, shown)) > 3, "it is shown while it is written"
 
 
-def test_special_tokens_are_no_text():
+def test_special_tokens_are_not_part_of_the_text():
     writer = Text(tokenizer(), [])
     ids = tokenizer()("Lima", add_special_tokens=False).input_ids
     for token in [*ids, tokenizer().eos_token_id]:
@@ -147,7 +147,7 @@ def test_special_tokens_are_no_text():
         (("ita", "tital"), "The cap"),
     ],
 )
-def test_a_stop_text_ends_it_and_nothing_of_it_is_shown(stops, expected):
+def test_a_stop_text_ends_the_text_and_is_not_shown(stops, expected):
     shown, whole, stopped = streamed(TEXTS[0], *stops)
     assert "".join(shown) == whole == expected
     assert stopped == (expected != TEXTS[0])

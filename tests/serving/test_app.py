@@ -1,4 +1,4 @@
-"""How long a prompt may be, as a replica reads it."""
+"""Tests how long a prompt may be for a replica."""
 
 import asyncio
 import functools
@@ -12,7 +12,7 @@ from pipeline.runtime.host import load_host
 from pipeline.serving.app import Server
 from pipeline.serving.protocol import ChatRequest, Refused
 
-CONTEXT = 256  # of the demo's base
+CONTEXT = 256  # context length of the demo's base
 SYSTEM = {"role": "system", "content": "You answer questions about the world in one short sentence."}
 TURNS = [
     SYSTEM,
@@ -24,7 +24,7 @@ TURNS = [
 
 @functools.cache
 def read(*overrides):
-    """Returns what reads the messages of a request, in a replica of the demo's base with these settings."""
+    """Returns the function that reads the messages of a request, in a replica of the demo's base with these settings."""
     given = ["serve.policies={toy: base}", "serve.rewards={}", *overrides]
     work = load_host(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")).work
 
@@ -42,7 +42,7 @@ def ids(messages):
     return tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
-def test_a_conversation_with_the_system_prompt_of_the_rows_is_read_to_the_end_of_the_context(tmp_path):
+def test_a_conversation_with_the_rows_system_prompt_may_fill_the_context(tmp_path):
     reads = read("data.max_length=null", "trainer.response_length=40", f"run.storage_path={tmp_path}")
     assert reads(TURNS) == ids(TURNS)
     words = next(n for n in range(CONTEXT) if len(ids(asked(n + 1))) > CONTEXT - 40)

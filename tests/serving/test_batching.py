@@ -1,4 +1,4 @@
-"""Continuous batching: what waits, what is delivered, and what happens after an error. tests/inference has the decoder."""
+"""Tests continuous batching: waiting rows, delivered tokens and errors. tests/inference tests the decoder."""
 
 import queue
 import threading
@@ -44,7 +44,7 @@ def batcher(shared):
 
 
 class Client:
-    """Collects what rows are told."""
+    """Collects the messages to its rows."""
 
     def __init__(self):
         self.told, self.ended = {}, queue.SimpleQueue()
@@ -69,20 +69,20 @@ class Client:
 
 
 def kept_busy(writer):
-    """Rows that are submitted wait until something is put into the queue that this returns."""
+    """Returns a queue. Submitted rows wait until something is put into it."""
     busy, held = threading.Event(), queue.SimpleQueue()
     writer.run(lambda: (busy.set(), held.get(timeout=SECONDS)))
     assert busy.wait(SECONDS)
     return held
 
 
-def test_what_waits_is_limited_and_a_request_is_taken_whole_or_not(batcher):
-    """Cancelled rows take no place."""
+def test_the_queue_is_limited_and_a_request_enters_as_a_whole_or_not_at_all(batcher):
+    """Canceled rows take no space in the queue."""
     client, writer = Client(), batcher(rows=1, queue=3)
     held = kept_busy(writer)
     submitted = [client.row(name, [5]) for name in "abc"]
     writer.submit(submitted)
-    for row in submitted[1:]:  # behind one that is still wanted
+    for row in submitted[1:]:  # they wait behind a row that is not canceled
         row.cancelled = True
     with pytest.raises(Refused, match="the queue is full"):
         writer.submit([client.row(name, [6]) for name in "def"])
@@ -92,13 +92,13 @@ def test_what_waits_is_limited_and_a_request_is_taken_whole_or_not(batcher):
     assert [name for name in client.told if client.told[name]] == ["a", "g"]
 
 
-def test_nothing_waits_for_a_batcher_that_has_ended(batcher):
-    """As after an error of vLLM's process: what waits, and what comes later, is told so."""
+def test_rows_get_an_error_if_the_batcher_has_ended(batcher):
+    """After vLLM's process fails, waiting and later requests get the error."""
     client, writer = Client(), batcher(rows=1)
     held = kept_busy(writer)
 
     def fail(rows):
-        gone.cancel()  # its client has disconnected
+        gone.cancel()  # the client has disconnected
         writer.requested += [(lambda: None, future) for future in (gone, asked)]
         raise RuntimeError("the engine is dead")
 
@@ -124,7 +124,7 @@ def test_nothing_waits_for_a_batcher_that_has_ended(batcher):
 
 
 def test_a_batcher_ends_if_a_new_version_has_changed_the_base(batcher):
-    """All later completions would be wrong. Ray Serve then starts another replica."""
+    """Otherwise all later completions would be wrong. Ray Serve then starts another replica."""
 
     def add():
         raise SelfCheckFailed("adding an adapter changed the base")
@@ -142,7 +142,7 @@ def test_a_batcher_ends_if_a_new_version_has_changed_the_base(batcher):
     assert [str(told) for told in client.told["waiting"]] == ["the batcher has ended"]
 
 
-def test_a_call_whose_client_is_gone_is_left_out(batcher):
+def test_a_call_whose_client_disconnected_is_skipped(batcher):
     writer = batcher(rows=1)
     held = kept_busy(writer)
     gone, asked = writer.run(lambda: 1), writer.run(lambda: 2)
@@ -151,7 +151,7 @@ def test_a_call_whose_client_is_gone_is_left_out(batcher):
     assert asked.result(SECONDS) == 2 and writer.alive
 
 
-def test_a_row_that_is_cancelled_leaves_and_the_others_stay(shared, batcher):
+def test_canceling_a_row_keeps_the_others(shared, batcher):
     client, writer = Client(), batcher()
     kept = client.row("kept", [5, 6, 7], "one", most=30, temperature=0.0)
     gone = client.row("gone", [8, 9], "two", most=10_000, temperature=0.0)
@@ -169,7 +169,7 @@ def test_a_row_that_is_cancelled_leaves_and_the_others_stay(shared, batcher):
     assert client.ids("kept") == expected.tokens
 
 
-def test_an_error_is_told_to_its_rows_and_the_next_ones_are_written(batcher, monkeypatch):
+def test_an_error_goes_to_its_rows_and_the_next_rows_are_decoded(batcher, monkeypatch):
     client, writer = Client(), batcher()
     monkeypatch.setattr(decoders, "draw", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
     writer.submit([client.row("lost", [5, 6])])
@@ -181,7 +181,7 @@ def test_an_error_is_told_to_its_rows_and_the_next_ones_are_written(batcher, mon
     assert all(isinstance(token, Token) for token in client.told["written"]) and writer.alive
 
 
-def test_prompts_join_in_turns_of_some_tokens(shared, batcher, monkeypatch):
+def test_prompts_join_in_turns_of_a_limited_number_of_tokens(shared, batcher, monkeypatch):
     joined, join = [], SlotDecoder.join
     monkeypatch.setattr(SlotDecoder, "join", lambda self, rows: joined.append(len(rows)) or join(self, rows))
     client, writer = Client(), batcher(prompt_tokens=20)

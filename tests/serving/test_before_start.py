@@ -1,4 +1,4 @@
-"""What serve says before it starts, and what docs/serving.md says: keys with their defaults, commands that load."""
+"""Tests the checks of `serve` before it starts, and docs/serving.md: default values, and commands with valid keys."""
 
 import re
 import shlex
@@ -31,15 +31,13 @@ def test_the_table_of_limits_has_the_defaults(tmp_path):
 
 
 @pytest.mark.parametrize(("verb", "overrides"), OVERRIDES)
-def test_the_commands_are_ones_that_load(verb, overrides, in_root):
+def test_the_commands_have_valid_keys(verb, overrides, in_root):
     job = load_job(f"jobs/demo/{verb}.yaml", shlex.split(overrides), verb)
     if verb != "serve":
         assert not job.gate, "a gate on rows that the command does not hold out keeps the alias back"
 
 
-def test_completions_that_leave_no_room_for_prompts_are_said_before_anything_starts(
-    tmp_path, capsys, in_root
-):
+def test_completions_that_leave_no_space_for_prompts_are_reported_before_the_start(tmp_path, capsys, in_root):
     given = ["serve.policies={p: base}", "serve.rewards={}", "serve.port=0", f"run.storage_path={tmp_path}"]
     assert main(["serve", "jobs/demo/serve.yaml", *given, "trainer.response_length=250"]) == 2
     said = capsys.readouterr()
@@ -50,7 +48,7 @@ def test_completions_that_leave_no_room_for_prompts_are_said_before_anything_sta
     assert "starting Ray" not in said.out
 
 
-def test_a_bucket_cannot_have_the_feedback(in_root):
+def test_feedback_cannot_be_stored_in_a_bucket(in_root):
     bucket, folder = "run.storage_path=s3://bucket", "serve.feedback_path=feedback"
     for given in (["serve.feedback_path=s3://bucket/feedback"], [bucket]):
         with pytest.raises(InputError, match=r"serve\.feedback_path: .*set serve.feedback_path=FOLDER$"):
@@ -59,7 +57,7 @@ def test_a_bucket_cannot_have_the_feedback(in_root):
 
 
 @pytest.mark.parametrize("profile", ["demo", "own", "llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora"])
-def test_the_stages_of_a_profile_read_feedback_of_any_length_that_serve_takes(profile, in_root):
+def test_the_stages_of_a_profile_read_feedback_of_any_length_that_serve_accepts(profile, in_root):
     job = load_job(f"jobs/{profile}/serve.yaml", [], "serve")
     for stage in ("kto", "rm", "dpo", "sft"):
         read = load_job(f"jobs/{profile}/{stage}.yaml", [], stage).data.max_length

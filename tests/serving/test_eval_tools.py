@@ -1,4 +1,4 @@
-"""lm_eval and inspect on a served version, as docs/serving.md shows. The tests run if the tools are installed."""
+"""Tests lm_eval and inspect on a served version, as docs/serving.md shows. The tests need both tools."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def server(storage):
 
 
 def command(server, model):
-    """Returns the words of docs/evaluate.md's command that uses the kind of model, for this server and its version."""
+    """Returns the words of the command in docs/evaluate.md for this kind of model, with this server and its version."""
     page = (ROOT / "docs/evaluate.md").read_text()
     [line] = re.findall(rf"^.*?(?=lm_eval|inspect)((?:lm_eval|inspect) .*--model {model}.*)$", page, re.M)
     line = line.replace("http://127.0.0.1:8000", server.url).replace("runs/exported/policy", server.folder)
@@ -56,7 +56,7 @@ def test_lm_eval_gets_the_same_texts_from_the_server_and_from_the_folder(server,
 
 
 def _written(folder, words):
-    """Returns lm_eval's figure and the texts that it got."""
+    """Returns lm_eval's metric and the texts that it received."""
     out = folder / words[2]
     words += ["--include_path", str(folder), "--output_path", str(out), "--log_samples"]
     words = [sys.executable, "-m", *words]

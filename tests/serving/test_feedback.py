@@ -1,4 +1,4 @@
-"""Feedback: whole lines, once, of the answer that was given; and what is kept of it where prompts are not."""
+"""Tests feedback: complete lines, written once, for the given answer; and what is stored if prompts are not logged."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def no_patience(monkeypatch):
 
 @pytest.fixture
 def stores(tmp_path):
-    """Makes stores of one test, of which each takes the folder over from the one before."""
+    """Makes stores for one test. Each store takes over the folder from the previous one."""
     made = []
 
     def store(*answers, log_prompts=True, most=1 << 20):
@@ -66,7 +66,7 @@ def refused(kept, said, status, says=None):
     assert error.value.status == status
 
 
-def test_each_kind_has_its_rows_with_the_version_that_spoke(stores, tmp_path):
+def test_each_kind_has_its_rows_with_the_version_that_answered(stores, tmp_path):
     kept = stores(answer())
     kept.give({**ID, "label": True})
     kept.give({**ID, "label": False, "choice": 1})
@@ -91,7 +91,9 @@ def test_the_row_has_the_variables_of_the_template(stores, tmp_path):
     )
 
 
-def test_the_same_again_changes_nothing_and_something_else_is_refused_over_a_restart_too(stores, tmp_path):
+def test_repeated_feedback_changes_nothing_and_different_feedback_is_refused_also_after_a_restart(
+    stores, tmp_path
+):
     kept = stores(answer())
     for _ in range(2):
         for said in ({"label": True}, {"edit": "It is Lima."}, {"chosen": 0, "rejected": 1}):
@@ -112,7 +114,7 @@ LONG = r"no row to learn from: found \d+ tokens; expected at most 2048"
         ({"label": True, "choice": 3}, 400, "choice: found 3, and the answer has 3 choices"),
         ({"chosen": 1, "rejected": 3}, 400, "rejected: found 3"),
         ({"id": "same", "chosen": 0, "rejected": 1}, 400, "chosen: no row to learn from"),
-        # What its stage would stop at
+        # The stage would stop at such rows.
         ({"label": True}, 400, "label: no row to learn from: `completion` is"),
         ({"chosen": 1, "rejected": 0}, 400, "chosen: no row to learn from: `rejected` is"),
         ({"edit": " ", "choice": 1}, 400, "edit: no row to learn from: `completion` is"),
@@ -121,14 +123,14 @@ LONG = r"no row to learn from: found \d+ tokens; expected at most 2048"
         ({"chosen": 1, "rejected": 2}, 400, f"chosen: {LONG}"),
     ],
 )
-def test_what_no_stage_can_learn_from_is_refused_and_not_written(stores, tmp_path, said, status, says):
+def test_feedback_that_no_stage_can_use_is_refused_and_not_written(stores, tmp_path, said, status, says):
     kept = stores(answer(texts=("", "Lima.", "word " * 2048)), answer("same", ("Lima.", "Lima.")))
-    for _ in range(2):  # what is refused was not said
+    for _ in range(2):  # refused feedback does not count as given
         refused(kept, said, status, says)
     assert not list(tmp_path.glob("*.jsonl"))
 
 
-def test_a_choice_that_was_cut_off_is_never_the_good_one(stores):
+def test_a_truncated_choice_is_never_the_good_one(stores):
     kept = stores(answer(texts=("Lima is", "Cuzco."), cut_off=[0]))
     for said in ({"label": True}, {"chosen": 0, "rejected": 1}):
         refused(kept, said, 400, "choice 0 was cut off by its length")
@@ -141,7 +143,7 @@ def test_a_choice_that_was_cut_off_is_never_the_good_one(stores):
         assert kept.give({**ID, **said})
 
 
-def test_what_a_killed_writer_left_of_a_line_is_taken_out_and_said(stores, tmp_path, capsys):
+def test_an_incomplete_line_of_a_killed_writer_is_removed_and_reported(stores, tmp_path, capsys):
     kept = stores(answer(), answer("chatcmpl-2"))
     kept.give({**ID, "label": True})
     whole = (tmp_path / "thumbs.jsonl").read_bytes()
@@ -154,7 +156,7 @@ def test_what_a_killed_writer_left_of_a_line_is_taken_out_and_said(stores, tmp_p
     assert [row["label"] for row in rows(tmp_path, "thumbs")] == [True, False]
 
 
-def test_a_line_that_is_written_in_part_is_taken_back(stores, tmp_path, monkeypatch):
+def test_a_partly_written_line_is_removed(stores, tmp_path, monkeypatch):
     kept, write = stores(answer()), os.write
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
@@ -162,11 +164,11 @@ def test_a_line_that_is_written_in_part_is_taken_back(stores, tmp_path, monkeypa
     assert (tmp_path / "thumbs.jsonl").read_bytes() == b""
     kept.give({**ID, "label": True})
     assert len(rows(tmp_path, "thumbs")) == 1
-    (tmp_path / "edits.jsonl").mkdir()  # a file that cannot be made, as on a full disk
+    (tmp_path / "edits.jsonl").mkdir()  # the file cannot be created, as on a full disk
     refused(kept, {"edit": "Lima."}, 507)
 
 
-def test_the_folder_has_a_size_and_old_conversations_make_room(stores, tmp_path):
+def test_the_folder_has_a_size_limit_and_old_conversations_are_deleted(stores, tmp_path):
     kept = stores(most=1 << 16)
     for i in range(40):
         kept.remember([answer(f"chatcmpl-{i}-{j}", ("x" * 200, "y"), time=4e9 + i) for j in range(64)])
@@ -182,7 +184,7 @@ def test_the_folder_has_a_size_and_old_conversations_make_room(stores, tmp_path)
     assert sum(file.stat().st_size for file in tmp_path.glob("*.jsonl")) <= 1 << 15
 
 
-def test_answers_that_are_sent_again_or_cannot_be_written_take_no_room(stores):
+def test_repeated_answers_and_answers_that_cannot_be_written_take_no_space(stores):
     kept = stores(most=4000)
     for _ in range(2):
         kept.remember([answer("chatcmpl-1"), answer("chatcmpl-2")])
@@ -210,8 +212,8 @@ def test_a_conversation_is_forgotten_after_thirty_days_and_not_if_the_clock_jump
     assert kept.give({"id": "today", "label": True})
 
 
-def test_nobody_else_reads_the_folders_files(stores, tmp_path):
-    """Not even in a folder that all users may enter, or if an earlier version made them."""
+def test_no_other_user_can_read_the_folders_files(stores, tmp_path):
+    """This holds in a folder that all users may enter, and for files of an earlier version."""
     (tmp_path / "conversations.db").touch(0o644)
     kept = stores(answer())
     kept.give({**ID, "label": True})
@@ -221,14 +223,14 @@ def test_nobody_else_reads_the_folders_files(stores, tmp_path):
 
 
 def test_feedback_of_different_kinds_may_contradict(stores):
-    """As docs/serving.md says."""
+    """docs/serving.md says so."""
     kept = stores(answer())
     kept.give({**ID, "label": True})
     assert kept.give({**ID, "chosen": 1, "rejected": 0})["kind"] == "comparisons"
 
 
-def test_without_log_prompts_no_text_is_on_the_disk(stores, tmp_path):
-    """The replica sends none."""
+def test_without_log_prompts_no_text_is_on_disk(stores, tmp_path):
+    """The replica sends no prompts."""
     facts = {key: value for key, value in answer().items() if key not in ("messages", "texts", "cut_off")}
     kept = stores(facts, log_prompts=False)
     kept.give({**ID, "label": True})
@@ -240,7 +242,7 @@ def test_without_log_prompts_no_text_is_on_the_disk(stores, tmp_path):
     assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.glob("*.jsonl"))
 
 
-def test_one_process_at_a_time_has_the_folder(tmp_path):
+def test_only_one_process_at_a_time_uses_the_folder(tmp_path):
     writer = "import sys, time; from pipeline.serving import feedback; "
     writer += "kept = feedback.FeedbackStore(sys.argv[1], True, 9); print(1, flush=True); time.sleep(600)"
     given = [sys.executable, "-c", writer, str(tmp_path)]
@@ -252,10 +254,10 @@ def test_one_process_at_a_time_has_the_folder(tmp_path):
                 FeedbackStore(str(tmp_path), True, 1 << 20)
         finally:
             other.kill()
-    FeedbackStore(str(tmp_path), True, 1 << 20).close()  # a killed process has let go of it
+    FeedbackStore(str(tmp_path), True, 1 << 20).close()  # a killed process no longer holds the lock
 
 
-def test_a_recorder_that_is_started_again_waits_for_the_one_before(tmp_path, stores, monkeypatch):
+def test_a_restarted_recorder_waits_for_the_previous_one(tmp_path, stores, monkeypatch):
     threading.Timer(0.3, stores(answer()).close).start()
     monkeypatch.setattr(feedback, "LOCK_S", 60.0)
     after = FeedbackStore(str(tmp_path), True, 1 << 20)
@@ -263,7 +265,7 @@ def test_a_recorder_that_is_started_again_waits_for_the_one_before(tmp_path, sto
     after.close()
 
 
-def test_a_folder_that_cannot_be_used_is_said(tmp_path):
+def test_an_unusable_folder_is_reported(tmp_path):
     (tmp_path / "conversations.db").write_bytes(b"no database" * 1000)
     (tmp_path / "file").touch()
     damaged = f"{tmp_path}/conversations.db: file is not a database; move conversations.db. elsewhere"
@@ -272,4 +274,4 @@ def test_a_folder_that_cannot_be_used_is_said(tmp_path):
         with pytest.raises(InputError, match=says):
             FeedbackStore(str(folder), True, 1 << 20)
     (tmp_path / "conversations.db").unlink()
-    FeedbackStore(str(tmp_path), True, 1 << 20).close()  # the one before let go of the folder
+    FeedbackStore(str(tmp_path), True, 1 << 20).close()  # the previous store released the folder

@@ -1,4 +1,4 @@
-"""From thumbs to a better policy: served, judged by its users, trained on what they said, passed by the gate, served again."""
+"""Tests the loop from labels to a better policy: serve, collect labels, train on them, pass the gate, serve again."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.usefixtures("embedded_ray"), pytest.mark.slow]
 
 
 def conversations(server, rows, seed):
-    """(answer, its score) of each prompt, by eight users at a time."""
+    """Returns (answer, its score) for each prompt, with eight users at a time."""
 
     def one(i):
         status, answer = chat(server.url, rows[i]["prompt"], "assistant", seed=seed + i)
@@ -34,7 +34,7 @@ def mean(answers):
     return sum(score for _, score in answers) / len(answers)
 
 
-def test_thumbs_make_a_better_policy_that_is_served_without_a_restart(tmp_path, in_root):
+def test_labels_make_a_better_policy_that_is_served_without_a_restart(tmp_path, in_root):
     storage = tmp_path / "runs"
     stage("sft", storage, "sft")
     prompts, held_out = (

@@ -1,4 +1,4 @@
-"""The versions of a running server: aliases that move to what cannot be served, files that are away for a while, and back."""
+"""Tests the versions of a running server: aliases that move to unusable versions, files that disappear and return."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def server(storage, models, tmp_path_factory):
 
 @pytest.fixture
 def registered(server, storage, models):
-    """Registers a version of toy-policy with the files of a folder, and moves the alias to it. Moves it back at the end."""
+    """Registers a version of toy-policy with a folder's files, and moves the alias to it until the test ends."""
     mlflow = registry.client(server.uri)
 
     def moved(folder):
@@ -54,7 +54,7 @@ def copied(storage, models, tmp_path):
 
 
 def written(server, name):
-    """Returns the log-probs of a completion by the policy of a model id, and the score that the reward gives it."""
+    """Returns the log-probs of a completion by a model id's policy, and the score of the reward model for it."""
     served, tokens = server.policies[name], []
     prompt = tokenizer()("What is the capital of Peru?").input_ids
     row = ServedRow(prompt, 0, Sampling(8, (), temperature=0.0), served.role, 0, deliver=tokens.append)
@@ -65,13 +65,13 @@ def written(server, name):
     return [token.logprob for token in tokens], score
 
 
-def test_files_that_were_away_are_served_when_they_are_back(server, registered, copied, tmp_path):
+def test_missing_files_are_served_when_they_return(server, registered, copied, tmp_path):
     away = copied.rename(tmp_path / "away")
     version = registered(copied)
     for _ in range(3):
         [line] = server.follow().values()
         assert "its files cannot be fetched" in line and f"{FIRST} stays" in line
-    shutil.copytree(away, copied, ignore=shutil.ignore_patterns("*.safetensors"))  # half of them are back
+    shutil.copytree(away, copied, ignore=shutil.ignore_patterns("*.safetensors"))  # half of the files return
     [line] = server.follow().values()
     assert f"{TENSORS}: not there" in line
     shutil.copy(away / TENSORS, copied)
@@ -79,7 +79,7 @@ def test_files_that_were_away_are_served_when_they_are_back(server, registered, 
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), TimeoutError("no answer")])
-def test_a_version_that_could_not_be_loaded_is_tried_again(server, registered, copied, monkeypatch, error):
+def test_a_version_that_could_not_be_loaded_is_retried(server, registered, copied, monkeypatch, error):
     def fail(*given):
         raise error
 
@@ -92,7 +92,7 @@ def test_a_version_that_could_not_be_loaded_is_tried_again(server, registered, c
     assert list(server.follow().values()) == [f"toy: {version}"]
 
 
-def test_a_registry_that_was_away_is_asked_again(server, registered, copied, monkeypatch):
+def test_an_unreachable_registry_is_queried_again(server, registered, copied, monkeypatch):
     version = registered(copied)
     with monkeypatch.context() as patch:
         patch.setattr(registry, "fetch", lambda *given: 1 / 0)
@@ -132,7 +132,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("damage", BAD.values(), ids=BAD)
-def test_a_bad_version_is_judged_once_the_others_answer_as_before_and_rolling_back_heals(
+def test_a_bad_version_is_checked_once_and_the_others_keep_answering_until_a_rollback(
     server, registered, copied, monkeypatch, damage
 ):
     before = {name: written(server, name) for name in server.policies}
@@ -141,7 +141,7 @@ def test_a_bad_version_is_judged_once_the_others_answer_as_before_and_rolling_ba
     [line] = server.follow().values()
     assert line.startswith(f"{version} cannot be served (InputError: ") and f"{FIRST} stays" in line
     with monkeypatch.context() as patch:
-        patch.setattr(server, "_checked", None)  # it is not read again
+        patch.setattr(server, "_checked", None)  # the version is not read again
         assert server.follow() == {}
     assert {name: written(server, name) for name in server.policies} == before
     registry.client(server.uri).set_registered_model_alias("toy-policy", "champion", "1")
@@ -150,7 +150,7 @@ def test_a_bad_version_is_judged_once_the_others_answer_as_before_and_rolling_ba
 
 
 def test_a_problem_is_printed_once_per_cause(server, monkeypatch, capsys):
-    """The text of an error may change from poll to poll."""
+    """The text of an error may differ from poll to poll."""
     polls = iter(
         [
             {"a": "no answer at 0x7f1"},

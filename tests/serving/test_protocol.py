@@ -1,4 +1,4 @@
-"""What a request may say: keys that change nothing are accepted, keys with an effect are refused by name."""
+"""Tests the keys of a request: keys that change nothing are accepted, keys with an effect are refused by name."""
 
 import pytest
 
@@ -11,7 +11,7 @@ KINDS = ((ChatRequest, CHAT), (CompletionRequest, COMPLETION))
 
 
 @pytest.mark.parametrize(("kind", "asked"), KINDS)
-def test_null_is_as_if_the_key_was_not_sent(kind, asked):
+def test_null_equals_a_missing_key(kind, asked):
     keys = {*kind.model_fields, *NEUTRAL, "some_new_key"} - asked.keys()
     assert read(kind, {**asked, **dict.fromkeys(keys)}) == read(kind, asked)
     with pytest.raises(Refused, match=r"^model: Field required"):
@@ -27,7 +27,7 @@ def test_a_value_that_changes_nothing_is_accepted(kind, asked, key, value):
     assert read(kind, {**asked, key: value}) == read(kind, asked)
 
 
-ZED = {"tool_choice": "none", "parallel_tool_calls": False, "stream": True, "n": None}  # without tools
+ZED = {"tool_choice": "none", "parallel_tool_calls": False, "stream": True, "n": None}  # no tools
 SENT_BY_CLIENTS = [
     ZED,
     {"modalities": ["text"], "metadata": {}, "service_tier": "auto"},

@@ -1,4 +1,4 @@
-"""Requests whose headers or body do not come, on real sockets, with short limits."""
+"""Tests requests with missing headers or body, on real sockets with short limits."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ HEADERS = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 20\r\n"
 
 @pytest.fixture(scope="module")
 def port():
-    """Of uvicorn, as Ray Serve's proxy starts it, before a handler that reads the body as `Server` does."""
+    """Returns the port of uvicorn, started as in Ray Serve's proxy, with a handler that reads the body like `Server`."""
 
     @answered
     async def echo(server, request):
@@ -56,7 +56,7 @@ def port():
 
 
 def after(port, *parts, wait=0.0):
-    """Returns what the server answers to parts of a request, and how long it left the connection open after the last."""
+    """Returns the server's answer to parts of a request, and how long the connection stayed open after the last part."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as one:
         for part in parts:
             time.sleep(wait)
@@ -69,23 +69,23 @@ def after(port, *parts, wait=0.0):
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST", HEADERS], ids=["nothing", "a word", "no end of the headers"])
-def test_a_connection_without_whole_headers_is_closed(port, sent):
+def test_a_connection_with_incomplete_headers_is_closed(port, sent):
     said, open_s = after(port, sent) if sent else after(port)
     assert said == b"" and open_s < LIMIT_S + 0.5
 
 
-def test_headers_that_come_byte_by_byte_are_closed_too(port):
+def test_a_connection_that_sends_headers_byte_by_byte_is_closed(port):
     with pytest.raises(OSError, match=r"reset|Broken pipe"):
         after(port, *(bytes([byte]) for byte in HEADERS), wait=LIMIT_S / 20)
 
 
-def test_a_body_that_does_not_come_is_408_and_the_connection_is_closed(port):
+def test_a_missing_body_gets_408_and_the_connection_is_closed(port):
     said, open_s = after(port, HEADERS + b"\r\n{")
     assert b" 408 " in said and b'"code":"timeout"' in said and b"no whole body within 1 s" in said
     assert open_s < LIMIT_S + 0.5
 
 
-def test_a_long_answer_and_a_connection_that_is_used_again_are_no_late_requests(port):
+def test_a_long_answer_and_a_reused_connection_are_not_timeouts(port):
     slow = HEADERS + b'\r\n{"sleep":       2.5}'
     quick = HEADERS + b'\r\n{"sleep":         0}'
     with socket.create_connection(("127.0.0.1", port), timeout=20) as one:

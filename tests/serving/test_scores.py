@@ -1,4 +1,4 @@
-"""`/score` without a server: what happens to requests that wait, and what is said of a row."""
+"""Tests `/score` without a server: waiting requests, and the messages about a row."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def scores():
     return Scores(host, SimpleNamespace())
 
 
-def test_a_request_whose_client_has_gone_blocks_no_other(scores):
+def test_a_request_whose_client_disconnected_blocks_no_other(scores):
     served, turns = Served("models:/rm/1", reward=REWARD), []
     scores.batcher.run = lambda function: turns.append(function) or Future()
     gone, waits = (scores.ask(served, [ROW]) for _ in range(2))
@@ -32,7 +32,7 @@ def test_a_request_whose_client_has_gone_blocks_no_other(scores):
     assert waits.result(timeout=0) == [{"score": 1.0}]
 
 
-def test_a_batcher_that_has_ended_is_an_error_at_once(scores):
+def test_a_batcher_that_has_ended_raises_at_once(scores):
     ended = Future()
     ended.set_exception(RuntimeError("ended"))
     scores.batcher.run = lambda function: ended
@@ -41,6 +41,6 @@ def test_a_batcher_that_has_ended_is_an_error_at_once(scores):
         future.result(timeout=0)
 
 
-def test_a_column_is_suggested_as_a_request_can_name_it(scores):
+def test_a_suggested_column_name_is_valid_in_a_request(scores):
     with pytest.raises(RowError, match=r"\(is `promt` meant to be `prompt`\?\); (?!.*data.columns)"):
         scores.ask(Served("models:/rm/1", reward=REWARD), [{"promt": "a", "completion": "b"}])

@@ -1,4 +1,4 @@
-"""The endpoint, on a real Ray Serve: OpenAI's client and plain HTTP, versions that move, feedback, attacks."""
+"""Tests the endpoint on a real Ray Serve with OpenAI's client and plain HTTP: answers, moving aliases, feedback, attacks."""
 
 import contextlib
 import json
@@ -60,7 +60,7 @@ def client(server):
 
 
 def ended(server, text=QUESTION, **settings):
-    """An answer whose choices all ended by themselves, with the first seed that gives one."""
+    """Returns an answer whose choices all end with EOS, for the first seed that gives one."""
     for seed in range(100):
         _, answer = chat(server.url, text, seed=seed, **settings)
         if {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}:
@@ -70,7 +70,7 @@ def ended(server, text=QUESTION, **settings):
 
 @pytest.fixture(scope="module")
 def telling(server):
-    """A question to which the two policies give different answers, the first a long one."""
+    """Returns a question to which the two policies give different answers. The first answer is long."""
     places = ("Peru", "Chile", "Norway", "Spain", "Cuba", "Nepal", "Ghana", "Kenya", "Japan", "Italy")
     for question in [
         f"{start} {place}" for place in places for start in ("Tell me about", "Write a poem about")
@@ -96,8 +96,8 @@ def test_openais_client_sees_the_models(client):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-40, 1.0])
-def test_answers_are_those_of_the_engine_that_generate_asks(client, engine, temperature):
-    """tests/commands/test_rows.py compares `generate` with it."""
+def test_answers_equal_those_of_the_engine_of_generate(client, engine, temperature):
+    """tests/commands/test_rows.py compares `generate` with this engine."""
     how = {"temperature": temperature, "seed": 5}
     for place in ("Peru", "Chile", "Norway", "Spain"):
         ids = engine.ids(f"Where is {place}?")
@@ -129,7 +129,7 @@ def test_a_stream_has_the_same_answer_in_pieces(client):
     assert [choice.message.content for choice in again.choices] == pieces, "a seed gives the same again"
 
 
-def test_the_requests_of_the_documents_are_answered(server):
+def test_the_requests_on_the_pages_are_answered(server):
     text = (ROOT / "docs/serving.md").read_text()
     asked = re.findall(r"^curl -s http://127\.0\.0\.1:8000(\S+) -d '(.*)'$", text, re.M)
     assert [path for path, _ in asked] == [CHAT, "/score", FEEDBACK]
@@ -140,14 +140,14 @@ def test_the_requests_of_the_documents_are_answered(server):
         assert status == 200, (path, said)
 
 
-def test_a_raw_prompt_is_completed_as_a_conversation_is(server, engine):
+def test_a_raw_prompt_is_completed_like_a_conversation(server, engine):
     asked = {"model": "toy", "prompt": engine.ids(QUESTION), "seed": 3, "n": 2, "echo": False}
     texts = [choice["text"] for choice in ask(server.url, COMPLETE, asked)[2]["choices"]]
     chosen = chat(server.url, seed=3, n=2)[1]["choices"]
     assert texts == [choice["message"]["content"] for choice in chosen]
 
 
-def test_a_system_prompt_and_a_second_turn_are_answered_as_the_engine_does(client, engine):
+def test_a_system_prompt_and_a_second_turn_are_answered_like_by_the_engine(client, engine):
     turns = [
         {"role": "system", "content": "You answer in one short sentence."},
         *messages(),
@@ -162,7 +162,7 @@ def test_a_system_prompt_and_a_second_turn_are_answered_as_the_engine_does(clien
         *turns[:2],
         {**first.model_dump(), "content": "Lima."},
         *messages("And of Chile?"),
-    ]  # nulls and all
+    ]  # including nulls
     answer = client.chat.completions.create(model="toy", messages=given, temperature=0)
     text = tokenizer().decode(expected.tokens, skip_special_tokens=True)
     assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == (text, len(ids))
@@ -179,7 +179,7 @@ def test_stop_texts_limits_and_the_most_likely_tokens(client, telling):
     assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 2)
 
 
-def test_policies_and_a_reward_answer_at_once(server, telling):
+def test_policies_and_a_reward_answer_at_the_same_time(server, telling):
     def one(i):
         if i % 3 == 2:
             completion = COMPLETIONS[i % 4]
@@ -253,7 +253,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("path", "sent", "status", "says"), WRONG)
-def test_a_wrong_request_says_what_is_wrong(server, path, sent, status, says):
+def test_a_wrong_request_gets_an_explanation(server, path, sent, status, says):
     if isinstance(sent, dict) and path in (CHAT, COMPLETE):
         sent = {"model": "toy", **({"messages": messages()} if path == CHAT else {}), **sent}
     code, _, answer = ask(server.url, path, sent)
@@ -261,18 +261,18 @@ def test_a_wrong_request_says_what_is_wrong(server, path, sent, status, says):
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_web_page_elsewhere_is_refused_and_a_load_balancer_is_not(server):
+def test_a_web_page_of_another_origin_is_refused_and_a_load_balancer_is_not(server):
     hosts, origins = ("evil.example", "127.0.0.1.evil.example"), ("https://evil.example", "null")
     for headers in (*({"Host": host} for host in hosts), *({"Origin": origin} for origin in origins)):
         assert ask(server.url, "/v1/models", **headers)[0] == 403
     assert [ask(server.url, "/health", method=method)[0] for method in ("GET", "HEAD")] == [200, 200]
 
 
-def test_a_client_that_goes_away_is_no_failure_of_the_server(server, capfd):
+def test_a_client_that_disconnects_does_not_fail_the_server(server, capfd):
     def another():
         with socket.create_connection(("127.0.0.1", server.job.serve.port)) as one:
             one.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
-            time.sleep(0.3)  # the replica is reading by now
+            time.sleep(0.3)  # now the replica reads the request
         page = ask(server.url, "/metrics")[2].decode()
         return re.search(r'rlhf_requests_total{path="/score",.*status="499"}', page)
 
@@ -281,8 +281,8 @@ def test_a_client_that_goes_away_is_no_failure_of_the_server(server, capfd):
     assert "failed" not in printed.out + printed.err
 
 
-def test_a_request_whose_headers_do_not_come_is_closed(server):
-    """tests/serving/test_proxy.py has the other cases; here it is Ray Serve's own proxy."""
+def test_a_request_with_incomplete_headers_is_closed(server):
+    """This test uses Ray Serve's own proxy. tests/serving/test_proxy.py has the other cases."""
     begun = time.monotonic()
     with socket.create_connection(("127.0.0.1", server.job.serve.port), timeout=20) as one:
         one.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\n")
@@ -299,7 +299,7 @@ def test_everything_listens_on_this_machine_only(server):
 # ----------------------------------------------------------------------------------------- versions in traffic
 
 
-def test_a_moved_alias_is_followed_under_load_and_back_again(server, storage):
+def test_a_moved_alias_is_followed_under_load_in_both_directions(server, storage):
     mlflow, found, failed, end = registry.client(server.uri), [], [], time.monotonic() + 4
     first, moved = "models:/toy-policy/1", "models:/toy-policy/2"
 
@@ -319,7 +319,7 @@ def test_a_moved_alias_is_followed_under_load_and_back_again(server, storage):
     until(lambda: chat(server.url, max_tokens=1)[1].get("system_fingerprint") == first, "the version before")
 
 
-def test_a_version_that_cannot_be_served_leaves_the_one_before(server, storage, models):
+def test_an_unusable_version_keeps_the_previous_one(server, storage, models):
     mlflow = registry.client(server.uri)
     broken = mlflow.create_model_version("toy-policy", f"file://{storage}/nowhere")
     try:
@@ -364,7 +364,7 @@ def test_prometheus_reads_the_metrics(server):
 # ------------------------------------------------------------------------------------------------ limits, deaths
 
 
-def test_a_full_queue_is_429_and_what_was_taken_is_answered(server):
+def test_a_full_queue_returns_429_and_accepted_requests_are_answered(server):
     with ThreadPoolExecutor(160) as pool:
         codes = list(pool.map(lambda _: chat(server.url, n=4)[0], range(160)))
     assert set(codes) == {200, 429}, set(codes)
@@ -377,7 +377,7 @@ def kill(deployment):
     os.kill(one.pid, signal.SIGKILL)
 
 
-def test_a_killed_replica_is_started_again_and_a_retry_is_answered(server):
+def test_a_killed_replica_is_restarted_and_a_retry_is_answered(server):
     def ask_twice(_):
         try:
             status = chat(server.url, max_tokens=3)[0]
@@ -392,7 +392,7 @@ def test_a_killed_replica_is_started_again_and_a_retry_is_answered(server):
         assert list(answers) == [200] * 48
 
 
-def test_a_killed_recorder_is_started_again_and_has_the_folder(server):
+def test_a_killed_recorder_is_restarted_and_owns_the_folder(server):
     answer = ended(server, n=2)
     assert ask(server.url, FEEDBACK, {"id": answer["id"], "label": True})[0] == 200
     kill("recorder")
@@ -401,8 +401,8 @@ def test_a_killed_recorder_is_started_again_and_has_the_folder(server):
     assert ask(server.url, FEEDBACK, {"id": answer["id"], "label": False})[0] == 409
 
 
-def test_build_looks_for_places_in_the_cluster(storage, models):
-    """As Ray Serve calls it: in a task, here on a node that has neither the labels nor the GPUs of the replicas."""
+def test_build_checks_for_replica_resources_in_the_cluster(storage, models):
+    """Runs in a task, like under Ray Serve. The task's node has neither the labels nor the GPUs that replicas need."""
     given = [POLICIES, REWARDS, f"run.storage_path={storage}", "scaling.use_gpu=true"]
     given += ["scaling.label_selector={for: servers}", "scaling.num_workers=64"]
 
@@ -418,7 +418,7 @@ def test_build_looks_for_places_in_the_cluster(storage, models):
 # --------------------------------------------------------------------------------------------- before it starts
 
 
-def test_tokens_are_asked_for_and_are_nowhere(monkeypatch, server):
+def test_tokens_are_required_and_never_stored_or_logged(monkeypatch, server):
     from pipeline.serving.app import Server
     from pipeline.serving.protocol import Refused
 
@@ -438,7 +438,7 @@ def test_tokens_are_asked_for_and_are_nowhere(monkeypatch, server):
         assert refused.value.status == 401
 
 
-def test_another_host_needs_tokens_and_a_taken_port_is_said(server, storage, monkeypatch, capsys, in_root):
+def test_another_host_needs_tokens_and_a_used_port_is_reported(server, storage, monkeypatch, capsys, in_root):
     monkeypatch.delenv(TOKENS, raising=False)
     open_to_all = r"serve.host: found 0\.0\.0\.0, which other machines can reach, and no tokens"
     with pytest.raises(InputError, match=open_to_all):

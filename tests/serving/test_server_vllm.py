@@ -1,4 +1,4 @@
-"""The endpoint with a real vLLM behind it (its CPU build will do)."""
+"""Tests the endpoint with a real vLLM (its CPU build suffices)."""
 
 import os
 
@@ -12,7 +12,7 @@ from tests.chaos.runs import until
 pytest.importorskip("vllm", reason="needs the extra `vllm`")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("embedded_ray")]
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-TEXTS = ["7 blue of", "Why?", "Say the", "xq zz 12 capital"]  # to which the versions answer differently
+TEXTS = ["7 blue of", "Why?", "Say the", "xq zz 12 capital"]  # prompts that the versions complete differently
 
 
 def greedy(url, model):
@@ -21,7 +21,7 @@ def greedy(url, model):
     ]
 
 
-def test_vllm_answers_as_transformers_do_follows_aliases_and_scores(storage, tmp_path):
+def test_vllm_answers_like_transformers_follows_aliases_and_scores(storage, tmp_path):
     registered(storage)
     with served(storage) as plain:
         expected = {model: greedy(plain.url, model) for model in ("toy", "bare")}

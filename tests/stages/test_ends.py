@@ -1,4 +1,4 @@
-"""Completions that end: sft measures how well their end is learned, and what samples warns if hardly any ends."""
+"""Tests how sft measures the ends of completions, and that stages that sample warn if hardly any completion ends."""
 
 import json
 
@@ -12,12 +12,12 @@ from pipeline.models.tokenizer import eos_ids, load_tokenizer
 
 
 def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path, monkeypatch):
-    """Against a loop over the rows, of which the last batch has fewer. Before, sft checks the rows of their end tokens."""
+    """Compares with a loop over the rows, whose last batch is smaller. sft first checks that rows contain end tokens."""
     checked = []
     monkeypatch.setattr(base, "check_ends", lambda model, tokenizer, ends: checked.append(ends))
     lines = (ROOT / "jobs/demo/data/demonstrations_eval.jsonl").read_text().splitlines()[:21]
     rows = [json.loads(line)["messages"] for line in lines]
-    for _, answer in rows[::3]:  # ends where no base would
+    for _, answer in rows[::3]:  # no base would end at these tokens
         answer["content"] = answer["content"][:3]
     (tmp_path / "eval.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
     settings = [

@@ -1,4 +1,4 @@
-"""The pipeline changes nothing about the training: bare TRL gives the same losses, and so do two workers."""
+"""Tests that the pipeline does not change training: bare TRL and two workers give the same losses."""
 
 import json
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("embedded_ray")
 
 @pytest.fixture(scope="module")
 def one_worker(embedded_ray, storage):
-    """stage -> its run with one worker, two micro-batches a step."""
+    """Returns {stage: run} with one worker and two micro-batches per step."""
     found = {}
     for name in ("sft", "rm", "dpo", "kto"):
         policy = [f"policy=models:/rlhf-sft/{found['sft']['version']}"] if name in ("dpo", "kto") else []
@@ -34,7 +34,7 @@ def test_losses_equal_those_of_bare_trl(name, one_worker, storage):
     assert max(theirs) - min(theirs) > 1e-2, "the losses do not move: nothing was compared"
 
 
-# On rows of a toy, the other stages do so in tests/data/test_feed.py, and ppo in tests/ppo/test_trainer.py.
+# For the other stages, tests/data/test_feed.py and tests/ppo/test_trainer.py test this on toy rows.
 def test_two_workers_equal_one_with_twice_the_batch(one_worker, storage):
     two = stage("rm", storage, "equal-rm-2", *QUICK, "scaling.num_workers=2")
     ours = curve(storage, two)
@@ -46,7 +46,7 @@ def test_two_workers_equal_one_with_twice_the_batch(one_worker, storage):
 
 
 def rows(name):
-    """The raw rows as TRL's own messages: the comparison covers templating and tokenising, too."""
+    """Returns the raw rows as TRL's own messages, so that the test also covers templating and tokenizing."""
     files = {"sft": "demonstrations", "kto": "thumbs"}
     path = ROOT / "jobs/demo/data" / f"{files.get(name, 'preferences')}.jsonl"
     for row in map(json.loads, path.read_text().splitlines()):
@@ -60,7 +60,7 @@ def rows(name):
 
 
 def parts(name, config):
-    """Tokenizer, raw rows, arguments and LoRA settings of a demo job, for TRL alone."""
+    """Returns tokenizer, raw rows, arguments and LoRA settings of a demo job, for TRL alone."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -68,13 +68,13 @@ def parts(name, config):
     args = dict(job.trainer) | {"gradient_accumulation_steps": 2}
     args |= {"output_dir": str(ROOT / "runs/bare"), "report_to": "none", "disable_tqdm": True}
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "jobs/demo/model")
-    # Like Llama 3's, it names no pad token. Left alone TRL pads with eos, and the reward is read before the eos.
+    # The tokenizer names no pad token, like Llama 3's. By default, TRL would pad with eos and read the reward before it.
     tokenizer.pad_token = "<|finetune_right_pad_id|>"
     return tokenizer, datasets.Dataset.from_list(list(rows(name))), config(**args), job.lora
 
 
 def bare(name, policy=None):
-    """The losses of TRL's trainer on the base, on a new adapter or, for dpo and kto, on that of the folder `policy`."""
+    """Returns the losses of TRL's trainer on the base, with a new adapter or, for dpo and kto, the adapter in `policy`."""
     import torch
     import transformers
     import trl
@@ -91,7 +91,7 @@ def bare(name, policy=None):
     if name in ("dpo", "kto"):
         model, adapter = PeftModel.from_pretrained(model, policy, is_trainable=True), {}
     if name == "kto":
-        # TRL's KL term is of a micro-batch, in the order of the file: a whole step is one, in the order that the pipeline draws.
+        # TRL computes its KL term per micro-batch in file order. So a full step is one micro-batch in the pipeline's order.
         args.per_device_train_batch_size, args.gradient_accumulation_steps = 16, 1
         data = data.select(torch.randperm(len(data), generator=torch.Generator().manual_seed(args.seed)))
     made = getattr(trl, f"{trainer}Trainer")(

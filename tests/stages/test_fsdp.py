@@ -1,4 +1,4 @@
-"""model.fsdp: each stage with its base in shards over two workers ends as with a whole base on each, and continues on one."""
+"""Tests model.fsdp: each stage on two shards ends as with unsharded bases, and resumes on one worker."""
 
 import pytest
 from dying import killed
@@ -19,7 +19,7 @@ PPO = [
     "judge=null",
 ]  # fmt: skip
 SFT, RM = "policy=models:/rlhf-sft/1", "reward=models:/rlhf-rm/1"
-# In this order: one's adapter is another's input
+# The order matters: a stage's adapter is the input of the next.
 OF_STAGE = {
     "sft": [*TRL, "trainer.packing=true", "data.max_length=64"],
     "rm": [*TRL, "trainer.gradient_checkpointing=true"],
@@ -43,7 +43,7 @@ def folder(tmp_path_factory, embedded_ray):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", OF_STAGE)
-def test_shards_end_as_the_whole_does(verb, folder):
+def test_shards_end_like_unsharded_bases(verb, folder):
     settings = [*TWO, *OF_STAGE[verb]]
     whole = stage(verb, folder, f"{verb}-whole", *settings)
     shards = stage(verb, folder, f"{verb}-shards", *settings, "model.fsdp=true")
@@ -52,7 +52,7 @@ def test_shards_end_as_the_whole_does(verb, folder):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_workers(folder, monkeypatch):
+def test_a_run_resumes_with_another_number_of_workers(folder, monkeypatch):
     settings = [
         *OF_STAGE["sft"],
         "trainer.max_steps=6",

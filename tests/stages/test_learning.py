@@ -1,10 +1,10 @@
-"""The demo learns what it promises, for every seed: the jobs as they are shipped, with their gates, from data to judge."""
+"""Tests that the demo's shipped jobs learn for every seed and pass their gates, from data to judge."""
 
 import pytest
 from running import stage
 
 pytestmark = pytest.mark.slow
-GOLD = "judge=python:pipeline.demo:gold"  # from 0 to 1; no model is trained on it
+GOLD = "judge=python:pipeline.demo:gold"  # a score from 0 to 1 that trains no model
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])

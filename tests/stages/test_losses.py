@@ -1,6 +1,6 @@
-"""Each of TRL's DPO losses makes steps, resumes to the bit, passes the first-rows checks, and the job file explains it.
+"""Tests each DPO loss of TRL: it trains, resumes bit-identically, passes the first-rows checks, and is explained in the job.
 
-With each of its KTO losses, with a KL term or without, rows come in random order.
+For each KTO loss, with a KL term or without, rows come in random order.
 """
 
 import random
@@ -19,14 +19,14 @@ from pipeline.stages import trl_checks, trl_trainer
 from pipeline.stages.kto import sampling
 
 LOSSES = KINDS["DPOConfig.loss_type"]["items"]["enum"]
-# Of the losses, those that CI's quick tests train with: of the logistic ones, with a label smoothing, with a running mean,
-# over a whole batch, and a mixture of others. The rest is slow.
+# CI's quick tests train with these losses: a logistic one, one with label smoothing, one with a running mean, one over a full
+# batch, and a mixture. The others are slow.
 QUICK = "sigmoid robust bco_pair aot discopop".split()
 NEEDS = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 0.001}}
 
 
 def trainer(stage, batches, rows, folder, **settings):
-    """TRL's trainer as the stage makes it, on tokenised rows; a sft adapter that is not zero."""
+    """Returns TRL's trainer as the stage builds it, on tokenized rows and with a nonzero sft adapter."""
     import trl
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
@@ -85,7 +85,7 @@ def test_a_loss_is_checked_makes_steps_and_resumes(loss, tmp_path):
     assert torch.equal(weights(again), end)
 
 
-def test_each_loss_is_explained_and_can_be_named_alone(in_root):
+def test_each_loss_is_explained_and_can_be_set(in_root):
     text = (ROOT / "jobs/demo/dpo.yaml").read_text()
     assert set(re.findall(r"^  #   (\w+)  +\S", text, re.MULTILINE)) == set(LOSSES)
     for loss in LOSSES:
@@ -101,7 +101,7 @@ def test_rows_of_kto_are_shuffled(loss, tmp_path):
     rows = [{"prompt_ids": [3], "completion_ids": [4 + i, 5], "label": bool(i % 2)} for i in range(32)]
     settings = {"loss_type": loss, "train_sampling_strategy": sampling(loss)}
     made = trainer("kto", PairedBatches, rows, tmp_path, **settings)
-    own = 4 if made.calculate_KL else None  # behind its own rows a batch has those that it is paired with
+    own = 4 if made.calculate_KL else None  # a batch ends with the rows that its rows are paired with
     batches = made.get_train_dataloader().batch_sampler
     order = [row for batch in batches for row in list(batch)[:own]]
     assert sorted(order) == list(range(32)) and order != sorted(order)

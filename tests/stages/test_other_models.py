@@ -1,4 +1,4 @@
-"""Nothing assumes Llama: tiny random models of other families, and an nf4 base, go through all stages.
+"""Tests that all stages run on tiny random models of other families than Llama, and on an NF4 base.
 
 The stages' own `train` functions run in this process, without Ray and MLflow.
 """
@@ -20,12 +20,12 @@ def config_of(family, vocabulary, eos):
 
     common = {"vocab_size": vocabulary, "eos_token_id": eos, "bos_token_id": None, "pad_token_id": None}
     made = {
-        # absolute positions, tied
+        # absolute positions, tied embeddings
         "gpt2": lambda: t.GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=128, **common),
         "qwen3": lambda: t.Qwen3Config(tie_word_embeddings=True, **WIDE, **common),
         "mistral": lambda: t.MistralConfig(sliding_window=None, **WIDE, **common),
         "gemma": lambda: t.GemmaConfig(**WIDE, **common),
-        # its head is called embed_out
+        # the head is called embed_out
         "gpt_neox": lambda: t.GPTNeoXConfig(intermediate_size=128, **SIZE, **common),
         "llama-nf4": lambda: t.LlamaConfig(**WIDE, **common),
         "llama-bf16": lambda: t.LlamaConfig(**WIDE, **common),
@@ -35,7 +35,7 @@ def config_of(family, vocabulary, eos):
 
 @pytest.fixture(params=["gpt2", "qwen3", "mistral", "gemma", "gpt_neox", "llama-nf4", "llama-bf16"])
 def train(request, tmp_path_factory):
-    """train(stage, *settings, **inputs) -> (metrics, adapter folder), on a tiny random model of a family."""
+    """Returns train(stage, *settings, **inputs) -> (metrics, adapter folder) for a tiny random model of a family."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -48,7 +48,7 @@ def train(request, tmp_path_factory):
     AutoModelForCausalLM.from_config(config).save_pretrained(family)
     tokenizer.save_pretrained(family)
     model = [f"model.name_or_path={family}", "data.max_length=100", "lora.r=4", "model.dtype=float32"]
-    # A base in 4 bits or in bfloat16 under adapters in float32
+    # The base is in 4 bits or bfloat16, the adapters are in float32.
     model += {"nf4": ["model.load_in_4bit=true"], "bf16": ["trainer.bf16=true"]}.get(request.param[6:], [])
 
     def run(stage, *settings, **inputs):
@@ -66,7 +66,7 @@ def train(request, tmp_path_factory):
 
 
 def tensors_of(folder):
-    """The tensors of an adapter. Training has changed them in fp32, not rounded to bf16: peft starts every B at 0."""
+    """Returns an adapter's tensors. Asserts that fp32 training updated each B, which peft initializes to 0."""
     tensors = load_file(folder / "adapter_model.safetensors")
     assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.float32"}
     grown = [tensor for key, tensor in tensors.items() if "lora_B" in key]
@@ -83,7 +83,7 @@ def test_every_stage_trains_an_adapter_that_reloads(train):
     assert any(key.endswith("score.weight") for key in tensors_of(rm))
     assert json.loads((rm / "lineage.json").read_text())["reward"]["std"] > 0
     metrics, dpo = train("dpo", "trainer.loss_type=[sigmoid]", "trainer.loss_weights=null", policy=sft)
-    # the first loss is log 2: policy and reference are the same adapter
+    # log 2, because policy and reference are the same adapter
     assert metrics["train_loss"] == pytest.approx(0.693, abs=0.05)
     tensors_of(dpo)
     tensors_of(train("kto", policy=sft)[1])
@@ -94,8 +94,8 @@ def test_every_stage_trains_an_adapter_that_reloads(train):
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
-def test_an_adapter_that_reloads_otherwise_is_refused(stage, tmp_path, monkeypatch):
-    """What a lost head or a renamed key does: the file holds other numbers than the trained adapter."""
+def test_an_adapter_that_reloads_differently_is_refused(stage, tmp_path, monkeypatch):
+    """Writes other numbers than the trained adapter has, like a lost head or a renamed key."""
     from pipeline.runtime.worker import lineage
 
     def spoil(folder, facts):

@@ -1,4 +1,4 @@
-"""dpo's `reference`: the policy itself if the job names none, else another adapter, or the bare base."""
+"""Tests dpo's `reference`: the policy itself by default, or another adapter, or the bare base."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ def trained(storage, name, *overrides):
 
 
 @pytest.mark.slow
-def test_the_policy_is_held_to_the_reference_that_the_job_names(storage):
+def test_dpo_regularizes_towards_the_reference_of_the_job(storage):
     registered(storage)
     itself, bits = trained(storage, "reference-none")
     assert trained(storage, "reference-same", "reference=models:/toy-policy/1")[1] == bits
@@ -38,7 +38,7 @@ def test_the_policy_is_held_to_the_reference_that_the_job_names(storage):
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
-    """Adapters for the policy and another reference, which were trained with dropout."""
+    """Makes adapters for the policy and a different reference, both trained with dropout."""
     folders = {}
     for seed, name in enumerate(("policy", "reference")):
         folder = folders[name] = str(tmp_path_factory.mktemp(name))
@@ -53,7 +53,7 @@ class Stop(Exception):
 
 
 def before_the_first_step(monkeypatch, folder, look, *settings, inputs):
-    """Calls `look` with the trainer of a dpo job that is about to begin, and ends the job."""
+    """Calls `look` with the trainer of a dpo job before the first step, and ends the job."""
 
     def run(worker, trainer):
         look(trainer)
@@ -65,7 +65,7 @@ def before_the_first_step(monkeypatch, folder, look, *settings, inputs):
 
 
 def reference_logprobs(trainer):
-    """TRL's log-probs of the reference on the first rows, as in a training step."""
+    """Returns TRL's log-probs of the reference on the first rows, computed as in a training step."""
     batch = trainer.data_collator([dict(trainer.train_dataset[i]) for i in range(4)])
     trainer.model.train()
     return torch.cat(trainer.compute_ref_log_probs(trainer.model, batch))
@@ -95,12 +95,12 @@ def dropouts(model):
 
 
 @pytest.mark.parametrize("reference", ["models:/other/1", "base"])
-def test_the_reference_that_trl_uses_is_checked(reference, adapters, monkeypatch, tmp_path):
+def test_the_reference_in_trl_is_checked(reference, adapters, monkeypatch, tmp_path):
     roles = ["policy"] if reference == "base" else ["policy", "reference"]
     inputs = {role: adapters[role] for role in roles}
-    settings = [f"reference={reference}", "model.dtype=float32"]  # the limit is that of rounding
-    alone.train("dpo", tmp_path, *settings, inputs=inputs)  # a sound run is quiet
-    # TRL then takes the policy for the reference, as in log-probs that it computes before the reference is there
+    settings = [f"reference={reference}", "model.dtype=float32"]  # the check's limit allows rounding only
+    alone.train("dpo", tmp_path, *settings, inputs=inputs)  # a sound run passes
+    # From here on, TRL takes the policy for the reference, for example for log-probs computed before the reference exists.
     monkeypatch.setattr("trl.trainer.dpo_trainer.use_adapter", lambda *_, **__: contextlib.nullcontext())
     with pytest.raises(Failure, match=r"the reference's log-prob of the .* from the rows alone"):
         alone.train("dpo", tmp_path, *settings, inputs=inputs)

@@ -1,4 +1,4 @@
-"""Every stage end to end at toy size: what it leaves, what it registers, and that others can load it."""
+"""Tests each stage end to end at toy size: its output, its registered version, and that other libraries can load it."""
 
 import json
 import re
@@ -24,7 +24,7 @@ PPO_QUICK = [
 
 @pytest.fixture(scope="module")
 def runs(storage):
-    """stage -> its result.json; each takes what the one before it registered."""
+    """Returns {stage: result.json}. Each stage uses the versions that earlier stages registered."""
     found = {name: stage(name, storage, f"toy-{name}", *TRL_QUICK) for name in ("sft", "rm")}
     for name in ("dpo", "kto"):
         found[name] = stage(name, storage, f"toy-{name}", *TRL_QUICK, "policy=models:/rlhf-sft@champion")
@@ -47,15 +47,15 @@ def test_a_training_stage_leaves_a_result_a_version_and_small_checkpoints(name, 
     assert str(alias.version) == result["version"]
     assert client(storage).get_run(result["mlflow_run_id"]).info.status == "FINISHED"
     known = gates.Metrics(load_job(ROOT / f"jobs/demo/{name}.yaml", [], name)).lacks
-    # What a mixture of experts, a job that counts tokens, and rows with reference completions have besides
+    # Only some jobs have these: a mixture of experts, counted tokens, rows with reference completions.
     beyond = re.compile("aux_loss|tokens_per_second|perplexity")
     lacking = {metric for metric, lacks in known.items() if not lacks} - set(result["metrics"])
     assert [metric for metric in lacking if not beyond.search(metric)] == [], "a gate on it could never hold"
-    # Adapters and Adam's moments, once, as plan says; nothing of the base
+    # A checkpoint holds adapters and Adam's moments once, as `plan` estimates, and nothing of the base.
     newest = max((storage / f"toy-{name}").glob("checkpoint_*[0-9]"))
     size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
     planned = plan.make(load_job(ROOT / f"jobs/demo/{name}.yaml", [], name)).checkpoint
-    assert planned < size < 1.1 * planned + 100_000  # the tokenizer, states and curves
+    assert planned < size < 1.1 * planned + 100_000  # plus tokenizer, states and curves
     assert size < 10e6
 
 
@@ -64,7 +64,7 @@ def test_metrics_are_in_mlflow_step_by_step(runs, storage):
     assert [len(curve(storage, runs[name], metric)) for name, metric in logged] == [4, 4, 2, 2]
 
 
-def test_versions_know_where_they_come_from(runs, storage):
+def test_versions_record_their_origin(runs, storage):
     version = client(storage).get_model_version("rlhf-ppo", runs["ppo"]["version"])
     parents = json.loads(version.tags["parents"])
     assert parents["policy"] == f"models:/rlhf-sft/{runs['sft']['version']}"
@@ -83,7 +83,7 @@ def test_versions_know_where_they_come_from(runs, storage):
     assert "- KL: **" in version.description and "ray 2.60.0" in version.description
 
 
-def test_a_run_carries_its_job_and_its_data(runs, storage):
+def test_a_run_records_its_job_and_its_data(runs, storage):
     run = client(storage).get_run(runs["rm"]["mlflow_run_id"])
     assert run.data.params["lora.r"] == str(runs["rm"]["job"]["lora"]["r"])
     inputs = {i.tags[0].value: i.dataset.digest for i in run.inputs.dataset_inputs}
@@ -107,7 +107,7 @@ def test_ppo_ends_before_its_first_step_if_a_reward_lost_its_head(runs, storage,
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(runs["rm"]["adapter"], tmp_path / "rm")
-    path = tmp_path / "rm/adapter_model.safetensors"  # what a lost head looks like: other numbers
+    path = tmp_path / "rm/adapter_model.safetensors"  # simulates a lost head by other numbers
     tensors = {key: t.clone() + ("score" in key) for key, t in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})
     stage("ppo", storage, "lost", f"reward={tmp_path}/rm", *PPO_QUICK, status=1)
@@ -115,10 +115,10 @@ def test_ppo_ends_before_its_first_step_if_a_reward_lost_its_head(runs, storage,
     assert "reward scores as when it was trained" in said and "sampler" not in said
 
 
-def test_plan_reads_the_adapters_that_a_job_starts_from(runs, storage, capsys):
+def test_plan_reads_the_initial_adapters_of_a_job(runs, storage, capsys):
     stage("plan", storage, "x", "lora.r=2", job="jobs/demo/dpo.yaml")
     out = capsys.readouterr().out
-    # of the sft adapter's rank 16, not of the job's rank 2
+    # the sft adapter has rank 16, the job rank 2
     assert "note:" not in out and "0.131 M learn" in out
 
 
@@ -132,7 +132,7 @@ def test_evaluate_compares_and_registers_nothing(runs, storage):
 
 
 def test_a_finished_run_is_not_run_again(runs, storage, capsys):
-    """If its process was killed after result.json, its MLflow run is ended, and its report drawn."""
+    """A process killed after result.json leaves a running MLflow run and no report. Both are completed."""
     run_id = runs["sft"]["mlflow_run_id"]
     client(storage).update_run(run_id, status="RUNNING")
     again = stage("sft", storage, "toy-sft", *TRL_QUICK, "run.report=true")
@@ -142,7 +142,7 @@ def test_a_finished_run_is_not_run_again(runs, storage, capsys):
     assert (storage / "toy-sft/report.html").exists()
 
 
-def test_a_finished_run_that_was_moved_is_read_where_it_lies(runs, storage):
+def test_a_finished_run_can_be_moved(runs, storage):
     moved = storage / "moved/toy-evaluate"
     shutil.copytree(storage / "toy-evaluate", moved)
     job = load_job(

@@ -1,4 +1,4 @@
-"""What the TRL stages share: the adapter that they save is peft's, and one that the other stages read."""
+"""Tests that TRL stages save adapters in peft's format, which the other stages can read."""
 
 import json
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def base(tmp_path_factory):
 
 
 def trained(base, task_type="CAUSAL_LM", **lora):
-    """A trainer with a peft model whose adapter has moved."""
+    """Returns a trainer with a peft model whose adapter has changed."""
     heads = {"CAUSAL_LM": {}, "SEQ_CLS": {"num_labels": 1}}[task_type]
     name = "CausalLM" if task_type == "CAUSAL_LM" else "SequenceClassification"
     model = getattr(transformers, f"AutoModelFor{name}").from_pretrained(base, **heads)
@@ -50,19 +50,19 @@ def trained(base, task_type="CAUSAL_LM", **lora):
 def test_the_files_are_those_of_pefts_own_writer(task_type, lora, base, tmp_path):
     trainer = trained(base, task_type, **lora)
     trl_trainer.save(trainer, str(tmp_path / "ours"))
-    assert not trainer.model.peft_config["default"].inference_mode  # the model goes on as it was
+    assert not trainer.model.peft_config["default"].inference_mode  # saving does not change the model
     trainer.model.save_pretrained(tmp_path / "pefts")
     tensors = [(tmp_path / writer / "adapter_model.safetensors").read_bytes() for writer in ("ours", "pefts")]
     assert tensors[0] == tensors[1]
     ours, pefts = (
         json.loads((tmp_path / writer / "adapter_config.json").read_text()) for writer in ("ours", "pefts")
     )
-    pefts["target_modules"].sort()  # peft writes a set
+    pefts["target_modules"].sort()  # peft writes a set, whose order is random
     assert ours == pefts
 
 
-def test_an_adapter_on_the_lm_head_takes_no_weight_of_the_base_along(base, tmp_path):
-    """peft's save_pretrained writes lm_head.base_layer.weight beside it, which no other stage takes for an adapter's."""
+def test_an_adapter_on_the_lm_head_contains_no_base_weight(base, tmp_path):
+    """peft's save_pretrained also writes lm_head.base_layer.weight, which no other stage accepts as part of an adapter."""
     trainer = trained(base, target_modules=["q_proj", "lm_head"])
     trl_trainer.save(trainer, str(tmp_path))
     assert all("lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
@@ -79,11 +79,11 @@ def test_an_adapter_on_the_lm_head_takes_no_weight_of_the_base_along(base, tmp_p
         torch.testing.assert_close(ours, trl_trainer.logits(trainer.model, row), rtol=1e-4, atol=1e-4)
 
 
-def test_speed_counts_the_tokens_of_steps_and_no_second_between_them(base, monkeypatch):
+def test_speed_counts_the_tokens_and_seconds_of_steps_only(base, monkeypatch):
     clock = iter([10.0, 12.0, 50.0, 52.0])
     monkeypatch.setattr(trl_trainer.time, "monotonic", lambda: next(clock))
     trainer = trained(base)
-    trainer._total_train_tokens = 1000  # before a resume
+    trainer._total_train_tokens = 1000  # tokens before a resume
     notice = SimpleNamespace(poll=lambda step: False)
     two = SimpleNamespace(work=SimpleNamespace(stage=STAGE["dpo"]), device="cpu", world=2, notice=notice)
     measured = trl_trainer.Reporter(two, trainer, None)
@@ -96,7 +96,7 @@ def test_speed_counts_the_tokens_of_steps_and_no_second_between_them(base, monke
     monkeypatch.setattr(trl_trainer, "peak_flops", lambda device: 1e9)
     found = measured.speed()
     assert found["train_tokens_per_second"] == 600 / 4 and found["memory/peak"] > 0
-    # forward and backward of the policy, forward of the reference; a datasheet's peak for each worker
+    # forward and backward of the policy, forward of the reference; peak from a datasheet for each worker
     flops = 2 * trainer.model.get_base_model().num_parameters() * 600 * 3
     assert found["mfu"] == pytest.approx(flops / (4 * 1e9 * 2))
     assert measured.speed() == {}
@@ -111,13 +111,13 @@ def test_speed_counts_the_tokens_of_steps_and_no_second_between_them(base, monke
     ],
     ids=["peft", "Python", "TRL"],
 )  # fmt: skip
-def test_only_an_error_of_peft_is_one_of_the_lora_section(lora, trainer, error, says):
+def test_only_an_error_of_peft_names_the_lora_section(lora, trainer, error, says):
     with pytest.raises(error, match=says):
         trl_trainer.made(trainer, lora, model=toy.base())
 
 
-def test_a_policy_is_continued_without_its_patterns_and_initialization(base, tmp_path):
-    """As peft's own loading would hang, or change the base."""
+def test_a_policy_continues_without_its_patterns_and_initialization(base, tmp_path):
+    """peft's own loading would hang or change the base."""
     trl_trainer.save(trained(base, rank_pattern={"q_proj": 2}), str(tmp_path))
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     changed = {"target_modules": r"(.*\w+)+\w+_projX", "init_lora_weights": False}
@@ -131,7 +131,7 @@ def test_a_policy_is_continued_without_its_patterns_and_initialization(base, tmp
         tokenizer=None,
     )
 
-    def trainer(model, **_):  # copies the adapter as TRL's DPOTrainer does
+    def trainer(model, **_):  # TRL's DPOTrainer copies the adapter too
         model.add_adapter("ref", model.peft_config["default"])
         peft.set_peft_model_state_dict(model, peft.get_peft_model_state_dict(model), adapter_name="ref")
         return SimpleNamespace(model=model)
@@ -144,7 +144,7 @@ def test_a_policy_is_continued_without_its_patterns_and_initialization(base, tmp
         assert all(torch.equal(tensors[key], stored[key]) for key in stored)
 
 
-def test_fp32_products_use_tf32_only_in_a_job_that_asks_for_it(tmp_path, monkeypatch):
+def test_fp32_products_use_tf32_only_if_the_job_sets_it(tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.training_args, "is_torch_tf32_available", lambda: True)  # as on a GPU
     before = torch.backends.fp32_precision
     for settings, expected in ([], "ieee"), (["trainer.tf32=true"], "tf32"):

@@ -1,4 +1,4 @@
-"""A stage in this process: its rows tokenized, its `train(worker)` run with real trainers on the demo, without Ray or MLflow."""
+"""Runs a stage in this process with real trainers on the demo: tokenizes rows, calls `train(worker)`, no Ray or MLflow."""
 
 import contextlib
 import importlib
@@ -31,7 +31,7 @@ QUICK = {
     **dict.fromkeys(("sft", "rm", "dpo", "kto"), ONE_STEP),
     "ppo": ["trainer.total_episodes=64", "trainer.batch_size=64", "trainer.response_length=16"],
 }
-ROWS = 24  # of the demo's files that a stage gets
+ROWS = 24  # rows per file of the demo
 
 
 class Alone(Host):
@@ -73,7 +73,7 @@ class Alone(Host):
 
 
 def worker(stage, folder, *settings, inputs=MappingProxyType({})):
-    """A worker of `stage` on the first ROWS rows of the demo, tokenized in this process."""
+    """Returns a worker of `stage` with the first ROWS rows of the demo, tokenized in this process."""
     os.chdir(ROOT)
     out = Path(tempfile.mkdtemp(dir=folder))
     job = load_job(f"jobs/demo/{stage}.yaml", [*QUICK[stage], "trainer.seed=1", *settings], stage)
@@ -91,7 +91,7 @@ def worker(stage, folder, *settings, inputs=MappingProxyType({})):
 
 
 def train(stage, folder, *settings, inputs=MappingProxyType({})):
-    """What the stage's `train` returns, on one step or update."""
+    """Returns the result of the stage's `train` after one step or update."""
     torch.manual_seed(0)
     module = importlib.import_module(f"pipeline.stages.{stage}")
     return module.train(worker(stage, folder, *settings, inputs=inputs))

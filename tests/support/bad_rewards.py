@@ -1,4 +1,4 @@
-"""Reward functions that tests name as `python:bad_rewards:FUNCTION`: one that is right, and several that go wrong."""
+"""Reward functions that tests name as `python:bad_rewards:FUNCTION`. One is right, the others fail."""
 
 import math
 
@@ -13,7 +13,7 @@ def raises(prompts, completions, **_):
 
 
 def fills_the_gpu(completions, **_):
-    """What torch raises where a reward's own model finds no room."""
+    """Raises torch's error for a reward whose own model runs out of memory."""
     import torch
 
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -28,12 +28,12 @@ def needs_weight(prompts, completions, weight):
 
 
 def leaks(completions, **_):
-    """An error whose text holds what no error should: the whole environment."""
+    """Raises an error whose text contains the whole environment, which no error should."""
     import os
 
     raise RuntimeError(f"no reward with {dict(os.environ)}")
 
 
 def of_e(completions, **_):
-    """Letters e in a completion: something that is learned within a few updates."""
+    """Counts the letter e in each completion, which a policy learns within a few updates."""
     return [float(text.count("e")) for text in completions]

@@ -1,4 +1,4 @@
-"""Stages that something happens to at a given step, once, on rank 0: for tests of what comes after."""
+"""Stages with a fault at a given step, once, on rank 0, for tests of recovery."""
 
 import importlib
 import os
@@ -11,14 +11,14 @@ import psutil
 
 
 def train_of(stage: str) -> Any:
-    """In a worker: what the stage itself runs there."""
+    """Returns the `train` function that the stage runs in a worker."""
     return importlib.import_module(f"pipeline.stages.{stage}").train
 
 
 def at_step(stage: str, step: int | None, once: str, happens: Callable[[], None]) -> Any:
-    """The stage's `train`, in which `happens()` after `step`, or after the last one, before the adapter is saved, if it is None.
+    """Returns the stage's `train`, which calls `happens()` after `step`. None means after the last step, before saving.
 
-    `once` is a file that remembers it over restarts.
+    The file `once` records the fault, so that it does not repeat after a restart.
     """
 
     def touched(worker: Any) -> Any:
@@ -53,21 +53,21 @@ def fill(folder: str) -> None:
 
 
 def swap(folder: str) -> None:
-    """A file in place of a folder: what was mounted there is gone, and nothing can be written."""
+    """Replaces a folder by a file, like a lost mount: nothing can be written there."""
     os.rename(folder, folder + "-gone")
     with open(folder, "x", encoding="utf-8"):
         pass
 
 
 def rollout_workers() -> list[psutil.Process]:
-    """The rollout workers of this process, or of the node on which this process is a worker."""
+    """Returns the rollout workers of this process, or of the node where this process is a worker."""
     here = psutil.Process()
     above = here.parent() if here.name().startswith("ray::") else here
     return [one for one in above.children(recursive=True) if one.name().startswith("ray::RolloutWork")]
 
 
 def has_loaded(rollout_worker: psutil.Process) -> bool:
-    """Ray names a process by what it does."""
+    """Returns whether the worker has loaded its models. Ray names a process by its current task."""
     return not rollout_worker.cmdline()[0].endswith(("__init__", ".load"))
 
 

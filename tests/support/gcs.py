@@ -1,4 +1,4 @@
-"""A stand-in for Google Cloud Storage: one bucket, of which pyarrow and Google's client use a few calls."""
+"""A fake of Google Cloud Storage with one bucket, for the few calls of pyarrow and Google's client."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from servers import Handler, listening
 
 
 class Bucket(Handler):
-    """Answers as the JSON API does. `server.objects` is {name: (content, generation, time, metadata)}."""
+    """Answers like the JSON API. `server.objects` is {name: (content, generation, time, metadata)}."""
 
     protocol_version = "HTTP/1.1"
 
@@ -33,7 +33,7 @@ class Bucket(Handler):
         self.answer({"error": {"code": status, "message": why, "errors": [{"reason": why}]}}, status)
 
     def store(self, name, content, query, metadata=None):
-        with self.server.lock:  # a condition holds at the moment of the write
+        with self.server.lock:  # checks the condition at the moment of the write
             there = self.server.objects.get(name, (b"", 0))[1]
             if "ifGenerationMatch" in query and int(query["ifGenerationMatch"]) != there:
                 self.missing(412, "conditionNotMet")
@@ -79,7 +79,7 @@ class Bucket(Handler):
     def do_GET(self):
         name, query = self.parts()
         if not name:
-            if name is None:  # of the bucket
+            if name is None:  # request about the bucket
                 self.answer({"kind": "storage#bucket", "name": "bucket", "location": "US"})
                 return
             prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
@@ -109,7 +109,7 @@ class Bucket(Handler):
 
 @contextlib.contextmanager
 def gcs(monkeypatch):
-    """A server whose bucket pyarrow and Google's client find as gs://anonymous@bucket; `offset` seconds of its clock to ours."""
+    """Starts a server with the bucket gs://anonymous@bucket, for pyarrow and Google's client. `offset` shifts its clock."""
     facts = {"objects": {}, "uploads": {}, "generation": 0, "offset": 0.0, "lock": threading.Lock()}
     with listening(Bucket, **facts) as server:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.address)

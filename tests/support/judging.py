@@ -1,4 +1,4 @@
-"""A judge's endpoint on loopback that counts what it is paid for, and fails as real ones do."""
+"""A fake endpoint of a judge on loopback, which counts its cost and fails like real ones."""
 
 import contextlib
 import hashlib
@@ -10,12 +10,12 @@ from collections import Counter
 from servers import Handler, listening
 
 MODEL = "wise"
-# What a server does to as many requests, before it answers
+# faults, one per request, before the server answers
 FAULTS = ["hangs", "closes", 429, 500, "torn", "nonsense", "other model", 408, "closes", 503, 429, "nonsense"]
 
 
 def liking(text):
-    """A score from 1 to 10 that depends on the question alone."""
+    """Returns a score from 1 to 10 that depends on the question alone."""
     return 1 + int(hashlib.sha256(text.encode()).hexdigest(), 16) % 10
 
 
@@ -31,7 +31,7 @@ def chat(text, model=MODEL, top=None, tokens=(100, 10)):
 
 
 class Judging(Handler):
-    """`server.faults` are taken one for each request, until there are none; then it answers."""
+    """Uses up one entry of `server.faults` per request. When none is left, it answers."""
 
     def do_POST(self):
         server, asked = self.server, json.loads(self.body())

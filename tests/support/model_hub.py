@@ -1,4 +1,4 @@
-"""A hub on a port of this machine: as much of its HTTP interface as pushing a model, loading it and reading a data set takes."""
+"""A fake Hub on a local port, with the HTTP interface for pushing a model, loading it and reading a dataset."""
 
 import base64
 import hashlib
@@ -13,22 +13,22 @@ import servers
 
 TOKEN = "hf_" + "aB3" * 11  # of the user who may write
 REPO = r"((?:datasets/)?[\w.-]+/[\w.-]+)"
-READER = "hf_" + "rO7" * 11  # of one who may not
+READER = "hf_" + "rO7" * 11  # of a user who may only read
 
 
 class ModelHub:
-    """Repositories by name, data sets as `datasets/owner/name`; their files by branch and by commit."""
+    """Repositories by name, datasets as `datasets/owner/name`. Each has files by branch and by commit."""
 
     def __init__(self):
         self.repos = {}  # {name: {"private": bool, "gated": bool, "branches": {name: commit}, "commits": {commit: files}}}
-        self.blobs = {}  # LFS, by sha256
-        self.requests = []  # (method, path, authorization) of each
-        self.lfs = False  # whether safetensors go through LFS
-        self.broken_after = None  # requests with a body that are answered before the hub fails
+        self.blobs = {}  # LFS files, by sha256
+        self.requests = []  # (method, path, authorization) of each request
+        self.lfs = False  # whether safetensors files use LFS
+        self.broken_after = None  # number of requests with a body before the hub fails
         self.address = ""
 
     def put(self, repo, files, private=False, gated=False, branch="main"):
-        """A commit with these files {path: bytes}; its id."""
+        """Commits these files {path: bytes}. Returns the commit's id."""
         new = {"private": private, "gated": gated, "branches": {}, "commits": {}}
         kept = self.repos.setdefault(repo, new)
         content = repr((kept["branches"].get(branch), sorted(files.items())))
@@ -44,7 +44,7 @@ class ModelHub:
 
 
 def of_folder(folder):
-    """{path: bytes} of a folder's files."""
+    """Returns {path: bytes} for the files of a folder."""
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
@@ -66,7 +66,7 @@ class Handler(servers.Handler):
         if self.command in ("POST", "PUT") and hub.broken_after is not None:
             hub.broken_after -= 1
             if hub.broken_after < 0:
-                self.send(507, {"error": "no space left"})  # a status that no library tries again
+                self.send(507, {"error": "no space left"})  # libraries do not retry this status
                 return
         known = {f"Bearer {TOKEN}": "owner", f"Bearer {READER}": "reader"}
         user = known.get(sent)
@@ -115,7 +115,7 @@ class Handler(servers.Handler):
             self.send(409 if there else 200, {"error": "", "url": f"{self.hub.address}/{name}"})
 
     def found(self, repo, revision, user):
-        """(repository, commit), or None after an answer that says why not."""
+        """Returns (repository, commit), or None after answering with the reason."""
         kept = self.hub.repos.get(repo)
         if kept is None or (kept["private"] and user is None):
             self.refuse(404 if user else 401, "RepoNotFound")
@@ -171,7 +171,7 @@ class Handler(servers.Handler):
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
     def tree(self, files, inside="", recursive=False):
-        """The files and folders in a folder, or all below it."""
+        """Returns the files and folders in a folder, or with `recursive` all below it."""
         found = {}
         for name, data in files.items():
             if not inside or name.startswith(f"{inside}/"):
@@ -228,7 +228,7 @@ class Handler(servers.Handler):
 
 @contextmanager
 def serve():
-    """A running ModelHub."""
+    """Starts a ModelHub, which runs until the block ends."""
     hub = ModelHub()
     with servers.listening(type("Handler", (Handler,), {"hub": hub})) as server:
         hub.address = server.address
@@ -237,9 +237,9 @@ def serve():
 
 @contextmanager
 def connected(cache):
-    """A ModelHub that this process's libraries take for the hub, with an empty cache of their own.
+    """Makes this process's libraries use a ModelHub as the Hub, with a separate empty cache.
 
-    huggingface_hub reads its settings when it is imported; a process of its own would take HF_ENDPOINT and HF_HOME.
+    huggingface_hub reads its settings when it is imported. A separate process would use HF_ENDPOINT and HF_HOME.
     """
     import huggingface_hub.hf_api
     from huggingface_hub import constants

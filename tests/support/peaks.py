@@ -1,9 +1,8 @@
-"""What a training step really holds: `python tests/support/peaks.py STAGE DTYPE CHECKPOINTING`, for tests/planning/test_plan.py.
+"""Measures the memory of a training step, for tests/planning/test_plan.py.
 
-Prints JSON: bytes that the process grew by in a step, and what the plan says for that (items of phase `update`, and of Adam).
-Pages of files do not count: how many of a library's are mapped as it is first used depends on what others have left in the
-system's page cache.
-The process is started with MALLOC_MMAP_THRESHOLD_ set, so that its size is what is in use.
+Usage: `python tests/support/peaks.py STAGE DTYPE CHECKPOINTING`. Prints JSON with the bytes by which the process grew in a
+step, and with the plan's bytes for the phase `update` and Adam. File pages do not count, because the number of mapped library
+pages depends on the page cache. The process needs MALLOC_MMAP_THRESHOLD_, so that its size equals the memory in use.
 """
 
 import gc
@@ -70,7 +69,7 @@ def row(stage):
 
 
 def trl_step(stage, config, dtype, checkpointing, folder):
-    """A function that makes two steps of a TRL trainer."""
+    """Returns a function that runs two steps of a TRL trainer."""
     kind = LlamaForSequenceClassification if stage == "rm" else LlamaForCausalLM
     trainer, arguments, more = {
         "sft": (SFTTrainer, SFTConfig, {"dataset_kwargs": {"skip_prepare_dataset": True}}),
@@ -93,7 +92,7 @@ def trl_step(stage, config, dtype, checkpointing, folder):
 
 
 def ppo_step(config, dtype, checkpointing):
-    """A function that makes an update of our PPO."""
+    """Returns a function that runs an update of our PPO."""
     low = dtype == torch.bfloat16
     model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
     shared = SharedBase(model, autocast=torch.bfloat16 if low else None)
@@ -132,7 +131,7 @@ def planned(stage, folder, dtype, checkpointing):
 
 
 def file_bytes():
-    """Of the process's resident memory, what is mapped from files."""
+    """Returns the bytes of the process's resident memory that are mapped from files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
 

@@ -1,4 +1,4 @@
-"""What the tests of the registry share: a store behind a job, and the lineage of an adapter."""
+"""Helpers of the registry's tests: the store of a job, and the lineage of an adapter."""
 
 from mlflow import MlflowClient
 
@@ -14,7 +14,7 @@ LINEAGE = {
 
 
 def published(job, run_id, folder, metrics, facts):
-    """Registers an adapter as the end of a run of this job would. Returns the version."""
+    """Registers an adapter like the end of a run of this job. Returns the version."""
     uri, gate = registry.tracking_uri(job), registry.gate_of(job)
     return registry.publish(uri, gate, job.stage, run_id, folder, metrics, facts)
 
@@ -24,7 +24,7 @@ def mlflow(job) -> MlflowClient:
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing in the process gets to run after it."""
+    """Simulates a kill: no code of the process runs after it."""
 
 
 def killed(*_, **__):

@@ -1,4 +1,4 @@
-"""A run that something happens to, compared with one that nothing happened to: the adapter's bits, figures and curves."""
+"""Compares an interrupted run with an uninterrupted one: adapter bits, metrics and curves."""
 
 import importlib
 
@@ -9,7 +9,7 @@ from tests.chaos.runs import differences
 
 
 def touched(monkeypatch, verb, step, once, happens):
-    """The stage `verb` will have `happens()` after `step`, or after the last one, once; `once` is a file that remembers it."""
+    """Makes the stage `verb` call `happens()` once, after `step` or after the last step. The file `once` records the call."""
     module = importlib.import_module(f"pipeline.stages.{verb}")
     monkeypatch.setattr(module, "train", dying.at_step(verb, step, str(once), happens))
 
@@ -19,7 +19,7 @@ class Interrupted(Exception):
 
 
 def interrupted(monkeypatch, verb, step):
-    """The stage `verb` will end with an error when it has committed its first checkpoint at `step` or later."""
+    """Makes the stage `verb` fail after its first checkpoint at `step` or later."""
     module = importlib.import_module(f"pipeline.stages.{verb}")
     train = module.train
 
@@ -38,5 +38,5 @@ def interrupted(monkeypatch, verb, step):
 
 
 def assert_equal(storage, expected, result):
-    """Two runs, as their result.json, end with the same adapter to the last bit, the same metrics and the same curve."""
+    """Asserts that two runs (their result.json) have bit-identical adapters, and the same metrics and curves."""
     assert differences(client(storage), expected, result) == []

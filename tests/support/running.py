@@ -1,4 +1,4 @@
-"""How tests run a stage: the real command line, in this process, on the session's Ray."""
+"""Runs a stage for a test: the real command line, in this process, on the session's Ray."""
 
 import json
 import os
@@ -21,17 +21,17 @@ NO_EVAL = ["data.eval=null", "trainer.eval_strategy=no", "trainer.eval_on_start=
 def stage(
     verb: str, storage: Path, name: str, *overrides: str, job: str | None = None, status: int = 0
 ) -> dict[str, Any]:
-    """Runs one stage under `storage`; its result.json. The gate is open unless the overrides close it."""
+    """Runs one stage under `storage`. Returns its result.json. The gate is open unless the overrides close it."""
     before = os.getcwd()
     os.chdir(ROOT)
     try:
         file, settings = job or f"jobs/demo/{verb}.yaml", ["gate={}", f"run.storage_path={storage}"]
-        settings += ["run.report=false"] if verb in STAGES else []  # two seconds of drawing
+        settings += ["run.report=false"] if verb in STAGES else []  # saves two seconds of drawing
         settings += [f"run.name={name}", *overrides]
         assert main([verb, file, *settings]) == status
         path = storage / name / "result.json"
         result = json.loads(path.read_text()) if path.exists() else {}
-        if verb in STAGES and result:  # what a run measures is what its gate may name
+        if verb in STAGES and result:  # a gate may name the metrics of the run
             loaded = load_job(file, settings, verb)
             unknown = set(result["metrics"]) - set(gates.Metrics(loaded).lacks)
             assert not [metric for metric in unknown if not gates.Metrics(loaded).of_rows(metric)]
@@ -41,7 +41,7 @@ def stage(
 
 
 def tracked() -> list[str]:
-    """The files of the repository that git knows."""
+    """Returns the files of the repository that git tracks."""
     return subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).rstrip("\0").split("\0")
 
 
@@ -63,6 +63,6 @@ def client(storage: Path) -> MlflowClient:
 
 
 def curve(storage: Path, result: dict[str, Any], metric: str = "loss") -> list[float]:
-    """A metric over the steps of a run, as MLflow has it."""
+    """Returns a run's metric for each step, from MLflow."""
     history = client(storage).get_metric_history(result["mlflow_run_id"], metric)
     return [point.value for point in sorted(history, key=lambda point: point.step)]

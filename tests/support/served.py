@@ -1,4 +1,4 @@
-"""The application of `serve` on the tests' own Ray."""
+"""Runs the application of `serve` on the tests' own Ray."""
 
 import contextlib
 import http.client
@@ -17,7 +17,7 @@ REWARDS = "serve.rewards={toy-rm: models:/toy-rm@champion}"
 
 @contextlib.contextmanager
 def served(storage, *overrides, policies=POLICIES, rewards=REWARDS):
-    """Its address, and its job."""
+    """Returns the address and the job."""
     given = [policies, rewards, "serve.port=0", f"run.storage_path={storage}", *overrides]
     job = load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")
     with serving(job) as work:
@@ -25,7 +25,7 @@ def served(storage, *overrides, policies=POLICIES, rewards=REWARDS):
 
 
 def ask(url, path, body=None, method=None, **headers):
-    """(status, headers, JSON value or bytes) of a request."""
+    """Returns (status, headers, JSON value or bytes) of a request."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=120)
     with contextlib.closing(connection):
@@ -39,7 +39,7 @@ def ask(url, path, body=None, method=None, **headers):
 
 
 def chat(url, text="What is the capital of Peru?", model="toy", **settings):
-    """(status, answer) of a chat completion."""
+    """Returns (status, answer) of a chat completion."""
     asked = {"model": model, "messages": [{"role": "user", "content": text}], **settings}
     status, _, answer = ask(url, "/v1/chat/completions", asked)
     return status, answer

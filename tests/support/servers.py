@@ -1,4 +1,4 @@
-"""Servers on loopback, from `with` to its end; some of them answer as no good one does."""
+"""Fake servers on loopback, as context managers. Some of them misbehave on purpose."""
 
 import contextlib
 import socket
@@ -27,7 +27,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def listening(handler, **facts):
-    """A server with an `address`, and with these facts as attributes."""
+    """Starts a server with an `address`. The facts become attributes of the server."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         vars(server).update(facts, address=f"http://127.0.0.1:{server.server_port}")
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -39,7 +39,7 @@ def listening(handler, **facts):
 
 @contextlib.contextmanager
 def silent():
-    """HOST:PORT where connections are accepted, and nothing is ever answered."""
+    """Returns HOST:PORT of a server that accepts connections and never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
@@ -48,7 +48,7 @@ def silent():
 
 @contextlib.contextmanager
 def answering(status, body, kind="application/json", at=None):
-    """HOST:PORT of a server with one answer for everything; `at` gives other bodies to some paths."""
+    """Returns HOST:PORT of a server with one answer to all requests. `at` gives some paths other bodies."""
 
     class Same(Handler):
         def answer(self):

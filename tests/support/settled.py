@@ -1,4 +1,4 @@
-"""The work of a job, with what a test says of its tokenizer, its base and its inputs."""
+"""Settles a job's work, with the tokenizer, base and inputs that a test sets."""
 
 from pipeline.registry import gate_of
 from pipeline.settle.identity import tracking_of

@@ -1,20 +1,20 @@
-"""What a process and its descendants listen on."""
+"""Finds the sockets on which a process and its descendants listen."""
 
 import psutil
 
 
 def sockets(process):
-    """{(address, port): process name} of what a process and its descendants listen on."""
+    """Returns {(address, port): process name} of the sockets on which a process and its descendants listen."""
     found = {}
     for one in [process, *process.children(recursive=True)]:
         try:
             for connection in one.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN:
                     address = connection.laddr.ip.removeprefix("::ffff:")
-                    # The program or the title that Ray gives it
+                    # the program, or the title that Ray gives it
                     found[address, connection.laddr.port] = " ".join(one.cmdline()[:1])
         except psutil.Error:
-            continue  # it has ended meanwhile
+            continue  # the process ended meanwhile
     return found
 
 

@@ -1,4 +1,4 @@
-"""Tools that tests run from an environment of their own: they are no part of the project's pins."""
+"""Tools that tests run in separate environments, because the project does not pin them."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 
 def install(folder, *packages):
-    """Makes an environment in `folder` with these packages, and returns its bin. Skips the test if there is no index."""
+    """Makes an environment in `folder` with these packages. Returns its bin. Skips the test if there is no package index."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
     pip = [folder / "bin/pip", "install", "-q", "--retries", "1", *packages]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=570)

@@ -1,4 +1,4 @@
-"""Rows, files and a tokenizer that are small enough to read, for the tests of pipeline/data."""
+"""Rows, files and a tokenizer for the tests of pipeline/data, all small enough to read."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": 
 NO = {"role": "assistant", "content": "no"}
 SYSTEM = {"role": "system", "content": "s"}
 ASIDE = [{"role": "user", "content": "before"}, {"role": "assistant", "content": "so"}]
-PREFERENCES = [  # one row of each shape, all of the same pair
+PREFERENCES = [  # the same pair in each row format
     {"prompt": [USER], "chosen": "yo", "rejected": "no"},
     {"prompt": [USER], "chosen": [BOT], "rejected": [NO]},
     {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, NO]},
@@ -53,7 +53,7 @@ CALLING = (  # CHATML with tools and tool calls
     "{{ c.function.name }} {{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-THINKING = (  # like Qwen3's, without its rules about earlier turns
+THINKING = (  # like Qwen3's template, without its rules for earlier turns
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
     "{% endif %}{{ m.content | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
@@ -65,7 +65,7 @@ WEATHER = {
 
 
 def tokenizer(template: str | None = None, bos: bool = True):
-    """A tokenizer of single bytes with special tokens: each character is a token, so masks are easy to read."""
+    """Returns a tokenizer of single bytes with special tokens. One character is one token, so that masks are readable."""
     vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,19 +88,19 @@ def parsed(row, stage: str):
 
 
 def encoder(stage, template=None, max_length=500, too_long="error", apply=False, bos=True, ends=("</s>",)):
-    """`ends` are the tokens that generation stops on."""
+    """Returns an encoder. Generation stops at the tokens `ends`."""
     tok = tokenizer(template, bos)
     return Encoder(tok, kind_of(stage), max_length, too_long, apply, tok.convert_tokens_to_ids([*ends]))
 
 
 def encoded(stage, row, **options):
-    """(tokenizer, what becomes of one row)."""
+    """Returns (tokenizer, results of one row)."""
     made = encoder(stage, **options)
     return made.tokenizer, made.encode([parse(row, made.kind)])[0]
 
 
 def trained(tok, example: Example) -> list[str]:
-    """The runs of trained tokens as text."""
+    """Returns each run of trained tokens as text."""
     runs, last = [], -2
     for at, (token, label) in enumerate(
         zip(example.columns["input_ids"], example.columns["labels"], strict=True)
@@ -121,14 +121,14 @@ def write(path: Path, rows: list) -> str:
 
 
 def make(tmp_path, stage="sft", packing=False, context=400, template=None, on_ray=False, **options):
-    """The rows of a job with these data options: tokenized in this process, or by Ray Data."""
+    """Returns the rows of a job with these data options, tokenized in this process or by Ray Data."""
     here = None if on_ray else contextlib.nullcontext
     tok = tokenizer(template)
     return prepare(stage, Data(**options), tok, context, str(tmp_path / "cache"), packing, here)
 
 
 def evaluator(folder, tokenizer=None, rows_per_forward=64) -> SimpleNamespace:
-    """A single worker of `evaluate`, without models."""
+    """Returns a single worker of `evaluate`, without models."""
     data, args = SimpleNamespace(subset=None), SimpleNamespace(rows_per_forward=rows_per_forward)
     job = SimpleNamespace(data=data, args=args, folder=str(folder), judge=None)
     work = SimpleNamespace(context=1 << 20, lease=SimpleNamespace(require=lambda: None))
@@ -142,7 +142,7 @@ def rows_of(dataset) -> list[dict]:
 
 
 def read_rows(path, chunk_bytes=chunks.CHUNK, stage="sft") -> list[tuple]:
-    """(number in the file, row) of all chunks of a file."""
+    """Returns (number in the file, row) for all chunks of a file."""
     rows = []
     for chunk in chunks.plan(*files.find(str(path), "data.train"), "train", kind_of(stage), chunk_bytes):
         before = chunks.lines_before(chunk)

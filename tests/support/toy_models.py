@@ -1,4 +1,4 @@
-"""A policy and a reward model on the demo's base, registered, without the minutes of training: adapters of random numbers."""
+"""Registers a policy and a reward model on the demo's base without training: adapters of random numbers."""
 
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ BASE = str(DEMO)
 
 
 def settings(folder, **changes) -> Model:
-    """The `model` section of a job."""
+    """Returns the `model` section of a job."""
     return Model(str(folder), **changes)
 
 
@@ -38,7 +38,7 @@ def shared_base() -> SharedBase:
 
 @cache
 def registered(storage: Path) -> dict[str, str]:
-    """{name: folder} of models:/toy-policy@champion, models:/toy-rm@champion and models:/other-rm@champion under `storage`."""
+    """Registers toy-policy, toy-rm and other-rm under `storage`, each with the alias champion. Returns {name: folder}."""
     folders = {}
     for seed, name in enumerate(("toy-policy", "toy-rm", "other-rm")):
         folder = folders[name] = str(storage / f"made-{name}")
@@ -54,7 +54,7 @@ def registered(storage: Path) -> dict[str, str]:
 
 @cache
 def second(storage: Path) -> str:
-    """The number of a further version of toy-policy, with the alias `other`."""
+    """Registers another version of toy-policy, with the alias `other`. Returns its number."""
     folder = str(storage / "made-second")
     make(folder, seed=9, head=False)
     facts = lineage.read(registered(storage)["toy-policy"], "models:/toy-policy/1")
@@ -62,7 +62,7 @@ def second(storage: Path) -> str:
 
 
 def register(storage: Path, name: str, folder: str, facts: dict, metrics: dict, *more: str):
-    """Registers an adapter as a run would; the version."""
+    """Registers an adapter like a run would. Returns the version."""
     lineage.write(folder, facts)
     tokenizer().save_pretrained(folder)
     given = [f"run.storage_path={storage}", f"run.name={Path(folder).name}", "gate={}", *more]
@@ -75,14 +75,14 @@ def make(folder: str, seed: int, head: bool) -> None:
     torch.manual_seed(seed)
     shared = shared_base()
     shared.add("toy", lora={"r": 4, "target_modules": "all-linear"}, head=head)
-    # peft's B is 0: an adapter that changes nothing tests nothing
+    # peft's B is 0, and an adapter that changes nothing would hide faults
     for parameter in shared.parameters_of("toy"):
         parameter.data += 0.04 * torch.randn_like(parameter)
     shared.save("toy", folder)
 
 
 class Engine:
-    """The policy and the reward on one base: what commands and server must give. The first turn is the user's."""
+    """Policy and reward on one base. Gives the results that commands and server must match. Users have the first turn."""
 
     def __init__(self, folders: dict[str, str]):
         self.shared = shared_base()
@@ -90,7 +90,7 @@ class Engine:
         self.shared.add("reward", folder=folders["toy-rm"], head=True)
 
     def ids(self, *turns: str) -> list[int]:
-        """Returns the tokens of a conversation, with the start of a completion if the user has spoken last."""
+        """Returns the tokens of a conversation, plus the start of a completion if the last turn is the user's."""
         roles = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
         ask = len(turns) % 2 == 1
         return tokenizer().apply_chat_template(roles, add_generation_prompt=ask, return_dict=False)

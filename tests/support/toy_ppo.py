@@ -15,7 +15,7 @@ from pipeline.ppo.rewards import FunctionReward, Samples, weighted
 from pipeline.ppo.trainer import PPOTrainer
 
 KINDS = ["llama", "gpt2", "qwen3", "mistral", "gemma", "gemma2"]  # architectures that `config` makes
-MEASURED = re.compile("time/|memory/|per_second")  # metrics that differ from run to run
+MEASURED = re.compile("time/|memory/|per_second")  # metrics that differ between runs
 VOCAB, EOS = 64, [2, 3]
 SMALL = dict(
     vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.2
@@ -24,7 +24,7 @@ LORA = dict(r=4, lora_alpha=8, target_modules="all-linear")
 
 
 class Tokenizer:
-    """As much of a tokenizer as the trainer needs: ids are words."""
+    """The part of a tokenizer that the trainer needs. Ids are words."""
 
     pad_token_id, eos_token_id, generation_eos, chat_template = 0, 2, EOS, None
 
@@ -56,16 +56,16 @@ def base(kind="llama", seed=0, **changes):
 
 
 def shared_base(kind="llama", critic=True, spread=0.0, seed=0, **changes):
-    """Roles reference, policy (its copy), reward, critic (its copy, or a head on the policy; False: none).
+    """Returns a base with the roles reference, policy (its copy), reward, and critic (its copy, a head on the policy, or none).
 
-    `spread` moves policy and critic away from those.
+    `spread` moves policy and critic away from their origin.
     """
     shared = SharedBase(base(kind, seed, **changes))
     shared.add("reference", lora=LORA)
     shared.add("policy", copy_of="reference", trainable=True)
     if critic:
         shared.add("reward", lora={**LORA, "r": 3}, head=True)
-        shared.heads["reward"].weight.data.normal_(std=33**-0.5)  # as if trained: a new head is zeros
+        shared.heads["reward"].weight.data.normal_(std=33**-0.5)  # makes the new head nonzero, as if trained
         start = dict(head_on="policy") if critic == "head" else dict(copy_of="reward", head=True)
         shared.add("critic", **start, trainable=True)
     for role in ("policy", "critic") if spread else ():
@@ -75,7 +75,7 @@ def shared_base(kind="llama", critic=True, spread=0.0, seed=0, **changes):
 
 
 def values(shared, role, ids):
-    """(B, T) output of the role's head at every position of `ids` (B, T), padded on the right."""
+    """Returns the (B, T) output of the role's head at each position of `ids` (B, T), which is padded on the right."""
     return shared.head(role, shared.hidden(role, ids))
 
 
@@ -88,20 +88,20 @@ def prompts(count=32, seed=1):
 
 
 def low(completion_ids, **columns):
-    """Share of a completion's tokens below 20: the reward that the toy runs learn."""
+    """Returns the fraction of tokens below 20 per completion, which is the reward of the toy runs."""
     return [sum(t < 20 for t in ids) / len(ids) for ids in completion_ids]
 
 
 def noisy(completion_ids):
-    """`low` with random numbers from the global generators, as a user's reward may draw."""
+    """Returns `low` plus random numbers from the global generators, like a user's reward may."""
     return [score + 0.1 * torch.rand(1).item() for score in low(completion_ids)]
 
 
-OPTIONS = ("evaluate", "decoder", "on_update", "rollout", "critic_reward", "teacher")  # of PPOTrainer
+OPTIONS = ("evaluate", "decoder", "on_update", "rollout", "critic_reward", "teacher")  # options of PPOTrainer
 
 
 def trainer(shared=None, reward=low, rows=None, workers=None, **changes):
-    """A PPO trainer; `changes` are OPTIONS of it, and keys of its PPOConfig."""
+    """Returns a PPO trainer. `changes` are its OPTIONS or keys of its PPOConfig."""
     options = {key: changes.pop(key) for key in OPTIONS if key in changes}
     settings = dict(
         total_episodes=64, batch_size=16, response_length=8, learning_rate=1e-2, kl_coef=0.02, num_ppo_epochs=2, seed=3,
@@ -117,18 +117,18 @@ def trainer(shared=None, reward=low, rows=None, workers=None, **changes):
 
 
 def unmeasured(history):
-    """The metrics of each update, without those that differ from run to run."""
+    """Returns the metrics of each update, except those that differ between runs."""
     return [{k: v for k, v in one.items() if not MEASURED.search(k)} for one in history]
 
 
 def weights(trainer_or_shared, roles=("policy", "critic")):
-    """All parameters of the roles in one vector."""
+    """Returns all parameters of the roles in one vector."""
     shared = getattr(trainer_or_shared, "shared", trainer_or_shared)
     return torch.cat([p.data.flatten() for r in roles if r in shared.roles for p in shared.parameters_of(r)])
 
 
 def greedy_score(trainer, prompts, rewards=None):
-    """Mean score of greedy completions to `prompts`, by the trainer's rewards or by others."""
+    """Returns the mean score of greedy completions to `prompts`, by the trainer's rewards or by `rewards`."""
     ids = [[int(i) for i in row["input_ids"]] for row in prompts]
     trainer.sampler.decoder.changed("policy")
     greedy = replace(trainer.sampler.sampling, temperature=0.0)
@@ -139,14 +139,14 @@ def greedy_score(trainer, prompts, rewards=None):
 
 
 def cache_bytes(shared, rows, tokens):
-    """Bytes of the keys and values of a decoder's cache for some rows of so many tokens."""
+    """Returns the bytes of a decoder's cache for `rows` rows of `tokens` tokens."""
     decoder = SlotDecoder(shared)
     decoder.join([Row([1] * (tokens - 2), i, Sampling(2, ())) for i in range(rows)])
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in decoder.cache.layers)
 
 
 def recorded(trainer):
-    """A list that fills with the samples of each rollout."""
+    """Returns a list that receives the samples of each rollout."""
     recorded_samples, rollout = [], trainer.rollout
 
     def record():
@@ -159,26 +159,26 @@ def recorded(trainer):
 
 
 def first_episodes(trainer, spread=0.0):
-    """Episodes of the first update as the trainer learns from them; `spread` moves the policy away from the reference."""
+    """Returns the first update's episodes, as the trainer learns from them. `spread` moves the policy from the reference."""
     for parameter in trainer.shared.parameters_of("policy"):
         parameter.data += spread * torch.randn_like(parameter)
     return trainer.make_experience().episodes
 
 
 def samples_of(trainer, rollout):
-    """The samples of a rollout of one chunk."""
+    """Returns the samples of a rollout of one chunk."""
     [(chunk, sampled)] = rollout.parts
     return trainer.sampler.samples(chunk, sampled.completions)
 
 
 def in_some_rows(condition):
-    """`condition`, which must be on in some rows and off in others: else its test would prove nothing."""
+    """Returns `condition`. Asserts that it differs between rows, because otherwise the test would prove nothing."""
     assert condition.any() and not condition.all()
     return condition
 
 
 def batch(seed=5):
-    """Token ids, positions of the first actions, their counts, and a mask: three rows padded on the right."""
+    """Returns token ids, positions of the first actions, their counts, and a mask, for three rows padded on the right."""
     torch.manual_seed(seed)
     ids = torch.randint(4, VOCAB, (3, 12))
     starts, counts = torch.tensor([3, 5, 2]), torch.tensor([6, 7, 1])
@@ -187,7 +187,7 @@ def batch(seed=5):
 
 
 def plain_logprobs(model, ids, starts, counts, temperature=1.0):
-    """Row by row, without padding, through the model's own forward."""
+    """Computes log-probs row by row, without padding, with the model's own forward."""
     rows = []
     for row, start, count in zip(ids, starts.tolist(), counts.tolist(), strict=True):
         logits = model(input_ids=row[None, : start + count]).logits[0].float() / temperature

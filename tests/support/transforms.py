@@ -1,4 +1,4 @@
-"""What a job may name as data.transform, well-made and not."""
+"""Functions that a job may name as data.transform. Some are faulty."""
 
 import numpy
 
@@ -26,7 +26,7 @@ def raises_sometimes(row):
 
 
 def best_against_worst(rows):
-    """Of the completions of a prompt, which come in a row each."""
+    """Returns pairs of the best and the worst completion of a prompt, whose completions are separate rows."""
     ranked = sorted(rows, key=lambda row: row["rank"])
     return {"prompt": rows[0]["q"], "chosen": ranked[0]["a"], "rejected": ranked[-1]["a"]}
 

@@ -1,1 +1,1 @@
-"""Self-checks of PPO: the first rollout and the first update of every run, compared with their definitions."""
+"""Self-checks of PPO. They compare the first rollout and the first update of every run with their definitions."""

@@ -1,8 +1,8 @@
-"""Token rewards and advantages from their definitions, and the signs of the losses' gradients.
+"""Computes token rewards and advantages from their definitions, and checks the signs of the losses' gradients.
 
-Written with numpy and loops over plain numbers, over the rows of all workers. They share no code with the trainer (losses.py,
-functional.py), so a sign, a shift, a mask or a mean over the wrong rows shows as a difference. An estimator brings its own
-definition (estimators.py).
+The code uses numpy and loops over plain numbers, over the rows of all workers. It shares no code with the trainer (losses.py,
+functional.py), so a wrong sign, shift, mask or mean shows as a difference. An estimator brings its own definition
+(estimators.py).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pipeline.ppo.rewards import Reward
 from pipeline.ppo.rollouts import Rollouts
 from pipeline.ppo.sampler import Sampler
 
-MAX_ACTIONS = 64  # checked actions per completion, from its first
+MAX_ACTIONS = 64  # number of checked actions per completion, from the first
 LOW_PRECISION = 0.1  # nats that rounding explains if the precision is below fp32
-CHECKED_ROWS = 32  # whose losses' gradients are checked
-Numbers = np.ndarray  # one for each action of a row
+CHECKED_ROWS = 32  # number of rows whose loss gradients are checked
+Numbers = np.ndarray  # one number per action of a row
 
 
 class Learner(Protocol):
@@ -85,8 +85,8 @@ def root_mean_square(difference: Tensor, mask: Tensor) -> float:
 
 
 def advantages_by_definition(trainer: Learner, episodes: Episodes) -> Finding:
-    """Checks that token rewards and advantages equal what the definitions compute. Every rank calls it."""
-    # Policy and reference are still equal, so a wrong sign or coefficient of the KL would not show. The check is repeated
+    """Checks that token rewards and advantages equal their definitions. Every rank calls it."""
+    # Policy and reference are still equal, so a wrong sign or coefficient of the KL would not show. So the check is repeated
     # with shifted reference log-probs.
     steps = torch.arange(episodes.mask.shape[1], device=episodes.mask.device)
     shift = 0.3 * torch.sin(1.0 + steps + episodes.indices.unsqueeze(-1))
@@ -118,7 +118,7 @@ def _compared(trainer: Learner, episodes: Episodes) -> Finding:
 
 
 def _rows(episodes: Episodes) -> list[SimpleNamespace]:
-    """Returns each completion in plain numbers, by the names of `Episodes`; those of its actions as an array."""
+    """Returns each completion as plain numbers with the names of `Episodes`. Numbers per action are arrays."""
     counts = episodes.counts.tolist()
     rows = [SimpleNamespace() for _ in counts]
     for name, tensor in vars(episodes).items():
@@ -127,7 +127,7 @@ def _rows(episodes: Episodes) -> list[SimpleNamespace]:
     return rows
 
 
-KL: dict[str, Callable[[Numbers], Numbers]] = {  # of d = log p_policy - log p_reference
+KL: dict[str, Callable[[Numbers], Numbers]] = {  # functions of d = log p_policy - log p_reference
     "k1": lambda d: d,
     "k2": lambda d: d * d / 2,
     "k3": lambda d: np.exp(np.minimum(-d, 20.0)) - 1 + d,
@@ -165,7 +165,7 @@ def _advantages(
     if args.teacher_coef:
         for i, row in enumerate(rows):
             advantages[i] += args.teacher_coef * (row.teacher_logprobs - row.old_logprobs)
-    if config.corrects:  # by the ratios trainer / sampler, truncated
+    if config.corrects:  # with the truncated ratios trainer / sampler
         for i, row in enumerate(rows):
             difference = row.old_logprobs - row.sampler_logprobs
             if config.corrects != "token":
@@ -175,7 +175,7 @@ def _advantages(
 
 
 def _whitened(rows: list[Numbers], counted: list[bool], shift: bool = True) -> list[Numbers]:
-    """Returns all rows, scaled by mean and standard deviation of the counted ones."""
+    """Returns all rows, scaled by mean and standard deviation of the counted rows."""
     values = np.concatenate([np.zeros(0), *(row for row, on in zip(rows, counted, strict=True) if on)])
     mean = values.mean() if len(values) else 0.0
     scale = 1 / math.sqrt(values.var(ddof=1) + 1e-8) if len(values) > 1 else 1.0
@@ -192,15 +192,15 @@ def _close(ours: Numbers, plain: Numbers) -> bool:
 def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> Finding:
     """Checks the signs of the losses' gradients with respect to log-probs, entropies and values.
 
-    Actions with a positive advantage become more likely; a policy above the reference less likely, if the KL is in the loss;
-    entropy grows if it has a bonus; values move towards the returns.
+    Actions with a positive advantage become more likely. If the loss has a KL term, a policy above the reference becomes less
+    likely. Entropy grows if it has a bonus. Values move towards the returns.
     """
     args, moments, wrong = trainer.args, trainer.moments, []
     part = episodes.take(range(min(len(episodes), CHECKED_ROWS)))
     old, learn, totals = part.old_logprobs, part.learn, Totals.of(part.learn)
 
     def policy_gradients(part: Episodes) -> tuple[Tensor, ...]:
-        """Returns gradients (B, R) by log-probs and by entropies."""
+        """Returns gradients (B, R) with respect to log-probs and entropies."""
         logprobs, entropy = old.clone().requires_grad_(), torch.ones_like(old).requires_grad_()
         loss, _ = losses.policy_objective(args, part, totals, logprobs, entropy, trainer.kl_coef)
         return torch.autograd.grad(loss, (logprobs, entropy))
@@ -217,7 +217,7 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> Finding:
         above = replace(part, ref_logprobs=old - 0.5, advantages=torch.zeros_like(part.advantages))
         if not float(policy_gradients(above)[0][learn].sum()) > 0:
             wrong.append("the policy leaves the reference instead of staying: the sign of the KL in the loss")
-    if args.uses_critic and learn.any():  # at values above the returns and outside the clip range
+    if args.uses_critic and learn.any():  # with values above the returns and outside the clip range
         above_returns = 1.0 + 2 * (part.values - part.returns).abs().max() / moments.std
         values = (moments.normal(part.returns) + above_returns).requires_grad_()
         loss, _ = losses.value_objective(args, part, totals, values, moments)

@@ -1,7 +1,7 @@
-"""Checks the roles of a run before its first step, which cost a few extra passes over single rows.
+"""Checks the roles of a run before its first step, with a few extra passes over single rows.
 
-Adapters in memory equal their files and give the outputs that they gave when they were trained, the sampler follows the
-policy, gradients reach the learning roles and nothing else, and are the same with and without gradient checkpointing.
+Adapters in memory must equal their files and give the outputs recorded after their training. The sampler must follow the
+policy. Gradients must reach only the learning roles, and be the same with and without gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pipeline.ppo.selfcheck.definitions import (
     tolerance,
 )
 
-ROUNDING = 1e-3  # relative to a gradient's norm: what another order of summation may change in fp32
+ROUNDING = 1e-3  # relative to a gradient's norm: the change by another order of summation in fp32
 
 
 def check(trainer: Learner, episodes: Episodes) -> list[Finding]:
-    """Returns the findings on the roles of a run that has not learned yet. No parameter changes. Every rank calls it."""
+    """Returns the findings on the roles of a run before it learns. Changes no parameter. Every rank calls it."""
     folders = trainer.folders
     return [
         *(same_as_file(trainer, role, folder) for role, folder in folders.items()),
@@ -45,7 +45,7 @@ def same_as_file(trainer: Learner, role: str, folder: str) -> Finding:
     tensors = tensors_in(folder, trainer.shared.base)
     stored = {HEAD if is_head(key) else key: tensor.float() for key, tensor in tensors.items()}
     loaded = trainer.shared.tensors_of(role)
-    if role == "critic":  # its head is rescaled to what an episode is paid
+    if role == "critic":  # the critic's head is rescaled to the score of an episode
         stored, loaded = ({k: t for k, t in one.items() if k != HEAD} for one in (stored, loaded))
     return same_tensors(f"{role} is the adapter of its file", loaded, stored, folder)
 
@@ -82,7 +82,7 @@ def behaves_as_trained(trainer: Learner, role: str, folder: str) -> Finding:
 
 @torch.no_grad()
 def sampler_follows(trainer: Learner, episodes: Episodes) -> Finding:
-    """Checks that after the policy has changed, the decoder samples from the policy as it is now. The policy is put back."""
+    """Changes the policy, checks that the decoder samples from the changed policy, and restores the policy."""
     name, shared, sampler = "the sampler follows the policy", trainer.shared, trainer.sampler
     if trainer.rollouts.workers:
         return Finding(name, "rollout workers sample; their log-probs are checked in each update", None)
@@ -92,10 +92,10 @@ def sampler_follows(trainer: Learner, episodes: Episodes) -> Finding:
     row = episodes.take([0])
     old, _ = sampler.logprobs("policy", row)
     moved, limit = 0.0, 5 * tolerance(shared)
-    for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # until the change is large enough to see
+    for scale in (0.01, 0.03, 0.1, 0.3, 1.0):  # until the change is large enough to measure
         for parameter, start in zip(parameters, before, strict=True):
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-            # In place: CUDA graphs read the parameters at their addresses
+            # in place, because CUDA graphs read the parameters at fixed addresses
             parameter.copy_(start + scale * noise * (start.std() if len(start) > 1 and start.any() else 0.05))
         moved = root_mean_square(sampler.logprobs("policy", row)[0] - old, row.mask)
         if moved > limit:

@@ -1,9 +1,9 @@
 """Checks the first rollout and update of every run: invariants, and numbers recomputed by independent code.
 
-Most faults of a PPO implementation (dropout left on, a temperature on one side only, a shifted mask, the wrong adapter)
-break an invariant long before a reward curve shows them. A fault on both sides keeps the invariants. So log-probs, values
-and scores are also computed by plain forwards of single rows, and rewards and advantages by their definitions
-(definitions.py). Only the beginnings of some completions go through the model: it costs little compared with an update.
+Most faults of a PPO implementation (active dropout, a temperature on one side only, a shifted mask, the wrong adapter) break an
+invariant long before a reward curve shows them. A fault on both sides keeps the invariants. So log-probs, values and scores are
+also computed by plain forwards of single rows, and rewards and advantages by their definitions (definitions.py). Only the first
+tokens of some completions go through the model, which costs little compared with an update.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pipeline.ppo.selfcheck.definitions import (
     tolerance,
 )
 
-MAX_TOKENS = 1024  # checked actions in total
-CHECKED_COMPLETIONS = 4  # per update, of those that rollout workers sampled
+MAX_TOKENS = 1024  # total number of checked actions
+CHECKED_COMPLETIONS = 4  # number of checked completions of rollout workers per update
 TAILS = (0.8, 0.9, 0.95, 0.99)  # probability mass of the tokens before a tail
 Z_LIMIT = 5.0  # standard deviations below the mean: chance exceeds it once in two million runs
-MAX_SURPRISAL = 20.0  # nats; a larger surprisal counts as this one
+MAX_SURPRISAL = 20.0  # nats; a larger surprisal counts as this value
 
 
 def check(trainer: Learner, episodes: Episodes) -> list[Finding]:
@@ -92,7 +92,7 @@ def sampler_agrees(trainer: Learner, episodes: Episodes) -> Finding:
 
 
 def chunks_match_requests(versions: Versions, parts: Sequence[tuple[Chunk, Sampled]]) -> Finding:
-    """Checks that each chunk came back complete, once, and from a sampler with the requested version's parameters."""
+    """Checks that each chunk came back complete, once, and from a sampler with the parameters of the requested version."""
     name = "rollout workers deliver the requested chunks"
     for chunk, one in parts:
         requested = (chunk.key, len(chunk.episodes), chunk.version, versions.digests[chunk.version])
@@ -106,9 +106,9 @@ def chunks_match_requests(versions: Versions, parts: Sequence[tuple[Chunk, Sampl
 def sampled_by_its_version(
     trainer: Learner, versions: Versions, update: int, parts: Sequence[tuple[Chunk, Sampled]]
 ) -> Finding:
-    """Recomputes log-probs of some completions of a random chunk with the chunk's version; they must be equal.
+    """Recomputes log-probs of some completions in a random chunk with the chunk's version. They must be equal.
 
-    An engine may hold the right parameters, and still sample from cached states of other parameters.
+    An engine may hold the right parameters, but still sample from cached states of other parameters.
     """
     name = "rollout workers sample from the requested version"
     drawn = np.random.default_rng([trainer.args.seed, update])
@@ -143,7 +143,7 @@ def ends_inside(trainer: Learner, episodes: Episodes) -> Finding:
 
 
 def only_adapters_learn(trainer: Learner) -> Finding:
-    """Checks that only the learning roles require gradients, in fp32, and the optimizer has them all; no dropout is on."""
+    """Checks that only the learning roles require gradients, in fp32, and the optimizer has them all. Dropout must be off."""
     shared = trainer.shared
     learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
     trainable = [p for p in shared.parameters() if p.requires_grad]
@@ -165,7 +165,7 @@ Sums = dict[str, tuple[float, float]]  # role -> sum and sum of squares of its p
 
 
 def sums_of(trainer: Learner) -> Sums:
-    """Returns the sums of what learns, which show whether it has changed."""
+    """Returns the sums of the learning parameters, which show whether the parameters have changed."""
     sums = {}
     for role in trainer.roles:
         parameters = [parameter.detach() for parameter in trainer.shared.parameters_of(role)]
@@ -175,17 +175,17 @@ def sums_of(trainer: Learner) -> Sums:
 
 
 def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, float]) -> Finding:
-    """Checks after the first update that the learning roles have changed, and are equal on all workers.
+    """Checks after the first update that the learning roles have changed and are equal on all workers.
 
     Args:
         before: `sums_of` before the update.
-        metrics: what `PPOTrainer.learn` returned.
+        metrics: result of `PPOTrainer.learn`.
     """
     after, roles = sums_of(trainer), trainer.roles
     rates = dict(zip(roles, (group["lr"] for group in trainer.optimizer.param_groups), strict=True))
     moves = [role for role in roles if rates[role] > 0 and metrics.get(f"grad_norm/{role}", 0.0) > 0]
     still = [role for role in moves if after[role] == before[role] and not trainer.skipped_steps]
-    # Up to the order of additions, which differs between GPUs of different types
+    # up to the order of additions, which differs between types of GPUs
     close = partial(np.allclose, rtol=1e-9, atol=1e-12)
     of_ranks: list[Sums] = gather(after)
     differs = [role for role in roles if not all(close(sums[role], after[role]) for sums in of_ranks)]
@@ -203,10 +203,10 @@ def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, flo
 
 
 def each_episode_once(trainer: Learner, episodes: Episodes) -> Finding:
-    """Checks that every episode of the update is on one worker, with the prompt that the seed gives it."""
+    """Checks that every episode of the update is on one worker, with the prompt that follows from the seed."""
     args, device = trainer.args, episodes.mask.device
     seen = all_reduce(torch.bincount(episodes.indices, minlength=args.batch_size))
-    # By definition: one seeded permutation of each epoch's prompts after another
+    # by definition: a seeded permutation of the prompts for each epoch, one after another
     size, order = trainer.prompts_per_epoch, []
     for epoch in range(-(-trainer.prompts_per_update // size)):
         drawn = range(size) if trainer.draws is None else trainer.draws(epoch)
@@ -261,9 +261,9 @@ def stops_on_every_eos(trainer: Learner) -> Finding:
 
 @torch.no_grad()
 def plain_logprobs(trainer: Learner, role: str | None, episodes: Episodes, row: int) -> tuple[Tensor, Tensor]:
-    """Returns a row's first n actions (n, 1), and log-probs (n, V) under a role by the model's own forward without padding.
+    """Returns a row's first n actions (n, 1), and a role's log-probs (n, V) from the model's own forward without padding.
 
-    Temperature and minimum length are those of the sampling.
+    Temperature and minimum length are the sampler's.
     """
     shared, sampling = trainer.shared, trainer.sampler.sampling
     start = int(episodes.starts[row])
@@ -279,8 +279,8 @@ def plain_logprobs(trainer: Learner, role: str | None, episodes: Episodes, row: 
 
 
 def logprobs_of_the_model(trainer: Learner, episodes: Episodes) -> Finding:
-    """Checks old and reference log-probs against the model's own forward of a single row."""
-    row = int(episodes.counts.argmin())  # the one with the most padding
+    """Compares old and reference log-probs with the model's own forward of a single row."""
+    row = int(episodes.counts.argmin())  # the row with the most padding
     differences = {}
     for role, ours in (("policy", episodes.old_logprobs), (trainer.sampler.reference, episodes.ref_logprobs)):
         actions, logprobs = plain_logprobs(trainer, role, episodes, row)
@@ -297,8 +297,8 @@ def logprobs_of_the_model(trainer: Learner, episodes: Episodes) -> Finding:
 def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> Finding:
     """Checks that completions are samples of the policy's full distribution: neither sharper (top-k, top-p) nor flatter.
 
-    For a token x drawn from p, -log p(x) has the mean H(p), the entropy; and the least likely tokens of p are drawn as
-    often as their mass says. Both sums over all tokens are compared with their expected values.
+    For a token x drawn from p, -log p(x) has the mean H(p), the entropy. The least likely tokens of p are drawn as often as
+    their probability mass says. Both sums over all tokens are compared with their expected values.
     """
     name = "completions are drawn from the policy's whole distribution"
     sums = torch.zeros(1 + len(TAILS), 2, dtype=torch.float64, device=episodes.mask.device)
@@ -310,9 +310,9 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> Finding:
         entropy = (p * surprisal).sum(-1)
         sums[0, 0] += (surprisal.gather(-1, drawn).squeeze(-1) - entropy).sum()
         sums[0, 1] += (p * (surprisal - entropy.unsqueeze(-1)).square()).sum()
-        above = (p * (p > p.gather(-1, drawn))).sum(-1)  # mass of the tokens more likely than the drawn one
+        above = (p * (p > p.gather(-1, drawn))).sum(-1)  # mass of tokens more likely than the drawn token
         ordered = p.sort(descending=True).values
-        # On at the first of equally likely tokens, because these count as one
+        # True at the first of equally likely tokens, because these count as one
         first = torch.ones_like(ordered, dtype=torch.bool)
         first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
         before = (ordered.cumsum(-1) - ordered).where(first, 0.0).cummax(-1).values
@@ -324,7 +324,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> Finding:
         return Finding(name, copies, False)
     deviations = excess / math.sqrt(max(variance, 1.0))
     found = f"log-probs are {-deviations:+.1f} standard deviations from their mean"
-    # Rare tokens have a large surprisal, so its sum is not normal. Bernstein's inequality is exceeded once in a million.
+    # Rare tokens have a large surprisal, so the sum is not normal. Chance exceeds Bernstein's bound once in a million.
     sharp = deviations < -Z_LIMIT
     flat = excess > 0 and excess**2 > 28 * (variance + MAX_SURPRISAL * excess / 3)
     for tail, (count, expected) in zip(TAILS, tails, strict=True):
@@ -341,7 +341,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> Finding:
 
 
 def _improbable(count: float, expected: float) -> bool:
-    """Returns True if a count this far from its mean has a probability below 1e-6 (Chernoff's bound, independent events)."""
+    """Returns True if chance produces a count this far from its mean with probability below 1e-6 (Chernoff's bound)."""
     if expected == 0:
         return False
     exponent = count - expected - (count * math.log(count / expected) if count else 0.0)
@@ -349,7 +349,7 @@ def _improbable(count: float, expected: float) -> bool:
 
 
 def _copied(trainer: Learner, episodes: Episodes) -> str:
-    """Returns a message if all completions of each prompt are equal, more often than chance explains; else ""."""
+    """Returns a message if more prompts than chance explains have only equal completions, or ""."""
     n = trainer.args.num_generations
     ids, starts, counts = (x.tolist() for x in (episodes.input_ids, episodes.starts, episodes.counts))
     completions = [
@@ -364,7 +364,7 @@ def _copied(trainer: Learner, episodes: Episodes) -> str:
 
 @torch.no_grad()
 def values_before_actions(trainer: Learner, episodes: Episodes) -> Finding:
-    """Checks two values: the first is the head's output on the prompt alone, the last one on all before the last action."""
+    """Checks two values: the first must be the head's output on the prompt, the last its output before the last action."""
     name = "values are read before each action"
     if not trainer.args.uses_critic:
         return Finding(name, f"no critic ({trainer.args.advantage_estimator})", None)
@@ -373,7 +373,7 @@ def values_before_actions(trainer: Learner, episodes: Episodes) -> Finding:
     start, count = int(episodes.starts[row]), int(episodes.counts[row])
     head = shared.parameters_of("critic")[-1]
     is_new = not head.any()
-    if is_new:  # all its values are 0, wherever they are read: compute values of a different head
+    if is_new:  # a new head's values are 0 at every position, so use values of a different head
         head.data.fill_(head.numel() ** -0.5)
         episodes = episodes.take([row])
         trainer.logprobs_and_values(episodes)
@@ -392,7 +392,7 @@ def values_before_actions(trainer: Learner, episodes: Episodes) -> Finding:
 
 @torch.no_grad()
 def scores_at_the_end(trainer: Learner, episodes: Episodes) -> Finding:
-    """Checks two scores: heads' outputs at the last token of a single row, normalized, weighted, clipped, penalized."""
+    """Checks two scores: the heads' normalized, weighted, clipped and penalized outputs at a single row's last token."""
     name, args = "scores are read at the last token of the completion", trainer.args
     rewards = [reward for reward in trainer.rewards if isinstance(reward, AdapterReward)]
     if len(rewards) < len(trainer.rewards):

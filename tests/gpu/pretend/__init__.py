@@ -1,13 +1,13 @@
-"""CUDA without a GPU: tensors that say they are on `cuda:0`, compute on the CPU, and raise what CUDA raises.
+"""Pretends to have CUDA: tensors report the device `cuda:0`, compute on the CPU, and raise CUDA's errors.
 
     with pretend.cuda():
         model.to("cuda")
 
-Within the block, torch finds GPUs. Code that asks for the device takes its CUDA branch; autocast and autograd take CUDA's
-dispatch keys. Two devices in one operation, `numpy()` of a GPU's tensor, a read by the host while a graph is recorded, and a
-graph in a pool that no graph keeps are errors, in the words of CUDA. `host_reads` counts what makes the host wait.
+In the block torch finds GPUs, so code takes its CUDA branch, and autocast and autograd use CUDA's dispatch keys. Errors have
+CUDA's words: two devices in one operation, `numpy()` of a GPU tensor, a host read during capture, a graph in a dropped pool.
+`host_reads` counts operations that make the host wait.
 
-Numbers are real, but are those of the CPU's kernels. It shows nothing of CUDA's kernels, their speed, or fragments of memory.
+Numbers are real, but come from the CPU's kernels. CUDA's kernels, their speed and memory fragments are not simulated.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ NAME = "NVIDIA H100 80GB HBM3"
 
 @contextmanager
 def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
-    """Pretends that this process has some GPUs of so much memory. Threads that start in the block have them too."""
+    """Pretends that this process has `gpus` GPUs with `gib` GiB each. Threads that start in the block have them too."""
     with suppress(ImportError):
-        import bitsandbytes  # it looks for CUDA's libraries once, when it is imported
-    torch.utils._device._device_constructors()  # torch keeps this list: it must name torch.tensor, not what replaces it
+        import bitsandbytes  # looks for CUDA's libraries once, at import
+    torch.utils._device._device_constructors()  # caches a list that needs the real torch.tensor
     machine.gpus = [Gpu(index, int(gib * GIB)) for index in range(gpus)]
     machine.thread = threading.local()
     machine.replays = 0
@@ -66,7 +66,7 @@ def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
         kinds = torch.utils._foreach_utils._foreach_supported_types
         kinds.append(GpuTensor)
         stack.callback(kinds.remove, GpuTensor)
-        register_package(5, _location, _restored)  # asked before the CPU's
+        register_package(5, _location, _restored)  # comes before the CPU's entry
         stack.callback(lambda: _package_registry.remove((5, _location, _restored)))
         stack.enter_context(autocast.kernels())
         stack.enter_context(Mode())
@@ -74,7 +74,7 @@ def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
 
 
 def _replaced() -> list[tuple[Any, dict[str, Any]]]:
-    """Returns (module or class, {name: what replaces it}) of torch."""
+    """Returns (module or class, {name: replacement}) for torch."""
     names = _cuda_names()
     parts = (torch.cuda.random, torch.cuda.memory, torch.cuda.graphs, torch.cuda.streams)
     return [
@@ -119,7 +119,7 @@ def _replaced() -> list[tuple[Any, dict[str, Any]]]:
 
 
 def _with_mode(run: Callable[..., None]) -> Callable[..., None]:
-    """A mode of dispatch is of one thread: each thread enters its own."""
+    """Enters the dispatch mode in each new thread, because a mode applies to one thread."""
 
     def started(self: threading.Thread) -> None:
         with Mode():
@@ -230,10 +230,10 @@ def _accelerator_names() -> dict[str, Any]:
 
 
 def _maker(plain: Callable[..., Any], copies: bool) -> Callable[..., Any]:
-    """Returns what stands for torch.tensor or torch.as_tensor, which make the tensor on the CPU and copy it.
+    """Returns a replacement for torch.tensor or torch.as_tensor, which make the tensor on the CPU and copy it.
 
     Args:
-        copies: whether a tensor of the right device and dtype is copied too.
+        copies: whether to copy a tensor that already has the right device and dtype.
     """
 
     def make(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
@@ -263,7 +263,7 @@ class _IsGenerator(type(torch.Generator)):  # type: ignore[misc]
 
 
 class _Generator(torch._C.Generator, metaclass=_IsGenerator):  # type: ignore[misc]
-    """Stands for torch.Generator, of a GPU if `device` says so."""
+    """Replaces torch.Generator. `device` may name a GPU."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         made = super().__new__(cls)
@@ -285,13 +285,13 @@ class _Generator(torch._C.Generator, metaclass=_IsGenerator):  # type: ignore[mi
 
 
 def _location(storage: Any) -> str | None:
-    """Returns the GPU that a stored tensor is on, for torch.save."""
+    """Returns the GPU of a stored tensor, for torch.save."""
     address = storage.data_ptr()
     return next((str(gpu.device) for gpu in machine.gpus if address and address in gpu.memory.bytes_of), None)
 
 
 class _Opened:
-    """Stands for safetensors' reader, which copies to a GPU by CUDA itself."""
+    """Replaces safetensors' reader, which copies to a GPU with CUDA itself."""
 
     def __init__(self, *args: Any, device: Any = "cpu", **kwargs: Any) -> None:
         self.file, self.device = _safe_open(*args, **kwargs), machine.device(device)
@@ -315,11 +315,11 @@ class _Opened:
 
 _loaded: dict[
     int, tuple[Any, torch.device]
-] = {}  # while torch.load runs: address of a storage -> storage, GPU
+] = {}  # address of a storage -> storage, GPU; only while torch.load runs
 
 
 def _restored(storage: Any, location: str) -> Any:
-    """Notes which GPU a storage that torch.load reads belongs to."""
+    """Records the GPU of a storage that torch.load reads."""
     if not location.startswith("cuda"):
         return None
     _loaded[storage.data_ptr()] = storage, machine.device(location)
@@ -327,7 +327,7 @@ def _restored(storage: Any, location: str) -> Any:
 
 
 def _loader(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what stands for torch.load: tensors come to the device of `map_location`, or to the one they were saved from."""
+    """Returns a replacement for torch.load. Tensors go to the device of `map_location`, or to the device that saved them."""
 
     def load(*args: Any, **kwargs: Any) -> Any:
         _loaded.clear()

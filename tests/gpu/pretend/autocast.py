@@ -1,7 +1,7 @@
 """Autocast for tensors of a pretended GPU.
 
-torch's own kernels of autocast ask a tensor's C++ device, which is the CPU, and would cast nothing. These take their place for
-the key AutocastCUDA, with the operations of torch's table for CUDA (ATen/autocast_mode.h) that models of language use.
+torch's autocast kernels check a tensor's C++ device, which is the CPU, and would cast nothing. The kernels here replace them
+for the key AutocastCUDA, for the operations in torch's CUDA table (ATen/autocast_mode.h) that language models use.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def kernels() -> Iterator[None]:
     """Replaces torch's kernels in the block."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel is replaced is what is wanted
+        warnings.simplefilter("ignore")  # torch warns that a kernel is replaced, which is intended
         for policy in (LOWER, FP32, FP32_RESULT, WIDEST):
             for name in policy:
                 library.impl(name, _kernel(name, policy), "AutocastCUDA")

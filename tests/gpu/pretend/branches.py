@@ -1,4 +1,4 @@
-"""The statements of pipeline/ that only a GPU makes run, and which of them have run.
+"""Finds the statements of pipeline/ that only a GPU executes, and records which of them have run.
 
 Import this module before the modules of pipeline/.
 """
@@ -25,7 +25,7 @@ NOTE = "_note_statement_of_cuda"
 
 @cache
 def statements() -> dict[str, str]:
-    """Returns {path from ROOT:line: text} of statements in branches whose condition names CUDA, and that call torch.cuda."""
+    """Returns {path from ROOT:line: text} of statements that call torch.cuda or are in branches whose condition names CUDA."""
     found = {}
     for path in sorted((ROOT / "pipeline").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def statements() -> dict[str, str]:
 
 
 def _of_cuda(tree: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
-    """Yields (block, place in it) of each such statement."""
+    """Yields (block, position in the block) of each such statement."""
     inside = set[ast.stmt]()
     for node in ast.walk(tree):
         for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
@@ -51,7 +51,7 @@ def _of_cuda(tree: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
 
 
 class _Noting(SourceFileLoader):
-    """Loads a module with a call before each of these statements, which notes it."""
+    """Loads a module and inserts a recording call before each of these statements."""
 
     def get_code(self, fullname: str) -> Any:
         text = Path(self.path).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A command of the pipeline on pretended GPUs, in this process."""
+"""Runs a command of the pipeline on pretended GPUs, in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gpu import pretend
 
 @contextmanager
 def machine(gpus: int = 1) -> Iterator[None]:
-    """Pretends that this process runs on a machine with GPUs, which Ray finds, too."""
+    """Pretends that this process runs on a machine with GPUs, which Ray also finds."""
     found = {"get_current_node_num_accelerators": lambda: gpus}
     with (
         pretend.cuda(gpus),
@@ -27,7 +27,7 @@ def machine(gpus: int = 1) -> Iterator[None]:
 
 
 def run(arguments: list[str]) -> dict[str, Any]:
-    """Runs a command. Returns its exit status, what the host waited for, the replays of graphs, and the peak of the memory."""
+    """Runs a command. Returns its exit status, host waits, graph replays and peak memory."""
     status = main(arguments)
     return {
         "status": status,

@@ -1,4 +1,4 @@
-"""The state of a pretended GPU: memory in use, random numbers, reads by the host, streams and graphs."""
+"""The state of a pretended GPU: memory in use, random numbers, host reads, streams and graphs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 
 GIB = 2**30
 BLOCK = 512  # bytes; torch's allocator rounds each tensor up to a multiple
-CONTEXT = GIB // 2  # bytes that CUDA's context takes of a GPU
-PHILOX_STEP = 4  # what torch adds to a generator's offset in each kernel that draws
+CONTEXT = GIB // 2  # bytes of GPU memory for CUDA's context
+PHILOX_STEP = 4  # torch increases a generator's offset by this for each random kernel
 
-# What made the host wait for a GPU, by its name: item, tolist, a copy, ...
+# Operations that made the host wait, by name: item, tolist, a copy, ...
 host_reads: Counter[str] = Counter()
 
 
 def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Returns lists, tuples and dicts with each leaf changed. torch's function of this name takes five times as long."""
+    """Returns lists, tuples and dicts with each leaf changed. torch's function takes five times as long."""
     if tree.__class__ in (list, tuple):
         return tree.__class__([tree_map(change, x) for x in tree])
     if tree.__class__ is dict:
@@ -37,21 +37,21 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 class Memory:
-    """The bytes of a GPU's live tensors. Tensors that share a storage count once.
+    """Counts the bytes of a GPU's live tensors. Tensors that share a storage count once.
 
-    Unlike torch's allocator, it has no fragments: `reserved` is the most that was in use since `empty_cache`.
+    Unlike torch's allocator, there are no fragments: `reserved` is the maximum in use since `empty_cache`.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.owners: Counter[int] = Counter()  # address of a storage -> tensors that use it
+        self.owners: Counter[int] = Counter()  # address of a storage -> number of tensors that use it
         self.bytes_of: dict[int, int] = {}
         self.references: dict[int, weakref.ref[torch.Tensor]] = {}
         self.allocated = self.reserved = 0
         self.peak = self.reserved_peak = 0
 
     def require(self, size: int) -> None:
-        """Raises torch's error if there is no space for so many bytes."""
+        """Raises torch's error if `size` bytes do not fit."""
         if CONTEXT + self.allocated + size > self.total:
             free = max(self.total - CONTEXT - self.allocated, 0) / GIB
             raise torch.OutOfMemoryError(
@@ -60,7 +60,7 @@ class Memory:
             )
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Counts the storage of a tensor until the tensor, and all others that share the storage, are gone."""
+        """Counts a tensor's storage until all tensors that share it are deleted."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if not address or id(tensor) in self.references:
@@ -86,7 +86,7 @@ class Memory:
         self.references[key] = weakref.ref(tensor, drop)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Returns whether the tensor's storage is still in use by a tensor of the program."""
+        """Returns whether a tensor of the program still uses this tensor's storage."""
         return tensor.untyped_storage().data_ptr() in self.bytes_of or not tensor.numel()
 
     def empty_cache(self) -> None:
@@ -97,14 +97,14 @@ class Memory:
 
 
 class Random:
-    """The generator of a GPU: a seed and an offset, as of Philox. Its numbers are not those of CUDA."""
+    """A GPU's generator: a seed and an offset, like Philox. Its numbers differ from CUDA's."""
 
     def __init__(self) -> None:
         self.seed, self.offset = 0, 0
         self.generator = torch.Generator()
 
     def next(self) -> torch.Generator:
-        """Returns a generator on the CPU whose numbers depend on seed and offset alone."""
+        """Returns a CPU generator whose numbers depend only on seed and offset."""
         self.generator.manual_seed(hash((self.seed, self.offset)) & (2**63 - 1))
         self.offset += PHILOX_STEP
         return self.generator
@@ -129,13 +129,13 @@ class Gpu:
 
 
 class Machine:
-    """The pretended GPUs of this process, and what each thread does with them."""
+    """The pretended GPUs of this process, and the state of each thread."""
 
     def __init__(self) -> None:
         self.gpus: list[Gpu] = []
         self.thread = threading.local()
-        self.replays = 0  # of graphs
-        self.pools: Counter[Any] = Counter()  # pool -> graphs that keep it
+        self.replays = 0  # number of graph replays
+        self.pools: Counter[Any] = Counter()  # pool -> number of graphs that use it
         self.generators: dict[int, torch.device] = {}  # address of a torch.Generator -> its GPU
 
     @property
@@ -144,11 +144,11 @@ class Machine:
 
     @property
     def graph(self) -> Graph | None:
-        """The graph that this thread records, or None."""
+        """Returns the graph that this thread records, or None."""
         return getattr(self.thread, "graph", None)
 
     def device(self, of: Any = None) -> torch.device:
-        """Returns a device with its index; that of the current GPU if `of` names none."""
+        """Returns a device with its index. If `of` has no index, this is the current GPU's."""
         device = torch.device("cuda", of) if isinstance(of, int) else torch.device(of or "cuda")
         if device.type != "cuda":
             return device
@@ -168,14 +168,14 @@ machine = Machine()
 
 
 def waits(what: str) -> None:
-    """Notes that the host waits for a GPU. Raises CUDA's error while a graph is recorded."""
+    """Records that the host waits for a GPU. Raises CUDA's error during the capture of a graph."""
     if machine.graph:
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
     host_reads[what] += 1
 
 
 class Stream:
-    """A stream. Everything runs at once, so there is nothing to wait for."""
+    """A stream. All operations run immediately, so there is nothing to wait for."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device = machine.device(device)
@@ -195,7 +195,7 @@ class Stream:
 
 
 class Event:
-    """A point of a stream that the host can wait for."""
+    """A point in a stream that the host can wait for."""
 
     def __init__(self, **_: Any) -> None: ...
 
@@ -237,17 +237,17 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 
 class Slot:
-    """The place of a tensor that a recorded operation makes."""
+    """Refers to a tensor that a recorded operation creates."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class Fixed:
-    """A tensor from before the recording. A replay uses the same memory, whoever owns it by then."""
+    """Refers to a tensor from before the recording. A replay uses its memory, even if another tensor owns it by then."""
 
     def __init__(self, tensor: torch.Tensor, memory: Memory) -> None:
-        # Another tensor on the same memory, so that the recording keeps none alive
+        # a second tensor on the same memory, so that the recording does not keep the first alive
         self.tensor, self.memory = tensor.detach(), memory
 
     def read(self) -> torch.Tensor:
@@ -259,7 +259,7 @@ class Fixed:
 
 
 class Graph:
-    """Records operations instead of running them, and runs them again on the same tensors. Stands for torch.cuda.CUDAGraph."""
+    """Records operations without running them, and replays them on the same tensors. Replaces torch.cuda.CUDAGraph."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.operations: list[tuple[Callable[..., Any], Any, Any, list[int]]] = []
@@ -274,7 +274,7 @@ class Graph:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
         pool = pool or graph_pool_handle()
         if pool in machine.pools and machine.pools[pool] <= 0:
-            # torch frees a pool when its last graph goes, but never forgets its name.
+            # torch frees a pool with its last graph, but keeps its name forever.
             raise RuntimeError(
                 "it->second->use_count > 0 INTERNAL ASSERT FAILED at c10/cuda/CUDACachingAllocator.cpp"
             )
@@ -285,7 +285,7 @@ class Graph:
     def capture_end(self) -> None:
         machine.thread.graph = None
         self.ready = True
-        # Nothing was computed: until a replay, the memory holds anything.
+        # Nothing was computed, so the memory is undefined until a replay.
         for number, tensor in self.made.values():
             self.results[number] = weakref.ref(tensor)
             if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() in self.storages:
@@ -299,10 +299,10 @@ class Graph:
         return Fixed(tensor, memory)
 
     def record(self, func: Any, args: Any, kwargs: Any, spec: Any, run: Callable[[], Any]) -> Any:
-        """Records an operation on plain tensors. Returns tensors of the right shape, with any numbers.
+        """Records an operation on plain tensors. Returns tensors of the right shape with undefined values.
 
         Args:
-            spec: (args, kwargs) with the `place` of each tensor of a GPU.
+            spec: (args, kwargs) with the `place` of each GPU tensor.
             run: computes the operation.
         """
         written = _written(func, args, kwargs)
@@ -370,7 +370,7 @@ def graph_pool_handle() -> tuple[int, int]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Returns the tensors that an operation writes into."""
+    """Returns the tensors that an operation modifies."""
     found = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

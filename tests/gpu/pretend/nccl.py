@@ -1,4 +1,4 @@
-"""NCCL between processes with pretended GPUs: gloo sends the numbers, and NCCL's conditions hold."""
+"""NCCL between processes with pretended GPUs: gloo sends the numbers under NCCL's conditions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 from tests.gpu.pretend.device import machine
 
-# What NCCL can send: not int16, for example
+# dtypes that NCCL can send, which exclude int16
 DTYPES = {
     *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -19,14 +19,14 @@ DTYPES = {
 
 
 class Groups:
-    """Whether the default group of this process is of NCCL, and whether its ranks have shown their GPUs."""
+    """Stores whether this process's default group uses NCCL, and whether its ranks have reported their GPUs."""
 
     nccl = False
     checked = False
 
 
 def init_process_group(plain: Callable[..., None]) -> Callable[..., None]:
-    """Returns what stands for torch's function: gloo in place of NCCL."""
+    """Returns a replacement for torch's function, which uses gloo in place of NCCL."""
 
     def init(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         Groups.nccl = backend is None or "nccl" in str(backend)
@@ -46,7 +46,7 @@ def get_backend(plain: Callable[..., str]) -> Callable[..., str]:
 
 
 def object_device(plain: Callable[..., torch.device]) -> Callable[..., torch.device]:
-    """Returns what stands for torch's choice of a device for pickled objects: NCCL sends them from the current GPU."""
+    """Returns a replacement for torch's choice of device for pickled objects. NCCL sends them from the current GPU."""
 
     def device(group: Any = None) -> torch.device:
         return machine.device() if Groups.nccl and group in (None, dist.group.WORLD) else plain(group)
@@ -55,7 +55,7 @@ def object_device(plain: Callable[..., torch.device]) -> Callable[..., torch.dev
 
 
 def check(tensors: list[torch.Tensor]) -> None:
-    """Raises what NCCL would raise for a collective of these tensors."""
+    """Raises NCCL's error for a collective of these tensors, if any."""
     if not Groups.nccl:
         return
     for tensor in tensors:

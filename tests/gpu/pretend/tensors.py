@@ -1,7 +1,7 @@
-"""Tensors that say they are on a GPU, and compute on the CPU with real numbers.
+"""Tensors that report a GPU as their device and compute real numbers on the CPU.
 
-A `GpuTensor` has the dispatch keys of CUDA, so autocast and autograd treat it as a tensor of a GPU. Each operation comes to
-`run`, which checks what CUDA checks, computes on the plain tensors inside, and wraps the results.
+A `GpuTensor` has CUDA's dispatch keys, so that autocast and autograd treat it like a tensor on a GPU. Each operation goes to
+`run`, which makes CUDA's checks, computes on the plain tensors inside, and wraps the results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _plain_to = torch.Tensor.to
 _plain_data = torch.Tensor.data
 _plain_pin = torch.Tensor.pin_memory
 
-COPIES = {aten._to_copy.default, aten.copy_.default}  # operations that may have tensors of several devices
+COPIES = {aten._to_copy.default, aten.copy_.default}  # operations that accept tensors on several devices
 READS = {  # operations whose result the host must know: a number, or the size of a tensor
     aten._local_scalar_dense.default: "item",
     aten.nonzero.default: "nonzero",
@@ -34,7 +34,7 @@ READS = {  # operations whose result the host must know: a number, or the size o
     aten.repeat_interleave.Tensor: "repeat_interleave",
 }
 INDEXED = {aten.index.Tensor, aten._unsafe_index.Tensor}
-# Of matrices of half precision into fp32
+# matrix products of half precision with an fp32 result
 PRODUCTS = {aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out}
 PUT = {aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 
@@ -112,7 +112,7 @@ class GpuTensor(torch.Tensor):
 
 @cache
 def _gpu_class(kind: type) -> type:
-    """Returns the class of a GPU's tensor that is also of a class of Tensor, such as bitsandbytes' Params4bit."""
+    """Returns the class of a GPU tensor that is also a given subclass of Tensor, such as bitsandbytes' Params4bit."""
     if issubclass(kind, GpuTensor) or kind in (torch.Tensor, torch.nn.Parameter):
         return kind if issubclass(kind, GpuTensor) else GpuTensor
     return type(kind.__name__, (kind, GpuTensor), {"__module__": kind.__module__})
@@ -129,10 +129,10 @@ def _class_of(tensor: torch.Tensor) -> type:
 def wrap(
     plain: torch.Tensor, device: torch.device, kind: type = torch.Tensor, requires_grad: bool = False
 ) -> GpuTensor:
-    """Returns a tensor of a GPU that shares the memory of a plain one.
+    """Returns a GPU tensor that shares the memory of a plain one.
 
     Args:
-        kind: its class on the CPU.
+        kind: class of the plain tensor.
     """
     made: Any = _make_subclass(_gpu_class(kind), plain, requires_grad, device_for_backend_keys=device)
     made._t, made._device = plain, device
@@ -147,7 +147,7 @@ def unwrap(x: Any) -> Any:
 
 
 def make_subclass(cls: type, data: torch.Tensor, require_grad: bool = False, **more: Any) -> torch.Tensor:
-    """Stands for Tensor._make_subclass, by which bitsandbytes and Parameter make theirs."""
+    """Replaces Tensor._make_subclass, which bitsandbytes and Parameter use."""
     if isinstance(data, GpuTensor):
         return wrap(data._t, data.device, cls, require_grad)
     return _make_subclass(cls, data, require_grad, **more)
@@ -158,7 +158,7 @@ def get_data(self: torch.Tensor) -> Any:
 
 
 def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives a tensor the data of another, which may be on another device. The object stays, as `Module.to` needs it."""
+    """Gives a tensor the data of another one, possibly on another device. The object stays, as `Module.to` requires."""
     if isinstance(self, GpuTensor) and isinstance(value, GpuTensor):
         _plain_data.__set__(self, value)
         self._t, self._device = value._t, value._device
@@ -174,7 +174,7 @@ def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         )
         vars(new).update(kept)
         torch.utils.swap_tensors(self, new)
-        if grad is not None:  # torch would leave it where it is until `Module.to` gives it other data, too
+        if grad is not None:  # torch would move the gradient only when `Module.to` gives it other data
             self.grad = grad.to(value.device)
     else:
         _plain_data.__set__(self, value)
@@ -184,7 +184,7 @@ def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Stands for Tensor.to."""
+    """Replaces Tensor.to."""
     device = dtype = None
     flags = [x for x in args if isinstance(x, bool)]
     for x in (*args, kwargs.get("other"), kwargs.get("device"), kwargs.get("dtype")):
@@ -234,7 +234,7 @@ class _Move(torch.autograd.Function):
 
 
 def pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Stands for Tensor.pin_memory: a copy that knows it."""
+    """Replaces Tensor.pin_memory with a copy that is marked as pinned."""
     pinned: Any = self.clone()
     pinned._pinned = True
     return pinned
@@ -248,20 +248,20 @@ def is_pinned(self: torch.Tensor, *_: Any) -> bool:
 
 
 class Mode(TorchDispatchMode):
-    """Sends operations without a tensor of a GPU to `run`: some make one (torch.zeros(3, device="cuda"))."""
+    """Sends operations without a GPU tensor to `run`, because some create one (torch.zeros(3, device="cuda"))."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Checks an operation as CUDA does, and computes it on the plain tensors."""
+    """Makes CUDA's checks of an operation, and computes it on the plain tensors."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     given = kwargs.get("device")
     if given is not None and torch.device(given).type != "cuda":
-        given = None  # derivatives are told the device of the C++ tensor, which is the CPU
+        given = None  # autograd passes the C++ device, which is the CPU
     device = given and machine.device(given)
-    if func.namespace == "c10d" and func._schema.name != "c10d::barrier":  # that makes a tensor of its own
+    if func.namespace == "c10d" and func._schema.name != "c10d::barrier":  # barrier creates its own tensor
         nccl.check(tensors)
     if ours := [x for x in tensors if isinstance(x, GpuTensor)]:
         device = device or ours[0].device
@@ -269,7 +269,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     elif device is None:
         made = func(*args, **kwargs)
         if not tensors and isinstance(made, torch.Tensor) and torch._C._current_graph_task_id() != -1:
-            # A derivative's zeros for an output without a gradient: of the GPU, if the output was
+            # Autograd makes zeros for an output without a gradient. They belong on the output's GPU.
             made._of_any_device = True
         return made
     assert device is not None
@@ -308,7 +308,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], ours: list[GpuTensor]) -> None:
-    """Raises what CUDA would raise, and counts what makes the host wait."""
+    """Raises CUDA's error for an operation, if any, and counts operations that make the host wait."""
     if func in COPIES:
         if func is aten.copy_.default:
             into, source = args[:2]
@@ -326,7 +326,7 @@ def _check(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], ours:
         for x in tensors
         if not isinstance(x, GpuTensor) and x.dim() and not hasattr(x, "_of_any_device")
     )
-    if func.namespace == "c10d":  # gloo takes tensors of any device, NCCL its own
+    if func.namespace == "c10d":  # gloo accepts tensors of any device, NCCL only of its own GPU
         return
     if len(devices) > 1:
         first, second, *_ = devices
@@ -364,7 +364,7 @@ def _check_index(func: Any, args: Any) -> None:
 
 
 def _require(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
-    """Raises torch's error if a new tensor does not fit, before the CPU's memory is asked for it."""
+    """Raises torch's error if a new tensor does not fit on the GPU, before memory of the CPU is allocated."""
     sizes = args[0] if args and isinstance(args[0], list | tuple | torch.Size) else ()
     numel = 1
     for size in sizes:
@@ -375,14 +375,14 @@ def _require(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
 
 @cache
 def _draws(func: Any) -> str:
-    """Returns how an operation draws random numbers: from the `generator` that it takes, from torch's default, or "" (not)."""
+    """Returns the source of an operation's random numbers: its `generator`, torch's default, or "" if it draws none."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return ""
     return "generator" if any(x.name == "generator" for x in func._schema.arguments) else "default"
 
 
 def _with_generator(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-    """Returns the operation's keyword arguments with a generator of the device. Raises torch's error for one of another."""
+    """Returns the operation's arguments with a generator of the device. Raises torch's error for another device's generator."""
     places = [place for place, x in enumerate(func._schema.arguments) if x.name == "generator"]
     given = kwargs.get("generator")
     if places and places[0] < len(args):
@@ -396,7 +396,7 @@ def _with_generator(func: Any, args: Any, kwargs: Any, device: torch.device) -> 
 
 
 def _with_default_generator(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-    """Computes an operation that takes no generator, with the numbers of the device's."""
+    """Computes an operation that takes no generator, with random numbers of the device's generator."""
     default = torch.default_generator
     state = default.get_state()
     default.set_state(machine.gpu(device).random.next().get_state())
@@ -407,7 +407,7 @@ def _with_default_generator(func: Any, args: Any, kwargs: Any, device: torch.dev
 
 
 def _product(*args: Any, beta: float = 1, alpha: float = 1, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The product, or a sum with it, of `out_dtype`, which torch has on CUDA only. `args` end with matrices and dtype."""
+    """Returns a product of matrices, plus a matrix if given, in `out_dtype`. torch has this only on CUDA."""
     *added, a, b, dtype = args
     if a.dtype != b.dtype:
         raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {a.dtype} != {b.dtype}")

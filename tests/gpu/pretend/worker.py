@@ -1,16 +1,16 @@
-"""Processes of Ray's workers that pretend."""
+"""Makes the processes of Ray's workers pretend."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 
 from tests.gpu import pretend
-from tests.gpu.pretend import branches  # noqa: F401  (before the modules of pipeline/, whose statements it notes)
+from tests.gpu.pretend import branches  # noqa: F401  (must precede the modules of pipeline/, whose statements it records)
 
-GPUS = 2  # of the machine
+GPUS = 2  # number of GPUs of the machine
 for_good = ExitStack()
 
 
 def begin() -> None:
-    """Pretends until this process ends. Ray calls it in each new process of a worker."""
+    """Pretends until this process ends. Ray calls this in each new worker process."""
     for_good.enter_context(pretend.cuda(GPUS))
