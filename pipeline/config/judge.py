@@ -213,15 +213,15 @@ def _check_criteria(tree: Tree, given: Definition) -> None:
         has_keys = isinstance(one.get("text"), str) and not set(one) - {"name", "text", "choices", "weight"}
         has_name = isinstance(name, str) and "\n" not in name and plain(name) not in {"", *names}
         differ = len({*map(plain, texts)} - {""}) == len(texts) > 1 and not re.search("[,\n]", "".join(texts))
+        also = "; case, Markdown, quotes and a last dot make no difference"
         for is_right, expected in (
             (has_keys, "{name: NAME, text: TEXT, choices: [WORST, ..., BEST]}, and perhaps a weight"),
-            (has_name, "a name of its own, on one line"),
-            (differ, "two or more different choices, on one line and without commas"),
+            (has_name, f"a name of its own, on one line{also}"),
+            (differ, f"two or more different choices, on one line and without commas{also}"),
             (type(weight) in (int, float) and 0 < weight < math.inf, "a weight above 0"),
         ):
             if not is_right:
-                also = "case, Markdown, quotes and a last dot make no difference"
-                raise tree.error("criteria", f"{index}: found {show(one)}, expected {expected}; {also}")
+                raise tree.error("criteria", f"{index}: found {show(one)}, expected {expected}")
         names.add(plain(str(name)))
 
 

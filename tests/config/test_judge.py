@@ -45,7 +45,7 @@ def rubric(*changed):
         (rubric("{name: a_b}", "{name: ab}"), "criteria: 1: .*expected a name of its own, on one line; case, Markdown"),
         (rubric('{name: "a\\nb"}'), "expected a name of its own, on one line"),
         (rubric("{name: '**'}"), "expected a name of its own"),
-        (rubric("{weight: 0}"), "expected a weight above 0"),
+        (rubric("{weight: 0}"), "expected a weight above 0$"),
         (rubric("{wieght: 1}"), r"expected \{name: NAME, text: TEXT"),
         (RIGHT + "draws: 3\n", r"draws: found 3, but all answers are equal without a temperature"),
         (RIGHT + "words: [Yes, yes]\n", r"words: found \['Yes', 'yes'\], expected two different words"),
