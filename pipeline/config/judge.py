@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
+import math
 import re
+import unicodedata
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -20,6 +22,7 @@ from pipeline.errors import InputError, show
 
 CLASS = "pipeline.config.judge.Definition"
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
+MARKS = re.compile(r"""[*_`#\[\]"'“”‘’]""")  # Markdown and quotes
 # What each form asks by default; {criteria} lists those of the rubric.
 PROMPTS = {
     "score": """Judge the response to the request.
@@ -92,6 +95,9 @@ class Definition:
     # Of rank, and so of pairs that `collect` labels: one drawn order of the completions, or also its reverse.
     orders: Literal["drawn", "both"] = "drawn"
     draws: Annotated[int, "[1, 64]"] = 1  # Answers to each question, whose mean counts.
+    # Merged into each request; null removes a field. For endpoints that expect other fields than
+    # `temperature` and `max_tokens`.
+    body: dict[str, Any] = field(default_factory=dict)
     # Of the judge's answers; above 0, each draw has a seed.
     temperature: Annotated[float, "[0, 100]"] = 0.0
     max_tokens: Annotated[int, "[1, 1048576]"] = 512  # Most tokens of an answer; `yes` needs only one.
@@ -119,7 +125,8 @@ class Definition:
     @property
     def longest(self) -> int:
         """Returns the most tokens of an answer."""
-        return 1 if self.form == "yes" else self.max_tokens
+        newer = self.body.get("max_completion_tokens")  # OpenAI's name
+        return newer if isinstance(newer, int) else 1 if self.form == "yes" else self.max_tokens
 
     @cached_property
     def digest(self) -> str:
@@ -138,6 +145,13 @@ class Definition:
         """Returns what tokens that were sent, and tokens of answers, cost."""
         prices = self.dollars_per_million_input, self.dollars_per_million_output
         return (sent * prices[0] + answered * prices[1]) / 1e6
+
+
+def plain(text: str) -> str:
+    """Returns a text, as it is compared: without Markdown, quotes, case, and dots at the ends of lines."""
+    # NFKC turns full-width characters and non-breaking spaces into the usual ones
+    lines = MARKS.sub("", unicodedata.normalize("NFKC", text)).casefold().splitlines()
+    return "\n".join(" ".join(line.split()).rstrip(". ") for line in lines)
 
 
 def read(path: str) -> Definition:
@@ -161,20 +175,25 @@ def _problems(given: Definition) -> list[tuple[str, str]]:
         problems.append(("endpoint", f"found {show(given.endpoint)}, {expected}"))
     elif parts.scheme == "http" and given.api_key_variable and not _is_loopback(parts.hostname):
         problems.append(("endpoint", "found http:// with a key, which others could read; use https://"))
-    if not len(given.words) == len({word.lower() for word in given.words}) == 2:
-        problems.append(("words", f"found {show(given.words)}, expected two different words"))
+    words = sorted(map(plain, given.words))
+    if len(words) != 2 or words[1].startswith(words[0]):
+        expected = "two different words, of which none begins with the other"
+        problems.append(("words", f"found {show(given.words)}, expected {expected}"))
     if given.low == given.high:
         problems.append(("high", f"found {given.high:g}, which is also `low`; expected another number"))
     shown = {*PLACEHOLDER.findall(given.asks)}
-    needed = "completions" if given.form == "rank" else "completion"
+    needed, other = ("completions", "completion")[:: 1 if given.form == "rank" else -1]
     if needed not in shown:
         problems.append(("prompt", f"lacks {{{needed}}}, which `form: {given.form}` needs; add it"))
+    if other in shown:
+        problems.append(("prompt", f"shows {{{other}}}, which `form: {given.form}` lacks; remove it"))
     if given.form == "rubric" and "criteria" not in shown:
         problems.append(("prompt", "lacks {criteria}, which `form: rubric` needs; add it"))
     if (given.form == "rubric") != bool(given.criteria):
         problems.append(("criteria", "`form: rubric` needs them, and no other form has any"))
     if given.draws > 1 and (given.temperature == 0 or given.form == "yes"):
-        problems.append(("draws", f"found {given.draws}, but all answers would be equal; set a temperature"))
+        problem = "but all answers are equal without a temperature, or with `form: yes`; use 1"
+        problems.append(("draws", f"found {given.draws}, {problem}"))
     return problems
 
 
@@ -186,21 +205,24 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check_criteria(tree: Tree, given: Definition) -> None:
-    """Raises InputError for a criterion that lacks name, text or choices, or repeats a name or a choice."""
-    names = set()
+    """Raises InputError for a criterion with wrong keys, or that no answer could name clearly."""
+    names: set[str] = set()
     for index, one in enumerate(given.criteria or []):
-        name, choices = one.get("name"), one.get("choices")
-        is_wrong = (
-            set(one) - {"name", "text", "choices", "weight"}
-            or not (isinstance(name, str) and isinstance(one.get("text"), str))
-            or not (isinstance(choices, list) and len({str(choice).lower() for choice in choices}) > 1)
-            or len({str(choice).lower() for choice in choices}) < len(choices)
-            or not (type(one.get("weight", 1)) in (int, float) and one.get("weight", 1) > 0)
-        )
-        if is_wrong or str(name).lower() in names:
-            expected = "{name: NAME, text: TEXT, choices: [WORST, ..., BEST]}, and perhaps weight above 0"
-            raise tree.error("criteria", f"{index}: found {show(one)}, expected another name, and {expected}")
-        names.add(str(name).lower())
+        name, choices, weight = one.get("name"), one.get("choices"), one.get("weight", 1)
+        texts = [str(choice) for choice in choices] if isinstance(choices, list) else []
+        has_keys = isinstance(one.get("text"), str) and not set(one) - {"name", "text", "choices", "weight"}
+        has_name = isinstance(name, str) and "\n" not in name and plain(name) not in {"", *names}
+        differ = len({*map(plain, texts)} - {""}) == len(texts) > 1 and not re.search("[,\n]", "".join(texts))
+        also = "; case, Markdown, quotes and a last dot make no difference"
+        for is_right, expected in (
+            (has_keys, "{name: NAME, text: TEXT, choices: [WORST, ..., BEST]}, and perhaps a weight"),
+            (has_name, f"a name of its own, on one line{also}"),
+            (differ, f"two or more different choices, on one line and without commas{also}"),
+            (type(weight) in (int, float) and 0 < weight < math.inf, "a weight above 0"),
+        ):
+            if not is_right:
+                raise tree.error("criteria", f"{index}: found {show(one)}, expected {expected}")
+        names.add(plain(str(name)))
 
 
 def at_version(source: str) -> tuple[str, str]:

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from pipeline.config.judge import Definition
-from pipeline.errors import Failure, InputError, in_brief, short
+from pipeline.errors import Failure, InputError, in_brief, short, visible
 from pipeline.judges.forms import TOP_LOGPROBS, Unusable
 from pipeline.judges.store import COUNTS, Store
 from pipeline.system.credentials import without_secrets
@@ -25,6 +26,8 @@ PAUSES_S = (0.25, 30.0)  # first pause after a failure, and the longest; each is
 BUDGET_POLL_S = 0.01  # time between two looks at a budget that requests under way may use up
 PASSES = {408, 409, 425, 429}  # statuses that can pass, in addition to 500 and above
 CHARACTERS = 4  # of a token, in an estimate
+UNCLEAR = 5  # paid answers to a question that cannot be used, after which the call ends
+QUOTED = 500  # characters of what an endpoint said, in a message
 
 
 @dataclass(frozen=True)
@@ -42,23 +45,30 @@ class Client:
     Args:
         given: the definition.
         name: what messages call the judge.
-        patience_s: seconds without any usable answer after which a call raises Failure; -1: no limit.
+        patience_s: seconds after a failure, without any usable answer since, after which a call raises
+            Failure; -1: no limit.
     """
 
     def __init__(self, given: Definition, store: Store, name: str, patience_s: float = -1) -> None:
         self.given, self.store, self.name, self.patience_s = given, store, name, patience_s
         self.counts = dict.fromkeys(COUNTS, 0.0)  # of this call
-        self.progress = 0.0  # when the last usable answer came
+        self.failing: float | None = None  # since when there were only failures
         self.free_at = 0.0  # when the next request may begin
         self.error: BaseException | None = None  # ends the call once the requests under way are answered
         self.open = 0  # requests under way
         self.named = False  # whether the model that the file names has answered
         self.variable = given.api_key_variable
-        self.key = os.environ.get(self.variable or "", "")
+        self.key = os.environ.get(self.variable or "", "").strip()
         if self.variable and not self.key:
             raise InputError(
                 f"{name}: ${self.variable} is not set; export {self.variable}=KEY, on every node"
             )
+        if not self.key.isprintable():
+            raise InputError(
+                f"{name}: ${self.variable} has a control character or a line end; export it again"
+            )
+        url = urlsplit(given.endpoint)
+        self.url = url._replace(path=f"{url.path.rstrip('/')}/chat/completions").geturl()
 
     def body(self, asked: Asked) -> bytes:
         """Returns the request of a question."""
@@ -67,7 +77,8 @@ class Client:
         body |= {"temperature": given.temperature, "max_tokens": given.longest}
         if given.form == "yes":
             body |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
-        return json.dumps(body | ({"seed": asked.draw} if given.temperature else {})).encode()
+        body |= ({"seed": asked.draw} if given.temperature else {}) | given.body
+        return json.dumps({key: value for key, value in body.items() if value is not None}).encode()
 
     def key_of(self, asked: Asked, body: bytes) -> str:
         """Returns what an answer is stored under."""
@@ -86,8 +97,8 @@ class Client:
         """
         import aiohttp
 
-        begun = self.progress = time.monotonic()
-        self.counts, self.error = dict.fromkeys(COUNTS, 0.0), None
+        begun = time.monotonic()
+        self.counts, self.error, self.failing = dict.fromkeys(COUNTS, 0.0), None, None
         self.store.refresh()
         bodies = [self.body(one) for one in asked]
         keys = [self.key_of(one, body) for one, body in zip(asked, bodies, strict=True)]
@@ -102,9 +113,9 @@ class Client:
             count = min(2 * self.given.concurrency, len(by_key))
             self.places = asyncio.Semaphore(self.given.concurrency)
             await asyncio.gather(*(self._work(session, missing) for _ in range(count)))
-        self.counts["from_store"] = len(asked) - self.counts["judged"]
+        self.counts["from_store"] = sum(key in self.store.answers for key in keys) - self.counts["judged"]
         self.counts["waited"] = time.monotonic() - begun
-        await self.store.write(counts=self.counts)
+        await self.store.write(counts={key: self.counts[key] for key in COUNTS if key != "judged"})
         if self.error:
             raise self.error
         return [self.store.answers[key] for key in keys]
@@ -123,7 +134,7 @@ class Client:
 
     async def _ask(self, session: aiohttp.ClientSession, key: str, asked: Asked, body: bytes) -> None:
         """Asks until the answer is usable, and writes it."""
-        pause, most = PAUSES_S
+        (pause, most), unclear = PAUSES_S, 0
         while not self.error:
             await self._wait_for_turn(asked)
             await self._reserve(asked)
@@ -131,29 +142,34 @@ class Client:
                 async with self.places:
                     if self.error:
                         return
-                    answer, model, tokens = await self._request(session, asked, body)
+                    content = await self._request(session, body)
+                tokens, model, answer, why = self._read(asked, content)
             except Unusable as problem:
                 why, wait = str(problem), problem.wait
             else:
-                why, wait = self._problem(asked, answer, model), 0.0
+                why, wait = self._other_model(model) or why, 0.0
+                unclear += bool(why) and model == self.given.model
                 await self.store.write(tokens=tokens, **({} if why else {"key": key, "answer": answer}))
                 if not why:
                     self.counts["judged"] += 1
-                    self.progress = time.monotonic()
+                    self.failing = None
                     return
             finally:
                 self.open -= 1
             self.counts["failed"] += 1
+            now = time.monotonic()
+            self.failing = self.failing or now
+            rest = self.failing + self.patience_s - now
+            is_late = self.patience_s >= 0 >= rest
+            if is_late or unclear == UNCLEAR:
+                span = f"for {self.patience_s:g} s (trainer.patience_s)"
+                span = span if is_late else f"in {UNCLEAR} answers to one question"
+                problem = f"{self.name}: no usable answer {span}; the last problem: {why}"
+                self.error = self.error or Failure(f"{problem}; the same command continues the run")
+                return
             wait = max(wait, pause * random.Random(key).uniform(0.5, 1.0))
             pause = min(most, 2 * pause)
-            quiet = time.monotonic() + wait - self.progress
-            if 0 <= self.patience_s < quiet:
-                self.error = self.error or Failure(
-                    f"{self.name}: no usable answer for {self.patience_s:g} s (trainer.patience_s); the last problem: {why}; the "
-                    "same command continues the run"
-                )
-                return
-            await asyncio.sleep(wait)
+            await asyncio.sleep(min(wait, rest) if self.patience_s >= 0 else wait)
 
     async def _wait_for_turn(self, asked: Asked) -> None:
         """Waits until the limits of requests and tokens a minute allow another request."""
@@ -162,9 +178,7 @@ class Client:
         spans = [60 / given.requests_per_minute] if given.requests_per_minute else []
         spans += [60 * sum(self._tokens(asked)) / given.tokens_per_minute] if given.tokens_per_minute else []
         self.free_at = begin + max(spans, default=0.0)
-        if begin > now:
-            self.progress = max(self.progress, begin)  # to wait for one's turn is no failure
-            await asyncio.sleep(begin - now)
+        await asyncio.sleep(begin - now)
 
     async def _reserve(self, asked: Asked) -> None:
         """Counts a request as under way. Raises Failure if the run's budget does not allow it.
@@ -189,69 +203,75 @@ class Client:
                 )
             await asyncio.sleep(BUDGET_POLL_S)
 
-    async def _request(
-        self, session: aiohttp.ClientSession, asked: Asked, body: bytes
-    ) -> tuple[dict[str, Any], str, tuple[int, int]]:
-        """Returns an answer, its model, and the tokens of question and answer.
-
-        Raises Unusable for what can pass, else InputError.
-        """
+    async def _request(self, session: aiohttp.ClientSession, body: bytes) -> bytes:
+        """Returns the body of a response. Raises Unusable for what can pass, else InputError."""
         import aiohttp
 
-        url = f"{self.given.endpoint.rstrip('/')}/chat/completions"
         limit = aiohttp.ClientTimeout(self.given.timeout_s)
         try:
-            async with session.post(url, data=body, timeout=limit, allow_redirects=False) as response:
+            async with session.post(self.url, data=body, timeout=limit, allow_redirects=False) as response:
                 status, content = response.status, await response.read()
                 after = response.headers.get("Retry-After", "")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Unusable(without_secrets(in_brief(error))) from error
-        if status != 200:
-            said = without_secrets(short(content.decode(errors="replace")))
-            if status not in PASSES and status < 500:
-                key = (
-                    f"; is the key in ${self.variable} right?"
-                    if self.variable and status in (401, 403)
-                    else ""
-                )
-                raise InputError(
-                    f"{self.name}: {self.given.endpoint} refused a request (status {status}: {said}){key}"
-                )
-            problem = Unusable(f"status {status}: {said}")
-            if after.replace(".", "", 1).isdigit():
-                problem.wait = min(float(after), PAUSES_S[1])
-            raise problem
-        return self._read(content, asked)
+            raise Unusable(self._quoted(in_brief(error, 10 * QUOTED))) from error
+        if status == 200:
+            return content
+        said = f"status {status}: {self._quoted(content.decode(errors='replace'))}"
+        if status not in PASSES and status < 500:
+            is_key = self.variable and status in (401, 403)
+            key = f"; is the key in ${self.variable} right?" if is_key else ""
+            raise InputError(f"{self.name}: {self.given.endpoint} refused a request ({said}){key}")
+        problem = Unusable(said)
+        if after.replace(".", "", 1).isdigit():
+            problem.wait = min(float(after), PAUSES_S[1])
+        raise problem
 
-    def _read(self, content: bytes, asked: Asked) -> tuple[dict[str, Any], str, tuple[int, int]]:
-        """Returns the answer in a body, as `_request` does. Raises Unusable if there is none."""
+    def _quoted(self, text: str) -> str:
+        """Returns what an endpoint said on one line, without the key and other secrets."""
+        text = without_secrets(text.replace(self.key, "***") if self.key else text)
+        return visible(" ".join(text.split())[:QUOTED], lines=False)
+
+    def _read(self, asked: Asked, content: bytes) -> tuple[tuple[int, int], str, dict[str, Any], str]:
+        """Returns tokens of question and answer, the model, the answer, and why it cannot be used, or nothing.
+
+        Raises Unusable if nothing was paid, because the body is no chat completion.
+        """
+        body, why = None, ""
+        answer: dict[str, Any] = {"text": "", "top": None}
         try:
             body = json.loads(content)
             choice = body["choices"][0]
             text = choice["message"]["content"] or ""
+            text = text if isinstance(text, str) else "".join(part.get("text", "") for part in text)
+            answer["text"] = text.encode(errors="replace").decode()  # a lone surrogate cannot be written
             top = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs")
-            top = [[one["token"], float(one["logprob"])] for one in top] if top else None
-            usage, model = body.get("usage") or {}, body.get("model", self.given.model)
-            sent = usage.get("prompt_tokens", _length(asked.messages))
-            tokens = int(sent), int(usage.get("completion_tokens", len(text) // CHARACTERS))
+            answer["top"] = [[one["token"], float(one["logprob"])] for one in top] if top else None
+            if choice.get("finish_reason") == "length" and self.given.form != "yes":
+                raise Unusable("it is cut off at max_tokens; raise it")
+            asked.check(answer)
+        except Unusable as problem:
+            why = f"found {self._quoted(answer['text'])!r}: {problem}"
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise Unusable(f"it is no chat completion ({in_brief(error, 80)})") from error
-        return {"text": str(text), "top": top}, str(model), tokens
+            why = f"it is no chat completion ({self._quoted(in_brief(error, 80))})"
+        if not isinstance(body, dict) or body.keys().isdisjoint(("choices", "usage")):
+            raise Unusable(why)
+        usage = body.get("usage") if isinstance(body.get("usage"), dict) else {}
+        tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if not all(type(one) is int and one >= 0 for one in tokens):
+            tokens = _length(asked.messages), len(answer["text"]) // CHARACTERS
+        return tokens, str(body.get("model", self.given.model)), answer, why
 
-    def _problem(self, asked: Asked, answer: dict[str, Any], model: str) -> str:
-        """Returns why an answer cannot be used, or nothing. Ends the call if the file names another model."""
+    def _other_model(self, model: str) -> str:
+        """Returns that another model answers, or nothing. Ends the call if the file names another model."""
         given = self.given
         if model == given.model:
             self.named = True
-            try:
-                asked.check(answer)
-            except Unusable as problem:
-                return f"found {short(answer['text'])!r}: {problem}"
             return ""
-        found = f"{given.endpoint} answers as {short(model)}"
+        model = self._quoted(model)
+        found = f"{given.endpoint} answers as {model}"
         if not (self.named or self.store.answers):  # else the endpoint has changed its model, which can pass
             self.error = self.error or InputError(
-                f"{self.name}: {found}; write `model: {short(model)}` into the judge's file"
+                f"{self.name}: {found}; write `model: {model}` into the judge's file"
             )
         return f"{found}, expected {short(given.model)}"
 

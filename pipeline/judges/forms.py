@@ -11,11 +11,13 @@ from random import Random
 from string import ascii_uppercase
 from typing import Any
 
-from pipeline.config.judge import PLACEHOLDER, Definition
+from pipeline.config.judge import PLACEHOLDER, Definition, plain
 from pipeline.errors import InputError
 from pipeline.figures import mean
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
+LEAD = r"[ >+-]*(?:\d+[.)] )?"  # of a line in a list or a quotation
+LEAST_SHARE = 0.5  # of the probability of a first token, that both words have together
 TOP_LOGPROBS = 20  # alternatives to a token, the most that endpoints give
 
 
@@ -29,11 +31,12 @@ class Unusable(Exception):
 class Question:
     """One request's worth of completions.
 
-    `rows` are their numbers among the samples, in the order in which the judge sees them.
+    `rows` has for each completion, in the order in which the judge sees them, the numbers of the samples with
+    this text.
     """
 
     messages: list[dict[str, str]]
-    rows: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
 
 
 def questions(given: Definition, prompts: Sequence[str], completions: Sequence[str], rows: Sequence[dict[str, Any]],
@@ -42,7 +45,8 @@ def questions(given: Definition, prompts: Sequence[str], completions: Sequence[s
     if given.form != "rank":
         numbers = range(len(prompts))
         return [
-            Question(_messages(given, prompts[i], rows[i], completion=completions[i]), (i,)) for i in numbers
+            Question(_messages(given, prompts[i], rows[i], completion=completions[i]), ((i,),))
+            for i in numbers
         ]
     members: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
@@ -51,12 +55,15 @@ def questions(given: Definition, prompts: Sequence[str], completions: Sequence[s
     for several in members.values():
         if len(several) < 2:
             raise InputError("a judge with `form: rank` compares completions, and this prompt has only one")
-        for order in _orders(given, prompts[several[0]], [completions[i] for i in several]):
-            shown = [several[place] for place in order]
-            named = zip(labels(len(shown)), shown, strict=True)
-            texts = "\n\n".join(f"Response {label}:\n{completions[i]}" for label, i in named)
-            messages = _messages(given, prompts[shown[0]], rows[shown[0]], completions=texts)
-            asked.append(Question(messages, tuple(shown)))
+        by_text: dict[str, tuple[int, ...]] = {}
+        for i in several:
+            by_text[completions[i]] = (*by_text.get(completions[i], ()), i)
+        first = several[0]
+        for order in _orders(given, prompts[first], list(by_text)) if len(by_text) > 1 else ():
+            named = zip(labels(len(order)), order, strict=True)
+            texts = "\n\n".join(f"Response {label}:\n{text}" for label, text in named)
+            messages = _messages(given, prompts[first], rows[first], completions=texts)
+            asked.append(Question(messages, tuple(by_text[text] for text in order)))
     return asked
 
 
@@ -65,10 +72,10 @@ def labels(count: int) -> list[str]:
     return list(ascii_uppercase[:count]) if count <= 26 else [f"R{i + 1}" for i in range(count)]
 
 
-def _orders(given: Definition, prompt: str, texts: list[str]) -> list[list[int]]:
-    """Returns the orders in which completions are shown, drawn from the texts, so all processes agree."""
-    drawn = sorted(range(len(texts)), key=lambda place: texts[place])
-    Random(hashlib.sha256("\0".join([given.digest, prompt, *sorted(texts)]).encode()).digest()).shuffle(drawn)
+def _orders(given: Definition, prompt: str, texts: list[str]) -> list[list[str]]:
+    """Returns the orders in which texts are shown, drawn from them, so all processes agree."""
+    drawn = sorted(texts)
+    Random(hashlib.sha256("\0".join([given.digest, prompt, *drawn]).encode()).digest()).shuffle(drawn)
     return [drawn, drawn[::-1]] if given.orders == "both" else [drawn]
 
 
@@ -89,7 +96,7 @@ def _messages(given: Definition, prompt: str, row: dict[str, Any], **shown: str)
 
 
 def scores_of(given: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
-    """Returns a score from 0 to 1 for each row of the question. Raises Unusable if the answer lacks one.
+    """Returns a score from 0 to 1 for each completion of the question. Raises Unusable if the answer lacks one.
 
     Args:
         answer: `text`, and for `yes` the `top` tokens of the first place, as [token, log-prob].
@@ -99,17 +106,19 @@ def scores_of(given: Definition, question: Question, answer: dict[str, Any]) -> 
     return read[given.form](given, question, answer)
 
 
-def _lines(text: str, name: str, value: str) -> list[str]:
-    """Returns the values of all lines `NAME: VALUE`, whatever their case, with or without Markdown."""
-    plain = re.sub(r"[*_`#]", "", text)
-    return re.findall(rf"(?im)^[ \t\->]*{re.escape(re.sub(r'[*_`#]', '', name))}[ \t]*:[ \t]*({value})[ \t.]*$", plain)  # fmt: skip
+def _lines(answer: dict[str, Any], name: str) -> list[str]:
+    """Returns what follows `NAME:` in all lines that begin so, after the judge's thoughts."""
+    text = plain(answer["text"].rpartition("</think>")[2])
+    return re.findall(rf"(?m)^{LEAD}{name}[. ]*: ?(.*)$", text)
 
 
 def _score(given: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
-    found = _lines(answer["text"], "Score", rf"{NUMBER}(?:[ \t]*/[ \t]*{given.high:g})?")
-    if len(found) != 1:
-        raise Unusable(f"it has {len(found)} lines `Score: NUMBER`, expected one")
-    number = float(found[0].partition("/")[0])
+    last = _lines(answer, "(?:final |overall )?score")[-1:]  # others may be quotations
+    scale = re.escape(f"{given.high:g}")
+    found = re.fullmatch(rf"({NUMBER})(?: ?(?:/|out of) ?{scale})?", "".join(last))
+    if not found:
+        raise Unusable("its last line `Score: NUMBER` is missing, or is no number")
+    number = float(found[1])
     low, high = sorted((given.low, given.high))
     if not low <= number <= high:
         raise Unusable(f"it scores {number:g}, expected {low:g} to {high:g}")
@@ -117,32 +126,34 @@ def _score(given: Definition, question: Question, answer: dict[str, Any]) -> lis
 
 
 def _yes(given: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
-    good, bad = given.words
-    shares = {good.lower(): 0.0, bad.lower(): 0.0}
+    good, bad = map(plain, given.words)
+    shares = {good: 0.0, bad: 0.0}
     for token, logprob in answer["top"] or ():
-        start = str(token).strip().strip("▁Ġ").lower()
-        if start and logprob <= 1e-3:  # a small vocabulary may begin Yes with Y
-            for word in shares:
-                shares[word] += math.exp(logprob) * word.startswith(start)
-    if not sum(shares.values()) > 0:
-        raise Unusable(f"its first token is neither {good} nor {bad}, or it has no top_logprobs")
-    return [shares[good.lower()] / sum(shares.values())]
+        start = plain(str(token).strip().strip("▁Ġ"))
+        begun = [word for word in shares if start and word.startswith(start)]
+        if len(begun) == 1 and logprob <= 1e-3:  # a small vocabulary may begin Yes with Y
+            shares[begun[0]] += math.exp(logprob)
+    total = sum(shares.values())
+    if not total >= LEAST_SHARE:
+        words = " or ".join(given.words)
+        raise Unusable(f"its first token, in top_logprobs, is {words} with a probability of only {total:.2g}")
+    return [shares[good] / total]
 
 
 def _rank(given: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
     known = labels(len(question.rows))
-    found = _lines(answer["text"], "Ranking", r"\w+(?:[ \t]*>[ \t]*\w+)*")
-    order = [part.strip().upper() for part in found[0].split(">")] if len(found) == 1 else []
+    last = "".join(_lines(answer, "(?:final )?ranking")[-1:])
+    order = [part.strip().removeprefix("response ").upper() for part in last.split(">")]
     if sorted(order) != sorted(known):
-        raise Unusable(f"it has no single line `Ranking: ` with each of {', '.join(known)} once")
+        raise Unusable(f"its last line `Ranking: ` lacks each of {', '.join(known)} once")
     return [1 - order.index(label) / (len(known) - 1) for label in known]
 
 
 def _rubric(given: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
     total = weights = 0.0
     for one in given.criteria or []:
-        choices = [str(choice).lower() for choice in one["choices"]]
-        found = [choice.strip(" \t.").lower() for choice in _lines(answer["text"], one["name"], r"[^\n]*?")]
+        choices = [plain(str(choice)) for choice in one["choices"]]
+        found = _lines(answer, re.escape(plain(one["name"])))
         if len(found) != 1 or found[0] not in choices:
             raise Unusable(f"it has no single line `{one['name']}: ` with one of {', '.join(choices)}")
         weight = float(one.get("weight", 1.0))
@@ -152,9 +163,10 @@ def _rubric(given: Definition, question: Question, answer: dict[str, Any]) -> li
 
 
 def means(count: int, scored: Sequence[tuple[Question, list[float]]]) -> list[float]:
-    """Returns the mean score of each of `count` samples."""
+    """Returns the mean score of each of `count` samples; 0.5 for one that was asked nothing about."""
     several: list[list[float]] = [[] for _ in range(count)]
     for question, scores in scored:
-        for row, score in zip(question.rows, scores, strict=True):
-            several[row].append(score)
-    return [mean(scores) for scores in several]
+        for rows, score in zip(question.rows, scores, strict=True):
+            for row in rows:
+                several[row].append(score)
+    return [mean(scores or [0.5]) for scores in several]

@@ -47,8 +47,9 @@ class JudgeReward(Reward):
         ]
         notes: list[dict[str, Any]] = [{"words": [], "orders": []} for _ in samples.rows]
         for (one, scores), answer in zip(scored, answers, strict=True):
-            for place, (row, score) in enumerate(zip(one.rows, scores, strict=True)):
-                notes[row]["words"].append(answer["text"])
-                notes[row]["orders"] += [(place, score)] if self.compares else []
+            for place, (rows, score) in enumerate(zip(one.rows, scores, strict=True)):
+                for row in rows:
+                    notes[row]["words"].append(answer["text"])
+                    notes[row]["orders"] += [(place, score)] if self.compares else []
         samples.notes[self.name] = notes
         return forms.means(len(samples), scored)

@@ -1,8 +1,8 @@
 """Answers of a judge on disk. A process writes one file, and reads those of all others, also of earlier runs.
 
 A line is JSON: an answer with its `key` and `tokens`, the `tokens` of an answer that could not be used, or
-the `counts` of a call. In a bucket, where nothing can be added to a file, each group of answers is a new
-file.
+the other `counts` of a call. In a bucket, where nothing can be added to a file, each group of answers is
+a new file.
 """
 
 from __future__ import annotations
@@ -70,7 +70,11 @@ class Store:
         complete = content[: content.rfind(b"\n") + 1]
         self.read[name] = self.read.get(name, 0) + len(complete)
         for line in complete.splitlines():
-            self._add(json.loads(line))
+            try:
+                self._add(json.loads(line))
+            except ValueError:  # left by a full disk
+                path = storage.join(self.folder, name)
+                print(f"warning: {path}: a line is no JSON, and is skipped", flush=True)
 
     def _add(self, record: dict[str, Any]) -> None:
         totals = self.totals[record["run"]]
@@ -81,6 +85,7 @@ class Store:
             for name, value in zip(("sent", "answered"), record["tokens"], strict=True):
                 totals[name] += value
         if "key" in record:
+            totals["judged"] += 1
             self.answers.setdefault(record["key"], record["answer"])
 
     def costs(self, given: Definition) -> dict[str, float]:
@@ -121,10 +126,11 @@ class Store:
         try:
             while self.waiting:
                 group, self.waiting = self.waiting, []
-                lines = [json.dumps(record, ensure_ascii=False) for record, _ in group]
+                lines = [json.dumps(record) for record, _ in group]
                 try:
                     await asyncio.to_thread(self._append, lines)
                 except Exception as error:  # a full disk, or a bucket that does not answer
+                    self.name = uuid.uuid4().hex  # the last line of the old file may be half written
                     for _, done in group:
                         if not done.done():
                             done.set_exception(error)

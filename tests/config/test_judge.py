@@ -1,14 +1,24 @@
 """The file of a judge: what is wrong in it is named with its line, and what decides its scores is in its digest."""
 
+import json
 import re
 
 import pytest
+import yaml
 
 from pipeline.config import judge, load_job
 from pipeline.config.judge import LIMITS, Definition
 from pipeline.errors import InputError
 
 RIGHT = "model: wise\nform: score\n"
+
+
+def rubric(*changed):
+    """A file with a criterion for each mapping, which has other values than usual for some keys."""
+    usual = {"name": "a", "text": "b", "choices": ["bad", "good"]}
+    return json.dumps(
+        {"model": "wise", "form": "rubric", "criteria": [usual | yaml.safe_load(one) for one in changed]}
+    )
 
 
 @pytest.mark.parametrize(
@@ -22,11 +32,25 @@ RIGHT = "model: wise\nform: score\n"
         (RIGHT + "endpoint: http://me:secret@there/v1\n", r"endpoint: the value looks like a secret"),
         (RIGHT + "prompt: Is it good?\n", r"judge\.yaml:3: prompt: lacks \{completion\}"),
         ("model: wise\nform: rank\nprompt: '{completion}'\n", r"prompt: lacks \{completions\}"),
+        (RIGHT + "prompt: '{completion} {completions}'\n", r"prompt: shows \{completions\}, which `form: score` lacks"),
+        ("model: wise\nform: rank\nprompt: '{completions} {completion}'\n", r"prompt: shows \{completion\}, which"),
         ("model: wise\nform: rubric\n", r"criteria: `form: rubric` needs them"),
         ("model: wise\nform: rubric\ncriteria: [{name: a, text: b, choices: [c]}]\n", r"criteria: 0: found"),
         ("model: wise\nform: rubric\ncriteria: [{name: a, text: b, choices: [c, C]}]\n", r"criteria: 0: found"),
-        (RIGHT + "draws: 3\n", r"draws: found 3, but all answers would be equal"),
+        (rubric("{choices: ['A', 'A*']}"), "expected two or more different choices"),
+        (rubric("{choices: [C, 'C#']}"), "expected two or more different choices"),
+        (rubric("{choices: ['no', 'No.']}"), "expected two or more different choices"),
+        (rubric("{choices: ['*', good]}"), "expected two or more different choices"),
+        (rubric("{choices: ['bad, rude', good]}"), "choices, on one line and without commas"),
+        (rubric("{name: a_b}", "{name: ab}"), "criteria: 1: .*expected a name of its own, on one line; case, Markdown"),
+        (rubric('{name: "a\\nb"}'), "expected a name of its own, on one line"),
+        (rubric("{name: '**'}"), "expected a name of its own"),
+        (rubric("{weight: 0}"), "expected a weight above 0$"),
+        (rubric("{wieght: 1}"), r"expected \{name: NAME, text: TEXT"),
+        (RIGHT + "draws: 3\n", r"draws: found 3, but all answers are equal without a temperature"),
         (RIGHT + "words: [Yes, yes]\n", r"words: found \['Yes', 'yes'\], expected two different words"),
+        (RIGHT + "words: [safe, Safest.]\n", r"words: found .*of which none begins with the other"),
+        (RIGHT.replace("score", "yes") + "draws: 3\ntemperature: 1\n", r"draws: found 3, .*or with `form: yes`; use 1"),
         (RIGHT + "low: 10\n", r"high: found 10, which is also `low`"),
     ],
 )  # fmt: skip
@@ -40,7 +64,7 @@ def test_a_wrong_file_is_named_with_its_line(text, says, tmp_path):
 def test_the_digest_covers_what_decides_the_scores_and_no_limit():
     plain = Definition("wise", "score")
     others = {"model": "other", "form": "yes", "endpoint": "http://x", "system": "s", "prompt": "{completion}", "low": 0.0,
-              "words": ["Right", "Wrong"],              "high": 5.0, "criteria": [{}], "orders": "both", "draws": 2, "temperature": 1.0, "max_tokens": 9}  # fmt: skip
+              "words": ["Right", "Wrong"], "body": {"temperature": None}, "high": 5.0, "criteria": [{}], "orders": "both", "draws": 2, "temperature": 1.0, "max_tokens": 9}  # fmt: skip
     limits = {"concurrency": 2, "most_calls": 3, "timeout_s": 1.0, "api_key_variable": "KEY"}
     digests = {
         Definition(**{"model": "wise", "form": "score", key: value}).digest for key, value in others.items()

@@ -1,5 +1,6 @@
 """Broken judges: `evaluate` names what is wrong with each, and nothing is wrong with a good one."""
 
+import math
 import random
 import re
 
@@ -75,9 +76,14 @@ def biased(first, second, asked):
 
 
 def yes(share):
-    return lambda asked: chat(
-        "Yes", top=[{"token": "Yes", "logprob": share(shown(asked)[0])}, {"token": "No", "logprob": -1.0}]
-    )
+    """`share` is the probability of Yes."""
+
+    def answer(asked):
+        good = share(shown(asked)[0])
+        shares = {"Yes": good, "No": 1 - good}
+        return chat("Yes", top=[{"token": word, "logprob": math.log(one)} for word, one in shares.items()])
+
+    return answer
 
 
 BROKEN = {
@@ -88,11 +94,11 @@ BROKEN = {
     "a bias to brevity": ("score", score(lambda text: 10 - min(9, len(text) / 10)), "prefers the shorter completion"),
     "ties only": ("score", score(lambda text: 7), r"100% of the pairs have equal scores"),
     "chance": ("score", lambda asked: f"Score: {random.Random(str(asked)).uniform(1, 10)}", r"may be chance"),
-    "always sure": ("yes", yes(lambda text: -0.001), r"equal scores"),
-    "NaN": ("score", score(lambda text: "nan"), r"no usable answer .*it has 0 lines `Score: NUMBER`"),
+    "always sure": ("yes", yes(lambda text: 0.999), r"equal scores"),
+    "NaN": ("score", score(lambda text: "nan"), r"no usable answer .*its last line `Score: NUMBER` is missing"),
     "another scale": ("score", score(lambda text: 85), r"no usable answer .*it scores 85, expected 1 to 10"),
     "a criterion missing": ("rubric", lambda asked: "correct: right", r"no usable answer .*no single line `polite: `"),
-    "no log-probs": ("yes", lambda asked: "Yes", r"no usable answer .*no top_logprobs"),
+    "no log-probs": ("yes", lambda asked: "Yes", r"no usable answer .*in top_logprobs, is Yes or No with a probability of only 0"),
     "another model": ("score", lambda asked: chat("Score: 3", model="cheap"), r"answers as cheap; write `model: cheap`"),
 }  # fmt: skip
 
@@ -121,7 +127,7 @@ def test_what_is_wrong_with_a_judge_is_named(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("form", "answer"),
-    [("score", score(lambda text: quality(text, 0.1))), ("rank", rank(lambda a, b, _: "good" in a)), ("yes", yes(lambda text: -0.1 if "good" in text else -3))],
+    [("score", score(lambda text: quality(text, 0.1))), ("rank", rank(lambda a, b, _: "good" in a)), ("yes", yes(lambda text: 0.9 if "good" in text else 0.05))],
 )  # fmt: skip
 def test_nothing_is_wrong_with_a_good_one(form, answer, tmp_path):
     assert found(tmp_path, form, answer) == []

@@ -1,5 +1,6 @@
 """Answers of a judge: each is paid once, whatever the endpoint and the processes do, and no failure is a score."""
 
+import errno
 import json
 import os
 import subprocess
@@ -7,7 +8,7 @@ import sys
 import time
 
 import pytest
-from judging import FAULTS, MODEL, judging, liking
+from judging import FAULTS, MODEL, chat, judging, liking
 from running import ROOT
 
 from pipeline.config.judge import Definition
@@ -83,7 +84,6 @@ def test_an_alias_ends_the_run_at_the_first_answer(tmp_path):
     ("fault", "says"),
     [
         (500, "status 500"),
-        ("nonsense", "I cannot say"),
         ("other model", "answers as cheap"),
         ("hangs", "TimeoutError"),
     ],
@@ -102,18 +102,101 @@ def test_after_patience_the_run_ends_with_one_line_and_continues(fault, says, tm
         assert set(server.paid.values()) == {1} and len(server.paid) == 4
 
 
+def cut():
+    said = chat("Score: 1")  # of Score: 10
+    said["choices"][0]["finish_reason"] = "length"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ("I cannot say.", r"found 'I cannot say\.'"),
+        (cut(), r"cut off at max_tokens; raise it"),
+        ({"model": MODEL, "choices": [], "usage": {}}, "no chat completion"),
+    ],
+)
+def test_five_answers_to_a_question_that_cannot_be_used_end_the_run(said, says, tmp_path):
+    with judging(lambda asked: said) as server:
+        judge = reward(server, tmp_path, patience_s=-1)
+        with pytest.raises(Failure, match=rf"no usable answer in 5 answers to one question; .*{says}"):
+            judge.checked(samples(1))
+        assert len(server.requests) == judge.client.store.totals["run"]["calls"] == 5
+
+
+def test_an_answer_of_one_token_is_not_cut_off(tmp_path):
+    said = chat("Yes", top=[{"token": "Yes", "logprob": 0.0}])
+    said["choices"][0]["finish_reason"] = "length"
+    with judging(lambda asked: said) as server:
+        assert reward(server, tmp_path, form="yes").checked(samples(1)) == [1.0]
+
+
+def test_waiting_for_a_turn_does_not_prolong_the_patience(tmp_path):
+    with judging(faults=[500] * 60) as server:
+        with pytest.raises(Failure, match=r"no usable answer for 0\.3 s"):
+            reward(server, tmp_path, patience_s=0.3, requests_per_minute=1200).checked(samples(3))
+
+
+def test_a_pause_is_not_longer_than_the_patience(tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "PAUSES_S", (9.0, 9.0))
+    with judging(faults=[500]) as server:
+        judge = reward(server, tmp_path, patience_s=0.2)
+        assert judge.checked(samples(1)) == expected(judge.given, samples(1))
+
+
+def test_what_is_paid_for_an_answer_that_cannot_be_used_is_counted(tmp_path):
+    usage = {"prompt_tokens": 100, "completion_tokens": 10}
+    said = [
+        {"model": MODEL, "choices": [], "usage": usage},
+        {"model": "cheap", "choices": [], "usage": usage},
+        chat("Score: 5", tokens=(-1, 10)),
+    ]
+    with judging(lambda asked: said.pop(0)) as server:
+        judge = reward(server, tmp_path)
+        judge.client.named = True
+        judge.checked(samples(1))
+        totals = judge.client.store.totals["run"]
+        assert totals["calls"] == 3 and totals["answered"] == 20 + len("Score: 5") // 4
+        assert totals["sent"] == 200 + len(server.requests[0][1]["messages"][0]["content"]) // 4
+
+
+def test_fields_of_the_request_and_of_the_address(tmp_path):
+    parts = [{"type": "text", "text": "Score: "}, {"type": "text", "text": "10"}]
+    with judging(lambda asked: chat(parts)) as server:
+        body = {"max_tokens": None, "max_completion_tokens": 2000, "temperature": None, "top_k": 3}
+        endpoint = f"{server.address}/v1/?api-version=1"
+        definition = Definition(MODEL, "score", endpoint, body=body)
+        judge = JudgeReward(definition, str(tmp_path), "run", 5.0)
+        assert judge.checked(samples(1)) == [1.0]
+        assert judge.client.url == f"{server.address}/v1/chat/completions?api-version=1"
+        [(_, asked)] = server.requests
+        assert set(asked) == {"model", "messages", "max_completion_tokens", "top_k"}
+        assert definition.longest == 2000
+
+
+def test_equal_completions_are_not_compared(tmp_path):
+    with judging() as server:
+        equal = Samples([[0]] * 2, [[7]] * 2, [True] * 2, [{"prompt": "p"}] * 2, Tokenizer(), groups=[0, 0])
+        assert reward(server, tmp_path, form="rank").checked(equal) == [0.5, 0.5]
+        assert server.requests == []
+
+
 def test_a_key_is_in_no_file_and_no_message(tmp_path, monkeypatch):
     key = "a-key-of-a-judge-0123456789"
     with judging(faults=["refuses"]) as server:
-        with pytest.raises(InputError, match=r"\$JUDGE_API_KEY is not set"):
-            reward(server, tmp_path, api_key_variable="JUDGE_API_KEY")
-        monkeypatch.setenv("JUDGE_API_KEY", key)
-        judge = reward(server, tmp_path, api_key_variable="JUDGE_API_KEY")
+        with pytest.raises(InputError, match=r"\$JUDGE_AUTH is not set"):
+            reward(server, tmp_path, api_key_variable="JUDGE_AUTH")
+        monkeypatch.setenv("JUDGE_AUTH", f"{key}\nX-Other: 1")
+        with pytest.raises(InputError, match=r"\$JUDGE_AUTH has a control character or a line end"):
+            reward(server, tmp_path, api_key_variable="JUDGE_AUTH")
+        monkeypatch.setenv("JUDGE_AUTH", f"{key}\n")
+        judge = reward(server, tmp_path, api_key_variable="JUDGE_AUTH")
         with pytest.raises(
-            InputError, match=r"refused a request \(status 401: .*\*\*\*.*; is the key in \$JUDGE_API_KEY"
+            InputError,
+            match=r"refused a request \(status 401: .*not .*\*\*\*; ask for another\); is the key in \$JUDGE_AUTH",
         ) as caught:
             judge.checked(samples(1))
-        assert key not in str(caught.value)
+        assert key[:9] not in str(caught.value)
         judge.checked(samples(3))
         assert all(headers["Authorization"] == f"Bearer {key}" for headers, _ in server.requests)
         assert not any(key in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
@@ -124,8 +207,9 @@ def test_a_budget_is_kept_and_can_be_raised(tmp_path):
         with pytest.raises(
             Failure, match=r"budget for this run is spent \(5 answers, \$0; most_calls: 5\); raise most_calls"
         ):
-            reward(server, tmp_path, most_calls=5, concurrency=3).checked(samples(9))
-        assert server.paid.total() == 5
+            (judge := reward(server, tmp_path, most_calls=5, concurrency=3)).checked(samples(9))
+        assert server.paid.total() == 5 == judge.client.counts["judged"]
+        assert judge.client.counts["from_store"] == 0, "four have no answer"
         prices = dict(
             dollars_per_million_input=1e4, dollars_per_million_output=0.0, concurrency=3
         )  # a dollar each
@@ -178,6 +262,8 @@ def test_processes_that_ask_the_same_at_the_same_time_pay_once_and_a_killed_one_
         killed.kill()
         killed.wait()
         assert server.paid.total() == 6
+        costs = Store(str(tmp_path / "answers"), "run").costs(given(server))
+        assert costs["judged"] == 6, "it was killed before it could write its counts"
         server.delay = 0.02
         two = [process(server, tmp_path, 20) for _ in range(2)]
         said = [json.loads(one.communicate(timeout=60)[0]) for one in two]
@@ -185,7 +271,7 @@ def test_processes_that_ask_the_same_at_the_same_time_pay_once_and_a_killed_one_
         assert set(server.paid.values()) == {1} and len(server.paid) == 20
 
 
-def test_a_torn_line_is_no_answer(tmp_path):
+def test_a_torn_line_is_no_answer(tmp_path, capsys):
     with judging() as server:
         judge = reward(server, tmp_path)
         judge.checked(samples(2))
@@ -198,6 +284,37 @@ def test_a_torn_line_is_no_answer(tmp_path):
         assert len(store.answers) == 1
         assert reward(server, tmp_path).checked(samples(2)) == expected(judge.given, samples(2))
         assert server.paid.total() == 3
+        assert "warning" not in capsys.readouterr().out
+        file.write_bytes(answers[1][:-5] + answers[1] + answers[0])
+        store = Store(folder(str(tmp_path), judge.given), "other")
+        store.refresh()
+        assert f"warning: {file}: a line is no JSON" in capsys.readouterr().out
+        assert len(store.answers) == 2, "the other line, and that of the other file"
+
+
+def test_a_full_disk_leaves_a_store_that_can_be_read(tmp_path, monkeypatch, capsys):
+    def full(file):
+        os.ftruncate(file, os.fstat(file).st_size - 5)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with judging() as server:
+        judge = reward(server, tmp_path)
+        judge.checked(samples(1))
+        with monkeypatch.context() as context, pytest.raises(OSError, match="No space left"):
+            context.setattr(os, "fsync", full)
+            judge.checked(samples(2))
+        found = judge.checked(samples(3))
+        asked = len(server.requests)
+        assert reward(server, tmp_path).checked(samples(3)) == found and len(server.requests) == asked
+        assert "warning" not in capsys.readouterr().out
+
+
+def test_half_a_character_in_an_answer(tmp_path):
+    tops = [{"token": "Yes", "logprob": -0.1}, {"token": "\ud800", "logprob": -9}]
+    with judging(lambda asked: chat("\ud800", top=tops)) as server:
+        judge, several = reward(server, tmp_path, form="yes"), samples(3)
+        assert judge.checked(several) == [1.0] * 3
+        assert several.notes["judge"][0]["words"] == ["?"]
 
 
 def test_a_bucket_gets_parts(tmp_path):

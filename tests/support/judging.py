@@ -49,7 +49,7 @@ class Judging(Handler):
             self.send(fault, b'{"error": "no"}', "application/json", Retry_After="0.01")
             return
         if fault == "refuses":
-            self.send(401, f"not {self.headers['Authorization']}".encode())
+            self.send(401, f"{'x' * 60}\n not {self.headers['Authorization']}; ask for another".encode())
             return
         if fault == "torn":
             self.send(200, b'{"choices": [', "application/json")
