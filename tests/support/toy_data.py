@@ -130,8 +130,9 @@ def make(tmp_path, stage="sft", packing=False, context=400, template=None, on_ra
 def evaluator(folder, tokenizer=None, rows_per_forward=64) -> SimpleNamespace:
     """Returns a single worker of `evaluate`, without models."""
     data, args = SimpleNamespace(subset=None), SimpleNamespace(rows_per_forward=rows_per_forward)
-    job = SimpleNamespace(data=data, args=args, folder=str(folder), judge=None)
-    work = SimpleNamespace(context=1 << 20, lease=SimpleNamespace(require=lambda: None))
+    job = SimpleNamespace(data=data, args=args, judge=None)
+    lease = SimpleNamespace(require=lambda: None)
+    work = SimpleNamespace(context=1 << 20, folder=str(folder), lease=lease)
     return SimpleNamespace(
         rank=0, world=1, gather=lambda own: [own], tokenizer=tokenizer, work=work, job=job, args=args
     )
