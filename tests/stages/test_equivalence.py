@@ -34,7 +34,8 @@ def test_losses_equal_those_of_bare_trl(name, one_worker, storage):
     assert max(theirs) - min(theirs) > 1e-2, "the losses do not move: nothing was compared"
 
 
-# For the other stages, tests/data/test_feed.py and tests/ppo/test_trainer.py test this on toy rows.
+# On toy rows, tests/data/test_feed.py and tests/ppo/test_trainer.py test this for all stages.
+@pytest.mark.slow
 def test_two_workers_equal_one_with_twice_the_batch(one_worker, storage):
     two = stage("rm", storage, "equal-rm-2", *QUICK, "scaling.num_workers=2")
     ours = curve(storage, two)
