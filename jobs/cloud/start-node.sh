@@ -4,7 +4,8 @@
 #   start-node.sh head|worker [options of `ray start`]      cluster.yaml and its variants call it after `ray stop`
 #   start-node.sh stop                                      on the head, before `ray down`
 # MLFLOW_BACKEND and MLFLOW_ARTIFACTS say where MLflow stores runs and files. Without MLFLOW_BACKEND, runs are in a local file
-# that is copied to the bucket. HEAD_IDLE_HOURS ends the machine of the head after so many hours without a job.
+# that is copied to the bucket. HEAD_IDLE_HOURS ends the machine: the head's after so many hours without a job, a worker's after so
+# many hours without a head.
 set -euo pipefail
 role=$1
 shift
@@ -33,12 +34,22 @@ if [ "$role" = stop ]; then   # stops MLflow, and saves its last state
   exit 0
 fi
 
-if [ "$role" = idle ]; then   # ends this machine after $1 hours without a job
+needed() {   # a worker is needed while its head listens, a head while a job runs, or while Ray lives and does not tell
+  if [ -n "${RAY_HEAD_IP:-}" ]; then timeout 10 bash -c "< /dev/tcp/$RAY_HEAD_IP/6379" 2> /dev/null; return; fi
+  local jobs token
+  token=$(cat "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}")
+  if jobs=$(curl -sf -m 60 -H "Authorization: Bearer $token" http://127.0.0.1:8265/api/jobs/); then
+    grep -qE '"status": *"(PENDING|RUNNING)"' <<< "$jobs"
+  else
+    pgrep -x raylet > /dev/null
+  fi
+}
+
+if [ "$role" = idle ]; then   # ends this machine after $1 hours in which it was not needed
   seconds=$(python -c "print(int(float('$1') * 3600))") since=$SECONDS
   while (( SECONDS - since < seconds )); do
     sleep $(( seconds < 600 ? 1 : 60 ))
-    jobs=$(curl -sf -H "Authorization: Bearer $(cat "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}")" http://127.0.0.1:8265/api/jobs/ || true)
-    if grep -qE '"status": *"(PENDING|RUNNING)"' <<< "$jobs"; then since=$SECONDS; fi
+    if needed; then since=$SECONDS; fi
   done
   bash "$here/start-node.sh" stop
   sudo shutdown -h now
@@ -76,6 +87,9 @@ head_ip=${RAY_HEAD_IP:-$node_ip}
 export MLFLOW_TRACKING_URI=http://$head_ip:5000 MLFLOW_TRACKING_USERNAME=admin MLFLOW_TRACKING_PASSWORD=$RAY_AUTH_TOKEN
 export RAY_USAGE_STATS_ENABLED=0 MLFLOW_DISABLE_TELEMETRY=true
 
+if [ -n "${HEAD_IDLE_HOURS:-}" ]; then
+  setsid nohup flock -n "$logs/idle.lock" bash "$here/start-node.sh" idle "$HEAD_IDLE_HOURS" >> "$logs/idle.log" 2>&1 < /dev/null &
+fi
 if [ "$role" = head ]; then
   mkdir -p "$HOME/mlflow"
   if [ -z "${MLFLOW_BACKEND:-}" ] && [ -n "${MLFLOW_ARTIFACTS:-}" ]; then
@@ -97,9 +111,6 @@ if [ "$role" = head ]; then
   fi
   ray start --head --port=6379 --object-manager-port=8076 --dashboard-host=127.0.0.1 \
     --autoscaling-config="$HOME/ray_bootstrap_config.yaml" "$@"
-  if [ -n "${HEAD_IDLE_HOURS:-}" ]; then
-    setsid nohup flock -n "$logs/idle.lock" bash "$here/start-node.sh" idle "$HEAD_IDLE_HOURS" >> "$logs/idle.log" 2>&1 < /dev/null &
-  fi
   for _ in $(seq 90); do
     curl -sf -o /dev/null "http://$head_ip:5000/health" && exit 0
     sleep 2

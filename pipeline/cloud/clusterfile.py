@@ -1,10 +1,8 @@
 """Reads cluster.yaml on the submitter's machine: what `make up` will start, and which nodes a job may get.
 
-    python -m pipeline.cloud.clusterfile up cluster.yaml     # make up: checks it, prints what will run, and calls `ray up`
-    python -m pipeline.cloud.clusterfile status|dashboard|down cluster.yaml
+    python -m pipeline.cloud.clusterfile up|status|dashboard|down cluster.yaml
 
-Exit status 2 with one message if the file is wrong or you are not signed in to the cloud, else Ray's. `CLUSTER` names another
-file than cluster.yaml.
+Exit status 2 with one message if the file is wrong or you are not signed in to the cloud, else Ray's.
 """
 
 import os
@@ -46,6 +44,7 @@ class NodeType:
 
     resources: dict[str, float]
     max_workers: int = 1
+    min_workers: int = 0
     instance: str = ""
     labels: dict[str, str] = field(default_factory=dict)
 
@@ -76,7 +75,7 @@ def worker_types(config: dict[str, Any]) -> dict[str, NodeType]:
         if gpu := labels.get(GPU_LABEL):  # A100 for both sizes of A100
             resources.setdefault(f"{ACCELERATOR_TYPE}{re.sub('^A100-.*', 'A100', gpu)}", 1.0)
         most = int(kind.get("max_workers", config.get("max_workers", 2)))
-        found[name] = NodeType(resources, most, _instance(kind), labels)
+        found[name] = NodeType(resources, most, int(kind.get("min_workers", 0)), _instance(kind), labels)
     return found
 
 
@@ -91,9 +90,6 @@ def types_of(name: str) -> tuple[dict[str, NodeType], int]:
     if not config or config.get("cluster_name") != name:
         return {}, 0
     return worker_types(config), int(config.get("max_workers", 2))
-
-
-# ------------------------------------------------------------------------------------------------- make up
 
 
 def check(file: Path) -> dict[str, Any]:
@@ -111,6 +107,10 @@ def check(file: Path) -> dict[str, Any]:
         if not os.path.exists(os.path.expanduser(local)):
             hint = "; make one with: ray get-auth-token --generate" if "auth_token" in local else ""
             raise InputError(f"{file}: file_mounts: {remote}: there is no {local}{hint}")
+    warm = [name for name, kind in worker_types(config).items() if kind.min_workers]
+    if warm and "HEAD_IDLE_HOURS=" in " ".join(config.get("head_start_ray_commands") or []):
+        why = "the head ends itself when idle (HEAD_IDLE_HOURS), and would leave such a worker running"
+        raise InputError(f"{why}; set 0, or remove HEAD_IDLE_HOURS", key=f"{file}: {warm[0]}.min_workers")
     return config
 
 
@@ -119,20 +119,16 @@ def summary(file: Path, config: dict[str, Any]) -> str:
     provider, types = config["provider"], worker_types(config)
     where = provider.get("region") or provider.get("head_ip") or provider.get("module", "")
     lines = [f"{file}: cluster {config['cluster_name']!r} on {provider['type']} {where}"]
-    head = NodeType(
-        {},
-        instance=_instance((config.get("available_node_types") or {}).get(config.get("head_node_type"), {})),
-    )
+    kinds = config.get("available_node_types") or {}
+    head = NodeType({}, instance=_instance(kinds.get(config.get("head_node_type"), {})))
     if head.instance:
         hours = re.search(r"\bHEAD_IDLE_HOURS=(\S+)", " ".join(config.get("head_start_ray_commands") or []))
-        until = (
-            f"`make down`, or {hours[1]} hours without a job" if hours else "`make down`, even if no job runs"
-        )
-        lines.append(f"  now            1 x {head.instance}, {_price(head)}, until {until}")
+        until = f"or {hours[1]} hours without a job" if hours else "even if no job runs"
+        lines.append(f"  now            1 x {head.instance}, {_price(head)}, until `make down`, {until}")
     for name, kind in types.items():
         lines.append(
-            f"  when jobs ask  0 to {kind.max_workers} x {kind.instance} ({name}), {_price(kind)}; each ends after "
-            f"{config.get('idle_timeout_minutes', 5)} idle minutes"
+            f"  when jobs ask  {kind.min_workers} to {kind.max_workers} x {kind.instance} ({name}), {_price(kind)}; those above "
+            f"{kind.min_workers} end after {config.get('idle_timeout_minutes', 5)} idle minutes"
         )
     lines += [f"  {ip}" for ip in [provider.get("head_ip"), *provider.get("worker_ips", [])] if ip]
     if types:
@@ -149,9 +145,6 @@ def _price(kind: NodeType) -> str:
     if not dollars:
         return "price unknown"
     return f"{'spot, below ' if kind.labels.get('market') == 'spot' else ''}${dollars:.2f} an hour ({known.date})"
-
-
-# -------------------------------------------------------------------------------------------- the cloud account
 
 
 def check_account(config: dict[str, Any]) -> None:
@@ -185,16 +178,12 @@ def check_security_group(config: dict[str, Any]) -> None:
         return
     import boto3
 
-    asked = [{"Name": "group-name", "Values": [name]}]
-    groups = boto3.client("ec2", region_name=provider["region"]).describe_security_groups(Filters=asked)[
-        "SecurityGroups"
-    ]
-    if not any(group["IpPermissions"] for group in groups):
+    client = boto3.client("ec2", region_name=provider["region"])
+    found = client.describe_security_groups(Filters=[{"Name": "group-name", "Values": [name]}])
+    if not any(group["IpPermissions"] for group in found["SecurityGroups"]):
         why = f"{name!r} does not exist in {provider['region']}, and Ray would make one that is open to the world"
         raise InputError(f"{why}; deploy the stack of jobs/cloud/aws.yaml", key="provider.security_group")
 
-
-# ----------------------------------------------------------------------------------------------------- verbs
 
 # What follows `ray` and the cluster file, by verb.
 VERBS = {

@@ -1,21 +1,9 @@
 """Converts job files to a RayJob of KubeRay, a manifest that starts a cluster for them and then ends it.
 
-    export IMAGE=REGISTRY/rlhf:0.1.0-cuda KEYS="run.storage_path=/mnt/runs mlflow.tracking_uri=http://mlflow:5000"
-    python -m pipeline.cloud.rayjob jobs/velo $KEYS > velo.yaml                     the whole pipeline, as `rlhf`
-    python -m pipeline.cloud.rayjob jobs/velo/sft.yaml $KEYS > sft.yaml             one stage, or several one after another
-    python -m pipeline.cloud.rayjob jobs/velo/serve.yaml $KEYS > serve.yaml         a RayService
-    kubectl apply -f velo.yaml
+    python -m pipeline.cloud.rayjob jobs/velo run.storage_path=/mnt/runs mlflow.tracking_uri=http://mlflow:5000 > velo.yaml
 
-jobs/cloud/kubernetes.yaml has what these need once: claims, accounts, secret, MLflow. `make image` builds IMAGE. Runs are in a
-bucket, or in the claim `rlhf-runs` at the storage path; a base from the hub stays in the claim `rlhf-models`. Variables:
-
-    GPU, NODE_SELECTOR       if a job selects GPUs: which its nodes have, and the Kubernetes label of these nodes, as
-                             GPU=H100 NODE_SELECTOR=cloud.google.com/gke-accelerator=nvidia-h100-80gb
-    ROLLOUT_NODE_SELECTOR    the same for rollout workers, e.g. cloud.google.com/gke-spot=true
-    NODE_GPUS                GPUs of a node, by default 8: at most as many workers share a pod
-    QUEUE, PRIORITY_CLASS    Kueue's queue, which starts the suspended job; a priority class of the pods
-    DEADLINE_HOURS           after which the job is ended, by default 72; applied again, it resumes
-    SCHEDULE                 as "0 3 * * 1": a RayCronJob (alpha in KubeRay 1.7), a new run each time
+docs/clusters.md, "Kubernetes", has its arguments and environment variables. jobs/cloud/kubernetes.yaml has what the manifests
+need once: claims, accounts, secret, MLflow.
 """
 
 import copy
@@ -30,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from pipeline.cloud import preflight
 from pipeline.commands import rlhf
 from pipeline.config import Job, load_job
 from pipeline.errors import InputError
@@ -40,6 +29,7 @@ from pipeline.settle.places import places_of
 from pipeline.system import storage
 
 CLAIM = "rlhf-runs"
+MODELS = "/models"  # where pods mount the claim rlhf-models
 # The operator lets the head's account start and end the cluster's pods. The workers' account may not.
 ACCOUNTS = {"ray-head": "rlhf-head", "ray-worker": "rlhf-worker", "ray-job-submitter": "rlhf-worker"}
 # {section of the job: environment variable that selects the Kubernetes nodes of its pods}
@@ -51,20 +41,17 @@ NAME = {"RayJob": 47, "RayService": 47, "RayCronJob": 36}  # characters of a nam
 TEMPLATE = yaml.safe_load(Path(__file__).with_name("rayjob-template.yaml").read_text(encoding="utf-8"))
 
 
-class Lines(str):
-    """A text that YAML writes as a block."""
-
-
 class Dumper(yaml.SafeDumper):
-    """Dumps YAML as yaml.safe_dump does, without aliases, and Lines as blocks."""
+    """Dumps YAML as yaml.safe_dump does, without aliases, and a text of several lines as a block."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, "|" if "\n" in text else None)
 
-Dumper.add_representer(
-    Lines, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
-)
+
+Dumper.add_representer(str, Dumper.represent_str)
 
 
 def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
@@ -73,10 +60,12 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     Raises InputError for storage that pods do not share, and for variables that are missing or contradict a job.
     """
     jobs, whole = load(paths, overrides), Path(paths[0]).is_dir()
+    warn_of_paths(jobs)
     schedule, queue = os.environ.get("SCHEDULE"), os.environ.get("QUEUE")
     kind = "RayService" if jobs[0].stage == "serve" else "RayCronJob" if schedule else "RayJob"
     name = re.sub(r"[^a-z0-9-]+", "-", (profile_of(jobs[0]) if whole else run_of(jobs[0])).lower())
-    metadata: dict[str, Any] = {"name": name.strip("-")[: NAME[kind]].rstrip("-")}
+    name = re.sub("^(?![a-z])", "rlhf-", name.strip("-"))  # Kubernetes wants a letter first
+    metadata: dict[str, Any] = {"name": name[: NAME[kind]].rstrip("-")}
     cluster = {"rayVersion": version("ray"), **copy.deepcopy(TEMPLATE["cluster"])}
     cluster["headGroupSpec"]["template"] = pod(jobs, "ray-head", {"cpu": "4", "memory": "16Gi"})
     cluster["workerGroupSpecs"] = worker_groups(jobs)
@@ -93,7 +82,7 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     else:
         spec = copy.deepcopy(TEMPLATE["job"])
         spec["entrypoint"] = entrypoint(paths, jobs, overrides)
-        spec["activeDeadlineSeconds"] = int(number("DEADLINE_HOURS", 72) * 3600)
+        spec["activeDeadlineSeconds"] = math.ceil(number("DEADLINE_HOURS", 72) * 3600)
         submitter = pod([], "ray-job-submitter", {"cpu": "500m", "memory": "1Gi"})
         spec["submitterPodTemplate"]["spec"] |= submitter["spec"]
         spec |= {"suspend": bool(queue), "rayClusterSpec": cluster}
@@ -103,11 +92,23 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
 
 
 def load(paths: list[str], overrides: list[str]) -> list[Job]:
-    """Returns the jobs of a folder or of files. Raises InputError if their storage would lie inside one pod."""
+    """Returns the jobs of a folder or of files.
+
+    Raises InputError if one manifest cannot hold them, or if their storage would lie inside one pod.
+    """
     whole = Path(paths[0]).is_dir()
     jobs = (
         [*rlhf.load(paths[0], overrides).values()] if whole else [load_job(one, overrides) for one in paths]
     )
+    serves, schedule = any(job.stage == "serve" for job in jobs), os.environ.get("SCHEDULE")
+    if ((serves or whole) and len(paths) > 1) or (serves and schedule):
+        advice = "use one folder, one serve.yaml without SCHEDULE, or job files of other stages"
+        raise InputError(f"{shlex.join(paths)}: not one manifest; {advice}")
+    if schedule and len(schedule.split()) != 5:
+        raise InputError(f"found {schedule!r}, expected five fields, for example '0 3 * * 1'", key="SCHEDULE")
+    if schedule and (given := [job.run.name for job in jobs if job.run.name]):
+        why = "the schedule's second job would find this run finished, and train nothing"
+        raise InputError(f"{why} ({given[0]}); remove run.name, or unset SCHEDULE", key="run.name")
     for path in {job.run.storage_path for job in jobs}:
         if not storage.is_remote(path) and not os.path.isabs(path):
             advice = f"use s3://BUCKET/runs, or /mnt/runs for the claim {CLAIM}"
@@ -115,12 +116,27 @@ def load(paths: list[str], overrides: list[str]) -> list[Job]:
     return jobs
 
 
+def warn_of_paths(jobs: list[Job]) -> None:
+    """Prints a warning for each local path of a job that no pod has."""
+    there = (
+        "jobs",
+        "pipeline",
+        jobs[0].run.storage_path,
+        MODELS,
+    )  # the first two: what the Dockerfile copies
+    for key, path in dict.fromkeys(one for job in jobs for one in preflight.local_paths(job)):
+        if not any(Path(os.path.normpath(path)).is_relative_to(folder) for folder in there):
+            why = "is neither in the image, which has jobs/ of this folder, nor below run.storage_path"
+            advice = "move it into jobs/ and run make image again, or put it into a bucket"
+            print(f"warning: {key}: {path!r} {why}; {advice}", file=sys.stderr)
+
+
 def profile_of(job: Job) -> str:
     return Path(job.source).parent.name or "rlhf"
 
 
 def run_of(job: Job) -> str:
-    """Returns the name of a job's run, by which it resumes if the manifest is applied again."""
+    """Returns the name of a job's run, by which the operator's next try, or `kubectl replace --force`, resumes it."""
     return job.run.name or f"{profile_of(job)}-{job.stage}"
 
 
@@ -138,7 +154,7 @@ def entrypoint(paths: list[str], jobs: list[Job], overrides: list[str]) -> str:
     return commands[0] if len(commands) == 1 else shlex.join(["bash", "-c", " && ".join(commands)])
 
 
-def serve_config(job: Job, path: str, overrides: list[str]) -> Lines:
+def serve_config(job: Job, path: str, overrides: list[str]) -> str:
     """Returns the configuration of Ray Serve, whose proxy runs on each node."""
     application = {
         "name": job.run.name or "serve",
@@ -147,7 +163,7 @@ def serve_config(job: Job, path: str, overrides: list[str]) -> Lines:
         "args": {"job": path, "overrides": [*overrides, "serve.host=0.0.0.0"]},
     }
     config = {"http_options": {"host": "0.0.0.0", "port": job.serve.port}, "applications": [application]}
-    return Lines(yaml.safe_dump(config, sort_keys=False, width=120))
+    return yaml.safe_dump(config, sort_keys=False, width=120)
 
 
 def worker_groups(jobs: list[Job]) -> list[dict[str, Any]]:
@@ -179,18 +195,17 @@ def group(jobs: list[Job], workers: Group, strategies: set[str]) -> dict[str, An
     if "STRICT_PACK" in strategies and section == "scaling":
         shared = count
         if gpus and count > room:
-            raise InputError(
-                f"found {room * gpus}, but {count} workers have to share one node", key="NODE_GPUS"
-            )
+            raise InputError(f"found {room * gpus}, but {count} workers have to share one node", "NODE_GPUS")
     cpus = 8 if gpus else math.ceil(each.resources.get("CPU", 1))
     requests = {"cpu": str(cpus * shared), "memory": f"{(64 if gpus else 8) * shared}Gi"}
     requests |= {"nvidia.com/gpu": str(gpus * shared)} if gpus else {}
     labels, nodes = labels_of(each, section), os.environ.get(NODE_SELECTORS[section])
+    if nodes and not re.fullmatch("[^=,]+=[^=,]*(,[^=,]+=[^=,]*)*", nodes):
+        raise InputError(f"found {nodes!r}, expected NAME=VALUE,...", key=NODE_SELECTORS[section])
     if placement.GPU_LABEL in labels and not nodes:
         why = f"missing; Ray believes the label {labels[placement.GPU_LABEL]}, so name the nodes that have this GPU"
-        raise InputError(
-            f"{why}, e.g. cloud.google.com/gke-accelerator=nvidia-h100-80gb", key=NODE_SELECTORS[section]
-        )
+        example = "cloud.google.com/gke-accelerator=nvidia-h100-80gb"
+        raise InputError(f"{why}, e.g. {example}", key=NODE_SELECTORS[section])
     return {
         "groupName": "workers" if section == "scaling" else "rollout-workers",
         "replicas": workers.fewest // shared,
@@ -225,17 +240,13 @@ def labels_of(each: Bundle, section: str) -> dict[str, str]:
 def pod(
     jobs: list[Job], container: str, resources: dict[str, str], nodes: str | None = None
 ) -> dict[str, Any]:
-    """Returns a pod of the template, with the shared folders that the jobs need.
-
-    `nodes` has the labels of the Kubernetes nodes that it may run on, as NAME=VALUE,...
-    """
+    """Returns a pod of the template for nodes with labels NAME=VALUE,..., with the shared folders that the jobs need."""
     made = copy.deepcopy(TEMPLATE["pod"])
     spec, (main,) = made["spec"], made["spec"]["containers"]
     image = os.environ.get("IMAGE", "")
     if not image or "OWNER" in image:
-        raise InputError(
-            f"found {image!r}, expected an image that you pushed: make image REGISTRY=...", key="IMAGE"
-        )
+        why = f"found {image!r}, expected an image that you pushed: make image REGISTRY=..."
+        raise InputError(why, key="IMAGE")
     spec["serviceAccountName"] = ACCOUNTS[container]
     main |= {"name": container, "image": image, "resources": {"requests": resources, "limits": resources}}
     # {claim: where it is mounted}; both are ReadWriteMany
@@ -243,15 +254,15 @@ def pod(
     if jobs and not storage.is_remote(jobs[0].run.storage_path):
         claims[CLAIM] = jobs[0].run.storage_path
     if any(not os.path.isdir(job.model.name_or_path) for job in jobs):  # a folder would be part of the image
-        claims["rlhf-models"] = "/models"
-        main["env"] = [{"name": "HF_HOME", "value": "/models"}]
+        claims["rlhf-models"] = MODELS
+        main["env"] = [{"name": "HF_HOME", "value": MODELS}]
     for claim, path in claims.items():
         spec["volumes"].append({"name": claim, "persistentVolumeClaim": {"claimName": claim}})
         main["volumeMounts"].append({"name": claim, "mountPath": path})
     if "nvidia.com/gpu" in resources:
         spec["tolerations"] = TEMPLATE["tolerations"]
     if nodes:
-        spec["nodeSelector"] = dict(one.split("=", 1) for one in nodes.split(","))
+        spec["nodeSelector"] = dict(one.split("=") for one in nodes.split(","))
     if name := os.environ.get("PRIORITY_CLASS"):
         spec["priorityClassName"] = name
     return made
@@ -269,9 +280,7 @@ def main(arguments: list[str]) -> int:
     try:
         paths = [one for one in arguments if "=" not in one]
         if not paths:
-            raise InputError(
-                "expected a folder of jobs or job files, for example jobs/velo run.storage_path=..."
-            )
+            raise InputError("expected a folder of jobs or job files, as jobs/velo run.storage_path=...")
         made = manifest(paths, [one for one in arguments if "=" in one])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -279,7 +288,7 @@ def main(arguments: list[str]) -> int:
     variables = [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
     command = shlex.join([*variables, "python", "-m", "pipeline.cloud.rayjob", *arguments])
     print(f"# Made by: {command}")
-    print("# What it is and what it needs: pipeline/cloud/rayjob.py. Apply it: kubectl apply -f THIS_FILE")
+    print("# What it is and what it needs: docs/clusters.md. Apply it: kubectl apply -f THIS_FILE")
     print(yaml.dump(made, Dumper=Dumper, sort_keys=False, width=120), end="")
     return 0
 

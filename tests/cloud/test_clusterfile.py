@@ -75,6 +75,15 @@ def test_mistakes_are_found_before_anything_is_started(home, monkeypatch):
     with pytest.raises(InputError, match=r"fill in these lines.*\n.*ghcr\.io/OWNER/rlhf"):
         clusterfile.check(file)
     file = filled(AWS, home)
+    file.write_text(re.sub(r"(?s)( gpu4:.*?min_workers: )0", r"\g<1>1", file.read_text()))
+    with pytest.raises(
+        InputError, match=r"gpu4\.min_workers: .* would leave such a worker running; set 0, or"
+    ):
+        clusterfile.check(file)
+    file.write_text(file.read_text().replace("HEAD_IDLE_HOURS=8 ", ""))
+    shown = clusterfile.summary(file, clusterfile.check(file))
+    assert "1 to 1 x g6e.12xlarge (gpu4)" in shown and "those above 1 end after 10 idle minutes" in shown
+    file = filled(AWS, home)
     (home / ".ray/auth_token").unlink()
     with pytest.raises(InputError, match=r"there is no ~/\.ray/auth_token; .*ray get-auth-token --generate"):
         clusterfile.check(file)
@@ -271,11 +280,11 @@ def node(tmp_path, monkeypatch):
         (programs / name).write_text(f'#!/bin/bash\necho {name} "$@" >> {tmp_path}/log\n{code}\n')
         (programs / name).chmod(0o755)
 
-    def run(*arguments):
-        path = f"{programs}:/usr/bin:/bin"
+    def run(*arguments, **variables):
+        env = {"HOME": str(tmp_path), "PATH": f"{programs}:/usr/bin:/bin", **variables}
         command = ["bash", here / "start-node.sh", *arguments]
         how = {"capture_output": True, "text": True, "timeout": 60}
-        done = subprocess.run(command, env={"HOME": str(tmp_path), "PATH": path}, **how)
+        done = subprocess.run(command, env=env, **how)
         log = tmp_path / "log"
         return done, log.read_text().splitlines() if log.exists() else []
 
@@ -312,12 +321,38 @@ def test_a_driver_that_torch_cannot_use_is_named_before_ray_starts(node):
     assert not [line for line in log if line.startswith("ray")]
 
 
+def first(calls, program, home):
+    """A condition of shell: true in the first `calls` calls of the program."""
+    return f"(( $(grep -c ^{program} {home}/log) <= {calls} ))"
+
+
 def test_a_head_without_jobs_ends_its_machine(node):
-    running = f"grep -c ^curl {node.home}/log | grep -qE '^[1-3]$' && s=RUNNING || s=SUCCEEDED; echo '[{{\"status\": \"'$s'\"}}]'"
-    node.program("curl", running)
+    state = f"{first(3, 'curl', node.home)} && s=RUNNING || s=SUCCEEDED"
+    node.program("curl", f"{state}; echo '[{{\"status\": \"'$s'\"}}]'")
     node.program("sudo")
-    done, log = node("idle", "0.0006")  # two seconds
+    done, log = node("idle", "0.0012")  # four seconds
     assert done.returncode == 0, done.stderr
     asked = [line for line in log if line.startswith("curl")]
-    assert len(asked) >= 5, "three with a job, then two seconds"
+    assert len(asked) >= 5, "three with a job, then four seconds"
     assert log[-1] == "sudo shutdown -h now" and "Authorization: Bearer " + "a" * 32 in asked[0]
+
+
+def test_a_head_whose_dashboard_does_not_answer_is_not_idle_while_ray_lives(node):
+    node.program("curl", "exit 7")
+    node.program("pgrep", first(3, "pgrep", node.home))
+    node.program("sudo")
+    done, log = node("idle", "0.0012")
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in log if line == "pgrep -x raylet"]) >= 5 and log[-1] == "sudo shutdown -h now"
+
+
+def test_a_worker_without_a_head_ends_its_machine(node):
+    node.program("timeout", first(3, "timeout", node.home))
+    node.program("sudo")
+    done, log = node("idle", "0.0012", RAY_HEAD_IP="10.0.0.9")
+    assert done.returncode == 0, done.stderr
+    asked = [line for line in log if line == "timeout 10 bash -c < /dev/tcp/10.0.0.9/6379"]
+    assert len(asked) >= 5 and log[-1] == "sudo shutdown -h now"
+    for file in FILES[:2]:  # not of one's own machines
+        [start] = yaml.safe_load(file.read_text())["worker_start_ray_commands"][1:]
+        assert start == "HEAD_IDLE_HOURS=1 bash ~/rlhf/start-node.sh worker"

@@ -36,13 +36,15 @@ def ran(tmp_path, **env):
     (tmp_path / ".venv/bin/activate").touch()
     node = {"HOME": str(tmp_path)}
     done = subprocess.run(
-        ["bash", "-c", TASK["run"]], cwd=tmp_path, env=TASK["envs"] | node | {"PATH": f"{programs}:{os.environ['PATH']}"} | env,
+        ["bash", "-c", TASK["run"]], cwd=tmp_path,
+        env=TASK["envs"] | node | {"BUCKET": "s3://b", "PATH": f"{programs}:{os.environ['PATH']}"} | env,
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     log = (tmp_path / "log").read_text().splitlines()
-    kept = sorted(line.split()[1] for line in log if "keep.py" in line)
-    assert kept == ["keep", "restore", "watch"]
+    kept = sorted(line.split(maxsplit=1)[1] for line in log if "keep.py" in line)
+    database = f"{tmp_path}/mlflow.db s3://b/mlflow/mlflow.db"
+    assert kept == [f"{verb} {database}" for verb in ("keep", "restore", "watch")]
     [command] = [line for line in log if line.startswith("-m pipeline ")]
     return shlex.split(command)[2:]
 
@@ -53,7 +55,7 @@ def test_the_jobs_that_sky_starts_are_valid_and_continue(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     jobs = [load_job(f"{folder}/{stage}.yaml", overrides_of(stage, overrides), stage) for stage in ORDER]
     assert len({job.run.name for job in jobs}) == len(ORDER), "a named run continues on the next node"
-    assert all(job.scaling["use_gpu"] and job.run.storage_path == "/mnt/rlhf/runs" for job in jobs)
+    assert all(job.scaling["use_gpu"] and job.run.storage_path == "s3://b/runs" for job in jobs)
 
 
 def test_sky_sets_up_a_python_that_its_image_lacks(tmp_path):
@@ -74,7 +76,11 @@ def test_sky_sets_up_a_python_that_its_image_lacks(tmp_path):
 def test_sky_serves_what_it_trained(tmp_path, monkeypatch):
     command, path, *overrides = ran(tmp_path, COMMAND="serve", PROFILE="own")
     monkeypatch.chdir(ROOT)
-    assert command == "serve" and load_job(path, overrides, "serve").scaling["use_gpu"]
+    job = load_job(path, overrides, "serve")
+    assert command == "serve" and job.scaling["use_gpu"]
+    assert Path(job.serve.feedback_path).parent == Path(*TASK["file_mounts"]), (
+        "it would be lost with the node"
+    )
 
 
 @pytest.mark.slow
@@ -89,7 +95,8 @@ def test_skypilot_reads_its_file_and_rejects_a_broken_copy(tmp_path):
         command = [python, "-c", PARSE, copy]
         return subprocess.run(command, capture_output=True, text=True, env=home, cwd=ROOT, timeout=120)
 
-    good = FILE.read_text().replace("BUCKET: EDIT", "BUCKET: a-bucket")
+    assert "'BUCKET' is None" in parse(FILE.read_text()).stderr
+    good = FILE.read_text().replace("BUCKET: ", "BUCKET: s3://a-bucket")
     done = parse(good)
     assert done.returncode == 0, done.stderr[-2000:]
     broken = parse(good.replace("disk_size", "disk_sise"))

@@ -174,10 +174,42 @@ def test_a_folder_is_one_job_that_resumes_if_it_is_applied_again():
     assert manifest["spec"]["activeDeadlineSeconds"] == 72 * 3600
 
 
+def test_arguments_that_make_no_manifest_are_refused(monkeypatch, capsys):
+    sft, serve, shared = "jobs/demo/sft.yaml", "jobs/demo/serve.yaml", ["run.storage_path=/mnt/runs", MLFLOW]
+    says = "use one folder, one serve.yaml without SCHEDULE, or job files of other stages"
+    for paths in ([serve, sft], [sft, serve], ["jobs/demo", "jobs/demo/kto.yaml"]):
+        assert f"{shlex.join(paths)}: not one manifest; {says}" in refused(capsys, *paths, *shared)
+    monkeypatch.setenv("SCHEDULE", "0 3 * * 1")
+    assert says in refused(capsys, serve, *shared)
+    again = "run.name: the schedule's second job would find this run finished, and train nothing (mine)"
+    assert again in refused(capsys, sft, *shared, "run.name=mine")
+    assert again in refused(capsys, "jobs/demo", *shared, "ppo.run.name=mine")
+    monkeypatch.setenv("SCHEDULE", "weekly")
+    assert "SCHEDULE: found 'weekly', expected five fields" in refused(capsys, sft, *shared)
+    monkeypatch.delenv("SCHEDULE")
+    for wrong in ("abc", "=b", "a=b,", "a=b=c"):
+        monkeypatch.setenv("NODE_SELECTOR", wrong)
+        says = f"NODE_SELECTOR: found {wrong!r}, expected NAME=VALUE,..."
+        assert says in refused(capsys, sft, *shared)
+
+
+def test_paths_that_no_pod_has_are_named(tmp_path, capsys):
+    def warned(*overrides):
+        assert rayjob.main(["jobs/demo/sft.yaml", "run.storage_path=/mnt/runs", MLFLOW, *overrides]) == 0
+        return capsys.readouterr().err
+
+    there = ["model.name_or_path=/models/llama", "data.eval=/mnt/runs/rows.jsonl"]
+    assert warned(*there) == ""
+    rows = tmp_path / "rows.jsonl"
+    for path in (str(rows), "my/rows.jsonl", "jobs/../rows.jsonl", "/mnt/runs2/rows.jsonl"):
+        says = f"warning: data.train: {path!r} is neither in the image, which has jobs/ of this folder, nor below"
+        assert warned(f"data.train={path}").startswith(says)
+
+
 def test_a_schedule_starts_new_runs_of_several_stages(monkeypatch, capsys):
     """Feedback -> kto -> evaluate, every Monday: one after another, in one cluster."""
     monkeypatch.setenv("SCHEDULE", "0 3 * * 1")
-    monkeypatch.setenv("DEADLINE_HOURS", "0.5")
+    monkeypatch.setenv("DEADLINE_HOURS", "0.49999")  # rounded up: 0 seconds are no deadline
     text = made(capsys, "jobs/own/kto.yaml", "jobs/own/evaluate.yaml", *SHARED_STORAGE)
     manifest = yaml.safe_load(text)
     assert manifest["kind"] == "RayCronJob" and manifest["spec"]["schedule"] == "0 3 * * 1"
@@ -200,10 +232,12 @@ def test_a_schedule_starts_new_runs_of_several_stages(monkeypatch, capsys):
 def test_each_job_has_a_name_of_its_own(monkeypatch):
     monkeypatch.setenv("GPU", "H100")
     monkeypatch.setenv("NODE_SELECTOR", "a=b")
-    for more, name in ([], "llama3-8b-sft"), ([f"run.name={'n' * 46}-x"], "n" * 46):
-        assert (
-            rayjob.manifest(["jobs/llama3-8b/sft.yaml"], [*SHARED_STORAGE, *more])["metadata"]["name"] == name
-        )
+    long = "n" * 46
+    names = {f"{long}-x": long, "7B_run": "rlhf-7b-run", f"7{long}": f"rlhf-7{'n' * 41}"}  # a letter first
+    for run, name in (None, "llama3-8b-sft"), *names.items():
+        more = [f"run.name={run}"] if run else []
+        made = rayjob.manifest(["jobs/llama3-8b/sft.yaml"], [*SHARED_STORAGE, *more])
+        assert made["metadata"]["name"] == name
 
 
 def test_the_gpu_and_its_nodes_have_to_be_named(capsys, monkeypatch):
@@ -230,11 +264,16 @@ def test_secrets_are_named_and_never_written(capsys, monkeypatch):
 
 
 def test_pods_pass_the_restricted_standard_and_may_write_their_volumes():
-    manifest = rayjob.manifest(["jobs/demo/sft.yaml"], [*SHARED_STORAGE])
-    for pod in pods(manifest):
+    ours = pods(rayjob.manifest(["jobs/demo/sft.yaml"], [*SHARED_STORAGE]))
+    platform = yaml.safe_load_all((ROOT / "jobs/cloud/kubernetes.yaml").read_text())
+    postgres, mlflow = (
+        one["spec"]["template"]["spec"] for one in platform if "template" in one.get("spec", {})
+    )
+    for pod in [*ours, mlflow, postgres]:
         user, (container,) = pod["securityContext"], pod["containers"]
         assert user["runAsNonRoot"] and user["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert (user["runAsUser"], user["fsGroup"]) == (1000, 100)  # of the Dockerfile: ray, users
+        # Of the Dockerfile: ray, users. Of the image of PostgreSQL: postgres
+        assert (user["runAsUser"], user["fsGroup"]) == ((999, 999) if pod is postgres else (1000, 100))
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
