@@ -45,8 +45,7 @@ class Client:
     Args:
         given: the definition.
         name: what messages call the judge.
-        patience_s: seconds after a failure, without any usable answer since, after which a call raises
-            Failure; -1: no limit.
+        patience_s: seconds after a failure, without a usable answer since, when a call ends; -1: no limit.
     """
 
     def __init__(self, given: Definition, store: Store, name: str, patience_s: float = -1) -> None:
@@ -64,9 +63,7 @@ class Client:
                 f"{name}: ${self.variable} is not set; export {self.variable}=KEY, on every node"
             )
         if not self.key.isprintable():
-            raise InputError(
-                f"{name}: ${self.variable} has a control character or a line end; export it again"
-            )
+            raise InputError(f"{name}: ${self.variable} has a control character; export it again")
         url = urlsplit(given.endpoint)
         self.url = url._replace(path=f"{url.path.rstrip('/')}/chat/completions").geturl()
 
@@ -164,8 +161,8 @@ class Client:
             if is_late or unclear == UNCLEAR:
                 span = f"for {self.patience_s:g} s (trainer.patience_s)"
                 span = span if is_late else f"in {UNCLEAR} answers to one question"
-                problem = f"{self.name}: no usable answer {span}; the last problem: {why}"
-                self.error = self.error or Failure(f"{problem}; the same command continues the run")
+                ended = f"{self.name}: no usable answer {span}; the last problem: {why}"
+                self.error = self.error or Failure(f"{ended}; the same command continues the run")
                 return
             wait = max(wait, pause * random.Random(key).uniform(0.5, 1.0))
             pause = min(most, 2 * pause)
@@ -255,8 +252,8 @@ class Client:
             why = f"it is no chat completion ({self._quoted(in_brief(error, 80))})"
         if not isinstance(body, dict) or body.keys().isdisjoint(("choices", "usage")):
             raise Unusable(why)
-        usage = body.get("usage") if isinstance(body.get("usage"), dict) else {}
-        tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        usage = body["usage"] if isinstance(body.get("usage"), dict) else {}
+        tokens: Any = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if not all(type(one) is int and one >= 0 for one in tokens):
             tokens = _length(asked.messages), len(answer["text"]) // CHARACTERS
         return tokens, str(body.get("model", self.given.model)), answer, why

@@ -31,8 +31,7 @@ class Unusable(Exception):
 class Question:
     """One request's worth of completions.
 
-    `rows` has for each completion, in the order in which the judge sees them, the numbers of the samples with
-    this text.
+    `rows` are the numbers of the samples with each text, in the order in which the judge sees the texts.
     """
 
     messages: list[dict[str, str]]

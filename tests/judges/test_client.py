@@ -187,7 +187,7 @@ def test_a_key_is_in_no_file_and_no_message(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=r"\$JUDGE_AUTH is not set"):
             reward(server, tmp_path, api_key_variable="JUDGE_AUTH")
         monkeypatch.setenv("JUDGE_AUTH", f"{key}\nX-Other: 1")
-        with pytest.raises(InputError, match=r"\$JUDGE_AUTH has a control character or a line end"):
+        with pytest.raises(InputError, match=r"\$JUDGE_AUTH has a control character; export"):
             reward(server, tmp_path, api_key_variable="JUDGE_AUTH")
         monkeypatch.setenv("JUDGE_AUTH", f"{key}\n")
         judge = reward(server, tmp_path, api_key_variable="JUDGE_AUTH")
