@@ -106,7 +106,7 @@ def test_the_workflow_runs_what_ci_runs_on_pythons_that_are_supported():
 
 
 # ---------------------------------------------------------------- make
-# Stands for a Python: answers the version check, makes a "venv" out of itself, and notes what it is asked to install or run.
+# A fake Python: passes the version check, makes a "venv" with itself, and records what it should install or run.
 FAKE = """#!/usr/bin/env bash
 case "$*" in
   *sys.version_info*) exit ${FAKE_TOO_OLD:-0} ;;
