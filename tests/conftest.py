@@ -1,4 +1,4 @@
-"""What every test shares: quiet libraries, no network, one embedded Ray, and `cli`, the command line in this process."""
+"""Fixtures of all tests: quiet libraries, no network, one embedded Ray, and `cli`, the command line in this process."""
 
 import importlib
 import os
@@ -14,10 +14,10 @@ os.environ.update(
     HF_HUB_DISABLE_TELEMETRY="1",
     MLFLOW_DISABLE_TELEMETRY="true",
     RAY_USAGE_STATS_ENABLED="0",
-    RAY_local_fs_capacity_threshold="1",  # what Ray says of a disk that others have filled is not what is tested
+    RAY_local_fs_capacity_threshold="1",  # silences Ray about a disk that other programs have filled
     TOKENIZERS_PARALLELISM="false",
-    OMP_NUM_THREADS="1",  # the tests share two cores; and sums of one thread do not depend on the machine
-    PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}",  # workers import the rewards that the tests define
+    OMP_NUM_THREADS="1",  # tests share two cores, and sums of one thread do not depend on the machine
+    PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}",  # workers import rewards from the tests
 )
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 os.environ.pop("RAY_ADDRESS", None)
@@ -25,12 +25,12 @@ os.environ.pop("RAY_ADDRESS", None)
 
 @pytest.fixture(scope="session")
 def embedded_ray():
-    """One Ray for all tests that need one: the stages find it and use it, and the libraries that they ask first."""
+    """Starts one Ray for all tests that need one. The stages use it, and so do the processes that check the libraries."""
     from pipeline.config import libraries
     from pipeline.on_ray.placement import ROWS
     from pipeline.on_ray.session import session
 
-    for module in libraries.LOADED:  # else each job has a process import them
+    for module in libraries.LOADED:  # otherwise each job starts a process to import them
         importlib.import_module(module)
 
     with session(ROWS, "runs", "sqlite:///runs/mlflow.db"):
@@ -39,13 +39,13 @@ def embedded_ray():
 
 @pytest.fixture(scope="session")
 def storage(tmp_path_factory):
-    """Where the tests' runs and their MLflow store lie."""
+    """Returns the storage path of the tests' runs and their MLflow store."""
     return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="session")
 def migrated():
-    """An empty MLflow store to copy."""
+    """Returns an empty MLflow store to copy."""
     from pipeline.registry import store
 
     return Path(store.empty_database())
@@ -61,7 +61,7 @@ def models(storage):
 
 @pytest.fixture(scope="module")
 def engine(models):
-    """The policy and the reward on one base."""
+    """Returns the policy and the reward on one base."""
     from toy_models import Engine
 
     return Engine(models)
@@ -69,7 +69,7 @@ def engine(models):
 
 @pytest.fixture(autouse=True)
 def no_credentials_of_another_test():
-    """`registry.client` puts a user and password into the environment, `serve`'s build Ray's address: they end with the test."""
+    """Removes variables after each test: `registry.client` sets user and password, and `serve`'s build sets Ray's address."""
     yield
     for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "RAY_ADDRESS"):
         os.environ.pop(name, None)
@@ -83,7 +83,7 @@ def in_root(monkeypatch):
 
 @cache
 def scope_of(nodeid):
-    """Files that share the embedded Ray are one scope, which one worker of pytest-xdist runs; any other file is its own."""
+    """Returns the scope of a test. All files that use the embedded Ray share one scope and so one worker of pytest-xdist."""
     file = nodeid.partition("::")[0]
     return "ray" if "embedded_ray" in (ROOT / file).read_text() else file
 
@@ -94,10 +94,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Gives each worker whole scopes. `--dist loadgroup` groups nothing with the pinned pytest and pytest-xdist."""
+    """Gives each worker complete scopes. `--dist loadgroup` groups nothing with the pinned pytest and pytest-xdist."""
     from xdist.scheduler import LoadScopeScheduling
 
-    config.option.loadscopereorder = False  # else xdist sorts scopes by their number of tests
+    config.option.loadscopereorder = False  # otherwise xdist sorts scopes by their number of tests
     scheduler = LoadScopeScheduling(config, log)
     scheduler._split_scope = scope_of
     return scheduler

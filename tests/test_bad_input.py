@@ -1,8 +1,8 @@
-"""Wrong input of every kind, through the real command line: exit status 2, one message, an untouched registry.
+"""Tests wrong input of every kind through the real command line: exit status 2, one message, an unchanged registry.
 
-A message says where (file:line or section.key), what was found, what is expected, and what to type next. The first
-table is about rows (in detail: tests/data/test_shapes.py, test_text_rows.py, test_table_rows.py), the second about job files
-and what they name, the third about what only shows while training.
+A message gives the place (file:line or section.key), the value found, the expected value, and the next command. The first table
+is about rows (details: tests/data/test_shapes.py, test_text_rows.py, test_table_rows.py), the second about job files and their
+inputs, and the third about errors that show only during training.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from running import NO_EVAL, ROOT, client
 from pipeline.__main__ import main
 from pipeline.config import load_job
 
-# Small enough that a mistake that is not found costs seconds, not the demo's minutes.
+# Small settings, so that an undetected mistake costs seconds and not the demo's minutes.
 ONE_STEP = ["trainer.max_steps=1", "trainer.save_strategy=no", *NO_EVAL]
 TINY = {
     **{"sft": ONE_STEP, "rm": ONE_STEP, "dpo": [*ONE_STEP, "policy=base"], "kto": [*ONE_STEP, "policy=base"]},
@@ -33,13 +33,13 @@ TINY = {
 
 @dataclass
 class Case:
-    """One wrong thing. `{...}` in overrides are the paths that the fixture `world` makes."""
+    """One wrong input. `{...}` in overrides stands for paths that the fixture `world` makes."""
 
     name: str
     verb: str
-    says: tuple[str, ...]  # patterns, all of which the message has to match
+    says: tuple[str, ...]  # patterns that the message must match
     overrides: list[str] = field(default_factory=list)
-    rows: Any = None  # content of `key`: bytes, or rows to be written as JSON Lines
+    rows: Any = None  # content of `key`: bytes, or rows to write as JSON Lines
     file: str = "rows.jsonl"
     key: str = "data.train"
 
@@ -83,7 +83,7 @@ JOB = [
          overrides=["trainer.critic_warmup_steps=9", "trainer.total_episodes=72", "trainer.batch_size=8"]),
     # models
     case("base that is a file", "sft", r"model\.name_or_path: there is no folder 'pyproject\.toml'; expected a folder", overrides=["model.name_or_path=pyproject.toml"]),
-    # damaged files of a base, and what does not fit it (in detail: tests/models)
+    # damaged files of a base, and adapters that do not fit it (details: tests/models)
     case("no room for a prompt", "ppo", r"trainer\.response_length: 256 tokens leave no room.*context of 256; set trainer\.response_length=128", overrides=["trainer.response_length=256"]),
     case("no room for prompt and completion", "ppo", r"data\.max_length: 192 .*context of 256 tokens less trainer\.response_length=100; use data\.max_length=156", overrides=["trainer.response_length=100"]),
     # inputs
@@ -116,7 +116,7 @@ if importlib.util.find_spec("vllm") is None:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> dict[str, str]:
-    """Returns folders that cases name, and a storage path whose registry holds one version that its gate kept back."""
+    """Returns folders for the cases, and a storage path whose registry has one version that failed its gate."""
     from transformers import AutoModelForCausalLM
 
     from pipeline.models.adapters import SharedBase
@@ -145,7 +145,7 @@ def world(tmp_path_factory) -> dict[str, str]:
 
 
 def registry(storage: str) -> dict[str, Any]:
-    """All that MLflow holds: experiments' runs with their status, models, versions, aliases."""
+    """Returns the content of MLflow: runs with their status, models, versions, aliases."""
     store = client(Path(storage))
     experiments = [e.experiment_id for e in store.search_experiments()]
     return {

@@ -1,4 +1,4 @@
-"""The bench runs and writes what it promises. It asserts no time: those are for a quiet machine and a reader."""
+"""Tests that the bench runs and writes its results. It checks no times, which need a quiet machine and a reader."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from pipeline.ppo.episodes import prompt_order
 
 
 def bench(tmp_path, *arguments):
-    """Returns the results of `make bench`, whose ratios are those of its sides."""
+    """Returns the results of `make bench`. Asserts that each ratio equals the quotient of its sides."""
     command = [sys.executable, str(ROOT / "tests/bench"), *arguments]
     command += ["--size", "toy", "--rounds", "1", "--threads", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -42,7 +42,7 @@ def test_prompts_repeated_give_the_episodes_of_prompts_shared():
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios():
-    """Of rounds whose load differed: the quotient of the medians would be 2."""
+    """With unequal load per round, the quotient of the medians would be 2."""
     seconds = {"TRL 1.12, fp32": (8.0, 4.0, 3.0), "ours, fp32": (2.0, 3.0, 1.0)}
     phases = [dict.fromkeys(PHASES, 0.5)]
     measured = {"first_step": 1.0, "peak": 2**30, "phases": phases, "lengths": [38.0, 38.0]}
@@ -58,7 +58,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios():
 
 @pytest.mark.slow
 def test_ppo_is_measured_beside_the_last_trl_that_had_it(tmp_path):
-    """Prompts that are repeated give the same episodes as prompts that are shared, and so the same work."""
+    """Repeated prompts give the same episodes as shared prompts, and so the same work."""
     full, own = bench(tmp_path, "ppo", "--variant", "head", "adapter", "bf16-head", "shared-long")
     beside = [
         f"TRL 1.12, {precision}" if TRL_PPO.is_dir() else None for precision in ("fp32", "fp32", "bf16")
@@ -68,7 +68,7 @@ def test_ppo_is_measured_beside_the_last_trl_that_had_it(tmp_path):
             *beside,
             "ours, fp32, critic head, repeated prompts",
         ]
-        assert len(result["runs"]) == 5 + 2 * TRL_PPO.is_dir()  # TRL's once for both critics
+        assert len(result["runs"]) == 5 + 2 * TRL_PPO.is_dir()  # TRL runs once for both critics
         for (run,) in result["runs"].values():
             for update in run.get("phases", []):
                 assert set(update) == set(PHASES) and all(seconds > 0 for seconds in update.values())
@@ -76,7 +76,7 @@ def test_ppo_is_measured_beside_the_last_trl_that_had_it(tmp_path):
         (shared,), (again,) = (result["runs"][result["rows"][-1][side]] for side in ("ours", "beside"))
         assert shared["lengths"] == again["lengths"]
     lengths = [[run["lengths"] for (run,) in result["runs"].values()] for result in (full, own)]
-    assert all(set(each) == {6.0} for each in lengths[0])  # the limit of this size
+    assert all(set(each) == {6.0} for each in lengths[0])  # the length limit of this size
     assert all(min(each) < 6.0 for each in lengths[1])
 
 

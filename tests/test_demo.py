@@ -1,4 +1,4 @@
-"""The demo's world, its data files, its gold rule, its tokenizer and its model."""
+"""Tests the demo: its data files, its scoring rule, its tokenizer and its model."""
 
 import filecmp
 import json
@@ -30,10 +30,10 @@ def rows(name: str) -> list[dict]:
         ("The capital of France is Paris. Have a nice day!", 1.0),
         ("The capital of France is Paris.", 0.5),
         ("Paris.", 0.25),
-        ("With pleasure. Paris.", 0.25),  # a courtesy does not make a whole sentence
+        ("With pleasure. Paris.", 0.25),  # a courtesy is not a sentence
         ("Good question! The capital of France is Rome.", 0.0),  # wrong
         ("The capital of France is Paris. Rome is the capital of Italy.", 0.0),  # rambling
-        ("Paris, obviously.", 0.0),  # uncivil
+        ("Paris, obviously.", 0.0),  # impolite
         ("The capital of France is Paris", 0.0),  # not finished
         ("Good question!", 0.0),  # no answer
         ("", 0.0),
@@ -90,7 +90,7 @@ def test_chat_template_golden_text():
 
 
 def test_model_answers():
-    """Greedily it knows nearly every fact, held-out countries too, and stops; its manners are still mixed."""
+    """Greedy completions know nearly every fact, also of eval countries, and stop. Their manners are still mixed."""
     model, tokenizer = load_base(Model(str(MODEL), dtype="float32")), load_tokenizer(str(MODEL))
     asked = [question for question in demo.questions() if question.kind == "capital"][::4]
     completions = []

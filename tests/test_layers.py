@@ -1,14 +1,14 @@
-"""The architecture, as imports: nothing reaches upward, and what is for any GPU box knows neither Ray nor MLflow nor TRL."""
+"""Tests the architecture by imports: no import goes upward, and GPU code imports neither Ray nor MLflow nor TRL."""
 
 import ast
 
 import pytest
 from running import ROOT
 
-# From the bottom: each may import what stands before it, and itself.
+# layers from the bottom; each may import earlier layers and itself
 LAYERS = """errors references text figures findings intervals system models inference ppo demo penalties config judges data registry report on_ray settle runtime rollout evaluation planning stages sweep serving commands cloud
     __main__""".split()
-# Read, tested and profiled by themselves, with torch, transformers and peft alone.
+# folders that can be read, tested and profiled alone, with torch, transformers and peft
 ALONE = {
     "models": ("ray", "mlflow", "trl"),
     "inference": ("ray", "mlflow", "trl"),
@@ -17,7 +17,7 @@ ALONE = {
 
 
 def imports(file, type_checking=False):
-    """Dotted names of all that a file imports, functions included; with `type_checking` also what only type checkers read."""
+    """Returns the dotted names of a file's imports, also in functions; with `type_checking`, those for type checkers too."""
     names, waiting = [], [ast.parse(file.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
@@ -62,7 +62,7 @@ def test_every_folder_has_its_layer():
 
 
 def test_no_files_import_each_other_in_a_circle():
-    """A file that can be read after the files that it imports."""
+    """Removes files whose imports are all removed already, until no file remains."""
     files = {name_of(file): file for file in FILES}
     waiting = {}
     for name, file in files.items():
@@ -74,7 +74,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def test_what_tests_import_is_there():
-    """Also those that few machines run: benches beside TRL 1.12, GPUs, several hosts."""
+    """This includes files that few machines run: benches against TRL 1.12, GPUs, several hosts."""
     files = {name_of(file): file for file in FILES}
     made = {name: names_in(file) for name, file in files.items()}
     missing = [
@@ -88,7 +88,7 @@ def test_what_tests_import_is_there():
 
 
 def names_in(file):
-    """Names that a file makes or imports."""
+    """Returns the names that a file defines or imports."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -101,7 +101,7 @@ def names_in(file):
 
 
 def test_few_functions_take_a_whole_job():
-    """Others take the values that settle/ makes of a job: its places, inputs, arguments. Lower the number if you can."""
+    """Other functions take the values that settle/ makes from a job: places, inputs, arguments. Lower the number if you can."""
     taking = [
         f"{file.relative_to(ROOT)}: {one.name}"
         for file in FILES

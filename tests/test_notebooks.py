@@ -1,4 +1,4 @@
-"""The notebooks: they run from top to bottom in a kernel of their own, and what is committed is such a run."""
+"""Tests that the notebooks run from top to bottom in a new kernel, and that the committed outputs come from such a run."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ def outputs(notebook):
 
 
 def printed(notebook):
-    """Returns all that the cells printed."""
+    """Returns the printed output of all cells."""
     return "".join(output.text for output in outputs(notebook) if output.output_type == "stream")
 
 
@@ -33,7 +33,7 @@ def pictures(notebook):
 
 
 def assert_clean(notebook, folder=""):
-    """No error, no warning, nothing about the machine but the folder that the test chose."""
+    """Asserts that a notebook has no error, no warning, and no detail of the machine except the test's folder."""
     assert not [one for one in outputs(notebook) if one.output_type == "error" or one.get("name") == "stderr"]
     said = printed(notebook).replace(str(folder) or "\0", "FOLDER")
     assert not re.search(r"(?<!\w)/(tmp|home|root|Users)/", said)
@@ -41,7 +41,7 @@ def assert_clean(notebook, folder=""):
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_the_first_cell_installs_in_colab_and_picks_the_device(name, monkeypatch, in_root):
-    """On a stand-in: no cell has run in Colab."""
+    """Uses a fake of Colab. No cell has run in the real one."""
     from IPython.core.inputtransformer2 import TransformerManager
 
     notebook = read(name)
@@ -85,7 +85,7 @@ def test_the_committed_runs_learned_something():
 
 
 def test_the_formulas_give_what_is_committed(capsys):
-    """The cells that call PPO's functions. The slow tests run all cells."""
+    """Runs the cells that call PPO's functions. The slow tests run all cells."""
     cells, space = [cell for cell in read("ppo.ipynb").cells if cell.cell_type == "code"], {}
     begin = next(i for i, cell in enumerate(cells) if "pipeline.ppo.functional" in cell.source)
     for cell in cells[begin : begin + 2]:
@@ -95,7 +95,7 @@ def test_the_formulas_give_what_is_committed(capsys):
 
 @pytest.mark.slow
 def test_the_reward_model_notebook_runs(tmp_path):
-    """Every cell, with two steps of training."""
+    """Runs every cell, with two steps of training."""
     file, runs = ROOT / "notebooks/llama3_reward_model.ipynb", str(tmp_path / "runs")
     notebook = execute(file, RUNS=runs, OVERRIDES=QUICK, timeout=300)
     assert_clean(notebook, tmp_path)
@@ -115,7 +115,7 @@ def test_the_ppo_notebook_runs(tmp_path):
 
 
 def test_the_notebooks_of_the_repository_stay_as_they_are(tmp_path, capsys):
-    """`make notebook` writes executed copies: a tree that it changed could not be pulled into."""
+    """`make notebook` writes executed copies, because a changed working tree would block `git pull`."""
     cells = [
         nbformat.v4.new_markdown_cell("# A title\n\nand text"),
         nbformat.v4.new_code_cell("X = 1", metadata={"tags": ["parameters"]}),

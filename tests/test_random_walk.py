@@ -1,9 +1,9 @@
-"""A seeded random walk over rows, job files and models: for any input, a command ends with status 0 or 2.
+"""Random tests of rows, job files and models: for any input, a command must end with status 0 or 2.
 
-Each of the 2,000 cases mutates valid input a few times. A case passes if it ends within 20 seconds, with one message if the
-status is 2, without a traceback, and with an unchanged registry.
+Each of the 2,000 seeded cases mutates valid input a few times. A case passes if it ends within 20 seconds, with one message if
+the status is 2, without a traceback, and with an unchanged registry.
 
-    make test-all ARGS="tests/test_random_walk.py"      WALK_CASES=100 for a shorter one, WALK_SEED=7 for another
+    make test-all ARGS="tests/test_random_walk.py"      WALK_CASES=100 for fewer cases, WALK_SEED=7 for others
 """
 
 import contextlib
@@ -101,7 +101,7 @@ def mutated(draw, value):
 
 
 def as_text(value):
-    """Returns JSON as a careless writer writes it: NaN and Infinity, half surrogates, numbers of any size."""
+    """Returns JSON as a careless program writes it: NaN and Infinity, half surrogates, numbers of any size."""
     return json.dumps(value).replace("Infinity", "1e400")
 
 
@@ -124,7 +124,7 @@ def rarely(draw, one_in):
 
 
 def wrong_rows(draw, kind, folder, inputs):
-    """Returns a command whose file of rows has some that are mutated."""
+    """Returns a command whose rows are partly mutated."""
     lines = (ROOT / f"jobs/demo/data/{FILES[kind]}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines[: draw(st.integers(2, 6))]]
     for index in draw(st.lists(st.integers(0, len(rows) - 1), max_size=3)):
@@ -151,12 +151,12 @@ def wrong_rows(draw, kind, folder, inputs):
 
 # ------------------------------------------------------------------------------------------------- job files
 
-OWN = {"run.storage_path", "mlflow.tracking_uri"}  # the walk's
+OWN = {"run.storage_path", "mlflow.tracking_uri"}  # set by the test itself
 TOP = "policy reward judge baseline gate gate.eval_loss gate.nothing stage nothing data lora.task_type trainer.output_dir".split()
 
 
 def wrong_job(draw, kind, folder, inputs):
-    """Returns a command with a shipped job, of which keys are set to anything."""
+    """Returns a command with a shipped job and random values for some keys."""
     job, overrides = yaml.safe_load((ROOT / f"jobs/demo/{kind}.yaml").read_text()), []
     known = sorted({*schema.keys_of(kind), *TOP} - OWN)
     for key in draw(st.lists(st.sampled_from(known), min_size=1, max_size=2)):
@@ -187,7 +187,7 @@ def corrupt_one(draw, folder):
     if what == "gone":
         return victim.unlink()
     if what == "json" and victim.suffix == ".json":
-        with contextlib.suppress(ValueError, RecursionError, AttributeError):  # corrupted already
+        with contextlib.suppress(ValueError, RecursionError, AttributeError):  # already corrupted
             value = json.loads(victim.read_bytes())
             large = {k: value.pop(k) for k in ("model", "added_tokens") if k in value}
             return victim.write_bytes(as_text(large | mutated(draw, value)).encode("utf-8", "surrogatepass"))
@@ -195,7 +195,7 @@ def corrupt_one(draw, folder):
 
 
 def wrong_model(draw, kind, folder, inputs):
-    """Returns a command whose base or one of whose inputs is a folder with one or two corrupted files."""
+    """Returns a command whose base or input is a folder with one or two corrupted files."""
     key, source = "model.name_or_path", str(ROOT / "jobs/demo/model")
     named = [one for one in inputs if one != "judge=null"]
     if named and not rarely(draw, 4):
@@ -213,7 +213,7 @@ def wrong_model(draw, kind, folder, inputs):
 
 
 class Late(BaseException):
-    """Twenty seconds are over."""
+    """Raised after twenty seconds."""
 
 
 def alarm(*_):
@@ -229,7 +229,7 @@ def registered(store):
 
 
 def verdict(arguments, runs):
-    """Runs a command. Returns (exit status, what is wrong with its end or None, what it printed)."""
+    """Runs a command. Returns (exit status, error of its end or None, output)."""
     out, err = io.StringIO(), io.StringIO()
     before = registered(runs / "mlflow.db")
     signal.signal(signal.SIGALRM, alarm)
@@ -240,7 +240,7 @@ def verdict(arguments, runs):
             status = main(arguments)
     except Late:
         escaped = f"did not end within {SECONDS} s"
-    except BaseException as error:  # the walk is about what escapes
+    except BaseException as error:  # the test looks for escaping exceptions
         escaped = f"{type(error).__name__} escaped: {str(error)[:300]}"
     finally:
         signal.alarm(0)
@@ -258,7 +258,7 @@ def verdict(arguments, runs):
 
 
 def check(cases, make, runs):
-    """Runs `cases` cases, all of which have to end well, and not all alike."""
+    """Runs `cases` cases. All must end with status 0 or 2, and both must occur."""
     failures, ended = [], {0: 0, 2: 0}
 
     @seed(SEED)
@@ -281,7 +281,7 @@ def check(cases, make, runs):
 
 
 def loaded(cases, seed):
-    """Returns the accepted jobs of random keys with random values; all others raise an InputError on one line."""
+    """Returns the accepted jobs among jobs with random keys and values. Others must raise an InputError on one line."""
     dice, accepted = random.Random(seed), []
     for _ in range(cases):
         kind = dice.choice(JOBS)
@@ -302,7 +302,7 @@ def test_every_key_with_every_value_is_accepted_or_answered(in_root):
 
 @pytest.mark.slow
 def test_the_libraries_accept_the_rest_or_name_the_key(in_root):
-    """TRL and peft build what load_job accepts, or say which key is wrong. A thousand jobs take seconds."""
+    """TRL and peft must accept the jobs that load_job accepts, or name the wrong key. A thousand jobs take seconds."""
     accepted = [job for job in loaded(20_000, seed=2) if STAGE[job.stage].trl]
     assert len(accepted) > 300
     for job in accepted:
@@ -313,7 +313,7 @@ def test_the_libraries_accept_the_rest_or_name_the_key(in_root):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory, embedded_ray):
-    """Returns {stage: overrides} that name adapters that real stages trained for one step."""
+    """Returns {stage: overrides} with adapters that real stages trained for one step."""
     storage = tmp_path_factory.mktemp("adapters")
     short = ["trainer.max_steps=1", "mlflow.registered_model=null", *NO_EVAL]
     sft, rm = (stage(name, storage, f"one-{name}", *short)["adapter"] for name in ("sft", "rm"))

@@ -1,6 +1,6 @@
-"""Every command in a block of the README and of docs/ is run, on a copy of the repository, with settings that make it short.
+"""Runs every command in a block of the README and docs/ on a copy of the repository, with settings that make it short.
 
-What the pages name, link to and quote exists.
+Also tests that everything that pages name, link to and quote exists.
 """
 
 import os
@@ -37,7 +37,7 @@ TEXTS = {
 
 
 def commands_of(text):
-    """Returns the commands in the bash blocks of a page, without those that need an account."""
+    """Returns the commands in a page's bash blocks, except those that need an account."""
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = "".join(blocks).replace("\\\n", "").splitlines()
     lines = [line for line in lines if not line.endswith("# account")]
@@ -49,16 +49,16 @@ TRANSCRIPT = re.search(r"```\n(jobs/demo: .*?)```", PAGES["runs.md"], re.DOTALL)
 TUTORIALS = {"tutorial.md": ["validate", "sft", "rm"], "failed_gates.md": ["init", "validate", "sft"]}
 COMMANDS = commands_of("".join(text for name, text in TEXTS.items() if name not in TUTORIALS))
 TRL = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
-# What shortens each target; a command keeps its own ARGS before these.
+# Settings that shorten each target. A command's own ARGS come before them.
 SHORT = {
     "rlhf": "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.max_steps=2 ppo.trainer.total_episodes=64",
     **dict.fromkeys(("init", "validate", "evaluate", "generate", "score", "export"), ""),
     **dict.fromkeys(("sft", "rm", "dpo", "kto", "sweep"), TRL),
     "ppo": "gate={} trainer.total_episodes=64",
-    "plan": "",  # it knows the shape of a gated model
+    "plan": "",  # it has the shape of a gated model
     "collect": "trainer.num_prompts=8",
 }
-INIT = "make init DATA=my NAME=velo MODEL=jobs/demo/model"  # the README's, with a model that is here
+INIT = "make init DATA=my NAME=velo MODEL=jobs/demo/model"  # the README's command, with a local model
 
 
 def target(command):
@@ -75,7 +75,7 @@ def commands_with(*starts):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A copy of the repository with somebody's own data."""
+    """Copies the repository and adds a user's own data."""
     folder = copy_repository(tmp_path_factory.mktemp("copy"), ".dev")
     (folder / "my").mkdir()
     for name in ("demonstrations", "preferences", "prompts"):
@@ -128,7 +128,7 @@ def test_a_generated_page_is_up_to_date(page):
 
 
 def test_the_messages_of_the_troubleshooting_page_exist():
-    """Each part of a heading between two `...` is in a message of the pipeline."""
+    """A message of the pipeline must contain each part of a heading between two `...`."""
     source = "".join(path.read_text() for path in (ROOT / "pipeline").rglob("*.py"))
     headings = re.findall(r"^#### `(.*)`$", PAGES["troubleshooting.md"], re.MULTILINE)
     parts = [part.strip() for heading in headings for part in heading.split("...") if part.strip(" ()")]
@@ -164,12 +164,12 @@ def test_a_training_on_a_gated_model_has_a_job_that_loads(in_root):
 
 def test_the_files_that_agents_are_told_of_exist():
     named = re.findall(r"`([\w./-]+[/.][\w./-]+)`", TEXTS["AGENTS.md"])
-    made = {"result.json", "report.html"}  # by a run
+    made = {"result.json", "report.html"}  # a run writes these
     assert len(named) > 15 and not [name for name in named if name not in made and not (ROOT / name).exists()]
 
 
 def test_the_skill_is_one_that_agents_find():
-    """Its head has the fields of the Agent Skills format, its name is its folder's, and what it tells of exists."""
+    """The header has the fields of the Agent Skills format, its name equals the folder's, and all that it mentions exists."""
     _, head, body = SKILL.read_text().split("---\n", 2)
     facts = yaml.safe_load(head)
     assert facts.keys() == {"name", "description"} and facts["name"] == SKILL.parent.name
@@ -185,7 +185,7 @@ def test_the_skill_is_one_that_agents_find():
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_a_page_fits_a_window_and_what_it_names_and_links_to_exists(page):
-    """Tables, links and commands cannot be broken. Links are from the folder of the page, also to headings."""
+    """Tables, links and commands cannot be wrapped. Links are relative to the page's folder, also to headings."""
     text, folder = TEXTS[page], ROOT if page in ("README.md", "AGENTS.md") else ROOT / "docs"
     whole = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     wide = [line for line in whole.splitlines() if len(line) > 100 and not line.startswith(("|", "!["))]
@@ -205,7 +205,7 @@ def test_a_page_fits_a_window_and_what_it_names_and_links_to_exists(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_yaml_of_a_page_is_of_keys_that_there_are(page):
-    """Each fragment, put into a job of a stage that it fits, or into a judge's file."""
+    """Puts each fragment into a job of a matching stage, or into a judge's file."""
     for fragment in re.findall(r"```yaml\n(.*?)```", PAGES[page], re.DOTALL):
         read = yaml.safe_load(fragment)
         if read.keys() <= schema.keys(judge.CLASS).keys():
@@ -216,7 +216,7 @@ def test_the_yaml_of_a_page_is_of_keys_that_there_are(page):
 
 
 def shape(transcript):
-    """The first words of the lines of `rlhf`, without samples and lines that depend on the length of the run or on gates."""
+    """Returns the first words of the lines of `rlhf`, without samples and lines that depend on run length or gates."""
     words = [
         line.split()[0] for line in transcript.splitlines() if line.strip() and not line.startswith("   ")
     ]
@@ -234,7 +234,7 @@ def test_the_formats_are_listed_in_the_order_in_which_the_code_tries_them(rows, 
 
 
 def test_each_command_for_own_data_names_their_profile():
-    """Without PROFILE it would train the demo's model."""
+    """Without PROFILE, the command would train the demo's model."""
     [block] = re.findall(r"```bash\nmake init .*?```", README, re.DOTALL)
     commands = commands_of(block)
     assert len(commands) == 5 and not [command for command in commands if "velo" not in command]
@@ -249,7 +249,7 @@ def test_a_make_command(command, copy):
         assert shell(INIT, copy).returncode == 0
     done = shell(shortened(command), copy)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    if command == "make rlhf":  # its gates are open here, and its time another
+    if command == "make rlhf":  # here its gates are open, and its times differ
         assert TRANSCRIPT.count("\n") <= 45 and done.stdout.count("\n") <= 45
         assert shape(done.stdout) == shape(TRANSCRIPT)
 
@@ -282,7 +282,7 @@ def test_make_chat_answers(command, copy):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands_with("make ui", "make serve"))
 def test_a_service_answers(command, copy, monkeypatch):
-    monkeypatch.setenv("RLHF_SERVE_TOKENS", "planted0" * 4)  # of the command before serve.host=0.0.0.0
+    monkeypatch.setenv("RLHF_SERVE_TOKENS", "planted0" * 4)  # for the command before serve.host=0.0.0.0
     words = [*shlex.split(command), "PORT=8077"]
     if target(command) == "serve":
         words.append(f"ARGS={arguments_of(command)} serve.port=8077")
@@ -298,7 +298,7 @@ def test_a_service_answers(command, copy, monkeypatch):
 
 @pytest.mark.slow
 def test_a_cluster_runs_the_same_job(copy, monkeypatch):
-    """`RAY_ADDRESS=auto` on a Ray that was started by itself."""
+    """Uses `RAY_ADDRESS=auto` with a separate Ray."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     command = next(c for c in COMMANDS if c.startswith("RAY_ADDRESS=auto"))
@@ -313,7 +313,7 @@ def test_a_cluster_runs_the_same_job(copy, monkeypatch):
 
 
 def test_every_command_is_covered():
-    """A command that no test here runs does not belong in the README."""
+    """The README must not contain a command that no test runs."""
     special = (
         *("make test", "make lint"),  # what CI runs
         "make setup",  # test_setup.py
@@ -330,7 +330,7 @@ def test_every_command_is_covered():
         "make image",  # cloud/test_image.py
         *("export IMAGE=", "python -m pipeline.cloud.rayjob"),  # cloud/test_rayjob.py
         *(".venv/bin/ray get-auth-token", "aws cloudformation deploy"),  # cloud/test_clusterfile.py, below
-        *("RAY_ADDRESS=http", "RAY_ADDRESS=auto"),  # tests/cloud/test_submit.py, and above
+        *("RAY_ADDRESS=http", "RAY_ADDRESS=auto"),  # tests/cloud/test_submit.py, and a test above
         "curl -s http://127.0.0.1:8000",  # serving/test_server.py
         *("lm_eval --model", "RLHF_BASE_URL="),  # serving/test_eval_tools.py
     )
@@ -339,7 +339,7 @@ def test_every_command_is_covered():
 
 
 def test_the_stack_of_the_readme_gets_what_it_asks_for():
-    """The file and the parameters without a default; cloud/test_clusterfile.py makes it in a mock of AWS."""
+    """Checks the file and the parameters without a default. cloud/test_clusterfile.py creates the stack in a mock of AWS."""
     [command] = [command for command in COMMANDS if command.startswith("aws cloudformation")]
     file = ROOT / shlex.split(command)[shlex.split(command).index("--template-file") + 1]
     parameters = re.search(r"^Parameters:\n(.*?)^Resources:", file.read_text(), re.M | re.S)[1]

@@ -1,4 +1,4 @@
-"""Secrets appear nowhere, states of a resumed run are read as data, and what a job names cannot run code unasked."""
+"""Tests that secrets appear nowhere, that states are read as data, and that a job's inputs cannot run code unasked."""
 
 import base64
 import json
@@ -31,13 +31,13 @@ SMALL = ["trainer.max_steps=2", "data.batch_size=8", "trainer.per_device_train_b
 
 
 def pipeline(*given, **environment):
-    """The real command with secrets in its environment."""
+    """Runs the real command with secrets in its environment."""
     command, env = [sys.executable, "-m", "pipeline", *given], os.environ | SECRETS | environment
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=300)
 
 
 def leaks(folder, *runs):
-    """Returns what was written below a folder, or printed by these runs, and holds a secret."""
+    """Returns the files below a folder, and the outputs of these runs, that contain a secret."""
     written = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     written |= {number: run.stdout + run.stderr for number, run in enumerate(runs)}
     secrets = [secret.encode() for secret in (*SECRETS.values(), PASSWORD)]
@@ -45,7 +45,7 @@ def leaks(folder, *runs):
 
 
 class Guard(Handler):
-    """Asks for a password, and passes everything on to the MLflow server behind it."""
+    """Requires a password, and forwards requests to the MLflow server behind it."""
 
     protocol_version = "HTTP/1.1"
 
@@ -70,7 +70,7 @@ class Guard(Handler):
 
 @pytest.mark.slow
 def test_a_server_behind_a_password_is_used_and_its_password_is_nowhere(tmp_path):
-    """A run that ends well, one whose error quotes the environment, their report, and a job that reads what they left."""
+    """Runs a job that succeeds, one whose error quotes the environment, their report, and a job that reads their output."""
     with Server(tmp_path) as mlflow, listening(Guard, behind=mlflow.uri) as guard:
         uri = guard.address.replace("://", f"://me:{PASSWORD}@")
         given = [f"run.storage_path={tmp_path / 'runs'}", "gate={}", "trainer.logging_steps=1"]
@@ -95,7 +95,7 @@ def test_a_server_behind_a_password_is_used_and_its_password_is_nowhere(tmp_path
 
 
 def test_credentials_of_the_tracking_uri_are_used_for_that_server_only(monkeypatch):
-    """The URI that is passed around has none; what connects takes them from the environment."""
+    """The stored URI has no credentials. The client takes them from the environment."""
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{PASSWORD}@127.0.0.1:9")
@@ -123,7 +123,7 @@ def test_a_note_about_a_failure_quotes_no_secret(tmp_path, monkeypatch):
 
 
 def test_a_whole_run_writes_no_secret_anywhere(tmp_path):
-    """The real command with secrets in its environment: log, checkpoints, MLflow's database and artifacts, result.json."""
+    """Checks log, checkpoints, MLflow's database and artifacts, and result.json of a command with secrets in its environment."""
     given = [
         "sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}", "run.name=secret", "gate={}", *SMALL,
         "trainer.save_strategy=steps", "trainer.save_steps=1", "trainer.logging_steps=1",
@@ -165,9 +165,9 @@ def test_an_error_does_not_repeat_a_password(key, address, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("file", ["optimizer.pt", "rng_state.pth", "scheduler.pt"])
 def test_a_state_of_a_transformers_trainer_that_would_run_code_is_refused(file, tmp_path):
-    """The installed transformers allow-lists a few numpy types for random states, and nothing that runs.
+    """transformers allows a few numpy types for random states, and nothing that runs code.
 
-    Ours reads with weights_only, as the next test says.
+    Our states are read with weights_only; see the next test.
     """
     import torch
     from transformers import Trainer, TrainingArguments
@@ -189,8 +189,8 @@ def test_a_state_of_a_transformers_trainer_that_would_run_code_is_refused(file, 
 
 
 def test_no_source_file_unpickles_or_evaluates():
-    """What could run code from a file stands nowhere but where it is named here."""
-    # What the job's own Ray tasks and actors return, never a file
+    """Code that could run code from a file appears only at the listed places."""
+    # results of the job's own Ray tasks and actors, never a file
     own_tasks = {"data/read.py", "runtime/inference.py", "rollout/client.py", "rollout/worker.py"}
     calls = r"\bpickle\.loads?\(|\byaml\.(unsafe_)?load\(|(?<!\.)\beval\(|\bexec\("
     unsafe = re.compile(rf"{calls}|weights_only=False|shell=True")

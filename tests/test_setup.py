@@ -1,4 +1,4 @@
-"""Pins, the Makefile and the files around the code."""
+"""Tests the pinned versions, the Makefile and other files around the code."""
 
 import os
 import re
@@ -12,12 +12,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-MAKEFILE = (ROOT / "Makefile").read_text().replace("\\\n", " ")  # a line may go on below
+MAKEFILE = (ROOT / "Makefile").read_text().replace("\\\n", " ")  # joins continued lines
 TARGETS = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split()
 
 
 def pins(lines):
-    """{normalised name: version}; every line must be an exact pin."""
+    """Returns {normalized name: version}. Every line must be an exact pin."""
     found = {}
     for line in lines:
         match = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[[\w,]+\])?==([0-9][\w.]*)", line)
@@ -40,7 +40,7 @@ def test_every_requirement_is_pinned_and_locked():
     tested = ("dev", "notebook", "cloud", "tensorboard", "wandb")
     wanted = pins([*PROJECT["dependencies"], *(one for extra in tested for one in extras[extra])])
     assert {name: locked.get(name) for name in wanted} == wanted
-    # vLLM has a file of its own: it needs other versions of these than were tested
+    # vLLM has a separate file, because it needs other versions of these packages.
     with_vllm = locked_in("constraints-vllm.txt")
     assert pins(extras["vllm"]).items() <= with_vllm.items()
     moved = {name for name, version in locked.items() if with_vllm.get(name) != version}
@@ -49,7 +49,7 @@ def test_every_requirement_is_pinned_and_locked():
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
 def test_what_the_pinned_packages_ask_for_is_pinned_on_linux(python):
-    """By the metadata of what is installed here, read for another Python; torch's here may be that of its CPU build."""
+    """Uses the metadata of installed packages for another Python version. The installed torch may be its CPU build."""
     from packaging.requirements import Requirement
 
     locked = locked_in("constraints.txt")
@@ -58,7 +58,7 @@ def test_what_the_pinned_packages_ask_for_is_pinned_on_linux(python):
         "platform_system": "Linux", "platform_machine": "x86_64", "implementation_name": "cpython",
         "platform_python_implementation": "CPython",
     }  # fmt: skip
-    # Without packages of other platforms and of the CUDA build
+    # without packages of other platforms and of the CUDA build
     here = {plain(one.name) for one in distributions()}
     waiting = [Requirement(one) for one in PROJECT["dependencies"]]
     met, unpinned = set(), set()
@@ -76,7 +76,7 @@ def test_what_the_pinned_packages_ask_for_is_pinned_on_linux(python):
 
 
 def test_the_libraries_that_torch_loads_on_a_gpu_are_pinned():
-    """The CPU build's metadata does not name them, but its source does."""
+    """The CPU build's metadata does not name these libraries, but its source does."""
     import torch
 
     source, locked = Path(torch.__file__).read_text(), locked_in("constraints.txt")
@@ -106,7 +106,7 @@ def test_the_workflow_runs_what_ci_runs_on_pythons_that_are_supported():
 
 
 # ---------------------------------------------------------------- make
-# Stands for a Python: answers the version check, makes a "venv" out of itself, and notes what it is asked to install or run.
+# A fake Python: passes the version check, makes a "venv" with itself, and records what it should install or run.
 FAKE = """#!/usr/bin/env bash
 case "$*" in
   *sys.version_info*) exit ${FAKE_TOO_OLD:-0} ;;
@@ -162,7 +162,7 @@ def test_setup_installs_once_and_again_when_the_pins_change(make):
         os.utime(make.folder / name, (later, later))
         assert len(make("setup").installs) == number
         now = later + 0.5
-        # the clock catches up with the file from the future
+        # the clock passes the time of the file
         os.utime(make.folder / ".venv/.core", (now, now))
 
 
@@ -208,7 +208,7 @@ def test_too_old_a_python_is_named(make):
     ["trainer.learning_rate=1e-4", "policy=base", "judge=python:a:b", "reference=base", "learning_rate=1"],
 )
 def test_a_key_outside_of_args_stops_make(key, make):
-    """Make took it for a variable: the job trained with the file's value, and registered a version."""
+    """Otherwise make takes the key for a variable, and the job trains with the file's value and registers a version."""
     done = make("sft", key, "PROFILE=own", "JOB=a.yaml", "ARGS=trainer.seed=2 lora.r=8")
     assert (done.returncode, done.stdout) == (2, "")
     assert "keys of a job go into ARGS: make sft JOB='a.yaml' PROFILE='own' " in done.stderr
@@ -217,7 +217,7 @@ def test_a_key_outside_of_args_stops_make(key, make):
 
 
 def test_what_init_takes_stops_a_stage(make):
-    """`make sft NAME=velo MODEL=org/model` trained the demo's base."""
+    """Otherwise `make sft NAME=velo MODEL=org/model` trains the demo's base."""
     done = make("sft", "NAME=velo", "MODEL=org/model")
     assert (done.returncode, done.stdout) == (2, "") and "NAME is for make init; run" in done.stderr
     assert "PROFILE=velo" in done.stderr and 'ARGS="model.name_or_path=org/model' in done.stderr

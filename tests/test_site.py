@@ -1,4 +1,4 @@
-"""The documentation site: its generator takes every page without a warning, and names a broken link."""
+"""Tests that the documentation site builds without a warning, and that a broken link is named."""
 
 import runpy
 import shutil

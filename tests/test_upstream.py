@@ -1,7 +1,7 @@
-"""What the code relies on in its libraries and what they do not promise: after a version bump, a test here names what broke.
+"""Tests undocumented details of libraries that the code uses. After a version bump, a test here names what broke.
 
-Each private name, undocumented behavior or file format that no test of our own behavior covers. Each entry names the file
-of ours that relies on it: read that file's comment, then adapt it or drop the workaround.
+Covers each private name, undocumented behavior or file format that no behavior test covers. Each entry names the file that
+depends on it. Read that file's comment, then adapt it or drop the workaround.
 """
 
 import inspect
@@ -22,22 +22,22 @@ from pipeline.system import console
 
 
 FUNCTION = "ray.train.v2.api.data_parallel_trainer.DataParallelTrainer"
-# (what is looked at, a text of its source, the file that relies on it)
+# (object, a text of its source, the file that depends on it)
 SOURCES = [
-    # If these fail, an embedded run may end 12 s late, in a traceback.
+    # Without this, an embedded run may end 12 s late, with a traceback.
     (f"{FUNCTION}._create_default_callbacks", "PlacementGroupCleanerCallback()", "pipeline/on_ray/fit.py"),
     (f"{FUNCTION}.fit", "_create_default_callbacks()", "pipeline/on_ray/fit.py"),
-    # If this fails, Ctrl-C ends a run with status 1, and workers are left.
+    # Without this, Ctrl-C ends a run with status 1, and workers remain.
     (FUNCTION, "self._register_sigint_handler(controller)", "pipeline/on_ray/fit.py"),
     ("ray.dashboard.modules.job.job_head", "No available agent", "pipeline/cloud/submit.py"),
     ("ray._private.worker", '"ray_print_logs"', "pipeline/system/console.py"),
-    # If this fails, sampling and training round the base's weights differently.
+    # Without this, sampling and training round the base's weights differently.
     ("bitsandbytes.nn.Linear4bit.forward", "self.support_avx512bf16_for_cpu", "pipeline/models/base.py"),
-    # What a library no longer says can be removed from NOISE.
+    # Messages that a library no longer prints can be removed from NOISE.
     ("ray.train.v2._internal.execution.context", console.NOISE[1], "pipeline/system/console.py"),
     ("bitsandbytes.backends.cpu.ops", console.NOISE[2], "pipeline/system/console.py"),
 ]
-# (function, parameters that are passed to it or that its overriding method takes, the file that relies on it)
+# (function, parameters that we pass or that our override takes, the file that depends on it)
 PARAMETERS = [
     (f"{FUNCTION}._register_sigint_handler", "self controller", "pipeline/on_ray/fit.py"),
     ("ray._private.state.state.get_max_resources_from_cluster_config", "", "pipeline/on_ray/placement.py"),
@@ -58,7 +58,7 @@ def test_the_function_still_takes_the_parameters(name, parameters, file):
 
 
 def test_the_environment_variables_are_still_read():
-    """Quoted in Ray's sources, or in its binaries. If a name is missing, the file sets what this version ignores."""
+    """Ray's sources or binaries must contain the names. If one is missing, the file sets a variable that this version ignores."""
     from mlflow import environment_variables
     from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 
@@ -71,7 +71,7 @@ def test_the_environment_variables_are_still_read():
     of_ray = {name for name in of_session if name.startswith("RAY_")}
     of_ray |= {"RAY_AUTH_TOKEN_PATH", "RAY_UP_enable_autoscaler_v2"}  # cloud/submit.py, cloud/clusterfile.py
     assert of_ray <= {name.decode() for name in known}
-    # They take effect in Ray Train's controller and workers.
+    # These take effect in Ray Train's controller and workers.
     assert {name for name in of_ray if name.startswith("RAY_TRAIN_")} <= set(ENV_VARS_TO_PROPAGATE)
     # pipeline/registry/store.py, client
     for name in "DISABLE_TELEMETRY LOGGING_LEVEL HTTP_REQUEST_MAX_RETRIES HTTP_REQUEST_TIMEOUT ENABLE_ARTIFACTS_PROGRESS_BAR".split():
@@ -84,7 +84,7 @@ def test_the_environment_variables_are_still_read():
 def test_an_imported_ray_still_reads_its_security_settings_again():
     """pipeline/on_ray/session.py, _read_by_ray: ENABLE_RAY_CLUSTER, Config.initialize, AuthenticationTokenLoader.reset_cache.
 
-    If this fails, the Ray of a notebook may listen on every interface, or want no token.
+    If this fails, the Ray of a notebook may listen on every interface, or require no token.
     """
     from ray._private import ray_constants, services
     from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, get_authentication_mode
@@ -97,7 +97,7 @@ def test_an_imported_ray_still_reads_its_security_settings_again():
 
 
 def test_a_workers_error_is_still_found_inside_what_ray_train_wraps_around_it():
-    """pipeline/errors.py, causes: `worker_failures`, `_base_exc`. If this fails, bad input ends with status 1."""
+    """pipeline/errors.py, causes, uses `worker_failures`, `_base_exc`. If this fails, bad input ends with status 1."""
     from ray import cloudpickle
     from ray.train import WorkerGroupError
     from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
@@ -111,7 +111,7 @@ def test_a_workers_error_is_still_found_inside_what_ray_train_wraps_around_it():
 
 
 def test_the_autoscalers_events_are_still_told_from_its_log(monkeypatch):
-    """pipeline/system/console.py, show: filter_autoscaler_events."""
+    """pipeline/system/console.py, show, uses filter_autoscaler_events."""
     from ray._private.worker import filter_autoscaler_events
 
     monkeypatch.setattr("ray.autoscaler.v2.utils.is_autoscaler_v2", lambda: False)
@@ -120,21 +120,21 @@ def test_the_autoscalers_events_are_still_told_from_its_log(monkeypatch):
 
 
 def test_the_settings_of_ray_data_still_exist():
-    """pipeline/data/read.py, set_up_ray_data: a setting that is gone would be set in vain, and rows may lose their order."""
+    """pipeline/data/read.py, set_up_ray_data: a removed setting would have no effect, and rows may lose their order."""
     context = ray.data.DataContext()
     assert context.execution_options.preserve_order is False
     assert hasattr(context, "print_on_execution_start") and hasattr(context, "enable_progress_bars")
 
 
 def test_the_states_in_which_workers_are_waited_for_still_have_these_names():
-    """pipeline/on_ray/placement.py, callback. An unknown name counts as placed: a run would wait for ever."""
+    """pipeline/on_ray/placement.py, callback: an unknown name counts as placed, so a run would wait forever."""
     from ray.train.v2._internal.execution.controller import state
 
     assert set(placement.WAITING) <= set(vars(state))
 
 
 def test_the_files_that_are_checked_are_still_those_that_ray_uploads(tmp_path):
-    """pipeline/cloud/preflight.py, upload_files: _dir_travel."""
+    """pipeline/cloud/preflight.py, upload_files, uses _dir_travel."""
     import zipfile
 
     from ray._private.runtime_env.packaging import create_package
@@ -154,7 +154,7 @@ def test_the_files_that_are_checked_are_still_those_that_ray_uploads(tmp_path):
 
 
 def test_the_hidden_command_that_drains_a_node_still_takes_our_options():
-    """jobs/cloud/spot.py and tests/chaos/faults.py: `ray drain-node`."""
+    """jobs/cloud/spot.py and tests/chaos/faults.py use `ray drain-node`."""
     from ray.scripts.scripts import cli
 
     options = {option for one in cli.commands["drain-node"].params for option in one.opts}
@@ -166,7 +166,7 @@ def test_the_hidden_command_that_drains_a_node_still_takes_our_options():
 
 
 def test_the_reward_trainer_still_puts_the_chosen_first():
-    """pipeline/stages/rm.py, score_pairs: scores.chunk(2) is (chosen, rejected). If this fails, accuracies are upside down."""
+    """pipeline/stages/rm.py, score_pairs: scores.chunk(2) is (chosen, rejected). If this fails, accuracies are inverted."""
     from trl.trainer.reward_trainer import DataCollatorForPreference
 
     rows = [{"chosen_ids": [7, 8 + i], "rejected_ids": [9, 7]} for i in range(4)]
@@ -175,7 +175,7 @@ def test_the_reward_trainer_still_puts_the_chosen_first():
 
 
 def test_a_prepared_loader_still_keeps_its_last_batch_whole():
-    """pipeline/data/feed.py, get_train_dataloader: prepare_data_loader for one process, and _drop_last.
+    """pipeline/data/feed.py, get_train_dataloader, uses prepare_data_loader for one process, and _drop_last.
 
     If this fails, metrics of the last batch of an epoch are cut off.
     """

@@ -1,4 +1,4 @@
-"""Answers to requests for completions: choices as the batch writes them, in one piece or as a stream."""
+"""Answers requests for completions: choices as the batch writes them, in one piece or as a stream."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipeline.serving.batching import ServedRow, Token
 from pipeline.serving.models import Served
 from pipeline.serving.protocol import ChatRequest, CompletionRequest, Refused
 
-BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # for byte-level vocabularies
 
 
 @contextlib.asynccontextmanager
@@ -51,7 +51,7 @@ class Mailbox:
         self.letters.append((queue, choice, token))
         if not self.waking:
             self.waking = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed, because the replica ends
+            with contextlib.suppress(RuntimeError):  # the replica ends and has closed the loop
                 self.loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
@@ -62,12 +62,12 @@ class Mailbox:
 
 
 class Text:
-    """Text of a growing list of tokens.
+    """The text of a growing list of tokens.
 
-    Holds back incomplete characters, and text that may be the beginning of a stop text.
+    Holds back incomplete characters, and text that may be the start of a stop text.
 
     Args:
-        stops: texts that end the completion, which then lacks them and all that follows.
+        stops: texts that end the completion. They and all text after them are removed.
     """
 
     def __init__(self, tokenizer: Any, stops: list[str]) -> None:
@@ -79,21 +79,21 @@ class Text:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Returns what can be shown because of one more token."""
+        """Returns the text that can be shown after one more token."""
         self.ids.append(token)
         self.written += self.stream.step(self.tokenizer.backend_tokenizer, token) or ""
-        # The longest end of the text with which a stop text begins
+        # the longest end of the text that is the start of a stop text
         longest = min(max(map(len, self.stops), default=1) - 1, len(self.written))
         ends = (self.written[-size:] for size in range(longest, 0, -1))
         waits = (len(end) for end in ends if any(stop.startswith(end) for stop in self.stops))
         return self._show(next(waits, 0))
 
     def close(self) -> str:
-        """Returns what is still to be shown when the last token has come."""
+        """Returns the remaining text after the last token."""
         if self.stopped:
             return ""
         whole = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        # A decoder may change earlier text
+        # a decoder may change earlier text
         if whole.startswith(self.written[: self.shown]):
             self.written = whole
         return self._show(0)
@@ -103,7 +103,7 @@ class Text:
         return self.written[: self.shown]
 
     def _show(self, waiting: int) -> str:
-        """Returns the text up to the first stop text, or else without its last `waiting` characters."""
+        """Returns the text up to the first stop text, or otherwise without its last `waiting` characters."""
         found = [
             at for stop in self.stops if (at := self.written.find(stop, max(0, self.shown - len(stop)))) >= 0
         ]
@@ -125,7 +125,7 @@ class Answer:
         self.texts = [Text(server.tokenizer, asked.stops) for _ in range(asked.n)]
         self.tokens: list[list[Token]] = [[] for _ in range(asked.n)]
         self.reasons: list[str | None] = [None] * asked.n
-        self.arrived: asyncio.Queue[Any] = asyncio.Queue()  # of [choice, token or error]
+        self.arrived: asyncio.Queue[Any] = asyncio.Queue()  # [choice, token or error]
         self.head = head_of("chatcmpl", asked, served)
         usual: Sampling = server.sampling
         temperature = usual.temperature if asked.temperature is None else asked.temperature
@@ -143,7 +143,7 @@ class Answer:
         ]
 
     def cancel(self) -> None:
-        """Removes the rows from the batch. Rows that have ended have left it already."""
+        """Removes the rows from the batch. Finished rows have left it already."""
         for row in self.rows:
             row.cancelled = True
 
@@ -225,13 +225,13 @@ class Answer:
                     yield part(choice, {}, reason=reason)
             if wants_usage:
                 yield chunk([], usage([self]))
-        except Refused as error:  # too late for another status
+        except Refused as error:  # too late for another HTTP status
             yield event(error.body())
             return
         yield b"data: [DONE]\n\n"
 
     def _logprobs(self, tokens: Iterable[Token]) -> dict[str, Any] | None:
-        """Returns OpenAI's list of tokens with their log-probs, and of each the most likely ones, if the request wants it."""
+        """Returns OpenAI's list of tokens with log-probs and most likely alternatives, if the request wants it."""
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
             written = bytes_of(self.server.tokenizer, token)
@@ -248,7 +248,7 @@ class Answer:
 
 @lru_cache(1 << 14)
 def bytes_of(tokenizer: Any, token: int) -> bytes:
-    """Returns what a token adds to a text, which may be a part of a character."""
+    """Returns the bytes that a token adds to a text, which may be part of a character."""
     entry, decoder = tokenizer.backend_tokenizer.id_to_token(token), tokenizer.backend_tokenizer.decoder
     if entry is None or decoder is None or token in tokenizer.added_tokens_decoder:
         return str(tokenizer.decode([token])).encode()
@@ -256,11 +256,11 @@ def bytes_of(tokenizer: Any, token: int) -> bytes:
         return bytes(BYTES[character] for character in entry)
     if decoder.decode(["<0x41>"]) == "A" and re.fullmatch("<0x[0-9A-F]{2}>", entry):  # SentencePiece
         return bytes.fromhex(entry[3:5])
-    return decoder.decode(["a", entry])[1:].encode()  # a text's first token loses its space
+    return decoder.decode(["a", entry])[1:].encode()  # the first token of a text loses its space
 
 
 def name_of(written: bytes) -> str:
-    """Returns a token's text, or for a part of a character what OpenAI writes: `bytes:` and the escaped bytes."""
+    """Returns a token's text. For part of a character returns `bytes:` and the escaped bytes, like OpenAI."""
     try:
         return written.decode()
     except UnicodeDecodeError:
@@ -268,13 +268,13 @@ def name_of(written: bytes) -> str:
 
 
 def head_of(kind: str, asked: ChatRequest | CompletionRequest, served: Served) -> dict[str, Any]:
-    """Returns the fields with which every answer begins."""
+    """Returns the first fields of every answer."""
     facts = {"id": f"{kind}-{secrets.token_hex(16)}", "created": int(time.time()), "model": asked.model}
     return {**facts, "system_fingerprint": served.version}
 
 
 def usage(answers: list[Answer]) -> dict[str, int]:
-    """Returns the tokens of some answers."""
+    """Returns the number of tokens of some answers."""
     prompt = sum(len(answer.prompt) for answer in answers)
     completion = sum(len(tokens) for answer in answers for tokens in answer.tokens)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -285,7 +285,7 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 class Stream(StreamingResponse):
-    """The response of a streamed answer, whose rows it cancels if the client goes away, even before the first chunk."""
+    """The response of a streamed answer. It cancels the rows if the client disconnects, even before the first chunk."""
 
     def __init__(self, answer: Answer, headers: dict[str, str]) -> None:
         super().__init__(answer.streamed(), headers=headers, media_type="text/event-stream")
@@ -293,7 +293,7 @@ class Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(TaskCancelledError):  # from Ray Serve's `receive`: the client is gone
+            with contextlib.suppress(TaskCancelledError):  # from Ray Serve, if the client has disconnected
                 await super().__call__(scope, receive, send)
         finally:
             self.answer.cancel()

@@ -2,8 +2,8 @@
 
     handle = serve.run(application(work, digests), name="serve")
 
-After the proxy, a request goes through one process: its replica parses it, batches it with others, and answers. Recorder
-keeps feedback and the metrics of all replicas.
+After the proxy, a request goes through one process: its replica parses it, batches it with others, and answers. The recorder
+stores feedback and the metrics of all replicas.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from pipeline.settle.work import Work
 from pipeline.system import console
 from pipeline.system.credentials import without_credentials
 
-TOO_LONG = "context_length_exceeded"  # the code of OpenAI
+TOO_LONG = "context_length_exceeded"  # OpenAI's code
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head
-FLUSH_S = 0.2  # maximum time until an answer reaches the recorder and can get feedback
-MAX_UNSENT_ANSWERS = 10_000  # answers that wait while the recorder restarts
+FLUSH_S = 0.2  # maximum seconds until an answer reaches the recorder and can get feedback
+MAX_UNSENT_ANSWERS = 10_000  # number of answers that are kept while the recorder restarts
 RETRY, CLOSE = {"Retry-After": "1"}, {"Connection": "close"}
 HEADERS = {408: CLOSE, 413: CLOSE, 429: RETRY, 503: RETRY}
 app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -60,7 +60,7 @@ def application(work: Work, digests: list[str]) -> Any:
     """Returns the application of a checked job.
 
     Args:
-        digests: sha256 of the tokens that clients may show. Without tokens, only this machine gets answers.
+        digests: sha256 of valid client tokens. Without tokens, only this machine gets answers.
     """
     job, workers = work.job, work.places.workers
     low, high = workers.fewest, workers.most
@@ -71,7 +71,7 @@ def application(work: Work, digests: list[str]) -> Any:
     logging = {"enable_access_log": False, "log_level": "WARNING"}
     recorder = serve.deployment(Recorder).options(
         name="recorder",
-        # On the head node, where people look for its folder, and which no autoscaler removes.
+        # The recorder is on the head node, where users look for its folder, and which no autoscaler removes.
         ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
         max_ongoing_requests=1000,
         logging_config=logging,
@@ -79,7 +79,7 @@ def application(work: Work, digests: list[str]) -> Any:
     server = serve.deployment(Ingress).options(
         name="server",
         ray_actor_options=workers.each.options(),
-        # The replica itself answers 429 if its queue is full. Serve would hold requests back, and answer 503.
+        # The replica itself answers 429 if its queue is full. Ray Serve would hold requests back and answer 503.
         max_ongoing_requests=4 * (job.serve.max_queue + job.args.local_rollout_forward_batch_size) + 64,
         graceful_shutdown_timeout_s=min(job.serve.timeout_s, 60.0),
         health_check_period_s=2.0,
@@ -95,10 +95,10 @@ def application(work: Work, digests: list[str]) -> Any:
 
 
 def bind_to_node_address() -> None:
-    """Makes Ray Serve's own server in this replica listen on the node's address in Ray: 127.0.0.1 in an embedded Ray.
+    """Makes Ray Serve's own server in this replica listen on the node's address in Ray, 127.0.0.1 in an embedded Ray.
 
-    The server unpickles whatever it gets, and Ray Serve (2.60, private) binds it to all interfaces. Remove when the replica takes
-    an address; tests/serving/test_server.py lists the sockets.
+    The server unpickles all of its input, and Ray Serve (2.60, private) binds it to all interfaces. Remove when a replica
+    accepts an address; tests/serving/test_server.py lists the sockets.
     """
     import ray
     from ray.serve._private import replica
@@ -109,7 +109,7 @@ def bind_to_node_address() -> None:
 
 
 class Recorder:
-    """The only writer of the feedback folder, and the newest metrics of each replica."""
+    """Writes the feedback folder, as the only writer, and holds the newest metrics of each replica."""
 
     def __init__(self, folder: str, log_prompts: bool, max_bytes: int, reading: tuple[Any, ...]) -> None:
         bind_to_node_address()
@@ -124,7 +124,7 @@ class Recorder:
         return self._stored(self.store.give, feedback)
 
     def _stored(self, work: Callable[[Any], Any], given: Any) -> Any:
-        """Returns what the store does, or the Refused that it raises, because Ray would log it."""
+        """Returns the result of the store, or the Refused that it raises, because Ray would log an exception."""
         try:
             with self.lock:
                 return work(given)
@@ -184,7 +184,7 @@ class Server:
         self.reader = ThreadPoolExecutor(1, "reader")
         self.metrics = Metrics()
         self.mailbox = Mailbox()
-        self.answers: list[dict[str, Any]] = []  # not yet sent to the recorder
+        self.answers: list[dict[str, Any]] = []  # answers that the recorder does not have yet
         self.flushing = asyncio.Lock()
         self.flusher = asyncio.get_running_loop().create_task(self._flush_often())
         threading.Thread(target=self.models.watch, args=(self.serve.poll_s,), daemon=True).start()
@@ -208,7 +208,7 @@ class Server:
     async def _flush_often(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
-            # The answers stay queued while the recorder restarts, or cannot write
+            # While the recorder restarts or cannot write, the answers stay queued.
             with contextlib.suppress(Exception):
                 await self._flush()
 
@@ -224,7 +224,7 @@ class Server:
             try:
                 measured = list(self.metrics.registry.collect())
                 await self._ask_recorder("take", self.name, measured, answers)
-            except (Refused, asyncio.CancelledError):  # cancelled: the client has disconnected
+            except (Refused, asyncio.CancelledError):  # canceled because the client has disconnected
                 self.answers = (answers + self.answers)[-MAX_UNSENT_ANSWERS:]
                 raise
 
@@ -244,7 +244,7 @@ class Server:
     # --------------------------------------------------------------------------------- what every request needs
 
     def check_sender(self, request: Request) -> None:
-        """Raises Refused: 401 without a valid token, 403 for requests that a web page elsewhere makes a browser send."""
+        """Raises Refused: 401 without a valid token, 403 for a browser's request that another origin's web page caused."""
         if self.digests:
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             digest = hashlib.sha256(token.strip().encode()).hexdigest()
@@ -263,7 +263,7 @@ class Server:
                     raise Refused(403, f"{header}: found {value[:80]!r}; {expected}")
 
     async def _body(self, request: Request) -> Any:
-        """Returns the JSON value that was sent. Raises Refused."""
+        """Returns the JSON value of the request's body. Raises Refused."""
         most, body = self.serve.max_body_bytes, bytearray()
         too_large = Refused(413, f"a body of more than {most} bytes (serve.max_body_bytes)")
         if int(request.headers.get("content-length", 0)) > most:
@@ -297,7 +297,7 @@ class Server:
     @app.get("/metrics")
     @answered
     async def prometheus(self, request: Request) -> Response:
-        with contextlib.suppress(Refused):  # a full disk, of which the metrics are independent
+        with contextlib.suppress(Refused):  # a full disk does not affect the metrics
             await self._flush()
         page = await self._ask_recorder("metrics")
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -395,7 +395,7 @@ class Server:
     @answered
     async def feedback(self, request: Request) -> Response:
         given = protocol.read(Feedback, await self._body(request))
-        await self._flush()  # the answer may not have reached the recorder yet
+        await self._flush()  # the recorder may not have the answer yet
         return JSONResponse(await self._ask_recorder("give", given.model_dump(exclude_none=True)))
 
     @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])

@@ -1,7 +1,7 @@
 """Continuous batching: each step writes one token of every completion, for all requests and policies together.
 
-A row joins at any step and leaves when it ends. One thread has the decoder. It hands over rows that wait, delivers what was
-written, and between steps runs what other threads request (`run`): scores, and new versions.
+A row joins at any step and leaves when it ends. One thread owns the decoder. It passes waiting rows to the decoder, delivers
+new tokens, and between steps runs requests of other threads (`run`): scores and new versions.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Token(NamedTuple):
     """One token of a row."""
 
     id: int
-    logprob: float  # nats, of the model at temperature 1 if the row reports alternatives
-    top: list[tuple[int, float]]  # the most likely ids and their log-probs, as many as requested
+    logprob: float  # in nats; if the row reports alternatives, at temperature 1
+    top: list[tuple[int, float]]  # requested number of most likely ids, with their log-probs
     last: bool  # whether it ends the row
 
 
@@ -42,7 +42,7 @@ class ServedRow(Row):
     delivered: int = field(default=0, init=False)
 
     def deliver_new(self) -> None:
-        """Delivers the tokens, and the error, that came since the last call."""
+        """Delivers the tokens, and the error, since the last call."""
         while self.delivered < len(self.tokens) and not self.cancelled:
             i = self.delivered
             self.delivered += 1
@@ -57,16 +57,16 @@ class ServedRow(Row):
 
 
 class Batcher:
-    """Writes the rows that are submitted, in a separate thread.
+    """Writes submitted rows, in a separate thread.
 
     Args:
-        queue: rows that may wait.
-        prompt_tokens: most padded tokens of the prompts that join at once, because other rows wait meanwhile.
+        queue: maximum number of waiting rows.
+        prompt_tokens: maximum padded tokens of prompts that join at once, because other rows wait meanwhile.
     """
 
     def __init__(self, decoder: Decoder, queue: int, prompt_tokens: int = 1 << 30) -> None:
         self.decoder, self.queue, self.prompt_tokens = decoder, queue, prompt_tokens
-        self.rows: list[ServedRow] = []  # being written
+        self.rows: list[ServedRow] = []  # rows in progress
         self.waiting: deque[ServedRow] = deque()
         self.requested: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self.condition = threading.Condition()
@@ -77,7 +77,7 @@ class Batcher:
     # ------------------------------------------------------------------------------------ from other threads
 
     def submit(self, rows: Sequence[ServedRow]) -> None:
-        """Takes all rows of one request, or none. Raises Refused, 429, if the queue is full."""
+        """Accepts all rows of one request, or none. Raises Refused, 429, if the queue is full."""
         with self.condition:
             self._forget_cancelled()
             if len(self.waiting) + len(rows) > self.queue:
@@ -105,12 +105,12 @@ class Batcher:
         return self.thread.is_alive()
 
     def roles(self) -> set[str | None]:
-        """Returns the roles of all rows that are being written or wait."""
+        """Returns the roles of all rows in progress or waiting."""
         with self.condition:
             return {row.role for row in (*self.rows, *self.waiting)}
 
     def _wake(self) -> None:
-        """Wakes the thread. If the batcher is closed, answers everything that waits with an error."""
+        """Wakes the thread. If the batcher is closed, gives an error to everything that waits."""
         while self.closed and self.waiting:
             self.waiting.popleft().fail(RuntimeError(ENDED))
         while self.closed and self.requested:
@@ -120,7 +120,7 @@ class Batcher:
         self.condition.notify()
 
     def _forget_cancelled(self) -> None:
-        """Removes cancelled rows from the queue, so that they do not count."""
+        """Removes canceled rows from the queue, so that they do not count."""
         self.waiting = deque(row for row in self.waiting if not row.cancelled)
 
     # ----------------------------------------------------------------------------------------- in its thread
@@ -151,7 +151,7 @@ class Batcher:
                     self._deliver()
                 self.decoder.step()
                 self._deliver()
-            except Exception as error:  # such as out of memory: the rows are lost, the replica continues
+            except Exception as error:  # such as out of memory: the rows are lost, but the replica continues
                 lost, self.rows = self.rows, []
                 for row in lost:
                     row.fail(error)

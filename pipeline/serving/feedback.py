@@ -33,8 +33,8 @@ from pipeline.system import storage
 READ_BY = {"thumbs": ("kto", "label"), "comparisons": ("rm", "chosen"), "edits": ("sft", "edit")}
 KEY = "serve.feedback_path"
 BYTES = "LENGTH(CAST(answer AS BLOB))"
-LOCK_S = 10.0  # time for an earlier process to release the folder, such as a recorder that Ray Serve replaces
-KEPT_S = 30 * 24 * 3600  # age at which a conversation is forgotten
+LOCK_S = 10.0  # maximum wait for an earlier process to release the folder, such as a replaced recorder
+KEPT_S = 30 * 24 * 3600  # age in seconds at which a conversation is deleted
 TABLES = """
     PRAGMA journal_mode=WAL;
     PRAGMA foreign_keys=ON;
@@ -54,22 +54,22 @@ def encoders(tokenizer: Any, max_length: int, ends: Sequence[int], special_token
     """Returns for each file the encoder of the stage that will learn from its rows.
 
     Args:
-        max_length: tokens of the longest conversation that the server can write.
+        max_length: tokens of the longest conversation that the server can produce.
     """
     settings = (max_length, "error", True, ends, special_tokens)
     return {file: Encoder(tokenizer, kind_of(stage), *settings) for file, (stage, _) in READ_BY.items()}
 
 
 class FeedbackStore:
-    """The folder: rows, and in conversations.db the answers that feedback may be about, with that feedback.
+    """The feedback folder: rows, and in conversations.db the answers that may get feedback, with their feedback.
 
     Args:
-        max_bytes: half of it for the rows, the other half for the conversations. A row beyond its half is refused. Beyond
-            theirs, the oldest conversations are deleted.
+        max_bytes: half is for rows, half for conversations. A row that exceeds its half is refused. If conversations
+            exceed theirs, the oldest are deleted.
         encoders: None accepts every row.
 
     Raises:
-        InputError: if another process has the folder, or it cannot be used.
+        InputError: if another process uses the folder, or it is unusable.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FeedbackStore:
                 self.bytes = sum(cut_to_lines(self.folder / f"{name}.jsonl") for name in (*READ_BY, "votes"))
                 database = self.folder / "conversations.db"
                 database.touch()
-                database.chmod(0o600)  # it holds prompts and completions, as the rows do
+                database.chmod(0o600)  # it contains prompts and completions, like the rows
                 self.known = sqlite3.connect(database, check_same_thread=False)
                 opened.callback(self.known.close)
                 self.known.executescript(TABLES)
@@ -96,16 +96,16 @@ class FeedbackStore:
         except sqlite3.Error as error:
             why = f"{folder}/conversations.db: {error}; move conversations.db* elsewhere, and feedback on earlier answers gets 404"
             raise InputError(why, key=KEY) from error
-        except OSError as error:  # TimeoutError: another server has the folder
+        except OSError as error:  # TimeoutError means that another server uses the folder
             why = f"{folder} cannot be used ({error}); set another folder: {KEY}=FOLDER"
             raise InputError(why, key=KEY) from error
 
     def close(self) -> None:
-        """Releases the folder, as the end of the process does."""
+        """Releases the folder, like the end of the process."""
         self.opened.close()
 
     def remember(self, answers: list[dict[str, Any]]) -> None:
-        """Keeps answers that feedback may be about, with their messages and texts if prompts are logged."""
+        """Stores answers that may get feedback, with messages and texts if prompts are logged."""
         if not answers:
             return
         held = self.conversation_bytes
@@ -121,7 +121,7 @@ class FeedbackStore:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Commits what the block writes to the conversations, or raises Refused if the disk is full."""
+        """Commits the block's changes of conversations, or raises Refused if the disk is full."""
         try:
             with self.known:
                 yield
@@ -151,7 +151,7 @@ class FeedbackStore:
                 raise Refused(400, why, key)
         what = {"kind": said.kind, **said.model_dump(exclude_none=True, exclude={"id"})}
         if said.edit is not None:
-            what["edit"] = hashlib.sha256(said.edit.encode()).hexdigest()[:16]  # the row has its text
+            what["edit"] = hashlib.sha256(said.edit.encode()).hexdigest()[:16]  # the row has the text
         name = said.id if said.kind == "comparisons" else f"{said.id}/{said.choice}"
         earlier = self.known.execute(
             "SELECT what FROM said WHERE answer = ? AND name = ? AND kind = ?", (said.id, name, said.kind)
@@ -164,14 +164,14 @@ class FeedbackStore:
                 self._check(said.kind, row)
             facts = {"version": answer["version"], "seed": answer["seed"], "time": time.time()}
             row |= facts | {"id": name, "said": what}
-            with self._transaction():  # if the row cannot be written, this is undone
+            with self._transaction():  # undone if the row cannot be written
                 given = (said.id, name, said.kind, json.dumps(what))
                 self.known.execute("INSERT INTO said VALUES (?, ?, ?, ?)", given)
                 self._append(said.kind if "prompt" in row else "votes", row)
         return {"id": said.id, "object": "feedback", "kind": said.kind, "version": answer["version"]}
 
     def _row(self, answer: dict[str, Any], said: Feedback) -> dict[str, Any]:
-        """Returns what a stage learns from; {} if texts are not kept. Raises Refused."""
+        """Returns the row for a stage, or {} if texts are not logged. Raises Refused."""
         if not self.log_prompts or "messages" not in answer:
             if said.kind == "edits":
                 why = "edit: texts are not kept here (serve.log_prompts is false)"
@@ -192,7 +192,7 @@ class FeedbackStore:
         return prompt | {"chosen": texts[said.chosen], "rejected": texts[said.rejected]}
 
     def _check(self, kind: str, row: dict[str, Any]) -> None:
-        """Raises Refused, 400, if the stage would stop at the row or leave it out."""
+        """Raises Refused, 400, if the stage would stop at the row or drop it."""
         assert self.encoders is not None
         encoder, key = self.encoders[kind], READ_BY[kind][1]
         outcome: Any
@@ -226,7 +226,7 @@ class FeedbackStore:
 
 
 def cut_to_lines(file: Path) -> int:
-    """Removes what a killed process left of a last line, whose sender got no answer. Returns the remaining bytes."""
+    """Removes a killed process's incomplete last line, whose sender got no answer. Returns the remaining bytes."""
     size = file.stat().st_size if file.exists() else 0
     if size == 0:
         return 0

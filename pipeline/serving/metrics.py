@@ -16,7 +16,7 @@ class Metrics:
     """The counters of one replica."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()  # what the replica sends to the recorder
+        self.registry = registry = CollectorRegistry()  # the replica sends this to the recorder
         counter = partial(Counter, namespace="rlhf", registry=registry)
         gauge = partial(Gauge, namespace="rlhf", registry=registry)
         histogram = partial(Histogram, namespace="rlhf", registry=registry, buckets=SECONDS)
@@ -36,7 +36,7 @@ class Page:
     """The newest metrics of each replica."""
 
     def __init__(self) -> None:
-        self.newest: dict[str, tuple[float, list[Metric]]] = {}  # with the time when they came
+        self.newest: dict[str, tuple[float, list[Metric]]] = {}  # replica -> (time of arrival, metrics)
 
     def take(self, replica: str, metrics: list[Metric]) -> None:
         self.newest[replica] = (time.monotonic(), metrics)

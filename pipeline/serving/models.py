@@ -1,4 +1,4 @@
-"""The models of a replica: one base, a decoder on it, and the versions behind the model ids, which follow aliases that move."""
+"""Holds the models of a replica: one base, a decoder on it, and the versions behind model ids, which follow moving aliases."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from pipeline.settle.work import Input, Work
 BASE = "base"  # the version of the bare base
 MAX_ADAPTERS = 8  # adapters per vLLM batch; requests for others wait
 FREE_GPU_FRACTION = 0.1  # GPU memory that vLLM leaves unused
-CACHE_FRACTION = {"cuda": 0.5, "cpu": 0.25}  # share of the free memory for the KV cache
+CACHE_FRACTION = {"cuda": 0.5, "cpu": 0.25}  # fraction of the free memory for the KV cache
 
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """A loaded version. A policy has a role in the batch, the bare base None."""
+    """A loaded version. A policy has a role in the batch. The bare base has the role None."""
 
     version: str
     role: str | None = None
     reward: Reward | None = None
-    scoring: deque[Any] = field(default_factory=deque)  # requests to /score that wait
+    scoring: deque[Any] = field(default_factory=deque)  # waiting requests to /score
 
 
 class Models:
-    """The versions that answer under each model id.
+    """Holds the versions that answer for each model id.
 
-    At first they are those that the driver pinned when it checked the job. `follow` replaces them as the registry says. If a
-    version cannot be loaded, the previous one stays.
+    At first, these are the versions that the driver pinned when it checked the job. `follow` replaces them when the registry
+    changes. If a version cannot be loaded, the previous one stays.
 
     Args:
         shared: may be None if no reward needs the base.
@@ -63,11 +63,11 @@ class Models:
         self.uri = host.work.uri
         self.policies: dict[str, Served] = {}  # model id -> policy
         self.rewards: dict[str, Served] = {}
-        self.remove: dict[str, Callable[[str], None]] = {}  # role -> how to remove it
+        self.remove: dict[str, Callable[[str], None]] = {}  # role -> function that removes it
         self.refused: dict[
             str, Any
         ] = {}  # input -> the last version with wrong files, and their sizes and times
-        self.unused: set[str] = set()  # roles that no model id used at the last poll
+        self.unused: set[str] = set()  # roles without a model id at the last poll
         self.loaded = 0
         for key, version in pinned(host.work).items():
             found = host.work.inputs.get(key)
@@ -85,7 +85,7 @@ class Models:
         return self._with_template(key, checked(work.job, {key: version}, work.base, self.files)[key])
 
     def _with_template(self, key: str, found: Input) -> Input:
-        """Returns an input. Raises InputError if it is a policy that was trained with another chat template than the others."""
+        """Returns an input. Raises InputError if a policy was trained with another chat template than the other policies."""
         if not key.startswith("policies.") or self.host.job.model.chat_template is not None:
             return found
         template = found.facts.get("chat_template")
@@ -98,7 +98,7 @@ class Models:
         return found
 
     def _serve(self, key: str, version: str, found: Input | None) -> None:
-        """Loads a version, unless another model id has it, and answers with it."""
+        """Loads a version, unless another model id has it already, and uses it for answers."""
         kind, _, name = key.partition(".")
         models = self.policies if kind == "policies" else self.rewards
         served = next((one for one in models.values() if one.version == version), None)
@@ -119,7 +119,7 @@ class Models:
     # ------------------------------------------------------------------------------------------- following
 
     def watch(self, poll_s: float) -> None:
-        """Follows the registry, and prints what it reports. Does not return."""
+        """Follows the registry, and prints its messages. Does not return."""
         said: dict[str, str] = {}
         while True:
             time.sleep(poll_s)
@@ -153,16 +153,16 @@ class Models:
         return said
 
     def _replace(self, key: str, version: str) -> bool:
-        """Answers with another version from now on. Returns False if its files were refused before and are the same.
+        """Switches to another version. Returns False if its files were refused before and have not changed.
 
-        Only wrong files are remembered. Other errors may pass, such as no connection or no memory.
+        Only wrong files are remembered. Other errors may be temporary, such as no connection or no memory.
         """
         folder = registry.fetch(version, self.uri)
         files = {one.name: (one.stat().st_size, one.stat().st_mtime_ns) for one in os.scandir(folder)}
         if self.refused.get(key) == (version, files):
             return False
         try:
-            # Checked here, so that the batch does not wait
+            # checked here, so that the batch does not wait
             found = self._checked(key, version)
             self.batcher.run(partial(self._serve, key, version, found)).result()
         except InputError:
@@ -171,9 +171,9 @@ class Models:
         return True
 
     def _remove_unused(self) -> None:
-        """Removes roles that no model id has used for two polls and whose completions are all finished.
+        """Removes roles without a model id for two polls and without unfinished completions.
 
-        By then, every request that got such a role has joined the batch.
+        By then, every request with such a role has joined the batch.
         """
         named = {one.role for one in (*self.policies.values(), *self.rewards.values())}
         unused = self.remove.keys() - named - self.batcher.roles()
@@ -183,7 +183,7 @@ class Models:
 
 
 def pinned(work: Work) -> dict[str, str]:
-    """Returns {policies.ID or rewards.ID: version} as the driver pinned them."""
+    """Returns {policies.ID or rewards.ID: version}, pinned by the driver."""
     return {key: work.versions.get(key, BASE) for key in work.job.serve.inputs}
 
 
@@ -191,9 +191,9 @@ def pinned(work: Work) -> dict[str, str]:
 
 
 def start(host: Host) -> tuple[SharedBase | None, Batcher]:
-    """Returns the base that this process holds, or None, and the batcher. Both are still without roles.
+    """Returns this process's base, or None, and the batcher. Both have no roles yet.
 
-    vLLM has a copy of the base. The replica then needs the base only for reward models.
+    vLLM has a copy of the base. Then the replica needs the base only for reward models.
     """
     job = host.job
     if job.rollout_config.engine == "vllm":
@@ -208,7 +208,7 @@ def start(host: Host) -> tuple[SharedBase | None, Batcher]:
         host.args.local_rollout_forward_batch_size,
         host.tokenizer.pad_token_id,
         max_positions=job.serve.cache_tokens or fits,
-        look=1,  # clients see each token as it comes
+        look=1,  # clients get each token immediately
         graphs=False,  # rows join and leave too often
     )
     decoder.check()
@@ -234,11 +234,11 @@ def _vllm(host: Host) -> Batcher:
 
 
 def ends(host: Host) -> list[int]:
-    """Returns the ids of the base's vocabulary that end a completion, as loading the base finds them."""
+    """Returns the ids of the base's vocabulary that end a completion, like `load_base`."""
     model = host.job.model
     config = base_config(model.name_or_path, model.revision)
     text = config.get("text_config") or config
     generation = base_json(model.name_or_path, "generation_config.json", model.revision)
-    if generation is None:  # transformers then makes one of config.json
+    if generation is None:  # transformers then derives it from config.json
         generation = {"eos_token_id": text.get("eos_token_id")}
     return [i for i in eos_ids(host.tokenizer, generation) if i < text.get("vocab_size", i + 1)]

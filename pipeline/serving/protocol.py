@@ -1,4 +1,4 @@
-"""What a request may say: OpenAI's completions and `/v1/feedback`. And how it is refused."""
+"""Reads requests, OpenAI's completions and `/v1/feedback`, and refuses invalid ones."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-TOP_LOGPROBS = 20  # alternatives to a token, as at OpenAI
+TOP_LOGPROBS = 20  # maximum number of alternatives to a token, as at OpenAI
 Text = Annotated[str, Field(max_length=1 << 16)]
 TokenId = Annotated[int, Field(ge=0)]
 Request = TypeVar("Request", bound=BaseModel)
 Asked = TypeVar("Asked", bound="Sampled")
 
-# HTTP status of a refused request -> its usual `code`, a word for programs
+# HTTP status of a refused request -> its default `code`, a word for programs
 CODES = {
     400: "invalid_value",
     401: "invalid_api_key",
@@ -31,16 +31,16 @@ CODES = {
 
 
 class Refused(Exception):
-    """A request that is not answered.
+    """A refused request.
 
     Args:
         status: the HTTP status.
         param: the wrong key of the request.
-        code: a word for programs. None: the status's word.
+        code: a word for programs. None means the status's word.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(status, message, param, code)  # exceptions are pickled by their args
+        super().__init__(status, message, param, code)  # exceptions are pickled with their args
         self.status, self.message, self.param, self.code = status, message, param, code or CODES.get(status)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampled(BaseModel):
-    """The keys that both kinds of completions have. `read` rejects all others by name, unless they are NEUTRAL."""
+    """The keys of both kinds of completions. `read` rejects all other keys by name, unless they are NEUTRAL."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -94,7 +94,7 @@ class Sampled(BaseModel):
 
     @property
     def top(self) -> int | None:
-        """Returns how many alternatives to a token the answer has, or None if it has no log-probs."""
+        """Returns the number of alternatives to a token in the answer, or None without log-probs."""
         return None
 
 
@@ -124,7 +124,7 @@ class ChatRequest(Sampled):
 
 
 class CompletionRequest(Sampled):
-    """A request for completions of prompts as they are, without the chat template. Evaluation tools send them as ids."""
+    """A request to complete prompts without the chat template. Evaluation tools send the prompts as ids."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(min_length=1)
     stream: Literal[False] = False
@@ -135,7 +135,7 @@ class CompletionRequest(Sampled):
         return [self.prompt] if alone else self.prompt  # type: ignore[return-value, list-item]
 
 
-# {key that clients send anyway: its values that change nothing}; any other value asks for what is not supported.
+# {key that clients send anyway: values without an effect}; any other value is unsupported.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -192,7 +192,7 @@ def read(kind: type[Request], value: Any) -> Request:
     """Returns the value as a request of a kind. Raises Refused, naming the first field that is wrong."""
     if not isinstance(value, dict):
         raise Refused(400, f"found a {type(value).__name__}, expected an object", code="invalid_json")
-    # Many clients send all keys that they know, and null for those without a value.
+    # Many clients send all keys that they know, with null for unset ones.
     neutral = NEUTRAL if issubclass(kind, Sampled) else {}
     given = {k: v for k, v in value.items() if v is not None and v not in neutral.get(k, ())}
     try:

@@ -1,15 +1,15 @@
-"""A limit of time for the headers of a request in Ray Serve's proxy, because uvicorn 0.54 and Ray Serve 2.60 have none."""
+"""Limits the time for a request's headers in Ray Serve's proxy, because uvicorn 0.54 and Ray Serve 2.60 have no limit."""
 
 from typing import Any
 
 from uvicorn.protocols.http import auto
 
-# Names the function that the proxy calls before it starts uvicorn
+# names the function that the proxy calls before it starts uvicorn
 ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "pipeline.serving.proxy:limit_headers"}
 
 
 class TimedProtocol(auto.AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's HTTP protocol, whose timer between two requests runs until the headers of the next one are complete."""
+    """uvicorn's HTTP protocol, but the timer between two requests runs until the next headers are complete."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

@@ -1,4 +1,4 @@
-"""`/score`: rows in, scores out, by the reward models on the base that the policies share."""
+"""Implements `/score`: the reward models on the policies' base score the rows of a request."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pipeline.serving.batching import Batcher
 from pipeline.serving.models import Served, ends
 from pipeline.settle.inputs import unfilled
 
-ROWS = 4096  # most rows of a request
+ROWS = 4096  # maximum rows of a request
 Sample = tuple[list[int], list[int], dict[str, Any]]  # prompt ids, completion ids, row
-# One request: the one or two samples of each row, and what the rows get
+# one request: one or two samples per row, and the future of the results
 Waiting = tuple[list[list[Sample]], Future[list[dict[str, float]]]]
 
 
 class Scores:
-    """Reads rows of any shape that `score` reads. Requests that wait for the same reward are scored together."""
+    """Reads rows of any format that `score` reads. Scores together all requests that wait for the same reward."""
 
     def __init__(self, host: Host, batcher: Batcher) -> None:
         data, self.tokenizer, self.ends = host.job.data, host.tokenizer, ends(host)
@@ -33,10 +33,10 @@ class Scores:
         self.batcher, self.rows = batcher, host.args.local_rollout_forward_batch_size
 
     def ask(self, served: Served, rows: list[Any]) -> Future[list[dict[str, float]]]:
-        """Returns a future of `score` of each row; of a pair `score_chosen`, `score_rejected` and `score_margin`.
+        """Returns a future with `score` of each row, or for a pair `score_chosen`, `score_rejected` and `score_margin`.
 
         Raises:
-            RowError: for the first row that is wrong, with its number as the line.
+            RowError: for the first wrong row, with its number as the line.
         """
         samples: list[list[Sample]] = []
         for number, row in enumerate(rows, 1):

@@ -1,1 +1,1 @@
-"""A job becomes a run: each question about it is asked once here, checked, and answered by a value that is handed on."""
+"""Settles a job into a run: decides and checks each question about it once, and passes the values on."""

@@ -1,4 +1,4 @@
-"""The inputs of a job (adapters, reward models, Python functions): pinned to versions, and checked before anything starts."""
+"""Pins the inputs of a job (adapters, reward models, Python functions) to versions, and checks them before the start."""
 
 import importlib.metadata
 import importlib.util
@@ -35,10 +35,10 @@ GIVEN = (
 def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tuple[Job, dict[str, str]]:
     """Returns the job and its inputs by version instead of alias, so that they cannot change while the job runs.
 
-    A base given as `models:/name@alias` stands for the base that this version was trained on.
+    If the base is `models:/name@alias`, this means the base of that version.
 
     Args:
-        pinned: versions that a run began with, whose aliases may have moved.
+        pinned: a run's initial versions, whose aliases may have moved since.
     """
     uri = registry.tracking_uri(job)
     named = {name: source for name, source in job.inputs.items() if source != "base"}
@@ -69,7 +69,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
                 missing.append(name)
                 if len(missing) >= len(job.serve.inputs):
                     raise
-                # A server answers with the models that there are
+                # a server answers with the models that exist
                 print(f"warning: serve.{name} is left out: {error.message}", flush=True)
                 continue
         if found != "base":
@@ -78,7 +78,7 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
 
 
 def first(names: list[str], uri: str, job_file: str) -> str:
-    """Returns the first of several references that exists, pinned. Raises the error of the first one if none does."""
+    """Returns the first of several references that exists, pinned. If none exists, raises the error of the first one."""
     errors: list[registry.Missing] = []
     for name in names:
         try:
@@ -120,7 +120,7 @@ def check_paths(job: Job) -> None:
             buckets.setdefault("/".join(path.split("/")[:3]), (path, key))
         else:
             files.find(path, key)
-    for path, key in buckets.values():  # many files may be in one
+    for path, key in buckets.values():  # several files may be in one bucket
         files.reach(path, key)
     if job.data.cache_dir and storage.is_remote(job.data.cache_dir):
         storage.require_writable(job.data.cache_dir, "data.cache_dir", "./cache")
@@ -143,7 +143,7 @@ def digests_of_functions(job: Job) -> dict[str, str]:
 
 
 def unfilled(source: str, columns: set[str]) -> str | None:
-    """Returns the parameter of a Python reward, or of a judge's question, that no column of the rows fills, or None."""
+    """Returns the parameter of a Python reward or a judge's question for which no column exists, or None."""
     if Ref.parse(source).is_judge:
         return next(iter(sorted(judge.read(judge.at_version(source)[0]).columns - columns)), None)
     optional = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
@@ -156,12 +156,12 @@ def unfilled(source: str, columns: set[str]) -> str | None:
 
 
 def check_sampler(job: Job) -> None:
-    """Checks that vLLM, and its plugin for NF4, are installed if the job needs them, as on all nodes of one image."""
+    """Checks that vLLM and its plugin for NF4 are installed if the job needs them. All nodes have the same image."""
     if job.rollout_config.engine != "vllm":
         return
     if importlib.util.find_spec("vllm") is None:
         missing, package = "vLLM", '-e ".[vllm]" -c constraints-vllm.txt'
-    # vLLM 0.28 and later read no bitsandbytes weights by themselves.
+    # vLLM 0.28 and later need a plugin to read bitsandbytes weights.
     elif job.model.load_in_4bit and not list(importlib.metadata.distributions(name="vllm-bnb-plugin")):
         missing, package = "vLLM's plugin for model.load_in_4bit", "vllm-bnb-plugin"
     else:
@@ -173,11 +173,11 @@ def check_sampler(job: Job) -> None:
 
 
 def checked(job: Job, versions: Mapping[str, str], base: dict[str, Any], files: Base) -> dict[str, Input]:
-    """Returns the inputs of pinned versions; each adapter must have been trained on the job's base, and fit it.
+    """Returns the inputs of pinned versions. Each adapter must have been trained on the job's base, and fit it.
 
     Args:
-        base: its identity.
-        files: its files, models.compatibility.Base.
+        base: the base's identity.
+        files: the base's files, models.compatibility.Base.
     """
     inputs = {}
     for name, reference in versions.items():
@@ -214,7 +214,7 @@ def checked(job: Job, versions: Mapping[str, str], base: dict[str, Any], files: 
 
 
 def _check_judge(job: Job, name: str, given: judge.Definition) -> None:
-    """Raises InputError if a judge compares completions, and the job has only one to each prompt."""
+    """Raises InputError if a judge compares completions, but the job has only one per prompt."""
     if given.form != "rank":
         return
     alone = name == "judge" or (job.stage == "evaluate" and job.data.eval)
@@ -230,7 +230,7 @@ def _check_judge(job: Job, name: str, given: judge.Definition) -> None:
 
 
 def _check_supported(job: Job, name: str, folder: str, base: Base, scores: bool) -> None:
-    """Raises InputError if the stage cannot use this adapter as its input `name`, or could not merge what it becomes."""
+    """Raises InputError if the stage cannot use this adapter as its input `name`, or could not merge the result."""
     stage, adapter = job.facts, adapter_files.settings(folder)
     modules = adapter_files.ranks(adapter_files.shapes(folder))
     dora, problem = adapter.get("use_dora"), None
@@ -255,7 +255,7 @@ def _check_supported(job: Job, name: str, folder: str, base: Base, scores: bool)
 
 
 def makes_adapter(job: Job, adapters: Iterable[str]) -> bool:
-    """Returns True if a role of the stage begins as a new adapter, made as the job's `lora` section says.
+    """Returns True if a role of the stage starts as a new adapter, made by the job's `lora` section.
 
     `adapters`: the names of the inputs that are adapters.
     """
@@ -268,7 +268,7 @@ def makes_adapter(job: Job, adapters: Iterable[str]) -> bool:
 
 
 def check_reward_model(model: Model, where: str) -> None:
-    """Raises InputError if a reward is neither an adapter nor a model with one score: its head would be random."""
+    """Raises InputError if a reward is neither an adapter nor a model with one score. Its head would be random."""
     from pipeline.models.base import check_base
     from pipeline.models.tokenizer import load_tokenizer
 
@@ -291,9 +291,9 @@ def check_reward_model(model: Model, where: str) -> None:
 
 
 def room_for_prompts(job: Job, context: int | None) -> int | None:
-    """Returns the most tokens that a row may have: the context length minus the completion length.
+    """Returns the maximum tokens of a row: the context length minus the completion length.
 
-    Raises InputError if data.max_length or trainer.response_length is more than the context has.
+    Raises InputError if data.max_length or trainer.response_length exceeds the context.
     """
     if context is None:
         return None

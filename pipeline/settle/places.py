@@ -1,4 +1,4 @@
-"""Where a job runs: in this process, or on workers that Ray places."""
+"""Decides where a job runs: in this process, or on workers that Ray places."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ CLUSTER_ONLY = ("accelerator_type", "label_selector", "placement_strategy")  # k
 
 
 def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
-    """Returns the places of a job. On one machine, keys that choose among nodes do not count.
+    """Returns the places of a job. On one machine, keys that choose among nodes have no effect.
 
     Args:
-        note: print which keys do not count.
-        elsewhere: the job is for a cluster that this process is not on.
+        note: whether to print the keys without effect.
+        elsewhere: whether the job is for a cluster without this process.
     """
     everything = elsewhere or on_cluster()
     sections = {"scaling": job.scaling, "rollout": job.rollout}
@@ -54,7 +54,7 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
 
 
 def _amounts_of(section: Mapping[str, Any], gpus: int) -> dict[str, float]:
-    """Returns {resource: amount} of one worker, which has `gpus` GPUs unless the section says otherwise."""
+    """Returns {resource: amount} of one worker. It has `gpus` GPUs unless the section sets them."""
     gpu = {"GPU": float(gpus)} if section.get("use_gpu") else {}
     given = section.get("resources_per_worker") or gpu or {"CPU": 1}
     return {**{name: amount for name, amount in given.items() if amount}, **({} if given.get("GPU") else gpu)}

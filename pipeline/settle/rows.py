@@ -1,4 +1,4 @@
-"""Reads and tokenizes the rows of a run, and checks what only the rows show."""
+"""Reads and tokenizes the rows of a run, and makes the checks that need the rows."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
     report: Any = None
     mixture: Any = None
     cache = job.data.cache_dir or storage.join(job.run.storage_path, "data")
-    # A job in process starts Ray only if it has many rows
+    # A job in process starts Ray only if it has many rows.
     start_ray = partial(session.session, placement.ROWS, work.run.storage_path, work.uri)
     prepare = partial(
         read.prepare,
@@ -37,11 +37,11 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
         data = prepare(job.stage, job.data, context_length=work.room, packing=packing)
         report, mixture = data.report, data.mixture
         sets = {name: (data, name) for name in ("train", "eval") if getattr(data, name) is not None}
-    for name in ("pairs", "benchmarks"):  # rows that `evaluate` only scores
+    for name in ("pairs", "benchmarks"):  # `evaluate` only scores these rows
         if not (scored_rows := getattr(job.data, name)):
             continue
         section = replace(job.data, train=None, eval=scored_rows, max_length=None)
-        if name == "benchmarks":  # they have their own columns
+        if name == "benchmarks":  # benchmarks have their own columns
             section = replace(section, columns=None, label=None, transform=None, group_by=None)
         try:
             scored = prepare(name, section, context_length=context)
@@ -77,7 +77,7 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
 
 
 def check_row_format(data: Data, policy: Input | None, rows: str | None) -> None:
-    """Raises InputError if a policy that learned from plain text gets messages. Plain text becomes what it learned from."""
+    """Raises InputError if a policy trained on plain text gets messages. Plain text takes the policy's format."""
     if policy is None or rows not in ("chat", "both") or data.apply_chat_template is not None:
         return
     if policy.facts.get("rows") == "text":
@@ -108,7 +108,7 @@ def check_labels(trainer: dict[str, Any], desirable: int, undesirable: int) -> N
 
 
 def check_updates(args: Any, prompts: int) -> None:
-    """Raises InputError if a ppo run trains the critic alone, and warns if it ends within its warm-up."""
+    """Raises InputError if a ppo run trains only the critic. Warns if it ends within its warmup."""
     updates = args.total_updates(prompts)
     has = f"the run has {updates} update{'s' * (updates > 1)}"
     if args.critic_warmup_steps >= updates:

@@ -1,4 +1,4 @@
-"""Settles a job: everything that it names is pinned, fetched and checked, before its rows are read.
+"""Settles a job: pins, fetches and checks all of its inputs before its rows are read.
 
 work = settle(*pin_inputs(job))
 with prepared(job) as (work, rows, report):     # so far, only the cache of tokenized rows is written
@@ -23,7 +23,7 @@ from pipeline.settle.rows import tokenize
 from pipeline.settle.work import Input, Work
 from pipeline.system import console, terminal
 
-# Before the title of a command; `rlhf` numbers its stages
+# text before a command's title; `rlhf` numbers its stages
 ALONE = "=="
 heading: ContextVar[str] = ContextVar("heading", default=ALONE)
 
@@ -36,10 +36,10 @@ def announce(job: Job, verb: str | None = None) -> None:
 
 
 def settle(job: Job, versions: Mapping[str, str]) -> Work:
-    """Checks the base, its tokenizer and the inputs of a job, and returns them, still without rows.
+    """Checks the base, its tokenizer and the inputs of a job. Returns them as work that has no rows yet.
 
     Args:
-        versions: of its inputs, see inputs.pin_inputs.
+        versions: versions of the inputs, from inputs.pin_inputs.
     """
     from pipeline.models.base import base_identity, check_base
     from pipeline.models.compatibility import check_lora
@@ -53,7 +53,7 @@ def settle(job: Job, versions: Mapping[str, str]) -> Work:
         )
     base = base_identity(model.name_or_path, model.revision)
     room = checks.room_for_prompts(job, base["context_length"])
-    job = replace(job, model=replace(model, revision=base["revision"]))  # the commit, for all workers
+    job = replace(job, model=replace(model, revision=base["revision"]))  # all workers use this commit
     inputs = checks.checked(job, versions, base, files)
     adapters = {name: one for name, one in inputs.items() if one.kind == "adapter"}
     if checks.makes_adapter(job, adapters):
@@ -69,17 +69,17 @@ def settle(job: Job, versions: Mapping[str, str]) -> Work:
 
 
 def _tokenizer(job: Job, adapters: Mapping[str, Input]) -> Any:
-    """Returns the base's tokenizer, with the chat template of the job, or else of the adapter that counts."""
+    """Returns the base's tokenizer with the chat template of the job, or else of the adapter that decides."""
     from pipeline.models.template import is_plain
     from pipeline.models.tokenizer import load_tokenizer
 
-    # The policy's, or else the reward's
+    # the policy decides, or else the reward
     policies = [name for name in adapters if name == "policy" or name.startswith("policies.")]
     rewards = [name for name in adapters if name.startswith("reward") and not job.policy]
     learned = next((adapters[name] for name in policies + rewards), None)
     model, template = job.model, job.model.chat_template
     if template is None and learned:
-        saved = os.path.join(learned.folder, "chat_template.jinja")  # the adapter was trained with it
+        saved = os.path.join(learned.folder, "chat_template.jinja")  # the template of the adapter's training
         template = saved if os.path.lexists(saved) else None
     tokenizer = load_tokenizer(model.name_or_path, model.revision, template, model.trust_remote_code)
     if learned and model.chat_template is None:  # text prompts are encoded as in training
@@ -115,14 +115,14 @@ def prepared(
 
 
 def read_only(job: Job) -> Any:
-    """Returns the report on the rows of a job that is for another machine: GPUs, and packages for them, may be missing here."""
+    """Returns the report on the rows of another machine's job. This machine may lack GPUs and their packages."""
     job, versions = checks.pin_inputs(job)
     session.set_environment()
     asks = not job.scaling.get("use_gpu")
     with checks_of_libraries(job) if asks else contextlib.nullcontext(lambda: None) as check_libraries:
         with console.waiting("checking the model"):
             work = settle(job, versions)
-        # Reading rows needs none of the run's resources. On this machine they are read in this process.
+        # Reading rows needs none of the run's resources, so this machine reads them in this process.
         places = replace(placement.ROWS, in_process=not placement.on_cluster())
         with session.session(places, work.run.storage_path, work.uri):
             report = tokenize(replace(work, places=places))[-1]
@@ -134,8 +134,8 @@ def read_only(job: Job) -> Any:
 def checks_of_libraries(job: Job) -> Iterator[Callable[[], None]]:
     """Yields a function that raises InputError if TRL or peft rejects a key of the job.
 
-    They take seconds to import. For a job on Ray, another process imports them while this one reads the rows. A job in process
-    imports them in any case, so it does so when the rows are read.
+    Their import takes seconds. For a job on Ray, another process imports them while this one reads the rows. A job in process
+    imports them anyway, so it does so when the rows are read.
     """
     if not job.in_process:
         with libraries.asked(job) as check:

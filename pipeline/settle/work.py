@@ -1,4 +1,4 @@
-"""A job that is settled: what the driver hands to the workers."""
+"""A settled job: the values that the driver passes to the workers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pipeline.system.lease import Lease
 
 @dataclass(frozen=True)
 class SweepHandle:
-    """The sweep that a run is a trial of."""
+    """The sweep of which a run is a trial."""
 
-    rungs: Any  # the actor that every evaluation is reported to (pipeline/sweep/trials.py)
-    run_id: str  # the MLflow run that is the parent of the trials' runs
-    lease: Lease  # of the sweep's folder
+    rungs: Any  # actor that gets every evaluation (pipeline/sweep/trials.py)
+    run_id: str  # MLflow run that is the parent of the trials' runs
+    lease: Lease  # lease of the sweep's folder
 
 
 @dataclass(frozen=True)
@@ -30,33 +30,33 @@ class Input:
     # models:/NAME/3, hf://OWNER/NAME@COMMIT, a folder, python:MODULE:FUNCTION, or judge:FILE@DIGEST
     version: str
     kind: Literal["adapter", "model", "function", "judge"]
-    folder: str = ""  # of its files on the driver's machine; of a full model on the hub, its id
-    facts: dict[str, Any] = field(default_factory=dict)  # lineage.json of an adapter, or a judge's definition
+    folder: str = ""  # folder of its files on the driver's machine; for a full model on the Hub, its id
+    facts: dict[str, Any] = field(default_factory=dict)  # an adapter's lineage.json, or a judge's definition
 
 
 @dataclass(frozen=True)
 class Work:
-    """Everything that is decided before the first worker starts; it is small, pinned and picklable."""
+    """All values that are decided before the first worker starts. They are small, pinned and picklable."""
 
     job: Job
     places: Places
     tracking: Tracking
-    gate: Gate  # of the version that it registers or promotes
+    gate: Gate  # gate of the version that the run registers or promotes
     tokenizer: Any
     base: dict[str, Any]  # models.base.base_identity of the job's base
-    # Most tokens of a row: the context less the completion; None if the base names no context
+    # maximum tokens of a row (context minus completion), or None if the base names no context
     room: int | None = None
-    inputs: dict[str, Input] = field(default_factory=dict)  # by name: policy, baseline, reward.0, ...
-    digests: dict[str, str] = field(default_factory=dict)  # of each dataset, data.transform, Python rewards
-    fingerprints: dict[str, str] = field(default_factory=dict)  # of each tokenized dataset
-    # {version: number of training rows that it has written}
+    inputs: dict[str, Input] = field(default_factory=dict)  # name -> input: policy, baseline, reward.0, ...
+    digests: dict[str, str] = field(default_factory=dict)  # each dataset's, data.transform's, Python rewards'
+    fingerprints: dict[str, str] = field(default_factory=dict)  # fingerprint of each tokenized dataset
+    # {version: number of training rows that it wrote}
     rows_from: dict[str, int] = field(default_factory=dict)
     judged_by: dict[str, int] = field(default_factory=dict)  # {judge: number of training rows that it scored}
     row_format: str | None = None  # format of the rows: chat, text, both
     mixture: Any = None  # data.feed.Mixture: sources of the training rows if they have weights
     run_id: str | None = None  # MLflow's id of the run, or None to log nothing
     sweep: SweepHandle | None = None  # set if the run is a trial
-    # Of the run's folder, once the run is open; nothing else may write there
+    # the lease of the run's folder, once the run is open; no other process may write there
     lease: Lease = field(default_factory=Lease)
 
     @property
@@ -70,12 +70,12 @@ class Work:
 
     @property
     def uri(self) -> str:
-        """Returns MLflow's, of runs and versions."""
+        """Returns MLflow's URI for runs and versions."""
         return self.tracking.uri
 
     @property
     def context(self) -> int:
-        """Returns the most tokens of a row: the base's context length, or more than any row has if it names none."""
+        """Returns the maximum tokens of a row: the base's context length, or if unknown, more than any row has."""
         return self.base["context_length"] or 1 << 20
 
     @property
@@ -85,7 +85,7 @@ class Work:
 
     @cached_property
     def args(self) -> Any:
-        """Returns the `trainer` section as its class. None for a TRL stage, which makes TRL's own in its workers."""
+        """Returns the `trainer` section as its class, or None for a TRL stage, whose workers make TRL's class."""
         return None if self.stage.trl else self.job.args
 
     @property

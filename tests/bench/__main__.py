@@ -1,17 +1,16 @@
-"""What our PPO, stages and server cost, measured on this machine side by side with other programs, as ratios.
+"""Measures our PPO, stages and server next to other programs on this machine, and reports ratios.
 
     make bench                                  everything, at both sizes
     make bench ARGS="ppo --size demo"           one part at one size
     make bench ARGS="ppo --variant bf16-head shared-long"
     make bench ARGS="sft dpo --rounds 1"
 
-Parts: `ppo` (our PPOTrainer against the one of TRL 1.12, the last that had one), `sft`, `rm`, `dpo` (the pipeline's command
-line against bare TRL), `evaluate` (a reward model on pairs against plain forwards), `serve` (64 clients of two policies on
-one base against a plain loop over two models), `judge` (questions to an endpoint that answers after 100 ms, at either
-size). Sizes: `demo` (the demo model) and `large` (a random Llama of 110 M parameters with a vocabulary of 32,000). Variants
-of `ppo`: sizes.py.
-Each measurement is a process of its own. A round measures everything that is compared once, one after the other. Writes
-results.json and bench.md into runs/bench after each round; parts that were not run keep their last figures.
+Parts: `ppo` (our PPOTrainer against the last one of TRL, 1.12), `sft`, `rm`, `dpo` (the pipeline's command line against bare
+TRL), `evaluate` (a reward model on pairs against plain forwards), `serve` (64 clients of two policies on one base against a
+plain loop over two models), `judge` (questions to an endpoint that answers after 100 ms, at either size). Sizes: `demo` (the
+demo model) and `large` (a random Llama of 110 M parameters with a vocabulary of 32,000). Variants of `ppo`: sizes.py.
+Each measurement is a separate process. A round runs all measurements of a comparison once, one after the other. Results go to
+results.json and bench.md in runs/bench after each round. Parts that were not run keep their last results.
 """
 
 import argparse
@@ -31,7 +30,7 @@ from typing import Any
 from report import GIB, Runs, ratios, render
 from sizes import CASES, ROOT, SIZES, TRL_PPO, VARIANTS, WORK
 
-# script of a part that is compared with a plain program, and the name of that program
+# script of a part that is compared with a plain program, and that program's name
 PLAIN = {
     **dict.fromkeys(("sft", "rm", "dpo"), ("stage.py", "bare TRL")),
     "evaluate": ("evaluate.py", "plain forwards"),
@@ -40,8 +39,8 @@ PLAIN = {
 }
 PARTS = ("ppo", *PLAIN)
 
-Commands = dict[str, list[str]]  # what is measured -> script and arguments
-Rows = list[tuple[str, str | None]]  # of the table: ours, and what it was measured beside
+Commands = dict[str, list[str]]  # name of a measurement -> script and arguments
+Rows = list[tuple[str, str | None]]  # rows of the table: our program, and the program to compare with
 
 
 def main() -> None:
@@ -68,7 +67,7 @@ def main() -> None:
 
 
 def comparisons(part: str, size: str, variants: list[str]) -> Iterator[tuple[str, Commands, Rows]]:
-    """Yields what is compared in the same rounds: the case, the commands, and the rows of the table."""
+    """Yields the measurements of the same rounds: the case, the commands, and the rows of the table."""
     if part == "ppo":
         for case in CASES:
             commands, rows = {}, []
@@ -88,7 +87,7 @@ def comparisons(part: str, size: str, variants: list[str]) -> Iterator[tuple[str
 
 
 def measure(options: argparse.Namespace, what: dict[str, str], commands: Commands, rows: Rows) -> None:
-    """Runs all commands in each round, and writes the figures of the rounds so far."""
+    """Runs all commands in each round, and writes the results of the rounds so far."""
     runs: Runs = {name: [] for name in commands}
     load = os.getloadavg()[0]
     for round_ in range(options.rounds):
@@ -103,7 +102,7 @@ def measure(options: argparse.Namespace, what: dict[str, str], commands: Command
 
 
 def run(options: argparse.Namespace, title: str, command: list[str]) -> dict[str, Any]:
-    """Runs a fresh process, and returns what it wrote. Its output goes to a log, which is shown if it fails."""
+    """Runs a new process, and returns its result. Its output goes to a log, which is shown if it fails."""
     name = re.sub(r"[^a-z0-9.]+", "-", title.lower())
     found, log = options.out / f"{name}.json", options.out / f"{name}.log"
     print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
@@ -129,7 +128,7 @@ def run(options: argparse.Namespace, title: str, command: list[str]) -> dict[str
 
 
 def keep(out: Path, what: dict[str, str], result: dict[str, Any]) -> None:
-    """Writes a result beside those of other parts, in place of an earlier one of the same thing."""
+    """Writes a result next to results of other parts. Replaces an earlier result of the same measurement."""
     path = out / "results.json"
     results = json.loads(path.read_text()) if path.exists() else []
     results = [one for one in results if not what.items() <= one.items()] + [what | result]

@@ -1,4 +1,4 @@
-"""One measurement of `evaluate`: `python tests/bench/evaluate.py ours|plain SIZE`, started by `make bench`. A step is a pair."""
+"""Measures `evaluate`: `python tests/bench/evaluate.py ours|plain SIZE`, started by `make bench`. A step is a pair."""
 
 import json
 import sys
@@ -7,11 +7,11 @@ import time
 from sizes import ROOT, SIZES, Clock, high_water
 from stage import raw_rows
 
-ROWS = 16  # completions of a forward
+ROWS = 16  # completions per forward
 
 
 def ours(name: str) -> None:
-    """The command line as a user types it, in this process. Only the scoring counts, from token rows to metrics."""
+    """Runs the command line in this process. Only the scoring counts, from token rows to metrics."""
     from pipeline.__main__ import main as command
     from pipeline.evaluation import pairs
 
@@ -43,7 +43,7 @@ def ours(name: str) -> None:
 
 
 def plain(name: str) -> None:
-    """The same completions through transformers and peft, sorted by length and padded, in batches as large.
+    """Scores the same completions with transformers and peft, sorted by length and padded, in batches of the same size.
 
     Only the forwards count, without tokenization.
     """

@@ -1,6 +1,6 @@
-"""One measurement of judges: `python tests/bench/judge.py ours|plain SIZE judge`, by `make bench`.
+"""Measures judges: `python tests/bench/judge.py ours|plain SIZE judge`, started by `make bench`.
 
-A step is a question. The server answers each after DELAY_S, in a process of its own.
+A step is a question. The server, a separate process, answers each after DELAY_S.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ def measured(ask) -> None:
 
 
 def ours(endpoint: str) -> None:
-    """Limits, locks and a store that is synced before each answer is used."""
+    """Uses limits, locks and a store that is synced before each answer is used."""
     from pipeline.config.judge import Definition
     from pipeline.judges import forms
     from pipeline.judges.client import Asked, Client
@@ -75,7 +75,7 @@ def ours(endpoint: str) -> None:
 
 
 def plain(endpoint: str) -> None:
-    """As many requests at a time, and nothing else."""
+    """Sends as many requests at a time, and does nothing else."""
 
     async def ask() -> None:
         left = iter(range(QUESTIONS))

@@ -1,6 +1,6 @@
-"""One measurement of our PPO: `python tests/bench/ppo_ours.py SIZE CASE SETTING`, started by `make bench`.
+"""Measures our PPO: `python tests/bench/ppo_ours.py SIZE CASE SETTING`, started by `make bench`.
 
-SETTING: the fields of `sizes.Setting` as JSON.
+SETTING has the fields of `sizes.Setting` as JSON.
 """
 
 import json
@@ -11,7 +11,7 @@ from sizes import LEARNING_RATE, LORA, PHASES, SEED, SIZES, Clock, Setting, high
 
 
 def ppo(name: str, case: str, fields: str) -> None:
-    """Updates with a reward adapter, timed by phase."""
+    """Runs updates with a reward adapter, timed by phase."""
     from pipeline.ppo.config import PPOConfig
     from pipeline.ppo.rewards import AdapterReward
     from pipeline.ppo.trainer import PPOTrainer
@@ -26,7 +26,7 @@ def ppo(name: str, case: str, fields: str) -> None:
         num_ppo_epochs=2,
         num_mini_batches=2,
         num_generations=size.generations if ours.prompts == "shared" else 1,
-        # Few rows save memory; completions to one prompt have to be in one micro-batch, here the minibatch, to share it.
+        # Few rows save memory. To share a prompt, its completions must be in one micro-batch, which here is the minibatch.
         per_device_train_batch_size=size.together if ours.prompts == "different" else size.prompts // 2,
         learning_rate=LEARNING_RATE,
         bf16=ours.bf16,
@@ -44,7 +44,7 @@ def ppo(name: str, case: str, fields: str) -> None:
     if ours.prompts == "repeated":
         token_ids = repeated(token_ids, size.generations)
     rows = [{"input_ids": ids, "row": json.dumps({"prompt": ""})} for ids in token_ids]
-    before = high_water()  # the trainer resets the system's own figure, and keeps the highest itself
+    before = high_water()  # the trainer resets the system's peak, and records the maximum itself
     trainer = PPOTrainer(shared, tokens, args, rows, [AdapterReward(shared)], on_update=on_update)
     if ours.prompts == "repeated":
         shared.can_pack = trainer.sampler.decoder.share = False
@@ -58,7 +58,7 @@ def ppo(name: str, case: str, fields: str) -> None:
 
 
 def shared_base(base: Any, ours: Setting) -> Any:
-    """Returns the base with its roles; the bare base is the reference, as in TRL's with LoRA."""
+    """Returns the base with its roles. The bare base is the reference, as in TRL with LoRA."""
     from pipeline.models.adapters import SharedBase
 
     shared = SharedBase(base)

@@ -1,6 +1,6 @@
-"""One measurement of TRL 1.12's PPO: `python tests/bench/ppo_trl.py SIZE CASE SETTING`, started by `make bench`.
+"""Measures TRL 1.12's PPO: `python tests/bench/ppo_trl.py SIZE CASE SETTING`, started by `make bench`.
 
-SETTING: the fields of `sizes.Setting` as JSON.
+SETTING has the fields of `sizes.Setting` as JSON.
 """
 
 import json
@@ -14,10 +14,10 @@ sys.path.insert(0, str(TRL_PPO))  # before the installed TRL
 
 
 def ppo(name: str, case: str, fields: str) -> None:
-    """Updates with a reward model."""
+    """Runs updates with a reward model."""
     clock, size, theirs = Clock(), SIZES[name], Setting(**json.loads(fields))
     if theirs.bf16:
-        # As `accelerate launch --mixed_precision bf16` does: its trainer does not hand args.bf16 on.
+        # like `accelerate launch --mixed_precision bf16`, because TRL's trainer does not pass args.bf16 on
         os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     import torch
     from transformers import AutoModelForSequenceClassification, TrainerCallback
@@ -40,7 +40,7 @@ def ppo(name: str, case: str, fields: str) -> None:
 
 
 def trainer_of(size: Size, policy: Any, reward: Any, critic: Any, watch: Any, bf16: bool) -> Any:
-    """Returns TRL's trainer of a size, which tells `watch` about its updates."""
+    """Returns TRL's trainer for a size. It reports its updates to `watch`."""
     import datasets
     from peft import LoraConfig
     from trl.experimental.ppo import PPOConfig, PPOTrainer
@@ -55,8 +55,8 @@ def trainer_of(size: Size, policy: Any, reward: Any, critic: Any, watch: Any, bf
         temperature=1.0,
         learning_rate=LEARNING_RATE,
         bf16=bf16,
-        # The rows of an update; it cuts them into the minibatches by itself. With gradient accumulation instead,
-        # accelerate would leave out every other optimizer step.
+        # The rows of an update, which TRL cuts into minibatches itself. With gradient accumulation instead, accelerate would
+        # skip every other optimizer step.
         per_device_train_batch_size=size.prompts,
         gradient_accumulation_steps=1,
         local_rollout_forward_batch_size=size.prompts,
@@ -83,7 +83,7 @@ def trainer_of(size: Size, policy: Any, reward: Any, critic: Any, watch: Any, bf
 
 
 def lengths_of_completions() -> list[float]:
-    """Returns a list that fills with the mean length of each update's completions."""
+    """Returns a list that receives the mean length of each update's completions."""
     from trl.experimental.ppo import ppo_trainer
 
     lengths, truncate = [], ppo_trainer.truncate_response

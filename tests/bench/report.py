@@ -1,4 +1,4 @@
-"""bench.md: a row for each comparison, and where the time of our PPO went."""
+"""Writes bench.md: a row for each comparison, and the time of each phase of our PPO."""
 
 import statistics
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from sizes import CASES, PHASES
 
 GIB = 2**30
 Result = dict[str, Any]
-Runs = dict[str, list[Result]]  # what was measured -> a measurement of each round
+Runs = dict[str, list[Result]]  # name of a measurement -> its result in each round
 LEGEND = f"""
 One row is ours and what it was measured beside, in each round one after the other. Figures are medians over the rounds; *times
 as fast*, *ratio* and *later* are medians of the rounds' ratios and differences. Units are samples of `ppo`, steps of `sft`, `rm`
@@ -48,7 +48,7 @@ def part_of(result: Result) -> str:
 
 
 def machine(result: Result) -> str:
-    """Says when and where a result was measured, and how busy that machine was."""
+    """Says when and where a result was measured, and how busy the machine was."""
     here, rounds = result["machine"], len(next(iter(result["runs"].values())))
     load = f"load average {min(here['load']):.1f} to {max(here['load']):.1f}"
     what = f"{part_of(result)} {result['size']}"
@@ -61,7 +61,7 @@ def table(head: str, rows: Iterable[list[str]]) -> list[str]:
 
 
 def cells(result: Result, row: Result) -> list[str]:
-    """Returns the cells of a comparison; dashes if the other side was not measured."""
+    """Returns the cells of a comparison, with dashes if the other program was not measured."""
     scales = {"step": lambda s: result["units"] / s, "peak": lambda size: size / GIB, "first_step": float}
     found = [part_of(result), result["size"], row["ours"], row["beside"] or "-"]
     for (key, scale), ratio in zip(scales.items(), ("speed", "peak", "later"), strict=True):
@@ -72,14 +72,14 @@ def cells(result: Result, row: Result) -> list[str]:
 
 
 def phase_cells(runs: list[Result]) -> list[str]:
-    """Returns the mean length of completions, and medians over all updates of all rounds, without the warm-ups."""
+    """Returns the mean length of completions, and medians over the updates of all rounds, without warmups."""
     length = statistics.mean(length for run in runs for length in run["lengths"][1:])
     updates = [update for run in runs for update in run["phases"]]
     return [f"{length:.1f}", *(f"{statistics.median(one[phase] for one in updates):.3g}" for phase in PHASES)]
 
 
 def ratios(runs: Runs, ours: str, beside: str | None) -> dict[str, float]:
-    """Returns medians over the rounds: ours by the other, and how much later our first step ends (seconds)."""
+    """Returns medians over the rounds: ours divided by the other, and how much later our first step ends (seconds)."""
     if beside is None:
         return {}
     pairs = list(zip(runs[ours], runs[beside], strict=True))

@@ -1,4 +1,4 @@
-"""One measurement of `serve`: `python tests/bench/serve.py ours|plain SIZE serve [section.key=value ...]`, by `make bench`.
+"""Measures `serve`: `python tests/bench/serve.py ours|plain SIZE serve [section.key=value ...]`, started by `make bench`.
 
 A step is a token, over all clients.
 """
@@ -19,10 +19,10 @@ def questions() -> list[str]:
 
 
 def ours(name: str, _: str, *overrides: str) -> None:
-    """Two policies on one base, asked over HTTP by clients that each wait for an answer before they ask again.
+    """Serves two policies on one base over HTTP. Each client waits for an answer before its next request.
 
-    The peak is the private memory of the replica, and of vLLM's processes, before the first request: the models. The
-    replica of an embedded Ray has one thread, as a worker on one CPU has.
+    The peak is the private memory of the replica and vLLM's processes before the first request, so that of the models. The
+    replica of an embedded Ray has one thread, like a worker on one CPU.
     """
     import psutil
 
@@ -80,7 +80,7 @@ def ours(name: str, _: str, *overrides: str) -> None:
 
 
 def plain(name: str, _: str) -> None:
-    """Two merged models in memory, and transformers' `generate` for one request after the other, without HTTP.
+    """Runs two merged models in memory, with transformers' `generate` for one request after the other, without HTTP.
 
     The peak is the private memory of the process.
     """

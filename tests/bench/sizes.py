@@ -1,6 +1,6 @@
-"""What both sides of a measurement share: the settings, the models, the rows, and the clock.
+"""Shared by both programs of a measurement: settings, models, rows, and clock.
 
-Both sides import this file and nothing of each other, so that neither pays for the other's imports.
+Both import this file and nothing of each other, so that neither pays for the other's imports.
 """
 
 import json
@@ -15,14 +15,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA, DEMO = ROOT / "jobs/demo/data", ROOT / "jobs/demo/model"
-WORK = ROOT / "runs/bench"  # random models, rows, and what each measurement left
-# TRL 1.12, the last one with a PPOTrainer: only the process that measures it sees it
+WORK = ROOT / "runs/bench"  # random models, rows, and outputs of measurements
+# TRL 1.12, the last version with a PPOTrainer. Only the process that measures it can import it
 TRL_PPO = ROOT / ".bench/trl"
 LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 LEARNING_RATE = 1e-5
-SEED = 6  # of our sampling: at size `large` the completions of both updates take about 39 % of the limit
+SEED = 6  # for our sampling: at size `large`, completions of both updates use about 39 % of the limit
 NEVER = -1e4  # added to a logit
-PHASES = ("rollout", "score", "values", "update")  # of our PPO
+PHASES = ("rollout", "score", "values", "update")  # phases of our PPO
 CASES = {"full": "all completions up to the limit", "own": "each until it ends by itself"}
 
 SPECIAL = {
@@ -34,12 +34,12 @@ EOS, BOS = SPECIAL["<|eot_id|>"], SPECIAL["<|begin_of_text|>"]  # all sizes use 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of our PPO, or of TRL 1.12's."""
+    """A setting of our PPO or of TRL 1.12's."""
 
     trl: bool = False
     critic: str = "head"
-    bf16: bool = False  # of the base and the trainer
-    # different; or shared: several completions to each; or repeated: the same episodes, where no forward shares a prompt
+    bf16: bool = False  # dtype of base and trainer
+    # different; shared (several completions each); or repeated (the same episodes, but no forward shares a prompt)
     prompts: str = "different"
 
     @property
@@ -52,36 +52,36 @@ class Setting:
         return name if self.prompts == "different" else f"{name}, {self.prompts} prompts"
 
 
-# Name -> ours, and what it is measured beside
+# name -> our setting, and the setting to compare with
 VARIANTS = {
     "head": (Setting(), Setting(trl=True)),
     "adapter": (Setting(critic="adapter"), Setting(trl=True)),
-    "bf16-head": (Setting(bf16=True), Setting(trl=True, bf16=True)),  # for a processor that has bf16
+    "bf16-head": (Setting(bf16=True), Setting(trl=True, bf16=True)),  # for a processor with bf16
     "shared-long": (Setting(prompts="shared"), Setting(prompts="repeated")),
 }
 
 
 @dataclass(frozen=True)
 class Size:
-    """One size of model, and how much of everything is measured at it."""
+    """One size of model, and the amount of each kind of work at this size."""
 
     name: str
-    shape: dict[str, int] | None  # of a random Llama; None: the demo model, which is trained
-    prompts: int  # of one PPO update
-    together: int  # rows of one forward and backward of ours; TRL's minibatch cannot be cut
-    generations: int  # completions of each prompt where prompts are shared
-    prompt_tokens: int | None  # of each prompt; None: the demo's own
-    long_prompt_tokens: int | None  # of each prompt that several completions share
-    new_tokens: int  # most in a completion
-    eos_bias: float  # on the end's logit where completions end by themselves, after 40 % of the limit
-    updates: int  # of PPO, the first of them a warm-up
-    rows: int  # of one step of sft; a step of rm and dpo has half as many pairs, which are two rows each
-    words: int | None  # of each row of sft, rm and dpo; None: the demo's rows
-    steps: int  # of sft, rm, dpo
-    warmup: int  # of these, the first, which are not counted
+    shape: dict[str, int] | None  # shape of a random Llama; None means the trained demo model
+    prompts: int  # prompts of one PPO update
+    together: int  # rows of one forward and backward of ours; TRL cannot split its minibatch
+    generations: int  # completions per prompt, if prompts are shared
+    prompt_tokens: int | None  # tokens per prompt; None means the demo's prompts
+    long_prompt_tokens: int | None  # tokens of each prompt with several completions
+    new_tokens: int  # maximum tokens of a completion
+    eos_bias: float  # added to the end's logit, if completions end by themselves, after 40 % of the limit
+    updates: int  # updates of PPO; the first is a warmup
+    rows: int  # rows per step of sft; rm and dpo have half as many pairs, which are two rows each
+    words: int | None  # words per row of sft, rm and dpo; None means the demo's rows
+    steps: int  # steps of sft, rm, dpo
+    warmup: int  # first steps, which do not count
     logging_steps: int
-    pairs: int  # of `evaluate`
-    serve_tokens: int  # of each completion of `serve`
+    pairs: int  # pairs of `evaluate`
+    serve_tokens: int  # tokens per completion of `serve`
     serve_seconds: int
 
     @property
@@ -107,7 +107,7 @@ class Size:
         (self.folder / "ready").touch()
 
     def adapter(self, seed: int, head: bool = False) -> Path:
-        """Returns the folder of an adapter of random numbers, made once."""
+        """Returns the folder of an adapter with random numbers, which is made once."""
         folder = self.folder / f"{'reward' if head else 'policy'}-{seed}"
         if not (folder / "adapter_model.safetensors").exists():
             import torch
@@ -124,7 +124,7 @@ class Size:
         return folder
 
     def tokenizer(self) -> Any:
-        """Returns the demo's tokenizer, with a pad token that is not its end."""
+        """Returns the demo's tokenizer, with a pad token that differs from its end token."""
         from transformers import AutoTokenizer
 
         found = AutoTokenizer.from_pretrained(self.model)
@@ -143,9 +143,9 @@ class Size:
         return [tokens.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
 
     def base(self, case: str, dtype: str) -> Any:
-        """Returns the model, whose completions end by themselves (`own`) or never (`full`), by a bias on the lm head.
+        """Returns the model. A bias on the lm head makes completions end by themselves (`own`) or never (`full`).
 
-        One id alone ends a completion, the tokenizer's: TRL's PPO knows no more than one.
+        Only the tokenizer's end token ends a completion, because TRL's PPO supports only one.
         """
         import torch
         from transformers import AutoModelForCausalLM
@@ -163,7 +163,7 @@ class Size:
 
 
 def write_model(folder: Path, shape: dict[str, int]) -> None:
-    """Writes a Llama of random numbers, with the demo's tokenizer, which has fewer ids than the model."""
+    """Writes a random Llama, with the demo's tokenizer, which has fewer ids than the model."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -219,17 +219,17 @@ SIZES = {size.name: size for size in ALL}
 
 
 def write(found: dict[str, Any]) -> None:
-    """Writes what this process has measured to where the parent asked for it."""
+    """Writes the results of this process to the file that its parent requested."""
     Path(os.environ["BENCH_OUT"]).write_text(json.dumps(found))
 
 
 def since_start(at: float) -> float:
-    """Returns the seconds from the start of this process, imports included, to a time (seconds since the epoch)."""
+    """Returns the seconds from the start of this process, including imports, to a time (seconds since the epoch)."""
     return at - float(os.environ["BENCH_BEGIN"])
 
 
 class Clock:
-    """When each step ended, and what else a measurement found."""
+    """The end of each step, and other results of a measurement."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[int, float]] = []
@@ -239,7 +239,7 @@ class Clock:
         self.ends.append((number, at or time.time()))
 
     def write(self, peak: int, warmup: int = 1) -> None:
-        """Writes seconds from the start to the end of the first step, seconds a step after the warm-up, and peak bytes."""
+        """Writes seconds to the end of the first step, seconds per step after the warmup, and peak bytes."""
         start, begin = next(step for step in self.ends if step[0] >= warmup)
         last, end = self.ends[-1]
         found = {
@@ -251,7 +251,7 @@ class Clock:
 
 
 def high_water() -> int:
-    """Returns the most bytes that this process held at once."""
+    """Returns the peak memory of this process in bytes."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

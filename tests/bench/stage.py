@@ -1,4 +1,4 @@
-"""One measurement of sft, rm or dpo: `python tests/bench/stage.py ours|plain SIZE STAGE`, started by `make bench`."""
+"""Measures sft, rm or dpo: `python tests/bench/stage.py ours|plain SIZE STAGE`, started by `make bench`."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ ROWS = {"sft": "demonstrations", "rm": "preferences", "dpo": "preferences"}
 
 
 def arguments(stage: str, size: Size) -> dict[str, Any]:
-    """Returns TRL's arguments of a stage, for both sides."""
+    """Returns TRL's arguments of a stage, for both programs."""
     return {
         "max_steps": size.steps,
         "per_device_train_batch_size": size.rows if stage == "sft" else size.rows // 2,
@@ -32,13 +32,13 @@ def arguments(stage: str, size: Size) -> dict[str, Any]:
 
 
 def ours(name: str, stage: str) -> None:
-    """The command line as a user types it, in this process, on an embedded Ray.
+    """Runs the command line in this process, on an embedded Ray.
 
-    When a step ended is read from MLflow; the memory is the worker's, which holds the model.
+    MLflow has the end of each step. The memory is the worker's, which holds the model.
     """
     clock, size = Clock(), SIZES[name]
     storage = size.folder / "runs"
-    shutil.rmtree(storage, ignore_errors=True)  # no cached rows: preparing them is part of the start
+    shutil.rmtree(storage, ignore_errors=True)  # preparing rows is part of the start
     settings = [
         f"model.name_or_path={size.model}",
         f"data.train={size.folder / ROWS[stage]}.jsonl",
@@ -68,7 +68,7 @@ def ours(name: str, stage: str) -> None:
 
 
 def plain(name: str, stage: str) -> None:
-    """The same raw rows, base and arguments in one plain process, TRL templating and tokenizing."""
+    """Trains on the same raw rows, base and arguments in one plain process. TRL templates and tokenizes."""
     import datasets
     import trl
     from peft import LoraConfig

@@ -1,11 +1,11 @@
-"""Kills what can be killed while a stage runs, and proves that it ends as if nothing had happened.
+"""Kills processes while a stage runs, and checks that the run ends as if undisturbed.
 
     make chaos                                      all cells, stages x faults, at moments from a printed seed
     make chaos ARGS="--seed 7 --stages sft ppo --faults worker node"
 
-A cell is good when the run ends by itself (after a driver was killed: when the same command is given again) with the same
-adapter to the last bit, the same final metrics and the same curve in MLflow, each step once, as a run that nobody
-touched; with one MLflow run, FINISHED, and one registered version. Exit status 1 if a cell is not.
+A cell passes if the run ends by itself, or after a killed driver with the same command. Compared with an undisturbed run, it
+must have a bit-identical adapter, the same final metrics, and the same curve in MLflow with each step once. It must have one
+FINISHED MLflow run and one registered version. The exit status is 1 if a cell fails.
 """
 
 import argparse
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from faults import FAULTS, ROLLOUT, TWO_WORKERS
 from runs import Baselines, Server, differences
 
-STAGES = ("sft", "rm", "dpo", "kto", "ppo", "ahead")  # ahead: ppo with a rollout worker, one update ahead
+STAGES = ("sft", "rm", "dpo", "kto", "ppo", "ahead")  # ahead is ppo with a rollout worker, one update ahead
 
 
 def main() -> int:
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> bool:
-    """Runs one stage under one fault. Prints what was done and what differs, and returns whether nothing does."""
+    """Runs one stage under one fault. Prints the fault and the differences. Returns whether there are none."""
     from mlflow import MlflowClient
 
     workers = 2 if fault in TWO_WORKERS else 1
@@ -70,7 +70,7 @@ def cell(stage: str, fault: str, seed: int, baselines: Baselines) -> bool:
         problems = differences(client, expected.result(), run.result())
         versions = client.search_model_versions(f"name = '{run.name}'")
         problems += [f"{len(versions)} registered versions, expected 1"] if len(versions) != 1 else []
-    except Exception as error:  # a cell that cannot be performed is a failed cell, and the others go on
+    except Exception as error:  # a cell that cannot run is a failed cell; the others continue
         traceback.print_exc()
         done, problems = "", [f"{type(error).__name__}: {error}"]
     finally:

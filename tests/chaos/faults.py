@@ -1,6 +1,6 @@
-"""What can happen to a run. Each takes a run that is ready to be started and a random generator, and returns when it has ended.
+"""Faults that can happen to a run. Each takes a run that is ready to start and a random generator, and returns at its end.
 
-FAULTS[name](run, rng) -> what was done, in words
+FAULTS[name](run, rng) -> description of the fault
 """
 
 import contextlib
@@ -24,7 +24,7 @@ RESTARTS = "run.max_failures=3"
 
 
 def moment(run: Run, rng: random.Random, first: int = 1, last: int = STEPS - 1) -> int:
-    """Waits for a random step, and then for a random part of the next one. Returns the step."""
+    """Waits for a random step, and then for a random part of the next step. Returns the step."""
     step = rng.randint(first, last)
     run.wait_for(rf"\bstep +{step}/{STEPS}\b")
     time.sleep(rng.uniform(0, 0.4))
@@ -38,11 +38,11 @@ def ended(run: Run) -> None:
 
 
 def below(root: int) -> dict[int, str]:
-    """Returns {process: command line} of all descendants of a process."""
+    """Returns {process: command line} for all descendants of a process."""
     found = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(root).children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            with contextlib.suppress(psutil.Error):  # the process ended meanwhile
                 found[child.pid] = " ".join(child.cmdline())
     return found
 
@@ -59,7 +59,7 @@ def kill(*pids: int) -> None:
 
 
 def again(run: Run) -> None:
-    """Gives the command of a driver that was killed once more."""
+    """Runs the command of a killed driver again."""
     run.process.wait()
     ended(run.again())
 
@@ -68,7 +68,7 @@ def again(run: Run) -> None:
 
 
 def worker(run: Run, rng: random.Random) -> str:
-    """kill -9 of one of two workers; Ray Train restarts them."""
+    """Kills one of two workers with SIGKILL. Ray Train restarts them."""
     run.start(RESTARTS)
     step = moment(run, rng)
     victims = until(lambda: actors(run, TRAINER), "a training worker")
@@ -79,7 +79,7 @@ def worker(run: Run, rng: random.Random) -> str:
 
 
 def driver(run: Run, rng: random.Random) -> str:
-    """kill -9 of the driver; then the same command at once."""
+    """Kills the driver with SIGKILL, and immediately runs the same command again."""
     run.start()
     step = moment(run, rng)
     kill(run.process.pid)
@@ -88,7 +88,7 @@ def driver(run: Run, rng: random.Random) -> str:
 
 
 def rollout_worker(run: Run, rng: random.Random) -> str:
-    """kill -9 of the rollout worker; another one takes its place."""
+    """Kills the rollout worker with SIGKILL. Another one replaces it."""
     run.start()
     step = moment(run, rng)
     kill(actors(run, ROLLOUT_WORKER)[0])
@@ -97,7 +97,7 @@ def rollout_worker(run: Run, rng: random.Random) -> str:
 
 
 def hang(run: Run, rng: random.Random) -> str:
-    """SIGSTOP of the rollout worker: it is there, and does nothing."""
+    """Stops the rollout worker with SIGSTOP, so that it exists and does nothing."""
     run.start()
     step = moment(run, rng, last=STEPS - 3)
     os.kill(actors(run, ROLLOUT_WORKER)[0], signal.SIGSTOP)
@@ -107,19 +107,19 @@ def hang(run: Run, rng: random.Random) -> str:
 
 
 def node(run: Run, rng: random.Random, notice: bool = False, actor: str = TRAINER) -> str:
-    """SIGKILL of all processes of a node with such an actor; there is another one for it.
+    """Kills all processes of a node with such an actor. A spare node is available.
 
     Args:
-        notice: A notice that the node will be gone in 5 seconds comes first, as a spot node gets it. Then no failure of a
-            training worker is allowed for.
+        notice: first sends a notice that the node will end in 5 seconds, like a spot node gets. Then no failure of a
+            training worker is allowed.
     """
     training = actor == TRAINER
     ahead = int(
         "rollout.num_workers=1" in run.arguments
-    )  # its rollout worker must not take a trainer's place
+    )  # the rollout worker must not take a trainer's place
     nodes = Nodes(run, 3, for_rollouts=ahead) if training else Nodes(run, 1, for_rollouts=2)
     if notice:
-        run.pause = 1.2  # the run is not to end before the node does
+        run.pause = 1.2  # the run must not end before the node
     run.start(*([f"run.max_failures={0 if notice else 3}"] if training else []))
     step = moment(run, rng, last=4 if notice else STEPS - 1)
     victim = rng.choice(until(lambda: nodes.busy(actor), f"a node with a {actor}"))
@@ -137,7 +137,7 @@ def node(run: Run, rng: random.Random, notice: bool = False, actor: str = TRAINE
 
 
 def write(run: Run, rng: random.Random) -> str:
-    """kill -9 in the moment in which a checkpoint appears: of the worker, or of all processes of the run."""
+    """Kills the worker, or all processes of the run, in the moment when a checkpoint appears."""
     everything = rng.random() < 0.5
     run.start(*([] if everything else [RESTARTS]))
     number = rng.randint(1, 4)
@@ -158,9 +158,9 @@ def write(run: Run, rng: random.Random) -> str:
 
 
 def corrupt(run: Run, rng: random.Random) -> str:
-    """The newest checkpoint is corrupted while the run lies still: a bit, the end of a file, or a whole file."""
+    """Corrupts the newest checkpoint while the run is stopped: a bit, the end of a file, or a complete file."""
     run.start()
-    step = moment(run, rng, first=8)  # two checkpoints are there: something to fall back to
+    step = moment(run, rng, first=8)  # now there are two checkpoints, so that one can replace the other
     kill(run.process.pid, *below(run.process.pid))
     run.process.wait()
     complete = (path for path in run.folder.glob("checkpoint_*[0-9]") if (path / "digests.json").exists())
@@ -177,7 +177,7 @@ def corrupt(run: Run, rng: random.Random) -> str:
         victim.write_bytes(content)
     since = len(run.lines)
     again(run)
-    # Without its digests it counts as never finished.
+    # A checkpoint without digests counts as unfinished.
     if not run.says(rf"{newest.name} (is damaged|was never finished)", since):
         raise RuntimeError(f"{how} {newest.name}/{victim.name}, and no line said so")
     return f"killed all after step {step}, {how} {newest.name}/{victim.relative_to(newest)}"
@@ -190,16 +190,16 @@ class Nodes:
     """A Ray cluster of processes on this machine: a head without CPUs, and nodes for one training worker each.
 
     Args:
-        for_rollouts: number of nodes on which nothing but rollout workers fits, and they nowhere else.
+        for_rollouts: number of nodes that fit only rollout workers. No other node fits these.
     """
 
     def __init__(self, run: Run, count: int, for_rollouts: int = 0):
-        # The workers are the nodes' children and not the driver's. Two threads would add in another order than one.
+        # The workers are children of the nodes, not of the driver. Two threads would add in another order than one.
         before = dict(os.environ)
         run.finally_do.append(lambda: (os.environ.clear(), os.environ.update(before), _read_by_ray()))
         os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", **AUTHENTICATION)
         os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-        _read_by_ray()  # an earlier session of this process, of another test, had another token
+        _read_by_ray()  # an earlier session of another test in this process had another token
         from ray.cluster_utils import Cluster
 
         self.small: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
@@ -211,7 +211,7 @@ class Nodes:
         for _ in range(for_rollouts):
             self.add(num_cpus=1, labels={"for": "rollouts"})
         run.address = self.cluster.address
-        run.arguments.append("scaling.resources_per_worker={CPU: 2}")  # one to a node
+        run.arguments.append("scaling.resources_per_worker={CPU: 2}")  # one worker per node
         if for_rollouts:
             run.arguments.append("rollout.label_selector={for: rollouts}")
 
@@ -219,7 +219,7 @@ class Nodes:
         self.nodes.append(self.cluster.add_node(num_cpus=num_cpus, **self.small, **more))
 
     def busy(self, actor: str = TRAINER) -> list[Any]:
-        """Returns the nodes on which a training worker runs, or another actor."""
+        """Returns the nodes on which a training worker, or another actor, runs."""
         return [
             node
             for node in self.nodes
@@ -256,4 +256,4 @@ FAULTS = {
     "rollout-drain": partial(node, actor=ROLLOUT_WORKER, notice=True),
 }
 TWO_WORKERS = ("worker", "node", "preemption")
-ROLLOUT = ("rollout-worker", "hang", "rollout-node", "rollout-drain")  # for runs with rollout workers alone
+ROLLOUT = ("rollout-worker", "hang", "rollout-node", "rollout-drain")  # only for runs with rollout workers

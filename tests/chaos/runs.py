@@ -1,4 +1,4 @@
-"""Runs of a stage as processes of their own: started, watched, started again, and compared."""
+"""Runs of a stage as separate processes: start, watch, restart and compare."""
 
 import json
 import os
@@ -16,9 +16,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 14
-# The clusters of the experiments, and the drivers that join them: on a network they are nobody else's.
+# Addresses of the experiments' clusters and their drivers. They are private even on a network.
 AUTHENTICATION = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-PATIENCE = 240  # seconds for whatever is waited for
+PATIENCE = 240  # seconds to wait for anything
 SMALL = {
     "trl": [
         f"trainer.max_steps={STEPS}", "data.batch_size=8", "trainer.per_device_train_batch_size=4", "trainer.logging_steps=1",
@@ -30,13 +30,13 @@ SMALL = {
         "trainer.kl_controller=adaptive", "trainer.kl_horizon=100", "trainer.normalize_values=true", "data.eval=null",
         "judge=null",
     ],
-    # Without a node for a rollout worker, the trainers sample after less than PATIENCE.
+    # If no node fits a rollout worker, the trainers sample themselves after less than PATIENCE.
     "ahead": [
         "rollout.num_workers=1", "rollout.staleness=1", "rollout.chunk_timeout_s=5", "rollout.patience_s=20",
         "trainer.local_rollout_forward_batch_size=4",
     ],
 }  # fmt: skip
-# What a clock or the machine decides.
+# metrics that depend on time or on the machine
 MEASURED = re.compile(
     r"runtime|per_second|second|time|memory|flos|mfu|rollout/(waited|waiting|idle|queue|bytes|workers|lost)"
 )
@@ -59,7 +59,7 @@ def free_port() -> int:
 
 
 def answers(url: str, **headers: str) -> bytes:
-    """Returns what a server says, or nothing if it does not answer."""
+    """Returns a server's response, or nothing if it does not respond."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as answer:
             return answer.read()
@@ -68,7 +68,7 @@ def answers(url: str, **headers: str) -> bytes:
 
 
 class Server:
-    """One MLflow server: several nodes, even on one machine, may not share a SQLite file."""
+    """An MLflow server. Several nodes, even on one machine, may not share a SQLite file."""
 
     def __init__(self, folder: Path, artifacts: str | None = None):
         self.folder, self.artifacts = folder, artifacts or str(folder / "artifacts")
@@ -91,7 +91,7 @@ class Server:
 
 
 class Run:
-    """One name of a run, over all the processes that it takes."""
+    """A run with one name, over all of its processes."""
 
     process: Any = None  # the last driver
 
@@ -102,7 +102,7 @@ class Run:
             f"mlflow.tracking_uri={server.uri}", f"mlflow.registered_model={name}", *overrides,
         ]  # fmt: skip
         self.lines: list[str] = []
-        self.address: str | None = None  # of a cluster that outlives the driver
+        self.address: str | None = None  # address of a cluster that outlives the driver
         self.extra: tuple[str, ...] = ()
         self.pause = 0.35  # seconds after each step
         self.env: dict[str, str] = {}
@@ -114,7 +114,7 @@ class Run:
             "HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
             "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
             "PIPELINE_NOTICE_EVERY_S": "0.5", "PYTHONUNBUFFERED": "1",
-            "RAY_prestart_worker_first_driver": "0",  # processes that nothing here uses
+            "RAY_prestart_worker_first_driver": "0",  # unused processes
             **self.env,
         }  # fmt: skip
         env.pop("RAY_ADDRESS", None)
@@ -129,7 +129,7 @@ class Run:
         return self
 
     def again(self) -> "Run":
-        """Gives the same command once more."""
+        """Runs the same command again."""
         return self.start(*self.extra)
 
     def _read(self, lines: Any) -> None:
@@ -146,7 +146,7 @@ class Run:
         def there() -> bool:
             ended = self.process.poll() is not None
             if ended:
-                time.sleep(0.5)  # the last lines
+                time.sleep(0.5)  # wait for the last lines
             if ended and not self.says(pattern):
                 raise RuntimeError(f"the driver ended before it said {pattern!r}")
             return self.says(pattern)
@@ -171,7 +171,7 @@ class Run:
 
 
 class Baselines:
-    """The runs that nobody touches, made when they are first asked for; dpo, kto and ppo start from those of sft and rm."""
+    """Makes undisturbed runs on first use. dpo, kto and ppo start from the adapters of sft and rm."""
 
     def __init__(self, folder: Path, server: Server):
         self.folder, self.server = folder, server
@@ -194,7 +194,7 @@ class Baselines:
         return self.made[stage, workers]
 
     def start(self, stage: str, name: str, workers: int) -> Run:
-        """Returns a run that is ready to be started; `ahead` is ppo with a rollout worker, one update ahead."""
+        """Returns a run that is ready to start. `ahead` is ppo with a rollout worker, one update ahead."""
         ahead = SMALL["ahead"] if stage == "ahead" else []
         stage = "ppo" if ahead else stage
         overrides = [*SMALL["ppo" if stage == "ppo" else "trl"], f"scaling.num_workers={workers}", *ahead]
@@ -209,7 +209,7 @@ class Baselines:
 
 
 def differences(client: Any, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Says in what a run does not end as another one did, by their result.json.
+    """Describes the differences between two finished runs, by their result.json.
 
     Args:
         client: MlflowClient of the store of both.
@@ -239,12 +239,12 @@ def unequal(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [
         f"{key}: {shown(b.get(key), a.get(key))}, expected {shown(a.get(key), b.get(key))}"
         for key in sorted(a.keys() | b.keys())
-        if repr(a.get(key)) != repr(b.get(key))  # NaN is like NaN
+        if repr(a.get(key)) != repr(b.get(key))  # NaN equals NaN
     ][:6]
 
 
 def shown(value: Any, other: Any) -> str:
-    """Returns a number, or of a curve what the other does not have."""
+    """Returns a number, or the part of a curve that the other curve lacks."""
     if not isinstance(value, list):
         return str(value)
     missing = [point for point in value if point not in (other or [])]

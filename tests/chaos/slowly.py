@@ -1,8 +1,7 @@
-"""The command line with a pause after every step, so that there is time to kill something: python slowly.py STAGE JOB.yaml [...]
+"""Runs the command line with a pause after every step, to give time for faults: python slowly.py STAGE JOB.yaml [...]
 
-The pause is taken where every rank asks after every step whether a node is about to leave. It changes no number, and every
-step prints its line. With
-CHAOS_ROWS, a folder, the workers of a TRL stage write there which rows each step took.
+The pause happens when every rank asks whether a node is about to leave. It changes no number, and every step prints its line.
+If CHAOS_ROWS names a folder, the workers of a TRL stage write each step's rows there.
 """
 
 import importlib
@@ -18,7 +17,7 @@ from pipeline.__main__ import main
 def slow(stage: str, seconds: float, folder: str | None) -> Any:
     def slowly(worker: Any) -> Any:
         importlib.import_module("pipeline.runtime.worker").PRINT_INTERVAL_S = 0.0  # a line for each step
-        # In process, this file has replaced it in its module. In a worker, nobody has.
+        # In process, this file has replaced the function in its module. In a worker, nothing has.
         train = getattr(sys.modules["__main__"], "train", None)
         train = train or importlib.import_module(f"pipeline.stages.{stage}").train
         if folder:
@@ -36,7 +35,7 @@ def slow(stage: str, seconds: float, folder: str | None) -> Any:
 
 
 def record_rows(worker: Any, folder: str) -> None:
-    """Makes every step append {attempt, step, world, rows} to a file of its worker."""
+    """Makes every step append {attempt, step, world, rows} to its worker's file."""
     import ray.train.collective
 
     from pipeline.data.feed import ExactBatches

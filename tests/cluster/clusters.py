@@ -1,10 +1,10 @@
-"""Ray and an MLflow server on the first of several hosts (hosts.py); the others join and leave.
+"""Runs Ray and an MLflow server on the first of several hosts (hosts.py). The others join and leave.
 
     with cluster_of(3) as cluster:          # cluster.hosts[0].ip, ...; cluster.folder is a mount that all of them share
         cluster.join(cluster.hosts[1], "rollouts")
         cluster.leave(cluster.hosts[1])
 
-What is real: Ray's processes on hosts with networks, process tables and /tmp of their own, all of a host's killed at once.
+Ray's processes are real. Each host has its own network, process table and /tmp, and all its processes die at once.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from hosts import Host, Hosts
 from tests.chaos.runs import answers, until
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 400  # seconds for whatever is waited for
+PATIENCE = 400  # seconds to wait for anything
 
 
 def environment_with(**more: str) -> dict[str, str]:
-    """Returns the tests' environment without what names a server, with Ray's commands, and with `more`."""
+    """Returns the tests' environment without variables that name a server, but with Ray's commands and `more`."""
     path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}:/usr/sbin"
     found = os.environ | {"PATH": path} | more
     for name in {"RAY_ADDRESS", "MLFLOW_TRACKING_URI", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"} - more.keys():
@@ -36,7 +36,7 @@ def environment_with(**more: str) -> dict[str, str]:
 
 
 class Process(subprocess.Popen):
-    """A command whose output is shown as it comes, and kept in `lines`."""
+    """A command. Its output is shown as it comes, and also kept in `lines`."""
 
     def __init__(self, *command: str, **more):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
@@ -58,11 +58,11 @@ class Process(subprocess.Popen):
 
 
 class Cluster:
-    """`join` and `leave` are for all hosts but the first, whose label is `head`.
+    """A cluster. `join` and `leave` are for all hosts but the first, whose label is `head`.
 
     Args:
-        dashboard: Ray's, on port 8265 of the first host.
-        more: environment variables of all that runs on the hosts.
+        dashboard: whether Ray's dashboard runs on port 8265 of the first host.
+        more: environment variables of all processes on the hosts.
     """
 
     def __init__(self, hosts: Hosts, folder: Path, dashboard: bool = False, **more: str):
@@ -87,7 +87,7 @@ class Cluster:
     def _ray(self, host: Host, label: str, *more: str) -> None:
         command = ["ray", "start", f"--node-ip-address={host.ip}", f"--labels=for={label}"]
         command = host.here("env", "-C", str(ROOT), *command, "--object-store-memory=100000000", *more)
-        # Ray gives a node half a minute to start (2.60, a constant), and a busy machine takes longer
+        # Ray gives a node 30 s to start (a constant in 2.60), but a busy machine needs longer
         for _ in range(3):
             status, said = Process(*command, env=self.environment).end()
             if status == 0:
@@ -99,7 +99,7 @@ class Cluster:
         self._ray(host, label, f"--address={self.address}", "--num-cpus=1")
 
     def leave(self, host: Host) -> None:
-        """Ends everything on the host at once, save its process 1."""
+        """Ends everything on the host at once, except its process 1."""
         subprocess.run(host.here("bash", "-c", "kill -9 -1"))
 
     def start(self, host: Host, *command: str) -> Process:
@@ -110,8 +110,8 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster_of(count: int, dashboard: bool = False, **more: str) -> Iterator[Cluster]:
-    """A cluster of so many hosts, of which only the first has joined; nothing is left behind."""
-    folder = Path(tempfile.mkdtemp(prefix="rlhf.")).resolve()  # short: socket names in it have a limit
+    """Makes a cluster of `count` hosts, of which only the first has joined. Removes everything at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="rlhf.")).resolve()  # short, because socket paths have a limit
     try:
         with Hosts(folder, count, [Path(sys.prefix), ROOT, folder], ssh=False) as hosts:
             cluster = Cluster(hosts, folder, dashboard, **more)

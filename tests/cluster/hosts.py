@@ -1,10 +1,10 @@
-"""Several hosts on one machine: each has its own address, host name, process table, /tmp, /dev/shm, home and, if asked for, sshd.
+"""Several hosts on one machine. Each has its own address, host name, process table, /tmp, /dev/shm, home and optional sshd.
 
     with Hosts(folder, 3) as hosts:         # hosts[0].ip, ...; hosts.key is the private key that logs in as root
     hosts[0].here("ray", "status")          # a command line that runs on it, without sshd
 
-Made of Linux namespaces (network, mount, process, UTS, IPC) around one bridge; what they share is the file system outside
-those places, like machines with one network mount. Needs root, ip, unshare and what TOOLS says; nothing is left behind.
+The hosts are Linux namespaces (network, mount, process, UTS, IPC) around one bridge. They share all other parts of the file
+system, like machines with one network mount. Needs root, ip, unshare and the TOOLS. Removes everything at the end.
 """
 
 import os
@@ -18,7 +18,7 @@ from pathlib import Path
 TOOLS = ("ip", "unshare", "nsenter", "mount")
 SSH_TOOLS = ("sshd", "ssh", "ssh-keygen", "rsync")
 SUBNET = "10.213.7"
-# Runs as process 1 of a host. /tmp becomes the host's own, with the folders that hold the code and the test put back.
+# Runs as process 1 of a host. /tmp becomes the host's own, but contains the folders with the code and the test.
 INIT = """
 set -e
 hostname {name}
@@ -47,7 +47,7 @@ MaxStartups 100
 
 
 def missing(ssh: bool = True) -> str | None:
-    """Why hosts, with sshd or without, cannot be made here; None if they can."""
+    """Returns why hosts (with sshd or without) cannot be made here, or None if they can."""
     if os.name != "posix" or os.geteuid() != 0:
         return "needs root, to make network namespaces"
     tools = (*TOOLS, *SSH_TOOLS) if ssh else TOOLS
@@ -66,19 +66,19 @@ class Host:
     process: subprocess.Popen
 
     def here(self, *command: str) -> list[str]:
-        """The command line that runs a command on this host."""
-        pid = self.process.pid  # of unshare, whose child is the host's process 1
+        """Returns the command line that runs a command on this host."""
+        pid = self.process.pid  # process of unshare, whose child is the host's process 1
         (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         spaces = ["--net", "--mount", "--pid", "--uts", "--ipc"]
         return ["nsenter", "--target", child, *spaces, "--", *command]
 
     def sent(self) -> int:
-        """Bytes that it has sent, all told."""
+        """Returns the total number of bytes that the host has sent."""
         return int(Path(f"/sys/class/net/v{self.name}/statistics/rx_bytes").read_text())
 
 
 class Hosts:
-    """Several hosts, from `with` to its end."""
+    """Creates several hosts as a context manager."""
 
     def __init__(self, folder: Path, count: int, visible: list[Path], ssh: bool = True):
         self.folder, self.count, self.visible, self.with_ssh = folder, count, visible, ssh
@@ -152,11 +152,11 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         for host in self.hosts:
-            host.process.kill()  # unshare takes its process 1, and with it everything on the host, along
+            host.process.kill()  # unshare ends with its process 1, and so does everything on the host
             host.process.wait()
             subprocess.run(
                 ["ip", "link", "del", f"v{host.name}"]
-            )  # else it stays until the last process has ended
+            )  # otherwise the bridge stays until the last process has ended
             subprocess.run(["ip", "netns", "del", host.name])
         subprocess.run(["ip", "link", "del", "rlhfbr"])
 

@@ -1,10 +1,10 @@
-"""`make up` with jobs/cloud/local.yaml on three hosts that the test makes; sft, rm and ppo submitted to them; `make down`.
+"""Tests `make up` with jobs/cloud/local.yaml on three hosts: submits sft, rm and ppo, then runs `make down`.
 
     .venv/bin/python -m pytest tests/cluster -s          # 15 minutes on two busy cores; needs root, openssh-server, rsync
 
-What is real: `ray up` over ssh and rsync, the shipped file and its start script, Ray's autoscaler on the head, the token,
-MLflow behind its password, jobs through the tunnel of `make dashboard`, workers that only share a mount and a network, a
-spot notice by the address that a cloud gives it. What is not: the hosts share one kernel, and the environment is there.
+Real parts: `ray up` over ssh and rsync, the shipped file and its start script, Ray's autoscaler on the head, the token, MLflow
+behind its password, jobs through the tunnel of `make dashboard`, workers that share only a mount and a network, a spot notice
+from the cloud's address. Not real: the hosts share one kernel, and the environment is already installed.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Three hosts with one shared mount, and a home of the user's own."""
-    folder = Path(tempfile.mkdtemp(prefix="rlhf.")).resolve()  # short: socket names in it have a limit
+    """Makes three hosts with one shared mount and a separate home."""
+    folder = Path(tempfile.mkdtemp(prefix="rlhf.")).resolve()  # short, because socket paths have a limit
     (folder / "shared").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", str(folder / "shared")], check=True)
     try:
         with Hosts(folder, 3, [Path(sys.prefix), ROOT, folder]) as made:
-            for host in made.hosts:  # where `make setup` would put it
+            for host in made.hosts:  # the path that `make setup` would use
                 (host.home / "rlhf").mkdir()
                 (host.home / "rlhf/.venv").symlink_to(sys.prefix)
             yield made
@@ -54,7 +54,7 @@ def hosts():
 
 @pytest.fixture(scope="module")
 def user(hosts):
-    """The submitter: a home with the token, a copy of the repository with its cluster file filled in, its environment."""
+    """Returns the submitter: a home with the token, a copy of the repository with its cluster file filled in, its environment."""
     home = hosts.folder / "user"
     (home / ".ray").mkdir(parents=True)
     (home / ".ray/auth_token").write_text(TOKEN)
@@ -63,10 +63,10 @@ def user(hosts):
     config = yaml.safe_load(file.read_text())
     config["provider"].update(head_ip=hosts[0].ip, worker_ips=[host.ip for host in hosts.hosts[1:]])
     config["auth"] = {"ssh_user": "root", "ssh_private_key": str(hosts.key)}
-    assert config["setup_commands"] == ["bash ~/rlhf/start-node.sh install"]  # no network inside the hosts
+    assert config["setup_commands"] == ["bash ~/rlhf/start-node.sh install"]  # the hosts have no network
     config["setup_commands"] = ["echo 'export PATH=$HOME/rlhf/.venv/bin:$PATH' >> ~/.bashrc"]
     config["file_mounts"]["~/rlhf/pyvenv.cfg"] = f"{sys.prefix}/pyvenv.cfg"
-    # Nothing runs on the head, as in the cloud; a worker has room for one training worker and the data tasks.
+    # Nothing runs on the head, as in the cloud. A worker fits one training worker and the data tasks.
     config["head_start_ray_commands"][1] += " --num-cpus=0 --object-store-memory=150000000"
     config["worker_start_ray_commands"][1] += " --num-cpus=2 --object-store-memory=200000000"
     file.write_text(yaml.safe_dump(config))
@@ -75,7 +75,7 @@ def user(hosts):
 
 
 def make(user, *arguments, status=0, **more):
-    """Runs one make target, which has to end with the status. Returns its output."""
+    """Runs one make target, which must end with the status. Returns its output."""
     copy, environment = user
     print("\n$ make " + " ".join(arguments), flush=True)
     found, said = Process("make", *arguments, cwd=copy, env={**environment, **more}).end(3600)
@@ -126,7 +126,7 @@ def nodes(address):
 
 
 def trainers(address):
-    """Returns {actor id: node id} of the training workers that there have been."""
+    """Returns {actor id: node id} of all training workers so far."""
     actors = state(address, "actors?detail=1&limit=1000")
     return {one["actor_id"]: one["node_id"] for one in actors if "RayTrainWorker" in one["class_name"]}
 
@@ -148,13 +148,13 @@ def test_jobs_on_several_hosts(cluster, user, hosts):
         now = trainers(cluster)
         new, before = {actor: now[actor] for actor in now.keys() - before.keys()}, now
         assert len(new) == 2 and len(set(new.values())) == 2, "the two workers were not on two hosts"
-    # The registry asks for the password, from wherever it is asked.
+    # The registry requires the password from every address.
     with pytest.raises(urllib.error.HTTPError, match="401"):
         get(f"http://{hosts[0].ip}:5000/api/2.0/mlflow/experiments/search?max_results=1", "")
 
 
 def test_storage_that_is_not_shared_is_refused(cluster, user):
-    """Each host has a /tmp of its own: the job finds that out with a file, before it starts a worker."""
+    """Each host has its own /tmp. The job detects this with a file before it starts a worker."""
     alone = "ARGS=run.storage_path=/tmp/alone/runs run.name=alone"
     assert "is not shared" in make(user, "sft", alone, status=2, RAY_ADDRESS=cluster)
 
@@ -173,7 +173,7 @@ http.server.HTTPServer(('169.254.169.254', 80), Say).serve_forever()
 
 
 def test_a_spot_notice_drains_the_node(cluster, hosts):
-    """The watcher on a worker asks the address of the clouds' metadata service; here that service is a small script."""
+    """The watcher on a worker queries the address of the clouds' metadata service, where a small script answers."""
     host = hosts[2]
     subprocess.run(["ip", "-n", host.name, "addr", "add", "169.254.169.254/32", "dev", "lo"], check=True)
     command = ["ip", "netns", "exec", host.name, sys.executable, "-c", NOTICE]

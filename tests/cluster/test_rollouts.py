@@ -1,8 +1,8 @@
-"""The trainer on one host, rollout workers on two others that come and go: the bits of the run that nothing happens to.
+"""Tests a trainer on one host with rollout workers on two hosts that come and go: bit-identical to an undisturbed run.
 
     .venv/bin/python -m pytest tests/cluster/test_rollouts.py -s          # 5 minutes on two busy cores; needs root
 
-What is real: Ray's processes on hosts with networks, process tables and /tmp of their own, all of a host's killed at once.
+Ray's processes are real. Each host has its own network, process table and /tmp, and all its processes die at once.
 """
 
 import json
@@ -40,7 +40,7 @@ class Ppo:
         self.process = cluster.start(cluster.hosts[0], *command, *PPO, *where)
 
     def reaches(self, step):
-        """Waits for a step's line."""
+        """Waits for the line of a step."""
         pattern = re.compile(rf"\bstep +{step}/{UPDATES}\b")
 
         def there():
@@ -73,7 +73,7 @@ def test_rollout_workers_on_other_hosts_come_and_go(cluster):
     expected = calm.result()
     cluster.leave(other)
 
-    # Without a rollout worker nothing goes on: the update after a host has died was sampled on the other one.
+    # Training stops without a rollout worker. So after a host has died, the other one sampled the update.
     run = Ppo(cluster, "come-and-go")
     for step, leaves, joins in ((3, one, other), (6, other, one)):
         run.reaches(step)
@@ -96,6 +96,6 @@ def test_rollout_workers_on_other_hosts_come_and_go(cluster):
         f"\nadapter {adapter} bytes; an update: {sent[0] / updates:.0f} from the trainer's host, "
         f"{sum(sent[1:]) / updates:.0f} from the two others; rollout/bytes {counted:.0f}"
     )
-    # Two workers fetch each version; the base, which is ten times as large, never travels again.
+    # Two workers fetch each version. The base, which is ten times as large, is not sent again.
     assert adapter < sent[0] / updates < 4 * adapter
     assert counted < 4 * adapter

@@ -1,8 +1,8 @@
-"""`make serve` over several hosts: a replica on each of two others, of which one dies and joins again while clients ask.
+"""Tests `make serve` on several hosts: two have replicas, and one of them dies and rejoins during requests.
 
     .venv/bin/python -m pytest tests/cluster/test_serving.py -s          # 9 minutes on two busy cores; needs root
 
-Driver, proxy, recorder and MLflow are on the first host. The clients are this process, which is on none of them.
+Driver, proxy, recorder and MLflow are on the first host. The clients are in this process, which is on no host.
 """
 
 import secrets
@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Three hosts, and two versions of a policy and a reward model in their MLflow server."""
+    """Makes three hosts, and two versions of a policy and a reward model in their MLflow server."""
     token = secrets.token_hex(32)
     with cluster_of(3, dashboard=True, **{TOKENS: token}) as made, pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", made.mlflow)
@@ -54,14 +54,14 @@ def settings(cluster):
 
 
 class Client:
-    """Asks the application whose proxy is on the first host."""
+    """Sends requests to the application, whose proxy is on the first host."""
 
     def __init__(self, cluster):
         self.url = f"http://{cluster.hosts[0].ip}:8000"
         self.token = {"Authorization": f"Bearer {cluster.environment[TOKENS]}"}
 
     def post(self, path, body):
-        """(status, answer); a connection that breaks has status 0."""
+        """Returns (status, answer). A broken connection has status 0."""
         try:
             status, _, answer = ask(self.url, path, body, **self.token)
         except OSError as error:
@@ -73,7 +73,7 @@ class Client:
         return self.post("/v1/chat/completions", asked)
 
     def answers(self, version=None):
-        """{replica: how many it has written}, of all replicas that told the recorder something in the last half minute."""
+        """Returns {replica: number of its answers} for replicas that reported to the recorder in the last half minute."""
         status, _, page = ask(self.url, "/metrics", **self.token)
         assert status == 200, page
         counts = {}
@@ -86,15 +86,15 @@ class Client:
 
 
 class Load:
-    """Eight clients that ask one request after the other, and each request at most once more, a second later.
+    """Eight clients that send one request after the other. Each request is retried at most once, after a second.
 
     Args:
-        requests: in all; None: until the block ends.
+        requests: total number. None means until the block ends.
     """
 
     def __init__(self, client, requests=None):
         self.client, self.requests = client, requests
-        # (time, answer); (status, what it said) of a first, a second try
+        # (time, answer); (status, message) of a first and a second try
         self.answers, self.again, self.failed = [], [], []
         self.number, self.lock, self.ended = 0, threading.Lock(), False
         self.threads = [threading.Thread(target=self._work, daemon=True) for _ in range(CLIENTS)]
@@ -127,7 +127,7 @@ class Load:
 
 @pytest.fixture
 def server(cluster, settings):
-    """`make serve`."""
+    """Runs `make serve`."""
     command = [sys.executable, "-m", "pipeline", "serve", "jobs/demo/serve.yaml", *settings]
     process = cluster.start(cluster.hosts[0], *command)
     try:
@@ -145,7 +145,7 @@ def wait(condition, what):
 
 
 def interrupt(cluster):
-    """Ctrl-C: to the command, on its host."""
+    """Sends Ctrl-C to the command on its host."""
     subprocess.run(cluster.hosts[0].here("pkill", "-INT", "-f", "pipeline serve"))
 
 
@@ -171,7 +171,7 @@ def test_a_host_dies_and_joins_again_and_an_alias_moves_while_clients_ask(cluste
     status, said = server.end()
     assert status in (0, 130), (status, said)
     assert "the aliases cannot be followed" not in said
-    # Ray Serve's controller has tracebacks of its own about a node that is lost.
+    # Ray Serve's controller logs its own tracebacks about a lost node.
     traces = [line for line in server.lines if "Traceback" in line and "(ServeController)" not in line]
     assert not traces, said
     with pytest.raises(OSError):
@@ -179,7 +179,7 @@ def test_a_host_dies_and_joins_again_and_an_alias_moves_while_clients_ask(cluste
 
 
 def one_text_a_seed(client):
-    """Asked one after the other: in batches of other sizes a CPU rounds differently."""
+    """Sends requests one after the other, because a CPU rounds differently in batches of other sizes."""
     texts = {
         seed: {client.chat(seed=seed)[1]["choices"][0]["message"]["content"] for _ in range(12)}
         for seed in range(3)
@@ -191,7 +191,7 @@ def one_text_a_seed(client):
 
 
 def ask_while_it_dies(cluster, client, host):
-    """(when it had died, the load)."""
+    """Returns (the time of the death, the load)."""
     with Load(client, REQUESTS) as load:
         wait(lambda: len(load.answers) > REQUESTS // 3, "a third of the answers")
         cluster.leave(host)
@@ -200,7 +200,7 @@ def ask_while_it_dies(cluster, client, host):
     print(f"\n{len(load.again)} of {REQUESTS} requests were sent again; it died at request {asked}")
     assert asked < REQUESTS, "it died after the last request"
     assert not load.failed and len(load.answers) == REQUESTS, load.failed
-    # What clients of OpenAI's make send again by themselves.
+    # OpenAI's clients retry these by themselves.
     assert all(status >= 500 for status, _ in load.again), load.again
     return died, load
 
@@ -228,7 +228,7 @@ def the_alias_moves(cluster, client):
 
 
 def test_serve_deploy(cluster, settings):
-    """Ray Serve's own command, as docs/serving.md has it."""
+    """Uses Ray Serve's own command, like docs/serving.md."""
     application = {"name": "demo", "route_prefix": "/", "import_path": "pipeline.commands.serve:build"}
     application["args"] = {"job": "jobs/demo/serve.yaml", "overrides": settings}
     config = cluster.folder / "serve.yaml"

@@ -1,8 +1,8 @@
-"""Nothing is silently ignored: every key that a job may give changes something, or is refused.
+"""Tests that nothing is silently ignored: every key that a job may set changes something, or is refused.
 
-- `trainer` of ppo: each key is changed in a real run of toy size, and weights, figures, passes through the base or
-  evaluations differ. Keys in ELSEWHERE are only looked for in the source that reads them.
-- `trainer` of sft, rm, dpo and kto: each key that is not refused reaches TRL's class as it stands.
+- `trainer` of ppo: each key is changed in a real run of toy size. Weights, metrics, passes through the base or
+  evaluations must differ. For keys in ELSEWHERE, the test only searches the source that reads them.
+- `trainer` of sft, rm, dpo and kto: each key that is not refused reaches TRL's class unchanged.
 - our sections, and `trainer` of evaluate, generate, collect, score and export: the source outside config/ reads each key.
 """
 
@@ -24,7 +24,7 @@ from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import AdapterReward, FunctionReward
 from pipeline.stages import trl_trainer
 
-# {key of PPOConfig: another value than toy.trainer's}, and what else has to be so for it to matter.
+# {key of PPOConfig: a value other than toy.trainer's}, and the settings that it needs to have an effect
 OTHER = {
     "total_episodes": 16, "num_train_epochs": 2.0, "batch_size": 8, "num_ppo_epochs": 1, "num_mini_batches": 1,
     "critic": "head", "num_generations": 2, "per_device_train_batch_size": 4, "micro_batch_tokens": 20, "local_rollout_forward_batch_size": 4,
@@ -57,7 +57,7 @@ WHERE = {
     "warmup_steps": {"lr_scheduler_type": "linear"},
     "check_reference": {"spread": 0.5},
 }
-# Read by a stage or an engine that is not the trainer's; the file says where.
+# Keys that a stage or an engine reads, instead of the trainer. The file is given.
 ELSEWHERE = {
     "save_steps": "pipeline/stages/ppo.py",
     "patience_s": "pipeline/runtime/roles.py",
@@ -68,7 +68,7 @@ ELSEWHERE = {
 
 @cache
 def outcome(settings):
-    """What a run of two or three updates leaves: weights, figures, how often the base ran, and what was evaluated."""
+    """Returns the results of two or three updates: weights, metrics, number of base forwards, and evaluations."""
     changes = {"total_episodes": 48, **dict(settings)}
     spread, scorer = changes.pop("spread", 0.0), changes.pop("scorer", None)
     critic = changes.get("advantage_estimator", "gae") == "gae" and changes.get("critic", "adapter")
@@ -80,7 +80,7 @@ def outcome(settings):
     trainer = toy.trainer(shared, [reward], evaluate=lambda: asked.append(1) or {}, **changes)
     try:
         history = trainer.train()
-    except Exception as error:  # a check that is on or off
+    except Exception as error:  # a check that the key turns on or off
         return repr(error)
     timed = ("time/", "memory/", "per_second")
     figures = [{k: v for k, v in m.items() if not any(word in k for word in timed)} for m in history]
@@ -105,9 +105,9 @@ def test_every_key_of_ppo_changes_something(key):
      (config.Source, "source"), *((c, "args") for c in (config.Forward, config.Inference, config.Evaluate, config.Collect, config.Export))],
 )  # fmt: skip
 def test_every_key_of_our_sections_is_read_by_what_runs(section, name):
-    """Outside config/, which looks at values and does nothing with them; `job.run.name` or `run.name`, not any `name`.
+    """config/ only checks values, so it does not count. The test searches `job.run.name` or `run.name`, not any `name`.
 
-    A source says itself what becomes of its rows, or the section does. Source.location reads path and revision.
+    A source or the section describes what rows become. Source.location reads path and revision.
     """
     files = [f for f in (ROOT / "pipeline").rglob("*.py") if "config" not in f.relative_to(ROOT).parts]
     read = set(re.findall(rf"\b(?:{name})\.(\w+)", "\n".join(file.read_text() for file in files)))

@@ -1,4 +1,4 @@
-"""Job files and the command line: each mistake is answered by one clear message and exit status 2, before heavy imports."""
+"""Tests job files and the command line: each mistake gives one clear message and exit status 2, before heavy imports."""
 
 import json
 import os
@@ -34,7 +34,7 @@ GOOD = {
 
 @pytest.fixture
 def job(tmp_path):
-    """Writes a job file: the good one of a stage, or the given text."""
+    """Writes a job file: a valid one for a stage, or the given text."""
 
     def write(stage_or_text):
         path = tmp_path / "job.yaml"
@@ -44,7 +44,7 @@ def job(tmp_path):
     return write
 
 
-# (stage or text, overrides, what the message says)
+# (stage or text, overrides, expected message)
 BAD = [
     ("sft", ["trainer.learing_rate=1"], r"trainer\.learing_rate: unknown key; did you mean trainer\.learning_rate\?"),
     ("sft", ["trainr.learning_rate=1"], r"trainr: unknown section; did you mean trainer\?"),
@@ -377,14 +377,14 @@ def test_gate_rules():
 
 
 def test_ppo_logs_the_metrics_that_its_gate_may_name():
-    """The table repeats names of the trainer, whose module imports torch: a mistake in a job file must not wait for that."""
+    """The table repeats metric names of the trainer, whose module imports torch. Checking a job file must not wait for it."""
     trainer = toy.trainer(reward=[FunctionReward(toy.low, name="reward")], total_episodes=16)
     trainer.train()
     assert set(trainer.history[-1]) == set(gates.UPDATE.split())
 
 
 def test_a_gate_on_held_out_rows_that_are_not_there(tmp_path, in_root):
-    taken_away = load_job("jobs/demo/sft.yaml", ["data.eval=null"])  # the file's gate only moves no alias
+    taken_away = load_job("jobs/demo/sft.yaml", ["data.eval=null"])  # the file's gate only keeps the alias
     assert "gate.eval_loss: needs held-out rows" in " ".join(rules.Rules(taken_away).warnings())
     with pytest.raises(InputError, match=r"gate\.eval_loss: needs held-out rows .*data\.eval_fraction=0\.1"):
         load_job("jobs/demo/sft.yaml", ["data.eval=null", "gate.eval_loss=<=1"])
@@ -433,7 +433,7 @@ def test_words_that_no_subcommand_takes(typed, says, capsys):
 
 
 def test_exit_statuses(capsys, monkeypatch):
-    class Group(Exception):  # the shape of ray.train.WorkerGroupError
+    class Group(Exception):  # looks like ray.train.WorkerGroupError
         worker_failures = {1: RayTaskError("read", "traceback", InputError("deep"))}
 
     def outcome(error):

@@ -1,4 +1,4 @@
-"""The file of a judge: what is wrong in it is named with its line, and what decides its scores is in its digest."""
+"""Tests a judge's file: errors have their line, and the digest covers everything that decides the scores."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The libraries' own refusals come from the driver, before a worker, with the key: from this process, or from one beside it."""
+"""Tests that the driver reports the libraries' own errors with the key, before a worker starts, from this or another process."""
 
 import importlib
 import subprocess
@@ -22,7 +22,7 @@ def job(stage, *overrides):
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """The libraries in this process, as in a notebook; no answers from before."""
+    """Sets up a process that has the libraries loaded, like a notebook, and no earlier answers."""
     for module in libraries.LOADED:
         importlib.import_module(module)
 
@@ -55,7 +55,7 @@ def test_shipped_jobs_are_taken_also_where_there_are_no_gpus(path, loaded, in_ro
 
 
 def test_a_process_of_its_own_answers_for_several_jobs(monkeypatch):
-    """The driver has none of them loaded; who asks first hears what is wrong with any of the jobs."""
+    """The driver has not loaded the libraries. The first job to ask gets the errors of all jobs."""
     monkeypatch.setattr(libraries, "LOADED", ("no_such_module",))
     monkeypatch.setattr(libraries, "_asked", set())
     jobs = job("sft"), job("rm"), job("dpo", "trainer.optim_args=foo")
@@ -66,7 +66,7 @@ def test_a_process_of_its_own_answers_for_several_jobs(monkeypatch):
         with libraries.asked(*jobs) as check, libraries.asked(jobs[0]):
             check()
     assert len(begun) == 1 and begun[0].poll() is not None and not libraries._asked
-    monkeypatch.setattr(sys, "executable", "/bin/false")  # a process that fails is no answer
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # a failed process gives no answer
     with pytest.raises(RuntimeError, match="exit status 1"), libraries.asked(jobs[0]) as check:
         check()
     with libraries.asked(jobs[1]):  # an error elsewhere leaves no process behind

@@ -1,4 +1,4 @@
-"""schema.json: made from the classes that are installed, true of every shipped job, and what `rlhf help` prints."""
+"""Tests schema.json: it matches the installed classes and every shipped job, and `rlhf help` prints it."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ JOBS = sorted(f for f in (ROOT / "jobs").glob("*/*.yaml") if f.parent.name != "c
 
 
 def test_the_schema_is_that_of_the_installed_libraries():
-    """In another process: TRL is not imported here. `python -m pipeline.config.schema_of` writes the file again."""
+    """Runs in another process, because TRL is not imported here. `python -m pipeline.config.schema_of` writes the file."""
     program = "from pipeline.config import schema_of; print(schema_of.text(), end='')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

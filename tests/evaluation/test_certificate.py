@@ -1,4 +1,4 @@
-"""Benchmarks, probes and policy figures against independent implementations, cases worked out by hand, and planted rules."""
+"""Compares benchmarks, probes and policy metrics with independent code, with cases computed by hand, and with planted rules."""
 
 import itertools
 import json
@@ -36,15 +36,15 @@ def test_best_of_by_hand():
 
 @pytest.mark.parametrize(("wrong", "expected"), [(1, 1.01), (3, -0.01), (2, 0.0)])
 def test_equal_correct_scores_have_a_spread_of_zero(wrong, expected):
-    """G / 0 is plus or minus infinity, whose tanh is plus or minus 1; 0 / 0 counts as 0."""
+    """G / 0 is plus or minus infinity, whose tanh is plus or minus 1. 0 / 0 counts as 0."""
     rows = [scored([9, 1], id="ref:0"), scored([2, 2, wrong], correct=2, id="tied:0")]
-    right = 0.3 if wrong > 1 else 0.0  # of the reference row alone
+    right = 0.3 if wrong > 1 else 0.0  # from the reference row alone
     assert benchmarks.ties_score(rows) == pytest.approx(expected + right)
 
 
 def test_reward_bench_2_is_that_of_numpy():
     random = np.random.default_rng(1)
-    four = random.integers(0, 6, (300, 4)).astype(float)  # whole numbers, so that many scores are equal
+    four = random.integers(0, 6, (300, 4)).astype(float)  # integers, so that many scores are equal
     names = np.array(["Math", "Safety", "Focus"])[random.integers(0, 3, 300)]
     tied, ref = random.normal(size=(60, 7)), random.normal(size=(60, 4))
     tied[:, :4] += 2
@@ -128,7 +128,7 @@ def _words(text):
     return {word for word in re.findall(r"[a-z]{3,}", text.lower())} - STOP
 
 
-# Rewards of a prompt and a completion with a planted fault, and the probe that must name it
+# Rewards for a prompt and a completion with a planted fault, and the probe that must find it.
 PLANTED = {
     "longer is better": (lambda prompt, text: len(text.split()), "repetition"),
     "markdown is better": (lambda prompt, text: text.count("**") + _sound(prompt, text), "markdown"),
@@ -138,13 +138,13 @@ PLANTED = {
 
 
 def _sound(prompt, text):
-    """Counts the words of the prompt that a completion names: indifferent to each harmless edit, and hurt by each other one."""
+    """Counts the prompt's words in a completion. Harmless edits do not change the count; every other edit lowers it."""
     return float(len(_words(prompt) & _words(text)))
 
 
 @pytest.fixture(scope="module")
 def real_pairs():
-    """Paragraphs of Python's manual. The prompt asks for the words of the chosen one; the rejected one is another paragraph."""
+    """Returns paragraphs of Python's manual. The prompt asks for the chosen one's words; the rejected one is another."""
     found = (" ".join(one.split()) for name in sorted(topics) for one in topics[name].split("\n\n"))
     sentences = re.compile(r"[A-Z][^|#`*<>=\[\]]{150,400}\.")
     paragraphs = [one for one in found if sentences.fullmatch(one) and one.count(". ") >= 1]
@@ -153,7 +153,7 @@ def real_pairs():
 
 
 class Words:
-    """A tokenizer that loses nothing: one id for each character; 0 ends a text."""
+    """A lossless tokenizer: one id per character, and 0 ends a text."""
 
     def __call__(self, text, add_special_tokens=True):
         return SimpleNamespace(input_ids=[ord(c) for c in text])
@@ -211,7 +211,7 @@ def test_best_of_n_is_the_mean_over_all_subsets():
 
 
 def test_the_length_controlled_win_rate_minimizes_the_loss():
-    """The policy wins because it is longer: at equal length it would lose. scipy minimizes the same loss on its own."""
+    """The policy wins because it is longer; at equal length it would lose. scipy minimizes the same loss independently."""
     from scipy.optimize import minimize
 
     random = np.random.default_rng(4)
@@ -232,7 +232,7 @@ def test_the_length_controlled_win_rate_minimizes_the_loss():
 
 
 def test_the_temperature_undoes_a_factor():
-    """Margins of a calibrated model, times 4."""
+    """Margins of a calibrated model, multiplied by 4."""
     random = np.random.default_rng(5)
     margins = random.normal(0, 2, 20_000)
     right = random.random(20_000) < 1 / (1 + np.exp(-np.abs(margins)))

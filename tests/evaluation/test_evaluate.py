@@ -1,4 +1,4 @@
-"""`evaluate`: its figures beside a bootstrap, TRL's own evaluation and counting by hand; reward models alone; the gate."""
+"""Compares `evaluate` with a bootstrap, TRL's evaluation and counts by hand. Also tests reward models alone, and the gate."""
 
 import itertools
 import json
@@ -104,7 +104,7 @@ def test_log_probs_are_those_of_the_sampler_and_greedy_ones_the_models_own(tempe
 
 
 def test_a_reference_completion_follows_the_prompt_as_the_policy_gets_it():
-    """With the row's tools, and the variables of the chat template."""
+    """The prompt includes the row's tools and the variables of the chat template."""
     data = SimpleNamespace(apply_chat_template=True, special_tokens="text")
     for template, more in (
         (CALLING, {"tools": [WEATHER]}),
@@ -145,7 +145,7 @@ def test_figures_of_pairs():
 
 @pytest.fixture(scope="module")
 def some_pairs(tmp_path_factory):
-    """64 of the demo's held-out pairs, each with a subset."""
+    """Returns 64 of the demo's eval pairs, each with a subset."""
     rows = [json.loads(line) for line in (ROOT / "jobs/demo/data/preferences_eval.jsonl").open()][:64]
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     write(path, [{**row, "kind": ("odd", "even")[i % 2]} for i, row in enumerate(rows)])
@@ -154,7 +154,7 @@ def some_pairs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def some_settings(some_pairs):
-    """The pairs, with probes, and as best-of-3 rows with the chosen completion of the next row."""
+    """Returns settings with the pairs, with probes, and as best-of-3 rows with the next row's chosen completion."""
     best_of_3 = [
         {**row, "chosen": [row["chosen"]], "rejected": [row["rejected"], other["chosen"]]}
         for row, other in itertools.pairwise(json.loads(line) for line in some_pairs.open())
@@ -179,7 +179,7 @@ def test_a_subset_that_is_no_column_is_refused(models, storage, some_pairs, caps
 
 
 def conversation(prompt, completion):
-    """Token ids of a prompt, and of the conversation without the white space that the template writes behind its end."""
+    """Returns token ids of a prompt, and of the conversation without the white space after its end."""
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     head = tokenizer().apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
     whole = tokenizer().apply_chat_template(turns, return_dict=False)
@@ -246,7 +246,7 @@ def test_its_benchmark_and_its_probes(alone, storage):
     table = found["benchmarks"]["best_of_k"]
     assert table["rows"] == table["subsets"]["all"]["rows"] == 63
     assert alone["metrics"]["eval_best_of_k"] == table["score"]
-    # A third completion can only take the first place
+    # a third completion can only take the first place away
     assert table["score"] < alone["metrics"]["eval_rm_accuracy"]
     probes = found["probes"]
     assert {"empty", "order", "polite_closing"} <= probes.keys() and probes["order"]["verdict"] == "ok"
@@ -264,7 +264,7 @@ def test_a_gate_that_holds_moves_the_alias(alone, storage):
 
 
 def test_a_finished_evaluation_moves_nothing_again(alone, storage, some_settings):
-    """Somebody has taken the alias away since: the same command again reads the result, and that is all."""
+    """Meanwhile the alias was removed. The same command only reads the result."""
     registry = client(storage)
     registry.delete_registered_model_alias("toy-rm", "judged")
     try:
@@ -288,7 +288,7 @@ def test_a_gate_that_does_not_hold_leaves_it(policy, storage):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_killed_three_times_it_ends_with_the_same_figures(workers, models, storage, some_settings, in_root):
-    """The command dies by SIGKILL when it has written so many parts of pairs, probes, benchmarks and completions."""
+    """SIGKILL ends the command after a given number of parts of pairs, probes, benchmarks and completions."""
     prompts = storage / "few_prompts.jsonl"
     rows = (ROOT / "jobs/demo/data/prompts_eval.jsonl").read_text().splitlines(keepends=True)
     prompts.write_text("".join(rows[:16]))
@@ -338,7 +338,7 @@ def test_a_policy_is_judged_by_a_second_reward_model(policy):
 
 
 def test_more_completions_to_choose_from_raise_the_reward(policy, storage):
-    """The proxy's own curve rises by construction; n = 1 is the mean of as many other completions."""
+    """The reward's own curve rises by construction, because the best of n cannot get worse as n grows."""
     curve = json.loads((storage / "policy" / "evaluation.json").read_text())["best_of_n"]
     assert [point["n"] for point in curve] == [1, 2, 4]
     assert curve[0]["proxy"] < curve[1]["proxy"] < curve[2]["proxy"]
@@ -406,7 +406,7 @@ def test_a_part_that_is_there_is_not_made_again(tmp_path):
 
 
 def test_a_completion_that_was_truncated_has_not_ended(tmp_path):
-    """As `score` reads it: a reward model with its own tokenizer adds an end token to completions that ended."""
+    """`score` works the same way: a reward model with its own tokenizer adds an end token to completions that ended."""
     end, seen, seeds = 9, [], []
 
     class Reward:
@@ -426,4 +426,4 @@ def test_a_completion_that_was_truncated_has_not_ended(tmp_path):
     pairs.measure(evaluator(tmp_path), [Reward()], None, rows, {end})
     assert seen == [[True, True, False, True]]
     first, second = seeds[0][::2]
-    assert seeds == [[first, first, second, second]] and first != second  # one of each pair
+    assert seeds == [[first, first, second, second]] and first != second  # one seed per pair

@@ -1,4 +1,4 @@
-"""Workers for which there is no place: refused on this machine, waited for on a cluster, aloud and not for ever."""
+"""Tests workers that do not fit: refused on this machine; on a cluster, a reported wait with a time limit."""
 
 import os
 import re
@@ -46,7 +46,7 @@ def test_what_this_machine_can_never_hold_is_refused(overrides, says, monkeypatc
 
 
 def test_as_many_workers_are_proposed_as_can_share_a_batch(monkeypatch, capsys, in_root):
-    """Of three GPUs, two: 32 rows cannot be shared by three. The command that the error names is the one typed, with that."""
+    """Three GPUs cannot share 32 rows, so two workers are proposed. The error repeats the command with that number."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: 3)
     given = ["scaling.num_workers=4", "trainer.per_device_train_batch_size=4", "mlflow.experiment=a b", *GPU]
@@ -55,7 +55,7 @@ def test_as_many_workers_are_proposed_as_can_share_a_batch(monkeypatch, capsys, 
     assert said[-2].endswith("4 workers with GPU: 1 each, but this machine has 3; set scaling.num_workers=2")
     typed = " ".join(given).replace("mlflow.experiment=a b", "'mlflow.experiment=a b'")
     assert said[-1] == f'run: make sft ARGS="{typed} scaling.num_workers=2"'
-    monkeypatch.setattr(rlhf, "check_paths", lambda job: None)  # the rows are on the hub
+    monkeypatch.setattr(rlhf, "check_paths", lambda job: None)  # the rows are on the Hub
     assert main(["rlhf", "jobs/llama3-8b"]) == 2
     again = 'run: make rlhf PROFILE=llama3-8b ARGS="scaling.num_workers=3"'
     assert capsys.readouterr().err.splitlines()[-1] == again
@@ -78,12 +78,12 @@ def test_one_machine_ignores_keys_that_choose_among_nodes(monkeypatch, capsys):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert places_of(selected).workers.each.selector == {"zone": "a"}
     assert places_of(selected).scaling == selected.scaling
-    monkeypatch.setenv("RAY_ADDRESS", "")  # as unset
+    monkeypatch.setenv("RAY_ADDRESS", "")  # like an unset variable
     assert job("scaling.num_workers=0").in_process
 
 
 def test_the_sizes_of_an_a100_have_labels(tmp_path):
-    """start-node.sh, with a driver's answer and everything that it starts replaced."""
+    """Runs start-node.sh with a fake answer of the driver, and with fakes for all programs that it starts."""
     says = {
         "nvidia-smi": "NVIDIA A100-SXM4-80GB",
         "python": "10.0.0.1 eth0",
@@ -107,7 +107,7 @@ def test_the_sizes_of_an_a100_have_labels(tmp_path):
 
 
 def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
-    """As of a cluster whose nodes Ray would report."""
+    """Uses a cluster whose nodes Ray would report."""
     import ray
     from ray._private.state import state
 
@@ -123,9 +123,9 @@ def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
     assert count(places("scaling.resources_per_worker={CPU: 9}")) == 2  # not 4: half a node is none
     assert count(places(*GPU, "scaling.num_workers=4")) == 2
     assert count(places(*GPU, "scaling.label_selector={zone: a}")) == 4
-    assert count(places(*GPU, "scaling.num_workers=9")) == 1  # it waits for what Ray Train waits for
+    assert count(places(*GPU, "scaling.num_workers=9")) == 1  # Ray Train waits for the same resources
     rollouts = ["rollout.num_workers=2", "rollout.use_gpu=true", "rollout.label_selector={zone: b}"]
-    # Trainers in a, rollout workers in b, and so on
+    # trainers in a, rollout workers in b, and so on
     for trainers in (
         ["scaling.use_gpu=true", "scaling.num_workers=2"],
         ["scaling.resources_per_worker={CPU: 8}"],
@@ -136,7 +136,7 @@ def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: {})
     monkeypatch.setattr(ray, "nodes", lambda: [node(4, 0)])
-    assert count(places()) == (os.cpu_count() or 1)  # an embedded Ray hands out more
+    assert count(places()) == (os.cpu_count() or 1)  # an embedded Ray offers more
 
 
 def test_what_an_autoscaler_may_never_add_is_refused(embedded_ray, monkeypatch):
@@ -147,7 +147,7 @@ def test_what_an_autoscaler_may_never_add_is_refused(embedded_ray, monkeypatch):
         InputError, match=r"65 workers with CPU: 1 each, but this cluster at its largest has 64"
     ):
         placement.check_fits(places("scaling.num_workers=65"))
-    monkeypatch.setattr(placement, "_autoscaler_limits", dict)  # nothing is known
+    monkeypatch.setattr(placement, "_autoscaler_limits", dict)  # no limits are known
     placement.check_fits(places("scaling.num_workers=65"))
 
 
@@ -164,7 +164,7 @@ def test_a_wait_says_what_it_waits_for_and_ends(embedded_ray, monkeypatch, capsy
     assert re.match(r"waiting for 1 x \{CPU: 64\}, 30 s so far; the cluster has \{CPU: \d+, memory: .* GiB\}, of which .* are free\n",
                     capsys.readouterr().out)  # fmt: skip
     now[0] += 60
-    wait.since = None  # as after a node that came back: the next wait has its own time
+    wait.since = None  # like after a node came back: the next wait has its own time limit
     wait.check()
     now[0] += 100
     with pytest.raises(Failure, match=r"^run.placement_timeout_s: no place for 1 x \{CPU: 64\} was found"):

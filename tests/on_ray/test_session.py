@@ -1,4 +1,4 @@
-"""An embedded Ray can be reached by nobody but the session that started it, and leaves nothing behind."""
+"""Tests that only the session that started an embedded Ray can reach it, and that it leaves nothing behind."""
 
 import contextlib
 import http.client
@@ -26,21 +26,21 @@ from sockets import on_loopback, sockets
 from pipeline.errors import InputError
 from pipeline.on_ray import placement, session
 
-COMMAND = json.dumps({"entrypoint": "true"})  # what Ray's agent runs for whoever has the token
-# (method, path, body): what the HTTP servers of a session answer; all but metrics and health want the token.
+COMMAND = json.dumps({"entrypoint": "true"})  # Ray's agent runs this for anyone with the token
+# (method, path, body) of requests to a session's HTTP servers. All but metrics and health need the token.
 REQUESTS = [
     ("POST", "/api/job_agent/jobs/", COMMAND),
     ("GET", "/api/job_agent/jobs/x/logs", None),
     ("POST", "/get_or_create_runtime_env", ""),
 ]
-OPEN = ("# HELP", "# TYPE")  # Prometheus metrics: numbers about Ray itself
-# A method of each gRPC service of Ray that would run code, read data or end something.
+OPEN = ("# HELP", "# TYPE")  # Prometheus metrics about Ray itself
+# A method of each gRPC service of Ray that would run code, read data or stop something.
 CALLS = ["CoreWorkerService/PushTask", "InternalKVGcsService/InternalKVKeys", "NodeManagerService/RequestWorkerLease",
          "ReporterService/GetTraceback"]  # fmt: skip
 
 
 def http_answers(address, port):
-    """[(path, status, beginning of the body)] of REQUESTS, without a token; [] where no HTTP is spoken."""
+    """Returns [(path, status, start of the body)] of REQUESTS without a token, or [] if the server does not speak HTTP."""
     answers = []
     for method, path, body in REQUESTS:
         connection = http.client.HTTPConnection(address, port, timeout=5)
@@ -56,9 +56,9 @@ def http_answers(address, port):
 
 
 def grpc_codes(address, port):
-    """{method: status code} of CALLS, without a token."""
+    """Returns {method: status code} of CALLS without a token."""
     codes = {}
-    # In a test process Ray's own channels carry the token; this one is made by hand.
+    # In a test process Ray's own channels carry the token, so this one is made by hand.
     with grpc.insecure_channel(f"{address}:{port}") as channel:
         for method in CALLS:
             call = channel.unary_unary(
@@ -73,7 +73,7 @@ def grpc_codes(address, port):
 
 
 def knock(address, port):
-    """What answers without a token: by HTTP, else by gRPC; again where a server has only begun to listen."""
+    """Returns what answers without a token, by HTTP or else gRPC. Tries again if a server has only started to listen."""
     for _ in range(5):
         answers = http_answers(address, port)
         codes = {} if answers else grpc_codes(address, port)
@@ -86,7 +86,7 @@ def knock(address, port):
 def open_to_others(root):
     """Returns the folders of sessions below `root` that another user can list, or create a file in.
 
-    Whoever could create files there could listen in place of Ray's unix sockets, and new workers would connect.
+    A user who could create files there could listen in place of Ray's unix sockets, and new workers would connect.
     """
     folders, found = [Path(folder) for folder, *_ in os.walk(root)][1:], set()
     os.seteuid(65534)
@@ -119,18 +119,18 @@ WORKERS = {"sft": "ray::RayTrainWorker", "sweep": "ray::RayTrainWorker", "ppo": 
     scope="module", params=["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sweep", "ppo"))]
 )
 def run(request, tmp_path_factory):
-    """A real run with workers: {(address, port): names} of all that listened during it, what answered a knock; its output."""
+    """Runs a job with workers. Returns {(address, port): names} of its listening sockets, answers without token, and output."""
     folder = tmp_path_factory.mktemp("sockets")
     command = [
         sys.executable, "-m", "pipeline", *RUNS[request.param], f"run.storage_path={folder}", "run.name=one",
         "run.report=false", "gate={}",
     ]  # fmt: skip
-    # Settings of the user that would open it: they do not count.
+    # These settings of the user would open the session, but must not apply.
     env = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     env.pop("RAY_AUTH_TOKEN", None)
-    # A cluster that this machine once started, and that is gone: Ray's own processes look for one there.
-    root = Path(tempfile.mkdtemp(prefix="r"))  # unix sockets have short names
-    root.chmod(0o755)  # as open as /tmp, where Ray's folders lie by default
+    # This machine once started a cluster that is gone. Ray's own processes search for it there.
+    root = Path(tempfile.mkdtemp(prefix="r"))  # unix sockets need short names
+    root.chmod(0o755)  # as open as /tmp, where Ray's folders are by default
     (root / "ray").mkdir(mode=0o700)
     (root / "ray/ray_current_cluster").write_text("127.0.0.1:1")
     env["RAY_TMPDIR"] = str(root)
@@ -144,10 +144,10 @@ def run(request, tmp_path_factory):
         try:
             while driver.poll() is None:
                 for place, name in sockets(psutil.Process(driver.pid)).items():
-                    if place not in listening and on_loopback(place[0]):  # a test knocks at no other address
+                    if place not in listening and on_loopback(place[0]):  # tests connect to no other address
                         knocks[place] = hands.submit(knock, *place)
                     names = listening.setdefault(place, set())
-                    names.add(name)  # a worker is called idle before it is a RayTrainWorker
+                    names.add(name)  # a worker is called idle before it becomes a RayTrainWorker
                 if os.getuid() == 0:
                     folders, opened = map(set.union, (folders, opened), open_to_others(root))
                 time.sleep(0.2)
@@ -191,16 +191,16 @@ def test_another_user_sees_and_creates_nothing_in_the_folder_of_a_session(run):
     assert not run.opened
 
 
-PHASES = [  # of a run, in their order, in its log
+PHASES = [  # phases of a run in the order of its log
     r"== sft  run one  jobs/demo/sft.yaml", "starting Ray", "reading and tokenizing the rows", "<report>", r"  data  .*",
     "starting 2 workers: importing torch and transformers", r"loading jobs/demo/model \(1\.40MB\)",
     "evaluating 60 held-out rows, then training", r"step 0/2  held-out loss .*", r"step 2/2  .*held-out loss .*",
     "checking that the adapter reloads as it was saved", "registering rlhf-sft", r"  registered +rlhf-sft v1 @champion .*",
     r"  result +/.*/one/result\.json", r"  time +\S+, [\d,]+ tokens",
 ]  # fmt: skip
-# Where they take more than a moment; held-out figures
+# only if they take more than a moment; eval metrics
 WAITS = ["opening MLflow", "checking the model", r"  (held-out loss|(end )?token accuracy) +\S+ -> \S+"]
-SHOWN = [  # all of it, if stdout is no terminal
+SHOWN = [  # complete output if stdout is not a terminal
     r"== sft  run one  jobs/demo/sft.yaml", r"  data +500 training rows, 60 eval rows, 52 duplicates",
     r"  train +2/2  held-out loss .*", *[WAITS[-1]] * 3, *PHASES[-3:],
 ]  # fmt: skip
@@ -208,7 +208,7 @@ SHOWN = [  # all of it, if stdout is no terminal
 
 @pytest.mark.parametrize("run", ["sft"], indirect=True)
 def test_a_run_announces_each_phase_and_says_nothing_else(run):
-    """Not a word of a library, on stdout or stderr: an alarm that means nothing hides the one that does."""
+    """No library may print to stdout or stderr, because a meaningless warning would hide a real one."""
     from pipeline.data.report import Report
 
     log, result = (run.folder / "log.txt").read_text(), json.loads((run.folder / "result.json").read_text())
@@ -217,7 +217,7 @@ def test_a_run_announces_each_phase_and_says_nothing_else(run):
     lines = [line for line in log.replace(report, "<report>").splitlines() if line]
     lines = [line for line in lines if not any(re.fullmatch(one, line) for one in WAITS)]
     assert len(lines) == len(PHASES) and all(map(re.fullmatch, PHASES, lines)), log
-    # Its first line only if Ray starts slowly
+    # its first line appears only if Ray starts slowly
     shown = [line for line in run.said.splitlines() if line and not re.match(r"  train +0/2 ", line)]
     assert len(shown) == len(SHOWN) and all(map(re.fullmatch, SHOWN, shown)), run.said
 
@@ -234,9 +234,9 @@ with session.embedded(num_cpus=1, logging_level="warning"):
 
 @pytest.fixture
 def start():
-    """Starts a process with an embedded session of its own; ends it after the test."""
+    """Starts a process with a separate embedded session. Ends it after the test."""
     started = []
-    root = Path(tempfile.mkdtemp(prefix="r"))  # unix sockets have short names
+    root = Path(tempfile.mkdtemp(prefix="r"))  # unix sockets need short names
 
     def begin():
         process = subprocess.Popen(
@@ -256,9 +256,9 @@ def start():
 
 
 def test_a_killed_session_leaves_only_rays_agents_and_an_ended_one_no_process_and_no_file(start):
-    """The agents try to report the end for a minute: raylet, store and workers are gone at once.
+    """The agents try to report the end for a minute. Raylet, store and workers end at once.
 
-    The next session deletes the files of those that were killed, save the newest.
+    The next session deletes the files of killed sessions, except the newest.
     """
     driver = start()
     left = psutil.Process(driver.pid).children(recursive=True)

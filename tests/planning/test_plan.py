@@ -1,4 +1,4 @@
-"""The plan: what it counts on shapes alone is what real models have, and what it says next can be typed."""
+"""Tests `plan`: its counts from shapes match real models, and the commands that it prints work."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ def test_parameters_and_adapters_are_counted_exactly(kind, tmp_path):
 
 
 def saved_bytes(shared, rows, width):
-    """What autograd really keeps of a forward, the parameters apart."""
+    """Returns the bytes that autograd really keeps for a forward, without the parameters."""
     kept = {}
 
     def keep(tensor):
@@ -73,7 +73,7 @@ def saved_bytes(shared, rows, width):
     ("bf16", "settings", "dtype"),
     [
         (False, [], torch.float32),
-        (True, [], torch.bfloat16),  # on a CPU the base has the dtype of its products
+        (True, [], torch.bfloat16),  # on a CPU, the base has the dtype of its matrix products
         (True, ["scaling.use_gpu=true"], torch.float32),
     ],
 )
@@ -100,10 +100,10 @@ def test_decoding_is_planned_with_few_rows_where_memory_decides_and_timed_with_a
     assert plan.make(free).peak == plan.make(few).peak < plan.make(all_rows).peak
     hours = [plan.hours(plan.make(asked), "H100", ROWS) for asked in (free, all_rows, few)]
     assert hours[0] == hours[1] < hours[2]
-    assert plan._changes(free)[0] == (rows, 32)  # more than that was planned for
+    assert plan._changes(free)[0] == (rows, 32)  # more rows than planned
 
 
-BY_HAND = [  # parameters: embedding and lm head, the layers and the last norm; cache: keys and values of 8 heads of 128 in bf16
+BY_HAND = [  # parameters: embedding, lm head, layers, last norm; cache: keys and values of 8 heads of 128
     ("8b", LLAMA_8B, 2 * 128256 * 4096 + 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4096,
      32 * 2 * 8 * 128 * 2),
     ("70b", LLAMA_70B, 2 * 128256 * 8192 + 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192) + 8192,
@@ -128,13 +128,13 @@ def test_the_header_of_a_profile_names_the_peak_and_the_smallest_gpu(profile, st
 def test_8b_and_70b_are_planned_as_by_hand(size, config, parameters, cache, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(config))
     name, hidden = f"llama3-{size}-qlora/ppo", config["hidden_size"]
-    # The loss holds one tile in float32, however many tokens there are, and 8 bytes for each value of a hidden state.
+    # The loss holds one tile in float32 for any number of tokens, and 8 bytes for each value of a hidden state.
     for rows in (2, 8):
         more = f"trainer.per_device_train_batch_size={rows}", "data.batch_size=32", "data.max_length=2048"
         sft = plan.make(job(tmp_path, f"llama3-{size}/sft", "scaling.num_workers=4", *more))
         logits = next(item.size for item in sft.items if item.what.startswith("logits"))
         assert logits == 4096 * 32768 * 4 + rows * 2048 * hidden * 8
-    # vLLM in rollout workers: the trainers hold none of it, and the GPUs of a worker share the base and the cache.
+    # With vLLM in rollout workers, the trainers hold no part of it. Base and cache share the GPUs of a worker.
     settings = ["num_workers=2", "use_gpu=true", "tensor_parallel_size=2", "engine=vllm"]
     asked = job(tmp_path, name, *(f"rollout.{one}" for one in settings))
     planned = plan.make(asked)
@@ -163,7 +163,7 @@ def test_what_plan_advises_fits(llama_8b):
     memory = plan.GPUS["A100-40G"].memory * plan.GIB
     assert plan.make(asked).peak > memory
     changes, smaller = plan.fit_into(asked, memory)
-    assert "model.load_in_4bit=true" not in changes  # quantised only where nothing milder does
+    assert "model.load_in_4bit=true" not in changes  # quantize only if milder changes do not suffice
     again = plan.make(job(llama_8b, "llama3-8b/sft", *large, *changes))
     assert again.peak == smaller.peak <= memory
     assert plan.fit_into(asked, 4 * plan.GIB)[1].peak > 4 * plan.GIB
@@ -181,7 +181,7 @@ def test_plan_advises_shards_before_it_advises_to_quantise(llama_8b):
         again = plan.make(job(llama_8b, "llama3-8b/sft", *workers, *changes))
         assert again.peak == smaller.peak <= gib * plan.GIB
     dora = {"policy": {**asked.lora, "use_dora": True}}
-    assert "model.load_in_4bit=true" in plan.fit_into(asked, 12 * plan.GIB, dora)[0]  # model.fsdp refuses it
+    assert "model.load_in_4bit=true" in plan.fit_into(asked, 12 * plan.GIB, dora)[0]  # model.fsdp rejects it
     alone = job(llama_8b, "llama3-8b/sft", "scaling.num_workers=1", "data.batch_size=32")
     assert "model.load_in_4bit=true" in plan.fit_into(alone, 12 * plan.GIB)[0]
     for engine in ("vllm", "transformers"):
@@ -194,13 +194,13 @@ def test_time_is_matrix_products_over_speed(llama_8b):
     keeps = ["trainer.gradient_checkpointing=false", "trainer.num_train_epochs=1"]
     asked = job(llama_8b, "llama3-8b/sft", *keeps)
     planned = dataclasses.replace(plan.make(asked), tokens=(1000, 0))
-    flops = 4 * 8_030_261_248 * 1000 * 10_000  # forward, and backward through frozen weights: 2 each
+    flops = 4 * 8_030_261_248 * 1000 * 10_000  # 2 for the forward, 2 for the backward through frozen weights
     expected = flops / (989e12 * plan.UTILIZATION) / 3600 / asked.workers[1]
     assert plan.hours(planned, "H100", Rows(10_000, 1000)) == pytest.approx(expected)
 
 
 def test_decoding_from_nf4_moves_the_weights_unpacked(llama_8b):
-    """8 B weights of half a byte are read, written with two bytes, and read again: 4.5 bytes where bf16 has 2."""
+    """8 B weights of half a byte are read, written with two bytes, and read again: 4.5 bytes each, compared with 2 for bf16."""
     bf16, nf4 = (plan.make(job(llama_8b, f"{name}/ppo")) for name in ("llama3-8b", "llama3-8b-qlora"))
     assert bf16.shape.moved == 2 * bf16.shape.parameters
     linear, others = 6.98e9, 1.05e9  # embedding and lm head
@@ -214,7 +214,7 @@ def rows_of(words, count, file):
 
 
 def test_an_epoch_is_as_long_as_its_rows(tmp_path, in_root, capsys, monkeypatch):
-    """Packed rows: twice the rows, or rows twice as long, take twice the time; and the table says what was counted."""
+    """With packed rows, twice the rows or rows twice as long take twice the time. The table shows the counts."""
     overrides = ["scaling.use_gpu=true", "trainer.use_cpu=false", "trainer.packing=true"]
 
     def hours(file):
@@ -245,11 +245,11 @@ def test_a_kto_job_says_its_labels_and_keeps_two_rows_in_a_micro_batch(in_root):
     assert min(sizes) == 2
     jobs = [plan._with(asked, {"trainer.gradient_checkpointing": on}) for on in (False, True)]
     kept, recomputed = (plan.hours(plan.make(one), "L4", ROWS) for one in jobs)
-    assert recomputed / kept == pytest.approx((3 + 3) / (2 + 3))  # with three forwards that learn nothing
+    assert recomputed / kept == pytest.approx((3 + 3) / (2 + 3))  # including three forwards without learning
 
 
 def test_a_base_in_shards():
-    """A worker has its part of the body and the whole lm head; what it gathers takes memory."""
+    """A worker has its shard of the body and the full lm head. Gathered layers also take memory."""
 
     def planned(workers, *more):
         small = ["trainer.per_device_train_batch_size=1", "data.max_length=512"]
@@ -265,7 +265,7 @@ def test_a_base_in_shards():
 
 
 def test_gated_models_are_planned_without_a_token_or_a_network(capsys, in_root, tmp_path):
-    """Offline, as the tests are: the shapes come from SHAPES, and the plan says so."""
+    """Tests are offline, so shapes come from SHAPES, and the plan says so."""
     assert main(["plan", "jobs/llama3-70b-qlora/ppo.yaml", f"run.storage_path={tmp_path}"]) == 0
     out = capsys.readouterr().out
     assert "70.6 B parameters" in out and "data: full-length rows of 512 tokens assumed" in out
@@ -284,14 +284,14 @@ def test_a_gpu_has_the_names_that_nodes_advertise():
 @pytest.mark.parametrize(
     ("name", "overrides", "status", "says"),
     [
-        # what does not fit, and what does
+        # one that does not fit, and one that does
         ("llama3-8b/ppo", ["scaling.label_selector={ray.io/accelerator-type: A100-40G}", "trainer.batch_size=2048",
                            "trainer.local_rollout_forward_batch_size=512"], 1, r"with trainer\.local_rollout_forward_batch_size="),
         ("demo/sft", ["model.name_or_path={8b}", "data.max_length=4096"], 1, "a worker needs"),
         ("demo/sft", [], 0, "1 worker on the CPU:"),
         ("llama3-8b/sft", [], 0, r"data: 10,000 rows an epoch and full-length rows of 2,048 tokens assumed \(data\.train is not on"),
         ("llama3-8b-qlora/sft", ["scaling.accelerator_type=A100"], 0, r"GPU .*\n   A100-40G .* yes .*\n   A100-80G .* yes .*\n   Assumed"),
-        # what cannot be planned, or a run would refuse
+        # jobs that cannot be planned, or that a run would refuse
         ("llama3-8b/sft", ["model.name_or_path=some/model"], 2, "cannot be read from the hub"),
         ("demo/export", ["run.name=x"], 2, "stage: found export, which has no workers"),
         ("llama3-8b/evaluate", [], 0, r"It fits on A100-40G, .*H200\."),
@@ -317,7 +317,7 @@ def test_an_evaluation_is_planned_with_its_adapters(models, in_root, capsys):
     assert "adapters: policy, baseline, reward\n" in said and "note" not in said and "checkpoint" not in said
 
 
-QWEN = {  # of jobs/own
+QWEN = {  # the base of jobs/own
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
     "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
     "max_position_embeddings": 32768, "tie_word_embeddings": True,
@@ -348,7 +348,7 @@ def of_profile(profile, tmp_path):
 def test_a_profile_starts_on_a_machine_with_gpus_or_says_what_to_change(
     profile, count, gpu, tmp_path, in_root, monkeypatch
 ):
-    """What the messages propose is applied: then the workers find GPUs, and fit. If nothing fits, larger GPUs are named."""
+    """Applies the changes in the messages. Then the workers find GPUs and fit. If nothing fits, the message names larger GPUs."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: count)
     memory, fitted = plan.GPUS[gpu].memory * plan.GIB, 0
@@ -386,13 +386,13 @@ def test_a_profile_starts_on_a_machine_with_gpus_or_says_what_to_change(
     ("dtype", "checkpointing"), [("float32", "false"), ("bfloat16", "false"), ("float32", "true")]
 )
 def test_the_plan_is_what_a_step_holds(stage, dtype, checkpointing):
-    """Measured on the CPU: what the process grows by in a step, with an allocator that gives back what is freed."""
+    """Measures on the CPU how much the process grows in a step, with an allocator that returns freed memory."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, str(ROOT / "tests/support/peaks.py"), stage, dtype, checkpointing]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
     measured = json.loads(done.stdout.splitlines()[-1])
     print(f"{stage} {dtype} {checkpointing}: {measured}")
-    # A fifth, and beside it 32 MiB that the libraries keep for themselves from their first step on.
+    # 20 %, plus 32 MiB that the libraries keep from their first step on
     assert abs(measured["planned"] - measured["grown"]) < 0.2 * measured["grown"] + 32 * 2**20
 
 

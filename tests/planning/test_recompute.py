@@ -1,4 +1,4 @@
-"""`trainer.gradient_checkpointing: null`: a worker recomputes activations only where the plan says that they do not fit."""
+"""Tests `trainer.gradient_checkpointing: null`: a worker recomputes activations only if they would not fit by the plan."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def test_the_plan_without_recomputation_decides(job):
         plan.make(dataclasses.replace(job, trainer={**job.trainer, "gradient_checkpointing": on})).peak
         for on in (False, True)
     )
-    assert plan.make(job).peak == recomputed < kept  # what null needs at least
+    assert plan.make(job).peak == recomputed < kept  # the minimum for null
     enough = kept / plan.MAX_FILL
     assert plan.is_needed(job, enough * 1.01) == (False, plan.is_needed(job, enough * 1.01)[1])
     needed, why = plan.is_needed(job, enough * 0.99)
@@ -39,7 +39,7 @@ def test_all_workers_do_what_the_smallest_needs(job, free, elsewhere, monkeypatc
     )  # fmt: skip
     assert plan.recomputes(worker) is (elsewhere or free == 1 << 20)
     assert "gradient_checkpointing: null" in capsys.readouterr().out or elsewhere
-    for given in (True, False):  # nobody is asked
+    for given in (True, False):  # no other worker is queried
         worker.job = dataclasses.replace(job, trainer={**job.trainer, "gradient_checkpointing": given})
         worker.gather = None
         assert plan.recomputes(worker) is given

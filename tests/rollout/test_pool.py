@@ -1,4 +1,4 @@
-"""The pool's bookkeeping, without Ray's processes: what a new group of trainers finds, and what an old one leaves."""
+"""Tests the pool's bookkeeping without Ray processes: its state for a new group of trainers, and after an old one."""
 
 import asyncio
 import concurrent.futures
@@ -27,7 +27,7 @@ def in_a_loop(test):
 
 
 def pool(num_workers=1, **config):
-    """A pool that starts no worker."""
+    """Returns a pool that starts no worker."""
     settings = RolloutConfig(num_workers=num_workers, **config)
     one = Pool(SimpleNamespace(job=SimpleNamespace(rollout_config=settings)))
     one.running = [True]  # as if started
@@ -35,7 +35,7 @@ def pool(num_workers=1, **config):
 
 
 async def asked(one, session="a"):
-    """The chunk of a new session's request, and the call that collects it."""
+    """Returns the chunk that a new session requests, and the call that collects it."""
     await one.begin(session, "settings")
     await one.request(session, [(KEY, 3, b"chunk")])
     collecting = asyncio.ensure_future(one.collect(session, KEY))
@@ -44,7 +44,7 @@ async def asked(one, session="a"):
 
 
 def answers(result=None):
-    """A method of an actor that answers so: None: never; an error: raises it."""
+    """Returns an actor's method with this answer. None means that it never answers; an error is raised."""
 
     def remote(*_):
         answer = concurrent.futures.Future()
@@ -93,7 +93,7 @@ async def test_patience_ends_only_where_no_worker_is_there():
     one = pool(patience_s=0)
     _, waiting = await asked(one)
     assert await waiting is None and one.waiting == [] and one.tasks == {}
-    one.present.add(0)  # one that loads for the first time
+    one.present.add(0)  # loads for the first time
     _, waiting = await asked(one, "b")
     assert not (await asyncio.wait({waiting}, timeout=0.5))[0]
     waiting.cancel()
@@ -123,7 +123,7 @@ async def test_what_breaks_before_the_first_trainers_come_is_said_to_them():
 @pytest.mark.parametrize("preempted", [False, True])
 @in_a_loop
 async def test_a_chunk_that_loses_worker_after_worker_ends_the_run(preempted, restarted):
-    """... unless the nodes are to blame. Ray restarts what died by itself."""
+    """The run continues if preempted nodes are the cause. Ray itself restarts workers that died."""
     one = pool()
     task, waiting = await asked(one)
     one.versions[3] = ([None], 8)
@@ -168,7 +168,7 @@ async def test_a_worker_that_loads_for_too_long_is_lost(restarted, capsys, monke
     keeping = asyncio.ensure_future(one._keep(0))
     await asyncio.wait({keeping}, timeout=1.5)
     assert "has not answered for 1 s (rollout.chunk_timeout_s)" in capsys.readouterr().out
-    assert restarted == [actor] and not one.present  # patience ends though one is loading again
+    assert restarted == [actor] and not one.present  # patience ends although a worker is loading again
     keeping.cancel()
 
 
@@ -191,7 +191,7 @@ async def test_workers_that_compute_otherwise_are_restarted_when_a_new_group_of_
 
 @pytest.mark.parametrize("error", [ray.exceptions.OwnerDiedError, ray.exceptions.ObjectLostError])
 def test_only_a_version_whose_trainer_died_is_waited_for(error, monkeypatch):
-    """Any other reason for which it cannot be fetched would keep the chunk going round for ever."""
+    """If a version cannot be fetched for any other reason, waiting would keep the chunk in the queue forever."""
     made = RolloutWorker.__new__(RolloutWorker)
     made.holds, made.sampler, made.work = None, object(), None
     made.settings = "settings"

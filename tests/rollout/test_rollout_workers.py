@@ -1,4 +1,4 @@
-"""Rollout workers in real runs: no number depends on how many there are, nor on what happens to them."""
+"""Tests rollout workers in real runs: results do not depend on their number or their failures."""
 
 from pathlib import Path
 
@@ -25,17 +25,17 @@ def run(storage, name, *overrides):
 
 @pytest.fixture(scope="module")
 def alone(embedded_ray, storage):
-    """A run whose trainer samples by itself."""
+    """Runs a job whose trainer samples itself."""
     return run(storage, "rollout-none", *PPO)
 
 
 @pytest.fixture(scope="module")
 def ahead(embedded_ray, storage):
-    """A run that is one update ahead, with one rollout worker that nothing happens to."""
+    """Runs a job one update ahead, with one undisturbed rollout worker."""
     return run(storage, "rollout-ahead", *AHEAD, "rollout.num_workers=1")
 
 
-# On a toy, tests/ppo/test_rollouts.py shows it.
+# tests/ppo/test_rollouts.py tests this on a toy.
 @pytest.mark.slow
 def test_a_rollout_worker_gives_the_bits_of_none(alone, storage, capfd):
     result = run(storage, "rollout-one", *PPO, "rollout.num_workers=1")
@@ -51,7 +51,7 @@ def test_one_update_ahead_two_workers_of_which_one_dies_and_one_hangs_change_no_
     touched(monkeypatch, "ppo", 2, storage / "rollout-hurt-once", happens)
     result = run(storage, "rollout-hurt", *AHEAD, "rollout.num_workers=2", "rollout.chunk_timeout_s=3")
     assert_equal(storage, ahead, result)
-    assert ahead["metrics"]["rollout/sampler_kl"] != 0  # sampled by the version before
+    assert ahead["metrics"]["rollout/sampler_kl"] != 0  # the previous version sampled
     said = capfd.readouterr().out
     assert "has not answered for 3 s" in said and said.count("another worker takes its place") >= 2
     assert result["metrics"]["rollout/sampler_kl"] != 0
@@ -89,7 +89,7 @@ def test_two_trainers_and_two_rollout_workers(embedded_ray, storage):
     assert_equal(storage, expected, run(storage, "rollout-two-two", *PPO, *two, "rollout.num_workers=1"))
 
 
-# The message itself is that of the trainer (tests/test_bad_input.py).
+# tests/test_bad_input.py tests the trainer's message itself.
 @pytest.mark.slow
 def test_a_reward_that_fails_in_a_rollout_worker_says_what_it_says_in_the_trainer(
     embedded_ray, storage, capfd

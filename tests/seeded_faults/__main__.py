@@ -1,4 +1,4 @@
-"""Plants every fault of known_faults.py in turn and reports whether the self-checks name it.
+"""Plants every fault of known_faults.py in turn, and reports whether the self-checks name it.
 
     make faults
     make faults ARGS="--run dpo --say"

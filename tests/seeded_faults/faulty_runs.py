@@ -1,7 +1,7 @@
-"""Runs of each kind, and the messages about them: the checks that fail, and the error that ends the run.
+"""Runs of each kind, with their messages: failed checks, and the error that ends the run.
 
-Real models, rows and trainers of the demo, in this process: two updates of PPO, one step of sft, rm, dpo and kto, and
-the reload of what they save. The adapters that dpo, kto and ppo start from are trained here for a few steps, once.
+The runs use real models, rows and trainers of the demo in this process: two updates of PPO, one step of sft, rm, dpo and kto,
+and the reload of what they save. The initial adapters of dpo, kto and ppo are trained here for a few steps, once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def adapters() -> dict[str, str]:
 
 
 def messages(run: str, *settings: str, fault: Fault | None = None) -> list[str]:
-    """Returns the messages about a run in which the fault, if there is one, is planted."""
+    """Returns the messages of a run with the planted fault, if any."""
     inputs = adapters()
     if run == "pair":
         name = fault.name if fault else None
@@ -68,7 +68,7 @@ def messages(run: str, *settings: str, fault: Fault | None = None) -> list[str]:
 
 
 def _worker(rank, name, settings, inputs, results):
-    """One of two workers of PPO; the fault is planted in both."""
+    """Runs as one of two PPO workers. Both have the fault."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{results[0]}-group", rank=rank, world_size=2)
     said = []
@@ -80,7 +80,7 @@ def _worker(rank, name, settings, inputs, results):
                 fault.plant(patch)
         ppo_stage.train(worker)
     Path(results[rank]).write_text("\0".join(said))
-    os._exit(0)  # the other may wait in a collective for this one
+    os._exit(0)  # the other worker may wait for this one in a collective
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Known bugs, each a change of a few lines to one function of the pipeline.
 
-`cause` is a regular expression that one of the messages must match: it points at the fault; any failure is not enough.
+One of the messages must match the regular expression `cause`, which describes the fault. Other failures do not count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipeline.runtime import roles
 from pipeline.stages import trl_trainer
 
 Place = tuple[Any, str]  # owner and name of a function
-Change = Callable[..., Any]  # takes the original function and its arguments, and stands in for it
+Change = Callable[..., Any]  # takes the original function and its arguments, and replaces it
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Fault:
     name: str
     run: str  # of faulty_runs.py: ppo, pair (ppo on two workers), sft, rm, dpo, kto
     cause: str
-    at: Place | Sequence[Place]  # the functions that `change` stands in for
+    at: Place | Sequence[Place]  # the functions that `change` replaces
     change: Change
     settings: str = ""
-    quick: bool = False  # planted by `make test`, too
-    unnamed: str = ""  # the reason, where nothing can name it
+    quick: bool = False  # `make test` also plants this fault
+    unnamed: str = ""  # the reason, if no check can name the fault
 
     def is_named(self, said: list[str]) -> bool:
         return bool(self.cause) and any(re.search(self.cause, line, re.DOTALL) for line in said)
@@ -60,7 +60,7 @@ class Fault:
 
 
 def afterwards(change: Change) -> Change:
-    """The original runs, then change(what it returned, *its arguments)."""
+    """Runs the original, and then change(its result, *its arguments)."""
 
     def call(original, *args, **keys):
         found = original(*args, **keys)
@@ -71,17 +71,17 @@ def afterwards(change: Change) -> Change:
 
 
 def of_columns(change: Callable[[dict[str, Any]], Any]) -> Change:
-    """The columns of every tokenized row are changed in place."""
+    """Changes the columns of every tokenized row in place."""
     return lambda original, writer, columns: (change(columns), original(writer, columns))[1]
 
 
 def before_training(change: Callable[[Any], Any]) -> Change:
-    """change(trainer) happens before the stage's training."""
+    """Runs change(trainer) before the stage's training."""
     return lambda original, worker, trainer: (change(trainer), original(worker, trainer))[1]
 
 
 def of_batches(change: Callable[[dict[str, Any]], Any]) -> Change:
-    """Every batch of the stage's trainer is changed in place."""
+    """Changes every batch of the stage's trainer in place."""
 
     def replace_collator(trainer):
         collator = trainer.data_collator
@@ -97,7 +97,7 @@ def of_batches(change: Callable[[dict[str, Any]], Any]) -> Change:
 
 
 def at_the_start(change: Callable[[Any], Any]) -> Change:
-    """change(trainer) happens when the stage's training begins, before the checks look."""
+    """Runs change(trainer) when the stage's training starts, before the checks."""
 
     def add_callback(trainer):
         class Changed(TrainerCallback):
@@ -170,12 +170,12 @@ def nucleus(logits: torch.Tensor, p: float = 0.8) -> torch.Tensor:
 
 
 def of_all(logits: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tokens, and their log-probs under the whole distribution at temperature 1."""
+    """Returns tokens, and their log-probs under the full distribution at temperature 1."""
     return token, logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
 
 def padding_is_attended(_, self):
-    # They join: all prompts end where the longest one does, behind their padding.
+    # Joins the prompts at one position: each ends after its padding, where the longest one ends.
     if not self.rows[0].tokens:
         self.cache.lengths[: len(self.rows)] = self.longest
 
@@ -230,7 +230,7 @@ def lacks_a_layer(original, self, role):
 
 
 def with_attribute(name: str, value: Any) -> Change:
-    """The original runs on a trainer that has another rank, or another number of workers."""
+    """Runs the original on a trainer with another rank or another number of workers."""
 
     def call(original, self, *args):
         before = getattr(self, name)
@@ -249,7 +249,7 @@ def second_begin(columns):
 
 
 def header_is_trained(original, *args):
-    """Of a template that does not mark its completions."""
+    """The template does not mark its completions."""
     if original.__name__ == "load_tokenizer":
         tokenizer = original(*args)
         tokenizer.chat_template = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", tokenizer.chat_template)
@@ -260,7 +260,7 @@ def header_is_trained(original, *args):
 
 
 def last_label_is_masked(batch):
-    """As a collator does that masks labels equal to pad, where pad is the end token: the last label of each row goes."""
+    """Acts like a collator that masks labels equal to pad. Here pad is the end token, so each row loses its last label."""
     for row in batch["labels"]:
         trained = (row != -100).nonzero()
         if len(trained):
@@ -304,7 +304,7 @@ def sides_are_swapped(columns):
 
 
 def without(part: str) -> Callable[[nn.Module], None]:
-    """The parameters of a model whose names have this part become zero."""
+    """Sets the parameters of a model whose names contain this part to zero."""
 
     def call(model):
         for name, parameter in model.named_parameters():
@@ -347,7 +347,7 @@ UNKNOWABLE = (
     "tokens cannot tell which of two completions somebody preferred: `validate` shows the first pairs"
 )
 
-# One row: name, run, what names it; where, and the change (`call`: the original); settings.
+# One row per fault: name, run, pattern of the message; place, change (`call`: the original); settings.
 FAULTS = [
     # roles and adapters
     Fault("the reference is the bare base", "ppo", COPY, ADD_POLICY,

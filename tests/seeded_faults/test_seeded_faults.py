@@ -1,4 +1,4 @@
-"""Planted bugs are named by the self-checks, and sound runs raise no alarm. `make faults` prints all of them."""
+"""Tests that self-checks name planted bugs, and that sound runs raise no alarm. `make faults` prints all of them."""
 
 import pytest
 import toy_ppo as toy
@@ -19,8 +19,8 @@ def test_a_planted_fault_is_named(fault):
     assert fault.is_named(said), said
 
 
-# Quick are those that no other quick test makes with their checks: tests/stages/test_stages.py runs each stage as it is shipped,
-# and test_other_models.py in bf16.
+# The quick cases are those whose checks no other quick test covers. tests/stages/test_stages.py runs each stage as shipped, and
+# test_other_models.py runs them in bf16.
 QUICK = [
     ("sft", ["trainer.packing=true"]),
     ("kto", ["trainer.bf16=true", "trainer.loss_type=apo_zero_unpaired"]),

@@ -1,4 +1,4 @@
-"""Adapters and reward models named by a hub id: pinned to a commit, downloaded once, and the same numbers as their folders."""
+"""Tests Hub adapters and reward models: pinned to a commit, downloaded once, with the same results as their folders."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def test_what_was_pushed_says_the_same_when_loaded_back(
 
 
 def test_an_adapter_is_downloaded_once_and_then_needs_no_hub(adapter, hub, storage, monkeypatch, in_root):
-    del adapter["chat_template.jinja"], adapter["lineage.json"]  # as most adapters have none
+    del adapter["chat_template.jinja"], adapter["lineage.json"]  # most adapters lack these files
     first = hub.put("owner/mine", adapter | {"optimizer.pt": b"x" * 1000})
     reference = registry.pin("owner/mine", "")
     folder = registry.fetch(reference, "")
@@ -88,7 +88,7 @@ def test_a_reward_model_of_its_own_is_pinned_too(hub, storage, tmp_path, in_root
     job_ = job(storage, "reward=org/scorer", verb="score")
     host_ = load_host(job_)
     assert host_.work.versions == {"reward.0": f"hf://org/scorer@{commit}"}
-    hub.put("org/scorer", {"config.json": b"moved on"})  # the run keeps to its commit
+    hub.put("org/scorer", {"config.json": b"moved on"})  # the run keeps its commit
     reward = roles.add_rewards(host_, roles.shared_base(host_))[0]
     assert type(reward).__name__ == "ModelReward"
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_an_input_is_refused_with_what_to_type(adapter, hub, stor
     }.items():
         refuses(storage, f"policy: {says}", f"policy={policy}", "reward=null")
     refuses(storage, r"reward: .*without a scalar head", "policy=null", "reward=org/mine")
-    # on the hub, base and adapter each have a name to compare
+    # base and adapter on the Hub have names to compare
     on_hub = ["model.name_or_path=org/base", "reward=null"]
     refuses(storage, r"policy: hf://org/other@\w+ was trained on base org/large, but model\.name_or_path is org/base\. .*use "
             r"model\.name_or_path=org/large", *on_hub, "policy=org/other")  # fmt: skip
@@ -157,7 +157,7 @@ def test_a_base_on_the_hub_is_pinned_for_all_workers(hub, storage, in_root, mode
 
 @pytest.mark.slow
 def test_workers_of_ray_fetch_them_too(models, tmp_path):
-    """The command line in a process of its own, which reads HF_ENDPOINT as its workers do."""
+    """Runs the command line in a separate process, which reads HF_ENDPOINT like its workers."""
     with serve() as hub:
         hub.put("org/scorer", of_folder(Path(models["toy-rm"])), private=True)
         hub.put("org/writer", of_folder(Path(models["toy-policy"])), private=True)

@@ -1,4 +1,4 @@
-"""What a job names from outside: reward models, adapters that training starts from, what vLLM needs; and kto's labels."""
+"""Tests the external inputs of a job: reward models, initial adapters, requirements of vLLM, and kto's labels."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_settings_of_an_adapter_that_is_not_made(policy, overrides, warned, tmp_
 
 
 def test_an_adapter_of_peft_names_the_folder_of_its_base(tmp_path, in_root):
-    """A merged model has the shapes of its base, and other weights: its adapters made another policy on that base."""
+    """A merged model has its base's shapes, but other weights. Its adapters would make another policy on the base."""
     toy_models.make(policy := str(tmp_path / "adapter"), seed=0, head=False)
     other = shutil.copytree(toy_models.BASE, tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
@@ -155,7 +155,7 @@ def test_what_a_run_was_begun_with_is_not_asked_for_again(migrated, tmp_path, in
 
 
 def test_of_several_policies_the_first_that_exists_counts(tmp_path, capsys, in_root):
-    """After a failed gate of ppo there is no champion of it. A server leaves out what does not exist."""
+    """After a failed gate, ppo has no champion. A server skips a missing policy."""
     toy_models.registered(tmp_path)
     home = f"run.storage_path={tmp_path}"
     exist = "models:/toy-policy/1"
@@ -181,7 +181,7 @@ def test_of_several_policies_the_first_that_exists_counts(tmp_path, capsys, in_r
 
 
 def test_vllm_without_its_plugin_is_refused_for_nf4(tmp_path, monkeypatch, in_root):
-    """Since vLLM 0.28 `bitsandbytes` is no quantization of its own: its engine would die after minutes of loading."""
+    """Since vLLM 0.28, `bitsandbytes` is a plugin. Without it, the engine would fail after minutes of loading."""
     job = load_job("jobs/demo/ppo.yaml", ["rollout.engine=vllm", "model.load_in_4bit=true"], "ppo")
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").touch()
@@ -207,7 +207,7 @@ def test_vllm_without_its_plugin_is_refused_for_nf4(tmp_path, monkeypatch, in_ro
 def test_unbalanced_labels_are_named_with_the_weights_that_balance_them(
     weights, desirable, undesirable, warned, capsys
 ):
-    """As the paper on KTO advises."""
+    """The weights follow the paper on KTO."""
     check_labels(weights, desirable, undesirable)
     said = capsys.readouterr().out
     assert f"labels: {desirable:,} desirable, {undesirable:,} undesirable rows" in said

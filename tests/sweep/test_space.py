@@ -1,4 +1,4 @@
-"""What a sweep varies: values on the command line become jobs, and what is wrong with any of them is said before one starts."""
+"""Tests a sweep's values: the command line's values become jobs, and an error in any job is reported before one starts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which trials stop early: Ray Tune's ASHA, the same for every worker and after a restart. And the table of results."""
+"""Tests early stopping of trials like Ray Tune's ASHA, equal for all workers and after a restart, and the result table."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_another_driver_goes_on_from_what_was_reported():
     again = rungs(known=left)
     assert again.state()["reports"] == left
     assert again.report("bad", 25, 100, 0.6) == STOPS
-    assert again.report("late", 30, 100, 0.5).startswith("ASHA: at 30 %")  # compared with those before
+    assert again.report("late", 30, 100, 0.5).startswith("ASHA: at 30 %")  # compared with the earlier trials
     assert rungs().report("late", 30, 100, 0.5) is None
 
 
@@ -95,7 +95,7 @@ def test_best_first_and_what_failed_last_with_its_reason(sweep):
     assert [line.split()[0] for line in lines[3:-1]] == ["8", "4", "16", "32"]
     assert lines[4].endswith("stopped: ASHA") and "5/10" in lines[4]
     assert lines[5].endswith("failed: out of memory") and lines[6].endswith("failed: ActorDiedError: gone")
-    assert table.best(sweep, rows)["trial"] == "r-8"  # not the one that failed with a better figure
+    assert table.best(sweep, rows)["trial"] == "r-8"  # not the failed trial with a better metric
 
 
 def test_a_figure_that_is_no_number_is_not_the_best(sweep):

@@ -1,4 +1,4 @@
-"""A whole run in a bucket, and MLflow behind a server: a mock of S3, all else real, from the command line."""
+"""Tests a complete run in a bucket, with MLflow behind a server. S3 is a mock, everything else is real."""
 
 import contextlib
 import importlib.util
@@ -23,10 +23,10 @@ pytestmark = [
 
 @pytest.fixture
 def s3(monkeypatch, tmp_path):
-    """A client of a mock S3 with one bucket, which every process of the test finds."""
+    """Returns a client of a mock S3 with one bucket, which all processes of the test use."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setenv("RAY_TMPDIR", "/tmp")  # sockets have short names
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")  # sockets need short names
     (tmp_path / "tmp").mkdir()
     with mock_s3(monkeypatch) as client:
         yield client
@@ -41,7 +41,7 @@ def keys(s3, prefix):
 
 
 def newest_checkpoint(s3, name):
-    """Its folder, once the workers that outlived their driver have ended."""
+    """Returns the newest checkpoint's folder, after all workers that outlived their driver have ended."""
 
     def unchanged():
         before = keys(s3, f"runs/{name}/")
@@ -85,7 +85,7 @@ def test_a_killed_run_goes_on_before_a_spoilt_checkpoint_and_what_it_registers_i
             ppo = run("ppo", name, *SMALL["ppo"], "policy=models:/killed@champion", reward)
             ppo.env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
             assert ppo.start().ends() == 0, ppo.lines[-20:]
-        # Two runs, each with a driver and a worker that want it.
+        # two runs, each with a driver and a worker that need the file
         (kept,) = (tmp_path / "cache/rlhf-pipeline/versions").iterdir()
         assert (kept / "adapter_model.safetensors").read_bytes() == weights[1]
         assert not [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("tmp")]
@@ -119,7 +119,7 @@ def start_and_wait_for_a_checkpoint(s3, run):
 
 def assert_ends_as_one_that_nobody_touched(s3, name, tmp_path, server):
     untouched = ppo(s3, "ppo-untouched", tmp_path, server)
-    if not keys(s3, "runs/ppo-untouched/result.json"):  # moto keeps objects as long as this process lives
+    if not keys(s3, "runs/ppo-untouched/result.json"):  # moto keeps objects until this process ends
         assert untouched.start().ends() == 0, untouched.lines[-20:]
     results = [json.loads(read(s3, f"runs/{one}/result.json")) for one in ("ppo-untouched", name)]
     assert comparable(results[0]["metrics"]) == comparable(results[1]["metrics"])
@@ -130,14 +130,14 @@ def assert_ends_as_one_that_nobody_touched(s3, name, tmp_path, server):
 
 def attempts(s3, name):
     files = keys(s3, f"runs/{name}/lease/")
-    return [json.loads(read(s3, one)) for one in files if one.endswith(".json")]  # pyarrow marks a folder
+    return [json.loads(read(s3, one)) for one in files if one.endswith(".json")]  # pyarrow marks folders
 
 
 @pytest.mark.parametrize("what", ["driver", "head"])
 def test_a_retry_after_a_kill_ends_with_the_same_bits_and_there_is_one_writer_at_a_time(
     what, s3, tmp_path, monkeypatch
 ):
-    """Each attempt is on another machine, as far as its lease can tell: it has another folder for temporary files."""
+    """For the lease, each attempt is on another machine, because its folder for temporary files differs."""
     monkeypatch.setenv("PIPELINE_LEASE_S", "6")
     name = f"killed-{what}"
     with Server(tmp_path) as server, contextlib.ExitStack() as last:
@@ -152,7 +152,7 @@ def test_a_retry_after_a_kill_ends_with_the_same_bits_and_there_is_one_writer_at
             if number == KILLS:
                 break
             start_and_wait_for_a_checkpoint(s3, killed)
-            if what == "head":  # with all that runs on it: the driver too
+            if what == "head":  # the head runs everything, also the driver
                 kill(*below(head.process.pid), head.process.pid)
             kill(killed.process.pid)
             killed.process.wait()

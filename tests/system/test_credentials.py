@@ -1,4 +1,4 @@
-"""URIs are shown without passwords, tokens and keys, whatever they look like, and stay what they were otherwise."""
+"""Tests that URIs are shown without passwords, tokens and keys in any form, and are otherwise unchanged."""
 
 import pytest
 

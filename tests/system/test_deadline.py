@@ -1,4 +1,4 @@
-"""Whoever does not answer is named within seconds: buckets, tracking servers, clusters. Real clients, servers on loopback."""
+"""Tests that buckets, tracking servers and clusters without an answer are named within seconds. Real clients, local servers."""
 
 import json
 import shutil
@@ -26,12 +26,12 @@ def two_seconds(monkeypatch):
 
 @pytest.fixture
 def nobody(monkeypatch, tmp_path):
-    """No credentials, and no bucket but a silent one."""
+    """Removes all credentials, and every bucket except a silent one."""
     with silent() as where:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{where}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
             monkeypatch.setenv(name, "x")
-        monkeypatch.setenv("HOME", str(tmp_path))  # nor a file with credentials
+        monkeypatch.setenv("HOME", str(tmp_path))  # also without a credentials file
         monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
         yield
 
@@ -66,7 +66,7 @@ def test_what_the_call_itself_raises_comes_back(monkeypatch):
 
 
 def test_a_process_does_not_wait_for_a_call_that_was_left_behind(nobody):
-    """pyarrow's S3 waits for its requests when the interpreter ends: for minutes, here."""
+    """pyarrow's S3 waits for its requests when the interpreter ends, which would take minutes here."""
     program = (
         "import sys; from pipeline.system import deadline, process; from pipeline.__main__ import main;"
         "deadline.SECONDS = 1; sys.exit(process.run(main))"

@@ -1,4 +1,4 @@
-"""One process at a time may write into a folder, wherever it lies; one that was cut off writes nothing more."""
+"""Tests that only one process at a time may write into a folder, and that a process that lost its lease writes nothing more."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ from pipeline.errors import InputError, LeaseLost
 from pipeline.stages import sft
 from pipeline.system import lease, storage
 
-S = 1.6  # duration of a lease
+S = 1.6  # duration of a lease in seconds
 MINUTE = 60.0
 
 
@@ -38,7 +38,7 @@ def short(monkeypatch):
 
 @pytest.fixture(params=["folder", "memory", "s3", "gs"])
 def folder(request, tmp_path, monkeypatch):
-    """A run's folder on a file system, on one that only fsspec knows, in a mock of S3, and in one of Google Cloud Storage."""
+    """Returns a run's folder on local disk, on a file system of fsspec, in a mock S3, or in a fake Google Cloud Storage."""
     needs = {"s3": "moto", "gs": "google.cloud.storage"}.get(request.param, "os")
     with contextlib.suppress(ModuleNotFoundError):
         if importlib.util.find_spec(needs):
@@ -55,7 +55,7 @@ def folder(request, tmp_path, monkeypatch):
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """Makes what follows in this process happen on another machine, as far as a lease can tell."""
+    """Makes a lease believe that later calls in this process come from another machine."""
 
     def move(name="elsewhere"):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -70,7 +70,7 @@ def history(folder):
 
 
 def killed(folder):
-    """Acquires the lease of a folder as a process that is then killed: nobody renews it, and nothing holds its lock."""
+    """Acquires a folder's lease like a process that is then killed: it is never renewed, and its lock is free."""
     mine, _, handle = lease._acquire(folder)
     os.close(handle)
     return mine
@@ -108,7 +108,7 @@ def test_a_killed_process_on_another_machine_is_waited_for_whatever_its_clock_sa
         time_of = lease._time
         patch.setattr(lease, "_time", lambda later=0.0: time_of(later + ahead))
         before = killed(folder)
-    if not storage.is_remote(folder):  # a shared file system may have the writer's clock
+    if not storage.is_remote(folder):  # the writer's clock may set times on a shared file system
         then = os.path.getmtime(before.file) + ahead
         os.utime(before.file, (then, then))
     elsewhere()
@@ -140,7 +140,7 @@ def test_a_killed_process_on_this_machine_is_not_waited_for_but_its_workers_are(
     began = time.monotonic()
     with lease.held(folder):
         assert time.monotonic() - began < S
-    before = killed(folder)  # of a cluster, whose workers may be on other nodes
+    before = killed(folder)  # for a cluster, whose workers may be on other nodes
     storage.write_json(before.file, storage.read_json(before.file) | {"cluster": True})
     with lease.held(folder):
         assert time.monotonic() - began > S
@@ -193,9 +193,9 @@ def test_a_process_that_was_stopped_for_longer_than_its_lease_writes_nothing_mor
         with lease.held(str(tmp_path / "one")) as mine:
             there = len(written.read_text().split())
             writer.send_signal(signal.SIGCONT)
-            said = writer.stdout.read()  # until it has ended
+            said = writer.stdout.read()  # reads until the writer has ended
             assert "stops:" in said and "belongs to attempt 2" in said, said
-            # It may have been stopped between its check and its write.
+            # the stop may fall between its check and its write
             assert len(written.read_text().split()) - there <= 1
             time.sleep(S)
             mine.require()
@@ -212,7 +212,7 @@ def test_a_folder_that_was_deleted_is_nobodys(tmp_path):
             mine.require()
         time.sleep(S / 2)
         assert not list((folder / "lease").iterdir()), "it is not renewed"
-        with lease.held(str(folder)) as other:  # it was begun again
+        with lease.held(str(folder)) as other:  # the run started again
             assert other.attempt == 1
             with pytest.raises(LeaseLost, match=f"belongs to attempt 1 on .*, process {os.getpid()}, since"):
                 mine.require()
@@ -234,8 +234,8 @@ def test_a_run_that_lost_its_lease_seals_no_checkpoint_and_registers_nothing(
         assert storage.create(str(run / "lease/000002.json"), record)
         left.update(everything(run))
 
-    monkeypatch.setattr(lease, "SECONDS", 600.0)  # it has not noticed yet
-    monkeypatch.setattr(dying, "train_of", lambda verb, train=sft.train: train)  # in this process
+    monkeypatch.setattr(lease, "SECONDS", 600.0)  # the process has not noticed yet
+    monkeypatch.setattr(dying, "train_of", lambda verb, train=sft.train: train)  # runs in this process
     touched(monkeypatch, "sft", step, tmp_path / "once", taken_over)
     steps = ["trainer.max_steps=4", "trainer.save_strategy=steps", "trainer.save_steps=2"]
     stage("sft", tmp_path, "one", *steps, *NO_EVAL, "scaling.num_workers=0", "run.max_failures=3", status=1)

@@ -1,4 +1,4 @@
-"""Prices: the shipped list, the user's own file, what a run cost, and what `plan` says about both."""
+"""Tests prices: the shipped list, the user's file, the cost of a run, and the output of `plan`."""
 
 import datetime
 
@@ -12,7 +12,7 @@ from pipeline.system import prices
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Writes the user's price file; without a call there is none."""
+    """Writes the user's price file. Without a call there is none."""
     monkeypatch.delenv("RLHF_PRICES", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     prices.read.cache_clear()

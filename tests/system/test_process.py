@@ -1,4 +1,4 @@
-"""The command line as a process: any terminal or none, signals at any moment, and the exit status that says what happened."""
+"""Tests the command line as a process: with any terminal or none, signals at any moment, and exit statuses."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SMALL = [
 
 
 def program(text, status=0, **how):
-    """Runs a program as `process.run` runs a command line: (stdout, stderr)."""
+    """Runs a program like `process.run` runs a command line. Returns (stdout, stderr)."""
     body = textwrap.indent(textwrap.dedent(text), "    ")
     source = f"import sys\nfrom pipeline.system import process\ndef main():\n{body}\n"
     done = subprocess.run(
@@ -58,7 +58,7 @@ def test_a_run_continues_if_its_output_cannot_be_written(tmp_path):
     _, err = program(text, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert err == b"" and (tmp_path / "end").exists()
-    _, err = program(text, preexec_fn=lambda: os.close(1))  # as `>&-` starts it
+    _, err = program(text, preexec_fn=lambda: os.close(1))  # like a start with `>&-`
     assert err == b""
     if os.path.exists("/dev/full"):
         with open("/dev/full", "w") as full:
@@ -97,7 +97,7 @@ ENDS = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_code_of_a_user_does_not_end_the_process_with_the_status_of_success(name, tmp_path):
-    """`make` and CI would take a run that trained nothing for done. Children of the process end as they like."""
+    """Otherwise `make` and CI would take a run that trained nothing for a success. Child processes may exit freely."""
     (tmp_path / "ends.py").write_text(f"import os\n\n\ndef reward(completions):\n    {ENDS[name]}\n")
     text = """
     import multiprocessing, os
@@ -119,7 +119,7 @@ def test_code_of_a_user_does_not_end_the_process_with_the_status_of_success(name
 
 
 def test_a_signal_after_the_last_line_does_not_change_the_status():
-    """While Python ends: the run is finished and registered by then."""
+    """The signal comes while Python exits, after the run was finished and registered."""
     text = """
     import os, signal, time
     class Late:
@@ -150,7 +150,7 @@ def test_a_signal_says_the_name_that_a_run_was_given(arguments, name, monkeypatc
 def test_the_first_signal_counts_until_it_is_obeyed_or_takes_too_long():
     """Ctrl-C ends two completions of `chat`, and then code inside a weakref's callback, whose exceptions Python drops.
 
-    Cleaning up ignores signals.
+    Cleanup ignores signals.
     """
     text = """
     import os, signal, time, weakref
@@ -186,7 +186,7 @@ def test_the_first_signal_counts_until_it_is_obeyed_or_takes_too_long():
 
 
 class Run:
-    """`sft` as a process, with its lines as they come."""
+    """Runs `sft` as a process, and reads its lines as they come."""
 
     def __init__(self, folder, *overrides, name="one"):
         given = [f"run.storage_path={folder}", f"run.name={name}", *SMALL, *overrides]
@@ -205,7 +205,7 @@ class Run:
         raise AssertionError(f"no {pattern} in {self.lines[-30:]}")
 
     def ends(self):
-        """(exit status, the lines since)."""
+        """Returns (exit status, remaining lines)."""
         since = len(self.lines)
         self.lines += self.process.stdout
         return self.process.wait(60), self.lines[since:]
@@ -220,7 +220,7 @@ class Run:
     ],
 )
 def test_a_signal_while_a_run_starts(number, status, word, workers, tmp_path):
-    """With a worker, Ray's own handler is active at that moment."""
+    """If there is a worker, Ray's own handler is active at that moment."""
     run = Run(tmp_path, f"scaling.num_workers={workers}")
     run.until("starting Ray|tokeni[sz]ing|data for")
     os.killpg(run.process.pid, number)
@@ -242,7 +242,7 @@ def test_a_signal_while_a_run_starts(number, status, word, workers, tmp_path):
     ],
 )
 def test_a_signal_while_workers_train(number, group, status, word, tmp_path):
-    """The status, one line, a run that is KILLED and no failure, no process left; and the same command goes on."""
+    """Expects the status, one line, a KILLED run and no process left. Then the same command continues the run."""
     run = Run(tmp_path, "trainer.max_steps=400")
     run.until(r"step +[1-9]\d+/400")
     descendants = psutil.Process(run.process.pid).children(recursive=True)
@@ -269,7 +269,7 @@ def test_a_signal_while_workers_train(number, group, status, word, tmp_path):
 
 @pytest.mark.slow
 def test_runs_that_start_together_share_a_storage_path(tmp_path):
-    """A new one: they make the folder, the store, the cache of rows, the registered model, and versions of it, all at once."""
+    """The path is new. The runs make folder, store, row cache, registered model and its versions at the same time."""
     runs = [Run(tmp_path / "new", "trainer.max_steps=4", "run.report=true", name=name) for name in "abc"]
     ended = [run.ends() for run in runs]
     assert [status for status, _ in ended] == [0, 0, 0], ended

@@ -1,4 +1,4 @@
-"""Progress: lines every INTERVAL_S if stderr is no terminal, and of a model's own weights."""
+"""Tests progress: lines every INTERVAL_S if stderr is not a terminal, and the loading of a model's own weights."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def test_counted_work_is_reported_and_bytes_as_bytes(capsys, monkeypatch):
 
 
 def test_the_loading_of_a_base_is_shown(capsys, monkeypatch, in_root):
-    """TQDM_DISABLE, which every process of a run sets against other bars, does not hide it."""
+    """Every process of a run sets TQDM_DISABLE against other bars, but this does not hide the loading."""
     from pipeline.models.base import load_base
 
     monkeypatch.setattr(progress, "INTERVAL_S", 0.0)

@@ -1,4 +1,4 @@
-"""A file appears whole or not at all, and a lock is waited for with a limit."""
+"""Tests that files are written atomically, and that waiting for a lock has a time limit."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ import pytest
 from pipeline.errors import InputError
 from pipeline.system import storage
 
-OTHER = 65534  # the uid of another user
+OTHER = 65534  # uid of another user
 
 
 def broken():
@@ -22,7 +22,7 @@ def broken():
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_file_that_cannot_be_finished_leaves_the_old_one(remote, tmp_path, monkeypatch):
-    if remote:  # as a bucket is written to, on a file system that can be looked at
+    if remote:  # an fsspec file system stands for a bucket
         monkeypatch.setattr(storage, "is_remote", lambda path: True)
         monkeypatch.setattr(storage, "filesystem", lambda path: (pyarrow.fs.LocalFileSystem(), path))
     path = str(tmp_path / "rows.jsonl")
@@ -46,7 +46,7 @@ def test_whoever_waits_for_a_lock_says_so_and_not_for_ever(tmp_path, capsys):
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make folders of another user")
 @pytest.mark.parametrize("planted", ["folder", "link to his", "link to ours"])
 def test_a_folder_that_another_user_made_is_refused(planted, tmp_path):
-    """Whoever made it could exchange the files that a run keeps there: an adapter between its check and its registration."""
+    """The folder's owner could exchange files of a run: an adapter between its check and its registration."""
     if planted == "folder":
         (tmp_path / "mine").mkdir(mode=0o777)
         os.chown(tmp_path / "mine", OTHER, OTHER)
@@ -67,7 +67,7 @@ def test_only_this_user_can_enter_its_folders(of, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     name = tmp_path / ("rlhf-pipeline" if of == "cache" else f"rlhf-{os.getuid()}")
     name.mkdir(mode=0o777)
-    name.chmod(0o777)  # as an earlier version or a umask left it
+    name.chmod(0o777)  # like an earlier version or a umask
     path = getattr(storage, of)("versions", "one")
     assert path == str(name / "versions/one") and stat.S_IMODE(name.stat().st_mode) == 0o700
 

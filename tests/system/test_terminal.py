@@ -1,4 +1,4 @@
-"""What a command shows and what it logs: by its level, on a terminal and without one."""
+"""Tests what a command shows and logs, by level, with and without a terminal."""
 
 import io
 import sys
@@ -19,7 +19,7 @@ class Stream(io.StringIO):
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    """Starts a command on a stream; returns (its text, the text of its log) after its lines."""
+    """Starts a command on a stream. Returns a function that prints lines and returns (text, text of the log)."""
 
     def run(lines, tty=False, level=terminal.NORMAL):
         out = Stream(tty)
@@ -103,14 +103,14 @@ def test_the_log_has_errors_and_no_secret(command, monkeypatch, tmp_path):
 
 
 def test_half_a_surrogate_is_shown_and_logged(command):
-    """Of a reward that prints what it scores, for example."""
+    """For example, a reward may print the texts that it scores."""
     out, log = command(lambda: print("warning: \ud83d is no emoji"))
     assert out == "warning: \\ud83d is no emoji\n" and log.endswith(out)
 
 
 def test_errors_that_ray_reports_to_the_driver_are_shown_but_for_noise(monkeypatch, capsys):
     for place, name in ((worker, "print_to_stdstream"), (dispatcher, "handlers")):
-        monkeypatch.setattr(place, name, getattr(place, name))  # put back afterwards
+        monkeypatch.setattr(place, name, getattr(place, name))  # restores the attribute afterwards
     console.attach()
     for line in ("A node has died", f"{console.NOISE[-1]}. There are infinite retries remaining"):
         worker.print_to_stdstream({"lines": [line], "pid": "raylet", "is_err": False}, ignore_prefix=False)
