@@ -141,7 +141,9 @@ def test_a_pause_is_not_longer_than_the_patience(tmp_path, monkeypatch):
     monkeypatch.setattr(client, "PAUSES_S", (9.0, 9.0))
     with judging(faults=[500]) as server:
         judge = reward(server, tmp_path, patience_s=0.2)
+        begin = time.monotonic()
         assert judge.checked(samples(1)) == expected(judge.given, samples(1))
+        assert time.monotonic() - begin < 4
 
 
 def test_what_is_paid_for_an_answer_that_cannot_be_used_is_counted(tmp_path):
