@@ -1,10 +1,6 @@
 """Checks on the submitter's machine, before anything is uploaded, started or paid for.
 
-    cluster = look(client)                    # two seconds of HTTP: versions, nodes, what the autoscaler may add
-    check_jobs(jobs, cluster, files)          # InputError: one message, nothing submitted
-
-The checks find frequent mistakes: different versions, a local folder as storage of several nodes, too
-many or too small GPUs, data that stays on the laptop.
+look() asks the head over HTTP, in two seconds. check_jobs() raises InputError for the first mistake, and nothing is submitted.
 """
 
 import glob
@@ -83,7 +79,7 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
     if (version, python) != (ray.__version__, here):
         raise InputError(
             f"the cluster at {address} runs Ray {version} and Python {python}, this environment has {ray.__version__} and {here}; "
-            f"run make up with the pinned image, or make setup PYTHON=python{python} with ray=={version}",
+            f"run make down and make up from this environment, or make setup PYTHON=python{python} with ray=={version}",
             key="RAY_ADDRESS",
         )
     listed = get("/api/v0/nodes?detail=1&limit=10000")["data"]["result"]["result"]
@@ -145,13 +141,10 @@ def check_resources(job: Job, cluster: Cluster) -> None:
         wanted = [f"{amount:g} {name}" for name, amount in sorted(need.resources.items())]
         wanted += [f"{key}: {value}" for key, value in need.selector.items()]
         more = [f"{kind.max_workers} x {name} ({_shown(kind)})" for name, kind in cluster.types.items()]
-        grows = (
-            f"may start {', '.join(more)}" if more else "CLUSTER=file.yaml names the file of an autoscaler"
-        )
+        grows = f"may start {', '.join(more)}" if more else "CLUSTER=file.yaml names that of an autoscaler"
         change = places.fewer(room) if section == "scaling" else ""
-        advice = (
-            f"set {change}" if change else f"lower {section}.num_workers or {section}.resources_per_worker"
-        )
+        lower = f"lower {section}.num_workers or {section}.resources_per_worker"
+        advice = f"set {change}" if change else lower
         if cluster.unknown_types:
             print(
                 f"warning: {section}.num_workers: no node that is up has room for {count} {who}s with {', '.join(wanted)} each. "

@@ -204,9 +204,8 @@ class Api:
             try:  # by the module that has the scheme's name
                 info = parse_cluster_info(self.given, headers=self.headers)
             except Exception as error:  # of any type: the module belongs to another vendor
-                raise InputError(
-                    f"{address!r} is unknown to Ray ({in_brief(error)})", key="RAY_ADDRESS"
-                ) from error
+                why = f"{address!r} is unknown to Ray ({in_brief(error)})"
+                raise InputError(why, key="RAY_ADDRESS") from error
             self.address, self.headers, self.cookies = info.address, info.headers or {}, info.cookies
 
     @contextlib.contextmanager
@@ -235,10 +234,8 @@ class Api:
         """Returns the parsed JSON of an authorized GET."""
         import requests
 
-        seconds = (3, 10)  # to connect, and to answer
-        answer = requests.get(
-            self.address + path, headers=self.headers, cookies=self.cookies, timeout=seconds
-        )
+        url, seconds = self.address + path, (3, 10)  # to connect, and to answer
+        answer = requests.get(url, headers=self.headers, cookies=self.cookies, timeout=seconds)
         answer.raise_for_status()
         return answer.json()
 
@@ -275,38 +272,48 @@ class Api:
 def follow(api: Api, submission: str) -> int:
     """Shows the log of a submission until it ends. Returns its exit status. Ctrl-C leaves the job running.
 
-    After a lost connection it does not repeat what it has shown.
+    After a lost connection it does not repeat what it has shown. The job's state decides, even if its log cannot be read.
     """
     import aiohttp
 
-    shown, silent_since, named = 0, None, False  # characters; time; the log has an error with a name
+    errors = (OSError, RuntimeError, aiohttp.ClientError)
+    shown, named = 0, False  # characters; the log has an error with a name
+    silent_since, cut = None, ""  # since when the head does not answer; why the log cannot be read
 
     async def tail(client: Any) -> None:
-        nonlocal shown, named
+        nonlocal shown, named, cut
         seen = 0
         async for text in client.tail_job_logs(submission):
             seen += len(text)
             named |= "error: " in text
             if seen > shown:
                 print(text[max(0, len(text) - (seen - shown)) :], end="", flush=True)
-                shown = seen
+                shown, cut = seen, ""
+
+    def lost(error: Exception) -> None:
+        nonlocal cut
+        if not cut:
+            print(f"\nthe connection was lost ({in_brief(error)}); {submission} continues", file=sys.stderr)
+        cut = in_brief(error)
 
     try:
         while True:
             try:
                 client = api.client()
-                silent_since = None
-                asyncio.run(tail(client))
+                try:
+                    asyncio.run(tail(client))
+                    cut = ""
+                except errors as error:
+                    lost(error)
                 details = client.get_job_info(submission)
+                silent_since = None
                 if details.status.is_terminal():
                     break
-            except (OSError, RuntimeError, aiohttp.ClientError) as error:
+            except errors as error:
                 if "does not exist" in str(error):  # the head is new and does not know the job
                     raise
-                if silent_since is None:
-                    silent_since = time.monotonic()
-                    lost = f"the connection was lost ({type(error).__name__})"
-                    print(f"\n{lost}; {submission} continues", file=sys.stderr)
+                lost(error)
+                silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > GONE_SECONDS:
                     raise
             time.sleep(1)
@@ -314,6 +321,8 @@ def follow(api: Api, submission: str) -> int:
         how = f"Follow it: make logs NAME={submission}   end it: make stop NAME={submission}"
         print(f"\n{submission} continues without this terminal. {how}", file=sys.stderr)
         return 130
+    if cut:
+        print(f"the end of its log is missing ({cut}); try make logs NAME={submission}", file=sys.stderr)
     status, code = details.status.value, details.driver_exit_code
     if status == "SUCCEEDED":
         return 0

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from head import TOKEN, Head, Proxy
+from ray.job_submission import JobInfo, JobStatus
 from running import ROOT
 from sockets import sockets
 
@@ -275,6 +276,40 @@ def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monke
     assert "the connection was lost" in shown.err
     lines = [line for line in shown.out.splitlines() if line.startswith("line")]
     assert lines == [f"line {n}" for n in range(40)]
+
+
+class Cut:
+    """Ray's client of a head that answers in turn with `states`, while the node that has the log is gone."""
+
+    def __init__(self, *states):
+        self.states = list(states)
+
+    def client(self):
+        return self
+
+    async def tail_job_logs(self, _):
+        raise RuntimeError("WebSocket connection closed")
+        yield
+
+    def get_job_info(self, _):
+        if isinstance(state := self.states.pop(0), Exception):
+            raise state
+        return JobInfo(status=JobStatus(state), message="its node died", entrypoint="", driver_exit_code=None)
+
+
+def test_a_job_whose_log_cannot_be_read_ends_with_its_state(capsys, monkeypatch):
+    monkeypatch.setattr(submit, "GONE_SECONDS", 0.5)
+    monkeypatch.setattr(submit.time, "sleep", lambda _: None)
+    assert submit.follow(Cut("RUNNING", "RUNNING", "FAILED"), "job") == 1
+    says = capsys.readouterr().err
+    assert (
+        says.count("the connection was lost (RuntimeError: WebSocket connection closed); job continues") == 1
+    )
+    assert "the end of its log is missing" in says and "job failed: its node died" in says
+    assert submit.follow(Cut(OSError("no route"), "SUCCEEDED"), "job") == 0
+    monkeypatch.setattr(submit, "GONE_SECONDS", -1)
+    with pytest.raises(OSError, match="no route"):  # although its client can be made
+        submit.follow(Cut(OSError("no route")), "job")
 
 
 def test_leaving_a_job_and_ending_it(cluster, capsys, monkeypatch):
