@@ -321,6 +321,7 @@ def test_every_command_is_covered():
             "bash jobs/demo/iterate.sh",
             "NAME=seed-2 SEED=2 bash jobs/demo/iterate.sh",
         ),  # commands/test_collect.py
+        "bash jobs/demo/judge.sh",  # judges/test_runs.py
         *("make ui", "make serve", "make chat", "make report"),  # above
         "make notebook",  # test_notebooks.py
         *("make gpu", "SMALL=1 make gpu"),  # gpu/test_rehearsal.py

@@ -23,7 +23,7 @@ until curl -sf http://127.0.0.1:8123/v1/models >/dev/null; do
   sleep 0.5
 done
 step evaluate "$judge" policy=null baseline=null judge=null data.eval=null
-step collect "$judge" trainer.num_prompts=60 trainer.select=pairs trainer.min_margin=0.1
+step collect "$judge" trainer.num_prompts=150
 step rm data.train="$RUNS/judge-collect/rows.jsonl" data.eval="$JOBS/data/preferences_eval.jsonl" \
   mlflow.registered_model=demo-distilled gate={}
 step ppo reward=models:/demo-distilled@champion mlflow.registered_model=demo-distilled-ppo gate={}
