@@ -59,4 +59,4 @@ def test_a_policy_whose_completions_do_not_end_is_named(verb, tmp_path, capfd, m
     assert (
         out.count("completions ended by themselves, the others were cut off at trainer.response_length") == 1
     )
-    assert verb != "ppo" or "cut off 1" in out
+    assert verb != "ppo" or "truncated 1" in out
