@@ -48,7 +48,7 @@ define install
 	  $$found -m venv --clear $(VENV); \
 	fi; \
 	log=$(VENV)/install.log; start=$$SECONDS; \
-	printf '%s' "Installing into $(VENV) (first time only, about 2 minutes; log: $$log) ... "; \
+	printf '%s' "Installing into $(VENV) (about 2 minutes; log: $$log) ... "; \
 	if $(UV); then set -- uv pip install --python $(PY); \
 	else set -- $(PY) -m pip install --progress-bar off --root-user-action ignore --disable-pip-version-check $(PIP_ARGS); fi; \
 	if "$$@" -c constraints.txt -e "$(1)" > $$log 2>&1; then echo "done in $$((SECONDS - start)) s"; \
@@ -65,27 +65,30 @@ $(VENV)/.notebook: $(PINS)
 $(VENV)/.cloud: $(PINS)
 	$(call install,.[cloud])
 
-.PHONY: help setup rlhf init chat ui report sft rm dpo kto ppo evaluate sweep validate plan generate collect score serve export \
-        up status dashboard jobs logs stop down image notebook test test-all lint format docs bench chaos faults gpu
+.PHONY: help help-all rlhf init chat ui report sft rm dpo kto ppo evaluate sweep validate plan generate collect score serve export \
+        up status dashboard jobs logs stop down image setup notebook test test-all lint format docs bench chaos faults gpu
 
-help: ## this list
-	@awk -F ':.*## ' '/^##@ / {print "\n" substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+list = awk -F ':.*\#\# ' '/^\#\#@ / {print "\n" substr($$0, 5)} /^[a-z-]+:.*\#\# / {printf "  make %-10s %s\n", $$1, $$2}'
+
+help: ## list the commands of the first day
+	@sed '/^##@ Train/,$$d' Makefile | $(list)
+help-all: ## list all commands
+	@$(list) Makefile
 	@echo
-	@echo 'PROFILE=demo|own|llama3-8b|llama3-8b-qlora|llama3-70b-qlora|llama3-70b chooses'
-	@echo '  jobs/PROFILE, JOB=file.yaml one job. ARGS="key=value ..." sets its keys.'
+	@echo 'PROFILE=demo|own|llama3-8b|llama3-8b-qlora|llama3-70b-qlora|llama3-70b: use'
+	@echo '  the jobs in jobs/PROFILE. JOB=file.yaml: use this job instead.'
+	@echo '  ARGS="key=value ...": set keys of the job.'
 	@echo 'Example: make sft PROFILE=own ARGS="trainer.learning_rate=1e-4"'
 	@echo 'Set RAY_ADDRESS=http://HEAD:8265 to submit the stages to that Ray cluster.'
-	@echo 'Any failure is status 2 of make; rlhf has finer ones (docs/runs.md).'
+	@echo 'make ends with status 2 after any failure; for rlhf, see docs/runs.md.'
 
 ##@ Start here
-setup: $(VENV)/.core ## create .venv and install; repeated only if the pins changed
-	@:
-rlhf: setup ## sft, rm, ppo and evaluate of one profile
+rlhf: setup ## run sft, rm, ppo and evaluate of one profile
 	@$(PY) -m pipeline rlhf jobs/$(PROFILE) $(ARGS)
-init: setup ## job files for your rows: DATA=folder NAME=velo MODEL=org/model
+init: setup ## write jobs for your rows: DATA=my NAME=velo MODEL=org/model
 	@$(PY) -m pipeline init $(or $(DATA),my) $(if $(NAME),--name $(NAME)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
-chat: ## talk to the policy; every completion with its score
-ui: setup ## MLflow UI at http://127.0.0.1:5000 (PORT=...)
+chat: ## talk to the policy; each completion has its score
+ui: setup ## open MLflow at http://127.0.0.1:5000 (PORT=...)
 ifdef RAY_ADDRESS
 	@echo "http://127.0.0.1:$(PORT)/#/experiments?workflowType=machine_learning (user admin, password: the token in ~/.ray/auth_token)"
 	@PATH=$(abspath $(VENV))/bin:$$PATH ray dashboard $(CLUSTER) --port $(PORT) --remote-port 5000
@@ -94,28 +97,28 @@ else
 	@echo "http://127.0.0.1:$(PORT)/#/experiments?workflowType=machine_learning"
 	@$(PY) -m mlflow ui --backend-store-uri sqlite:///runs/mlflow.db --host 127.0.0.1 --port $(PORT)
 endif
-report: setup ## a page about one or more runs: make report RUN="runs/NAME ..."
+report: setup ## write a page about one run or several: RUN="runs/NAME ..."
 	@$(PY) -m pipeline $@ $(RUN)
 
 ##@ Train
-sft: ## supervised fine-tuning on demonstrations
-rm: ## reward model on preference pairs
-dpo: ## DPO on preference pairs, starting from the sft adapter
-kto: ## KTO on completions labeled good or bad, from the sft adapter
-ppo: ## PPO, GRPO or RLOO against a reward, starting from the sft adapter
-evaluate: ## policy against a baseline, reward model on pairs
+sft: ## fine-tune on demonstrations
+rm: ## train a reward model on preference pairs
+dpo: ## train on preference pairs, from the sft adapter
+kto: ## train on completions labeled good or bad, from the sft adapter
+ppo: ## train with PPO, GRPO or RLOO, from the sft adapter
+evaluate: ## compare a policy with a baseline; a reward model on pairs
 sweep: ## try values side by side: make sweep SWEEP="lora.r=8,16"
 
 ##@ Check before you train
 validate: ## read a job's rows and report on them: JOB=jobs/demo/sft.yaml
-plan: ## memory, hours and dollars that a job needs
+plan: ## estimate the memory, hours and dollars that a job needs
 
 ##@ Use the models
-generate: ## completions for a file of prompts
-collect: ## rows to train on, from the policy's scored completions
-score: ## rewards of a file of pairs or completions
-serve: ## OpenAI-compatible endpoint at http://127.0.0.1:8000
-export: ## merged models or adapters, to a folder or the Hub
+generate: ## write completions to a file of prompts
+collect: ## make rows to train on from scored completions
+score: ## score a file of pairs or completions
+serve: ## serve the models as OpenAI's API at http://127.0.0.1:8000
+export: ## write merged models or adapters, to a folder or the Hub
 
 # The job file that a subcommand reads, unless JOB names one: jobs/PROFILE/SUBCOMMAND.yaml, or one of these.
 JOB_OF_chat := generate
@@ -128,15 +131,15 @@ chat sft rm dpo kto ppo evaluate sweep validate plan generate collect score serv
 ##@ Clusters (cluster.yaml)
 up: $(VENV)/.cloud ## start a cluster or update it: CLUSTER=cluster.yaml
 	@$(PY) -m pipeline.cloud.clusterfile $@ $(CLUSTER) $(ARGS)
-status: $(VENV)/.cloud ## nodes, pending resources and jobs
+status: $(VENV)/.cloud ## show nodes, pending resources and jobs
 	@$(PY) -m pipeline.cloud.clusterfile $@ $(CLUSTER)
-dashboard: $(VENV)/.cloud ## tunnel to its dashboard, http://127.0.0.1:8265
+dashboard: $(VENV)/.cloud ## open the cluster's dashboard at http://127.0.0.1:8265
 	@$(PY) -m pipeline.cloud.clusterfile $@ $(CLUSTER)
 jobs: setup ## list the jobs of the cluster at RAY_ADDRESS
 	@$(PY) -m pipeline.cloud.submit jobs
-logs: setup ## follow one of its jobs: NAME=... (default: the newest)
+logs: setup ## follow a job there: NAME=... (default: the newest)
 	@$(PY) -m pipeline.cloud.submit logs $(NAME)
-stop: setup ## stop one of its jobs: NAME=...
+stop: setup ## stop a job there: NAME=...
 	@$(PY) -m pipeline.cloud.submit stop $(NAME)
 down: $(VENV)/.cloud ## terminate every node of the cluster
 	@$(PY) -m pipeline.cloud.clusterfile $@ $(CLUSTER) $(ARGS)
@@ -147,15 +150,17 @@ image: ## build and push an image: REGISTRY=registry.io/me
 	docker build --platform linux/amd64 --build-arg VARIANT=$(VARIANT) -t $$image . && docker push $$image && echo "export IMAGE=$$image"
 
 ##@ Learn and develop
+setup: $(VENV)/.core ## create .venv and install; the other commands do it, too
+	@:
 notebook: $(VENV)/.notebook ## run notebooks/*.ipynb and say how to open them
 	@$(PY) notebooks/execute.py $(NOTEBOOK)
 	@echo "To change them, open them in an editor with the kernel $(PY), or in a JupyterLab of your own:"
 	@echo "  $(PY) -m ipykernel install --user --name rlhf; pipx run --spec jupyterlab jupyter-lab notebooks"
-test: $(VENV)/.dev ## the quick tests
+test: $(VENV)/.dev ## run the quick tests
 	@$(PY) -m pytest -m "not slow" -n 2 --dist loadfile --durations=15 $(ARGS)
-test-all: $(VENV)/.dev .bench/trl ## every test
+test-all: $(VENV)/.dev .bench/trl ## run every test
 	@$(PY) -m pytest -n 2 --dist loadfile --durations=15 $(ARGS)
-lint: $(VENV)/.dev ## style, format and types
+lint: $(VENV)/.dev ## check style, format and types
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
@@ -166,7 +171,7 @@ docs: .bench/docs ## build the documentation site into build/site
 	@$</bin/python -m sphinx -q -E -W --keep-going -c docs . build/site
 	@cp build/site/README.html build/site/index.html
 	@echo "build/site/index.html"
-bench: setup .bench/trl ## speed and memory compared with TRL: ARGS="ppo --size demo"
+bench: setup .bench/trl ## compare speed and memory with TRL: ARGS="ppo --size demo"
 	@$(PY) tests/bench $(ARGS)
 chaos: setup ## kill workers, drivers, nodes; runs must end with equal numbers
 	@$(PY) tests/chaos $(ARGS)

@@ -155,7 +155,7 @@ def cli() -> str:
             targets += markdown((f"`make {target[1]}`", target[2]), [])[:1]
     lines = [CLI, "## Subcommands", "", *markdown(("subcommand", "arguments", "what it does"), rows), ""]
     lines += ["## Examples", "", "```text", *EXAMPLES.splitlines()[1:], "```", ""]
-    lines += ["## Targets of make", "", "`make help` prints the same.", *targets, ""]
+    lines += ["## Targets of make", "", "`make help-all` prints the same.", *targets, ""]
     return "\n".join(lines)
 
 

@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         if name:
             sub.add_argument("job", metavar=name, help=about, nargs="?" if takes == "runs" else None)
         if verb != "completion":
-            sub.add_argument("overrides", nargs="*", metavar=more, help=about_more)
+            sub.add_argument("overrides", nargs="*", default=[], metavar=more, help=about_more)
     return top
 
 

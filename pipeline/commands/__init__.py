@@ -15,22 +15,16 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command(
-        "writes jobs/demo to the current folder, and runs its sft, rm, ppo and evaluate", "nothing"
-    ),
-    "init": Command("writes a profile of jobs for your rows", "rows"),
+    "demo": Command("write jobs/demo to this folder, and run it", "nothing"),
+    "init": Command("write a profile of jobs for your rows", "rows"),
     "chat": Command("talk with a policy in the terminal", "job", "generate"),
-    "validate": Command("read the data of a job and report on it, without training", "job"),
-    "plan": Command("memory, time and money that a job will need, from shapes alone", "job"),
-    "sweep": Command(
-        "a job with several values of some keys, side by side on Ray Tune; the best one is registered"
-    ),
-    "rlhf": Command("sft, rm, ppo and evaluate of a folder of jobs, in one Ray session", "folder"),
-    "report": Command("a page about a run, or several: curves, samples, lineage, data, job", "runs"),
-    "help": Command("type, default, range and meaning of keys of a job", "key"),
-    "completion": Command(
-        "a script that lets bash or zsh complete subcommands, job files and keys", "nothing"
-    ),
+    "validate": Command("read the rows of a job and report on them, without training", "job"),
+    "plan": Command("estimate the memory, time and money that a job needs", "job"),
+    "sweep": Command("train with several values of some keys, and register the best"),
+    "rlhf": Command("run sft, rm, ppo and evaluate of a folder of jobs", "folder"),
+    "report": Command("write a page about one run or several", "runs"),
+    "help": Command("explain keys of a job: type, default, range and meaning", "key"),
+    "completion": Command("print a script for completion in bash or zsh", "nothing"),
 }
 SUMMARIES = {name: stage.summary for name, stage in STAGE.items()} | {
     name: command.summary for name, command in COMMANDS.items()

@@ -15,7 +15,7 @@ def run(first: str, others: list[str]) -> str:
     """Writes the page about these runs and prints its path."""
     references = [first, *others] if first else others
     if not references:
-        raise InputError(f"which run? make report RUN=runs/NAME; the newest under runs/: {report.newest()}")
+        raise InputError(f"name a run: make report RUN=runs/NAME; the newest under runs/: {report.newest()}")
     alone = len(references) == 1
     try:
         runs = [report.read(one) for one in references]

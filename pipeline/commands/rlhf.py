@@ -44,7 +44,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     for job in jobs.values():  # imports Ray
         placement.check_fits(places_of(job))
     expected = {stage: expected_seconds(job, folder) for stage, job in jobs.items()}
-    time_needed = f", about {terminal.clock(sum(expected.values()))}" if all(expected.values()) else ""
+    time_needed = f", about {terminal.duration(sum(expected.values()))}" if all(expected.values()) else ""
     logs = f"logs and reports: {jobs['sft'].run.storage_path}/NAME/"
     terminal.say(f"{folder}: {', '.join(jobs)}{time_needed}; {logs}")
     results: list[dict[str, Any]] = []
@@ -139,5 +139,5 @@ def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: st
     ]
     samples = last.get("samples", [])[:SHOWN_SAMPLES]
     lines = ["", sample_table(samples), ""] if samples else [""]
-    lines.append(f"Done in {terminal.clock(seconds)}. {'; '.join(verdict)}")
+    lines.append(f"Done in {terminal.duration(seconds)}. {'; '.join(verdict)}")
     return "\n".join([*lines, *(f"  {where:<36}  {what}" for where, what in look if where)])

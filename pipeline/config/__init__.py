@@ -77,7 +77,8 @@ def job_of(tree: Tree, stage: str | None, path: str) -> Job:
     if found not in JOBS:
         raise tree.error("stage", f"found {show(found)}, expected one of {', '.join(JOBS)}")
     if stage not in (None, found):
-        use = f"use python -m pipeline {found} {path}"
+        meant = Path(path).with_name(f"{stage}.yaml")
+        use = f"use {meant}" if meant.exists() else f"use python -m pipeline {found} {path}"
         raise tree.error("stage", f"this is a job for `{found}`, not `{stage}`: {use}")
     _check_top(tree, found)
     job = Job(

@@ -103,7 +103,7 @@ class Stage:
 STAGE: dict[str, Stage] = {
     "sft": Stage(
         "trl.trainer.sft_config.SFTConfig",
-        "supervised fine-tuning on demonstrations",
+        "fine-tune on demonstrations",
         rows="demonstrations",
         learns="policy",
         unused={**_LEARNS, **_NO_ROLLOUT},
@@ -116,7 +116,7 @@ STAGE: dict[str, Stage] = {
     ),
     "rm": Stage(
         "trl.trainer.reward_config.RewardConfig",
-        "a reward model from preference pairs",
+        "train a reward model on preference pairs",
         rows="whole_preferences",
         learns="reward",
         sequences=2,
@@ -129,7 +129,7 @@ STAGE: dict[str, Stage] = {
     ),
     "dpo": Stage(
         "trl.trainer.dpo_config.DPOConfig",
-        "direct preference optimization, from the sft adapter",
+        "train on preference pairs directly, from the sft adapter",
         {"policy": True, "reference": False},
         rows="preferences",
         learns="policy",
@@ -145,7 +145,7 @@ STAGE: dict[str, Stage] = {
     ),
     "kto": Stage(
         "trl.trainer.kto_config.KTOConfig",
-        "KTO on single completions labeled good or bad, from the sft adapter",
+        "train on completions labeled good or bad, from the sft adapter",
         {"policy": True},
         rows="thumbs",
         learns="policy",
@@ -162,7 +162,7 @@ STAGE: dict[str, Stage] = {
     ),
     "ppo": Stage(
         "pipeline.ppo.config.PPOConfig",
-        "PPO against the reward model, from the sft adapter",
+        "train with PPO, GRPO or RLOO, from the sft adapter",
         {"policy": True, "teacher": False, "reward": False, "judge": False},
         rows="prompts",
         learns="policy",
@@ -177,11 +177,12 @@ STAGE: dict[str, Stage] = {
             Figure("win rate against before", "", "eval_win_rate", "%"),
             Figure("KL", "", "eval_kl", "nats per completion"),
             Figure("length", "before_length", "eval_length", "tokens"),
+            Figure("completions that end", "", "eval_eos", "%"),
         ),
     ),
     "evaluate": Stage(
         f"{OURS}.Evaluate",
-        "compare a policy with a baseline on held-out prompts; evaluate a reward model on held-out pairs",
+        "compare a policy with a baseline, test a reward model",
         {"policy": False, "baseline": False, "reward": False, "judge": False},
         rows="answered_prompts",
         writes=True,
@@ -199,7 +200,7 @@ STAGE: dict[str, Stage] = {
     ),
     "generate": Stage(
         f"{OURS}.Inference",
-        "completions of a file of prompts",
+        "write completions to a file of prompts",
         {"policy": True, "reward": False},
         rows="prompts",
         writes=True,
@@ -209,7 +210,7 @@ STAGE: dict[str, Stage] = {
     ),
     "collect": Stage(
         f"{OURS}.Collect",
-        "scored completions of a policy, several for each prompt, as rows to train on",
+        "make rows to train on from scored completions of a policy",
         {"policy": True, "reward": True},
         rows="prompts",
         writes=True,
@@ -219,7 +220,7 @@ STAGE: dict[str, Stage] = {
     ),
     "score": Stage(
         f"{OURS}.Forward",
-        "a reward model's scores of a file of pairs or completions",
+        "score a file of pairs or completions with a reward model",
         {"reward": True},
         rows="completions",
         scores=True,
@@ -228,7 +229,7 @@ STAGE: dict[str, Stage] = {
     ),
     "serve": Stage(
         f"{OURS}.Inference",
-        "policies and reward models behind an OpenAI endpoint, batched on one base",
+        "serve policies and reward models on one base, as OpenAI's API",
         writes=True,
         scores=True,
         runs_in="serve",
@@ -243,7 +244,7 @@ STAGE: dict[str, Stage] = {
     ),
     "export": Stage(
         f"{OURS}.Export",
-        "policy and reward as merged models or adapters, in a folder or on the hub",
+        "write merged models or adapters, to a folder or the Hub",
         {"policy": False, "reward": False},
         runs_in="here",
         unused={

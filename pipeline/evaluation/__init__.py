@@ -33,7 +33,7 @@ from pipeline.system import console
 SEED_OFFSET = 1_000_003  # evaluation draws other random numbers than training
 WIN_RATES = {"reward": "eval_win_rate", "judge": "eval_judge_win_rate"}
 THE_MODELS_OWN = Sampling(0, ())  # log-probabilities at temperature 1, without barred ends
-SAMPLES = 8  # first completions that stay in memory, for result.json
+SAMPLES = 8  # first completions, each to another prompt, that stay in memory, for result.json
 
 
 class Completions:
@@ -41,16 +41,16 @@ class Completions:
 
     def __init__(self, records: Iterable[dict[str, Any]]) -> None:
         self.numbers: dict[str, array[float]] = defaultdict(lambda: array("d"))  # in the order of the prompts
-        self.samples: list[tuple[str, dict[str, Any]]] = []  # prompt, completion with its scores
+        self.samples: dict[str, dict[str, Any]] = {}  # prompt -> completion with its scores
         self.texts: set[int] = set()  # hashes
         self.ngrams: dict[int, set[tuple[int, ...]]] = {1: set(), 2: set()}
         self.total: Counter[int] = Counter()  # n -> number of n-grams
         for record in records:
-            if len(self.samples) < SAMPLES:
+            if len(self.samples) < SAMPLES and record["prompt"] not in self.samples:
                 shown = {
                     key: value for key, value in record.items() if key in ("completion", "words", *WIN_RATES)
                 }
-                self.samples.append((record["prompt"], shown))
+                self.samples[record["prompt"]] = shown
             self.texts.add(hash(record["completion"]))
             for n, found in self.ngrams.items():
                 grams = ngrams(record["tokens"], n)
@@ -134,9 +134,10 @@ class Comparison:
             if wins := self._wins(name):
                 metrics[key] = mean(wins)
                 metrics[f"{key}_low"], metrics[f"{key}_high"] = wilson(wins)
-        samples = zip(self.before.samples, after.samples, strict=True)
+        before = self.before.samples
         return metrics, [
-            {"prompt": prompt, "before": theirs, "after": ours} for (_, theirs), (prompt, ours) in samples
+            {"prompt": prompt, "before": before[prompt], "after": ours}
+            for prompt, ours in after.samples.items()
         ]
 
     def _wins(self, name: str) -> list[float]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipeline.report.plots import COLOURS, DASHED, INK, Drawing
+from pipeline.report.plots import COLORS, DASHED, INK, Drawing
 
 
 def drawings(evaluation: dict[str, Any]) -> list[Drawing]:
@@ -24,7 +24,7 @@ def drawings(evaluation: dict[str, Any]) -> list[Drawing]:
 
 def draw_probes(axes: Any, probes: dict[str, Any]) -> None:
     for place, one in enumerate(reversed(list(probes.values()))):
-        color = COLOURS[0] if one["verdict"] == "ok" else COLOURS[1]
+        color = COLORS[0] if one["verdict"] == "ok" else COLORS[1]
         axes.plot([one["low"], one["high"]], [place, place], color=color, linewidth=2)
         axes.scatter([one["effect"]], [place], s=16, color=color, linewidths=0)
     axes.axvline(0, color=INK, linewidth=0.8)
@@ -35,7 +35,7 @@ def draw_probes(axes: Any, probes: dict[str, Any]) -> None:
 
 def draw_best_of_n(axes: Any, curve: list[dict[str, float]]) -> None:
     sizes = [point["n"] for point in curve]
-    for name, label, color in (("proxy", "reward", COLOURS[0]), ("gold", "judge", COLOURS[1])):
+    for name, label, color in (("proxy", "reward", COLORS[0]), ("gold", "judge", COLORS[1])):
         values = [point[name] - curve[0][name] for point in curve]
         axes.plot(sizes, values, color=color, linewidth=1.2, marker="o", markersize=3)
         axes.annotate(label, (sizes[-1], values[-1]), color=color, fontsize=8.5, ha="right", va="bottom")

@@ -43,6 +43,19 @@ class Run:
         return self.result.get("metrics") or newest
 
     @property
+    def verdict(self) -> str:
+        """Returns what the gate says of a finished run that has one, else how the run ended."""
+        if self.state != "finished" or not self.conditions:
+            return self.state
+        return "gate passed" if all(holds for *_, holds in self.conditions) else "gate failed"
+
+    @property
+    def conditions(self) -> list[tuple[Any, ...]]:
+        """Returns (metric, condition, value, whether it holds) of each condition of the gate."""
+        champion = (self.result.get("champion") or {}).get("metrics", {})
+        return list(registry.conditions(self.job.get("gate") or {}, self.result.get("metrics", {}), champion))
+
+    @property
     def last_step(self) -> int | None:
         return max((points[-1][0] for points in self.history.values()), default=None)
 

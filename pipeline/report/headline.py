@@ -7,6 +7,7 @@ from pipeline.report import preferences
 from pipeline.report.gather import Run
 from pipeline.report.plots import number
 from pipeline.system import prices
+from pipeline.system.terminal import duration
 
 # For several runs: (stage, index of the metric in its headline).
 OVERVIEW = (("rm", 0), ("dpo", 0), ("kto", 0), ("ppo", 0), ("ppo", 1), ("evaluate", 0), ("ppo", 3))
@@ -40,19 +41,13 @@ def _card(run: Run, label: str, before: str, after: str, unit: str) -> dict[str,
     if after not in run.metrics:
         return None
     was, value = (_shown(run.metrics[key], unit) if key in run.metrics else "" for key in (before, after))
+    if after.startswith("eval_") and "held-out" not in label:
+        label = f"held-out {label}"
     return {"label": f"{label}, {unit}" if unit not in ("", "%") else label, "value": value, "was": was}
 
 
 def _shown(value: float, unit: str) -> str:
-    return f"{100 * value:.1f} %" if unit == "%" else number(value)
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{value:.1%}" if unit == "%" else number(value)
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
@@ -64,17 +59,13 @@ def facts(run: Run) -> list[tuple[str, str]]:
         alias = f"@{result['alias']}" if result.get("alias") else unmoved
         registered = f"{result['registered_model']} v{result['version']} {alias}"
     workers = scaling.get("num_workers", 1) or "in process,"
-    peak, seconds, cost = (result.get(key) for key in ("peak_memory_bytes", "train_seconds", "cost"))
+    peak, cost = (result.get(key) for key in ("peak_memory_bytes", "cost"))
     entries = [
         ("base", " ".join(filter(None, (model["name_or_path"], model.get("revision"))))),
         ("registered", registered),
         ("ended", how_it_ended(result)),
         ("workers", f"{workers} {'with a GPU each' if scaling.get('use_gpu') else 'on CPUs'}"),
         ("peak memory", peak and f"{peak / 2**30:.2f} GiB in the largest worker"),
-        (
-            "training" if STAGE[run.stage].learns else "work",
-            seconds and f"{duration(seconds)} of {duration(result['seconds'])}",
-        ),
         ("cost", cost and prices.in_words(cost)),
         ("MLflow run", run.run_id),
         ("folder", run.folder),

@@ -12,7 +12,6 @@ from pipeline import references
 from pipeline.config.stages import STAGE
 from pipeline.data.counts import versions_in_words
 from pipeline.data.report import name_of
-from pipeline.registry import conditions
 from pipeline.registry.store import flatten
 from pipeline.report import evaluations, gather, headline, plots, preferences
 from pipeline.report.gather import Run
@@ -32,7 +31,7 @@ def render(runs: list[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    functions = (conditions, plots.number, versions_in_words, name_of, title_of, marked, as_yaml)
+    functions = (plots.number, versions_in_words, name_of, title_of, marked, as_yaml)
     environment.globals.update({one.__name__: one for one in functions})
     environment.globals.update(
         headline=headline, evaluations=evaluations, gather=gather, references=references

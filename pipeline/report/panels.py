@@ -11,6 +11,9 @@ Points = list[tuple[int, float]]  # (step, value), ascending
 History = dict[str, Points]  # metric -> its points
 
 
+HELD_OUT = "held-out"
+
+
 @dataclass(frozen=True)
 class Panel:
     title: str
@@ -19,6 +22,7 @@ class Panel:
     note: str  # how to read it
     # lines; stack: parts of a sum; band: lowest, mean and highest
     kind: str = "lines"
+    also: str = ""  # a metric of held-out rows, drawn beside the lines
     level: float | None = None  # a horizontal reference line
     zero: bool = False  # the axis begins at 0: for counts, shares, sizes
     when: Callable[[Points], bool] = bool  # is a curve worth showing?
@@ -29,7 +33,7 @@ class Panel:
         return {label for metric, label in self.lines.items() if metric.startswith("eval_")}
 
     def select(self, history: History) -> History:
-        """Returns {name of the line: its points} of a run, empty if it has none of this panel's metrics."""
+        """Returns {name of the line: its points} of a run, empty if it has none of this panel's lines."""
         selected = {}
         for pattern, label in self.lines.items():
             for metric in sorted(fnmatch.filter(history, pattern)):
@@ -37,6 +41,8 @@ class Panel:
                     # `reward` for `rewards/reward/mean`, `rollout` for `time/rollout`
                     name = metric.split("/")[min(1, metric.count("/"))].replace("_", " ")
                     selected[label or name] = history[metric]
+        if selected and self.also in history:
+            selected[HELD_OUT] = history[self.also]
         return selected
 
 
@@ -46,44 +52,44 @@ def varies(points: Points) -> bool:
 
 GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
     "learning": ("Is it learning?", (
-        Panel("Loss", "loss", {"loss": "training", "eval_loss": "held-out"},
+        Panel("Loss", "loss", {"loss": "training", "eval_loss": HELD_OUT},
               "Held-out should fall with training. If it rises again, the rest of the run memorizes."),
-        Panel("Token accuracy", "share of tokens", {"mean_token_accuracy": "training", "eval_mean_token_accuracy": "held-out"},
+        Panel("Token accuracy", "share of tokens", {"mean_token_accuracy": "training", "eval_mean_token_accuracy": HELD_OUT},
               "Share of the completion's tokens that the model ranks first."),
-        Panel("Accuracy on pairs", "share of pairs", {"accuracy": "training", "eval_accuracy": "held-out"},
+        Panel("Accuracy on pairs", "share of pairs", {"accuracy": "training", "eval_accuracy": HELD_OUT},
               "Share of pairs whose chosen completion scores higher. Chance is 0.5.", level=0.5),
-        Panel("Margin", "score", {"margin": "training", "eval_margin": "held-out"},
+        Panel("Margin", "score", {"margin": "training", "eval_margin": HELD_OUT},
               "Mean of chosen minus rejected. If it grows without the accuracy, only confidence grows."),
         Panel("Scores", "score", {"min_reward": "lowest", "mean_reward": "mean", "max_reward": "highest"},
               "Lowest, mean and highest score of a batch. A drifting mean is an offset in PPO's reward.", kind="band"),
-        Panel("Accuracy on pairs", "share of pairs", {"rewards/accuracies": "training", "eval_rewards/accuracies": "held-out"},
+        Panel("Accuracy on pairs", "share of pairs", {"rewards/accuracies": "training", "eval_rewards/accuracies": HELD_OUT},
               "Share of pairs whose chosen completion gained more probability over the reference.", level=0.5),
         Panel("Implicit rewards", "β × log-ratio", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
               "They should diverge. If both fall, the policy moves away from both completions."),
-        Panel("Margin", "β × log-ratio", {"rewards/margins": "training", "eval_rewards/margins": "held-out"},
+        Panel("Margin", "β × log-ratio", {"rewards/margins": "training", "eval_rewards/margins": HELD_OUT},
               "Implicit reward of chosen minus rejected."),
         Panel("Score of the completions", "score", {"rewards/*/mean": ""},
-              "Mean score of an update's completions, by reward."),
-        Panel("What PPO maximizes", "score", {"objective/scores": "score", "objective/rlhf_reward": "less the KL penalty"},
+              "Mean score of an update's completions, by reward, and of the completions to held-out prompts.", also="eval_reward"),
+        Panel("What PPO maximizes", "score", {"objective/scores": "normalized", "objective/rlhf_reward": "less the KL penalty"},
               "Score as PPO uses it (normalized and clipped if the job sets so), and that score less the KL penalty."),
         Panel("Win rate on held-out prompts", "share of prompts", {"eval_win_rate": "by the reward", "eval_judge_win_rate": "by the judge"},
               "Share of completions that score higher than those before training. If only the reward says so, it is being "
               "exploited.", level=0.5, when=varies),
     )),
-    "policy": ("How did its behaviour change?", (
-        Panel("KL from the reference", "nats per completion", {"objective/kl": ""},
-              "How far the policy has moved; 0 at the start. A score that costs more and more KL is suspect.", level=0.0),
+    "policy": ("How did its behavior change?", (
+        Panel("KL from the reference", "nats per completion", {"objective/kl": "training"},
+              "How far the policy has moved; 0 at the start. A score that costs more and more KL is suspect.", level=0.0, also="eval_kl"),
         Panel("KL to the teacher", "nats per completion", {"objective/teacher_kl": ""},
               "Of the policy's completions, token by token. It should fall towards 0.", level=0.0),
-        Panel("KL estimate", "nats per completion", {"kl": ""},
+        Panel("KL estimate", "nats per completion", {"kl": "training"},
               "KTO's reference point: mean log-ratio of completions after prompts of other rows, at least 0. A completion counts as "
-              "likelier if it gains more.", level=0.0),
+              "likelier if it gains more.", level=0.0, also="eval_kl"),
         Panel("Entropy of a completion", "nats", {"objective/entropy": ""},
               "Mean -log p of a completion. Near 0 the policy has collapsed to one completion and no longer explores."),
-        Panel("Entropy", "nats per token", {"entropy": "training", "eval_entropy": "held-out"},
+        Panel("Entropy", "nats per token", {"entropy": "training", "eval_entropy": HELD_OUT},
               "Entropy of the distribution of the next token."),
-        Panel("Length of the completions", "tokens", {"completions/mean_length": ""},
-              "Length that climbs with the score is the most common form of reward hacking.", zero=True),
+        Panel("Length of the completions", "tokens", {"completions/mean_length": "training"},
+              "Length that climbs with the score is the most common form of reward hacking.", zero=True, also="eval_length"),
         Panel("Truncated completions", "share of completions", {"completions/clipped_ratio": ""},
               "Share of completions that reached the maximum length without an end-of-sequence token.", zero=True),
         Panel("Log-probability", "nats per completion", {"logps/chosen": "chosen", "logps/rejected": "rejected"},
@@ -96,8 +102,6 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
               "1: the critic predicts the return at every token. 0: no better than their mean.", level=0.0),
         Panel("Value loss", "loss", {"loss/value_avg": ""},
               "Clipped squared error of the critic, halved.", zero=True),
-        Panel("Policy loss", "loss", {"loss/policy_avg": ""},
-              "Around 0 by construction: advantages are whitened."),
         Panel("Clipped", "share of tokens", {"policy/clipfrac_avg": "policy", "val/clipfrac_avg": "value"},
               "Tokens whose ratio left the clip range. Above about 0.2 the steps are too large.", zero=True),
         Panel("KL of one update", "nats per token", {"policy/approxkl_avg": ""},

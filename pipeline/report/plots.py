@@ -10,12 +10,14 @@ from collections.abc import Callable
 from html import escape
 from typing import Any, NamedTuple
 
-from pipeline.report.panels import History, Panel, Points
+from pipeline.report.panels import HELD_OUT, History, Panel, Points
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, FAINT, GRID = "#1f2328", "#6e7781", "#d8dee4"
 # In an SVG they become CSS variables, so that a dark page can lighten them.
-VARIABLES = {colour: f"c{i}" for i, colour in enumerate(COLOURS)} | {INK: "ink", FAINT: "faint", GRID: "grid"}
+VARIABLES = {color: f"c{i}" for i, color in enumerate(COLORS)} | {INK: "ink", FAINT: "faint", GRID: "grid"}
+# A phase of an update has one color in all panels, and so have held-out rows.
+FIXED = dict(zip(("rollout", HELD_OUT, "update", "values", "score"), COLORS, strict=False))
 SIZE = (3.9, 2.15)  # inches of one panel
 SMOOTH_FROM = 60  # points; longer lines get a running mean over the pale raw line
 DASHED: Any = {"color": FAINT, "linewidth": 0.8, "linestyle": (0, (2, 2)), "zorder": 1}  # a reference line
@@ -95,8 +97,8 @@ def svg(draw: Draw, prefix: str, label: str) -> str:
     used = set(re.findall(r'(?:href="|url\()#([\w-]+)', text))
     text = re.sub(r' id="([\w.-]+)"', lambda m: f' id="{prefix}-{m[1]}"' if m[1] in used else "", text)
     text = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", text)
-    for colour, variable in VARIABLES.items():
-        text = re.sub(colour, f"var(--{variable})", text, flags=re.IGNORECASE)
+    for color, variable in VARIABLES.items():
+        text = re.sub(color, f"var(--{variable})", text, flags=re.IGNORECASE)
     box = re.search(r'viewBox="[^"]*"', text)
     head = f'<svg {box[0] if box else ""} role="img" aria-label="{escape(label)}">'
     return re.sub(r"<svg[^>]*>", head, text, count=1)
@@ -118,11 +120,9 @@ def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = 
         return None
     shown = next(iter(drawable.values()))
     if len(drawable) > 1:
-        telling = ("held-out", "highest so far")  # else a run's first line
-        shown = {
-            run: next(lines[name] for name in (*telling, *lines) if name in lines)
-            for run, lines in drawable.items()
-        }
+        # The held-out line of each run, unless it is but a point; else the first line
+        telling = next((name for name in (HELD_OUT, "highest so far") if name in panel.lines.values()), "")
+        shown = {run: lines.get(telling) or next(iter(lines.values())) for run, lines in drawable.items()}
     held_out = [points for label, points in shown.items() if label in panel.held_out]
     marks = [(step, value) for points in held_out for step, value in points if step == kept]
 
@@ -132,6 +132,12 @@ def curve(panel: Panel, runs: dict[str, History], axis: str, kept: int | None = 
         {"lines": _lines, "stack": _stack, "band": _band}[panel.kind](axes, panel, shown)
 
     return draw
+
+
+def colors_of(names: list[str]) -> list[str]:
+    """Returns a color for each line: its own if it has one (FIXED), else one that no other line of the panel has."""
+    free = itertools.cycle([one for one in COLORS if one not in map(FIXED.get, names)])
+    return [FIXED.get(name) or next(free) for name in names]
 
 
 def _frame(axes: Any, panel: Panel, axis: str) -> None:
@@ -154,43 +160,42 @@ def _mark(axes: Any, kept: Points) -> None:
 
 def _lines(axes: Any, panel: Panel, lines: History) -> None:
     ends = []
-    for colour, (name, points) in zip(itertools.cycle(COLOURS), lines.items(), strict=False):
+    for (name, points), color in zip(lines.items(), colors_of(list(lines)), strict=True):
         steps, values = [step for step, _ in points], [value for _, value in points]
         if len(values) >= SMOOTH_FROM:
-            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+            axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
             width = max(5, len(values) // 20)  # each point becomes the mean of the last `width` values
             parts = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
             values = [sum(part) / len(part) for part in parts]
-        axes.plot(steps, values, color=colour, marker="o" if len(values) < 8 else None, markersize=3.2)
-        ends.append((name, values[-1], colour))
+        axes.plot(steps, values, color=color, marker="o" if len(values) < 8 else None, markersize=3.2)
+        ends.append((f"{name} {number(values[-1])}" if name == HELD_OUT else name, values[-1], color))
     if panel.zero:
-        highest = max(axes.get_ylim()[1], 1e-12) if any(v for p in lines.values() for _, v in p) else 1
-        axes.set_ylim(0, highest)
+        axes.set_ylim(0, 1.08 * max(v for points in lines.values() for _, v in points) or 1)
     _name_ends(axes, ends if len(lines) > 1 else [(number(ends[0][1]), *ends[0][1:])])
 
 
 def _band(axes: Any, panel: Panel, lines: History) -> None:
     (low, lowest), (_, mean), (high, highest) = lines.items()
-    steps, colour = [step for step, _ in mean], COLOURS[0]
+    steps, color = [step for step, _ in mean], COLORS[0]
     edges = ([value for _, value in points] for points in (lowest, highest))
-    axes.fill_between(steps, *edges, color=colour, alpha=0.15, linewidth=0)
-    axes.plot(steps, [value for _, value in mean], color=colour)
+    axes.fill_between(steps, *edges, color=color, alpha=0.15, linewidth=0)
+    axes.plot(steps, [value for _, value in mean], color=color)
     axes.axhline(0, **DASHED)
-    ends = [(low, lowest[-1][1], FAINT), ("mean", mean[-1][1], colour), (high, highest[-1][1], FAINT)]
+    ends = [(low, lowest[-1][1], FAINT), ("mean", mean[-1][1], color), (high, highest[-1][1], FAINT)]
     _name_ends(axes, ends)
 
 
 def _stack(axes: Any, panel: Panel, lines: History) -> None:
     steps = [step for step, _ in next(iter(lines.values()))]
     values = [[dict(points).get(step, 0.0) for step in steps] for points in lines.values()]
-    colours = [COLOURS[i % len(COLOURS)] for i in range(len(values))]
-    axes.stackplot(steps, values, colors=colours, alpha=0.75, linewidth=0)
+    colors = colors_of(list(lines))
+    axes.stackplot(steps, values, colors=colors, alpha=0.75, linewidth=0)
     # The axis ends above the usual update, so that one slow update, often the first, does not flatten all others.
     totals = sorted(map(sum, zip(*values, strict=True)))
     axes.set_ylim(0, min(totals[-1], 2.5 * totals[len(totals) // 2]) * 1.05 or 1)
     floor, ends = 0.0, []
-    for (name, _), column, colour in zip(lines.items(), values, colours, strict=True):
-        ends.append((name, floor + column[-1] / 2, colour))
+    for (name, _), column, color in zip(lines.items(), values, colors, strict=True):
+        ends.append((name, floor + column[-1] / 2, color))
         floor += column[-1]
     _name_ends(axes, ends)
 
@@ -199,14 +204,14 @@ def _name_ends(axes: Any, ends: list[tuple[str, float, str]]) -> None:
     """Writes each line's name to the right of its last point, moved apart if names would overlap."""
     low, high = axes.get_ylim()
     placed = sorted(
-        [min(1.0, max(0.0, (y - low) / (high - low or 1))), name, colour] for name, y, colour in ends
+        [min(1.0, max(0.0, (y - low) / (high - low or 1))), name, color] for name, y, color in ends
     )
     for lower, upper in itertools.pairwise(placed):
         upper[0] = max(upper[0], lower[0] + 0.1)
     overshoot = max(0.0, placed[-1][0] - 1.0)
-    for y, name, colour in placed:
+    for y, name, color in placed:
         at = (1.015, y - overshoot)
-        axes.annotate(str(name), at, xycoords="axes fraction", color=colour, va="center", fontsize=8)
+        axes.annotate(str(name), at, xycoords="axes fraction", color=color, va="center", fontsize=8)
 
 
 def number(value: float | None) -> str:

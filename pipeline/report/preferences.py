@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.figures import calibration, correlation, mean
 from pipeline.report import plots
-from pipeline.report.plots import COLOURS, DASHED, INK, Drawing, number
+from pipeline.report.plots import COLORS, DASHED, INK, Drawing, number
 
 Pair = dict[str, float]
 
@@ -56,7 +56,7 @@ def draw_margins(axes: Any, pairs: list[Pair]) -> None:
     edges = [i * width for i in range(math.floor(low / width), math.floor(high / width) + 2)]
     _, _, bars = axes.hist(values, bins=edges)
     for bar in bars:
-        bar.set_facecolor(COLOURS[1] if bar.get_x() < -width / 2 else COLOURS[0])
+        bar.set_facecolor(COLORS[1] if bar.get_x() < -width / 2 else COLORS[0])
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.set(title="Margins of the held-out pairs", xlabel="chosen - rejected score", ylabel="pairs")
     axes.margins(y=0.2)
@@ -67,11 +67,11 @@ def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
     error, bins = calibration(margins(pairs))
     axes.plot([0.5, 1], [0.5, 1], **DASHED)
     confidence, accuracy = [one["confidence"] for one in bins], [one["accuracy"] for one in bins]
-    axes.plot(confidence, accuracy, color=COLOURS[0], linewidth=1)
+    axes.plot(confidence, accuracy, color=COLORS[0], linewidth=1)
     ends = [[one[f"accuracy_{end}"] for one in bins] for end in ("low", "high")]
-    axes.vlines(confidence, *ends, color=COLOURS[0], linewidth=0.8, alpha=0.5)
+    axes.vlines(confidence, *ends, color=COLORS[0], linewidth=0.8, alpha=0.5)
     sizes = [14 + 80 * one["pairs"] / len(pairs) for one in bins]
-    axes.scatter(confidence, accuracy, s=sizes, color=COLOURS[0], linewidths=0)
+    axes.scatter(confidence, accuracy, s=sizes, color=COLORS[0], linewidths=0)
     axes.set(title="Calibration", xlabel="confidence", ylabel="accuracy")
     axes.set(xlim=(0.48, 1.02), ylim=(min(0.45, *accuracy) - 0.04, 1.04))
     _remark(axes, f"calibration error {error:.1%}")
@@ -80,7 +80,7 @@ def draw_calibration(axes: Any, pairs: list[Pair]) -> None:
 def draw_lengths(axes: Any, pairs: list[Pair]) -> None:
     axes.axhline(0, **DASHED)
     # Many dots become a bitmap inside the SVG, because each dot would be an element of the page.
-    dots = {"s": 9, "alpha": 0.5, "color": COLOURS[0], "linewidths": 0, "rasterized": len(pairs) > 500}
+    dots = {"s": 9, "alpha": 0.5, "color": COLORS[0], "linewidths": 0, "rasterized": len(pairs) > 500}
     axes.scatter(longer(pairs), margins(pairs), **dots)
     axes.set(title="Length bias", xlabel="chosen longer by, tokens", ylabel="margin")
     axes.margins(y=0.2)
@@ -89,7 +89,7 @@ def draw_lengths(axes: Any, pairs: list[Pair]) -> None:
 
 def _remark(axes: Any, text: str, top: bool = False) -> None:
     position = {"xy": (0.98, 0.95 if top else 0.06), "va": "top" if top else "baseline"}
-    axes.annotate(text, xycoords="axes fraction", ha="right", color=COLOURS[0], fontsize=8.5, **position)
+    axes.annotate(text, xycoords="axes fraction", ha="right", color=COLORS[0], fontsize=8.5, **position)
 
 
 DRAWINGS = (

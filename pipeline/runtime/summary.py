@@ -60,7 +60,7 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
     page = storage.relative(drawn or f"{result['folder']}/result.json")
     page = text.row("report" if drawn else "result", page)
     print(page) if one_of_several else terminal.say(page, result=True)
-    words = filter(None, (terminal.clock(result["seconds"]), prices.in_words(result["cost"])))
+    words = filter(None, (terminal.duration(result["seconds"]), prices.in_words(result["cost"])))
     terminal.say(text.row("time", ", ".join(words)), result=True)
 
 

@@ -45,7 +45,7 @@ SHOWN = {
     "kl to teacher": "objective/teacher_kl",
     "entropy/completion": "objective/entropy",
     "length": "completions/mean_length",
-    "cut off": "completions/clipped_ratio",
+    "truncated": "completions/clipped_ratio",
     "explained var": "val/explained_variance",
     "clip frac": "policy/clipfrac_avg",
     "grad norm": "grad_norm",
@@ -266,8 +266,8 @@ class Worker(Host):
         ends = step in (first, total) or any(key.startswith("eval_") for key in metrics)
         if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow has every step
             self.printed = now
-            clock = f"  left {terminal.clock(left)}" if step > first else ""
-            print(f"step {step:>{len(str(total))}}/{total}  {'  '.join(shown)}{clock}".rstrip(), flush=True)
+            ahead = f"  left {terminal.duration(left)}" if step > first else ""
+            print(f"step {step:>{len(str(total))}}/{total}  {'  '.join(shown)}{ahead}".rstrip(), flush=True)
         if ends or now - self.shown >= LIVE_INTERVAL_S:
             self.shown = now
             numbers = "  ".join(one.rstrip() for one in shown[:LIVE_METRICS])

@@ -89,17 +89,18 @@ def score_pairs(worker: Worker, trainer: Any, rows: Any) -> list[dict[str, float
 
 
 def doubtful(worker: Worker, rows: Any, pairs: list[dict[str, float]]) -> list[dict[str, Any]]:
-    """Returns the pairs with the lowest margins as text: errors of the model or of the data."""
-    worst = []
-    for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"])[
-        :DOUBTFUL
-    ]:
+    """Returns the pairs with the lowest margins as text, each once: errors of the model or of the data."""
+    worst: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"]):
+        if len(worst) == DOUBTFUL:
+            break
         row, scores = rows[index], pairs[index]
-        prompt, chosen, rejected = as_text(worker.tokenizer, row["chosen_ids"], row["rejected_ids"])
-        texts = {"chosen": chosen, "rejected": rejected}
-        sides = {side: {"text": text, "score": scores[side]} for side, text in texts.items()}
-        worst.append({"prompt": prompt} | sides)
-    return worst
+        texts = as_text(worker.tokenizer, row["chosen_ids"], row["rejected_ids"])
+        shown: dict[str, Any] = {"prompt": texts[0]}
+        for side, text in zip(("chosen", "rejected"), texts[1:], strict=True):
+            shown[side] = {"text": text, "score": scores[side]}
+        worst.setdefault(texts, shown)
+    return list(worst.values())
 
 
 def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str, str, str]:
@@ -114,8 +115,10 @@ def as_text(tokenizer: Any, chosen: list[int], rejected: list[int]) -> tuple[str
     if not call or not all(call in text for text in texts):  # raw text, without a template
         shared = shared_length(chosen, rejected)
         parts = [chosen[:shared], chosen[shared:], rejected[shared:]]
-        return tuple(tokenizer.batch_decode(parts, skip_special_tokens=True))
+        prompt, *completions = tokenizer.batch_decode(parts, skip_special_tokens=True)
+        return prompt.strip(), *completions
     completions = [text.rpartition(call)[2] for text in texts]
     for token in tokenizer.all_special_tokens:
         completions = [completion.replace(token, "") for completion in completions]
-    return texts[0].rpartition(call)[0], completions[0], completions[1]
+    prompt = texts[0].rpartition(call)[0].strip().removeprefix(tokenizer.bos_token or "").strip()
+    return prompt, completions[0], completions[1]

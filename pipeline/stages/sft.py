@@ -11,6 +11,8 @@ from pipeline.config import Job
 from pipeline.runtime.run import launch
 from pipeline.runtime.worker import Worker
 
+SAMPLES, SAMPLE_TOKENS = 8, 128  # held-out prompts in the report, and most tokens of a completion
+
 
 def run(job: Job) -> dict[str, Any]:
     return launch(job, train)
@@ -70,4 +72,48 @@ def train(worker: Worker) -> dict[str, Any]:
         eval_dataset=worker.rows("eval"),
         processing_class=worker.tokenizer,
     )
-    return trl_trainer.finish(worker, trainer, trl_trainer.run(worker, trainer))
+    outcome = trl_trainer.run(worker, trainer)
+    if trainer.eval_dataset is not None:
+        outcome.samples = samples(worker, trainer, ends)
+    return trl_trainer.finish(worker, trainer, outcome)
+
+
+def samples(worker: Worker, trainer: Any, ends: list[int]) -> list[dict[str, Any]]:
+    """Returns the first held-out prompts with greedy completions of the base and of the trained adapter."""
+    import torch
+    from transformers import GenerationConfig
+
+    from pipeline.stages.rm import as_text
+
+    prompts: dict[str, list[int]] = {}
+    for row in trainer.eval_dataset:
+        start = next((i for i, label in enumerate(row["labels"]) if label != -100), 0)
+        if ids := row["input_ids"][:start]:
+            prompts.setdefault(as_text(worker.tokenizer, ids, ids)[0], ids)
+        if len(prompts) == SAMPLES:
+            break
+    if not prompts:
+        return []
+    rows = {"input_ids": [*prompts.values()]}
+    batch = worker.tokenizer.pad(rows, padding_side="left", return_tensors="pt").to(worker.device)
+    length = batch["input_ids"].shape[1]
+    config = GenerationConfig(
+        max_new_tokens=min(SAMPLE_TOKENS, worker.work.context - length),
+        do_sample=False,
+        repetition_penalty=1.0,  # the base's own configuration may set another
+        eos_token_id=ends,
+        pad_token_id=worker.tokenizer.pad_token_id,
+    )
+    model = trainer.accelerator.unwrap_model(trainer.model).eval()
+
+    def completions() -> list[str]:
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            ids = model.generate(**batch, generation_config=config)[:, length:]
+        return worker.tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+    with model.disable_adapter():
+        before = completions()
+    return [
+        {"prompt": prompt, "before": {"completion": base.strip()}, "after": {"completion": ours.strip()}}
+        for prompt, base, ours in zip(prompts, before, completions(), strict=True)
+    ]

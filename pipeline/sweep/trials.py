@@ -158,7 +158,7 @@ def overall(state: dict[str, Any], count: int, seconds: float, before: float) ->
     text = f"{len(state['ended'])} of {count} ended, {len(state['running'])} running"
     new, left = done(state) - before, count - done(state)
     if new > 0 and left > 0:
-        text += f", left {terminal.clock(seconds / new * left)}"
+        text += f", left {terminal.duration(seconds / new * left)}"
     return text
 
 

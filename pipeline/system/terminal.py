@@ -66,11 +66,13 @@ def marked(line: str) -> bool:
     return line[:1] in (SHOWN, RESULT, LIVE)
 
 
-def clock(seconds: float) -> str:
-    """Returns minutes and seconds, for example 1:05."""
+def duration(seconds: float) -> str:
+    """Returns a time for people, for example 2 h 03 min, 1 min 05 s, or 44 s."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
 class Output:
@@ -156,9 +158,9 @@ class Screen(Output):
         if self.level != NORMAL or not self.log:  # else the details are shown
             return
         if seconds := float(left or 0):
-            text += f"  {clock(seconds)} left"
+            text += f"  {duration(seconds)} left"
             if self.following:
-                text += f", {clock(seconds + self.following)} for all stages"
+                text += f", {duration(seconds + self.following)} for all stages"
         if more:
             text += f"  {more}"
         if left:

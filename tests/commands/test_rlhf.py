@@ -15,7 +15,7 @@ def test_the_summary_shows_the_results_of_the_profile():
     ppo = {"stage": "ppo", "metrics": {"before_reward": 0.25, "eval_reward": 0.5}}
     results = [ppo | common, {"stage": "evaluate", "metrics": {"eval_win_rate": 0.75}} | common]
     text = rlhf.closing(results, "jobs/llama3-8b", seconds=12.0, page=None)
-    assert "Done in 0:12. ppo: reward 0.25 -> 0.5; evaluate: reward win rate 0.75\n" in text
+    assert "Done in 12 s. ppo: reward 0.25 -> 0.5; evaluate: reward win rate 0.75\n" in text
     assert "jobs/llama3-8b/ppo.yaml" in text and 'make ppo PROFILE=llama3-8b ARGS="' in text
     assert "http://mlflow:5000 " in text and "make ui" not in text and "demo" not in text
     assert "python -m pipeline ppo mine/x/ppo.yaml" in rlhf.closing(results, "mine/x", seconds=1.0, page=None)

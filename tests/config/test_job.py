@@ -346,13 +346,14 @@ def test_what_is_no_job_file_names_those_that_may_be_meant(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "jobs/vet").mkdir(parents=True)
     for name in ("sft", "generate"):
-        (tmp_path / f"jobs/vet/{name}.yaml").write_text("stage: sft\n")
+        (tmp_path / f"jobs/vet/{name}.yaml").write_text(f"stage: {name}\n")
     both = "jobs/vet/generate.yaml, jobs/vet/sft.yaml"
     for typed, says in (
         (["jobs/vet"], f"jobs/vet: no such job file; expected one of {both}\n"),
         (["vet"], f"vet: no such job file; expected one of {both}\n"),
         (["jobs/vet/rm.yaml"], f"expected one of {both}; `init FILE --name vet` adds jobs for more rows\n"),
         (["jobs/velo/sft.yaml"], "jobs/velo/sft.yaml: no such job file; profiles here are vet\n"),
+        (["jobs/vet/generate.yaml"], "this is a job for `generate`, not `sft`: use jobs/vet/sft.yaml\n"),
         (
             ["--model_name_or_path", "X", "--dataset_name", "Y"],
             "before the keys: jobs/own/sft.yaml model.name_or_path=X\n",

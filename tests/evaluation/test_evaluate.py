@@ -68,6 +68,11 @@ def test_calibration_counts():
     assert figures.calibration([1e9, -1e9])[0] == pytest.approx(0.5)
 
 
+def test_a_prompt_that_repeats_is_shown_once():
+    records = [{"prompt": prompt, "completion": "c", "tokens": [1]} for prompt in "aab"]
+    assert list(evaluation.Completions(records).samples) == ["a", "b"]
+
+
 def test_diversity_and_repetition():
     texts = [("a", [1, 2, 1]), ("b", [1, 2, 3]), ("a", [1])]
     records = [

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from html import unescape
+from types import SimpleNamespace
 
 import pandas
 import pytest
@@ -173,19 +174,68 @@ def test_the_page_is_whole_loads_nothing_and_is_the_same_again(runs, store):
 def test_the_page_says_what_a_reader_looks_for(runs, store):
     text = text_of(page_of(store, "one-ppo"))
     for words in (
-        "one-ppo", "finished", "0.25 → 0.915", "90.0 %", "1 min 15 s", "KL from the reference",
+        "one-ppo gate failed PPO", "0.25 → 0.915 held-out judge", "90.0%", "1 min 15 s", "KL from the reference",
         "Explained variance of the values", "Seconds per update", "Oslo.", "reward 3.50",
-        "2 chosen equal to rejected", "eval_eos", "fails", "torch 2.13.0",
+        "2 chosen equal to rejected", "eval_eos 0.5 >= 0.9 failed", "torch 2.13.0",
         "train 2 sources · dddddddddddd a.jsonl: 9 of 10 kept b.parquet: 9 of 10 kept, 3 of 9 drawn an epoch 12",
     ):  # fmt: skip
         assert words in text, words
     assert "Implicit rewards" not in text and "Learning rate" not in text  # not of this stage; never changed
 
 
+def test_the_badge_says_what_the_gate_said_and_else_how_the_run_ended(runs, store):
+    run = report.read(str(store / "one-ppo"))
+    assert run.verdict == "gate failed"
+    better = run.result | {"metrics": run.metrics | {"eval_eos": 1.0}}
+    assert replace(run, result=better).verdict == "gate passed"
+    assert replace(run, job=run.job | {"gate": {}}).verdict == "finished"
+    assert replace(run, state="failed").verdict == "failed"
+
+
+@pytest.mark.parametrize(
+    ("reward", "judge", "marked"), [(2.0, 0.25, 1), (2.0, 1.0, 0), (0.0, 0.25, 0), (2.0, None, 0)]
+)
+def test_a_judge_that_falls_while_the_reward_rises_is_colored(reward, judge, marked, runs, store):
+    run = report.read(str(store / "one-ppo"))
+    before, after = {"completion": "a", "reward": 1.0}, {"completion": "b", "reward": reward}
+    if judge is not None:
+        before["judge"], after["judge"] = 0.5, judge
+    sample = {"prompt": "?", "before": before, "after": after}
+    html = page.render([replace(run, result=run.result | {"samples": [sample]})])
+    assert html.count('class="falls"') == marked
+
+
+def test_a_phase_and_held_out_rows_have_one_color_in_all_panels():
+    """Each line of a panel has another color than the others."""
+    panels_of = (
+        ["rollout", "score", "update", "values"],
+        ["rollout", "update", "highest so far"],
+        ["a", "held-out", "b"],
+    )
+    for names in panels_of:
+        colors = dict(zip(names, plots.colors_of(names), strict=True))
+        assert len(set(colors.values())) == len(names)
+        assert all(color == plots.FIXED.get(name, color) for name, color in colors.items())
+
+
+def test_the_held_out_value_of_a_card_is_a_point_in_the_curve():
+    """An evaluation has this value alone, and no curve."""
+    [kl] = [one for one in panels.GROUPS["policy"][1] if "objective/kl" in one.lines]
+    curve, card = [(1, 0.0), (2, 3.0)], [(2, 2.5)]
+    assert kl.select({"objective/kl": curve, "eval_kl": card}) == {"training": curve, "held-out": card}
+    assert kl.select({"eval_kl": card}) == {}
+    history = {"objective/kl": curve, "eval_kl": card}
+    [axes] = plots.figure([plots.curve(kl, {"1": history, "2": history}, "update")]).axes
+    assert [len(line.get_xdata()) for line in axes.lines[1:]] == [
+        2,
+        2,
+    ]  # the first one is at 0; runs compare their curves
+
+
 def lines_of(store, name):
     """The list of a run's ancestors, as text."""
     html = page_of(store, name)
-    there = html[html.index("Where it comes from") :].partition("</ul>")[0]
+    there = html[html.index("<h3>Lineage") :].partition("</ul>")[0]
     return [text_of(line) for line in re.findall("<li>.*?</li>", there, re.DOTALL)]
 
 
@@ -226,7 +276,7 @@ def test_the_samples_come_first_also_on_a_page_of_several_runs(runs, store):
     for names in (("one-ppo",), ("one-sft", "one-rm", "one-ppo")):
         html = page_of(store, *names)
         samples = html.index("Completions to held-out prompts")
-        assert samples < html.index("<section") < html.index("Where it comes from")
+        assert samples < html.index("<section") < html.index("<h3>Lineage")
         assert html.count("Completions to held-out prompts") == 1
         assert html.count("what the judge said") == 1 and "&lt;i&gt;Fine.\nScore: 10" in html
 
@@ -243,10 +293,10 @@ def test_runs_of_one_stage_are_drawn_over_each_other(runs, store):
     for name, *changed in (("other-ppo", "trainer.kl_coef=0.5"), ("third-ppo", "data.eval=null")):
         finish(store, begin(store, name, "ppo", *changed), PPO_CURVES, {"eval_kl": 0.5}, publish=False)
     ends, text = kl_of("other-ppo")
-    assert sorted(ends) == ["1", "2"] and "PPO: 2 runs compared run trainer.kl_coef judge" in text
+    assert sorted(ends) == ["1", "2"] and "PPO: 2 runs compared run trainer.kl_coef held-out judge" in text
     assert "2 other-ppo 0.5" in text
     ends, text = kl_of("other-ppo", "third-ppo")
-    assert sorted(ends) == ["1", "2", "3"] and "run data.eval trainer.kl_coef judge" in text
+    assert sorted(ends) == ["1", "2", "3"] and "run data.eval trainer.kl_coef held-out judge" in text
     shutil.copytree(store / "one-ppo", store / "elsewhere/one-ppo")
     assert sorted(kl_of("elsewhere/one-ppo")[0]) == ["1", "2"]
 
@@ -301,7 +351,7 @@ def test_a_server_that_is_away_costs_the_curves_and_is_said(runs, store, tmp_pat
     result["tracking_uri"] = f"sqlite:///{tmp_path}/nowhere/mlflow.db"
     (tmp_path / "moved/result.json").write_text(json.dumps(result))
     html = page_of(tmp_path, "moved")
-    assert "No curves: sqlite:///" in html and "97.5 %" in html
+    assert "No curves: sqlite:///" in html and "97.5%" in html
 
 
 def test_markup_in_any_value_stays_text(runs, store, tmp_path):
@@ -430,6 +480,18 @@ def test_a_token_pair_as_text():
     # full completions, although both begin with the same words
     assert as_text(tokenizer, *sides) == (asked["content"], *texts)
     assert as_text(tokenizer, *map(tokenizer.encode, texts))[1:] == (" Lima.", " Oslo.")
+
+
+def test_a_pair_that_repeats_is_shown_once_and_without_the_start_of_its_text():
+    from pipeline.models.tokenizer import load_tokenizer
+    from pipeline.stages import rm
+
+    tokenizer = load_tokenizer(str(ROOT / "jobs/demo/model"))
+    starts = tokenizer(tokenizer.bos_token + "\n\nHi.", add_special_tokens=False)["input_ids"]
+    rows = [{"chosen_ids": [*starts, 5 + i // 2], "rejected_ids": [*starts, 9]} for i in range(6)]
+    shown = rm.doubtful(SimpleNamespace(tokenizer=tokenizer), rows, [pair(i / 2) for i in range(6)])
+    assert [one["chosen"]["score"] for one in shown] == [0.0, 1.0, 2.0]
+    assert {one["prompt"] for one in shown} == {"Hi."}
 
 
 @pytest.mark.parametrize("count", [1, 2, 600])

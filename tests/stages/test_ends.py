@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+from peft import PeftModel
 from running import ROOT, stage
 
 from pipeline.models import base
@@ -39,6 +40,36 @@ def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path, mo
     assert found == pytest.approx(sum(hits) / len(hits)) and 0 < found < 1
 
 
+def test_sft_shows_greedy_completions_of_the_base_and_of_its_adapter(tmp_path):
+    """Against transformers and peft, one prompt at a time. A prompt that two rows have is shown once."""
+    lines = (ROOT / "jobs/demo/data/demonstrations_eval.jsonl").read_text().splitlines()
+    (tmp_path / "eval.jsonl").write_text("\n".join(lines[:2] * 2 + lines[2:12]))
+    rows = [json.loads(line)["messages"] for line in lines]
+    for _, answer in rows:
+        answer["content"] = "Lisbon."
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    files = [f"data.{name}={tmp_path}/{name}.jsonl" for name in ("train", "eval")]
+    settings = ["trainer.max_steps=8", "trainer.learning_rate=5e-3", "data.batch_size=16", *files]
+    result = stage("sft", tmp_path, "shown", *settings)
+    shown = result["samples"]
+    prompts = [json.loads(line)["messages"][0]["content"] for line in lines[:8]]
+    assert [sample["prompt"] for sample in shown] == prompts and len({*prompts}) == 8
+
+    tokenizer = load_tokenizer(str(ROOT / "jobs/demo/model"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "jobs/demo/model", dtype=torch.float32)
+    for side in ("before", "after"):
+        if side == "after":
+            model = PeftModel.from_pretrained(model, result["adapter"])
+        for prompt, sample in zip(prompts, shown, strict=True):
+            asked = [{"role": "user", "content": prompt}]
+            ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")[
+                "input_ids"
+            ]
+            written = model.generate(input_ids=ids, do_sample=False, max_new_tokens=128)[0, ids.shape[1] :]
+            assert sample[side]["completion"] == tokenizer.decode(written, skip_special_tokens=True).strip()
+    assert any(sample["before"] != sample["after"] for sample in shown)
+
+
 @pytest.mark.parametrize("verb", ["ppo", "evaluate", "generate"])
 def test_a_policy_whose_completions_do_not_end_is_named(verb, tmp_path, capfd, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
@@ -59,4 +90,4 @@ def test_a_policy_whose_completions_do_not_end_is_named(verb, tmp_path, capfd, m
     assert (
         out.count("completions ended by themselves, the others were cut off at trainer.response_length") == 1
     )
-    assert verb != "ppo" or "cut off 1" in out
+    assert verb != "ppo" or "truncated 1" in out

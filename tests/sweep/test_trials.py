@@ -59,7 +59,7 @@ def test_what_runs_and_what_failed_and_a_line_for_each():
     judge.report("a", 25, 100, 0.3)
     judge.report("b", 25, 100, 0.6)
     assert judge.state()["running"] == ["a", "b"] and trials.done(judge.state()) == 0.5
-    assert trials.overall(judge.state(), 4, 7.0, 0.0) == "0 of 4 ended, 2 running, left 0:49"
+    assert trials.overall(judge.state(), 4, 7.0, 0.0) == "0 of 4 ended, 2 running, left 49 s"
     judge.end("a", "out of memory")
     judge.end("b", None)
     state = judge.state()

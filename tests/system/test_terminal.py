@@ -54,7 +54,7 @@ DETAILS = f"before the folder\na detail\n{WARNING}another detail\n"
     ("level", "interval", "expected"),
     [
         (terminal.NORMAL, 30.0, f"{WARNING}train 2/2  loss 2\ngate passed\n"),
-        (terminal.NORMAL, 0.0, f"{WARNING}train 1/2  0:05 left  loss 3\ntrain 2/2  loss 2\ngate passed\n"),
+        (terminal.NORMAL, 0.0, f"{WARNING}train 1/2  5 s left  loss 3\ntrain 2/2  loss 2\ngate passed\n"),
         (terminal.QUIET, 30.0, "gate passed\n"),
         (terminal.VERBOSE, 30.0, f"{DETAILS}registering\ngate passed\n"),
     ],
@@ -69,7 +69,7 @@ def test_on_a_terminal_one_line_is_rewritten(command):
     shown, _ = command(lines, tty=True)
     rows = [line.split(terminal.WIPE)[-1] for line in shown.split("\n")]
     assert rows == [*WARNING.splitlines(), "train 2/2  loss 2", "gate passed", ""]
-    assert f"{terminal.WIPE}train 1/2  0:05 left  loss 3{terminal.WIPE}" in shown
+    assert f"{terminal.WIPE}train 1/2  5 s left  loss 3{terminal.WIPE}" in shown
 
 
 def test_a_live_line_does_not_wrap_even_after_a_c_that_the_terminal_echoes(monkeypatch):
@@ -83,7 +83,7 @@ def test_the_time_left_counts_the_stages_that_follow(command):
         terminal.screen.following = 60.0
         terminal.live("train 1/2", 5.0)
 
-    assert "train 1/2  0:05 left, 1:05 for all stages" in command(first_stage, tty=True)[0]
+    assert "train 1/2  5 s left, 1 min 05 s for all stages" in command(first_stage, tty=True)[0]
 
 
 def test_the_log_has_errors_and_no_secret(command, monkeypatch, tmp_path):
