@@ -1,4 +1,4 @@
-"""What a check found: `Finding`. Runs stop if a check does not hold."""
+"""Defines `Finding`, the result of a check. Runs stop if a check does not hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.errors import SelfCheckFailed
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what must hold, what was found, and whether it holds, or None if it does not apply to this job."""
+    """One check: the condition, the value found, and whether it holds, or None if it does not apply to this job."""
 
     check: str
     found: str

@@ -45,7 +45,7 @@ def commands_of(text):
 
 
 TRANSCRIPT = re.search(r"```\n(jobs/demo: .*?)```", PAGES["runs.md"], re.DOTALL)[1]  # of `make rlhf`
-# Pages whose commands run in their order, by a test of their own
+# pages whose commands one test runs in their order
 TUTORIALS = {"tutorial.md": ["validate", "sft", "rm"], "failed_gates.md": ["init", "validate", "sft"]}
 COMMANDS = commands_of("".join(text for name, text in TEXTS.items() if name not in TUTORIALS))
 TRL = "gate={} trainer.max_steps=2 trainer.eval_on_start=false trainer.eval_strategy=no"
@@ -257,7 +257,7 @@ def test_a_make_command(command, copy):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_a_tutorial_runs_from_top_to_bottom(page, copy):
-    """With the demo's model and rows, few steps, and open gates: the page says what its own output comes from."""
+    """Uses the demo's model and rows, few steps and open gates. The page says how its own output was made."""
     commands = commands_of(PAGES[page])
     assert [target(command) for command in commands[:3]] == TUTORIALS[page]
     for command in commands:

@@ -65,7 +65,7 @@ class Chat:
         self.encoder = Encoder(host.tokenizer, kind_of("generate"), *settings)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []
-        self.completions = 0  # their number; each has its own random numbers
+        self.completions = 0  # number of completions; each has its own random numbers
 
     def talk(self, lines: Any) -> None:
         """Reads and answers lines until /quit or the end of the lines."""
@@ -146,7 +146,7 @@ class Writer:
         self.shown = ""
 
     def show(self, tokens: list[int], last: bool = False) -> None:
-        """Prints what is new. The last time, also a character that is incomplete."""
+        """Prints new text. At the end, also prints an incomplete character."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         if last or (not text.endswith("\ufffd") and text.startswith(self.shown)):
             print(visible(text[len(self.shown) :]), end="", flush=True)

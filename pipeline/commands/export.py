@@ -61,7 +61,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def export(job: Job) -> dict[str, Any]:
-    """Writes the folders of what the job names, in this process. Returns the content of result.json."""
+    """Writes the folders that the job names, in this process. Returns the content of result.json."""
     with open_run(job) as run:
         if run.work.args.merge:
             print(announcement(run.work.job.model.name_or_path, run.work.job.model.revision), flush=True)
@@ -71,7 +71,7 @@ def export(job: Job) -> dict[str, Any]:
         for name in ("policy", "reward.0"):
             kind = name.removesuffix(".0")
             folder = storage.join(run.folder, kind)
-            for left in (folder, f"{folder}.partial"):  # by an interrupted attempt
+            for left in (folder, f"{folder}.partial"):  # left by an interrupted attempt
                 shutil.rmtree(left, ignore_errors=True)
             if name in run.work.inputs:
                 exported[kind] = {"folder": folder, **write(host, name, folder)}
@@ -141,7 +141,7 @@ def save_merged(host: Host, name: str, folder: str) -> None:
             eos_token_id=eos_ids(tokenizer, merged.generation_config),
             pad_token_id=tokenizer.pad_token_id,
         )
-    logging.disable_progress_bar()  # of the shards that it writes
+    logging.disable_progress_bar()  # progress of the shards that it writes
     merged.save_pretrained(folder)
     transformers4.add_old_names(folder, base_config(model.name_or_path, model.revision))
 
@@ -177,7 +177,7 @@ def probes(host: Host) -> tuple[list[list[int]], int]:
 
 
 def expectations(host: Host, name: str) -> list[Any]:
-    """Returns what the adapter on its frozen base answers to each probe: a greedy completion, or a score."""
+    """Returns the adapter's answer on its frozen base to each probe: a greedy completion, or a score."""
     from pipeline.inference.decoder import SlotDecoder
     from pipeline.inference.rows import Sampling
     from pipeline.runtime import roles

@@ -37,7 +37,7 @@ class Ancestor(NamedTuple):
     """A model or function in the lineage of another."""
 
     reference: str
-    facts: dict[str, Any]  # its lineage.json
+    facts: dict[str, Any]  # the adapter's lineage.json
     depth: int = 0
     role: str = ""  # in its child: policy, reward, ...
 

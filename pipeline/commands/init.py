@@ -72,7 +72,7 @@ EXAMPLES = {
 class Source:
     """A file, or several with rows of one format."""
 
-    path: str  # as it stands in a job
+    path: str  # path as written in a job
     first: dict[str, Any]  # row
     stages: dict[str, dict[str, Any]]  # stage -> the keys of `data` with which it reads these rows
     for_eval: bool
@@ -85,14 +85,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Request:
-    """What was typed."""
+    """The options on the command line."""
 
     path: str
     name: str
     profile: str
     model: str | None
-    reward: str | None  # of ppo
-    own: dict[str, Any]  # keys of `data` that say what the rows are
+    reward: str | None  # reward of ppo
+    own: dict[str, Any]  # keys of `data` that describe the rows
     kept: dict[str, str]  # jobs that are there already -> their text
 
     @property
@@ -127,7 +127,7 @@ def run(path: str, options: list[str]) -> None:
 
 
 def requested(path: str, options: list[str]) -> Request:
-    """Returns what the options ask for. Raises InputError if one is wrong, or if the profile must not be written to."""
+    """Returns the parsed options. Raises InputError if one is wrong, or if the profile must not be written to."""
     tree = Tree("")
     of_rows = [option for option in options if "." in option.partition("=")[0]]
     for one in of_rows:
@@ -358,7 +358,7 @@ def profile_of(request: Request, sources: list[Source]) -> dict[str, str]:
     ]
     served = {f"{name}-{stage}": f"models:/{name}-{stage}@champion" for stage in policies}
     start = served.get(f"{name}-sft", "base")
-    newest = [*served.values()]  # of which the first that exists is used, because a gate may fail
+    newest = [*served.values()]  # the job uses the first that exists, because a gate may fail
     best = {"policy": newest if len(newest) > 1 else start, "reward": reward}
     models = (yaml.safe_load(text).get("model") for text in kept.values())
     base: dict[str, Any] = next(filter(None, models), {}) | ({"name_or_path": model} if model else {})
@@ -370,7 +370,7 @@ def profile_of(request: Request, sources: list[Source]) -> dict[str, str]:
         "serve": {
             "serve.policies": served,
             "serve.rewards": {f"{name}-rm": reward} if reward else {},
-            "data.max_length": None,  # what the context has besides the completion
+            "data.max_length": None,  # the context length minus the completion length
         },
     }
     made = [stage for stage in TAKES if rows[stage]]

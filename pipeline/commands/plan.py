@@ -197,7 +197,7 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
 
 
 def rows_of(planned: Plan) -> tuple[Rows, str]:
-    """Returns the rows of an epoch, and in words whether they were read or assumed."""
+    """Returns the rows of an epoch, and a text that says whether they were read or assumed."""
     with console.waiting("reading some of the rows"):
         rows, how = look(planned.job, room_for_prompts(planned.job, planned.shape.context))
     if rows is not None:

@@ -32,7 +32,7 @@ ORDER = {"sft": sft, "rm": rm, "ppo": ppo, "evaluate": evaluate}
 
 
 def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
-    """Runs the stages of `folder` in order; each registers what the next one takes as input."""
+    """Runs the stages of `folder` in order. Each registers the input of the next stage."""
     started = time.monotonic()
     jobs = load(folder, overrides)
     named = [(job.run.storage_path, job.run.name) for job in jobs.values() if job.run.name]

@@ -75,7 +75,7 @@ def serving(job: Job) -> Iterator[Work]:
         except RuntimeError as error:
             deployments = serve.status().applications[name].deployments.values()
             said = next((one.message for one in deployments if one.message.strip()), str(error))
-            why = said.strip().splitlines()[-1].strip()  # of the replica's traceback
+            why = said.strip().splitlines()[-1].strip()  # from the replica's traceback
             raise Failure(f"the application does not start: {why}") from error
         else:
             yield work

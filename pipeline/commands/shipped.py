@@ -7,7 +7,7 @@ import pipeline
 from pipeline.errors import InputError
 
 JOBS = Path(pipeline.__file__).parent / "jobs"  # a folder for each profile: demo, own, llama3-8b, ...
-# The folders that the project comes with. In a clone, JOBS has the profiles of its user, too.
+# The folders of jobs that the project ships. In a clone, JOBS also has the profiles of its user.
 FOLDERS = "cloud demo examples llama3-70b llama3-70b-qlora llama3-8b llama3-8b-qlora own".split()
 
 

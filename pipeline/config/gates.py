@@ -17,7 +17,7 @@ from pipeline.config.job import Job
 from pipeline.errors import short, show
 from pipeline.references import Ref
 
-Problems = Iterator[tuple[str, str]]  # (key of the job, what is wrong with it)
+Problems = Iterator[tuple[str, str]]  # (key of the job, its error)
 
 OPERATORS: dict[str, Callable[[float, float], bool]]
 OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
@@ -56,7 +56,7 @@ HELD_OUT = {
 SMALLER = re.compile(r"loss|perplexity|kl|repetition")
 LARGER = re.compile(r"accurac|margin|judge|reward$|win_rate|chosen|agreement")
 CLOCKS = re.compile(r"runtime|per_second|num_tokens")
-# Keys of `trainer` that change what the held-out loss measures, so that losses do not compare.
+# keys of `trainer` that change the meaning of the eval loss, so that losses cannot be compared
 LOSS = """beta loss_type loss_weights label_smoothing label_smoothing_factor center_rewards_coefficient desirable_weight
     undesirable_weight f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha use_weighting rpo_alpha reference_free
     router_aux_loss_coef""".split()

@@ -23,7 +23,7 @@ from pipeline.errors import InputError, show
 CLASS = "pipeline.config.judge.Definition"
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 MARKS = re.compile(r"""[*_`#\[\]"'“”‘’]""")  # Markdown and quotes
-# What each form asks by default; {criteria} lists those of the rubric.
+# The default question of each form. {criteria} lists the criteria of the rubric.
 PROMPTS = {
     "score": """Judge the response to the request.
 
@@ -64,7 +64,7 @@ Criteria, each with its possible choices:
 
 Answer with one line for each criterion: its name, a colon, and one of its choices.""",
 }
-# Keys that change neither what is asked nor what an answer means
+# keys that change neither the question nor the meaning of an answer
 LIMITS = """concurrency requests_per_minute tokens_per_minute timeout_s api_key_variable
     dollars_per_million_input dollars_per_million_output most_calls most_dollars""".split()
 

@@ -29,7 +29,7 @@ CLASSES = {
 }
 TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}  # fmt: skip
 WORDS = ("null", "true or false", "a whole number", "a number", "text", "a list", "a mapping")
-NAMES = dict(zip(TYPES.values(), WORDS, strict=True))  # {type in a schema: in words}
+NAMES = dict(zip(TYPES.values(), WORDS, strict=True))  # {type in a schema: its name}
 
 # {name in TRL's scripts, LLaMA-Factory, Axolotl or OpenRLHF: ours}. Names that are equal but for the section need no row.
 ELSEWHERE = {
@@ -164,7 +164,7 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def expected(schema: Mapping[str, Any]) -> str:
-    """Returns the type of a schema in words."""
+    """Returns the name of a schema's type."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(expected, schema["anyOf"])))
     if "enum" in schema:

@@ -37,7 +37,7 @@ SAMPLES = 8  # first completions, each to another prompt, that stay in memory, f
 
 
 class Completions:
-    """What stays in memory of one policy's completions: numbers, distinct texts and n-grams, and the first samples."""
+    """The parts of one policy's completions that stay in memory: numbers, distinct texts and n-grams, and first samples."""
 
     def __init__(self, records: Iterable[dict[str, Any]]) -> None:
         self.numbers: dict[str, array[float]] = defaultdict(lambda: array("d"))  # in the order of the prompts
@@ -105,7 +105,7 @@ class Comparison:
         self.size = worker.args.local_rollout_forward_batch_size or PLANNED_ROWS
         self.decoder = decoder or SlotDecoder(shared, self.size, worker.tokenizer.pad_token_id)
         self.before: Completions | None = None
-        self.after: Completions | None = None  # of the last call of `of`
+        self.after: Completions | None = None  # result of the last call of `of`
 
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Returns metrics and samples of `policy` (`eval_*`; None is the bare base) and of the baseline (`before_*`).

@@ -20,7 +20,7 @@ from pipeline.figures import mean, wilson
 from pipeline.runtime.inference import in_parts
 from pipeline.runtime.worker import Worker
 
-# Of a completion's row, what a rule reads
+# the parts of a completion's row that a rule reads
 FACTS = ("benchmark", "subset", "id", "pair", "correct", "completions")
 TIES = "ties"  # RewardBench 2's subset with several correct completions; its files spell it `Ties` or `ties`
 

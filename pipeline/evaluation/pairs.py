@@ -31,7 +31,7 @@ BY_LENGTH: dict[str, Callable[[int, int], bool]] = {
     "chosen_shorter": lambda chosen, rejected: chosen < rejected,
     "chosen_longer": lambda chosen, rejected: chosen > rejected,
 }
-PLACES = ("first", "last")  # where a judge that sees both completions sees the chosen one
+PLACES = ("first", "last")  # position of the chosen completion for a judge that sees both
 
 
 def measure(
@@ -53,7 +53,7 @@ def measure(
     if worker.rank == 0:
         print(f"scoring {len(rows)} held-out pairs", flush=True)
     column, source = worker.job.data.subset, name_of(worker.job.judge)
-    asks = Ref.parse(source).is_function  # for columns, which the rows may not have
+    asks = Ref.parse(source).is_function  # requests columns, which the rows may lack
 
     def answer(numbers: range) -> list[dict[str, Any]]:
         mine = [dict(row) for row in rows.select(numbers)]

@@ -1,4 +1,4 @@
-"""What length and search do to a policy's figures: the length-controlled win rate, and the best-of-n curve."""
+"""Measures the effect of length and search on a policy: the length-controlled win rate, and the best-of-n curve."""
 
 from __future__ import annotations
 

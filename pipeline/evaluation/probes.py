@@ -175,7 +175,7 @@ def _in_order(pair: dict[str, Any], name: str) -> float:
 
 
 def _verdict(low: float, high: float, worse: bool) -> str:
-    """Returns what the interval of an effect says: "ok", or how the score moves although it should not."""
+    """Returns "ok", or how the score moves although it should not, from the interval of an effect."""
     if worse:
         return "ok" if high < -SMALL else "hardly punished"
     return "raises the score" if low > SMALL else "lowers the score" if high < -SMALL else "ok"

@@ -1,4 +1,4 @@
-"""Decoding on the shared base itself: no second copy of any weight, and nothing to synchronize."""
+"""Decodes on the shared base itself, without a copy of any weight and without synchronization."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Steps:
         self.key: Hashable = None
         self.replay: Callable[[], None] | None = None
         self.output: Tensor = torch.empty(0)  # the tensor that a replay writes
-        self.pool: Any = None  # of memory, for all graphs
+        self.pool: Any = None  # memory pool of all graphs
         self.stream: Any = None  # one stream for all graphs, because cuBLAS keeps a workspace for each
         self.graph: Any = None  # the newest graph, kept because it owns the memory, and keeps the pool in use
 

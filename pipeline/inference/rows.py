@@ -79,7 +79,7 @@ class Row:
 
 
 class Decoder(ABC):
-    """Writes the completions of rows. They join and leave at any step, whatever their role."""
+    """Writes the completions of rows. Rows with any role join and leave at any step."""
 
     rows: list[Row]  # being written
     max_rows: int | None  # most rows written at the same time, if there is a limit
@@ -113,7 +113,7 @@ class Decoder(ABC):
         """Drops all rows after an error. Raises RuntimeError if the decoder cannot continue."""
 
     def close(self) -> None:
-        """Frees what the decoder has started."""
+        """Frees the resources that the decoder has started."""
         return
 
     def generate(

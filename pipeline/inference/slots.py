@@ -32,7 +32,7 @@ class Slots(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         slots, positions = self.cache.slots, self.cache.positions
-        # Zeros, because attention multiplies what a mask hides by 0.
+        # Zeros, because attention multiplies masked values by 0.
         self.keys, self.values = (
             x.new_zeros(slots, x.shape[1], positions, x.shape[3]) for x in (key_states, value_states)
         )
@@ -68,7 +68,7 @@ class Slots(DynamicLayer):
 
 
 class SlotCache(DynamicCache):
-    """The cache of all layers, and for each slot the tokens in it and the one to read next."""
+    """The cache of all layers. For each slot, also the tokens in it and the token to read next."""
 
     def __init__(self, config: Any, slots: int, positions: int, device: torch.device) -> None:
         super().__init__(config=config)

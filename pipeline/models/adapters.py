@@ -71,7 +71,7 @@ class SharedBase(nn.Module):
         self._layers: list[BaseTunerLayer] = []
         self.role: str | None = None  # role in use; None means the bare base
         self._rows: MixedBatch | None = None  # the adapter of each row of a batch, in `use_each`
-        self._mixing: list[Any] = []  # hooks of the mixed roles
+        self._mixing: list[Any] = []  # hooks on the layers of mixed roles
         config = base_model.config.get_text_config()
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size

@@ -34,7 +34,7 @@ def on_cluster() -> bool:
 
 @dataclass(frozen=True)
 class Bundle:
-    """What one worker requests from Ray: amounts, and labels of the node (Ray's label selector)."""
+    """The resources that one worker requests from Ray: amounts, and labels of the node (Ray's label selector)."""
 
     resources: dict[str, float]
     selector: dict[str, str]
@@ -77,7 +77,7 @@ class Places:
     in_process: bool
     workers: Group
     bundles: list[Bundle]  # one request for each worker, for the fewest workers with which the job starts
-    rollout: Group | None  # None: the workers sample by themselves
+    rollout: Group | None  # None means that the workers sample themselves
     on_gpu: bool
     scaling: dict[str, Any]  # the keys of Ray's ScalingConfig
     smaller: list[int]  # fewer workers with which the job could run, largest first
@@ -89,7 +89,7 @@ class Places:
 
     @property
     def count(self) -> str:
-        """Returns the number of workers in words."""
+        """Returns a text with the number of workers."""
         _, _, low, high, _ = self.workers
         return f"{low}" if low == high else f"{low} to {high}"
 
@@ -215,7 +215,7 @@ class Wait:
 
 
 def describe_cluster() -> str:
-    """Returns the cluster's resources in words: in all, free, and at its largest size."""
+    """Returns a text about the cluster's resources: in total, free, and at its maximum size."""
     import ray
 
     def shown(resources: dict[str, float]) -> str:

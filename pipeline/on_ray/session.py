@@ -54,7 +54,7 @@ MAX_ROOT_CHARACTERS = 40  # Ray's socket names add 66, and the system allows 107
 
 
 def set_environment() -> None:
-    """Sets ENVIRONMENT, except what the user has set. Call it before importing a library that reads it."""
+    """Sets ENVIRONMENT, except variables that the user has set. Must run before the import of a library that reads it."""
     os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
 
 
@@ -193,7 +193,7 @@ def session_folder() -> str | None:
 
 
 def belong_to(folder: str | None) -> None:
-    """Lets another process of an embedded Ray start workers as the driver does; `folder` is the driver's."""
+    """Lets another process of an embedded Ray start workers like the driver. `folder` is the driver's."""
     _folders[:] = [folder] if folder else []
 
 

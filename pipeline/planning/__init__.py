@@ -1,1 +1,1 @@
-"""Computes from shapes what a job needs."""
+"""Computes the requirements of a job from shapes."""

@@ -139,7 +139,7 @@ def settings(job: Job, context: int) -> MemorySettings:
         decoded = min(args.decoded(job.workers[0]), MOST_ROWS)
     scored = args.micro_batch_tokens or FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"]
     scored = max(width, min(scored, args.batch_size * width))
-    checkpointing = args.gradient_checkpointing is not False  # None: only if it must
+    checkpointing = args.gradient_checkpointing is not False  # None means only if necessary
     rows = min(rows, args.batch_size)
     return MemorySettings(rows, width, job.bf16, checkpointing, 1, decoded, prompt, completion, scored)
 
@@ -412,7 +412,7 @@ def recomputes(worker: Any) -> bool:
     adapters = [name for name, one in worker.work.inputs.items() if one.kind == "adapter"]
     loras = {name.split(".")[0]: adapter_files.described(worker.input(name)) for name in adapters}
     mine = is_needed(job, free_bytes(torch.device(worker.device)), loras)
-    needed, why = max(worker.gather(mine))  # for the worker with the least memory
+    needed, why = max(worker.gather(mine))  # of the worker with the least memory
     if worker.rank == 0:
         print(why, flush=True)
     return needed

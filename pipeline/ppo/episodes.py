@@ -119,9 +119,9 @@ class Episodes:
     sampler_logprobs: Tensor  # (B, R) log-probs reported by the engine
     # (B,) float64: weighted and clipped sum of the rewards' scores, minus the penalty for truncation
     scores: Tensor
-    greedy_scores: Tensor  # (B,) of the greedy completion to each prompt, if an estimator reads it
+    greedy_scores: Tensor  # (B,) score of each prompt's greedy completion, if an estimator reads it
     old_logprobs: Tensor  # (B, R) log-probs of the policy before this update, computed by the trainer
-    ref_logprobs: Tensor  # (B,) of the greedy completion to each prompt, if an estimator reads it
+    ref_logprobs: Tensor  # (B, R) log-probs of the reference
     teacher_logprobs: Tensor  # (B, R) log-probs of the teacher, if there is one
     values: Tensor  # (B, R) values of the critic before each action
     bootstrap: Tensor  # (B,) value after the last action of a truncated completion; 0 after an end

@@ -40,10 +40,10 @@ def gate_of(job: Job) -> Gate:
 
 @dataclass(frozen=True)
 class Champion:
-    """What a run is compared with. There are no metrics if there is no champion, or if they mean something else."""
+    """The champion's side of a comparison. It has no metrics if there is no champion, or if they mean something else."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    note: str = ""  # that the run is worse, or why it cannot be compared
+    note: str = ""  # text that the run is worse, or why both cannot be compared
 
 
 def champion_of(
@@ -125,7 +125,7 @@ def conditions(
 def evaluate_gate(
     gate: dict[str, str], metrics: dict[str, float], champion: Champion = Champion()
 ) -> tuple[bool, str]:
-    """Returns (did every condition hold, the reason in words)."""
+    """Returns (whether every condition holds, the reason as text)."""
     failures = [
         f"{name} = {'missing' if value is None else f'{value:.4g}'}, required {condition}"
         for name, condition, value, holds in conditions(gate, metrics, champion.metrics)

@@ -187,7 +187,7 @@ class MetricLog:
         self.tracker = tracker
         self.known: dict[str, dict[int, float]] = {}  # metric -> its recorded {step: value}
         self.pending: deque[Point] = deque(maxlen=self.MAX_PENDING)
-        self.queued = self.sent = 0  # values; the thread counts only what it has sent
+        self.queued = self.sent = 0  # number of values; the thread counts only values that it has sent
         self.final: dict[str, float] = {}
         self.failures, self.closing, self.abandoned = 0, threading.Event(), False
         self.thread = threading.Thread(target=self._send_all, name="metrics", daemon=True)

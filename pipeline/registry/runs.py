@@ -57,7 +57,7 @@ def mlflow_run(tracking: Tracking, digests: dict[str, str], new_run: bool = Fals
         yield run_id
     except BaseException as failure:
         if any(isinstance(one, LeaseLost) for one in causes(failure)):
-            raise  # it goes on in another process
+            raise  # the run continues in another process
         with process.signals_ignored():
             try:
                 mlflow.set_terminated(run_id, "FAILED" if isinstance(failure, Exception) else "KILLED")
@@ -195,7 +195,7 @@ def recorded(uri: str, run_id: str) -> dict[str, Any]:
 
 
 def log_files(uri: str, run_id: str, files: list[str], samples: list[dict[str, Any]]) -> None:
-    """Adds files and samples (as a table: one row a sample) to what a run's page shows."""
+    """Adds files and samples (as a table with one row per sample) to a run's page."""
     mlflow = store.client(uri)
     for file in files:
         mlflow.log_artifact(run_id, file)

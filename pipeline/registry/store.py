@@ -1,4 +1,4 @@
-"""The MLflow server of a job, or the SQLite file in its place: which it is, and whether it answers."""
+"""Decides between a job's MLflow server and the SQLite file in its place, and checks whether it responds."""
 
 import contextlib
 import logging
@@ -24,7 +24,7 @@ WAIT_S = 600  # time to wait for a server that does not answer at the end of a r
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where a run is recorded."""
+    """The place where a run is recorded."""
 
     uri: str  # MLflow's
     experiment: str
@@ -68,7 +68,7 @@ def file_of_uri(uri: str) -> str | None:
 def import_mlflow() -> None:
     """Imports MLflow, quiet and with short time limits."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # its import sets its logger's level from this
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # the level of MLflow's logger
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # with 3, a refused connection takes 13 s
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -147,7 +147,7 @@ def _created(path: str) -> Iterator[None]:
                 shutil.copyfile(empty_database(), partial)
                 os.replace(partial, path)
             with contextlib.suppress(OSError):
-                os.remove(partial)  # of a disk that is full
+                os.remove(partial)  # the disk is full
         _try(path, "rwc", "BEGIN IMMEDIATE")
         yield
 
@@ -162,7 +162,7 @@ def empty_database() -> str:
         with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as folder:
             new = os.path.join(folder, "mlflow.db")
             engine = utils.create_sqlalchemy_engine(uri_of_file(new))
-            utils._initialize_tables(engine)  # as a store does at its first start (mlflow 3.17, private)
+            utils._initialize_tables(engine)  # like a store at its first start (mlflow 3.17, private)
             engine.dispose()
             os.replace(new, path)
     return path

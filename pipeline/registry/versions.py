@@ -27,7 +27,7 @@ CLOCKS = ("_runtime", "_per_second", "_num_tokens", "_time")
 
 
 class Missing(InputError):
-    """No such version is registered."""
+    """Raised if no such version is registered."""
 
 
 @dataclass(frozen=True)

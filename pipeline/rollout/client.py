@@ -1,4 +1,4 @@
-"""The trainer's side of rollout workers: the interface that pipeline/ppo knows, over the pool's actor."""
+"""The trainer's interface to rollout workers, as pipeline/ppo knows it, implemented with the pool's actor."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Key = tuple[int, int, int]
 
 
 class WorkerLost(Exception):
-    """A worker stopped working, and Ray starts it again. The message says why."""
+    """Raised if a worker has stopped working. Ray starts it again. The message gives the reason."""
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ class Pool:
     def __init__(self, work: Work) -> None:
         self.work, self.config = work, work.job.rollout_config
         self.session = ""
-        self.settings: NumericSettings | None = None  # of the session's trainers
+        self.settings: NumericSettings | None = None  # settings of the session's trainers
         self.tasks: dict[Key, Task] = {}
         self.waiting: list[Task] = []
         self.versions: dict[int, tuple[list[Any], int]] = {}  # version -> ([reference], bytes)
@@ -92,7 +92,7 @@ class Pool:
 
     async def begin(self, session: str, settings: NumericSettings) -> None:
         """Begins the session of a new group of trainers. Drops the requests of earlier ones."""
-        await self.start()  # this actor may be new, too
+        await self.start()  # this actor may be new
         for task in self.tasks.values():  # the trainer that waits for it has ended
             task.result.cancel()
         if self.session:  # this attempt may find other nodes
@@ -263,7 +263,7 @@ class Pool:
             raise
         finally:
             self.busy += time.monotonic() - max(self.begun.pop(number), self.measured)
-        if made is None:  # a trainer died with the version, so this session ends, too
+        if made is None:  # a trainer died with the version, so this session also ends
             task.attempts -= 1
             await asyncio.sleep(RETRY_PAUSE_S)
             await self._give_back(task)
@@ -301,7 +301,7 @@ class Pool:
             print(error, flush=True)
             _restart(worker)
             raise WorkerLost(f"failed: {in_brief(error.cause, 300)}") from error
-        except ActorDiedError as error:  # its constructor failed, so Ray gives it up
+        except ActorDiedError as error:  # its constructor failed, so Ray does not restart it
             raise Failure(f"a rollout worker cannot start ({in_brief(error, 300)})") from error
         except RayActorError as error:
             raise WorkerLost("is gone: its process or its node died") from error
@@ -330,4 +330,4 @@ def rollout_pool(work: Work) -> Iterator[Any]:
     try:
         yield pool
     finally:
-        ray.kill(pool)  # its workers end with it: it owns them
+        ray.kill(pool)  # its workers end with it, because it owns them

@@ -21,7 +21,7 @@ class NumericSettings:
     """Settings that decide how sums round. Trainers and rollout workers share them."""
 
     can_pack: bool  # whether completions share rows (SharedBase.can_pack)
-    threads: int  # of torch's CPU kernels
+    threads: int  # number of threads of torch's CPU kernels
     longest: int  # tokens of the longest prompt and its completion
 
 
@@ -38,7 +38,7 @@ class RolloutWorker:
         self.work = replace(work, job=job, places=replace(work.places, on_gpu=on_gpu))
         self.stack = contextlib.ExitStack()
         self.sampler: Sampler | None = None
-        self.settings: NumericSettings | None = None  # that it computes with
+        self.settings: NumericSettings | None = None  # settings of its computations
         self.holds: tuple[str, int] | None = None  # (session, version) of the policy
         self.digest = ""
 
@@ -68,7 +68,7 @@ class RolloutWorker:
             self.sampler = Sampler(shared, self.work.tokenizer, host.args, rewards, reference)
 
     def apply_settings(self, settings: NumericSettings) -> None:
-        """Makes this worker compute as the trainers do. Starts vLLM if the job samples with it."""
+        """Makes this worker compute like the trainers. Starts vLLM if the job samples with vLLM."""
         import torch
 
         from pipeline.runtime import memory, roles

@@ -34,11 +34,11 @@ Report = Callable[[float, int], str | None]
 
 @dataclass
 class Best:
-    """The best evaluation up to now, and its weights."""
+    """The best evaluation so far, and its weights."""
 
     metric: str
     greater_is_better: bool
-    patience: int | None  # evaluations without a better one after which training stops; None: it does not
+    patience: int | None  # evaluations without improvement until training stops, or None for no limit
     parameters: dict[str, torch.nn.Parameter]  # the trainable ones; empty: the last weights are kept
     report: Report | None = None
     stop_if: dict[str, str] = field(default_factory=dict)  # {metric: condition} that ends training
@@ -112,7 +112,7 @@ def of(
 
 
 def outcome(best: Best | None, kept: int | None, last: int, total: int) -> dict[str, Any]:
-    """Returns which step was kept (None: the last one) and why training ended at step `last`, for result.json."""
+    """Returns for result.json the step whose weights were kept (None means the last) and why training ended at step `last`."""
     by = {"by": best.metric, "value": best.value} if best and kept is not None else {"by": None}
     reason = best.reason() if best and best.exhausted and last < total else None
     return {

@@ -93,7 +93,7 @@ def newest(run_folder: str) -> str | None:
 
 
 def damage(path: str) -> str | None:
-    """Returns what is wrong with a checkpoint (a local folder or one in a bucket), or None if its files match their digests."""
+    """Returns the damage of a checkpoint (in a folder or bucket), or None if its files match their digests."""
     if not storage.exists(f"{path}/{DIGESTS}"):
         return f"{DIGESTS} is missing, so it was not written to its end"
     fs, folder = storage.filesystem(path)

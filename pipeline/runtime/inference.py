@@ -36,7 +36,7 @@ Record = dict[str, Any]  # the result of a row
 # (token rows, number of the first one) -> records
 Answer = Callable[[list[dict[str, Any]], int], list[Record]]
 Load = Callable[[Host], Answer]  # runs once in each actor
-Batches = Generator[dict[str, Any], None, None]  # what Parts returns
+Batches = Generator[dict[str, Any], None, None]  # result of Parts
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def in_parts(worker: Worker, of: str, count: int, answer: Callable[[range], Iter
             records = list(answer(numbers))
             worker.work.lease.require()
             storage.write_lines(path, map(json.dumps, records))
-    worker.gather(None)  # from here on all parts are there
+    worker.gather(None)  # from here on, all parts exist
     for part in parts:
         yield from map(json.loads, storage.read_lines(part_file(worker.work, part, of)))
 
@@ -211,7 +211,7 @@ def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
                 counts.update(verb.count(record))
                 seen += 1
                 yield from (json.dumps(line, ensure_ascii=False) for line in verb.lines(record))
-        if seen != count:  # for example parts of another version of the pipeline
+        if seen != count:  # for example, parts of another version of the pipeline
             raise InputError(
                 f"{work.folder}/{resume.PARTS} holds {seen} rows of {count}; set run.fresh=true to start over",
                 key="run.name",

@@ -1,4 +1,4 @@
-"""Says before a run what its judges may cost, and in its result what they have cost."""
+"""Reports the possible cost of judges before a run, and their real cost in its result."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

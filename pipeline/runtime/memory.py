@@ -67,7 +67,7 @@ def _halved(work: Work, key: str) -> list[str]:
         from pipeline.ppo.forward import FORWARD_TOKENS
 
         limit = FORWARD_TOKENS["cuda" if work.places.on_gpu else "cpu"]
-        # It would limit training as well, so it is at most what a step of training has now.
+        # It would also limit training, so it is at most the current memory of a training step.
         training = work.args.per_device_train_batch_size * (work.job.data.max_length or 0) or limit
         return [f"trainer.{key}={min(limit // 2, training)} (now null: {limit} without gradients)"]
     return [f"trainer.{key}={now // 2} (now {now})"] if isinstance(now, int) and now > 1 else []

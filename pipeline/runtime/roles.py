@@ -64,7 +64,7 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
         shared.add(role, folder=folder, head=True)
         constants = given.facts.get("reward") or {"mean": 0.0, "std": 1.0}
         return AdapterReward(shared, role, **limits, weight=weight, **constants)
-    # A model of its own, held in memory in addition to the base
+    # a separate model, in memory in addition to the base
     model_name, revision = hub.split(folder)
     settings = replace(worker.job.model, name_or_path=model_name, revision=revision, load_in_4bit=False)
     tokenizer = load_tokenizer(model_name, revision, trust_remote_code=settings.trust_remote_code)

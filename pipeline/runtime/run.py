@@ -42,9 +42,9 @@ Companion = Callable[[Work], contextlib.AbstractContextManager[Any]]
 
 @dataclass
 class OpenRun:
-    """A run that is prepared, on the driver."""
+    """A prepared run, on the driver."""
 
-    work: Work  # its run_id is set once there is one
+    work: Work  # gets its run_id when the MLflow run is open
     rows: dict[str, Any]  # tokenized, by name: train, eval, pairs
     report: Any  # on the rows, or None if the job reads none
     started: float  # time.monotonic() of the command

@@ -1,4 +1,4 @@
-"""The end of a run, on the terminal."""
+"""Prints the summary at the end of a run."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def change(metrics: dict[str, float], figure: Figure) -> str:
 
 
 def not_better(result: dict[str, Any]) -> str | None:
-    """Returns what the held-out win rate does not show, or None if the policy is better or was not compared."""
+    """Returns a caveat about the eval win rate, or None if the policy is better or was not compared."""
     rate, low, high = (result["metrics"].get(f"eval_win_rate{end}") for end in ("", "_low", "_high"))
     if rate is None or low > 0.5:
         return None

@@ -29,7 +29,7 @@ from pipeline.system import console, storage, terminal
 from pipeline.system.lease import hold, remove_abandoned
 
 PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
-LIVE_INTERVAL_S = 0.5  # at most one line of progress in this time
+LIVE_INTERVAL_S = 0.5  # seconds in which at most one line of progress is shown
 LIVE_METRICS = 3  # metrics that a line of progress shows
 OUTCOME = "outcome"  # OUTCOME.json is in the last checkpoint of a run that reached its end
 # {label: its metrics} of a line of training steps, the most important first; MLflow has the rest
@@ -148,11 +148,11 @@ def name_output(stage: str) -> None:
 
 @dataclass
 class Outcome:
-    """What a stage knows at its end."""
+    """The results of a stage at its end."""
 
     metrics: dict[str, float]  # the final ones; they decide the gate
     end: dict[str, Any] = field(default_factory=dict)  # best.outcome of a stage that trains
-    usage: dict[str, int] = field(default_factory=dict)  # what the stage counted: tokens, completions
+    usage: dict[str, int] = field(default_factory=dict)  # counts of the stage: tokens, completions
     samples: list[dict[str, Any]] = field(default_factory=list)  # prompts with completions before and after
     # Rows for the report, saved as NAME.json next to the adapter
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class Worker(Host):
         self.rank, self.world = context.get_world_rank(), context.get_world_size()
         self.local_rank = context.get_local_rank()
         self.resume = resume  # the folder of the checkpoint to resume from, or None
-        self.companion = companion  # what runs next to the workers, e.g. the pool of rollout workers
+        self.companion = companion  # actor next to the workers, such as the pool of rollout workers
         # The same folder for all workers of a node: transformers lets each rank add its random state to it.
         self.scratch = os.path.join(work.lease.scratch, "files")
         self.started: tuple[float, int] | None = None  # (time, step) of the first line, for the time left

@@ -24,7 +24,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.stages import trl_trainer
 
     class Trainer(trl_trainer.TokenizedRows, ExactBatches, DPOTrainer):
-        """TRL's trainer, each pair exactly once an epoch over all workers."""
+        """TRL's trainer with each pair exactly once per epoch over all workers."""
 
     args = trl_trainer.arguments(worker, DPOConfig, max_length=None)
     trainer = trl_trainer.continue_policy(worker, Trainer, args)

@@ -23,7 +23,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.stages import trl_trainer
 
     class Trainer(trl_trainer.TokenizedRows, PairedBatches, KTOTrainer):
-        """TRL's trainer, each row exactly once an epoch over all workers."""
+        """TRL's trainer with each row exactly once per epoch over all workers."""
 
     order = sampling(worker.job.trainer.get("loss_type"))
     args = trl_trainer.arguments(worker, KTOConfig, max_length=None, train_sampling_strategy=order)

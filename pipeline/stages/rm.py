@@ -29,7 +29,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.stages import trl_trainer
 
     class Trainer(ExactBatches, RewardTrainer):
-        """TRL's trainer, each pair exactly once an epoch over all workers."""
+        """TRL's trainer with each pair exactly once per epoch over all workers."""
 
     rows, held_out = worker.rows("train"), worker.rows("eval")
     # No max_length: pairs that are too long were dropped before.
@@ -38,7 +38,7 @@ def train(worker: Worker) -> dict[str, Any]:
     trainer = trl_trainer.made(
         Trainer,
         worker.job.lora,
-        task_type="SEQ_CLS",  # makes peft train and save the head; any other leaves it random and frozen
+        task_type="SEQ_CLS",  # with other values, peft leaves the head random and frozen
         model=worker.load_base(worker.tokenizer),
         args=args,
         train_dataset=rows,

@@ -36,7 +36,7 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.stages import trl_trainer
 
     class Trainer(ExactBatches, SFTTrainer):
-        """TRL's trainer, each row exactly once an epoch over all workers; `eos_accuracy` is among its metrics."""
+        """TRL's trainer with each row exactly once per epoch over all workers, and the metric `eos_accuracy`."""
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
             outputs: list[Any] = []

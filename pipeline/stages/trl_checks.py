@@ -80,7 +80,7 @@ def compare(stage: str, trainer: Any, model: Any, rows: list[Row], same_start: b
     if stage in ("dpo", "kto"):
         trainer._metrics["eval"].clear()
         trainer.compute_loss(model, collated(trainer, model, few))  # TRL adds its metrics of the batch
-        if same_start:  # as its reference
+        if same_start:  # the policy starts as a copy of the reference
             findings.append(policy_is_reference(trainer, model, few))
     numbers, limit = NUMBERS[stage](trainer, model, few)
     if numbers:
@@ -295,7 +295,7 @@ def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
                     alone = completion_logprob(model, row["prompt_ids"], completion)
                     logprobs.setdefault(side, []).append(alone)
         for side, some in logprobs.items():
-            by_trainer = sum(metrics[f"logps/{side}"])  # of one batch
+            by_trainer = sum(metrics[f"logps/{side}"])  # metrics of one batch
             if role == "reference":  # TRL's reward is beta times the log-ratio
                 by_trainer -= sum(metrics[f"rewards/{side}"]) / trainer.beta
             numbers.append((f"the {role}'s log-prob of the {side}", by_trainer, sum(some) / len(some)))

@@ -62,7 +62,7 @@ class Reporter(TrainerCallback):
         self.evaluating: Bar | None = None  # batches done in the evaluation that is under way
         self.device = torch.device(worker.device)
         self.begun = self.seconds = 0.0  # the start of the step; of the steps since the last line of the log
-        self.tokens = 0  # of all workers, until that line
+        self.tokens = 0  # tokens of all workers up to that line
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.worker.resume:
@@ -166,7 +166,7 @@ def restore_sums(trainer: Any, path: str) -> None:
 
 
 class TokenizedRows:
-    """For trainers of preferences on rows that are tokenized already."""
+    """Mixin for preference trainers on rows that are already tokenized."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
         # TRL 1.16 would tokenize the text columns, and has no switch for it. Remove when it accepts rows with `prompt_ids`, as
@@ -264,7 +264,7 @@ def run(worker: Worker, trainer: Any) -> Outcome:
 
 
 def _evaluations(trainer: Any) -> dict[int, dict[str, Any]]:
-    """Returns {step: what was logged of its last evaluation}."""
+    """Returns {step: metrics that its last evaluation logged}."""
     return {entry["step"]: entry for entry in trainer.state.log_history if "eval_loss" in entry}
 
 

@@ -142,7 +142,7 @@ def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) ->
     def looks() -> None:
         while not ended.wait(INTERVAL_S):
             look()
-        look()  # what the end has brought
+        look()  # show the last changes
 
     thread = threading.Thread(target=looks, name="sweep", daemon=True)
     thread.start()
@@ -200,7 +200,7 @@ class Rungs:
         self.reports: dict[str, list[dict[str, Any]]] = {}
         self.failures: dict[str, str] = {}
         self.running: list[str] = []
-        self.lines: list[str] = []  # for the terminal, of this driver
+        self.lines: list[str] = []  # this driver's lines for the terminal
         self.ended = ended
         for trial, reports in known.items():
             for report in reports:

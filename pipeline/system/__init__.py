@@ -1,1 +1,1 @@
-"""What the rest builds on: files on a path or in a bucket, the terminal, the process, deadlines, credentials, functions."""
+"""The foundation: files on a path or in a bucket, the terminal, the process, deadlines, credentials, functions."""

@@ -96,7 +96,7 @@ def attach(own: Collection[str] = (), sink: Any = None) -> None:
 
 def show(data: dict[str, Any], own: Collection[str] = (), sink: Any = None) -> None:
     """Prints one batch of log lines. `data` is Ray's: lines, is_err, pid, actor_name, task_name."""
-    if data.get("pid") == "autoscaler":  # its complete log arrives here; lines for users have a mark
+    if data.get("pid") == "autoscaler":  # all of its log arrives here; lines for users have a mark
         from ray._private.worker import filter_autoscaler_events
 
         data = {**data, "lines": filter_autoscaler_events(data["lines"])}

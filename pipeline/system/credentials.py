@@ -37,7 +37,7 @@ _PORT = re.compile(r"\d{1,5}([/?#,;]|$)")
 _SECRET_NAME = re.compile(
     r"(TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_KEY|CONNECTION_STRING)$", re.IGNORECASE
 )
-FORWARDED_MODULE = "rlhf_forwarded"  # its VARIABLES are those that the submitter of a job forwards
+FORWARDED_MODULE = "rlhf_forwarded"  # its VARIABLES are the ones that a job's submitter forwards
 _MIN_LENGTH = 8  # characters of a secret: a shorter value may be an ordinary word of the text
 
 

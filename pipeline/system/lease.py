@@ -43,7 +43,7 @@ class Lease:
 
     folder: str = ""
     attempt: int = 0
-    id: str = ""  # of no other attempt, on this or another folder
+    id: str = ""  # unique for each attempt on any folder
 
     @property
     def file(self) -> str:
@@ -75,7 +75,7 @@ def hold(lease: Lease) -> int:
 
 
 def remove_abandoned() -> None:
-    """Deletes the scratch folders of attempts of which no process lives on this machine, because they were killed."""
+    """Deletes scratch folders of killed attempts, which have no process on this machine."""
     for path in glob.glob(os.path.join(glob.escape(storage.scratch("runs")), "*", HELD)):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What machines cost: prices.yaml, overridden by the user's own file. Everything that prints dollars reads them here."""
+"""Prices of machines: prices.yaml, overridden by the user's file. All code that prints dollars reads prices here."""
 
 import functools
 import os
@@ -20,7 +20,7 @@ class Prices:
     instances: dict[str, float]  # a cloud's name of a machine -> dollars an hour
 
     def of(self, device: str) -> float | None:
-        """Returns the dollars of the GPU with this name of torch's, or None: NVIDIA A100-SXM4-80GB is A100-80G."""
+        """Returns the price in dollars for torch's name of a GPU, or None. For example, NVIDIA A100-SXM4-80GB is A100-80G."""
         words = set(re.split(r"[^A-Za-z0-9]+", device.replace("GB", "G")))
         return next((dollars for label, dollars in self.gpus.items() if set(label.split("-")) <= words), None)
 

@@ -18,7 +18,7 @@ INTERVAL_S = 10.0  # time between two lines
 
 
 class Bar(tqdm):  # type: ignore[type-arg]
-    """tqdm's bar as a line every INTERVAL_S, even with TQDM_DISABLE."""
+    """Prints tqdm's bar as a line every INTERVAL_S, even with TQDM_DISABLE."""
 
     def __init__(self, *args: Any, **options: Any):
         unit = "B" if options.get("unit") == "B" else ""

@@ -46,7 +46,7 @@ def private(parent: str, name: str, variable: str) -> str:
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         found = os.stat(folder)
-        if {os.lstat(folder).st_uid, found.st_uid} != {os.getuid()}:  # of a link and of its target
+        if {os.lstat(folder).st_uid, found.st_uid} != {os.getuid()}:  # owner of a link and of its target
             raise OSError(None, "it belongs to another user")
         if found.st_mode & 0o077:  # else it may be on a read-only disk
             os.chmod(folder, 0o700)
@@ -258,7 +258,7 @@ def folders(path: str) -> list[str]:
 
 
 def names(path: str) -> dict[str, str]:
-    """Returns {name: Directory or File} of what is directly in `path`; nothing if it does not exist."""
+    """Returns {name: Directory or File} for the direct contents of `path`, or nothing if it does not exist."""
     import pyarrow.fs as pafs
 
     fs, inner = filesystem(path)

@@ -114,7 +114,7 @@ def clean(text: str) -> str:
 
 
 class Screen(Output):
-    """The stdout of a command. Its last line may be rewritten, and the details of a run go to its log."""
+    """The stdout of a command. Its last line may be rewritten, and a run's details go to its log."""
 
     def __init__(self, stream: Any):
         super().__init__(stream)
@@ -132,7 +132,7 @@ class Screen(Output):
         begun = getattr(self.begun, "text", "") + text
         self.begun.text = ""
         with self.lock:
-            if self.log is None and not marked(begun):  # parts of lines may pass, too
+            if self.log is None and not marked(begun):  # parts of lines may pass too
                 self.show(begun, end="")
             else:
                 *lines, self.begun.text = begun.split("\n")

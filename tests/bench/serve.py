@@ -21,7 +21,7 @@ def questions() -> list[str]:
 def ours(name: str, _: str, *overrides: str) -> None:
     """Serves two policies on one base over HTTP. Each client waits for an answer before its next request.
 
-    The peak is the private memory of the replica and vLLM's processes before the first request, so that of the models. The
+    The peak is the private memory of the replica and vLLM's processes before the first request, which hold the models. The
     replica of an embedded Ray has one thread, like a worker on one CPU.
     """
     import psutil

@@ -34,7 +34,7 @@ EOS, BOS = SPECIAL["<|eot_id|>"], SPECIAL["<|begin_of_text|>"]  # all sizes use 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of our PPO or of TRL 1.12's."""
+    """A setting of our PPO or of TRL 1.12's PPO."""
 
     trl: bool = False
     critic: str = "head"

@@ -14,7 +14,7 @@ RIGHT = "model: wise\nform: score\n"
 
 
 def rubric(*changed):
-    """A file with a criterion for each mapping, which has other values than usual for some keys."""
+    """Writes a judge's file with a criterion for each mapping. Some keys have unusual values."""
     usual = {"name": "a", "text": "b", "choices": ["bad", "good"]}
     return json.dumps(
         {"model": "wise", "form": "rubric", "criteria": [usual | yaml.safe_load(one) for one in changed]}

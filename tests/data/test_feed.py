@@ -118,7 +118,7 @@ STEPS = 6  # steps on 21 or 23 rows with a global batch of 8: three per epoch, t
 def trainer(
     stage: str, rows: int, size: int, accumulate: int, folder: str, mixed: bool = True, held_out: int = 5
 ):
-    """A toy TRL trainer on random rows, evaluated on the same in batches of `held_out`; `mixed` False is TRL's own."""
+    """Returns a toy TRL trainer on random rows, which also evaluates on them. If `mixed` is False, it is TRL's own trainer."""
     random.seed(0)
     torch.set_num_threads(1)
 
@@ -176,7 +176,7 @@ def trainer(
 
 
 def in_our_order(data, size: int, collator):
-    """A loader of the epochs' permutations, its KL pairs made by TRL's rule: completions moved on by one in each batch."""
+    """Returns a loader with the order of our epochs, and KL pairs by TRL's rule: completions shifted by one in each batch."""
 
     def collate(rows):
         kl = [rows[-1]["completion_ids"]] + [row["completion_ids"] for row in rows[:-1]]
@@ -219,7 +219,7 @@ CASES = [("sft", 21), ("rm", 23), ("dpo", 21), ("dpo", 23), ("kto", 21), ("kto",
 
 
 def losses_of_all(rank: int, folder: str, port: str) -> None:
-    """What each of the two processes runs: 2 rows each, 2 micro-batches a step."""
+    """Runs in each of the two processes: 2 rows per process, 2 micro-batches per step."""
     os.environ |= {
         **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
@@ -236,7 +236,7 @@ def losses_of_all(rank: int, folder: str, port: str) -> None:
 
 @pytest.fixture(scope="module")
 def two_workers(tmp_path_factory):
-    """(losses by case, folder of the runs) of two processes; the imports are most of the time, so all in one."""
+    """Runs all cases in two processes, because imports take most of the time. Returns losses by case and the run folder."""
     folder = tmp_path_factory.mktemp("two")
     in_processes(losses_of_all, str(folder), str(random.SystemRandom().randrange(20000, 30000)))
     return dict(zip(CASES, json.loads((folder / "losses.json").read_text()), strict=True)), folder

@@ -174,7 +174,7 @@ def test_a_column_that_marks_bad_completions_is_asked_about(names):
 
 
 def test_no_rows_fit_no_stage():
-    """Such a file ends before its first row does."""
+    """A file may end before its first row does."""
     assert guess.fitting([]) == ""
 
 
@@ -263,7 +263,7 @@ def test_dates_in_other_columns_do_not_hide_a_conversation():
 
 
 def test_pythons_text_of_a_list_fits_no_stage():
-    """The values are neither tools nor rows. They once caused a traceback."""
+    """These values are neither tools nor rows. They once caused a traceback."""
     made = [{"messages": str(CHAT)} for _ in range(8)]
     assert guess.fitting(made) == ""
     said = guess.misfit(made, "sft", "chats.csv")

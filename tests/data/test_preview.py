@@ -208,7 +208,7 @@ def test_a_list_of_labels_may_be_json_text_as_in_csv(tmp_path):
 
 @pytest.mark.parametrize("printed", ["['In {0}.', 'There.']", "['In {0}.' 'There.']", '["In {0}."]'])
 def test_texts_that_are_printed_lists_are_refused_in_csv(tmp_path, printed):
-    """A single such row may be code. JSON rows may too, because JSON has lists."""
+    """A single row with such text may be code. So may rows of JSON, which has its own lists."""
     rows = [{"prompt": f"Where is {n}?", "completion": printed.format(n)} for n in range(3)]
     path = tmp_path / "train.csv"
 

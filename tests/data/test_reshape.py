@@ -157,7 +157,7 @@ SIDES = [  # data.label, the row's label or scores, the chosen completion
     *((ONE_TWO, {"label": votes}, end) for votes, end in
       [([1, 1, 2], "first"), ([2, 2, 0], "second"), ([1, 2, 0], "tie"), ([0, 0, 1], "tie"), ([1, 2], "tie"),
        ([1, None, None], "first"), ([None, None, ""], "unlabeled"), ([], "unlabeled"), (["2", 2, "1"], "second")]),
-    # Values in between exist only if each side has one number.
+    # A value between first and second can be a tie only if each of them is one number.
     ({"first": 1, "second": 4}, {"label": 1.2}, "first"),
     ({"first": [1, 2], "second": "b"}, {"label": 1.2}, "unknown_label"),
     ({"first": [1, 2], "second": [3, 4]}, {"label": 2.5}, "unknown_label"),

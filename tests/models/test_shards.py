@@ -228,7 +228,7 @@ def peak_of(load):
 def weighed(rank, folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=2)
-    peak_of(lambda: load_base(job_model(folder / "small")))  # libraries
+    peak_of(lambda: load_base(job_model(folder / "small")))  # loads the libraries first
     whole = peak_of(lambda: load_base(job_model(folder)))
     gc.collect()
     sharded = peak_of(lambda: load_shards(job_model(folder)))

@@ -273,7 +273,7 @@ def test_gated_models_are_planned_without_a_token_or_a_network(capsys, in_root, 
     assert "nothing is registered yet" in out and not list(tmp_path.iterdir())
     table = re.findall(r"^   (\S+) +\d+  yes +([\d.]+) h  \$ *(\d+)$", out, re.M)
     assert [name for name, *_ in table] == ["A100-80G", "H100", "H200"]
-    for name, hours, dollars in table:  # of the four workers, within the rounding of the hours
+    for name, hours, dollars in table:  # for the four workers, up to the rounding of the hours
         assert int(dollars) == pytest.approx(4 * float(hours) * prices.read().gpus[name], rel=0.01)
 
 

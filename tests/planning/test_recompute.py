@@ -21,7 +21,7 @@ def test_the_plan_without_recomputation_decides(job):
         plan.make(dataclasses.replace(job, trainer={**job.trainer, "gradient_checkpointing": on})).peak
         for on in (False, True)
     )
-    assert plan.make(job).peak == recomputed < kept  # the minimum for null
+    assert plan.make(job).peak == recomputed < kept  # the peak with gradient_checkpointing: null
     enough = kept / plan.MAX_FILL
     assert plan.is_needed(job, enough * 1.01) == (False, plan.is_needed(job, enough * 1.01)[1])
     needed, why = plan.is_needed(job, enough * 0.99)

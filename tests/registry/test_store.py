@@ -40,7 +40,7 @@ def test_an_unusable_file_is_named_at_once(job, tmp_path, monkeypatch):
         registry.check_store(tracking_of(job))
     shutil.copy(store.empty_database(), file)
     with contextlib.closing(sqlite3.connect(file)) as other, other:
-        other.execute("UPDATE alembic_version SET version_num = 'bda7b8c39065'")  # of another MLflow
+        other.execute("UPDATE alembic_version SET version_num = 'bda7b8c39065'")  # schema of another MLflow
     with pytest.raises(InputError, match=said + r"schema.*\); install the MLflow that wrote it, or"):
         registry.check_store(tracking_of(job))
     file.unlink()
@@ -113,7 +113,7 @@ def first_run(rank, folder):
 
 
 def test_first_runs_that_start_together_make_one_store(tmp_path, monkeypatch, in_root):
-    """If two create MLflow's tables at the same time, one fails."""
+    """If two runs create MLflow's tables at the same time, one of them fails."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     printed = in_processes(first_run, str(tmp_path / "new"), processes=3)
     assert not re.search("Traceback|INFO", "".join(printed))

@@ -15,7 +15,7 @@ GROUPS = [((1, False), "NO False"), ((2, False), "MULTI_CPU True"), ((1, True), 
 
 
 def left(number, folder):
-    """As Ray's TorchTrainer leaves a worker: a group of torch.distributed, and the environment that accelerate reads."""
+    """Sets up a worker like Ray's TorchTrainer: a torch.distributed group, and the environment that accelerate reads."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     dist.init_process_group("gloo", f"file://{folder}/group-{number}", rank=0, world_size=1)
     worker.leave_group_of_one(*GROUPS[number][0])
@@ -24,7 +24,7 @@ def left(number, folder):
 
 
 def test_a_single_worker_on_a_cpu_is_a_plain_process_to_accelerate(tmp_path):
-    """`NO`: accelerate wraps no model in DDP. The other two cases show that it would, and that their group stays."""
+    """`NO` means that accelerate wraps no model in DDP. In the other two cases it would, and the group stays."""
     in_processes(left, tmp_path, processes=len(GROUPS))
     for number, (_, expected) in enumerate(GROUPS):
         assert (tmp_path / str(number)).read_text() == expected

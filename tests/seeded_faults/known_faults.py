@@ -36,7 +36,7 @@ Change = Callable[..., Any]  # takes the original function and its arguments, an
 @dataclass(frozen=True)
 class Fault:
     name: str
-    run: str  # of faulty_runs.py: ppo, pair (ppo on two workers), sft, rm, dpo, kto
+    run: str  # kind of run in faulty_runs.py: ppo, pair (ppo on two workers), sft, rm, dpo, kto
     cause: str
     at: Place | Sequence[Place]  # the functions that `change` replaces
     change: Change
@@ -376,7 +376,7 @@ FAULTS = [
     Fault("a checkpointed layer is recomputed with another role", "ppo", "checkpointed gradients are the plain ones",
           (SharedBase, "checkpoint_contexts"), lambda call, self: (contextlib.nullcontext(), self.use("critic")),
           "trainer.gradient_checkpointing=true trainer.critic=adapter"),
-    # prompts, ends of text
+    # prompts and the ends of texts
     Fault("prompts begin with two begin tokens", "ppo", "begin with BOS twice", (encode.Encoder, "one_bos"),
           lambda call, self, ids: [self.bos, *call(self, ids)]),
     Fault("prompts lack the generation prompt", "ppo", "generation prompt", (ChatTemplate, "render"),

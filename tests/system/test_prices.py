@@ -12,7 +12,7 @@ from pipeline.system import prices
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Writes the user's price file. Without a call there is none."""
+    """Writes the user's price file. If the test does not call this, there is no file."""
     monkeypatch.delenv("RLHF_PRICES", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     prices.read.cache_clear()
