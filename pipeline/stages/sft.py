@@ -11,7 +11,9 @@ from pipeline.config import Job
 from pipeline.runtime.run import launch
 from pipeline.runtime.worker import Worker
 
-SAMPLES, SAMPLE_TOKENS = 8, 128  # held-out prompts in the report, and most tokens of a completion
+SAMPLES = 8  # held-out prompts in the report
+# Most tokens of such a prompt and of its completion, so that their cache takes less memory than training
+PROMPT_TOKENS, SAMPLE_TOKENS = 512, 128
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -79,16 +81,18 @@ def train(worker: Worker) -> dict[str, Any]:
 
 
 def samples(worker: Worker, trainer: Any, ends: list[int]) -> list[dict[str, Any]]:
-    """Returns the first held-out prompts with greedy completions of the base and of the trained adapter."""
+    """Returns the first short held-out prompts with greedy completions of the base and of the trained adapter."""
     import torch
     from transformers import GenerationConfig
 
     from pipeline.stages.rm import as_text
 
     prompts: dict[str, list[int]] = {}
+    longest = min(PROMPT_TOKENS, worker.work.context - 1)
     for row in trainer.eval_dataset:
         start = next((i for i, label in enumerate(row["labels"]) if label != -100), 0)
-        if ids := row["input_ids"][:start]:
+        ids = row["input_ids"][:start]
+        if 0 < start <= longest:
             prompts.setdefault(as_text(worker.tokenizer, ids, ids)[0], ids)
         if len(prompts) == SAMPLES:
             break
