@@ -43,6 +43,11 @@ def left(folder):
 
 
 def test_of_two_trials_the_better_one_is_registered(embedded_ray, in_root, tmp_path, capsys):
+    """The first ended under a driver that was killed. A trial is three processes that import everything."""
+    ended = {"metrics": {"eval_loss": 9.0}, "ended": {"step": 2, "of": 2, "early": None}}
+    first = tmp_path / "two/learning_rate-1e-3/result.json"
+    first.parent.mkdir(parents=True)
+    first.write_text(json.dumps(ended | {"seconds": 3.0, "mlflow_run_id": "x"}))
     given = arguments(
         tmp_path, "trainer.learning_rate=1e-3,4e-3", "trainer.max_steps=2", "trainer.eval_steps=1", "trainer.save_steps=2",
         "trainer.warmup_steps=0", "trainer.lr_scheduler_type=constant", "sweep.reduction_factor=1", "run.name=two",
@@ -63,11 +68,15 @@ def test_of_two_trials_the_better_one_is_registered(embedded_ray, in_root, tmp_p
     known = runs(tmp_path)
     parents = {name: run.data.tags.get("mlflow.parentRunId") for name, run in known.items()}
     parent = known["two"].info.run_id
-    assert parents == {"two": None, "learning_rate-1e-3": parent, "learning_rate-4e-3": parent}
+    assert parents == {"two": None, "learning_rate-4e-3": parent}
     assert {run.info.status for run in known.values()} == {"FINISHED"}
     assert len(list((tmp_path / "data").iterdir())) == 1
     # The terminal shows one table, without the output of the trials.
-    for text in ("learning_rate-4e-3  step 2/2  eval_loss", "best: trainer.learning_rate=4e-3"):
+    for text in (
+        "running 1 of 2 trials, 1 at a time",
+        "learning_rate-4e-3  step 2/2  eval_loss",
+        "best: trainer.learning_rate=4e-3",
+    ):
         assert text in printed
     assert "(rm " not in printed and "training" in (tmp_path / "two/output.log").read_text()
     assert len(re.findall(r"^trainer\.learning_rate +eval_loss +steps +seconds +ended$", printed, re.M)) == 1
