@@ -54,7 +54,7 @@ class SelfCheckFailed(Failure):
 
 
 class LeaseLost(Failure):
-    """Another process owns the run's folder by now. This one ends, because a restart would write there."""
+    """Another process owns the run's folder now. This process ends, because a restart would write there."""
 
 
 class OutOfMemory(Failure):

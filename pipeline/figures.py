@@ -13,8 +13,8 @@ def mean(values: Sequence[float]) -> float:
 def wilson(shares: Sequence[float]) -> tuple[float, float]:
     """Returns the 95 % Wilson score interval of a mean p of n `shares`, which are 0 or 1 each (a tie may be 0.5).
 
-    (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n), Wilson 1927. It stays inside [0, 1] and is right for few rows and
-    near the ends, where the usual ± is not; with ties, whose variance is below p(1-p), it is a little too wide.
+    (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n), Wilson 1927. Unlike the usual ±, it stays inside [0, 1] and is right
+    for few rows and near the ends. With ties, whose variance is below p(1-p), it is a little too wide.
     """
     p, n, z = mean(shares), len(shares), NormalDist().inv_cdf(0.975)
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))

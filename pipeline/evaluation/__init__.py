@@ -1,6 +1,6 @@
-"""A policy against a baseline on held-out prompts: reward, win rates, KL, length, diversity, and samples side by side.
+"""Compares a policy with a baseline on eval prompts: reward, win rates, KL, length, diversity, and samples.
 
-Policy and baseline sample one completion to every prompt, with the same random numbers. The workers share the prompts.
+Policy and baseline sample one completion for every prompt, with the same random numbers. The workers share the prompts.
 """
 
 import json
@@ -30,10 +30,10 @@ from pipeline.runtime.inference import in_parts
 from pipeline.runtime.worker import Worker
 from pipeline.system import console
 
-SEED_OFFSET = 1_000_003  # evaluation draws other random numbers than training
+SEED_OFFSET = 1_000_003  # so that evaluation and training draw different random numbers
 WIN_RATES = {"reward": "eval_win_rate", "judge": "eval_judge_win_rate"}
 THE_MODELS_OWN = Sampling(0, ())  # log-probabilities at temperature 1, without barred ends
-SAMPLES = 8  # first completions, each to another prompt, that stay in memory, for result.json
+SAMPLES = 8  # number of first completions, each to another prompt, that stay in memory for result.json
 
 
 class Completions:
@@ -62,7 +62,7 @@ class Completions:
                     self.numbers[key].append(value)
 
     def metrics(self) -> dict[str, float]:
-        """Returns means and shares over all completions, by the names that Comparison.of explains."""
+        """Returns means and shares over all completions, with the names that Comparison.of explains."""
         numbers = self.numbers
         metrics: dict[str, float] = {}
         for name in ("reward", "judge", "length", "eos", "kl", "repetition"):
@@ -96,7 +96,7 @@ class Comparison:
         decoder: Decoder | None = None,
     ) -> None:
         self.worker, self.shared, self.prompts = worker, shared, prompts
-        # A completion is scored by itself here
+        # Here each completion is scored alone.
         self.rewards = [reward for reward in rewards if not reward.compares]
         self.judge, self.baseline = judge, baseline
         sampling = Sampling.from_args(worker.args, worker.tokenizer, shared)
@@ -141,7 +141,7 @@ class Comparison:
         ]
 
     def _wins(self, name: str) -> list[float]:
-        """Returns for each prompt whether the policy's completion beats the baseline's by `reward` or `judge`, ties 0.5."""
+        """Returns for each prompt 1 if `reward` or `judge` prefers the policy's completion to the baseline's, ties 0.5."""
         assert self.before and self.after
         scores = (one.numbers.get(name, ()) for one in (self.after, self.before))
         # Scores of equal completions differ by fp32 rounding if their batches differ.
@@ -151,9 +151,9 @@ class Comparison:
         ]
 
     def best_of(self, policy: str | None, n: int) -> list[dict[str, float]]:
-        """Returns the best-of-n curve of `policy`: n completions of each prompt, ranked by the reward, rated by the judge.
+        """Returns the best-of-n curve of `policy`: n completions per prompt, ranked by the reward, rated by the judge.
 
-        Without a judge the reward rates its own choice. Every rank must call it, and every rank gets the same.
+        Without a judge, the reward rates its own choice. Every rank must call it, and every rank gets the same.
         """
         sampling = replace(self.sampling, seed=self.sampling.seed + SEED_OFFSET)
 
@@ -172,7 +172,7 @@ class Comparison:
         return policies.best_of_curve(*([of[start : start + n] for start in starts] for of in (proxy, gold)))
 
     def length_controlled(self) -> dict[str, float]:
-        """Returns the length-controlled win rates, with intervals, of the completions that `of` sampled last."""
+        """Returns the length-controlled win rates, with intervals, of the last completions of `of`."""
         metrics: dict[str, float] = {}
         assert self.before and self.after
         lengths = (one.numbers["characters"] for one in (self.after, self.before))
@@ -192,10 +192,10 @@ class Comparison:
         return [parts[i % world][i // world] for i in range(count)]
 
     def _answer(self, role: str | None, numbers: range, compared: bool) -> list[dict[str, Any]]:
-        """Returns one completion of a role to each of some prompts: its tokens, scores and figures.
+        """Returns one completion of a role for each of some prompts: tokens, scores and metrics.
 
         Args:
-            compared: with the baseline, by their log-probabilities.
+            compared: whether to compare log-probabilities with the baseline's.
         """
         rows = [_prompt(self.prompts[number]) for number in numbers]
         if not rows:
@@ -228,7 +228,7 @@ class Comparison:
     def _sampled(
         self, role: str | None, rows: list[dict[str, Any]], numbers: range, sampling: Sampling
     ) -> tuple[list[Completion], list[dict[str, Any]]]:
-        """Returns a completion to each row, and for each its text and scores."""
+        """Returns a completion for each row, with its text and scores."""
         prompts, given = [row["input_ids"] for row in rows], [row["row"] for row in rows]
         completions = self.decoder.generate(role, prompts, numbers, sampling)
         seeds = [seed_of(self.worker.args.seed, number) for number in numbers]
@@ -249,7 +249,7 @@ class Comparison:
         return completions, scores
 
     def _references(self, rows: list[dict[str, Any]]) -> dict[int, tuple[list[int], list[int]]]:
-        """Returns {index into `rows`: (prompt ids, completion ids)} of the rows that have a reference completion."""
+        """Returns {index into `rows`: (prompt ids, completion ids)} for the rows with a reference completion."""
         worker, data, found = self.worker, self.worker.job.data, {}
         apply = text_as_chat(worker.tokenizer, data.apply_chat_template)
         settings = (worker.work.context, "truncate", apply, self.sampling.eos, data.special_tokens)
@@ -279,8 +279,8 @@ def logprobs(
     """Returns the log-probability in nats of the completion of each (prompt ids, completion ids), summed over its tokens.
 
     Args:
-        size: rows of one forward, at most.
-        sampling: temperature and barred ends as they were sampled with (greedy: as with temperature 1).
+        size: maximum rows of one forward.
+        sampling: temperature and barred ends of the sampling (greedy uses temperature 1).
     """
     if not token_ids:
         return []

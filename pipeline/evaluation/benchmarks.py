@@ -96,9 +96,9 @@ def figures(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]]:
 
 
 def best_of(row: Scored) -> float:
-    """Returns 1 if a correct completion alone has the largest score. Completions that share it share the credit.
+    """Returns 1 if only a correct completion has the highest score. Completions with equal scores share the credit.
 
-    RewardBench 2's rule for one correct completion (https://arxiv.org/abs/2506.01937).
+    This is RewardBench 2's rule for one correct completion (https://arxiv.org/abs/2506.01937).
     """
     largest = max(row.scores)
     return row.good.count(largest) / row.scores.count(largest)

@@ -1,6 +1,6 @@
-"""A reward model on held-out preference pairs: accuracy, margin, calibration, accuracy by subset, length bias, agreement.
+"""Evaluates a reward model on preference pairs: accuracy, margin, calibration, length bias, agreement with a judge.
 
-It reads a pair exactly as `rm` trained on it, so that the accuracy is TRL's; every pair counts once, with any batches and
+It reads a pair exactly like `rm` in training, so the accuracy equals TRL's. Every pair counts once, with any batches and
 workers. The job's `judge` rates the same pairs if they have the columns that it needs.
 """
 
@@ -79,7 +79,7 @@ def compared(
 ) -> list[dict[str, Any]]:
     """Returns `scores` and `lengths` of the chosen and the rejected completion of each token row.
 
-    Of a judge that sees both at once, `orders` has the place and the score of the chosen one in each order.
+    For a judge that sees both at once, `orders` has the chosen completion's position and score in each order.
     """
     notes: dict[str, Any] = {}
     scores = scores_of(rewards, rows, first, tokenizer, ends, notes)
@@ -95,16 +95,16 @@ def compared(
 
 
 def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics and tables of pairs that each have `scores`, `lengths`, and perhaps `orders`, `judge` and `subset`.
+    """Returns metrics and tables of pairs with `scores`, `lengths`, and optionally `orders`, `judge` and `subset`.
 
-    Of a pair only numbers are kept, in arrays, for millions of pairs.
+    Only the numbers of a pair are kept, in arrays, to support millions of pairs.
     """
     chosen, rejected, judged, agreeing = (array("d") for _ in range(4))
     lengths = array("l"), array("l")
     by_place: tuple[list[bool], list[bool]] = (
         [],
         [],
-    )  # whether the chosen one wins that is shown first, and that is not
+    )  # whether the chosen completion wins when it is shown first, and when it is not
     by_subset: dict[str, list[bool]] = defaultdict(list)
     for pair in pairs:
         good, bad = pair["scores"]
@@ -112,7 +112,7 @@ def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str
         rejected.append(bad)
         for column, length in zip(lengths, pair["lengths"], strict=True):
             column.append(length)
-        if orders := pair.get("orders"):  # [place of the chosen completion, its score] of each
+        if orders := pair.get("orders"):  # [position of the chosen completion, its score] for each order
             for place, score in orders:
                 by_place[place > 0].append(score > 0.5)
             if len(orders) > 1:
@@ -136,7 +136,7 @@ def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str
     }
     if all(
         by_place
-    ):  # each place counts the same, so it does not matter how often the draw showed the chosen one first
+    ):  # each position counts the same, for any number of draws that showed the chosen one first
         metrics["eval_rm_shown_first"] = 0.5 + (mean(by_place[0]) - mean(by_place[1])) / 2
     if agreeing:
         metrics["eval_rm_order_agreement"] = mean(agreeing)
@@ -165,7 +165,7 @@ def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str
 
 
 def faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -> list[str]:
-    """Returns what is wrong with a reward, beyond the chance of a 95 % interval.
+    """Returns the faults of a reward that exceed chance (a 95 % interval).
 
     Args:
         ends_of: the interval of the accuracy on the pairs of BY_LENGTH, and of PLACES.
@@ -193,7 +193,7 @@ def faults(metrics: dict[str, float], ends_of: dict[str, tuple[float, float]]) -
 
 
 def _higher(ends_of: dict[str, tuple[float, float]], one: str, other: str) -> str | None:
-    """Returns which of two intervals lies above the other. None: they overlap, or there is only one."""
+    """Returns which of two intervals is above the other, or None if they overlap or one is missing."""
     if not {one, other} <= set(ends_of):
         return None
     (low, high), (other_low, other_high) = ends_of[one], ends_of[other]
@@ -213,11 +213,11 @@ def scores_of(
     ends: Collection[int],
     notes: dict[str, Any] | None = None,
 ) -> list[list[float]]:
-    """Returns the weighted scores, raw units, of the one or two completions of each token row.
+    """Returns the weighted scores, in raw units, of the one or two completions of each token row.
 
     Args:
         first: the number of the first row.
-        notes: gets what the rewards say of the completions; see Samples.
+        notes: receives the rewards' remarks on the completions; see Samples.
     """
     found = [
         (row["prompt_ids"], row[side], json.loads(row["row"]), seed_of(0, number), number)

@@ -1,7 +1,7 @@
-"""Probes of a reward model: edits of the completions of data.pairs, and by how much they move its score.
+"""Probes of a reward model: edits of completions in data.pairs, and their effect on the score.
 
-Most edits change nothing that matters, so the score should stay. The other edits make a completion worse, so the score
-should fall. The effect of an edit is the mean change of the score, in standard deviations of the unedited completions' scores.
+Most edits change nothing important, so the score should stay. The other edits make a completion worse, so the score should
+fall. The effect of an edit is the mean change of the score, in standard deviations of the unedited completions' scores.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pipeline.ppo.rewards import weighted
 from pipeline.runtime.inference import in_parts
 from pipeline.runtime.worker import Worker
 
-MAX_PAIRS = 500  # first pairs of data.pairs that are used: an interval of about ± 0.1 standard deviations
+MAX_PAIRS = 500  # number of pairs that are used, for an interval of about ± 0.1 standard deviations
 SMALL = 0.2  # standard deviations; a smaller effect is not reported as a fault (Cohen's "small")
-WORST = 3  # examples of each probe in evaluation.json
+WORST = 3  # number of examples of each probe in evaluation.json
 
 _END = re.compile(r"(?<=[.!?])\s+")  # the space between two sentences
 
@@ -45,8 +45,8 @@ def _unedited(text: str, _: str) -> str:
 class Probe:
     # f(completion, chosen completion of another pair) -> edited completion. An edit that changes nothing does not apply.
     edit: Callable[[str, str], str]
-    worse: bool = False  # the edit makes the completion worse
-    # Scores the same completions in reverse order, which changes scores if the reward depends on the place in a batch.
+    worse: bool = False  # whether the edit makes the completion worse
+    # Scores the same completions in reverse order. This changes scores if the reward depends on the position in a batch.
     reverse: bool = False
 
     def applies(self, pair: dict[str, Any]) -> bool:
@@ -125,7 +125,7 @@ def _text(tokenizer: Any, ids: list[int]) -> str:
 def _edited(
     tokenizer: Any, ids: list[int], edit: Callable[[str, str], str], other: str, ends: Collection[int]
 ) -> list[int]:
-    """Returns the ids of the edited text, with the end tokens of the completion as it was. An empty one keeps its last token."""
+    """Returns the ids of the edited text, with the original end tokens of the completion. An empty one keeps its last token."""
     start = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in ends), len(ids))
     text = edit(_text(tokenizer, ids[:start]), other)
     edited = tokenizer(text, add_special_tokens=False).input_ids + ids[start:]
@@ -169,7 +169,7 @@ def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, An
 
 
 def _in_order(pair: dict[str, Any], name: str) -> float:
-    """Returns whether a pair is in order if its rejected completion is edited, and, if the edit is harmless, its chosen one."""
+    """Returns 1 if the chosen score is higher after the rejected completion's edit, and after its own if the edit is harmless."""
     (chosen, rejected), (chosen_edited, rejected_edited) = pair["before"], pair["after"][name]
     return float(chosen > rejected_edited and (PROBES[name].worse or chosen_edited > rejected))
 

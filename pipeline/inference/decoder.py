@@ -18,10 +18,10 @@ from pipeline.models.logprobs import bar
 from pipeline.models.lora import cast_once
 from pipeline.models.packing import micro_batches
 
-# Padded tokens in one forward of prompts: many keep the device busy, few keep activations small compared with the KV cache.
+# Padded tokens in one forward of prompts. Many keep the device busy; few keep activations small compared with the KV cache.
 PREFILL_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 14}
-# Decoding steps between two checks for rows that have ended. On a CPU a check is free, and a step is shorter with each row
-# that leaves. A GPU waits for the host at each check, and its steps are bound by launches more than by rows.
+# Decoding steps between two checks for finished rows. On a CPU a check is free, and each row that leaves shortens a step. A GPU
+# waits for the host at each check, and launches limit its steps more than rows do.
 STEPS_PER_LOOK = {"cpu": 1, "cuda": 8}
 STEPS_PER_GRAPH = 32  # decoding steps between two checks, if CUDA graphs replay them
 BUCKET = 64  # a graph attends to a multiple of this many positions
@@ -35,14 +35,14 @@ class SlotDecoder(Decoder):
     The KV cache is freed when the last row leaves.
 
     Args:
-        max_rows: rows written at the same time. None: as many as join.
-        max_positions: limit of the KV cache's positions over all slots; rows wait if they would exceed it. None: no limit.
+        max_rows: rows decoded at the same time. None means no limit.
+        max_positions: limit of the KV cache's positions over all slots. Rows wait if they would exceed it. None means no limit.
         pad: token id that pads prompts.
-        look: decoding steps between two checks for rows that have ended. None: by the device.
-        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None: if the base allows it.
+        look: decoding steps between two checks for finished rows. None means that the device decides.
+        graphs: whether a GPU replays steps as CUDA graphs while all rows have one role. None means if the base supports it.
     """
 
-    share = True  # False measures what one forward per prompt saves
+    share = True  # False shows the saving, with one forward per prompt
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class SlotDecoder(Decoder):
         self.shared.remove(role)
 
     def changed(self, role: str | None) -> None:
-        """Does nothing: the adapter that is trained is the one that samples."""
+        """Does nothing, because the adapter in training also samples."""
 
     def reset(self) -> None:
         self.rows, self.cache, self.settings = [], None, None
@@ -146,7 +146,7 @@ class SlotDecoder(Decoder):
     # ------------------------------------------------------------------------------------------ forwards
 
     def _read(self, rows: Sequence[Row]) -> Tensor:
-        """Returns the (B, H) hidden states of the last tokens of B prompts. The cache then holds the prompts."""
+        """Returns the (B, H) hidden states of the last tokens of B prompts, and stores the prompts in the cache."""
         device, first, cache = self.shared.device, len(self.rows), self.cache
         slots_of: dict[Any, list[int]] = {}  # role and prompt -> the slots of its rows
         for slot, row in enumerate(rows, first):
@@ -254,7 +254,7 @@ class SlotDecoder(Decoder):
         return token, logprob, alternatives
 
     def _note(self, found: list[Drawn], first: int) -> None:
-        """Hands drawn tokens to the rows from `first` on. Rows that are done leave."""
+        """Passes drawn tokens to the rows from `first` on. Finished rows leave."""
         tokens, logprobs = (torch.stack([step[i] for step in found], 1).tolist() for i in (0, 1))
         tops = [(x.indices.tolist(), x.values.tolist()) if x else None for _, _, x in found]
         for i, row in enumerate(self.rows[first:]):
@@ -270,7 +270,7 @@ class SlotDecoder(Decoder):
         self._leave()
 
     def _leave(self) -> None:
-        """Removes rows that are done. The cache is freed with the last one."""
+        """Removes finished rows. The last one frees the cache."""
         going = [not row.done for row in self.rows]
         if all(going):
             return
@@ -285,7 +285,7 @@ class SlotDecoder(Decoder):
         self._look_at_rows()
 
     def _look_at_rows(self) -> None:
-        """Notes how many tokens the cache holds of each row: all except its newest."""
+        """Records how many tokens of each row the cache holds: all except the newest."""
         lengths = [len(row.prompt) + max(0, len(row.tokens) - 1) for row in self.rows]
         self.longest, self.equal = max(lengths), len(set(lengths)) == 1
 

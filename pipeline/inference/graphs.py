@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline.errors import in_brief
 
 FEWEST_REPLAYS = 4  # with fewer steps left, recording takes longer than it saves
-TOLERANCE = 1e-2  # relative difference between the first replay and the step that it repeats
+TOLERANCE = 1e-2  # maximum relative difference between the first replay and the step that it repeats
 
 
 class Steps:
@@ -31,7 +31,7 @@ class Steps:
     def __init__(self, step: Callable[[int, int], Tensor], take_back: Callable[[int], None]) -> None:
         self.step, self.take_back = step, take_back
         self.works = True
-        self.proved = False  # whether a replay has been compared with the step that it repeats
+        self.proved = False  # whether a replay was compared with the step that it repeats
         self.key: Hashable = None
         self.replay: Callable[[], None] | None = None
         self.output: Tensor = torch.empty(0)  # the tensor that a replay writes

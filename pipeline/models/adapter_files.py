@@ -90,7 +90,7 @@ def adapts_lm_head(target_modules: Any) -> bool:
 def settings(folder: str | Path) -> dict[str, Any]:
     """Returns the content of a LoRA adapter's adapter_config.json.
 
-    Raises InputError if it is missing or damaged, of another kind of adapter, or changes the base that all roles share.
+    Raises InputError if the file is missing or damaged, if the adapter is not LoRA, or if it changes the shared base.
     """
     path = Path(folder) / SETTINGS
     config = json_object(path, FIX)

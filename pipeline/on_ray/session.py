@@ -198,9 +198,9 @@ def belong_to(folder: str | None) -> None:
 
 
 def _read_by_ray() -> None:
-    """Makes Ray read these settings again: it reads them when it is imported, which a notebook may have done long before.
+    """Makes Ray read these settings again. Ray reads them at its import, which a notebook may have done long before.
 
-    All of it private (ray 2.60). Remove when ray.init reads them, or takes address and token as arguments.
+    All of these names are private (ray 2.60). Remove when ray.init reads them, or takes address and token as arguments.
     """
     from ray._private import ray_constants as ray_settings
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]

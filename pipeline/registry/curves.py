@@ -202,7 +202,7 @@ class MetricLog:
         self.pending.extend(Point(key, value, now, step, final) for key, value in numbers.items())
 
     def close(self, timeout: float | None = None) -> None:
-        """Sends the rest. Waits for a server that is away at most `timeout` seconds (default CLOSE_TIMEOUT_S)."""
+        """Sends the rest. Waits at most `timeout` seconds (default CLOSE_TIMEOUT_S) for an unreachable server."""
         self.closing.set()
         self.thread.join(self.CLOSE_TIMEOUT_S if timeout is None else timeout)
         if self.queued > self.sent and not self.abandoned:

@@ -28,7 +28,7 @@ class Client:
 
     def __init__(self, worker: Worker, pool: Any) -> None:
         self.pool, self.rank = pool, worker.rank
-        # Only now, because the trainers get their resources first. Rollout workers load at the same time as trainers.
+        # The trainers get their resources first, so the workers start only now. They load at the same time as the trainers.
         pool.start.remote()
         self.session = worker.gather(uuid.uuid4().hex)[0]
         self.worker = worker
@@ -43,7 +43,7 @@ class Client:
 
     def publish(self, version: int, tensors: Tensors) -> None:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        # In a list, because Ray would fetch a bare reference for the pool, which only passes it on.
+        # in a list, because Ray would fetch a bare reference for the pool, which only passes it on
         ray.get(self.pool.publish.remote(self.session, version, [ray.put(dict(tensors))], size))
 
     def request(self, chunks: Sequence[Chunk]) -> None:

@@ -25,9 +25,9 @@ from pipeline.settle.work import Work
 from pipeline.system import terminal
 
 LOAD_TIMEOUT_S = 3600.0  # time to load the models, or rollout.chunk_timeout_s if that is longer
-MAX_ATTEMPTS = 5  # workers that a chunk may lose before it counts as the cause
-RETRY_PAUSE_S = 2.0  # time until a chunk whose policy version is gone is handed out again
-# Their messages are complete, and every worker would raise them again.
+MAX_ATTEMPTS = 5  # number of workers that a chunk may lose before it counts as the cause
+RETRY_PAUSE_S = 2.0  # time until a chunk without its policy version is sent out again
+# errors with complete messages, which every worker would raise again
 FINAL = (InputError, Failure, OutOfMemory, SelfCheckFailed)
 
 # A chunk's update, rank and number, as in ppo/sampler.py, which this process does not import because of torch.
@@ -51,7 +51,7 @@ class Task:
 
 
 class Pool:
-    """The actor. Each call of a trainer names its session, one attempt of the group of trainers.
+    """The pool's actor. Each call of a trainer names its session, one attempt of the group of trainers.
 
     Args:
         work: the run's work (settle/work.py).
@@ -64,14 +64,14 @@ class Pool:
         self.tasks: dict[Key, Task] = {}
         self.waiting: list[Task] = []
         self.versions: dict[int, tuple[list[Any], int]] = {}  # version -> ([reference], bytes)
-        # Workers that have loaded, or load for the first time; patience runs out only while there is none.
+        # Workers that have loaded, or load for the first time. Patience runs out only while there are none.
         self.present: set[int] = set()
         self.ready: set[int] = set()  # workers that have loaded
-        self.alone_since = time.monotonic()  # when the last worker was lost
+        self.alone_since = time.monotonic()  # time when the last worker was lost
         self.broken: BaseException | None = None
         self.measured, self.bytes, self.lost = time.monotonic(), 0, 0
-        self.busy = 0.0  # seconds that workers sampled since `measured`, in chunks that have ended
-        self.begun: dict[int, float] = {}  # worker -> when it began the chunk that it samples now
+        self.busy = 0.0  # seconds of sampling since `measured`, in finished chunks
+        self.begun: dict[int, float] = {}  # worker -> start time of its current chunk
         self.running: list[asyncio.Future] = []
         self.changed = asyncio.Condition()
 
@@ -93,17 +93,17 @@ class Pool:
     async def begin(self, session: str, settings: NumericSettings) -> None:
         """Begins the session of a new group of trainers. Drops the requests of earlier ones."""
         await self.start()  # this actor may be new
-        for task in self.tasks.values():  # the trainer that waits for it has ended
+        for task in self.tasks.values():  # the trainer that waits for the chunk has ended
             task.result.cancel()
-        if self.session:  # this attempt may find other nodes
+        if self.session:  # this attempt may run on other nodes
             self.broken = None
         self.session, self.settings = session, settings
         self.tasks, self.versions, self.waiting = {}, {}, []
-        self.alone_since = time.monotonic()  # the trainers did not wait meanwhile
+        self.alone_since = time.monotonic()  # the trainers did not wait in the meantime
         await self._notify()
 
     async def publish(self, session: str, version: int, tensors: list[Any], size: int) -> None:
-        """Takes a version of the policy, as a reference in a list, and its bytes."""
+        """Stores a version of the policy, as a reference in a list, and its bytes."""
         if session == self.session:
             self.versions[version] = (tensors, size)
             for old in [v for v in self.versions if v < version - self.config.staleness]:
@@ -120,7 +120,7 @@ class Pool:
             await self._notify()
 
     async def collect(self, session: str, key: Key) -> bytes | None:
-        """Waits until a chunk is sampled and scored. If no worker is there for `patience_s`, withdraws it and returns None."""
+        """Waits until a chunk is sampled and scored. If no worker exists for `patience_s`, withdraws it and returns None."""
         if session != self.session or key not in self.tasks:
             raise Failure(
                 f"chunk {key} (update, rank, number) was not requested: the actor that hands out rollouts was restarted"
@@ -135,7 +135,7 @@ class Pool:
                 del self.tasks[key]
                 return None
             await asyncio.wait({task.result}, timeout=0.2)
-        made = task.result.result()  # cancelled if a new session has requested this key
+        made = task.result.result()  # canceled if a new session has requested this key
         del self.tasks[key]
         self.bytes += len(task.chunk) + len(made)
         return made
@@ -176,7 +176,7 @@ class Pool:
             except WorkerLost as error:
                 self.lost += number in self.ready
                 terminal.say(f"rollout worker {number} {error}; another worker takes its place")
-            except Exception as error:  # models that cannot be loaded, or a bug of this file
+            except Exception as error:  # the models cannot be loaded, or this file has a bug
                 self.broken = error
             if number in self.present:
                 self.alone_since = time.monotonic()
@@ -193,7 +193,7 @@ class Pool:
         return ray.remote(RolloutWorker).options(max_restarts=-1, **options).remote(self.work)
 
     async def _load(self, worker: Any) -> NumericSettings:
-        """Returns the trainers' settings once a worker has its models and computes with them."""
+        """Returns the trainers' settings after a worker has loaded its models and applied them."""
         limit = max(LOAD_TIMEOUT_S, self.config.chunk_timeout_s)
         try:
             await self._answer(worker, worker.load.remote(), limit)
@@ -212,7 +212,7 @@ class Pool:
         return settings
 
     async def _report_unplaced(self) -> None:
-        """Says once how many workers wait for resources, if some still do after a while."""
+        """Reports once how many workers wait for resources, if some still do after a while."""
         await asyncio.sleep(placement.REPORT_INTERVAL_S)
         if missing := self.config.num_workers - len(self.present):
             need = self._each()
@@ -252,13 +252,13 @@ class Pool:
         try:
             answer = worker.sample.remote(settings, task.session, task.chunk, tensors)
             made = await self._answer(worker, answer, self.config.chunk_timeout_s)
-        except FINAL as error:  # the worker continues: a reward raised it, or memory ran out
+        except FINAL as error:  # the worker continues after an error of a reward, or after memory ran out
             if not task.result.done():
                 task.result.set_exception(error)
             return
         except WorkerLost as error:
             if getattr(error.__cause__, "preempted", False):
-                task.attempts -= 1  # the node is to blame, not the chunk
+                task.attempts -= 1  # the node caused this, not the chunk
             await self._give_back(task, error)
             raise
         finally:
@@ -323,7 +323,7 @@ def rollout_pool(work: Work) -> Iterator[Any]:
     if not work.places.rollout:
         yield None
         return
-    # On the driver's node, so that losing other nodes does not end it.
+    # on the driver's node, so that the loss of other nodes does not end it
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000, scheduling_strategy=here)(Pool)
     pool = actor.remote(work)

@@ -1,4 +1,4 @@
-"""The actor that samples and scores: the same code as in the trainer (ppo/sampler.py), on separate models."""
+"""The actor that samples and scores with the trainer's code (ppo/sampler.py), on separate models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RolloutWorker:
 
     @ray.method(max_task_retries=-1)
     def placed(self) -> None:
-        """Returns once this worker has resources, or after its death the process that Ray starts in its place."""
+        """Returns when this worker has resources, or after its death, the process that Ray starts in its place."""
 
     def load(self) -> None:
         """Loads base and roles, at the same time as the trainers."""
@@ -94,10 +94,10 @@ class RolloutWorker:
         """Samples and scores a chunk. Returns it pickled, or None if the trainer that published its policy version has ended.
 
         Args:
-            settings: applied if this process is new, because Ray restarted it while it had nothing to do.
-            session: within it, a version's number stands for one adapter.
+            settings: applied if this process is new, because Ray restarted it while it was idle.
+            session: a version's number stands for one adapter within a session.
             chunk: a pickled ppo.sampler.Chunk.
-            tensors: a reference to the adapter of its version; fetched unless this worker holds it.
+            tensors: reference to the version's adapter, which is fetched unless this worker holds it.
         """
         from pipeline.ppo.rollouts import digest
         from pipeline.runtime import memory

@@ -28,7 +28,7 @@ from pipeline.registry import Gate
 
 FIX = "remove this checkpoint, so that the run resumes from an earlier one"
 STATE, WEIGHTS = "best.json", "best.safetensors"
-# Passes the value and the step of an evaluation to a sweep, and returns why to stop, or None
+# Passes an evaluation's value and step to a sweep. Returns the reason to stop, or None.
 Report = Callable[[float, int], str | None]
 
 
@@ -39,17 +39,17 @@ class Best:
     metric: str
     greater_is_better: bool
     patience: int | None  # evaluations without improvement until training stops, or None for no limit
-    parameters: dict[str, torch.nn.Parameter]  # the trainable ones; empty: the last weights are kept
+    parameters: dict[str, torch.nn.Parameter]  # trainable parameters; if empty, the last weights are kept
     report: Report | None = None
     stop_if: dict[str, str] = field(default_factory=dict)  # {metric: condition} that ends training
     step: int | None = None  # None before the first evaluation with a finite value
     value: float | None = None
-    stale: int = 0  # evaluations since then
-    stopped: str | None = None  # why the sweep or run.stop_if ends training
+    stale: int = 0  # evaluations since the best step
+    stopped: str | None = None  # reason of the sweep or run.stop_if to end training
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def compare(self, figures: dict[str, float], step: int) -> None:
-        """Keeps this step if its value is better than all before; equal values and NaN are not."""
+        """Keeps this step if its value is better than all earlier values. Equal values and NaN are not better."""
         for metric in (self.metric, *self.stop_if):
             if metric not in figures:
                 key = "metric_for_best_model" if metric == self.metric else "stop_if"
@@ -78,7 +78,7 @@ class Best:
         return bool(self.stopped) or (self.patience is not None and self.stale >= self.patience)
 
     def restore(self) -> int | None:
-        """Puts the best weights back. Returns their step, or None if the last weights stay."""
+        """Restores the best weights. Returns their step, or None if the last weights stay."""
         if not self.weights:
             return None
         for name, parameter in self.parameters.items():
@@ -86,7 +86,7 @@ class Best:
         return self.step
 
     def save(self, folder: str) -> None:
-        """Writes what `load` reads. Only rank 0 calls it, because all ranks hold the same."""
+        """Writes the files for `load`. Only rank 0 calls it, because all ranks have the same state."""
         state = {key: getattr(self, key) for key in ("step", "value", "stale", "stopped")}
         with open(os.path.join(folder, STATE), "w", encoding="utf-8") as file:
             json.dump(state, file)

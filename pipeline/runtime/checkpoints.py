@@ -19,7 +19,7 @@ from pipeline.system import storage, terminal
 
 DIGESTS = "digests.json"
 NAME = re.compile(r"(?:checkpoint_(\d{8})|final)(?:-(\d+)(?:\.(\d+))?)?")
-DAMAGED = "damaged"  # the folder that damaged checkpoints are moved to
+DAMAGED = "damaged"  # folder for damaged checkpoints
 
 
 def name_of(step: int) -> str:
@@ -53,7 +53,7 @@ def seal(run_folder: str, name: str, files: dict[str, dict[str, Any]]) -> None:
 
 
 def prune(run_folder: str, num_to_keep: int | None) -> None:
-    """Removes all checkpoints except the newest `num_to_keep` complete ones; None keeps all complete ones."""
+    """Removes all checkpoints except the newest `num_to_keep` complete ones. None keeps all complete checkpoints."""
     kept = complete(run_folder)[-(num_to_keep or 0) :]
     for name in _names(run_folder):
         if name not in kept:
@@ -61,15 +61,15 @@ def prune(run_folder: str, num_to_keep: int | None) -> None:
 
 
 def complete(run_folder: str) -> list[str]:
-    """Returns the names of the checkpoints that were written to their end, oldest first; their content is not read."""
+    """Returns the names of the completely written checkpoints, oldest first. Does not read their content."""
     return [name for name in _names(run_folder) if storage.exists(storage.join(run_folder, name, DIGESTS))]
 
 
 def newest(run_folder: str) -> str | None:
     """Returns the name of the newest checkpoint whose files match their digests, or None if there is no checkpoint.
 
-    Newer ones are reported: it deletes an unfinished checkpoint, and moves a damaged one to `damaged/`.
-    Raises InputError if all checkpoints are damaged: the run must not start over unless the user says so.
+    Reports newer checkpoints: deletes an unfinished one, and moves a damaged one to `damaged/`. Raises InputError if all
+    checkpoints are damaged, because the run must not start over unless the user sets this.
     """
     aside = storage.join(run_folder, DAMAGED)
     for name in reversed(_names(run_folder)):
@@ -83,7 +83,7 @@ def newest(run_folder: str) -> str | None:
         else:
             storage.move(path, storage.join(aside, unused(aside, name)))
             print(f"warning: {run_folder}: {name} is damaged ({problem}): moved to {DAMAGED}/", flush=True)
-    if storage.folders(aside):  # also those that an earlier attempt moved
+    if storage.folders(aside):  # including checkpoints that an earlier attempt moved
         raise InputError(
             f"all checkpoints of {run_folder} are damaged, see {DAMAGED}/; restore their files, or set run.fresh=true to start "
             "over. run.num_to_keep=2 or more keeps one to fall back to",

@@ -1,4 +1,4 @@
-"""A process that holds the models of a job, and how it loads them."""
+"""Loads the models of a job into a process."""
 
 import os
 from dataclasses import replace
@@ -15,7 +15,7 @@ from pipeline.system import console
 
 
 def load_host(job: Job) -> "Host":
-    """Returns the models of a job in this process, without Ray; its inputs are pinned and checked."""
+    """Returns the models of a job in this process, without Ray. The job's inputs are pinned and checked."""
     from pipeline.models.hub import announcement
 
     session.set_environment()
@@ -39,7 +39,7 @@ class Host:
 
     @property
     def device(self) -> str:
-        """Returns the GPU that this process sees if the job uses one, else the CPU."""
+        """Returns the GPU of this process if the job uses one, or else the CPU."""
         return "cuda" if self.work.places.on_gpu else "cpu"
 
     def load_base(self, scorer_tokenizer: Any = None) -> Any:
@@ -64,8 +64,8 @@ class Host:
         return replace(self.job.model, dtype=self.job.base_dtype)
 
     def input(self, name: str) -> str:
-        """Returns the local folder of an input (`policy`, `reward.0`, ...). On another machine than the driver's, fetches it."""
+        """Returns the local folder of an input (`policy`, `reward.0`, ...). Fetches it if this is not the driver's machine."""
         one = self.work.inputs[name]
-        # A folder of the hub's cache may be there with other files of the same commit
+        # this folder of the Hub's cache may have other files of the same commit
         there = os.path.isdir(one.folder) and not one.version.startswith(hub.SCHEME)
         return one.folder if there else registry.fetch(one.version, self.work.uri)

@@ -1,10 +1,10 @@
-"""Batch inference: every row of a file through models in Ray Data actors, to JSON Lines; a killed run resumes.
+"""Batch inference: sends every row of a file through models in Ray Data actors, to JSON Lines. A killed run resumes.
 
     launch(job, Verb("completions.jsonl", load, measure)) -> the content of result.json
 
-Rows are done in parts of consecutive rows. A part's file is written atomically, and an existing part is not repeated, so each
-row of the input has one output, in the same order. The output of a row depends on the job, the row and its number alone, not
-on the number of actors or on interruptions. The workers of `evaluate` make their parts by `in_parts`.
+Rows are processed in parts of consecutive rows. A part's file is written atomically, and an existing part is not repeated, so
+each input row has one output, in the same order. The output of a row depends only on the job, the row and its number, not on
+the number of actors or on interruptions. The workers of `evaluate` make their parts with `in_parts`.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ from pipeline.settle.work import Work
 from pipeline.system import console, storage
 from pipeline.system.lease import hold
 
-BATCHES = 4  # forwards of a part: enough to sort its rows by length, few enough to lose in a crash
+BATCHES = 4  # forwards per part: enough to sort rows by length, few enough to lose in a crash
 
 Record = dict[str, Any]  # the result of a row
-# (token rows, number of the first one) -> records
+# (token rows, number of the first row) -> records
 Answer = Callable[[list[dict[str, Any]], int], list[Record]]
 Load = Callable[[Host], Answer]  # runs once in each actor
 Batches = Generator[dict[str, Any], None, None]  # result of Parts
@@ -41,21 +41,21 @@ Batches = Generator[dict[str, Any], None, None]  # result of Parts
 
 @dataclass(frozen=True)
 class Verb:
-    """What a subcommand does with each row, and what it writes."""
+    """A subcommand's function for each row, and its output."""
 
     output: str  # the file in the run's folder
     load: Load
-    # Figures of a record, whose means are result.json's `metrics`
+    # metrics of a record; result.json has their means
     measure: Callable[[Record], dict[str, float]]
     lines: Callable[[Record], list[Record]] = lambda record: [record]  # lines of the output
-    # Summed over all rows into `counts` of result.json
+    # counts of a record; result.json has their sums
     count: Callable[[Record], Mapping[str, int]] = lambda _: {}
     # f(number of rows) -> the rows to process, in this order; None: all rows
     choose: Callable[[int], Sequence[int]] | None = None
 
 
 def launch(job: Job, verb: Verb) -> dict[str, Any]:
-    """Runs one job over rows of data.train; the same `run.name` continues a run that was cut short."""
+    """Runs one job over rows of data.train. The same `run.name` continues an interrupted run."""
     job = named(job)
     if result := finished(identity_of(job)):
         return result
@@ -66,7 +66,7 @@ def launch(job: Job, verb: Verb) -> dict[str, Any]:
         path = storage.join(run.folder, verb.output)
         outcome = join(run.work, len(chosen), verb, path)
         result = run.finish(output=path, rows=len(chosen), rows_done_now=fresh, **outcome, data=run.data())
-        # Not before: without result.json the run is not finished
+        # only now, because the run is not finished without result.json
         storage.remove(storage.join(run.folder, resume.PARTS))
     figures = {**outcome["metrics"], **outcome["counts"]}
     print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in figures.items()))
@@ -173,7 +173,7 @@ class Parts:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns the number of rows of each part. An InputError or Failure is returned too, for the driver to raise.
 
-        Ray Data logs an exception that is raised here with its own frames, and turns one of a constructor into text.
+        If it were raised here, Ray Data would log it with its own frames, or turn it into text if a constructor raised it.
         """
         parts = [int(part) for part in batch["part"]]
         try:

@@ -11,7 +11,7 @@ from pipeline.judges.store import Store, folder
 from pipeline.settle.work import Work
 from pipeline.system import prices
 
-SAMPLED = 100  # rows whose prompts are measured
+SAMPLED = 100  # number of rows whose prompts are measured
 
 
 def estimates(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[str]:
@@ -41,7 +41,7 @@ def estimates(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int]) ->
 
 
 def asked(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, int]:
-    """Returns the completions of a run that an input scores, and how many of them are to the same prompt.
+    """Returns the number of completions that an input scores in a run, and how many of them share a prompt.
 
     Args:
         rows: number of rows of each split.
@@ -63,7 +63,7 @@ def asked(work: Work, rows: Mapping[str, int], name: str) -> tuple[int, int]:
 
 
 def costs(work: Work) -> dict[str, dict[str, float]]:
-    """Returns {input: what its judge has answered and cost in this run, resumed or not}."""
+    """Returns {input: answers and cost of its judge in this run, including earlier attempts}."""
     run = work.run
     return {
         name: Store(folder(run.storage_path, given), run.name).costs(given) for name, given in _judges(work)

@@ -9,7 +9,7 @@ from pipeline.config import schema
 from pipeline.errors import OutOfMemory, in_brief, is_out_of_memory
 from pipeline.settle.work import Work
 
-# {function on the stack, of transformers.Trainer or ours: part of the run}; PPO names its own phases
+# {function on the stack, of transformers.Trainer or ours: part of the run}. PPO names its own phases.
 PARTS = {"load_base": "loading the base", "training_step": "update", "evaluation_loop": "evaluate"}
 ROLLOUT = ("rollout", "score", "values", "evaluate")  # phases without gradients
 

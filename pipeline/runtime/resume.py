@@ -22,12 +22,12 @@ from pipeline.runtime import checkpoints
 from pipeline.system import lease, storage
 
 FILE = "job.json"
-PARTS = "parts"  # the folder of the finished parts of batch inference and of an evaluation
-# Who owns a folder of run.storage_path, by the file in it.
+PARTS = "parts"  # folder of the finished parts of batch inference and of an evaluation
+# {file: owner of a folder of run.storage_path that contains it}
 OWNERS = {FILE: "a run", "result.json": "a run", "sweep.json": "a sweep"}
-# Sections that do not decide the numbers of a job.
+# sections that do not affect a job's results
 ELSEWHERE = ("run", "mlflow", "scaling", "source")
-# Keys that do not decide the numbers, or only the order in which they are summed up.
+# keys that do not affect results, or affect only the order of summation
 MAY_CHANGE = (
     "run", "mlflow", "gate", "scaling", "source", "data.cache_dir",
     "model.attn_implementation",
@@ -98,15 +98,15 @@ def owned(folder: str, seen: dict[str, list[str]], fresh: bool) -> Iterator[leas
 
 
 def record(run: Identity, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
-    """Writes job.json: from here on the run has begun."""
+    """Writes job.json, which marks the start of the run."""
     facts = {"inputs": inputs, "base": base, "rows": rows}
     storage.write_json(storage.join(run.folder, FILE), run.settings | {"begun_with": facts})
 
 
 def left_in(folder: str, file: str, fresh: bool, *keys: str) -> dict[str, Any]:
-    """Returns a JSON object that an earlier process left in a folder, or {} if it left none, or `fresh` starts over.
+    """Returns a JSON object of an earlier process in a folder, or {} if there is none or `fresh` starts over.
 
-    Raises InputError if it cannot be read, or lacks one of `keys`.
+    Raises InputError if it is unreadable, or lacks one of `keys`.
     """
     path = storage.join(folder, file)
     if fresh or not storage.exists(path):
@@ -204,7 +204,7 @@ def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str,
 
 
 def essence(run: Identity, *but: str) -> dict[str, Any]:
-    """Returns what decides the numbers of a run, as plain data, without the sections `but`."""
+    """Returns the settings that affect a run's results, as plain data, without the sections `but`."""
     kept = {key: value for key, value in run.settings.items() if key not in (*ELSEWHERE, *but)}
     return kept | {"data": {key: value for key, value in kept["data"].items() if key != "cache_dir"}}
 
@@ -224,7 +224,7 @@ def _among(key: str, keys: Sequence[str]) -> bool:
 
 
 def print_differences(left: dict[str, Any], run: Identity) -> None:
-    """Prints the settings of this command that a finished run did not use."""
+    """Prints the settings of this command that differ from a finished run's."""
     changed = differences(left, run, ("run", "source", *_resolved(run)))
     if changed:
         print("it ran with other settings; this command's were not used:")

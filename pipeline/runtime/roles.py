@@ -77,7 +77,7 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
 
 
 def judge(worker: Host, shared: SharedBase) -> Reward | None:
-    """Returns the job's judge (a function, a judge or a second reward model, never trained on), or None if it has no judge."""
+    """Returns the job's judge (a function, a judge or a second reward model, which trains nothing), or None."""
     return reward(worker, shared, "judge", "judge") if worker.job.judge else None
 
 
@@ -109,7 +109,7 @@ def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
 
 
 def start(worker: Host, shared: SharedBase, reference: str | None) -> str | None:
-    """Returns the role that the policy began as, to compare it with: the reference, unless that one follows the policy."""
+    """Returns the role that the policy started as: the reference, unless the reference follows the policy."""
     if reference is None or not worker.args.sync_ref_model:
         return reference
     return add_frozen(worker, shared, "policy", "start")

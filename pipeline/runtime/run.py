@@ -36,7 +36,7 @@ from pipeline.system.credentials import without_secrets
 Train = Callable[[Worker], dict[str, Any]]  # a stage in a worker
 # f(work, the future result.json) -> the version that a stage registers or promotes, or None
 Register = Callable[[Work, dict[str, Any]], registry.Version | None]
-# What a stage runs next to its workers while they train: its value is passed to each of them.
+# runs next to a stage's workers during training; each worker gets its value
 Companion = Callable[[Work], contextlib.AbstractContextManager[Any]]
 
 
@@ -46,7 +46,7 @@ class OpenRun:
 
     work: Work  # gets its run_id when the MLflow run is open
     rows: dict[str, Any]  # tokenized, by name: train, eval, pairs
-    report: Any  # on the rows, or None if the job reads none
+    report: Any  # report on the rows, or None if the job reads none
     started: float  # time.monotonic() of the command
     continues: bool = False  # whether it resumes from a checkpoint or part of an earlier attempt
 
@@ -55,11 +55,11 @@ class OpenRun:
         return self.work.folder
 
     def data(self) -> dict[str, Any]:
-        """Returns what result.json says of the rows."""
+        """Returns the facts about the rows for result.json."""
         return {"digests": self.work.digests, "report": self.report.to_dict()}
 
     def finish(self, **more: Any) -> dict[str, Any]:
-        """Writes result.json: what every run has, and `more` of this one. From here on the run is finished."""
+        """Writes result.json: the entries of every run, and `more`. This finishes the run."""
         if judges := judging.costs(self.work):
             more["judges"] = judges
             for name, one in judges.items():

@@ -261,7 +261,7 @@ def makes_adapter(job: Job, adapters: Iterable[str]) -> bool:
     """
     facts = job.facts
     started_from = {"policy", "reward"} & facts.inputs.keys()
-    if job.facts.online and not job.args.has_critic_adapter:  # nothing starts from the reward
+    if job.facts.online and not job.args.has_critic_adapter:  # no adapter starts from the reward
         started_from.discard("reward")
     given = {name.partition(".")[0] for name in adapters}
     return facts.learns is not None and not (started_from and given >= started_from)

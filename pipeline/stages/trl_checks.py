@@ -1,8 +1,8 @@
 """Self-checks of the TRL stages on their first rows, before the first optimizer step.
 
-The prepared rows, and the loss that TRL computes on them, are compared with a plain forward of the model on single rows,
-without padding, packing or a collator. A fault found here costs seconds; later it costs the run. One odd row stops nothing:
-only a fault of *all* the first rows does, or a pair with equal sides.
+The prepared rows, and TRL's loss on them, are compared with a plain forward of the model on single rows, without padding,
+packing or a collator. A fault found here costs seconds; later it would cost the run. One odd row stops nothing. Only a fault of
+*all* first rows does, or a pair with equal completions.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pipeline.models.template import GENERATION, user_header_and_generation_prom
 from pipeline.models.tokenizer import eos_ids
 from pipeline.runtime.worker import Worker
 
-CHECKED_ROWS = 64  # rows whose tokens are checked
-FORWARD_ROWS = 4  # the shortest of these rows, which go through the model
+CHECKED_ROWS = 64  # number of rows whose tokens are checked
+FORWARD_ROWS = 4  # number of the shortest of these rows, which go through the model
 MAX_LOGITS = 1 << 28  # fp32 numbers per row, a GiB; longer rows do not go through the model
 SIDES = ("chosen", "rejected")
 ADAPTERS = {"policy": "default", "reference": "ref"}  # TRL's names of the adapters
@@ -34,7 +34,7 @@ Completion = tuple[list[int], list[int]]  # token ids of a prompt, and of its (l
 
 
 def first_step_findings(worker: Worker, trainer: Any) -> list[Finding]:
-    """Returns the findings of a stage whose trainer is about to make its first step. No state changes; every rank calls it."""
+    """Returns the findings of a stage before its trainer's first step. Changes no state. Every rank calls it."""
     first = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
     rows = [dict(row) for row in first]
     model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.job.stage
@@ -63,7 +63,7 @@ def first_step_findings(worker: Worker, trainer: Any) -> list[Finding]:
         findings.append(pairs_other_rows(trainer))
     training, metrics = model.training, copy.deepcopy(trainer._metrics)
     tokens = trainer._total_train_tokens
-    model.eval()  # TRL's means over training steps stay as they are
+    model.eval()  # does not change TRL's means over training steps
     try:
         with torch.no_grad():
             return findings + compare(stage, trainer, model, rows, same_start=not worker.job.reference)
@@ -73,7 +73,7 @@ def first_step_findings(worker: Worker, trainer: Any) -> list[Finding]:
 
 
 def compare(stage: str, trainer: Any, model: Any, rows: list[Row], same_start: bool = True) -> list[Finding]:
-    """Returns the findings about numbers of the trainer on a batch, each compared with the model on single rows."""
+    """Returns the findings that compare the trainer's numbers on a batch with the model on single rows."""
     few, findings = affordable(model, rows), []
     if not few:  # all rows are too long
         return []
@@ -115,7 +115,7 @@ def completions_of(row: Row) -> Iterator[Completion]:
 
 
 def _unpacked(row: Row) -> list[Row]:
-    """Returns the rows that a packed row was made of, or the row itself if it is not packed."""
+    """Returns the rows inside a packed row, or the row itself if it is not packed."""
     parts, start = [], 0
     for length in row.get("seq_lengths") or [len(row["input_ids"])]:
         parts.append({key: row[key][start : start + length] for key in ("input_ids", "labels")})
@@ -148,14 +148,14 @@ def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[Finding]:
     twice = sum(bos is not None and (prompt + ids)[:2] == [bos, bos] for prompt, ids in rows)
     begins = f"{twice} of {len(rows)} rows begin with {tokenizer.bos_token} twice"
     return [
-        # Otherwise collators mask EOS, and it is never learned
+        # otherwise collators mask EOS, and it is never learned
         Finding("the pad token is no EOS token", pad, tokenizer.pad_token_id not in ends),
         Finding("at most one BOS per row", begins, twice < max(1, len(rows))),
     ]
 
 
 def ends_learned(worker: Worker, rows: Sequence[Completion]) -> Finding:
-    """Checks that completions end with a trained EOS token: else the model never learns to stop."""
+    """Checks that completions end with a trained EOS token. Otherwise the model never learns to stop."""
     ends, limit = set(eos_ids(worker.tokenizer)), worker.job.data.max_length or float("inf")
     # A row as long as the limit may be truncated.
     complete = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]
@@ -171,7 +171,7 @@ def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> 
         found = f"in none of {len(rows)} rows: the prompt is trained, too, from its first token"
         return Finding(name, found, False)
     _, asks = user_header_and_generation_prompt(tokenizer)
-    # Only the completion's beginning, because it may have more turns, each after such a prompt.
+    # only the completion's start, because it may have more turns, each after such a prompt
     texts = [(tokenizer.decode(prompt), tokenizer.decode(prompt + ids[:8])) for prompt, ids in rows]
     # A template may mark its completions itself.
     marked = GENERATION.search(tokenizer.chat_template or "")
@@ -213,7 +213,7 @@ def pairs_other_rows(trainer: Any) -> Finding:
     """Checks the KL term of the first batch: it is over prompts with completions of other rows of the same step."""
     loader = trainer.get_train_dataloader()
     drawn = next(iter(loader.batch_sampler))
-    count = len(drawn) // 2  # the others follow the rows that they are paired with
+    count = len(drawn) // 2  # the second half are the rows that they are paired with
     rows = list(trainer.train_dataset.select(drawn))
     batch = loader.collate_fn([dict(row) for row in rows])
     themselves = wrong = 0
@@ -244,8 +244,8 @@ def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> Finding:
     return Finding("the policy starts as the reference", found, holds)
 
 
-# What a stage compares: [(name, number of the trainer on a padded batch, number from single rows)], empty if the job's loss
-# has other terms, and the difference that rounding explains.
+# A stage's comparison: [(name, number of the trainer on a padded batch, number from single rows)], empty if the job's loss has
+# other terms, and the difference that rounding explains.
 Numbers = tuple[list[tuple[str, float, float]], float]
 
 
@@ -277,7 +277,7 @@ def rm_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
 
 
 def preference_numbers(trainer: Any, model: Any, rows: list[Row]) -> Numbers:
-    """Compares TRL's mean log-probs of each side, by policy and reference, with those of rows. In kto, the label is the side."""
+    """Compares TRL's mean log-probs of chosen and rejected, by policy and reference, with single rows. kto uses the label."""
     from trl.trainer.utils import use_adapter
 
     if getattr(trainer, "ld_alpha", None) is not None:  # dpo with weights by length
@@ -309,7 +309,7 @@ NUMBERS = {"sft": sft_numbers, "rm": rm_numbers, "dpo": preference_numbers, "kto
 
 
 def affordable(model: Any, rows: list[Row]) -> list[Row]:
-    """Returns the shortest rows, and the longest that the model can be run on: most faults are about padding."""
+    """Returns the shortest rows, and the longest that the model can process, because most faults are about padding."""
 
     def length(row: Row) -> int:
         if "labels" in row:  # also tokens after the last trained one
@@ -322,7 +322,7 @@ def affordable(model: Any, rows: list[Row]) -> list[Row]:
 
 
 def collated(trainer: Any, model: Any, rows: list[Row]) -> dict[str, Any]:
-    """Returns the trainer's batch of some rows, on the model's device. For kto's KL term, each has the row before it."""
+    """Returns the trainer's batch of some rows, on the model's device. In kto's KL term, each row gets the previous row."""
     if "label" in rows[0]:
         rows = [paired(row, other) for row, other in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
     batch = trainer.data_collator([dict(row) for row in rows])

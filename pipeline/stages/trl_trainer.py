@@ -1,6 +1,6 @@
-"""What TRL's stages share inside a worker: arguments, progress, checkpoints, the check that an adapter reloads.
+"""Shared code of TRL's stages in a worker: arguments, progress, checkpoints, the check that an adapter reloads.
 
-TRL's trainers stay TRL's: a stage subclasses one only to take its rows from Ray Data and to sample each exactly once.
+TRL's trainers stay unchanged. A stage subclasses one only to take its rows from Ray Data and to sample each exactly once.
 """
 
 import json
@@ -26,14 +26,14 @@ from pipeline.runtime.worker import Outcome, Worker, peak_memory
 from pipeline.stages import trl_checks
 from pipeline.system.progress import Bar
 
-REFERENCE = "ref"  # TRL's name of the frozen adapter that a DPOTrainer compares with
+REFERENCE = "ref"  # TRL's name of a DPOTrainer's frozen reference adapter
 
 
 def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
-    """Returns the job's `trainer` section as TRL's configuration class, plus what the pipeline decides.
+    """Returns the job's `trainer` section as TRL's configuration class, plus the pipeline's own settings.
 
-    `data.batch_size` is the number of rows of one optimizer step over all workers; gradient accumulation follows
-    from it, so that the same job means the same steps on any number of workers. Call it before the base is loaded.
+    `data.batch_size` is the number of rows of one optimizer step over all workers. Gradient accumulation follows from it, so
+    the same job means the same steps on any number of workers. Call this before the base is loaded.
     """
     values = worker.job.trainer | {"gradient_checkpointing": plan.recomputes(worker)}
     if values.get("tf32") is None:  # transformers would turn TF32 on with torch_compile
@@ -52,16 +52,16 @@ def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
 
 
 class Reporter(TrainerCallback):
-    """Progress, speed, metrics and checkpoints of a transformers Trainer, handed to the worker as they come.
+    """Reports progress, speed, metrics and checkpoints of a transformers Trainer to the worker.
 
-    Speed is that of optimizer steps, without evaluations, checkpoints and waits for rows.
+    Speed covers optimizer steps, without evaluations, checkpoints and waits for rows.
     """
 
     def __init__(self, worker: Worker, trainer: Any, best: Best | None):
         self.worker, self.trainer, self.best = worker, trainer, best
-        self.evaluating: Bar | None = None  # batches done in the evaluation that is under way
+        self.evaluating: Bar | None = None  # bar of the current evaluation's batches
         self.device = torch.device(worker.device)
-        self.begun = self.seconds = 0.0  # the start of the step; of the steps since the last line of the log
+        self.begun = self.seconds = 0.0  # start of the step; seconds of the steps since the last log line
         self.tokens = 0  # tokens of all workers up to that line
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -76,14 +76,14 @@ class Reporter(TrainerCallback):
         self.begun = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.device.type == "cuda":  # kernels are only launched when Python has come here
+        if self.device.type == "cuda":  # Python gets here when kernels are only launched
             torch.cuda.synchronize(self.device)
         self.seconds += time.monotonic() - self.begun
         if self.worker.notice.poll(state.global_step):
             control.should_save = True
 
     def speed(self) -> dict[str, float]:
-        """Returns the metrics since the last call, of all workers together, or {} if no step was made."""
+        """Returns the metrics since the last call, for all workers together, or {} without a step."""
         tokens, seconds = self.trainer._total_train_tokens - self.tokens, self.seconds
         if not tokens or not seconds:
             return {}

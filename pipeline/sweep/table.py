@@ -1,4 +1,4 @@
-"""The results of a sweep: a row for each trial, on the terminal and in sweep.json."""
+"""Makes the table of a sweep's results: a row for each trial, on the terminal and in sweep.json."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict
     """Returns a dict for each trial: trial, values, state, figure, step, of, seconds, why, folder, mlflow_run_id.
 
     Args:
-        state: what Rungs.state returns.
+        state: result of Rungs.state.
         died: {trial: why its process died more often than run.max_failures allows}.
     """
     made = []

@@ -33,20 +33,20 @@ from pipeline.system.credentials import without_secrets
 from pipeline.system.lease import hold
 
 INTERVAL_S = 2.0  # time between two queries of the rungs
-TUNE = "tune"  # the folder of Ray Tune's files, which are not used
+TUNE = "tune"  # folder of Ray Tune's files, which are not used
 ENVIRONMENT = {
-    "RAY_AIR_NEW_OUTPUT": "0",  # it prints a banner even with RunConfig.verbose=0
+    "RAY_AIR_NEW_OUTPUT": "0",  # prints a banner even with RunConfig.verbose=0
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # no CSV, JSON and TensorBoard files
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # else Ctrl-C ends the sweep as if it were finished
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # otherwise Ctrl-C ends the sweep as if it were finished
     "TUNE_WARN_INSUFFICENT_RESOURCE_THRESHOLD_S": "1000000000",  # a trial's driver needs none
 }
 
 
 def run(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, str]:
-    """Runs the trials that have not ended. Returns {trial: why its process died} of those that could not be run.
+    """Runs the unfinished trials. Returns {trial: why its process died} for trials that could not run.
 
     Args:
-        places: of a trial.
+        places: places of a trial.
     """
     os.environ.update(ENVIRONMENT)
     from ray import tune
@@ -57,7 +57,7 @@ def run(sweep: Sweep, handle: SweepHandle, places: Places) -> dict[str, str]:
     room = sweep.settings.max_concurrent_trials or placement.side_by_side(places)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     tuner = tune.Tuner(
-        # The trials' drivers take no resources of workers, and run on the head, which outlives spot nodes.
+        # The trials' drivers take no resources of workers. They run on the head, which outlives spot nodes.
         tune.with_resources(_trainable(sweep, handle), {"node:__internal_head__": 0.001}),
         param_space={"trial": tune.grid_search(waiting)},
         tune_config=tune.TuneConfig(max_concurrent_trials=room),
@@ -89,7 +89,7 @@ def _silent() -> Any:
 
 
 def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
-    """Returns what Tune starts for each trial: an ordinary run in its process. An error ends only this trial."""
+    """Returns the function that Tune starts for each trial: an ordinary run in its process. An error ends only this trial."""
     jobs = {trial.name: trial.job for trial in sweep.trials}
     own = session.session_folder()
 
@@ -119,7 +119,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
 
 @contextlib.contextmanager
 def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
-    """Prints what the trials report, for the block, and keeps sweep.json up to date for a driver that is killed."""
+    """Prints the trials' reports during the block, and keeps sweep.json up to date in case the driver is killed."""
     import ray
 
     ended, count, printed = threading.Event(), len(sweep.trials), 0
@@ -154,7 +154,7 @@ def watching(sweep: Sweep, rungs: Any, keep: Callable[[dict[str, Any]], Any]) ->
 
 
 def overall(state: dict[str, Any], count: int, seconds: float, before: float) -> str:
-    """Returns how many of `count` trials ended and run, and the time left at the speed since `before` were done."""
+    """Returns a text with the numbers of finished and running trials, and the time left at the speed since `before`."""
     text = f"{len(state['ended'])} of {count} ended, {len(state['running'])} running"
     new, left = done(state) - before, count - done(state)
     if new > 0 and left > 0:
@@ -163,7 +163,7 @@ def overall(state: dict[str, Any], count: int, seconds: float, before: float) ->
 
 
 def done(state: dict[str, Any]) -> float:
-    """Returns the finished trials, counting the running ones by their share of steps."""
+    """Returns the number of finished trials. A running one counts by its share of steps."""
     reports = {trial: reports[-1] for trial, reports in state["reports"].items() if reports}
     shares = {trial: last["step"] / last["of"] for trial, last in reports.items()}
     return sum((shares | dict.fromkeys(state["ended"], 1.0)).values())
@@ -173,13 +173,13 @@ def done(state: dict[str, Any]) -> float:
 
 
 class Rungs:
-    """An actor that every evaluation is reported to. It decides which trials stop early.
+    """An actor that gets every evaluation and decides which trials stop early.
 
-    ASHA is Ray Tune's. Tune would stop a trial by ending its process (ray 2.60): its workers' resources would stay reserved, and
-    the run would leave no result. Here the trial itself stops early, with an adapter and a result.json.
+    ASHA is Ray Tune's. Tune would stop a trial by ending its process (ray 2.60). Its workers' resources would stay reserved,
+    and the run would leave no result. Here the trial itself stops early, with an adapter and a result.json.
 
     Args:
-        metric: what the trials are compared by.
+        metric: the metric that trials are compared by.
         greater: whether a larger value is better.
         known: `state()["reports"]` of an earlier driver.
         ended: the trials that ended under that driver.
@@ -225,7 +225,7 @@ class Rungs:
             self.reports[trial] = []
             if self.asha:
                 self.asha.on_trial_add(None, SimpleNamespace(trial_id=trial))
-        report.setdefault("stop", self._decide(trial, report))  # ASHA hears of it in any case
+        report.setdefault("stop", self._decide(trial, report))  # ASHA gets the evaluation in any case
         self.reports[trial].append(report)
         return report["stop"]
 

@@ -70,7 +70,7 @@ def shared_base(base: Any, ours: Setting) -> Any:
 
 
 def repeated(distinct: list[list[int]], times: int) -> list[list[int]]:
-    """Returns rows that give, one completion each, the episodes of `times` completions to each of the distinct prompts."""
+    """Returns rows with one completion each that give the same episodes as `times` completions to each distinct prompt."""
     from pipeline.ppo.episodes import prompt_order
 
     count = len(distinct) * times

@@ -49,7 +49,7 @@ GROUP = dict(advantage_estimator="rloo", num_generations=2, kl_coef=0.0)
 )
 def test_mfu_is_the_share_of_a_gpus_peak(settings, passes, monkeypatch):
     trainer = toy.trainer(**settings)
-    assert "mfu" not in trainer.run_update()  # the price list has no CPU
+    assert "mfu" not in trainer.run_update()  # the table of peaks has no CPU
     monkeypatch.setattr("pipeline.ppo.trainer.peak_flops", lambda device: 1e9)
     kept = toy.recorded(trainer)
     metrics = trainer.run_update()

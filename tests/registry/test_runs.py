@@ -34,7 +34,7 @@ def test_the_same_name_continues_its_run_unless_it_is_finished_or_overwritten(jo
 
 
 def test_a_run_records_its_user_and_source(job):
-    """MLflow's own start_run does the same. MLflow's page opens on runs, because training has no traces."""
+    """MLflow's own start_run records the same. MLflow's page opens on runs, because training has no traces."""
     with registry.mlflow_run(tracking_of(job), {}) as run_id:
         pass
     tags = mlflow(job).get_run(run_id).data.tags

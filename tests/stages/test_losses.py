@@ -101,7 +101,7 @@ def test_rows_of_kto_are_shuffled(loss, tmp_path):
     rows = [{"prompt_ids": [3], "completion_ids": [4 + i, 5], "label": bool(i % 2)} for i in range(32)]
     settings = {"loss_type": loss, "train_sampling_strategy": sampling(loss)}
     made = trainer("kto", PairedBatches, rows, tmp_path, **settings)
-    own = 4 if made.calculate_KL else None  # a batch ends with the rows that its rows are paired with
+    own = 4 if made.calculate_KL else None  # in a batch, the paired rows come after its own
     batches = made.get_train_dataloader().batch_sampler
     order = [row for batch in batches for row in list(batch)[:own]]
     assert sorted(order) == list(range(32)) and order != sorted(order)

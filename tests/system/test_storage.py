@@ -67,7 +67,7 @@ def test_only_this_user_can_enter_its_folders(of, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     name = tmp_path / ("rlhf-pipeline" if of == "cache" else f"rlhf-{os.getuid()}")
     name.mkdir(mode=0o777)
-    name.chmod(0o777)  # like an earlier version or a umask
+    name.chmod(0o777)  # as an earlier version, or a loose umask, would create it
     path = getattr(storage, of)("versions", "one")
     assert path == str(name / "versions/one") and stat.S_IMODE(name.stat().st_mode) == 0o700
 

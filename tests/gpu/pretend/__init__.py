@@ -54,7 +54,7 @@ def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
     """Pretends that this process has `gpus` GPUs with `gib` GiB each. Threads that start in the block have them too."""
     with suppress(ImportError):
         import bitsandbytes  # looks for CUDA's libraries once, at import
-    torch.utils._device._device_constructors()  # caches a list that needs the real torch.tensor
+    torch.utils._device._device_constructors()  # fills torch's own list before torch.tensor is replaced
     machine.gpus = [Gpu(index, int(gib * GIB)) for index in range(gpus)]
     machine.thread = threading.local()
     machine.replays = 0
