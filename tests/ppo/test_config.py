@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.config import load_job
-from pipeline.config.rules import warnings
+from pipeline.config.rules import Rules
 from pipeline.errors import InputError
 from pipeline.ppo.config import PPOConfig, RolloutConfig
 
@@ -88,4 +88,4 @@ IDLE = "2 of 3 workers will be idle, because completions are sampled in chunks o
 )
 def test_rollout_workers_that_would_idle_are_warned_of(overrides, idle):
     job = load_job("jobs/demo/ppo.yaml", ["rollout.num_workers=1", *overrides], "ppo")
-    assert (IDLE in "\n".join(warnings(job))) == idle
+    assert (IDLE in "\n".join(Rules(job).warnings())) == idle
