@@ -289,7 +289,13 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
     # TRL's RewardTrainer adds means over the steps since the last line of the log, which do not describe the run.
     kept = {key for key in summary if key.startswith("train_")} | {"epoch", "total_flos"}
     metrics = {key: float(value) for key, value in summary.items() if key in kept}
-    metrics["train_loss"] = trainer._total_loss_scalar / max(1, trainer.state.global_step)
+    total = trainer._total_loss_scalar
+    if (
+        worker.world > 1
+    ):  # the steps since the last line of the log: transformers 5.23 counts this rank's alone
+        mine = trainer._tr_loss
+        total += (trainer.accelerator.gather(mine).mean() - mine).item()
+    metrics["train_loss"] = total / max(1, trainer.state.global_step)
     return metrics
 
 
