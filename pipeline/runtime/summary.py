@@ -89,7 +89,7 @@ def sample_table(samples: list[dict[str, Any]], width: int = 40) -> str:
         for key in ("before", "after"):
             side = sample[key]
             scores = "  ".join(f"{name} {side[name]:.2f}" for name in ("reward", "judge") if name in side)
-            lines.append(f"     {key:<6}  {_cut(side['completion'], width):<{width}}  {scores}")
+            lines.append(f"     {key:<6}  {_cut(side['completion'], width):<{width}}  {scores}".rstrip())
     return "\n".join(lines)
 
 

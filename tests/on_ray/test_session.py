@@ -197,18 +197,19 @@ def test_another_user_sees_and_creates_nothing_in_the_folder_of_a_session(run):
     assert not run.opened
 
 
+SAMPLES = [r"   [TWN].*[.?]", r"     before  [A-Z]\w+\.", r"     after   [A-Z]\w+\."] * 4
 PHASES = [  # phases of a run in the order of its log
     r"== sft  run one  jobs/demo/sft.yaml", "starting Ray", "reading and tokenizing the rows", "<report>", r"  data  .*",
     "starting 2 workers: importing torch and transformers", r"loading jobs/demo/model \(1\.40MB\)",
     "evaluating 60 held-out rows, then training", r"step 0/2  held-out loss .*", r"step 2/2  .*held-out loss .*",
-    "checking that the adapter reloads as it was saved", "registering rlhf-sft", r"  registered +rlhf-sft v1 @champion .*",
-    r"  result +/.*/one/result\.json", r"  time +\S+, [\d,]+ tokens",
+    "checking that the adapter reloads as it was saved", "registering rlhf-sft", *SAMPLES, r"  registered +rlhf-sft v1 @champion .*",
+    r"  result +/.*/one/result\.json", r"  time +[\w ]+, [\d,]+ tokens",
 ]  # fmt: skip
 # only if they take more than a moment; eval metrics
 WAITS = ["opening MLflow", "checking the model", r"  (held-out loss|(end )?token accuracy) +\S+ -> \S+"]
 SHOWN = [  # complete output if stdout is not a terminal
     r"== sft  run one  jobs/demo/sft.yaml", r"  data +500 training rows, 60 eval rows, 52 duplicates",
-    r"  train +2/2  held-out loss .*", *[WAITS[-1]] * 3, *PHASES[-3:],
+    r"  train +2/2  held-out loss .*", *SAMPLES, *[WAITS[-1]] * 3, *PHASES[-3:],
 ]  # fmt: skip
 
 

@@ -25,6 +25,8 @@ def program(text, status=0, **how):
     """Runs a program like `process.run` runs a command line. Returns (stdout, stderr)."""
     body = textwrap.indent(textwrap.dedent(text), "    ")
     source = f"import sys\nfrom pipeline.system import process\ndef main():\n{body}\n"
+    # nohup ignores this signal, also in its children
+    how.setdefault("preexec_fn", lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
     done = subprocess.run(
         [sys.executable, "-c", source + "sys.exit(process.run(main))"],
         cwd=ROOT, capture_output=not how.keys() & {"stdout", "stderr"}, timeout=60, **how,
