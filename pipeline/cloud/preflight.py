@@ -141,7 +141,7 @@ def check_resources(job: Job, cluster: Cluster) -> None:
         wanted = [f"{amount:g} {name}" for name, amount in sorted(need.resources.items())]
         wanted += [f"{key}: {value}" for key, value in need.selector.items()]
         more = [f"{kind.max_workers} x {name} ({_shown(kind)})" for name, kind in cluster.types.items()]
-        grows = f"may start {', '.join(more)}" if more else "CLUSTER=file.yaml names that of an autoscaler"
+        grows = f"may start {', '.join(more)}" if more else "CLUSTER=FILE names the file of an autoscaler"
         change = places.fewer(room) if section == "scaling" else ""
         lower = f"lower {section}.num_workers or {section}.resources_per_worker"
         advice = f"set {change}" if change else lower

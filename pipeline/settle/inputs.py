@@ -23,13 +23,8 @@ from pipeline.settle.work import Input
 from pipeline.system import storage, terminal
 from pipeline.system.functions import digest, imported
 
-GIVEN = (
-    "prompts",
-    "completions",
-    "completion_ids",
-    "seeds",
-    "groups",
-)  # arguments that every Python reward may have
+# Arguments that every Python reward may have
+GIVEN = ("prompts", "completions", "completion_ids", "seeds", "groups")
 
 
 def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tuple[Job, dict[str, str]]:
@@ -225,7 +220,7 @@ def _check_judge(job: Job, name: str, given: judge.Definition) -> None:
     if alone:
         raise InputError(
             "`form: rank` compares the completions of a prompt, and here each is scored by itself; use another form, or "
-            "trainer.num_generations of 2 or more where there is that key"
+            "trainer.num_generations=2 or more if the stage has that key"
         )
 
 

@@ -17,18 +17,13 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
 
     Args:
         note: whether to print the keys without effect.
-        elsewhere: whether the job is for a cluster without this process.
+        elsewhere: whether the job is for a cluster that this process does not run on.
     """
-    everything = elsewhere or on_cluster()
+    ignored = () if elsewhere or on_cluster() else CLUSTER_ONLY
     sections = {"scaling": job.scaling, "rollout": job.rollout}
-    dropped = (
-        []
-        if everything
-        else [f"{name}.{key}" for name, keys in sections.items() for key in CLUSTER_ONLY if keys.get(key)]
-    )
+    dropped = [f"{name}.{key}" for name, keys in sections.items() for key in ignored if keys.get(key)]
     scaling, rollout = (
-        {key: value for key, value in keys.items() if everything or key not in CLUSTER_ONLY}
-        for keys in sections.values()
+        {key: value for key, value in keys.items() if key not in ignored} for keys in sections.values()
     )
     if dropped and note:
         print(f"note: ignoring {', '.join(dropped)}: this is one machine, not a cluster", flush=True)
