@@ -84,7 +84,7 @@ help-all: ## list all commands
 
 ##@ Start here
 rlhf: setup ## run sft, rm, ppo and evaluate of one profile
-	@$(PY) -m pipeline rlhf jobs/$(PROFILE) $(ARGS)
+	@$(PY) -m pipeline run jobs/$(PROFILE) $(ARGS)
 init: setup ## write jobs for your rows: DATA=my NAME=velo MODEL=org/model
 	@$(PY) -m pipeline init $(or $(DATA),my) $(if $(NAME),--name $(NAME)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 chat: ## talk to the policy; each completion has its score

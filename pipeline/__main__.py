@@ -1,7 +1,7 @@
 """Command-line interface: one subcommand per stage, and the subcommands in pipeline/commands.
 
     python -m pipeline VERB JOB.yaml [section.key=value ...]        installed, also: rlhf VERB ...
-    python -m pipeline rlhf jobs/demo [section.key=value ...]
+    python -m pipeline run jobs/demo [section.key=value ...]
 
 Exit status: 0 done, 1 the run failed (with its traceback), 2 the command, the job file or the data is wrong
 (`error: ...`), 130 interrupted, 143 terminated. With RAY_ADDRESS=http://HEAD:8265 the stages run as jobs on that cluster
@@ -50,7 +50,7 @@ HERE = ("chat", "export")
 
 EXAMPLES = """\
 examples:
-  python -m pipeline rlhf jobs/demo
+  python -m pipeline run jobs/demo
   python -m pipeline validate jobs/demo/sft.yaml data.train=my.jsonl
   python -m pipeline sft jobs/demo/sft.yaml trainer.learning_rate=1e-4 scaling.num_workers=2
   python -m pipeline chat jobs/demo/generate.yaml policy=models:/rlhf-sft@champion
@@ -58,7 +58,7 @@ examples:
   python -m pipeline ppo jobs/demo/ppo.yaml policy=models:/rlhf-sft/3 run.name=ppo-kl trainer.kl_coef=0.02
 
 A value is YAML: data.train=[a.jsonl,b.jsonl], data.eval=null. Keys are the job file's; jobs/demo/*.yaml explains them.
-The same run.name again continues that run; run.fresh=true starts it over.
+The same run.name again continues that run; run.overwrite=true starts it over.
 """
 
 
@@ -116,7 +116,7 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
     if verb == "demo":
         from pipeline.commands import shipped
 
-        verb, path = "rlhf", str(shipped.bring("demo"))
+        verb, path = "run", str(shipped.bring("demo"))
     if address := os.environ.get("RAY_ADDRESS"):
         from pipeline.cloud import submit
 
@@ -194,7 +194,7 @@ def ended(how: str, why: str, status: int) -> int:
 
 def stopped(how: str, verb: str, status: int, stop: BaseException) -> int:
     """Prints how a signal ended the run, and how to continue it; returns `status`."""
-    several, own_names = verb in ("rlhf", "demo"), verb == "sweep"
+    several, own_names = verb in ("run", "demo"), verb == "sweep"
     resumable = several or own_names or (verb in STAGE and STAGE[verb].runs_in in ("train", "data"))
     name = "the same run.name"
     if not own_names:

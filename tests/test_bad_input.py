@@ -104,7 +104,7 @@ JOB = [
     case("storage below a file", "sft", r"run\.storage_path: '/dev/null/runs' cannot be written.*e\.g\. run\.storage_path=\./runs", overrides=["run.storage_path=/dev/null/runs"]),
     case("cache that cannot be written", "sft", r"data\.cache_dir: '/dev/null/cache/.* cannot be written .*e\.g\. data\.cache_dir=\./cache", overrides=["data.cache_dir=/dev/null/cache"]),
     case("bucket without a tracking server", "sft", r"mlflow\.tracking_uri: missing; a bucket \(run\.storage_path=memory://runs\)", overrides=["run.storage_path=memory://runs"]),
-    case("rlhf without its jobs", "rlhf", r"pipeline/sft\.yaml: no such job file", key="pipeline"),
+    case("run without its jobs", "run", r"pipeline/sft\.yaml: no such job file", key="pipeline"),
 ]  # fmt: skip
 if importlib.util.find_spec("vllm") is None:
     says = r"rollout\.engine: vLLM is not installed here; run .*\[vllm\]"
@@ -156,7 +156,7 @@ def registry(storage: str) -> dict[str, Any]:
 
 
 def arguments(one: Case, world: dict[str, str], folder: Path) -> list[str]:
-    job = one.key if "/" in one.key or one.verb == "rlhf" else f"jobs/demo/{one.verb}.yaml"
+    job = one.key if "/" in one.key or one.verb == "run" else f"jobs/demo/{one.verb}.yaml"
     name = re.sub("[^a-z]+", "-", one.name.lower())
     given = [f"run.storage_path={world['storage']}", f"run.name=bad-{name}", *TINY.get(one.verb, [])]
     if one.rows is not None:

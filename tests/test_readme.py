@@ -220,7 +220,7 @@ def shape(transcript):
     words = [
         line.split()[0] for line in transcript.splitlines() if line.strip() and not line.startswith("   ")
     ]
-    words = [word for word in words if word not in ("train", "drawing", "win", "KL", "eval_eos", "not")]
+    words = [word for word in words if word not in ("train", "drawing", "win", "KL", "eval_eos_rate", "not")]
     return words[: words.index("Done") + 1]
 
 

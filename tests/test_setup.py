@@ -234,7 +234,7 @@ def test_stages_run_the_job_of_the_profile(make):
         "validate JOB=jobs/demo/rm.yaml": "validate jobs/demo/rm.yaml",
         "sweep SWEEP=lora.r=8,16": "sweep jobs/demo/sft.yaml lora.r=8,16",
         "chat PROFILE=own": "chat jobs/own/generate.yaml",
-        "rlhf ARGS=run.fresh=true": "rlhf jobs/demo run.fresh=true",
+        "rlhf ARGS=run.overwrite=true": "run jobs/demo run.overwrite=true",
     }
     for arguments, line in lines.items():
         assert make(*arguments.split()).stdout.splitlines()[-1] == f"ran: -m pipeline {line}"

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from pipeline.cloud import preflight
-from pipeline.commands import rlhf
+from pipeline.commands import run as rlhf
 from pipeline.config import Job, load_job
 from pipeline.errors import InputError
 from pipeline.on_ray import placement
@@ -141,12 +141,12 @@ def run_of(job: Job) -> str:
 
 
 def entrypoint(paths: list[str], jobs: list[Job], overrides: list[str]) -> str:
-    """Returns the command of the driver: `rlhf` for a folder, else one stage after another."""
+    """Returns the command of the driver: `run` for a folder, else one stage after another."""
     unnamed = [] if os.environ.get("SCHEDULE") else [job for job in jobs if not job.run.name]
     start = ["python", "-m", "pipeline"]
     if Path(paths[0]).is_dir():
         names = [f"{job.stage}.run.name={run_of(job)}" for job in unnamed]
-        return shlex.join([*start, "rlhf", paths[0], *overrides, *names])
+        return shlex.join([*start, "run", paths[0], *overrides, *names])
     commands = []
     for path, job in zip(paths, jobs, strict=True):
         names = [f"run.name={run_of(job)}"] if job in unnamed else []

@@ -34,7 +34,7 @@ from pipeline.system.credentials import FORWARDED_MODULE, without_credentials
 
 # Stages whose run.name is the name of the submission.
 RUNS = tuple(name for name, facts in STAGE.items() if facts.runs_in != "here")
-VERBS = (*RUNS, "sweep", "validate", "rlhf")
+VERBS = (*RUNS, "sweep", "validate", "run")
 # Forwarded to the job if they are set here. Not AWS_*: nodes have their own role, with fewer rights than a person.
 FORWARDED = """HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE MLFLOW_TRACKING_URI MLFLOW_TRACKING_USERNAME MLFLOW_TRACKING_PASSWORD
     MLFLOW_TRACKING_TOKEN MLFLOW_TRACKING_INSECURE_TLS WANDB_API_KEY WANDB_BASE_URL WANDB_ENTITY WANDB_MODE
@@ -113,8 +113,8 @@ def check_registry(verb: str, job: Job) -> None:
 
 def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
     """Returns (name of the submission, the jobs that it will run), checked as they would be here."""
-    if verb == "rlhf":
-        from pipeline.commands import rlhf
+    if verb == "run":
+        from pipeline.commands import run as rlhf
 
         jobs = [*rlhf.load(path, overrides).values()]
     elif verb == "sweep":

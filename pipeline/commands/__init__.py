@@ -21,7 +21,7 @@ COMMANDS = {
     "validate": Command("read the rows of a job and report on them, without training", "job"),
     "plan": Command("estimate the memory, time and money that a job needs", "job"),
     "sweep": Command("train with several values of some keys, and register the best"),
-    "rlhf": Command("run sft, rm, ppo and evaluate of a folder of jobs", "folder"),
+    "run": Command("run sft, rm, ppo and evaluate of a folder of jobs", "folder"),
     "report": Command("write a page about one run or several", "runs"),
     "help": Command("explain keys of a job: type, default, range and meaning", "key"),
     "completion": Command("print a script for completion in bash or zsh", "nothing"),

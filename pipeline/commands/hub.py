@@ -187,7 +187,8 @@ def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str
     repo = args.hub_model_id
     if kind not in result["exported"]:
         raise InputError(
-            f"{result['name']!r} exported no {kind}; set run.fresh=true or another run.name", key="run.name"
+            f"{result['name']!r} exported no {kind}; set run.overwrite=true or another run.name",
+            key="run.name",
         )
     folder = result["exported"][kind]["folder"]
     if "base_model:" not in Path(folder, "README.md").read_text(encoding="utf-8") and not args.merge:

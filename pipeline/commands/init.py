@@ -540,7 +540,7 @@ def longest(
     job: Job, tokenizer: Any, as_chat: bool, records: list[tuple[Kind, Record]], context: int
 ) -> tuple[int, int]:
     """Returns how many tokens cover 99 % of the prompts, and how many cover 99 % of the completions."""
-    ends, special = eos_ids(tokenizer), job.data.special_tokens
+    ends, special = eos_ids(tokenizer), job.data.parse_special_tokens
     examples, refused = list[Any](), list[RowError]()
     for kind, found in itertools.groupby(records, key=itemgetter(0)):
         encoder = Encoder(tokenizer, kind, context, "truncate", as_chat, ends, special)

@@ -3,8 +3,8 @@
     make sweep JOB=jobs/demo/rm.yaml SWEEP="trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16"
     python -m pipeline sweep jobs/demo/rm.yaml trainer.learning_rate=1e-3,2e-3,4e-3 lora.r=8,16 [section.key=value ...]
 
-As many trials run at a time as fit. They are compared by the eval metric of run.keep=best, and ASHA stops the worse half at 25
-and at 50 percent of their steps. The same command resumes a sweep that was interrupted, and tries failed trials again.
+As many trials run at a time as fit. They are compared by run.metric_for_best_model, and ASHA stops the worse half at 25 and at
+50 percent of their steps. The same command resumes a sweep that was interrupted, and tries failed trials again.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
     seen = resume.check_folder(sweep.folder, "a sweep", "sweep")
     left = recorded(sweep)
     if left.get("ended") and not [row for row in left["trials"] if row["state"] == "failed"]:
-        print(f"sweep {sweep.job.run.name} has ended ({sweep.folder}); run.fresh=true starts it over")
+        print(f"sweep {sweep.job.run.name} has ended ({sweep.folder}); run.overwrite=true starts it over")
         print(closing(sweep, left), flush=True)
         return left
     check_paths(sweep.job)
@@ -51,7 +51,7 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
         check()
         print(report.render(samples=False), flush=True)
         sweep = _pinned(sweep, work.versions)
-        with resume.owned(sweep.folder, seen, sweep.job.run.fresh) as lease, _quietly(sweep):
+        with resume.owned(sweep.folder, seen, sweep.job.run.overwrite) as lease, _quietly(sweep):
             summary = _through(sweep, left, replace(work, tracking=tracking, lease=lease))
     print(closing(sweep, summary), flush=True)
     return summary
@@ -60,12 +60,12 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
 def recorded(sweep: Sweep) -> dict[str, Any]:
     """Returns sweep.json of an earlier driver, or {}. Raises InputError if the folder's sweep is of another job."""
     job = sweep.job
-    left = resume.left_in(sweep.folder, table.FILE, job.run.fresh, "job", "metric", "trials", "reports")
+    left = resume.left_in(sweep.folder, table.FILE, job.run.overwrite, "job", "metric", "trials", "reports")
     if not left:
         return {}
     if left["job"] != resume.essence(identity_of(job), "gate") or left["metric"] != sweep.metric:
         raise InputError(
-            f"{job.run.name!r} is a sweep of another job; choose another name, or set run.fresh=true",
+            f"{job.run.name!r} is a sweep of another job; choose another name, or set run.overwrite=true",
             key="run.name",
         )
     names = {trial.name for trial in sweep.trials}
@@ -142,7 +142,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         )
         storage.write_json(file, result | version)
         values = [f"{key}={value}" for key, value in best["values"].items()]
-        typed = [one for one in sweep.arguments if not one.startswith(("run.name=", "run.fresh="))]
+        typed = [one for one in sweep.arguments if not one.startswith(("run.name=", "run.overwrite="))]
         again = shlex.join(["python", "-m", "pipeline", sweep.job.stage, sweep.job.source, *typed, *values])
         summary = keep(state, died, ended=True, best=best["trial"], registered=version, command=again)
     return summary

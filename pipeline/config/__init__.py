@@ -35,12 +35,12 @@ def make(stage: str, job_file: str) -> str:
 
 def command_line(verb: str, path: str, overrides: list[str]) -> str:
     """Returns a command line, with make if the job or the folder of jobs is a profile's."""
-    profile = Path(path) if verb == "rlhf" else Path(path).parent
+    profile = Path(path) if verb == "run" else Path(path).parent
     given = shlex.join(overrides)
-    if profile.parent != Path("jobs") or (verb != "rlhf" and Path(path).stem != verb):
+    if profile.parent != Path("jobs") or (verb != "run" and Path(path).stem != verb):
         return f"python -m pipeline {verb} {path} {given}"
     name = "" if profile.name == "demo" else f" PROFILE={profile.name}"
-    return f'make {verb}{name} ARGS="{given}"'
+    return f'make {"rlhf" if verb == "run" else verb}{name} ARGS="{given}"'
 
 
 def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | None = None) -> Job:

@@ -1,4 +1,4 @@
-"""Metrics by name: which ones a stage measures, the conditions of a gate, and the metric that `run.keep: best` compares.
+"""Metrics by name: which ones a stage measures, the conditions of a gate, and run.metric_for_best_model.
 
 gate: {eval_accuracy: ">= 0.95", eval_loss: "<= champion"}
 """
@@ -27,22 +27,20 @@ OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operat
 HELD_OUT_ROWS = "held-out rows (data.eval or data.eval_fraction)"
 _TRL = "loss runtime samples_per_second steps_per_second num_tokens"
 _TOKENS = "entropy mean_token_accuracy aux_loss"
-_COMPLETIONS = "reward eos length repetition distinct distinct_1 distinct_2 perplexity"
+_COMPLETIONS = "reward eos_rate length repetition unique_fraction distinct_1 distinct_2 perplexity"
 TRAINED = """train_loss train_runtime train_samples_per_second train_steps_per_second train_tokens_per_second epoch
     total_flos"""
 UPDATE = """objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores objective/kl_coef
     val/num_eos_tokens val/sampler_drift val/explained_variance val/ratio val/clipfrac_avg completions/mean_length
     completions/clipped_ratio rewards/reward/mean loss/policy_avg loss/value_avg policy/approxkl_avg policy/clipfrac_avg
-    policy/first_ratio_rms policy/entropy_avg policy/steps grad_norm/policy grad_norm/critic skipped_steps lr episode
+    policy/first_ratio_error policy/entropy_avg policy/steps grad_norm/policy grad_norm/critic skipped_steps lr episode
     train_samples_per_second train_tokens_per_second time/rollout time/score time/values time/update memory/rollout memory/score memory/values
     memory/update memory/peak"""
-ROLLOUT = "rollout/workers rollout/idle rollout/queue rollout/bytes rollout/lost_workers rollout/waited rollout/waiting"
-OFF_POLICY = (
-    "rollout/ratio_mean rollout/ratio_max rollout/ratio_cut rollout/effective_samples rollout/sampler_kl"
-)
+ROLLOUT = "rollout/workers rollout/idle rollout/queue rollout/bytes rollout/lost_workers rollout/wait_seconds rollout/wait_fraction"
+OFF_POLICY = "rollout/ratio_mean rollout/ratio_max rollout/is_clipped_fraction rollout/ess rollout/sampler_kl"
 _BENCHMARKS = """reward_bench_2 best_of_k rm_bench rm_bench_hard rm_bench_normal rm_bench_easy rm_bench_low rm_bench_high"""
 _PAIRS = """accuracy accuracy_low accuracy_high margin loss ece accuracy_chosen_shorter accuracy_chosen_longer
-    accuracy_matched_length length_correlation temperature ece_calibrated ties shown_first
+    accuracy_matched_length length_correlation calibration_temperature ece_calibrated ties shown_first
     order_agreement"""
 HELD_OUT = {
     "sft": f"{_TRL} {_TOKENS} eos_accuracy",
@@ -104,7 +102,7 @@ class Metrics:
             add(TRAINED)
             add(HELD_OUT[self.job.stage], rows, "eval_")
             first = "" if self.job.trainer.get("eval_on_start") else "trainer.eval_on_start=true"
-            add(HELD_OUT[self.job.stage], rows or first, "before_")
+            add(HELD_OUT[self.job.stage], rows or first, "initial_")
             return lacks
         if self.job.stage == "ppo":
             rollout = self.job.rollout_config
@@ -115,7 +113,7 @@ class Metrics:
             corrected = rollout.corrects or rollout.staleness
             add(OFF_POLICY, "" if corrected else "rollout.staleness or rollout.correction")
         reward, judge = "" if self.job.reward else "a reward", "" if self.job.judge else "a judge"
-        for when in ("before_", "eval_"):
+        for when in ("initial_", "eval_"):
             add(_COMPLETIONS, rows, when)
             add("reward", rows or reward, when)
             add("judge", rows or judge, when)
@@ -201,10 +199,8 @@ class Metrics:
     def _keep_problems(self) -> Problems:
         """Yields why evaluations cannot be compared: the job makes none, or they lack the metric."""
         run = self.job.run
-        compares = {"keep": run.keep == "best"} | {
-            k: getattr(run, k) for k in ("early_stopping_patience", "stop_if")
-        }
-        key = next((name for name, given in compares.items() if given), None)
+        stops = ("load_best_model_at_end", "early_stopping_patience", "stop_if")
+        key = next((name for name in stops if getattr(run, name)), None)
         if key is None:
             return
         if self.facts.trl:

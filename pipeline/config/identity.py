@@ -17,7 +17,7 @@ class Identity:
     stage: str
     name: str
     storage_path: str
-    fresh: bool  # start over although a run of this name exists
+    overwrite: bool  # start over although a run of this name exists
     source: str  # the job file
     settings: dict[str, Any]  # the resolved job, as job.json and result.json have it
 
@@ -30,4 +30,4 @@ class Identity:
 def identity_of(job: Job) -> Identity:
     """Returns the identity of a job that has a name."""
     run, settings = job.run, json.loads(json.dumps(job.to_dict(), default=str))
-    return Identity(job.stage, str(run.name), run.storage_path, run.fresh, job.source, settings)
+    return Identity(job.stage, str(run.name), run.storage_path, run.overwrite, job.source, settings)

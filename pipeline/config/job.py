@@ -86,8 +86,8 @@ class Data:
     too_long: Literal["error", "drop", "truncate"] = "error"  # what happens to rows above `max_length`
     # Applies the chat template to rows of plain text. By default true, unless the template is the fallback "plain".
     apply_chat_template: bool | None = None
-    # What "<|eot_id|>" in the text of a row means: its characters, or the token.
-    special_tokens: Literal["text", "control"] = "text"
+    # Read "<|eot_id|>" in the text of a row as that token, not as its characters.
+    parse_special_tokens: bool = False
     batch_size: Annotated[int | None, "[1, 1048576]"] = None  # rows per optimizer step over all workers
     cache_dir: str | None = None  # by default <run.storage_path>/data
     seed: Annotated[int, "[0, 4294967295]"] = 0  # of `eval_fraction`, and of the order of `collect`'s prompts
@@ -102,8 +102,8 @@ class Run:
     # Seconds to wait for workers that no node has resources for; -1: no limit.
     placement_timeout_s: Annotated[float, "-1 or (0, 31536000]"] = 3600.0
     num_to_keep: Annotated[int, "[1, 1000]"] = 2  # checkpoints
-    # The step whose adapter is evaluated, gated and registered: the best evaluation so far, or the last step.
-    keep: Literal["best", "last"] = "last"
+    # Evaluate, gate and register the adapter of the best evaluation so far, not of the last step.
+    load_best_model_at_end: bool = False
     # The held-out metric that compares evaluations. By default eval_loss; for ppo, eval_judge or without a judge eval_reward.
     metric_for_best_model: str | None = None
     # By default false for a loss, a perplexity, a KL and eval_repetition; true for accuracies, margins, rewards and judges.
@@ -112,7 +112,7 @@ class Run:
     early_stopping_patience: Annotated[int | None, "[1, 1000000]"] = None
     # Training stops at an evaluation whose metric meets a condition: {eval_kl: "> 20"}. The run counts as finished.
     stop_if: dict[str, str] = field(default_factory=dict)
-    fresh: bool = False  # start over although a run of this name exists
+    overwrite: bool = False  # start over although a run of this name exists
     report: bool = True  # draw report.html at the end, for the run's folder and for MLflow
 
 
@@ -123,7 +123,7 @@ class MLflow:
     registered_model: str | None = None  # by default, nothing is registered
     alias: str = "champion"  # moves to the new version if the gate passes
     # Other trackers that get the same curves; each needs the extra with the same name.
-    also: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+    report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -138,18 +138,20 @@ class Serve:
     port: Annotated[int, "[0, 65535]"] = 8000  # 0: any free one
     # Completions that may wait for a place in a replica's batch; a request beyond that gets 429.
     max_queue: Annotated[int, "[1, 1000000]"] = 256
-    max_choices: Annotated[int, "[1, 128]"] = 16  # completions of one request (its `n`)
+    max_n: Annotated[int, "[1, 128]"] = 16  # completions of one request (its `n`)
     max_body_bytes: Annotated[int, "[1024, 1073741824]"] = 1048576  # a larger request gets 413
     # Seconds for a complete answer, including the wait for a place in the batch. A request that takes longer gets 504.
     timeout_s: Annotated[float, "(0, 86400]"] = 300.0
     # Size of the KV cache. By default as many tokens as fit into half of a GPU's free memory, or a quarter of a CPU's.
     cache_tokens: Annotated[int | None, "[16, 1000000000000]"] = None
-    poll_s: Annotated[float, "(0, 86400]"] = 5.0  # seconds between two checks for aliases that have moved
+    alias_poll_interval_s: Annotated[float, "(0, 86400]"] = (
+        5.0  # seconds between two checks for aliases that have moved
+    )
     # Keep conversations, so that feedback on them becomes training rows; otherwise only metrics are kept.
     log_prompts: bool = False
     feedback_path: str | None = None  # a local folder; by default <run.storage_path>/feedback
     # Largest size of that folder: half for rows, beyond which feedback gets 507, and half for conversations.
-    feedback_bytes: Annotated[int, "[4096, 1000000000000]"] = 1073741824
+    max_feedback_bytes: Annotated[int, "[4096, 1000000000000]"] = 1073741824
 
     @property
     def inputs(self) -> dict[str, str]:

@@ -244,6 +244,6 @@ def loaded(version: str) -> Definition:
     if found.digest[:16] != digest:
         raise InputError(
             f"{path} has changed since the run began (it was {digest}, and is {found.digest[:16]}); restore it, choose another "
-            "run.name, or set run.fresh=true"
+            "run.name, or set run.overwrite=true"
         )
     return found

@@ -39,11 +39,11 @@ REFUSED: dict[str, dict[str, str]] = {
         {
             "checkpoints go to <run.storage_path>/<run.name>": "output_dir",
             "use run.name": "run_name",
-            "metrics go to MLflow, and to what mlflow.also names": """report_to project trackio_space_id trackio_bucket_id
+            "metrics go to MLflow, and to what mlflow.report_to names": """report_to project trackio_space_id trackio_bucket_id
                 trackio_static_space_id""",
-            "the same command with the same run.name continues; run.fresh=true starts over": "resume_from_checkpoint",
+            "the same command with the same run.name continues; run.overwrite=true starts over": "resume_from_checkpoint",
             "use run.num_to_keep": "save_total_limit",
-            "use run.keep=best, run.metric_for_best_model and run.greater_is_better": """load_best_model_at_end
+            "use run.load_best_model_at_end=true, run.metric_for_best_model and run.greater_is_better": """load_best_model_at_end
                 metric_for_best_model greater_is_better""",
             "use data.max_length and data.too_long": "max_length truncation_mode",
             "it would change the global batch; set trainer.per_device_train_batch_size": "auto_find_batch_size",
@@ -133,7 +133,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "trainer.f_divergence_type": {"enum": "reverse_kl forward_kl js_divergence alpha_divergence".split()},
     # by default, planning/plan.py decides
     "trainer.gradient_checkpointing": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
-    "trainer.save_strategy": {"enum": "no steps epoch".split()},  # instead of `best`, run.keep=best
+    "trainer.save_strategy": {
+        "enum": "no steps epoch".split()
+    },  # instead of `best`, run.load_best_model_at_end=true
     "lora.alpha_pattern": NUMBERS,
     "lora.bias": {"enum": ["none"]},  # others train biases of the base, which all adapters share
     "lora.init_lora_weights": {"anyOf": [{"type": "boolean"}, {"enum": ["gaussian", "orthogonal"]}]},

@@ -22,7 +22,7 @@ _LEARNS = _NO_SERVER | table(
 )
 _NOTHING_TRAINED = table(
     {
-        "it trains nothing": """lora data.deduplicate data.batch_size data.eval_fraction data.seed run.keep
+        "it trains nothing": """lora data.deduplicate data.batch_size data.eval_fraction data.seed run.load_best_model_at_end
             run.metric_for_best_model run.greater_is_better run.early_stopping_patience run.stop_if run.num_to_keep
             mlflow.registered_model""",
     }
@@ -40,7 +40,7 @@ _ROW_BY_ROW = _NOTHING_TRAINED | table(
     {
         "each of its processes holds the full base; only sft, rm, dpo, kto, ppo and evaluate shard it": "model.fsdp",
         "it evaluates nothing; all its rows are data.train": "data.pairs data.benchmarks data.eval gate",
-        "it makes no MLflow run": "mlflow.experiment mlflow.also mlflow.alias run.report",
+        "it makes no MLflow run": "mlflow.experiment mlflow.report_to mlflow.alias run.report",
         "Ray places and restarts its actors one by one": """run.max_failures scaling.placement_strategy
             scaling.elastic_resize_monitor_interval_s""",
     }
@@ -81,7 +81,7 @@ class Stage:
     # {section or section.key: why the stage does not use it}
     unused: Mapping[str, str] = field(default_factory=dict)
     title: str = ""  # Its name in reports.
-    # The most important metric first: `rlhf` shows only that one in its table.
+    # The most important metric first: `run` shows only that one in its table.
     headline: tuple[Figure, ...] = ()
 
     @property
@@ -109,9 +109,9 @@ STAGE: dict[str, Stage] = {
         unused={**_LEARNS, **_NO_ROLLOUT},
         title="Supervised fine-tuning",
         headline=(
-            Figure("held-out loss", "before_loss", "eval_loss"),
-            Figure("token accuracy", "before_mean_token_accuracy", "eval_mean_token_accuracy", "%"),
-            Figure("end token accuracy", "before_eos_accuracy", "eval_eos_accuracy", "%"),
+            Figure("held-out loss", "initial_loss", "eval_loss"),
+            Figure("token accuracy", "initial_mean_token_accuracy", "eval_mean_token_accuracy", "%"),
+            Figure("end token accuracy", "initial_eos_accuracy", "eval_eos_accuracy", "%"),
         ),
     ),
     "rm": Stage(
@@ -123,8 +123,8 @@ STAGE: dict[str, Stage] = {
         unused={**_LEARNS, **_NO_ROLLOUT},
         title="Reward model",
         headline=(
-            Figure("held-out accuracy", "before_accuracy", "eval_accuracy", "%"),
-            Figure("margin", "before_margin", "eval_margin"),
+            Figure("held-out accuracy", "initial_accuracy", "eval_accuracy", "%"),
+            Figure("margin", "initial_margin", "eval_margin"),
         ),
     ),
     "dpo": Stage(
@@ -139,7 +139,7 @@ STAGE: dict[str, Stage] = {
         title="Direct preference optimization",
         headline=(
             Figure("held-out accuracy", "", "eval_rewards/accuracies", "%"),
-            Figure("held-out loss", "before_loss", "eval_loss"),
+            Figure("held-out loss", "initial_loss", "eval_loss"),
             Figure("margin", "", "eval_rewards/margins"),
         ),
     ),
@@ -155,8 +155,8 @@ STAGE: dict[str, Stage] = {
         unused={**_LEARNS, **_NO_ROLLOUT},
         title="Kahneman-Tversky optimization",
         headline=(
-            Figure("margin", "before_rewards/margins", "eval_rewards/margins"),
-            Figure("held-out loss", "before_loss", "eval_loss"),
+            Figure("margin", "initial_rewards/margins", "eval_rewards/margins"),
+            Figure("held-out loss", "initial_loss", "eval_loss"),
             Figure("KL estimate", "", "eval_kl", "nats per completion"),
         ),
     ),
@@ -172,12 +172,12 @@ STAGE: dict[str, Stage] = {
         unused={**_LEARNS, "data.batch_size": "use trainer.batch_size, the episodes of one update over all workers"},
         title="PPO",
         headline=(
-            Figure("judge", "before_judge", "eval_judge"),
-            Figure("reward", "before_reward", "eval_reward"),
+            Figure("judge", "initial_judge", "eval_judge"),
+            Figure("reward", "initial_reward", "eval_reward"),
             Figure("win rate against before", "", "eval_win_rate", "%"),
             Figure("KL", "", "eval_kl", "nats per completion"),
-            Figure("length", "before_length", "eval_length", "tokens"),
-            Figure("completions that end", "", "eval_eos", "%"),
+            Figure("length", "initial_length", "eval_length", "tokens"),
+            Figure("completions that end", "", "eval_eos_rate", "%"),
         ),
     ),
     "evaluate": Stage(
@@ -191,9 +191,9 @@ STAGE: dict[str, Stage] = {
         title="Evaluation",
         headline=(
             Figure("judge win rate", "", "eval_judge_win_rate", "%"),
-            Figure("judge", "before_judge", "eval_judge"),
+            Figure("judge", "initial_judge", "eval_judge"),
             Figure("reward win rate", "", "eval_win_rate", "%"),
-            Figure("reward", "before_reward", "eval_reward"),
+            Figure("reward", "initial_reward", "eval_reward"),
             Figure("KL", "", "eval_kl", "nats per completion"),
             Figure("reward model's accuracy", "", "eval_rm_accuracy", "%"),
         ),
@@ -239,7 +239,7 @@ STAGE: dict[str, Stage] = {
             **table({"it reads no rows": """data.train data.on_error data.too_long data.columns data.label data.transform
                 data.group_by data.cache_dir data.subset"""}),
             "trainer.seed": "a request may set one; otherwise each has a different one",
-            "run.fresh": "there is nothing to resume",
+            "run.overwrite": "there is nothing to resume",
         },
     ),
     "export": Stage(

@@ -46,7 +46,7 @@ class Encoder:
         too_long: error | drop | truncate.
         apply_template: whether a text prompt becomes a user message.
         ends: all ids that end a completion; `tokenizer.eos_token_id` is added to a completion that has none of them.
-        special_tokens: how special tokens in the text of a row are encoded: text | control.
+        parse_special_tokens: whether special tokens in the text of a row are control tokens, not text.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Encoder:
         too_long: str,
         apply_template: bool,
         ends: Sequence[int],
-        special_tokens: str = "text",
+        parse_special_tokens: bool = False,
     ):
         self.chat = ChatTemplate(tokenizer)
         self.tokenizer, self.kind = tokenizer, replace(kind, message_keys=self.chat.message_keys)
         self.max_length, self.too_long, self.apply_template = max_length, too_long, apply_template
-        self.control = ControlTokens(tokenizer, as_text=special_tokens == "text")
+        self.control = ControlTokens(tokenizer, as_text=not parse_special_tokens)
         self.eos, self.ends, self.bos = tokenizer.eos_token_id, frozenset(ends), tokenizer.bos_token_id
         # A completion with only these ids is empty. Control tokens count as content only if rows may contain them.
         empty = self.control.names if self.control.as_text else [tokenizer.bos_token, tokenizer.pad_token]
@@ -336,7 +336,7 @@ class Encoder:
         objects = [value for turn in turns for value in turn.values() if not isinstance(value, str)]
         if self.control.as_text and any(objects := [record.tools, record.template_kwargs, *objects]):
             for name in self.control.tokens_in(json.dumps(objects, ensure_ascii=False)):
-                expected = "tools and calls without it, or data.special_tokens=control"
+                expected = "tools and calls without it, or data.parse_special_tokens=true"
                 raise RowError("special_tokens", "tools", show(name), expected)
         escaping = self.control.escaping(contents(prompt, *completions))
         if escaping is None:

@@ -169,7 +169,7 @@ def options_of(stage: str, data: Any, tokenizer: Any, context_length: int | None
         data.eval_fraction,
         data.seed,
         packing and "labels" in kind_of(stage).columns,
-        data.special_tokens,
+        data.parse_special_tokens,
         preprocessing(stage, data),
         data.deduplicate,
     )

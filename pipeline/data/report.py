@@ -315,15 +315,15 @@ def notes(counts: Sequence[Counts], tokenizer: Any, options: Options) -> Iterato
     if completions == "learned" and total["margins"]:
         yield f"{options.stage} does not use the column `margin`: only rm does"
     if special := total["special_tokens"]:
-        way, other, value = "ordinary text", "control tokens", "control"
+        way, other, value = "ordinary text", "control tokens", "true"
         if options.apply_template:
             other += "; rows that hold the chat template's markup also need data.apply_chat_template=false"
-        if options.special_tokens == "control":
-            way, other, value = "control tokens", "ordinary text", "text"
+        if options.parse_special_tokens:
+            way, other, value = "control tokens", "ordinary text", "false"
         names = ", ".join(f"{token} in {rows:,}" for token, rows in special.most_common(5))
         yield (
             f"{count(total['special_rows'].total())} with special tokens in the text ({names}): they are encoded as {way} "
-            f"(data.special_tokens={value} encodes them as {other})"
+            f"(data.parse_special_tokens={value} encodes them as {other})"
         )
     if joined := total["joined"].total():
         what = f"{count(joined)} of plain text without white space between prompt and completion"

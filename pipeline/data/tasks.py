@@ -40,7 +40,7 @@ class Options:
     eval_fraction: float
     seed: int
     packing: bool
-    special_tokens: str = "text"
+    parse_special_tokens: bool = False
     # split -> the preprocessing of each source; without an entry, raw rows stay unchanged
     preprocess: Mapping[str, Sequence[Preprocess]] = field(default_factory=dict)
     deduplicate: bool = False
@@ -127,7 +127,7 @@ def encoder_of(tokenizer: Any, options: Options, chunk: Chunk | None = None) -> 
         options.too_long,
         options.apply_template,
         options.ends,
-        options.special_tokens,
+        options.parse_special_tokens,
     )
 
 

@@ -65,10 +65,10 @@ class Completions:
         """Returns means and shares over all completions, with the names that Comparison.of explains."""
         numbers = self.numbers
         metrics: dict[str, float] = {}
-        for name in ("reward", "judge", "length", "eos", "kl", "repetition"):
+        for name in ("reward", "judge", "length", "eos_rate", "kl", "repetition"):
             if name in numbers:
                 metrics[name] = mean(numbers[name])
-        metrics["distinct"] = len(self.texts) / max(1, len(numbers["characters"]))
+        metrics["unique_fraction"] = len(self.texts) / max(1, len(numbers["characters"]))
         metrics |= {f"distinct_{n}": len(found) / self.total[n] for n, found in self.ngrams.items() if found}
         if "reference_tokens" in numbers:
             metrics["perplexity"] = math.exp(sum(numbers["reference_nll"]) / sum(numbers["reference_tokens"]))
@@ -108,7 +108,7 @@ class Comparison:
         self.after: Completions | None = None  # result of the last call of `of`
 
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Returns metrics and samples of `policy` (`eval_*`; None is the bare base) and of the baseline (`before_*`).
+        """Returns metrics and samples of `policy` (`eval_*`; None is the bare base) and of the baseline (`initial_*`).
 
         Every rank must call it, and every rank gets the same.
 
@@ -116,9 +116,9 @@ class Comparison:
             (metrics, samples). eval_reward: weighted reward, raw units. eval_win_rate, eval_judge_win_rate: share of prompts
             on which the policy's completion scores higher, ties counting half, with *_low and *_high, the ends of the 95 %
             interval. eval_kl: nats per completion, of the policy's completions, sum over tokens of log policy - log baseline.
-            eval_eos: share of completions that ended by themselves. eval_distinct: share of distinct completions; _1, _2: of
-            distinct tokens and bigrams in all completions; eval_repetition: share of a completion's 4-grams that repeat an
-            earlier one.
+            eval_eos_rate: share of completions that ended by themselves. eval_unique_fraction: share of distinct completions.
+            eval_distinct_1, _2: share of distinct tokens and bigrams in all completions. eval_repetition: share of a completion's
+            4-grams that repeat an earlier one.
             eval_perplexity: per token, of the rows' reference completions.
         """
         count = len(self.prompts)
@@ -128,7 +128,7 @@ class Comparison:
                 self.before = Completions(self._of_all("baseline-", count, answer))
             answer = partial(self._answer, policy, compared=True)
             self.after = after = Completions(self._of_all("policy-", count, answer))
-        metrics = {f"before_{name}": value for name, value in self.before.metrics().items()}
+        metrics = {f"initial_{name}": value for name, value in self.before.metrics().items()}
         metrics |= {f"eval_{name}": value for name, value in after.metrics().items()}
         for name, key in WIN_RATES.items():
             if wins := self._wins(name):
@@ -204,7 +204,7 @@ class Comparison:
         records = [
             {
                 "length": len(completion.tokens),
-                "eos": float(completion.ended),
+                "eos_rate": float(completion.ended),
                 "repetition": repetition(completion.tokens),
                 "tokens": completion.tokens,
                 **scores,
@@ -252,7 +252,7 @@ class Comparison:
         """Returns {index into `rows`: (prompt ids, completion ids)} for the rows with a reference completion."""
         worker, data, found = self.worker, self.worker.job.data, {}
         apply = text_as_chat(worker.tokenizer, data.apply_chat_template)
-        settings = (worker.work.context, "truncate", apply, self.sampling.eos, data.special_tokens)
+        settings = (worker.work.context, "truncate", apply, self.sampling.eos, data.parse_special_tokens)
         encoder = Encoder(worker.tokenizer, kind_of("score"), *settings)
         for index, row in enumerate(row["row"] for row in rows):
             if row.get("completion"):

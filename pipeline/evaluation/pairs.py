@@ -39,8 +39,8 @@ def measure(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns (metrics `eval_rm_*`, tables for evaluation.json) of the weighted `rewards` on the token rows of `data.pairs`.
 
-    eval_rm_loss: -log sigmoid(margin). eval_rm_ece: see figures.calibration. eval_rm_temperature: see figures.temperature,
-    fitted on every second pair; eval_rm_ece_calibrated: the error of margin / temperature on the others.
+    eval_rm_loss: -log sigmoid(margin). eval_rm_ece: see figures.calibration. eval_rm_calibration_temperature: see
+    figures.temperature, fitted on every second pair; eval_rm_ece_calibrated: the error of margin / temperature on the others.
     eval_rm_ties: share of pairs with equal scores. eval_rm_shown_first: share of questions in which a judge prefers the
     completion that it sees first, as if the chosen one were first in half of them. eval_rm_order_agreement: share of pairs on
     which it prefers the same side in both orders. eval_rm_accuracy_matched_length: on pairs whose lengths differ by at most
@@ -141,7 +141,7 @@ def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str
     if agreeing:
         metrics["eval_rm_order_agreement"] = mean(agreeing)
     if len(margins) > 1:  # fitted on every second pair, measured on the others
-        metrics["eval_rm_temperature"] = scale = temperature(margins[::2])
+        metrics["eval_rm_calibration_temperature"] = scale = temperature(margins[::2])
         metrics["eval_rm_ece_calibrated"] = calibration([margin / scale for margin in margins[1::2]])[0]
     ends_of: dict[str, tuple[float, float]] = {}
     for name, belongs in BY_LENGTH.items():

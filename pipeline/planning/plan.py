@@ -105,10 +105,10 @@ class Plan:
 
     @property
     def checkpoint(self) -> float:
-        """Bytes on disk: trained parameters, Adam's two moments, and with run.keep=best the best parameters; not the base."""
+        """Bytes on disk: trained parameters, Adam's two moments, the best parameters if the run keeps them; not the base."""
         # TRL's trainer also saves the reference's adapter.
         reference = self.job.facts.trl and _has_reference(self.job)
-        kept = 4.0 * reference + 4.0 * (self.job.run.keep == "best")
+        kept = 4.0 * reference + 4.0 * (self.job.run.load_best_model_at_end)
         return (4.0 + _moments(self.job) + kept) * self.trainable
 
 
@@ -133,11 +133,13 @@ def settings(job: Job, context: int) -> MemorySettings:
     from pipeline.ppo.forward import FORWARD_TOKENS
 
     rows, decoded = args.per_device_train_batch_size, args.planned_rows(job.workers[0])
-    if args.micro_batch_tokens:
-        rows = max(1, args.micro_batch_tokens // width)
+    if args.max_tokens_per_micro_batch:
+        rows = max(1, args.max_tokens_per_micro_batch // width)
     if job.rollout_config.engine == "vllm":
         decoded = min(args.decoded(job.workers[0]), MOST_ROWS)
-    scored = args.micro_batch_tokens or FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"]
+    scored = (
+        args.max_tokens_per_micro_batch or FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"]
+    )
     scored = max(width, min(scored, args.batch_size * width))
     checkpointing = args.gradient_checkpointing is not False  # None means only if necessary
     rows = min(rows, args.batch_size)
@@ -322,8 +324,8 @@ def _changes(job: Job, loras: Loras | None = None) -> list[tuple[str, Any]]:
     changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
     if job.facts.online:  # a PPOConfig
         training = asked.rows * asked.width  # tokens of a micro-batch
-        if job.args.micro_batch_tokens is None and training < asked.scored:
-            changes.append(("trainer.micro_batch_tokens", training))
+        if job.args.max_tokens_per_micro_batch is None and training < asked.scored:
+            changes.append(("trainer.max_tokens_per_micro_batch", training))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[:2]]
     if facts.learns:
         changes.append(("trainer.gradient_checkpointing", True))

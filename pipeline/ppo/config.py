@@ -25,10 +25,10 @@ RANGES = table(
         "(0, 1048576]": """batch_size num_mini_batches num_generations response_length per_device_train_batch_size
             local_rollout_forward_batch_size""",
         "[0, 1048576]": "min_new_tokens",
-        "(0, 1000000000]": "micro_batch_tokens logging_steps ref_model_sync_steps",
+        "(0, 1000000000]": "max_tokens_per_micro_batch logging_steps ref_model_sync_steps",
         "[0, 1000000000]": "critic_warmup_steps warmup_steps save_steps eval_steps",
         "(0, 1000000000000]": "total_episodes",
-        "(0, 1000000]": "num_train_epochs num_ppo_epochs cliprange cliprange_high cliprange_value early_stop_kl reward_clip",
+        "(0, 1000000]": "num_train_epochs num_ppo_epochs cliprange cliprange_high cliprange_value target_kl reward_clip",
         "[0.000001, 1000000]": "kl_target",
         "[1, 1000000000000]": "kl_horizon",
         "[0, 1000000]": "kl_coef entropy_coef vf_coef missing_eos_penalty teacher_coef",
@@ -89,7 +89,7 @@ class PPOConfig:
     """Completions per prompt. `rloo` and `grpo` compare them and need at least 2. [G in GRPO, k in RLOO]"""
     per_device_train_batch_size: int = 16
     """Episodes per forward and backward pass on one worker. Affects memory and speed, not the result."""
-    micro_batch_tokens: int | None = None
+    max_tokens_per_micro_batch: int | None = None
     """Tokens per forward and backward pass on one worker, padding included. By default `per_device_train_batch_size`
     episodes; in passes without gradients, 16384 tokens on a GPU and 4096 on a CPU."""
     local_rollout_forward_batch_size: int | None = None
@@ -200,7 +200,7 @@ class PPOConfig:
     """Normalize the critic's targets by the running mean and standard deviation of the returns."""
     critic_warmup_steps: int = 0
     """Number of first updates that train the critic alone. The policy's schedule, its warm-up too, begins after them."""
-    early_stop_kl: float | None = None
+    target_kl: float | None = None
     """End an update before the optimizer step of a minibatch whose approximate KL to the old policy (k2, mean nats per
     token) exceeds 1.5 times this. By default never."""
 

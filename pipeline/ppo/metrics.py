@@ -60,9 +60,9 @@ def episode_metrics(
 def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) -> dict[str, float]:
     """Returns metrics of the distance between sampler and trainer policy, and of the off-policy correction.
 
-    `rollout/ratio_mean`, `ratio_max` and `effective_samples` describe the probability ratios r before any correction: per
+    `rollout/ratio_mean`, `ratio_max` and `rollout/ess` describe the probability ratios r before any correction: per
     action, or per completion if the correction works on completions. The effective sample size is a fraction of their number n,
-    (sum r)^2 / (n sum r^2) (Kong 1992). `rollout/ratio_cut` is the fraction whose weight differs from the ratio.
+    (sum r)^2 / (n sum r^2) (Kong 1992). `rollout/is_clipped_fraction` is the fraction whose weight differs from the ratio.
     `rollout/sampler_kl` is the mean of sampler's - trainer's log-prob, in nats per action.
 
     Args:
@@ -83,8 +83,8 @@ def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) 
     return {
         "rollout/ratio_mean": total / count,
         "rollout/ratio_max": float(largest),
-        "rollout/ratio_cut": cut_off / count,
-        "rollout/effective_samples": total**2 / (count * squares) if squares else 0.0,
+        "rollout/is_clipped_fraction": cut_off / count,
+        "rollout/ess": total**2 / (count * squares) if squares else 0.0,
         "rollout/sampler_kl": apart / actions,
     }
 

@@ -165,7 +165,9 @@ class Sampler:
     def reference_logprobs(self, chunk: Chunk, sampled: Sampled) -> None:
         """Fills `ref_logprobs` with the code of the training forward."""
         episodes = self.episodes(chunk, sampled)
-        for rows, part in forward.parts_of(self.shared, episodes, tokens=self.args.micro_batch_tokens):
+        for rows, part in forward.parts_of(
+            self.shared, episodes, tokens=self.args.max_tokens_per_micro_batch
+        ):
             episodes.ref_logprobs[rows, : part.mask.shape[1]] = self.logprobs(self.reference, part)[0]
         sampled.ref_logprobs = episodes.ref_logprobs.cpu()
 

@@ -38,7 +38,9 @@ class Teacher:
     def rate(self, sampler: Sampler, episodes: Episodes) -> None:
         """Fills `teacher_logprobs` (B, R), in nats, at the sampling temperature."""
         seen = self._as_seen(episodes)
-        for rows, part in forward.parts_of(sampler.shared, seen, tokens=sampler.args.micro_batch_tokens):
+        for rows, part in forward.parts_of(
+            sampler.shared, seen, tokens=sampler.args.max_tokens_per_micro_batch
+        ):
             width = part.mask.shape[1]
             episodes.teacher_logprobs[rows, :width] = sampler.logprobs(self.role, part)[0]
 

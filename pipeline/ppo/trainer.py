@@ -220,8 +220,8 @@ class PPOTrainer:
         if self.rollouts.workers:
             costs |= self.rollouts.workers.measured()
         seconds = sum(costs.get(f"time/{phase}", 0.0) for phase in ("rollout", "score", "values", "update"))
-        if "rollout/waited" in costs:
-            costs["rollout/waiting"] = costs["rollout/waited"] / seconds
+        if "rollout/wait_seconds" in costs:
+            costs["rollout/wait_fraction"] = costs["rollout/wait_seconds"] / seconds
         count = self.args.batch_size
         tokens = metrics["completions/mean_length"] * count
         self.tokens += round(tokens)
@@ -324,7 +324,9 @@ class PPOTrainer:
         """
         if self.old_from_training:
             return
-        for rows, part in forward.parts_of(self.shared, episodes, tokens=self.args.micro_batch_tokens):
+        for rows, part in forward.parts_of(
+            self.shared, episodes, tokens=self.args.max_tokens_per_micro_batch
+        ):
             width = part.mask.shape[1]
             states = forward.states(self.shared, "policy", part)
             # The sampler's log-probs differ by rounding, but the first ratio must be 1.
@@ -360,7 +362,7 @@ class PPOTrainer:
     def learn(self, episodes: Episodes) -> dict[str, float]:
         """Runs epochs x minibatches, with one optimizer step each. Returns the means of their statistics over the steps.
 
-        `policy/first_ratio_rms` is the root mean square of the log-ratio before the first step, in nats. If it exceeds
+        `policy/first_ratio_error` is the root mean square of the log-ratio before the first step, in nats. If it exceeds
         rounding, old and new log-probs belong to different policies.
         """
         args, steps = self.args, 0
@@ -383,11 +385,11 @@ class PPOTrainer:
             # The sum over workers makes all of them take the same branch below.
             approxkl = stats.get("policy/approxkl_avg", 0.0)
             if "policy" in self.learning and not first_ratio:
-                rms = first_ratio["policy/first_ratio_rms"] = (2 * approxkl) ** 0.5
+                rms = first_ratio["policy/first_ratio_error"] = (2 * approxkl) ** 0.5
                 if self.update == args.critic_warmup_steps:
                     # Later updates only report it: rounding has no sharp limit, and one outlier should not end a long run.
                     require([checks.first_ratio(self.shared, rms)])
-            if args.early_stop_kl and approxkl > 1.5 * args.early_stop_kl:
+            if args.target_kl and approxkl > 1.5 * args.target_kl:
                 break  # skips this step and the remaining ones
             stats |= self.optimizer_step()
             sums = {key: sums.get(key, 0.0) + value for key, value in stats.items()}
@@ -478,7 +480,7 @@ class PPOTrainer:
     @property
     def limits(self) -> tuple[int | None, int | None]:
         """Returns the maximum (completions, tokens) of a micro-batch in training."""
-        tokens = self.args.micro_batch_tokens
+        tokens = self.args.max_tokens_per_micro_batch
         return (None, tokens) if tokens else (self.args.per_device_train_batch_size, None)
 
     def save(self, folder: str | Path) -> None:

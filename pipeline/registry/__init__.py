@@ -1,4 +1,4 @@
-"""The only package that knows MLflow, and the trackers that `mlflow.also` names.
+"""The only package that knows MLflow, and the trackers that `mlflow.report_to` names.
 
 The driver owns a run: it opens it before training, registers what came out, and ends it. Rank 0 of the workers logs metrics
 to the same run by its id. A registered version is the adapter folder as it was saved (adapter, head, tokenizer, lineage.json),

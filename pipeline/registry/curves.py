@@ -1,4 +1,4 @@
-"""Sends the metrics of a run to MLflow, and to TensorBoard and W&B if `mlflow.also` names them, while training continues."""
+"""Sends the metrics of a run to MLflow, and to TensorBoard and W&B if `mlflow.report_to` names them, while training continues."""
 
 import contextlib
 import importlib.util
@@ -159,7 +159,7 @@ class WandB(Tracker):
             shutil.rmtree(self.local)
 
 
-# {name in `mlflow.also`, also of the package and its extra: f(tracking, id of the MLflow run) -> tracker}
+# {name in `mlflow.report_to`, also of the package and its extra: f(tracking, id of the MLflow run) -> tracker}
 TRACKERS: dict[str, Callable[[Tracking, str], Tracker]] = {
     "tensorboard": lambda tracking, _: TensorBoard(storage.join(tracking.run.folder, "tensorboard")),
     "wandb": lambda tracking, run_id: WandB(run_id, tracking),
@@ -278,13 +278,13 @@ class Curves:
 
 
 def check_trackers(also: list[str]) -> None:
-    """Raises InputError if a package of `mlflow.also` is missing here (all nodes share one image), or W&B has no account."""
+    """Raises InputError if a package of `mlflow.report_to` is missing here (all nodes share one image), or W&B has no account."""
     for name in also:
         if importlib.util.find_spec(name) is None:
             raise InputError(
                 f"found {name}, which is not installed here; run .venv/bin/pip install -c constraints.txt -e "
                 f'".[{name}]" (on every node), or remove it',
-                key="mlflow.also",
+                key="mlflow.report_to",
             )
     if "wandb" not in also or os.environ.get("WANDB_MODE", "online") != "online":
         return
@@ -294,5 +294,5 @@ def check_trackers(also: list[str]) -> None:
     if not os.environ.get("WANDB_API_KEY") and get_netrc_auth(server) is None:
         raise InputError(
             "found wandb, and no account: export WANDB_API_KEY=..., or WANDB_MODE=offline and upload later with `wandb sync`",
-            key="mlflow.also",
+            key="mlflow.report_to",
         )

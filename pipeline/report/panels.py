@@ -108,10 +108,10 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
               "Between the policy before and after the update.", zero=True),
         Panel("Ratio new to old", "ratio", {"val/ratio": ""},
               "Mean probability ratio. It should stay near 1.", level=1.0),
-        Panel("Sampler against trainer", "nats per token", {"val/sampler_drift": "sampler", "policy/first_ratio_rms": "first ratio"},
+        Panel("Sampler against trainer", "nats per token", {"val/sampler_drift": "sampler", "policy/first_ratio_error": "first ratio"},
               "Difference between the log-probs of trainer and sampler, and between new and old ones at the first step of an update: "
               "only rounding errors.", zero=True),
-        Panel("Off-policy weights", "share", {"rollout/effective_samples": "effective samples", "rollout/ratio_cut": "ratios cut"},
+        Panel("Off-policy weights", "share", {"rollout/ess": "effective samples", "rollout/is_clipped_fraction": "ratios cut"},
               "Shares of the actions: effective sample size under the weights, and actions whose ratio trainer / sampler was cut. "
               "Staler completions leave fewer.", zero=True),
         Panel("Gradient norm", "norm", {"grad_norm": "gradient", "grad_norm/policy": "policy", "grad_norm/critic": "critic"},
@@ -124,7 +124,7 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
     "cost": ("What did it cost?", (
         Panel("Seconds per update", "seconds", {"time/*": ""},
               "Where an update spends its time.", kind="stack"),
-        Panel("Who waits", "share of an update", {"rollout/waiting": "trainer", "rollout/idle": "rollout workers"},
+        Panel("Who waits", "share of an update", {"rollout/wait_fraction": "trainer", "rollout/idle": "rollout workers"},
               "Time in which the trainer waited for completions, and rollout workers were idle.", zero=True),
         Panel("Speed", "tokens per second", {"train_tokens_per_second": ""},
               "Completion tokens sampled, scored and trained on, over all workers.", zero=True),

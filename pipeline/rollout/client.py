@@ -73,4 +73,4 @@ class Client:
         waited, self.waited = self.waited, 0.0
         if self.rank != 0:
             return {}
-        return ray.get(self.pool.metrics.remote()) | {"rollout/waited": waited}
+        return ray.get(self.pool.metrics.remote()) | {"rollout/wait_seconds": waited}

@@ -1,4 +1,4 @@
-"""Tracks which step's adapter a run keeps, and whether it stops early: `run.keep`, `run.early_stopping_patience`, `run.stop_if`.
+"""Tracks which step's adapter a run keeps, and whether it stops early.
 
     best = of(job, parameters)
     best.compare(metrics, step)                # after each evaluation, on every rank with the same metrics
@@ -105,9 +105,14 @@ def of(
     run: Run, gate: Gate, parameters: dict[str, torch.nn.Parameter], report: Report | None = None
 ) -> Best | None:
     """Returns the tracker of a run, or None if it keeps the last step, never stops early and is in no sweep."""
-    if run.keep == "last" and run.early_stopping_patience is None and not run.stop_if and report is None:
+    if (
+        not run.load_best_model_at_end
+        and run.early_stopping_patience is None
+        and not run.stop_if
+        and report is None
+    ):
         return None
-    kept = parameters if run.keep == "best" else {}
+    kept = parameters if run.load_best_model_at_end else {}
     return Best(gate.metric, gate.greater_is_better, run.early_stopping_patience, kept, report, run.stop_if)
 
 

@@ -85,7 +85,7 @@ def newest(run_folder: str) -> str | None:
             print(f"warning: {run_folder}: {name} is damaged ({problem}): moved to {DAMAGED}/", flush=True)
     if storage.folders(aside):  # including checkpoints that an earlier attempt moved
         raise InputError(
-            f"all checkpoints of {run_folder} are damaged, see {DAMAGED}/; restore their files, or set run.fresh=true to start "
+            f"all checkpoints of {run_folder} are damaged, see {DAMAGED}/; restore their files, or set run.overwrite=true to start "
             "over. run.num_to_keep=2 or more keeps one to fall back to",
             key="run.name",
         )

@@ -213,7 +213,7 @@ def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
                 yield from (json.dumps(line, ensure_ascii=False) for line in verb.lines(record))
         if seen != count:  # for example, parts of another version of the pipeline
             raise InputError(
-                f"{work.folder}/{resume.PARTS} holds {seen} rows of {count}; set run.fresh=true to start over",
+                f"{work.folder}/{resume.PARTS} holds {seen} rows of {count}; set run.overwrite=true to start over",
                 key="run.name",
             )
 

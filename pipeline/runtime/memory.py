@@ -54,8 +54,8 @@ def _limit(work: Work, phase: str) -> str:
         return f"per_device_{'eval' if phase == 'evaluate' else 'train'}_batch_size"
     if not work.stage.learns or phase in ("rollout", "evaluate"):
         return "local_rollout_forward_batch_size"
-    if phase in ("score", "values") or work.args.micro_batch_tokens:
-        return "micro_batch_tokens"
+    if phase in ("score", "values") or work.args.max_tokens_per_micro_batch:
+        return "max_tokens_per_micro_batch"
     return "per_device_train_batch_size"
 
 
@@ -63,7 +63,7 @@ def _halved(work: Work, key: str) -> list[str]:
     now = _value(work, key)
     if now is None and key == "local_rollout_forward_batch_size":  # set by the free memory
         now = work.args.planned_rows(work.places.workers.fewest)
-    if now is None and key == "micro_batch_tokens":
+    if now is None and key == "max_tokens_per_micro_batch":
         from pipeline.ppo.forward import FORWARD_TOKENS
 
         limit = FORWARD_TOKENS["cuda" if work.places.on_gpu else "cpu"]

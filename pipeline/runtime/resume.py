@@ -1,6 +1,6 @@
 """The folder of a run or sweep: who owns it, what an earlier process left there, and what may differ on a resume.
 
-    with owned(folder, seen, fresh) as lease:       # one driver at a time (lease.py)
+    with owned(folder, seen, overwrite) as lease:       # one driver at a time (lease.py)
         ...
 
 `job.json` is written before the work begins: the resolved job, and what its inputs were at that moment (versions behind
@@ -33,7 +33,7 @@ MAY_CHANGE = (
     "model.attn_implementation",
     "trainer.logging_steps", "trainer.logging_strategy", "trainer.logging_first_step",
     "trainer.save_steps", "trainer.save_strategy", "trainer.eval_steps", "trainer.eval_strategy",
-    "trainer.per_device_eval_batch_size", "trainer.micro_batch_tokens",
+    "trainer.per_device_eval_batch_size", "trainer.max_tokens_per_micro_batch",
     "trainer.gradient_checkpointing", "trainer.gradient_checkpointing_kwargs",
     "trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor", "trainer.dataloader_pin_memory",
     "rollout.num_workers", "rollout.use_gpu", "rollout.resources_per_worker", "rollout.label_selector", "rollout.patience_s",
@@ -41,7 +41,7 @@ MAY_CHANGE = (
 )  # fmt: skip
 # Keys that decide which step is kept and where training stops, in a run that compares its evaluations.
 COMPARISON = (
-    "run.keep", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience", "run.stop_if",
+    "run.load_best_model_at_end", "run.metric_for_best_model", "run.greater_is_better", "run.early_stopping_patience", "run.stop_if",
     # logging_steps is the default of eval_steps. KTO's KL and extremes depend on the size of the batches.
     "trainer.eval_steps", "trainer.eval_strategy", "trainer.logging_steps", "trainer.per_device_eval_batch_size", "judge",
 )  # fmt: skip
@@ -51,7 +51,7 @@ COMPARISON = (
 
 
 def check_folder(folder: str, owner: str, example: str) -> dict[str, list[str]]:
-    """Returns the state() of a folder that is writable and has no run of another kind, which run.fresh=true would delete.
+    """Returns the state() of a folder that is writable and has no run of another kind, which run.overwrite=true would delete.
 
     Args:
         owner: `a run` or `a sweep`.
@@ -78,17 +78,17 @@ def state(folder: str) -> dict[str, list[str]]:
 
 
 @contextlib.contextmanager
-def owned(folder: str, seen: dict[str, list[str]], fresh: bool) -> Iterator[lease.Lease]:
-    """Yields the lease of a folder, held by this process until the block ends; `fresh` empties the folder.
+def owned(folder: str, seen: dict[str, list[str]], overwrite: bool) -> Iterator[lease.Lease]:
+    """Yields the lease of a folder, held by this process until the block ends; `overwrite` empties the folder.
 
     Raises InputError if another process has the folder, or changed it since this process saw its state().
     """
     with lease.held(folder) as mine:
-        if not fresh and state(folder) != seen:
+        if not overwrite and state(folder) != seen:
             raise InputError(
                 f"another process has run {folder} meanwhile; run the same command again", key="run.name"
             )
-        if fresh:  # only now: a mistake in the job must not delete the old run
+        if overwrite:  # only now: a mistake in the job must not delete the old run
             for name in storage.names(folder).keys() - {lease.FOLDER}:
                 storage.remove(storage.join(folder, name))
         yield mine
@@ -103,13 +103,13 @@ def record(run: Identity, inputs: dict[str, str], base: str, rows: dict[str, str
     storage.write_json(storage.join(run.folder, FILE), run.settings | {"begun_with": facts})
 
 
-def left_in(folder: str, file: str, fresh: bool, *keys: str) -> dict[str, Any]:
-    """Returns a JSON object of an earlier process in a folder, or {} if there is none or `fresh` starts over.
+def left_in(folder: str, file: str, overwrite: bool, *keys: str) -> dict[str, Any]:
+    """Returns a JSON object of an earlier process in a folder, or {} if there is none or `overwrite` starts over.
 
     Raises InputError if it is unreadable, or lacks one of `keys`.
     """
     path = storage.join(folder, file)
-    if fresh or not storage.exists(path):
+    if overwrite or not storage.exists(path):
         return {}
     try:
         left = storage.read_json(path)
@@ -117,7 +117,7 @@ def left_in(folder: str, file: str, fresh: bool, *keys: str) -> dict[str, Any]:
             left[key]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise InputError(
-            f"{path} cannot be read ({in_brief(error)}); restore it, choose another run.name, or set run.fresh=true to start "
+            f"{path} cannot be read ({in_brief(error)}); restore it, choose another run.name, or set run.overwrite=true to start "
             "over",
             key="run.name",
         ) from error
@@ -126,7 +126,7 @@ def left_in(folder: str, file: str, fresh: bool, *keys: str) -> dict[str, Any]:
 
 def read(run: Identity, file: str) -> dict[str, Any]:
     """Returns job.json or result.json of the run of this name, as left_in. Raises InputError if it is another stage's."""
-    left = left_in(run.folder, file, run.fresh, "stage")
+    left = left_in(run.folder, file, run.overwrite, "stage")
     if left and left["stage"] != run.stage:
         kind = "an unfinished" if file == FILE else "a finished"
         raise InputError(
@@ -155,7 +155,11 @@ def unfinished(run: Identity) -> dict[str, Any]:
     changed = differences(left, run, free)
     # How evaluations are compared decides the result only if one of the jobs keeps the best step or may stop early.
     for given in (left.get("run", {}), run.settings["run"]):
-        if given.get("keep") == "best" or given.get("early_stopping_patience") or given.get("stop_if"):
+        if (
+            given.get("load_best_model_at_end")
+            or given.get("early_stopping_patience")
+            or given.get("stop_if")
+        ):
             changed |= {key: two for key, two in differences(left, run).items() if _among(key, COMPARISON)}
     if changed and not _has_progress(run.folder):
         return {}
@@ -163,7 +167,7 @@ def unfinished(run: Identity) -> dict[str, Any]:
         different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
         raise InputError(
             f"{run.name!r} began with {', '.join(different)} and cannot resume with different settings. Restore them, choose "
-            "another run.name, or set run.fresh=true. Keys that do not decide the numbers may change: run, mlflow, gate, scaling, ...",
+            "another run.name, or set run.overwrite=true. Keys that do not decide the numbers may change: run, mlflow, gate, scaling, ...",
             key="run.name",
         )
     return left
@@ -194,7 +198,7 @@ def same_content(left: dict[str, Any], run: Identity, base: str, rows: dict[str,
         restore = f"Set model.revision={commit}" if commit and begun_on != base else "Restore the files"
         raise InputError(
             f"the content of {', '.join(changed)} has changed since {run.name!r} began, so it cannot resume. {restore}, "
-            "choose another run.name, or set run.fresh=true",
+            "choose another run.name, or set run.overwrite=true",
             key="run.name",
         )
     return not changed

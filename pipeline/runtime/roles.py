@@ -56,7 +56,9 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
     # A training job limits a forward by its tokens; the other subcommands by its rows.
     by_tokens = bool(worker.work.stage.learns)
     limits = (
-        {"tokens": args.micro_batch_tokens} if by_tokens else {"rows": args.local_rollout_forward_batch_size}
+        {"tokens": args.max_tokens_per_micro_batch}
+        if by_tokens
+        else {"rows": args.local_rollout_forward_batch_size}
     )
     folder = worker.input(name)
     if given.kind == "adapter":
@@ -70,7 +72,7 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
     tokenizer = load_tokenizer(model_name, revision, trust_remote_code=settings.trust_remote_code)
     model = load_base(settings, tokenizer, worker.device)
     same = tokenizer_digest(tokenizer) == tokenizer_digest(worker.tokenizer)
-    control = worker.job.data.special_tokens == "control"
+    control = worker.job.data.parse_special_tokens
     return ModelReward(
         model, None if same else tokenizer, **limits, weight=weight, name=role, control=control
     )

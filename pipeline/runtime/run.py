@@ -141,7 +141,7 @@ def finished(run: Identity) -> dict[str, Any] | None:
         resume.read(run, resume.FILE)  # raises if it is another stage's
         return None
     print(
-        f"run {run.name} is finished ({run.folder}/result.json); run.fresh=true starts it over, another run.name starts a "
+        f"run {run.name} is finished ({run.folder}/result.json); run.overwrite=true starts it over, another run.name starts a "
         "new one"
     )
     resume.print_differences(result.get("job") or run.settings, run)
@@ -175,7 +175,7 @@ def open_run(job: Job) -> Iterator[OpenRun]:
             print(f"warning: {other_base}", flush=True)
         if left:
             run.continues = resume.same_content(left, work.run, work.base["digest"], work.digests)
-        with resume.owned(run.folder, seen, job.run.fresh) as lease:
+        with resume.owned(run.folder, seen, job.run.overwrite) as lease:
             run.work = replace(work, lease=lease)
             checkpoints.newest(run.folder)  # moves damaged ones away before any worker starts
             resume.record(work.run, work.versions, work.base["digest"], work.digests)

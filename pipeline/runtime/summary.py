@@ -16,7 +16,7 @@ SHOWN_SAMPLES = 4
 def print_summary(result: dict[str, Any], drawn: str | None) -> None:
     """Prints the end of a run: samples, headline metrics before and after, the gate, the version, and the folder.
 
-    A stage of `rlhf` shows its first metric and those of its gate. `rlhf` shows samples and the report at its end. The log
+    A stage of `run` shows its first metric and those of its gate. `run` shows samples and the report at its end. The log
     has the other metrics; result.json and the report have all samples and metrics.
 
     Args:

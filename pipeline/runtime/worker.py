@@ -52,7 +52,7 @@ SHOWN = {
     "held-out win rate": "eval_win_rate",
     "judge win rate": "eval_judge_win_rate",
     "held-out kl": "eval_kl",
-    "waited s": "rollout/waited",
+    "waited s": "rollout/wait_seconds",
     "workers idle": "rollout/idle",
 }
 NOTICE_INTERVAL_S = float(os.environ.get("PIPELINE_NOTICE_EVERY_S", "5"))  # spot nodes give 30 to 120 s
@@ -362,7 +362,7 @@ class Worker(Host):
                 print("checking that the adapter reloads as it was saved", flush=True)
                 require_reload(outputs(None), outputs(adapter), adapter)
             if self.metrics:
-                held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "before_"))}
+                held_out = {k: v for k, v in metrics.items() if k.startswith(("eval_", "initial_"))}
                 step = outcome.end["kept"]["step"] if outcome.end else self.step
                 self.metrics.log(held_out, step, final=True)
                 self.metrics.close()  # before the run counts as finished

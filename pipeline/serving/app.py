@@ -87,9 +87,12 @@ def application(work: Work, digests: list[str]) -> Any:
         **replicas,
     )
     host = Host(work)
-    reading = (work.tokenizer, longest_row(host), ends(host), job.data.special_tokens)
+    reading = (work.tokenizer, longest_row(host), ends(host), job.data.parse_special_tokens)
     kept = recorder.bind(
-        folder_of(job.serve, work.run.storage_path), job.serve.log_prompts, job.serve.feedback_bytes, reading
+        folder_of(job.serve, work.run.storage_path),
+        job.serve.log_prompts,
+        job.serve.max_feedback_bytes,
+        reading,
     )
     return server.bind(work, digests, kept)
 
@@ -178,7 +181,7 @@ class Server:
         stops, args, self.longest = ends(host), job.args, longest_row(host)
         self.sampling = Sampling(args.response_length, tuple(stops), args.min_new_tokens, args.temperature)
         self.scores = Scores(host, self.batcher)
-        settings = (self.longest - args.response_length, "error", True, stops, job.data.special_tokens)
+        settings = (self.longest - args.response_length, "error", True, stops, job.data.parse_special_tokens)
         self.encoder = Encoder(self.tokenizer, kind_of("generate"), *settings)
         # Requests are parsed in a separate thread, so that tokenizing a long prompt does not delay other answers.
         self.reader = ThreadPoolExecutor(1, "reader")
@@ -187,7 +190,9 @@ class Server:
         self.answers: list[dict[str, Any]] = []  # answers that the recorder does not have yet
         self.flushing = asyncio.Lock()
         self.flusher = asyncio.get_running_loop().create_task(self._flush_often())
-        threading.Thread(target=self.models.watch, args=(self.serve.poll_s,), daemon=True).start()
+        threading.Thread(
+            target=self.models.watch, args=(self.serve.alias_poll_interval_s,), daemon=True
+        ).start()
 
     def check_health(self) -> None:
         """Raises if the replica is unhealthy. Ray Serve calls it periodically, and restarts the replica if it raises."""
@@ -280,8 +285,8 @@ class Server:
         asked = protocol.read(kind, await self._body(request))
         if asked.model not in self.models.policies:
             raise protocol.unknown("policy", asked.model, self.models.policies)
-        if asked.n > self.serve.max_choices:
-            raise Refused(400, f"n: found {asked.n}; expected at most {self.serve.max_choices}", "n")
+        if asked.n > self.serve.max_n:
+            raise Refused(400, f"n: found {asked.n}; expected at most {self.serve.max_n}", "n")
         return asked, self.models.policies[asked.model]
 
     async def _read(self, function: Callable[..., Any], *given: Any) -> Any:

@@ -50,13 +50,15 @@ def folder_of(serve: Serve, storage_path: str) -> str:
     return serve.feedback_path or f"{storage_path}/feedback"
 
 
-def encoders(tokenizer: Any, max_length: int, ends: Sequence[int], special_tokens: str) -> dict[str, Encoder]:
+def encoders(
+    tokenizer: Any, max_length: int, ends: Sequence[int], parse_special_tokens: bool
+) -> dict[str, Encoder]:
     """Returns for each file the encoder of the stage that will learn from its rows.
 
     Args:
         max_length: tokens of the longest conversation that the server can produce.
     """
-    settings = (max_length, "error", True, ends, special_tokens)
+    settings = (max_length, "error", True, ends, parse_special_tokens)
     return {file: Encoder(tokenizer, kind_of(stage), *settings) for file, (stage, _) in READ_BY.items()}
 
 
@@ -209,7 +211,7 @@ class FeedbackStore:
         """Appends one line and flushes it to disk before returning. Raises Refused if the folder is full."""
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
         if self.bytes + len(line) > self.max_bytes // 2:
-            raise Refused(507, "the feedback folder is full (serve.feedback_bytes)")
+            raise Refused(507, "the feedback folder is full (serve.max_feedback_bytes)")
         file = os.open(self.folder / f"{name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         before = os.fstat(file).st_size
         try:

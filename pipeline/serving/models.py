@@ -118,11 +118,11 @@ class Models:
 
     # ------------------------------------------------------------------------------------------- following
 
-    def watch(self, poll_s: float) -> None:
+    def watch(self, alias_poll_interval_s: float) -> None:
         """Follows the registry, and prints its messages. Does not return."""
         said: dict[str, str] = {}
         while True:
-            time.sleep(poll_s)
+            time.sleep(alias_poll_interval_s)
             try:
                 found = self.follow()
             except Exception as error:

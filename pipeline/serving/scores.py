@@ -28,7 +28,7 @@ class Scores:
     def __init__(self, host: Host, batcher: Batcher) -> None:
         data, self.tokenizer, self.ends = host.job.data, host.tokenizer, ends(host)
         apply = text_as_chat(host.tokenizer, data.apply_chat_template)
-        settings = (host.work.context, data.too_long, apply, self.ends, data.special_tokens)
+        settings = (host.work.context, data.too_long, apply, self.ends, data.parse_special_tokens)
         self.encoder = Encoder(host.tokenizer, kind_of("score"), *settings)
         self.batcher, self.rows = batcher, host.args.local_rollout_forward_batch_size
 

@@ -23,4 +23,6 @@ def tracking_of(job: Job) -> Tracking:
     """Returns the place where a job's run is recorded."""
     sources = {name: sources_of(getattr(job.data, name) or job.data.train) for name in SPLITS}
     locations = {name: ", ".join(one.location for one in given) for name, given in sources.items()}
-    return Tracking(tracking_uri(job), job.mlflow.experiment, [*job.mlflow.also], identity_of(job), locations)
+    return Tracking(
+        tracking_uri(job), job.mlflow.experiment, [*job.mlflow.report_to], identity_of(job), locations
+    )

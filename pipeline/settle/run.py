@@ -23,7 +23,7 @@ from pipeline.settle.rows import tokenize
 from pipeline.settle.work import Input, Work
 from pipeline.system import console, terminal
 
-# text before a command's title; `rlhf` numbers its stages
+# text before a command's title; `run` numbers its stages
 ALONE = "=="
 heading: ContextVar[str] = ContextVar("heading", default=ALONE)
 

@@ -75,7 +75,7 @@ def train(worker: Worker) -> dict[str, Any]:
             tables["best_of_n"] = comparison.best_of(policy, n)
             metrics["eval_best_of_n"] = tables["best_of_n"][-1]["gold"]
         if worker.rank == 0:
-            warn_of_endless(metrics["eval_eos"], "the policy's completions")
+            warn_of_endless(metrics["eval_eos_rate"], "the policy's completions")
     if preferences is not None:
         figures, tables["pairs"] = pairs.measure(worker, rewards, judge, preferences, ends)
         metrics |= figures

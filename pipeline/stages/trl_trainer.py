@@ -226,7 +226,7 @@ def made(trainer: Any, lora: dict[str, Any] | None, task_type: str = "CAUSAL_LM"
 def run(worker: Worker, trainer: Any) -> Outcome:
     """Trains from the start or from the worker's checkpoint; returns the final metrics, the step that is kept, and the tokens.
 
-    `eval_*` are of the step that is kept, whose weights the trainer's model has afterwards; `before_*` are of step 0, if the job
+    `eval_*` are of the step that is kept, whose weights the trainer's model has afterwards; `initial_*` are of step 0, if the job
     sets `eval_on_start`.
     """
     for parameter in trainer.model.parameters():
@@ -256,7 +256,7 @@ def run(worker: Worker, trainer: Any) -> Outcome:
     end = best.outcome(tracked, kept, last, trainer.state.max_steps)
     if trainer.eval_dataset is not None:
         evaluated = _evaluations(trainer)
-        for prefix, step in (("eval_", end["kept"]["step"]), ("before_", 0)):
+        for prefix, step in (("eval_", end["kept"]["step"]), ("initial_", 0)):
             for key, value in evaluated.get(step, {}).items():
                 if key.startswith("eval_"):
                     metrics[prefix + key.removeprefix("eval_")] = float(value)

@@ -46,7 +46,7 @@ class SweepSettings:
     # null: as many as the machine or the cluster holds.
     max_concurrent_trials: Annotated[int | None, "[1, 10000]"] = None
     # Percent of the steps after which a trial may first be stopped; ASHA compares there and at each multiple below.
-    grace_period: Annotated[int, "[1, 100]"] = 25
+    grace_percent: Annotated[int, "[1, 100]"] = 25
     # At each comparison the best 1 / reduction_factor continue; 1 stops no trial.
     reduction_factor: Annotated[int, "[1, 100]"] = 2
 
@@ -205,7 +205,7 @@ def _trial(base: Job, job: Job, values: dict[str, str]) -> Trial:
     cache = job.data.cache_dir or storage.join(base.run.storage_path, "data")
     job = replace(
         job,
-        run=replace(job.run, name=name, storage_path=base.folder, fresh=False),
+        run=replace(job.run, name=name, storage_path=base.folder, overwrite=False),
         # A trial never runs in the sweep's process
         scaling={**job.scaling, "num_workers": job.scaling.get("num_workers", 1) or 1},
         mlflow=replace(job.mlflow, registered_model=None),

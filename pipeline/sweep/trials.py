@@ -193,7 +193,7 @@ class Rungs:
         if self.factor > 1:
             from ray.tune.schedulers import ASHAScheduler
 
-            mode, grace_period = "max" if greater else "min", settings.grace_period
+            mode, grace_period = "max" if greater else "min", settings.grace_percent
             self.asha = ASHAScheduler(
                 "percent", "figure", mode, max_t=100, grace_period=grace_period, reduction_factor=self.factor
             )

@@ -13,7 +13,7 @@ import yaml
 from running import ROOT
 from tools import install
 
-from pipeline.commands.rlhf import ORDER, overrides_of
+from pipeline.commands.run import ORDER, overrides_of
 from pipeline.config import load_job
 
 FILE = ROOT / "jobs/cloud/sky.yaml"
@@ -51,7 +51,7 @@ def ran(tmp_path, **env):
 
 def test_the_jobs_that_sky_starts_are_valid_and_continue(tmp_path, monkeypatch):
     command, folder, *overrides = ran(tmp_path)
-    assert (command, folder) == ("rlhf", "jobs/own")
+    assert (command, folder) == ("run", "jobs/own")
     monkeypatch.chdir(ROOT)
     jobs = [load_job(f"{folder}/{stage}.yaml", overrides_of(stage, overrides), stage) for stage in ORDER]
     assert len({job.run.name for job in jobs}) == len(ORDER), "a named run continues on the next node"

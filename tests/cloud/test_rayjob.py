@@ -10,7 +10,7 @@ import yaml
 from running import ROOT
 
 from pipeline.cloud import rayjob
-from pipeline.commands.rlhf import ORDER, overrides_of
+from pipeline.commands.run import ORDER, overrides_of
 from pipeline.config import load_job
 
 SHIPPED = ROOT / "jobs/rayjob.yaml"
@@ -167,7 +167,7 @@ def test_a_folder_is_one_job_that_resumes_if_it_is_applied_again():
     manifest = rayjob.manifest(["jobs/demo"], overrides)
     assert (manifest["kind"], manifest["metadata"]["name"]) == ("RayJob", "demo")
     command = shlex.split(manifest["spec"]["entrypoint"])
-    assert command[:5] == ["python", "-m", "pipeline", "rlhf", "jobs/demo"]
+    assert command[:5] == ["python", "-m", "pipeline", "run", "jobs/demo"]
     jobs = [load_job(f"jobs/demo/{one}.yaml", overrides_of(one, command[5:]), one) for one in ORDER]
     assert [job.run.name for job in jobs] == ["demo-sft", "demo-rm", "mine", "demo-evaluate"]
     assert len(manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]) == 1  # alike workers are the same pods

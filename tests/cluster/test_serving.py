@@ -48,7 +48,7 @@ def cluster():
 @pytest.fixture
 def settings(cluster):
     return [
-        POLICIES, REWARDS, "serve.host=0.0.0.0", "serve.poll_s=0.5", "scaling.num_workers=2", "scaling.label_selector={for: servers}",
+        POLICIES, REWARDS, "serve.host=0.0.0.0", "serve.alias_poll_interval_s=0.5", "scaling.num_workers=2", "scaling.label_selector={for: servers}",
         f"mlflow.tracking_uri={cluster.mlflow}", f"run.storage_path={cluster.storage}",
     ]  # fmt: skip
 

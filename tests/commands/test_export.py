@@ -105,7 +105,7 @@ def test_an_error_keeps_the_run_that_was_to_be_overwritten(models, storage, caps
     tokenizer().save_pretrained(tmp_path)
     (storage / "precious").mkdir()
     (storage / "precious/result.json").write_text("{}")
-    name = [f"run.storage_path={storage}", "run.name=precious", "run.fresh=true"]
+    name = [f"run.storage_path={storage}", "run.name=precious", "run.overwrite=true"]
     assert main(["export", "jobs/demo/export.yaml", *MODELS, *name, f"reward={tmp_path}"]) == 2
     assert "reward: " in (said := capsys.readouterr().err) and "there is nothing to merge" in said
     assert [path.name for path in (storage / "precious").iterdir()] == ["result.json"]
@@ -216,7 +216,7 @@ def test_a_push_to_a_repository_of_others_fails_with_one_line(
 ):
     monkeypatch.setenv("HF_TOKEN", token)
     where = ["trainer.merge=false", f"trainer.hub_model_id={repo}", PUSH]
-    stage("export", storage, "theirs", *POLICY, *where, "run.fresh=true", status=1)
+    stage("export", storage, "theirs", *POLICY, *where, "run.overwrite=true", status=1)
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert re.search(rf"failed: the push to {repo} failed .*403.*run\.name=theirs continues without", said)
     assert hub.repos == {}

@@ -106,7 +106,7 @@ def test_the_name_of_another_sweep_is_refused(in_root, tmp_path):
     for other in (["trainer.seed=9"], ["run.metric_for_best_model=eval_accuracy"]):
         with pytest.raises(InputError, match="a sweep of another job"):
             command.recorded(begun(*other))
-        assert command.recorded(begun(*other, "run.fresh=true")) == {}
+        assert command.recorded(begun(*other, "run.overwrite=true")) == {}
 
 
 def test_trials_start_from_the_versions_behind_the_aliases(in_root):

@@ -27,7 +27,7 @@ from pipeline.stages import trl_trainer
 # {key of PPOConfig: a value other than toy.trainer's}, and the settings that it needs to have an effect
 OTHER = {
     "total_episodes": 16, "num_train_epochs": 2.0, "batch_size": 8, "num_ppo_epochs": 1, "num_mini_batches": 1,
-    "critic": "head", "num_generations": 2, "per_device_train_batch_size": 4, "micro_batch_tokens": 20, "local_rollout_forward_batch_size": 4,
+    "critic": "head", "num_generations": 2, "per_device_train_batch_size": 4, "max_tokens_per_micro_batch": 20, "local_rollout_forward_batch_size": 4,
     "response_length": 6, "min_new_tokens": 3, "temperature": 0.7, "normalize_rewards": True, "reward_clip": 0.1,
     "missing_eos_penalty": 1.0, "bootstrap_truncated": True, "mask_truncated_completions": True, "whiten_rewards": True,
     "kl_coef": 0.5, "kl_estimator": "k3", "kl_in": "loss", "kl_controller": "adaptive", "kl_target": 1e-4, "kl_horizon": 50.0,
@@ -35,7 +35,7 @@ OTHER = {
     "gamma": 0.5, "lam": 0.5, "whiten_advantages": False, "scale_rewards": False, "cliprange": 0.001, "cliprange_high": 10.0,
     "importance_sampling_level": "sequence", "loss_aggregation": "constant", "dual_clip": 1.01,
     "entropy_coef": 0.5, "vf_coef": 0.5, "cliprange_value": None, "normalize_values": True, "critic_warmup_steps": 1,
-    "early_stop_kl": 1e-6, "learning_rate": 1e-3, "critic_learning_rate": 1e-4, "adam_beta1": 0.5, "adam_beta2": 0.9,
+    "target_kl": 1e-6, "learning_rate": 1e-3, "critic_learning_rate": 1e-4, "adam_beta1": 0.5, "adam_beta2": 0.9,
     "adam_epsilon": 1e-2, "weight_decay": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 2, "max_grad_norm": 1e-3,
     "optim": "adamw_8bit", "bf16": True, "gradient_checkpointing": True, "seed": 4, "logging_steps": 2, "eval_steps": 1, "check_reference": False,
 }  # fmt: skip

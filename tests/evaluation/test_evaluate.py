@@ -110,7 +110,7 @@ def test_log_probs_are_those_of_the_sampler_and_greedy_ones_the_models_own(tempe
 
 def test_a_reference_completion_follows_the_prompt_as_the_policy_gets_it():
     """The prompt includes the row's tools and the variables of the chat template."""
-    data = SimpleNamespace(apply_chat_template=True, special_tokens="text")
+    data = SimpleNamespace(apply_chat_template=True, parse_special_tokens=False)
     for template, more in (
         (CALLING, {"tools": [WEATHER]}),
         ("{{ tone }}" + CALLING, {"chat_template_kwargs": {"tone": "Nice."}}),
@@ -364,7 +364,7 @@ def test_perplexity_is_that_of_plain_transformers(policy, models):
         nats -= logits.gather(-1, torch.tensor(whole[len(head) :])[:, None]).sum().item()
         tokens += len(whole) - len(head)
     assert policy[0]["metrics"]["eval_perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
-    assert policy[0]["metrics"]["before_perplexity"] != policy[0]["metrics"]["eval_perplexity"]
+    assert policy[0]["metrics"]["initial_perplexity"] != policy[0]["metrics"]["eval_perplexity"]
 
 
 @pytest.mark.parametrize(

@@ -164,4 +164,4 @@ def test_the_demos_judge_labels_pairs_that_a_reward_model_learns(tmp_path, in_ro
     assert lineage["judged_by"] == {judge: len(rows)}
     metrics = {name: result["metrics"] for name, result in results.items()}
     assert metrics["evaluate"]["eval_rm_accuracy"] > 0.9 and metrics["rm"]["eval_accuracy"] > 0.8
-    assert metrics["ppo"]["eval_judge"] > metrics["ppo"]["before_judge"] + 0.1
+    assert metrics["ppo"]["eval_judge"] > metrics["ppo"]["initial_judge"] + 0.1

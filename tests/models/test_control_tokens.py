@@ -177,11 +177,11 @@ def test_a_reward_with_another_tokenizer_gets_text():
 def test_the_report_names_rows_with_control_tokens_and_a_job_may_allow_them(tmp_path):
     forged = [{"prompt": "a</s>b", "completion": "<s>x</s>"}, {"prompt": "a", "completion": "b</s>"}]
     path = write(tmp_path / "rows.jsonl", [*ROWS[:5], *forged])
-    for special_tokens, ends, says in (
-        ("text", [1] * 7, "as ordinary text (data.special_tokens=control encodes them as control tokens)"),
-        ("control", [1] * 5 + [2, 1], "as control tokens (data.special_tokens=text encodes"),
+    for parse_special_tokens, ends, says in (
+        (False, [1] * 7, "as ordinary text (data.parse_special_tokens=true encodes them as control tokens)"),
+        (True, [1] * 5 + [2, 1], "as control tokens (data.parse_special_tokens=false encodes"),
     ):
-        made = make(tmp_path, train=path, special_tokens=special_tokens)
+        made = make(tmp_path, train=path, parse_special_tokens=parse_special_tokens)
         found = "2 rows with special tokens in the text (</s> in 2, <s> in 1): they are encoded"
         assert f"{found} {says}" in made.report.render() and not made.report.reused
         assert [row["input_ids"].count(tokenizer().eos_token_id) for row in rows_of(made.train)] == ends

@@ -22,7 +22,7 @@ from pipeline.ppo.rewards import AdapterReward
 ODD = dict(vocab_size=toy.VOCAB + 1)  # two ranks cannot split these rows equally
 RUNS = [
     dict(critic="adapter", critic_warmup_steps=1, bootstrap_truncated=True, per_device_train_batch_size=1),
-    dict(critic="head", num_generations=2, micro_batch_tokens=40, gradient_checkpointing=True),
+    dict(critic="head", num_generations=2, max_tokens_per_micro_batch=40, gradient_checkpointing=True),
 ]
 
 

@@ -11,7 +11,7 @@ from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from running import NO_EVAL, ROOT
 
 from pipeline.__main__ import main
-from pipeline.commands import rlhf
+from pipeline.commands import run as rlhf
 from pipeline.config import load_job
 from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
@@ -56,7 +56,7 @@ def test_as_many_workers_are_proposed_as_can_share_a_batch(monkeypatch, capsys, 
     typed = " ".join(given).replace("mlflow.experiment=a b", "'mlflow.experiment=a b'")
     assert said[-1] == f'run: make sft ARGS="{typed} scaling.num_workers=2"'
     monkeypatch.setattr(rlhf, "check_paths", lambda job: None)  # the rows are on the Hub
-    assert main(["rlhf", "jobs/llama3-8b"]) == 2
+    assert main(["run", "jobs/llama3-8b"]) == 2
     again = 'run: make rlhf PROFILE=llama3-8b ARGS="scaling.num_workers=3"'
     assert capsys.readouterr().err.splitlines()[-1] == again
 

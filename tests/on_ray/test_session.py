@@ -244,9 +244,9 @@ def test_a_run_writes_no_secret_of_its_environment_anywhere(run):
 def test_two_workers_learn_what_this_process_learns(run, tmp_path):
     alone = stage("sft", tmp_path, "alone", *SFT)["metrics"]
     two = json.loads((run.folder / "result.json").read_text())["metrics"]
-    for metric in ("before_loss", "eval_loss", "train_loss"):
+    for metric in ("initial_loss", "eval_loss", "train_loss"):
         assert two[metric] == pytest.approx(alone[metric], abs=1e-5)
-    assert two["before_loss"] - two["eval_loss"] > 5e-3, "nothing was learned, so nothing was compared"
+    assert two["initial_loss"] - two["eval_loss"] > 5e-3, "nothing was learned, so nothing was compared"
 
 
 SESSION = """

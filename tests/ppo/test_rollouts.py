@@ -145,22 +145,25 @@ def test_off_policy_tokens_are_weighted_and_reported():
     corrected = RolloutConfig(num_workers=1, staleness=2, correction="token")
     (weights, metrics), (_, plain) = run(corrected, Elsewhere()), run(0, Elsewhere(), updates=1)
     unweighed, measured = run(2, Elsewhere())
-    assert not torch.equal(weights, unweighed) and measured[4]["rollout/effective_samples"] < 0.999
+    assert not torch.equal(weights, unweighed) and measured[4]["rollout/ess"] < 0.999
     assert "rollout/ratio_mean" not in plain[0]
     first, later = metrics[0], metrics[4]
-    assert first["rollout/ratio_mean"] == pytest.approx(1, abs=1e-5) and first["rollout/ratio_cut"] == 0
-    assert first["rollout/effective_samples"] == pytest.approx(1, abs=1e-5)
-    assert later["rollout/effective_samples"] < 0.999 and abs(later["rollout/sampler_kl"]) > 1e-4
+    assert (
+        first["rollout/ratio_mean"] == pytest.approx(1, abs=1e-5)
+        and first["rollout/is_clipped_fraction"] == 0
+    )
+    assert first["rollout/ess"] == pytest.approx(1, abs=1e-5)
+    assert later["rollout/ess"] < 0.999 and abs(later["rollout/sampler_kl"]) > 1e-4
     assert later["rollout/ratio_max"] > 1
-    assert metrics[4]["policy/first_ratio_rms"] < 1e-4  # decoupled: the trainer's own old log-probs
+    assert metrics[4]["policy/first_ratio_error"] < 1e-4  # decoupled: the trainer's own old log-probs
 
 
 def test_ratios_are_reported_if_old_log_probs_come_from_the_training_forward():
     one_forward = dict(advantage_estimator="rloo", num_generations=2, num_ppo_epochs=1, num_mini_batches=1)
     _, metrics = run(2, Elsewhere(), **one_forward)
-    assert all("rollout/effective_samples" in update for update in metrics)
+    assert all("rollout/ess" in update for update in metrics)
     assert metrics[0]["rollout/ratio_max"] == pytest.approx(1, abs=1e-4)
-    assert metrics[4]["rollout/effective_samples"] < 0.999 and abs(metrics[4]["rollout/sampler_kl"]) > 1e-4
+    assert metrics[4]["rollout/ess"] < 0.999 and abs(metrics[4]["rollout/sampler_kl"]) > 1e-4
 
 
 @pytest.mark.parametrize(("level", "ratios"), [("token", [math.e**2, 1, 1, 1]), ("sequence", [math.e**2, 1])])
@@ -175,8 +178,8 @@ def test_ratios_are_those_before_the_correction_of_tokens_or_completions(level, 
         {
             "rollout/ratio_mean": sum(ratios) / n,
             "rollout/ratio_max": max(ratios),
-            "rollout/ratio_cut": 1 / n,
-            "rollout/effective_samples": sum(ratios) ** 2 / (n * sum(r**2 for r in ratios)),
+            "rollout/is_clipped_fraction": 1 / n,
+            "rollout/ess": sum(ratios) ** 2 / (n * sum(r**2 for r in ratios)),
             "rollout/sampler_kl": -0.5,
         }
     )

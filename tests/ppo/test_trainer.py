@@ -23,7 +23,7 @@ VARIANTS = {  # in addition to the variants that tests/ppo/test_variants.py runs
     "head": dict(critic="head", **GROUP),
     "dapo": dict(advantage_estimator="grpo", loss_aggregation="token", cliprange_high=0.28, mask_truncated_completions=True),
     "gspo": dict(advantage_estimator="grpo", importance_sampling_level="sequence", cliprange=0.05, cliprange_high=0.08),
-    "careful": dict(dual_clip=3.0, entropy_coef=0.01, early_stop_kl=0.05, critic_warmup_steps=2, cliprange_value=None),
+    "careful": dict(dual_clip=3.0, entropy_coef=0.01, target_kl=0.05, critic_warmup_steps=2, cliprange_value=None),
     "low_precision": dict(bf16=True, gradient_checkpointing=True),
 }  # fmt: skip
 
@@ -102,7 +102,7 @@ def test_an_evaluation_does_not_change_training():
 
 def test_early_stop_ends_the_epochs_of_an_update():
     free = toy.trainer(learning_rate=0.05, num_ppo_epochs=6).run_update()
-    stopped = toy.trainer(learning_rate=0.05, num_ppo_epochs=6, early_stop_kl=1e-3).run_update()
+    stopped = toy.trainer(learning_rate=0.05, num_ppo_epochs=6, target_kl=1e-3).run_update()
     assert free["policy/steps"] == 12 and 1 <= stopped["policy/steps"] < 6
 
 

@@ -84,12 +84,16 @@ def test_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
     with pytest.raises(SelfCheckFailed, match=r"the first ratio is 1: .* log-probs differ before any step"):
         trainer.learn(episodes)
     trainer.update = 1  # after a good first update, a deviation is only reported
-    assert trainer.learn(episodes)["policy/first_ratio_rms"] > 0.1
+    assert trainer.learn(episodes)["policy/first_ratio_error"] > 0.1
 
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(per_device_train_batch_size=1), dict(per_device_train_batch_size=5), dict(micro_batch_tokens=40)],
+    [
+        dict(per_device_train_batch_size=1),
+        dict(per_device_train_batch_size=5),
+        dict(max_tokens_per_micro_batch=40),
+    ],
 )
 @pytest.mark.parametrize("loss", [dict(), GSPO, dict(loss_aggregation="constant", entropy_coef=0.1)])
 def test_micro_batches_do_not_change_the_update(changes, loss):
@@ -140,10 +144,12 @@ def test_critic_starts_from_the_reward_and_is_warmed_up_alone():
         assert trainer.values(episodes)[1].tolist() == pytest.approx(episodes.scores.tolist(), abs=1e-5)
     policy, critic = toy.weights(shared, ["policy"]), toy.weights(shared, ["critic"])
     warming = trainer.run_update()
-    assert torch.equal(policy, toy.weights(shared, ["policy"])) and "policy/first_ratio_rms" not in warming
+    assert torch.equal(policy, toy.weights(shared, ["policy"])) and "policy/first_ratio_error" not in warming
     assert not torch.equal(critic, toy.weights(shared, ["critic"]))
     first = trainer.run_update()
-    assert not torch.equal(policy, toy.weights(shared, ["policy"])) and first["policy/first_ratio_rms"] < 1e-5
+    assert (
+        not torch.equal(policy, toy.weights(shared, ["policy"])) and first["policy/first_ratio_error"] < 1e-5
+    )
     assert warming["objective/kl_coef"] == first["objective/kl_coef"] == 0.02 != trainer.kl_coef
 
 

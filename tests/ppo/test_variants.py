@@ -50,11 +50,11 @@ VARIANTS = {
     "values unclipped": {"cliprange_value": None},
     "dual clip": {"dual_clip": 3.0},
     "entropy bonus": {"entropy_coef": 0.005},
-    "early stop on KL": {"early_stop_kl": 0.02, "num_ppo_epochs": 4},
+    "early stop on KL": {"target_kl": 0.02, "num_ppo_epochs": 4},
     "gamma 0.99, lambda 1": {"gamma": 0.99, "lam": 1.0},
     "bf16": {"bf16": True},
     "gradient checkpointing": {"gradient_checkpointing": True},
-    "token budget": {"micro_batch_tokens": 512},
+    "token budget": {"max_tokens_per_micro_batch": 512},
 }  # fmt: skip
 
 

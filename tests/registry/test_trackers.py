@@ -1,4 +1,4 @@
-"""Tests mlflow.also: files of TensorBoard and W&B hold MLflow's curves over a kill and a resume. Both run offline."""
+"""Tests mlflow.report_to: files of TensorBoard and W&B hold MLflow's curves over a kill and a resume. Both run offline."""
 
 import glob
 import importlib.util
@@ -46,7 +46,12 @@ def begun(migrated, tmp_path, in_root, monkeypatch):
     shutil.copy(migrated, tmp_path / "mlflow.db")
 
     def begin(*also):
-        given = ["gate={}", f"run.storage_path={tmp_path}", "run.name=one", f"mlflow.also=[{','.join(also)}]"]
+        given = [
+            "gate={}",
+            f"run.storage_path={tmp_path}",
+            "run.name=one",
+            f"mlflow.report_to=[{','.join(also)}]",
+        ]
         job = load_job("jobs/demo/sft.yaml", given, "sft")
         (tmp_path / "one").mkdir()
         return job, registry.client(registry.tracking_uri(job)).create_run("0").info.run_id
@@ -89,14 +94,14 @@ READ = {"tensorboard": in_tensorboard, "wandb": lambda folder: in_wandb(folder)[
 def test_after_a_kill_and_a_resume_the_curves_equal_mlflows(name, begun, tmp_path):
     pytest.importorskip(name)
     job, run_id = begun(name)
-    given = [f"run.storage_path={tmp_path}", "run.name=one", f"mlflow.also=[{name}]"]
+    given = [f"run.storage_path={tmp_path}", "run.name=one", f"mlflow.report_to=[{name}]"]
     killed = python("-c", FIRST, run_id, *given)
     assert killed.returncode == -9, killed.stderr
     again = registry.Curves(tracking_of(job), run_id)
     for step in range(1, 11):  # steps 1 to 4 are replayed, 5 and 6 repeated, later steps new
         again.log({"loss": 1 / step, "val/ratio": 0.5 * step}, step)
     again.log({"eval_loss": 0.125}, 10)
-    again.log({"eval_loss": 0.125, "before_loss": 1.0}, 10, final=True)
+    again.log({"eval_loss": 0.125, "initial_loss": 1.0}, 10, final=True)
     again.close()
     expected = registry.history(registry.tracking_uri(job), run_id)
     assert [step for step, _ in expected["loss"]] == list(range(1, 11))
@@ -115,30 +120,30 @@ def test_final_metrics_of_an_earlier_step_are_in_wandbs_summary(begun, tmp_path)
     log = registry.Curves(tracking_of(job), run_id)
     for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
         log.log({"eval_loss": loss}, step)
-    log.log({"eval_loss": 0.25, "before_loss": 1.0}, 2, final=True)
+    log.log({"eval_loss": 0.25, "initial_loss": 1.0}, 2, final=True)
     log.close()
     curves, summary = in_wandb(tmp_path / "one")
     assert curves["eval_loss"] == [(1, 0.5), (2, 0.25), (3, 0.75)]
-    assert (summary["eval_loss"], summary["before_loss"]) == (0.25, 1.0)
+    assert (summary["eval_loss"], summary["initial_loss"]) == (0.25, 1.0)
 
 
 def test_a_missing_package_and_a_missing_account_are_reported_before_the_start(begun, monkeypatch, tmp_path):
     job, _ = begun(*NAMES)
     for name in NAMES:
         monkeypatch.setattr(importlib.util, "find_spec", lambda one, name=name: one != name or None)
-        says = rf'^mlflow.also: found {name}, which is not installed here; run .*"\.\[{name}\]"'
+        says = rf'^mlflow.report_to: found {name}, which is not installed here; run .*"\.\[{name}\]"'
         with pytest.raises(InputError, match=says):
-            registry.check_trackers(job.mlflow.also)
+            registry.check_trackers(job.mlflow.report_to)
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: True)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    registry.check_trackers(job.mlflow.also)
+    registry.check_trackers(job.mlflow.report_to)
     monkeypatch.delenv("WANDB_API_KEY")
-    registry.check_trackers(job.mlflow.also)  # offline mode needs no account
+    registry.check_trackers(job.mlflow.report_to)  # offline mode needs no account
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(InputError, match=r"no account: export WANDB_API_KEY=.*WANDB_MODE=offline"):
-        registry.check_trackers(job.mlflow.also)
+        registry.check_trackers(job.mlflow.report_to)
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    registry.check_trackers(job.mlflow.also)
+    registry.check_trackers(job.mlflow.report_to)
 
 
 def test_every_name_that_a_job_accepts_has_a_tracker():

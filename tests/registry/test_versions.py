@@ -38,7 +38,7 @@ def test_a_version_has_a_description_with_links(job, adapter):
     """The description lists the versions that most often wrote its rows."""
     parents = {"policy": "models:/rlhf-sft/3", "reward.0": "python:my:reward"}
     lineage = {**LINEAGE, "parents": parents, "versions": {"torch": "2.13.0"}, "data": {"train": "ab" * 32}}
-    figures = {"before_loss": 0.54, "eval_loss": 0.5, "eval_runtime": 9.0}
+    figures = {"initial_loss": 0.54, "eval_loss": 0.5, "eval_runtime": 9.0}
     assert str(register(job, adapter, figures, lineage=lineage)) == "rlhf-sft v1 @champion"
     version = mlflow(job).get_model_version("rlhf-sft", "1")
     assert version.description == (

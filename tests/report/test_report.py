@@ -102,7 +102,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, r
 def runs(store):
     """sft, rm -> ppo -> evaluate, and what each left."""
     curves = {"loss": [0.6, 0.5], "eval_loss": [0.6, 0.55]}
-    sft = finish(store, begin(store, "one-sft", "sft"), curves, {"eval_loss": 0.5, "before_loss": 0.7})
+    sft = finish(store, begin(store, "one-sft", "sft"), curves, {"eval_loss": 0.5, "initial_loss": 0.7})
     rm = finish(store, begin(store, "one-rm", "rm"), {"accuracy": [0.5, 0.9]}, {"eval_accuracy": 0.975})
     inputs = {"policy": "models:/rlhf-sft/1", "reward.0": "models:/rlhf-rm/1"}
     sample = {
@@ -115,8 +115,8 @@ def runs(store):
             "words": "<i>Fine.\nScore: 10",
         },
     }
-    judged = {"before_judge": 0.25, "eval_judge": 0.915}
-    figures = judged | {"eval_win_rate": 0.9, "eval_kl": 2.5, "eval_eos": 0.5}
+    judged = {"initial_judge": 0.25, "eval_judge": 0.915}
+    figures = judged | {"eval_win_rate": 0.9, "eval_kl": 2.5, "eval_eos_rate": 0.5}
     ppo = finish(store, begin(store, "one-ppo"), PPO_CURVES, figures, inputs, [sample])
     inputs |= {"policy": "models:/rlhf-ppo/1", "baseline": "models:/rlhf-sft/1"}
     job = begin(store, "one-evaluate", "evaluate")
@@ -176,7 +176,7 @@ def test_the_page_says_what_a_reader_looks_for(runs, store):
     for words in (
         "one-ppo gate failed PPO", "0.25 → 0.915 held-out judge", "90.0%", "1 min 15 s", "KL from the reference",
         "Explained variance of the values", "Seconds per update", "Oslo.", "reward 3.50",
-        "2 chosen equal to rejected", "eval_eos 0.5 >= 0.9 failed", "torch 2.13.0",
+        "2 chosen equal to rejected", "eval_eos_rate 0.5 >= 0.9 failed", "torch 2.13.0",
         "train 2 sources · dddddddddddd a.jsonl: 9 of 10 kept b.parquet: 9 of 10 kept, 3 of 9 drawn an epoch 12",
     ):  # fmt: skip
         assert words in text, words
@@ -186,7 +186,7 @@ def test_the_page_says_what_a_reader_looks_for(runs, store):
 def test_the_badge_says_what_the_gate_said_and_else_how_the_run_ended(runs, store):
     run = report.read(str(store / "one-ppo"))
     assert run.verdict == "gate failed"
-    better = run.result | {"metrics": run.metrics | {"eval_eos": 1.0}}
+    better = run.result | {"metrics": run.metrics | {"eval_eos_rate": 1.0}}
     assert replace(run, result=better).verdict == "gate passed"
     assert replace(run, job=run.job | {"gate": {}}).verdict == "finished"
     assert replace(run, state="failed").verdict == "failed"
@@ -241,8 +241,8 @@ def lines_of(store, name):
 
 def test_the_ancestors_lead_from_the_policy_to_the_base(runs, store):
     assert lines_of(store, "one-evaluate") == [
-        # its eval_eos missed the gate: no alias
-        "policy: rlhf-ppo v1 (gate failed: eval_eos = 0.5, required >= 0.9), from policy: rlhf-sft v1, reward: rlhf-rm v1",
+        # its eval_eos_rate missed the gate: no alias
+        "policy: rlhf-ppo v1 (gate failed: eval_eos_rate = 0.5, required >= 0.9), from policy: rlhf-sft v1, reward: rlhf-rm v1",
         "reward: rlhf-rm v1 (@champion, gate passed), from base: jobs/demo/model",
         "baseline: rlhf-sft v1 (@champion, gate passed), from base: jobs/demo/model",
         "base: jobs/demo/model",

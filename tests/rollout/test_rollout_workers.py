@@ -40,7 +40,7 @@ def ahead(embedded_ray, storage):
 def test_a_rollout_worker_gives_the_bits_of_none(alone, storage, capfd):
     result = run(storage, "rollout-one", *PPO, "rollout.num_workers=1")
     assert_equal(storage, alone, result)
-    assert result["metrics"]["rollout/bytes"] > 0 and result["metrics"]["rollout/waited"] > 0
+    assert result["metrics"]["rollout/bytes"] > 0 and result["metrics"]["rollout/wait_seconds"] > 0
     assert "starting rollout workers: 1" in capfd.readouterr().out
 
 

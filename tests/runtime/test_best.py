@@ -1,4 +1,4 @@
-"""Tests run.keep=best: the registered adapter is bit-identical to the best step's, and a run that overfits stops early."""
+"""Tests run.load_best_model_at_end: the registered adapter has the best step's bits, and a run that overfits stops early."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from pipeline.runtime.best import WEIGHTS, Best, of, outcome
 # Few pairs, many epochs and ten times the learning rate soon make the eval metrics worse.
 OVERFIT = [
     "data.batch_size=8", "trainer.per_device_train_batch_size=8", "trainer.num_train_epochs=12", "trainer.learning_rate=2e-2",
-    "trainer.lr_scheduler_type=constant", "trainer.logging_steps=5", "run.keep=best", "run.early_stopping_patience=3",
+    "trainer.lr_scheduler_type=constant", "trainer.logging_steps=5", "run.load_best_model_at_end=true", "run.early_stopping_patience=3",
 ]  # fmt: skip
 
 
@@ -74,12 +74,12 @@ def test_a_checkpoint_holds_the_best_step_and_the_count(tmp_path):
 @pytest.mark.parametrize(
     ("verb", "more", "expected"),
     [
-        ("rm", ["run.keep=last"], None),
-        ("sft", ["run.keep=best"], ("eval_loss", False)),
-        ("ppo", ["run.keep=best"], ("eval_judge", True)),
-        ("ppo", ["run.keep=best", "judge=null"], ("eval_reward", True)),
+        ("rm", ["run.load_best_model_at_end=false"], None),
+        ("sft", ["run.load_best_model_at_end=true"], ("eval_loss", False)),
+        ("ppo", ["run.load_best_model_at_end=true"], ("eval_judge", True)),
+        ("ppo", ["run.load_best_model_at_end=true", "judge=null"], ("eval_reward", True)),
         ("ppo", ["run.early_stopping_patience=1", "run.metric_for_best_model=eval_kl"], ("eval_kl", False)),
-        ("sft", ["run.keep=best", "run.metric_for_best_model=eval_entropy", "run.greater_is_better=false"], ("eval_entropy", False)),
+        ("sft", ["run.load_best_model_at_end=true", "run.metric_for_best_model=eval_entropy", "run.greater_is_better=false"], ("eval_entropy", False)),
     ],
 )  # fmt: skip
 def test_the_default_metric_depends_on_the_stage(verb, more, expected, in_root):
@@ -148,7 +148,7 @@ def test_a_run_killed_after_early_stopping_registers_the_same(
 PPO = [
     "trainer.total_episodes=80", "trainer.batch_size=8", "trainer.response_length=12", "trainer.save_steps=2",
     "trainer.eval_steps=1", "policy=base", "reward=python:bad_rewards:length", "judge=null", "mlflow.registered_model=null",
-    "run.keep=best", "run.metric_for_best_model=eval_length", "run.greater_is_better=false", "run.early_stopping_patience=2",
+    "run.load_best_model_at_end=true", "run.metric_for_best_model=eval_length", "run.greater_is_better=false", "run.early_stopping_patience=2",
 ]  # fmt: skip
 
 
@@ -174,7 +174,11 @@ def test_ppo_keeps_its_best_update_and_stops(storage, monkeypatch):
 
 def test_ppo_stops_at_a_condition_and_registers_its_policy(storage):
     """The KL grows from 0. The run ends at the first evaluation above the limit, as a finished run."""
-    limits = ["run.keep=last", "run.early_stopping_patience=null", "run.stop_if.eval_kl='> 1e-9'"]
+    limits = [
+        "run.load_best_model_at_end=false",
+        "run.early_stopping_patience=null",
+        "run.stop_if.eval_kl='> 1e-9'",
+    ]
     few = ["data.train=jobs/demo/data/prompts_eval.jsonl", "mlflow.registered_model=stopped"]
     result = stage("ppo", storage, "stop-ppo", *PPO, *few, *limits)
     assert result["ended"]["step"] == result["kept"]["step"] == 1 < result["ended"]["of"]

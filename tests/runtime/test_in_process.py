@@ -46,7 +46,7 @@ JOB = "jobs/demo/sft.yaml"
         ("", ["sft", JOB, "trainer.learning_rat=1"], "command line: trainer.learning_rat: unknown key"),
         ("", ["sft", JOB, "data.train=/nowhere.jsonl"], "data.train: there is no file '/nowhere.jsonl'"),
         ("", ["rm", "jobs/demo/rm.yaml", "model.name_or_path=/nowhere"], "model.name_or_path: there is no folder '/nowhere'"),
-        ("", ["rlhf", "jobs/demo", "ppo.data.train=/nowhere.jsonl"], "data.train: there is no file '/nowhere.jsonl'"),
+        ("", ["run", "jobs/demo", "ppo.data.train=/nowhere.jsonl"], "data.train: there is no file '/nowhere.jsonl'"),
         ("", ["init", "nowhere.jsonl"], "data: there is no file 'nowhere.jsonl'"),
         ("torch ray trl transformers datasets", ["validate", JOB], None),
         ("torch ray mlflow trl transformers datasets", ["sft", JOB, "trainer.max_steps=1", "run.report=false", *NO_EVAL], None),

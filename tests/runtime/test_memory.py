@@ -73,7 +73,7 @@ def test_a_worker_out_of_memory_ends_the_run_without_a_restart(
     assert main(["ppo", "jobs/demo/ppo.yaml", *given]) == 1
     errors = capsys.readouterr().err
     assert re.search(
-        r"failed: out of memory in phase 'score' \(OutOfMemoryError: CUDA out of memory.*micro_batch_tokens=\d+ \(now null",
+        r"failed: out of memory in phase 'score' \(OutOfMemoryError: CUDA out of memory.*max_tokens_per_micro_batch=\d+ \(now null",
         errors,
     )
     assert "Traceback" not in errors

@@ -78,9 +78,9 @@ def test_keys_that_do_not_affect_results_may_change(overrides, halfway, in_root)
 def test_evaluation_keys_must_stay_if_they_decide_what_is_registered(halfway, tmp_path, in_root):
     """run.* and evaluation keys may change, but not if the run keeps its best step or may stop early."""
     folder = shutil.copytree(halfway, tmp_path / "copy")
-    begun = [*BATCH, "run.keep=best", "trainer.eval_strategy=steps", "trainer.eval_steps=5"]
+    begun = [*BATCH, "run.load_best_model_at_end=true", "trainer.eval_strategy=steps", "trainer.eval_steps=5"]
     for left, change, says in [
-        (BATCH, "run.keep=best", r'run\.keep="last" \(now "best"\)'),
+        (BATCH, "run.load_best_model_at_end=true", r'run\.load_best_model_at_end=false \(now true\)'),
         (BATCH, "run.early_stopping_patience=3", r"run\.early_stopping_patience=not given \(now 3\)"),
         (BATCH, "run.stop_if.eval_loss=< 1", r'run\.stop_if\.eval_loss=not given \(now "< 1"\)'),
         (begun, "trainer.eval_steps=7", r"trainer\.eval_steps=5 \(now 7\)"),
@@ -178,8 +178,8 @@ def run(tmp_path):
     return folder
 
 
-def own(run, seen=None, fresh=False):
-    return owned(str(run), state(str(run)) if seen is None else seen, fresh)
+def own(run, seen=None, overwrite=False):
+    return owned(str(run), state(str(run)) if seen is None else seen, overwrite)
 
 
 def test_a_folder_that_changed_before_this_process_owned_it_is_refused(run):
@@ -187,7 +187,7 @@ def test_a_folder_that_changed_before_this_process_owned_it_is_refused(run):
     (run / "job.json").write_text("{}")
     with pytest.raises(InputError, match=r"run\.name: another process has run .* the same command again"):
         own(run, seen).__enter__()
-    with own(run, seen, fresh=True) as lease:
+    with own(run, seen, overwrite=True) as lease:
         assert lease.attempt == 2, "an attempt that still runs must find it"
         assert [path.name for path in run.iterdir()] == ["lease"]
 

@@ -48,14 +48,14 @@ def test_warnings_of_a_summary(stage, ended, says, never, capsys):
     ("stage", "metric", "low", "high"),
     [
         ("ppo", "eval_win_rate_low", 0.5, 0.51),  # an interval that contains 0.5 shows no gain
-        ("ppo", "eval_eos", 0.09, 0.1),
+        ("ppo", "eval_eos_rate", 0.09, 0.1),
         ("sft", "eval_eos_accuracy", 0.09, 0.1),
     ],
 )
 def test_the_gate_of_own_rows_requires_a_gain_and_completions_that_end(stage, metric, low, high, in_root):
     gate, others = (
         load_job(f"jobs/own/{stage}.yaml").gate,
-        {"eval_win_rate_low": 0.51, "eval_eos": 1.0, "eval_loss": 1.0},
+        {"eval_win_rate_low": 0.51, "eval_eos_rate": 1.0, "eval_loss": 1.0},
     )
     assert [registry.evaluate_gate(gate, {**others, metric: value})[0] for value in (low, high)] == [
         False,

@@ -40,7 +40,11 @@ def test_labels_make_a_better_policy_that_is_served_without_a_restart(tmp_path, 
     prompts, held_out = (
         rows_of(ROOT / f"jobs/demo/data/{name}.jsonl") for name in ("prompts", "prompts_eval")
     )
-    settings = ("serve.log_prompts=true", "serve.poll_s=0.5", f"serve.feedback_path={tmp_path}/feedback")
+    settings = (
+        "serve.log_prompts=true",
+        "serve.alias_poll_interval_s=0.5",
+        f"serve.feedback_path={tmp_path}/feedback",
+    )
     policies = "serve.policies={assistant: models:/rlhf-sft@champion}"
     with served(storage, *settings, policies=policies, rewards="serve.rewards={}") as server:
         before = mean(conversations(server, held_out, seed=10_000))

@@ -44,7 +44,7 @@ def messages(text=QUESTION):
 @pytest.fixture(scope="module")
 def server(storage, models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("feedback")
-    settings = ("serve.log_prompts=true", "serve.poll_s=0.3", "serve.max_queue=64")
+    settings = ("serve.log_prompts=true", "serve.alias_poll_interval_s=0.3", "serve.max_queue=64")
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(command, "REQUEST_S", 4)
         it = stack.enter_context(served(storage, *settings, f"serve.feedback_path={folder}"))

@@ -26,7 +26,11 @@ def test_vllm_answers_like_transformers_follows_aliases_and_scores(storage, tmp_
     with served(storage) as plain:
         expected = {model: greedy(plain.url, model) for model in ("toy", "bare")}
     assert expected["toy"] != expected["bare"]
-    settings = ["rollout.engine=vllm", "serve.poll_s=0.3", "rollout.vllm_kwargs={enforce_eager: true}"]
+    settings = [
+        "rollout.engine=vllm",
+        "serve.alias_poll_interval_s=0.3",
+        "rollout.vllm_kwargs={enforce_eager: true}",
+    ]
     with served(storage, *settings) as server:
         assert {model: greedy(server.url, model) for model in ("toy", "bare")} == expected
         sampled = [chat(server.url, seed=5, n=3)[1]["choices"] for _ in range(2)]

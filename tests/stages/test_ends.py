@@ -26,7 +26,7 @@ def test_eos_accuracy_is_the_share_of_end_tokens_that_are_predicted(tmp_path, mo
         "trainer.per_device_eval_batch_size=8",
         f"data.eval={tmp_path}/eval.jsonl",
     ]
-    found = stage("sft", tmp_path, "ends", *settings)["metrics"]["before_eos_accuracy"]
+    found = stage("sft", tmp_path, "ends", *settings)["metrics"]["initial_eos_accuracy"]
 
     tokenizer = load_tokenizer(str(ROOT / "jobs/demo/model"))
     model = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "jobs/demo/model", dtype=torch.float32)

@@ -15,7 +15,7 @@ TRL = [
     "trainer.logging_steps=1",
 ]
 PPO = [
-    "trainer.total_episodes=32", "trainer.batch_size=16", "trainer.response_length=12", "trainer.micro_batch_tokens=200",
+    "trainer.total_episodes=32", "trainer.batch_size=16", "trainer.response_length=12", "trainer.max_tokens_per_micro_batch=200",
     "judge=null",
 ]  # fmt: skip
 SFT, RM = "policy=models:/rlhf-sft/1", "reward=models:/rlhf-rm/1"

@@ -125,7 +125,7 @@ def test_plan_reads_the_initial_adapters_of_a_job(runs, storage, capsys):
 def test_evaluate_compares_and_registers_nothing(runs, storage):
     result = runs["evaluate"]
     assert result["version"] is None
-    expected = "eval_reward before_reward eval_win_rate eval_judge eval_judge_win_rate eval_kl"
+    expected = "eval_reward initial_reward eval_win_rate eval_judge eval_judge_win_rate eval_kl"
     assert set(expected.split()) <= result["metrics"].keys()
     assert 0 <= result["metrics"]["eval_rm_accuracy"] <= 1
     assert set(result["samples"][0]) == {"prompt", "before", "after"}

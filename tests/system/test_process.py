@@ -136,7 +136,7 @@ def test_a_signal_after_the_last_line_does_not_change_the_status():
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [(["sft", "jobs/demo/sft.yaml"], "run.name=sft-1"), (["rlhf", "jobs/demo"], "sft.run.name=sft-1")],
+    [(["sft", "jobs/demo/sft.yaml"], "run.name=sft-1"), (["run", "jobs/demo"], "sft.run.name=sft-1")],
 )
 def test_a_signal_says_the_name_that_a_run_was_given(arguments, name, monkeypatch, capsys):
     def interrupted(*_):

@@ -1,10 +1,10 @@
-"""Tests the output of `rlhf`: its summary, the time left, and which stages an override reaches."""
+"""Tests the output of `run`: its summary, the time left, and which stages an override reaches."""
 
 import json
 
 import pytest
 
-from pipeline.commands import rlhf
+from pipeline.commands import run as rlhf
 from pipeline.config import load_job
 from pipeline.errors import InputError
 
@@ -12,7 +12,7 @@ from pipeline.errors import InputError
 def test_the_summary_shows_the_results_of_the_profile():
     """Without a judge, PPO's first metric is the reward. The next commands are for that profile."""
     common = {"tracking_uri": "http://mlflow:5000", "folder": "s3://b/runs/x"}
-    ppo = {"stage": "ppo", "metrics": {"before_reward": 0.25, "eval_reward": 0.5}}
+    ppo = {"stage": "ppo", "metrics": {"initial_reward": 0.25, "eval_reward": 0.5}}
     results = [ppo | common, {"stage": "evaluate", "metrics": {"eval_win_rate": 0.75}} | common]
     text = rlhf.closing(results, "jobs/llama3-8b", seconds=12.0, page=None)
     assert "Done in 12 s. ppo: reward 0.25 -> 0.5; evaluate: reward win rate 0.75\n" in text
@@ -49,5 +49,5 @@ def test_an_override_reaches_every_stage_or_the_one_it_names():
     given = ["trainer.seed=2", "ppo.trainer.kl_coef=0.1"]
     assert rlhf.overrides_of("ppo", given) == ["trainer.seed=2", "trainer.kl_coef=0.1"]
     assert rlhf.overrides_of("sft", given) == ["trainer.seed=2"]
-    with pytest.raises(InputError, match="`rlhf` has no stage 'dpo'"):
+    with pytest.raises(InputError, match="`run` has no stage 'dpo'"):
         rlhf.overrides_of("sft", ["dpo.trainer.beta=0.3"])

@@ -1,6 +1,6 @@
 """The whole pipeline of a profile in one session: sft, rm, ppo, evaluate, and what was learned.
 
-    make rlhf    or    python -m pipeline rlhf jobs/demo [section.key=value ...] [STAGE.section.key=value ...]
+    make rlhf    or    python -m pipeline run jobs/demo [section.key=value ...] [STAGE.section.key=value ...]
 
 An override applies to every stage, or to one if it begins with the stage's name.
 """
@@ -111,7 +111,7 @@ def overrides_of(stage: str, overrides: list[str]) -> list[str]:
         elif first not in STAGES:
             mine.append(override)
         elif first not in ORDER:
-            raise InputError(f"{override}: `rlhf` has no stage {first!r}; its stages are {', '.join(ORDER)}")
+            raise InputError(f"{override}: `run` has no stage {first!r}; its stages are {', '.join(ORDER)}")
     return mine
 
 
