@@ -27,6 +27,7 @@ from pipeline.planning import plan
 from pipeline.planning.shape import config_of
 from pipeline.references import JUDGE
 from pipeline.settle.places import places_of
+from pipeline.settle.run import work_of
 from pipeline.system import console, storage
 
 # Bytes of the largest upload, which Ray keeps in the head's memory
@@ -195,7 +196,8 @@ def check_memory(job: Job, cluster: Cluster) -> None:
                 config_of(job.model)
             except InputError:
                 return  # the cluster has this folder or version, and checks it
-            planned = plan.make(job, learns=section == "scaling")
+            work = work_of(job, places_of(job, elsewhere=True))
+            planned = plan.make(work, learns=section == "scaling")
         small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
         if not small:
             continue

@@ -61,7 +61,7 @@ class Chat:
         self.sampling = Sampling.from_args(host.args, host.tokenizer, self.shared)
         self.decoder = SlotDecoder(self.shared, 1, host.tokenizer.pad_token_id, look=1)
         self.room = host.work.room or sys.maxsize
-        settings = (self.room, "error", True, self.sampling.eos, host.job.data.parse_special_tokens)
+        settings = (self.room, "error", True, self.sampling.eos, host.work.data.parse_special_tokens)
         self.encoder = Encoder(host.tokenizer, kind_of("generate"), *settings)
         self.system: list[dict[str, str]] = []
         self.turns: list[dict[str, str]] = []

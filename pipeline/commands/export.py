@@ -64,7 +64,7 @@ def export(job: Job) -> dict[str, Any]:
     """Writes the folders that the job names, in this process. Returns the content of result.json."""
     with open_run(job) as run:
         if run.work.args.merge:
-            print(announcement(run.work.job.model.name_or_path, run.work.job.model.revision), flush=True)
+            print(announcement(run.work.model.name_or_path, run.work.model.revision), flush=True)
         console.silence_libraries()
         host = Host(run.work)
         exported = {}
@@ -102,7 +102,7 @@ def write(host: Host, name: str, folder: str) -> dict[str, float]:
     shown = "  ".join(f"{key} {value:.3g}" for key, value in (differences or {}).items())
     print(f"   {name.removesuffix('.0')}  {folder}  {shown or 'the adapter'}", flush=True)
     if not host.args.merge:
-        print(f"   {vllm_command(host.job.model.name_or_path, folder, name.removesuffix('.0'))}", flush=True)
+        print(f"   {vllm_command(host.work.model.name_or_path, folder, name.removesuffix('.0'))}", flush=True)
     return differences or {}
 
 
@@ -131,7 +131,7 @@ def save_merged(host: Host, name: str, folder: str) -> None:
     from pipeline.models.base import load_base
     from pipeline.models.tokenizer import eos_ids
 
-    model, tokenizer = replace(host.job.model, load_in_4bit=False), host.tokenizer
+    model, tokenizer = replace(host.work.model, load_in_4bit=False), host.tokenizer
     base = load_base(model, tokenizer if name != "policy" else None, host.device)
     merged = merge(base, host.input(name), model.dtype)
     merged.config.pad_token_id = merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
@@ -182,7 +182,7 @@ def expectations(host: Host, name: str) -> list[Any]:
     from pipeline.inference.rows import Sampling
     from pipeline.runtime import roles
 
-    work = replace(host.work, job=replace(host.job, model=replace(host.job.model, load_in_4bit=False)))
+    work = replace(host.work, model=replace(host.work.model, load_in_4bit=False))
     shared = roles.shared_base(Host(work))
     shared.add("exported", folder=host.input(name), head=name != "policy")
     rows, length = probes(host)
@@ -198,10 +198,10 @@ def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str
     import torch
     import transformers
 
-    dtype = host.job.model.dtype
+    dtype = host.work.model.dtype
     auto = "AutoModelForCausalLM" if name == "policy" else "AutoModelForSequenceClassification"
     model = getattr(transformers, auto).from_pretrained(
-        folder, dtype=getattr(torch, dtype), trust_remote_code=host.job.model.trust_remote_code
+        folder, dtype=getattr(torch, dtype), trust_remote_code=host.work.model.trust_remote_code
     )
     model = model.to(host.device).eval()
 

@@ -49,7 +49,7 @@ def card(host: Host, name: str, differences: dict[str, float] | None = None) -> 
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-    kind, base, model = name.removesuffix(".0"), host.work.base, host.job.model
+    kind, base, model = name.removesuffix(".0"), host.work.base, host.work.model
     uri, reference = host.work.uri, host.work.versions[name]
     tags = registry.version(reference, uri)["tags"] if Ref.parse(reference).version else {}
     figures = {key: value for key, value in sorted(tags.items()) if key.startswith("eval_")}

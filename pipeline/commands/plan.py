@@ -27,6 +27,8 @@ from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.settle.inputs import room_for_prompts
 from pipeline.settle.places import places_of
+from pipeline.settle.run import work_of
+from pipeline.settle.work import Work
 from pipeline.system import console, prices
 
 FOR_RAY = 1.5 * GIB  # bytes of Ray's own processes on this machine
@@ -37,11 +39,12 @@ def run(job: Job) -> dict[str, Any]:
     if job.facts.runs_in == "here":
         raise InputError(f"found {job.stage}, which has no workers; plan is for jobs that do", key="stage")
     gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else of_this_machine()
-    places = places_of(job, elsewhere=not gpus)
+    work = work_of(job, places_of(job, elsewhere=not gpus))
+    places = work.places
     folders, notes = started_from(job)
-    check_shapes(job, folders)
+    check_shapes(work, folders)
     loras = {name.split(".")[0]: adapter_files.described(at) for name, at in folders.items()}
-    planned = plan.make(job, loras)
+    planned = plan.make(work, loras)
     print(f"\n== plan  {job.source}  {job.model.name_or_path}\n")
     size = f"{planned.shape.parameters / 1e9:.3g} B parameters, frozen; {planned.trainable / 1e6:.3g} M learn"
     print(f"   {size}. Memory of one worker, rows at their longest:")
@@ -60,7 +63,7 @@ def run(job: Job) -> dict[str, Any]:
     memory = on_gpus(planned, named(places)) if places.on_gpu else on_this_machine(planned, places)
     check_fit(planned, places, loras, min((size for _, size in gpus), default=memory), len(gpus) or None)
     if places.rollout:
-        print(of_rollout_workers(places.rollout, plan.make(job, loras, learns=False)))
+        print(of_rollout_workers(places.rollout, plan.make(work, loras, learns=False)))
     return {"peak_bytes": planned.peak, "items": [vars(item) for item in planned.items]}
 
 
@@ -72,17 +75,18 @@ def check_fit(
     gpus: int | None = None,
 ) -> None:
     """Raises Failure if a worker needs more than `memory` bytes, or the workers more `gpus` than there are; says what to do."""
-    job, lacks, changes = planned.job, [], list[str]()
+    lacks, changes = [], list[str]()
     each = places.workers.each.resources.get("GPU", 0)
     if gpus is not None and (needed := places.workers.fewest * each) > gpus:
         lacks.append(f"the workers need {needed:g} GPUs, and this machine has {gpus}")
         if not (change := places.fewer(gpus / each)):
             raise Failure(f"{lacks[0]}; lower scaling.resources_per_worker")
         changes, count = [change], int(change.split("=")[1])
-        planned = plan.make(replace(job, scaling={**job.scaling, "num_workers": count}), loras)
+        workers = places.workers._replace(fewest=count, most=count)
+        planned = plan.make(replace(planned.work, places=replace(places, workers=workers)), loras)
     if planned.peak > memory:
         lacks.append(f"a worker needs {planned.peak / GIB:.1f} GiB and has {memory / GIB:.1f}")
-        smaller, planned = plan.fit_into(planned.job, memory, loras)
+        smaller, planned = plan.fit_into(planned.work, memory, loras)
         changes += smaller
     if not lacks:
         return
@@ -135,25 +139,25 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
     return {name: at for name, at in folders.items() if lineage.is_adapter(at)}, []
 
 
-def check_shapes(job: Job, folders: dict[str, str]) -> None:
+def check_shapes(work: Work, folders: dict[str, str]) -> None:
     """Checks a base, adapters and `lora` as a run does; it needs no weights."""
     from pipeline.models.base import check_base
     from pipeline.models.compatibility import check_lora
     from pipeline.models.hub import local, weight_files
     from pipeline.settle.inputs import makes_adapter
 
-    _, unread = config_of(job.model)
+    _, unread = config_of(work.model)
     if unread:
         return  # there is only the built-in shape to compare with
-    weights = bool(weight_files(local(job.model.name_or_path)))
-    base = check_base(job.model, weights=weights)
+    weights = bool(weight_files(local(work.model.name_or_path)))
+    base = check_base(work.model, weights=weights)
     for name, folder in folders.items():
-        with about(job.key_of(name)):
+        with about(work.keys[name]):
             adapter_files.check_adapter_fits_base(
                 base, folder, scores=name == "judge" or name.startswith("reward")
             )
-    if makes_adapter(job, folders):
-        check_lora(base, job.lora, job.facts.learns == "reward")
+    if makes_adapter(work.stage, work.args, folders):
+        check_lora(base, work.lora, work.stage.learns == "reward")
 
 
 def on_this_machine(planned: Plan, places: Places) -> float:
@@ -172,8 +176,8 @@ def on_this_machine(planned: Plan, places: Places) -> float:
 
 def on_gpus(planned: Plan, names: list[str]) -> float:
     """Prints for each kind of GPU whether a worker fits, and the time and cost of the run. Returns the bytes of the largest."""
-    fitting, workers = plan.fitting(planned), planned.job.workers[1]
-    if not planned.job.facts.learns:
+    fitting, workers = plan.fitting(planned), planned.work.places.workers.most
+    if not planned.work.stage.learns:
         print(
             f"   It fits on {', '.join(name for name in names if name in fitting) or 'none of the GPUs that plan knows'}."
         )
@@ -198,11 +202,12 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
 
 def rows_of(planned: Plan) -> tuple[Rows, str]:
     """Returns the rows of an epoch, and a text that says whether they were read or assumed."""
+    work = planned.work
     with console.waiting("reading some of the rows"):
-        rows, how = look(planned.job, room_for_prompts(planned.job, planned.shape.context))
+        rows, how = look(work, room_for_prompts(work.writes, work.data.max_length, planned.shape.context))
     if rows is not None:
         return rows, how
-    longest, given = planned.tokens[0], planned.job.trainer
+    longest, given = planned.tokens[0], work.trainer
     sets_length = given.get("total_episodes") or (given.get("max_steps") or 0) > 0
     epoch = "" if sets_length else f"{EPOCH:,} rows an epoch and "
     return Rows(EPOCH, longest), f"{epoch}full-length rows of {longest:,} tokens assumed ({how})"

@@ -53,22 +53,21 @@ def serving(job: Job) -> Iterator[Work]:
 
     digests = token_digests(job.serve.host)
     work = load_host(with_port(job)).work
-    job = work.job
+    asked, name = work.serve, work.options.name or "serve"
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, the recorder checks the folder on the head
         feedback.FeedbackStore(
-            feedback.folder_of(job.serve, work.run.storage_path), log_prompts=False, max_bytes=0
+            feedback.folder_of(asked, work.run.storage_path), log_prompts=False, max_bytes=0
         ).close()
-    with session(work.places, job.run.storage_path, work.uri):
+    with session(work.places, work.run.storage_path, work.uri):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         placement.wait_for_one(work.places)
         # A request's own limit ends first, with a message.
-        limits = {"request_timeout_s": job.serve.timeout_s + 5, "keep_alive_timeout_s": REQUEST_S}
+        limits = {"request_timeout_s": asked.timeout_s + 5, "keep_alive_timeout_s": REQUEST_S}
         serve.start(
-            http_options={"host": job.serve.host, "port": job.serve.port, **limits},
+            http_options={"host": asked.host, "port": asked.port, **limits},
             logging_config={"log_level": "WARNING", "enable_access_log": False},
             controller_options={"runtime_env": {"env_vars": proxy.ENVIRONMENT}},
         )
-        name = job.run.name or "serve"
         try:
             with console.waiting("loading the models"):
                 serve.run(application(work, digests), name=name, route_prefix="/")
@@ -88,7 +87,7 @@ def announcement(work: Work) -> str:
     """Returns the address, the served versions and an example request, as text."""
     from pipeline.serving.models import pinned
 
-    serve = work.job.serve
+    serve = work.serve
     host = f"[{serve.host}]" if ":" in serve.host else serve.host
     url = f"http://{host}:{serve.port}"
     lines = [f"   {key.partition('.')[2]:<28}{version}" for key, version in pinned(work).items()]

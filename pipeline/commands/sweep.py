@@ -137,9 +137,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
             )
         # Only now the version is registered, if the gate passes; the trial's result.json names it.
         result = storage.read_json(file := storage.join(best["folder"], "result.json"))
-        version = runs.described(
-            runs.publish(replace(work, job=sweep.job, gate=registry.gate_of(sweep.job)), result)
-        )
+        version = runs.described(runs.publish(replace(work, gate=registry.gate_of(sweep.job)), result))
         storage.write_json(file, result | version)
         values = [f"{key}={value}" for key, value in best["values"].items()]
         typed = [one for one in sweep.arguments if not one.startswith(("run.name=", "run.overwrite="))]

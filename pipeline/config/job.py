@@ -360,7 +360,9 @@ class Job:
 
     @property
     def args(self) -> Any:
-        """The `trainer` section as its config class, if that is ours. A worker instantiates TRL's."""
+        """The `trainer` section as its config class, or None for a TRL stage: only a worker instantiates TRL's."""
+        if self.facts.trl:
+            return None
         module, _, name = self.facts.trainer.rpartition(".")
         return getattr(importlib.import_module(module), name)(**self.trainer)
 

@@ -185,7 +185,7 @@ class Comparison:
 
     def _of_all(self, of: str, count: int, answer: Callable[[range], list[Any]]) -> Iterable[Any]:
         """Returns the record of each of `count` rows, in order, on every rank. A killed `evaluate` resumes."""
-        if self.worker.job.stage == "evaluate":
+        if not self.worker.work.stage.learns:
             return in_parts(self.worker, of, count, answer)
         world = self.worker.world
         parts = self.worker.gather(answer(range(self.worker.rank, count, world)))
@@ -250,7 +250,7 @@ class Comparison:
 
     def _references(self, rows: list[dict[str, Any]]) -> dict[int, tuple[list[int], list[int]]]:
         """Returns {index into `rows`: (prompt ids, completion ids)} for the rows with a reference completion."""
-        worker, data, found = self.worker, self.worker.job.data, {}
+        worker, data, found = self.worker, self.worker.work.data, {}
         apply = text_as_chat(worker.tokenizer, data.apply_chat_template)
         settings = (worker.work.context, "truncate", apply, self.sampling.eos, data.parse_special_tokens)
         encoder = Encoder(worker.tokenizer, kind_of("score"), *settings)

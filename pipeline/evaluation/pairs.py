@@ -14,12 +14,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from pipeline.config.job import name_of
 from pipeline.errors import visible
 from pipeline.figures import calibration, correlation, mean, sigmoid, temperature, wilson
 from pipeline.inference.rows import seed_of
 from pipeline.ppo.rewards import Samples, weighted
-from pipeline.references import Ref
 from pipeline.runtime.inference import in_parts
 from pipeline.runtime.worker import Worker
 from pipeline.settle.inputs import unfilled
@@ -52,17 +50,17 @@ def measure(
     """
     if worker.rank == 0:
         print(f"scoring {len(rows)} held-out pairs", flush=True)
-    column, source = worker.job.data.subset, name_of(worker.job.judge)
-    asks = Ref.parse(source).is_function  # requests columns, which the rows may lack
+    column, named = worker.work.data.subset, worker.work.inputs.get("judge")
+    asks = (
+        named.version if named and named.kind == "function" else None
+    )  # it takes columns, which rows may lack
 
     def answer(numbers: range) -> list[dict[str, Any]]:
         mine = [dict(row) for row in rows.select(numbers)]
         given = [json.loads(row["row"]) for row in mine]
         first, tokenizer = numbers.start, worker.tokenizer
         pairs = compared(rewards, mine, first, tokenizer, ends)
-        lacks = [
-            judge and (judge.columns - set(row) or (asks and unfilled(source, set(row)))) for row in given
-        ]
+        lacks = [judge and (judge.columns - set(row) or (asks and unfilled(asks, set(row)))) for row in given]
         if judge is not None and not any(lacks):
             for pair, (c, r) in zip(pairs, scores_of([judge], mine, first, tokenizer, ends), strict=True):
                 pair["judge"] = c - r

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.config import Job, schema
-from pipeline.config.stages import STAGE
+from pipeline.config import schema
+from pipeline.config.stages import Stage
 from pipeline.errors import InputError
 from pipeline.inference.memory import MOST_ROWS, SAMPLING_BYTES, WORKSPACE
 from pipeline.models import adapter_files
@@ -19,6 +19,8 @@ from pipeline.models.gpus import PEAK_TFLOPS
 from pipeline.planning.rows import Rows
 from pipeline.planning.shape import Shape
 from pipeline.references import Ref
+from pipeline.settle.inputs import room_for_prompts
+from pipeline.settle.work import Work
 
 GIB = 2**30
 
@@ -87,7 +89,7 @@ class MemorySettings:
 
 @dataclass(frozen=True)
 class Plan:
-    job: Job
+    work: Work
     shape: Shape
     trainable: int
     items: list[Item]
@@ -107,87 +109,86 @@ class Plan:
     def checkpoint(self) -> float:
         """Bytes on disk: trained parameters, Adam's two moments, the best parameters if the run keeps them; not the base."""
         # TRL's trainer also saves the reference's adapter.
-        reference = self.job.facts.trl and _has_reference(self.job)
-        kept = 4.0 * reference + 4.0 * (self.job.run.load_best_model_at_end)
-        return (4.0 + _moments(self.job) + kept) * self.trainable
+        reference = self.work.stage.trl and _has_reference(self.work)
+        kept = 4.0 * reference + 4.0 * self.work.options.load_best_model_at_end
+        return (4.0 + _moments(self.work.trainer) + kept) * self.trainable
 
 
-def settings(job: Job, context: int) -> MemorySettings:
+def settings(work: Work, context: int) -> MemorySettings:
     """Returns the settings for rows of the maximum length, for a model with `context` tokens."""
-    facts, longest = job.facts, job.data.max_length
-    if facts.trl:
+    stage, args, workers, longest = work.stage, work.args, work.places.workers.fewest, work.data.max_length
+    if stage.trl:
         return MemorySettings(
-            job.trainer.get("per_device_train_batch_size", 8),
+            work.trainer.get("per_device_train_batch_size", 8),
             min(longest or context, context),
-            job.bf16,
-            job.trainer.get("gradient_checkpointing") is not False,  # TRL's default is true
-            facts.sequences,
+            work.bf16,
+            work.trainer.get("gradient_checkpointing") is not False,  # TRL's default is true
+            stage.sequences,
         )
-    args = job.args
-    completion = args.response_length if facts.writes else 0
+    completion = args.response_length if stage.writes else 0
     prompt = longest or context - completion
     width = prompt + completion
-    if not facts.learns:
+    if not stage.learns:
         rows = args.local_rollout_forward_batch_size
-        return MemorySettings(0, width, job.bf16, False, 1, rows, prompt, completion)
+        return MemorySettings(0, width, work.bf16, False, 1, rows, prompt, completion)
     from pipeline.ppo.forward import FORWARD_TOKENS
 
-    rows, decoded = args.per_device_train_batch_size, args.planned_rows(job.workers[0])
+    rows, decoded = args.per_device_train_batch_size, args.planned_rows(workers)
     if args.max_tokens_per_micro_batch:
         rows = max(1, args.max_tokens_per_micro_batch // width)
-    if job.rollout_config.engine == "vllm":
-        decoded = min(args.decoded(job.workers[0]), MOST_ROWS)
-    scored = (
-        args.max_tokens_per_micro_batch or FORWARD_TOKENS["cuda" if job.scaling.get("use_gpu") else "cpu"]
-    )
+    if work.rollout.engine == "vllm":
+        decoded = min(args.decoded(workers), MOST_ROWS)
+    scored = args.max_tokens_per_micro_batch or FORWARD_TOKENS["cuda" if work.places.on_gpu else "cpu"]
     scored = max(width, min(scored, args.batch_size * width))
     checkpointing = args.gradient_checkpointing is not False  # None means only if necessary
     rows = min(rows, args.batch_size)
-    return MemorySettings(rows, width, job.bf16, checkpointing, 1, decoded, prompt, completion, scored)
+    return MemorySettings(rows, width, work.bf16, checkpointing, 1, decoded, prompt, completion, scored)
 
 
 Loras = Mapping[str, dict[str, Any]]  # adapter_files.described by input: `policy`, `reward`
 
 
-def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
-    """Returns the plan of a job that runs on workers. For a job that does not train, it only covers memory.
+def make(work: Work, loras: Loras | None = None, learns: bool = True) -> Plan:
+    """Returns the plan of work for workers. If it does not train, the plan only covers memory.
 
     Args:
         loras: descriptions of the adapters that the job starts from, by input (`policy`, `reward`). A missing one is
             assumed to be the job's `lora`.
         learns: False for a rollout worker of a ppo job, which samples and scores, and has no critic.
     """
-    from pipeline.settle.inputs import room_for_prompts
-
-    device = "cuda" if (job.scaling.get("use_gpu") if learns else job.rollout_on_gpu) else "cpu"
-    roles, learning = _roles(job)
+    stage, args, rollout, model = work.stage, work.args, work.rollout, work.frozen
+    device = "cuda" if (work.places.on_gpu if learns else work.rollout_on_gpu) else "cpu"
+    roles, learning = _roles(work)
     if not learns:
         roles, learning = [role for role in roles if role != "critic"], []
     starts = {"reference": "policy", "critic": "reward"}
     try:
-        shape = Shape(job)
-        lora_of = {role: (loras or {}).get(starts.get(role, role), job.lora) for role in roles}
+        shape = Shape(model, work.lora, "reward" in (stage.learns, *stage.inputs))
+        lora_of = {role: (loras or {}).get(starts.get(role, role), work.lora) for role in roles}
         size = {role: 4.0 * (lora.get("parameters") or shape.adapter(lora)) for role, lora in lora_of.items()}
     except ValueError as error:  # peft's: no such modules, or settings that exclude each other
-        why = f"peft rejects it for {job.model.name_or_path}: {str(error).splitlines()[0]}"
+        why = f"peft rejects it for {model.name_or_path}: {str(error).splitlines()[0]}"
         raise InputError(why, key="lora") from error
-    room_for_prompts(job, shape.context)
-    asked, workers = settings(job, shape.context), job.workers[0]
+    room_for_prompts(work.writes, work.data.max_length, shape.context)
+    asked, workers = settings(work, shape.context), work.places.workers.fewest
     trainable = sum(size[role] for role in learning)
-    in_shards = learns and job.model.fsdp and workers > 1  # a rollout worker has the full base
+    in_shards = learns and model.fsdp and workers > 1  # a rollout worker has the full base
     if in_shards:
         at_hand = shape.embedding + GATHERED * shape.layer
         items = [
-            Item(f"base, {job.base_dtype}: a shard of {workers}, and the lm head", shape.sharded(workers)),
+            Item(
+                f"base, {model.dtype}: a shard of {workers}, and the lm head",
+                shape.sharded(workers, stage.learns != "reward"),
+            ),
             Item("gathered as it computes: the embedding and the layers at hand", at_hand),
         ]
     else:
-        items = [Item(f"base, {'nf4' if job.model.load_in_4bit else job.base_dtype}, once", shape.weights)]
-    head = learns and job.facts.online and job.args.uses_critic and not job.args.has_critic_adapter
+        items = [Item(f"base, {'nf4' if model.load_in_4bit else model.dtype}, once", shape.weights)]
+    head = learns and stage.online and args.uses_critic and not args.has_critic_adapter
     adapters = ", ".join(roles) + "; the critic is a head on the policy" * head
     items.append(Item(f"adapters: {adapters}", sum(size.values())))
     if learning:
-        adam = (1 + _moments(job) / 4) * trainable
+        adam = (1 + _moments(work.trainer) / 4) * trainable
         items.append(Item(f"gradients and Adam of {', '.join(learning)}", adam))
     runtime = "Python, torch, Ray" if device == "cpu" else "CUDA context and workspaces"
     items.append(Item(runtime, RUNTIME[device]))
@@ -196,18 +197,18 @@ def make(job: Job, loras: Loras | None = None, learns: bool = True) -> Plan:
         kind = "layer inputs and one layer" if asked.checkpointing else "all layers"
         saved = shape.activations(asked.rows * asked.sequences, asked.width, asked.bf16, asked.checkpointing)
         items.append(Item(f"activations for backward: {tokens:,} tokens, {kind}", saved, "update"))
-        items.append(Item("logits and their gradients", _logits(job.stage, shape, tokens, device), "update"))
-    if job.facts.online and asked.bf16:
+        items.append(Item("logits and their gradients", _logits(stage, shape, tokens, device), "update"))
+    if stage.online and asked.bf16:
         items.append(Item("the learning adapters in bfloat16", trainable / 2, "update"))
-    vllm = job.facts.online and job.rollout_config.engine == "vllm"
-    if asked.rollout_rows and not (learning and vllm and job.rollout_config.num_workers):
-        gpus = job.rollout_config.tensor_parallel_size if vllm and not learning else 1
+    vllm = stage.online and rollout.engine == "vllm"
+    if asked.rollout_rows and not (learning and vllm and rollout.num_workers):
+        gpus = rollout.tensor_parallel_size if vllm and not learning else 1
         items += _rollout_items(shape, asked, device, vllm, gpus)
     if asked.scored:
         what = f"activations of a forward without gradients: {asked.scored:,} tokens"
         items.append(Item(what, asked.scored * shape.forward(asked.bf16), "score"))
     lengths = (asked.prompt, asked.completion) if asked.rollout_rows else (asked.width, 0)
-    return Plan(job, shape, int(trainable / 4), items, device, asked, lengths, in_shards)
+    return Plan(work, shape, int(trainable / 4), items, device, asked, lengths, in_shards)
 
 
 def _rollout_items(shape: Shape, asked: MemorySettings, device: str, vllm: bool, gpus: int) -> list[Item]:
@@ -238,38 +239,38 @@ def _rollout_items(shape: Shape, asked: MemorySettings, device: str, vllm: bool,
     ]
 
 
-def _roles(job: Job) -> tuple[list[str], list[str]]:
+def _roles(work: Work) -> tuple[list[str], list[str]]:
     """Returns (adapters in memory, those that learn)."""
-    facts = job.facts
-    if facts.learns is None:
-        models = [name for name, at in job.inputs.items() if at != "base" and Ref.parse(at).is_model]
+    stage, named = work.stage, work.named
+    if stage.learns is None:
+        models = [name for name, at in named.items() if at != "base" and Ref.parse(at).is_model]
         return list(dict.fromkeys(name.split(".")[0] for name in models)), []
-    learning = [facts.learns]
-    roles = learning + ["reference"] * _has_reference(job)
-    if facts.trl:
+    learning = [stage.learns]
+    roles = learning + ["reference"] * _has_reference(work)
+    if stage.trl:
         return roles, learning
-    rewards = [source for source, _ in job.rewards if Ref.parse(source).is_model]
+    rewards = [name for name, at in named.items() if name.startswith("reward.") and Ref.parse(at).is_model]
     roles += [f"reward_{i}" if i else "reward" for i in range(len(rewards))]
-    roles += ["teacher"] * (job.teacher not in (None, "base"))
-    critic = ["critic"] * job.args.has_critic_adapter  # a head weighs nothing
+    roles += ["teacher"] * (named.get("teacher") not in (None, "base"))
+    critic = ["critic"] * work.args.has_critic_adapter  # a head weighs nothing
     return roles + critic, learning + critic
 
 
-def _moments(job: Job) -> float:
+def _moments(trainer: dict[str, Any]) -> float:
     """Returns the bytes of Adam's two moments of a parameter."""
-    return 2.0 if "8bit" in str(job.trainer.get("optim")) else 8.0
+    return 2.0 if "8bit" in str(trainer.get("optim")) else 8.0
 
 
-def _has_reference(job: Job) -> bool:
+def _has_reference(work: Work) -> bool:
     """Returns whether the reference is an adapter. Otherwise, the reference is the base, which takes no additional memory."""
-    start = job.reference or job.inputs.get("policy")
-    return job.facts.keeps_reference and start not in (None, "base")
+    start = work.named.get("reference") or work.named.get("policy")
+    return work.stage.keeps_reference and start not in (None, "base")
 
 
-def _logits(stage: str, shape: Shape, tokens: int, device: str) -> float:
-    if STAGE[stage].learns == "reward":  # a scalar head
+def _logits(stage: Stage, shape: Shape, tokens: int, device: str) -> float:
+    if stage.learns == "reward":  # a scalar head
         return 0.0
-    if not STAGE[stage].trl:
+    if not stage.trl:
         from pipeline.models.logprobs import LOGIT_CHUNK
 
         return 4.0 * 4 * LOGIT_CHUNK[device]  # a chunk's logits, their soft-max, and the gradients of both
@@ -296,58 +297,62 @@ def fitting(plan: Plan) -> list[str]:
     return [name for name, gpu in GPUS.items() if plan.peak <= gpu.memory * GIB]
 
 
-def fit_into(job: Job, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan]:
+def fit_into(work: Work, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan]:
     """Returns (overrides, plan) of the mildest changes that fit a worker into `memory` bytes, or of all if none do."""
     made: dict[str, Any] = {}
-    for key, value in _changes(job, loras):
+    for key, value in _changes(work, loras):
         made[key] = value
         if key == "model.load_in_4bit":  # shards cannot have 4 bits
             made["model.fsdp"] = False
-        if make(_with(job, made), loras).peak <= memory:
+        if make(_with(work, made), loras).peak <= memory:
             break
-    made = {key: value for key, value in made.items() if _with(job, {key: value}) != job}
+    made = {key: value for key, value in made.items() if _with(work, {key: value}) != work}
     # A later change may make an earlier, milder one unnecessary
     for key in [key for key in made if key != "model.fsdp"]:
         fewer = {k: v for k, v in made.items() if k != key}
-        if make(_with(job, fewer), loras).peak <= memory:
+        if make(_with(work, fewer), loras).peak <= memory:
             made = fewer
-    return [f"{key}={str(value).lower()}" for key, value in made.items()], make(_with(job, made), loras)
+    return [f"{key}={str(value).lower()}" for key, value in made.items()], make(_with(work, made), loras)
 
 
-def _changes(job: Job, loras: Loras | None = None) -> list[tuple[str, Any]]:
-    """Returns overrides that make a job smaller, mildest first. Only nf4, the last, changes the result."""
-    asked, facts = settings(job, 1 << 20), job.facts
+def _changes(work: Work, loras: Loras | None = None) -> list[tuple[str, Any]]:
+    """Returns overrides that make the work smaller, mildest first. Only nf4, the last, changes the result."""
+    asked, stage, workers = settings(work, 1 << 20), work.stage, work.places.workers.fewest
     # Divisors, so that the batch stays divisible.
-    fewer = [n for n in range(asked.rows - 1, facts.fewest_rows - 1, -1) if asked.rows % n == 0]
+    fewer = [n for n in range(asked.rows - 1, stage.fewest_rows - 1, -1) if asked.rows % n == 0]
     changes: list[tuple[str, Any]] = []
-    now = job.args.planned_rows(job.workers[0]) if job.facts.online else asked.rollout_rows
+    now = work.args.planned_rows(workers) if stage.online else asked.rollout_rows
     changes += [("trainer.local_rollout_forward_batch_size", now >> i) for i in (1, 2, 3, 4) if now >> i]
-    if job.facts.online:  # a PPOConfig
+    if stage.online:  # a PPOConfig
         training = asked.rows * asked.width  # tokens of a micro-batch
-        if job.args.max_tokens_per_micro_batch is None and training < asked.scored:
+        if work.args.max_tokens_per_micro_batch is None and training < asked.scored:
             changes.append(("trainer.max_tokens_per_micro_batch", training))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[:2]]
-    if facts.learns:
+    if stage.learns:
         changes.append(("trainer.gradient_checkpointing", True))
     changes += [("trainer.per_device_train_batch_size", n) for n in fewer[2:]]
-    if job.scaling.get("use_gpu"):
+    if work.places.on_gpu:
         changes += [("trainer.bf16", True), ("model.dtype", "bfloat16")]
-    dora = any(one.get("use_dora") for one in (job.lora, *(loras or {}).values()))
-    vllm = job.rollout.get("engine") == "vllm"  # each of its processes also loads the full base
-    if job.workers[0] > 1 and not ("model.fsdp" in facts.unused or job.model.load_in_4bit or dora or vllm):
+    dora = any(one.get("use_dora") for one in (work.lora, *(loras or {}).values()))
+    vllm = work.rollout.engine == "vllm"  # each of its processes also loads the full base
+    if workers > 1 and not ("model.fsdp" in stage.unused or work.model.load_in_4bit or dora or vllm):
         changes.append(("model.fsdp", True))
     changes.append(("model.load_in_4bit", True))
-    return [(key, value) for key, value in changes if _with(job, {key: value}) != job]
+    return [(key, value) for key, value in changes if _with(work, {key: value}) != work]
 
 
-def _with(job: Job, changes: dict[str, Any]) -> Job:
+def _with(work: Work, changes: dict[str, Any]) -> Work:
+    """Returns the work of a job with other values under `trainer` and `model`."""
     for key, value in changes.items():
         section, name = key.split(".")
         if section == "trainer":
-            job = replace(job, trainer={**job.trainer, name: value})
+            trainer = {**work.trainer, name: value}
+            args = None if work.stage.trl else type(work.args)(**trainer)
+            bf16 = bool(value) if name == "bf16" else work.bf16
+            work = replace(work, trainer=trainer, args=args, bf16=bf16)
         else:
-            job = replace(job, model=replace(job.model, **{name: value}))
-    return job
+            work = replace(work, model=replace(work.model, **{name: value}))
+    return work
 
 
 def hours(plan: Plan, name: str, rows: Rows) -> float:
@@ -359,11 +364,11 @@ def hours(plan: Plan, name: str, rows: Rows) -> float:
     Args:
         rows: training rows of an epoch, and their mean length.
     """
-    gpu, job, asked, facts = GPUS[name], plan.job, plan.asked, plan.job.facts
-    workers, (longest, completion) = job.workers[1], plan.tokens
+    gpu, work, asked, stage = GPUS[name], plan.work, plan.asked, plan.work.stage
+    workers, (longest, completion) = work.places.workers.most, plan.tokens
     row, read = min(rows.tokens, longest), 0.0
-    if job.facts.online:  # a PPOConfig
-        args = job.args
+    if stage.online:  # a PPOConfig
+        args = work.args
         episodes = args.total_updates(rows.count) * args.batch_size
         tokens = episodes * (row + completion)
         models = 1 + args.has_critic_adapter
@@ -375,22 +380,22 @@ def hours(plan: Plan, name: str, rows: Rows) -> float:
         read = math.ceil(episodes / at_once) * completion * (plan.shape.moved + filled)
     else:
         # The reference and the further forwards learn nothing.
-        passes = (3 if asked.checkpointing else 2) + facts.keeps_reference + facts.further_forwards
-        steps = job.trainer.get("max_steps", 0)
+        passes = (3 if asked.checkpointing else 2) + stage.keeps_reference + stage.further_forwards
+        steps = work.trainer.get("max_steps", 0)
         if steps and steps > 0:  # without packing, rows may be short
-            width = longest if job.trainer.get("packing") else row
-            tokens = steps * (job.data.batch_size or 8 * workers) * width
+            width = longest if work.trainer.get("packing") else row
+            tokens = steps * (work.data.batch_size or 8 * workers) * width
         else:
-            tokens = rows.count * row * job.trainer.get("num_train_epochs", 3.0)
-        tokens *= facts.sequences
+            tokens = rows.count * row * work.trainer.get("num_train_epochs", 3.0)
+        tokens *= stage.sequences
     products = passes * tokens * 2.0 * plan.shape.parameters
     seconds = products / (gpu.tflops * 1e12) + read / (gpu.bandwidth * 1e9)
     return seconds / UTILIZATION / workers / 3600
 
 
-def is_needed(job: Job, memory: float, loras: Loras | None = None) -> tuple[bool, str]:
+def is_needed(work: Work, memory: float, loras: Loras | None = None) -> tuple[bool, str]:
     """Returns (whether to recompute, why) for a worker with `memory` free bytes, before anything is loaded."""
-    peak = make(_with(job, {"trainer.gradient_checkpointing": False}), loras).peak
+    peak = make(_with(work, {"trainer.gradient_checkpointing": False}), loras).peak
     needed = peak > MAX_FILL * memory
     why = f"keeping all needs {peak / GIB:.1f} GiB, and {memory / GIB:.1f} GiB are free"
     kept = "recomputed" if needed else "kept"
@@ -398,7 +403,7 @@ def is_needed(job: Job, memory: float, loras: Loras | None = None) -> tuple[bool
 
 
 def recomputes(worker: Any) -> bool:
-    """Returns whether a job's workers recompute activations: the job's setting, or the plan's choice if it is null.
+    """Returns whether the workers recompute activations: the job's setting, or the plan's choice if it is null.
 
     Returns the same on all ranks; rank 0 prints why. Call it before the base is loaded.
     """
@@ -406,14 +411,14 @@ def recomputes(worker: Any) -> bool:
 
     from pipeline.inference.memory import free_bytes
 
-    job = worker.job
-    default = schema.keys(job.facts.trainer)["gradient_checkpointing"].get("default")
-    given = job.trainer.get("gradient_checkpointing", default)
+    work = worker.work
+    default = schema.keys(work.stage.trainer)["gradient_checkpointing"].get("default")
+    given = work.trainer.get("gradient_checkpointing", default)
     if given is not None:
         return bool(given)
-    adapters = [name for name, one in worker.work.inputs.items() if one.kind == "adapter"]
+    adapters = [name for name, one in work.inputs.items() if one.kind == "adapter"]
     loras = {name.split(".")[0]: adapter_files.described(worker.input(name)) for name in adapters}
-    mine = is_needed(job, free_bytes(torch.device(worker.device)), loras)
+    mine = is_needed(work, free_bytes(torch.device(worker.device)), loras)
     needed, why = max(worker.gather(mine))  # of the worker with the least memory
     if worker.rank == 0:
         print(why, flush=True)

@@ -3,7 +3,6 @@
 import tempfile
 from dataclasses import dataclass, replace
 
-from pipeline.config import Job
 from pipeline.config.job import sources_of
 from pipeline.data.chunks import Chunk, plan
 from pipeline.data.feed import mix
@@ -12,6 +11,7 @@ from pipeline.data.report import split_of
 from pipeline.data.tasks import tokenize
 from pipeline.errors import InputError
 from pipeline.models.tokenizer import load_tokenizer
+from pipeline.settle.work import Work
 from pipeline.system import storage
 
 CHUNKS = 8  # chunks of a large dataset that are tokenized, spread evenly
@@ -27,21 +27,21 @@ class Rows:
     tokens: float  # mean of a row; of a pair, of prompt and chosen completion
 
 
-def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
+def look(work: Work, context: int | None) -> tuple[Rows | None, str]:
     """Returns (rows of data.train, a description), or (None, why they are unknown).
 
     Args:
         context: tokens that the base has for a row (inputs.room_for_prompts).
     """
-    if any(storage.is_remote(source.path) for source in sources_of(job.data.train)):
+    if any(storage.is_remote(source.path) for source in sources_of(work.data.train)):
         return None, "data.train is not on this machine"
     try:
-        model = job.model
+        model = work.model
         tokenizer = load_tokenizer(
             model.name_or_path, model.revision, model.chat_template, model.trust_remote_code
         )
-        files, options = plan_reading(job.stage, replace(job.data, eval=None), tokenizer, context)
-        sources: list[list[Chunk]] = [[] for _ in sources_of(job.data.train)]
+        files, options = plan_reading(work.run.stage, replace(work.data, eval=None), tokenizer, context)
+        sources: list[list[Chunk]] = [[] for _ in sources_of(work.data.train)]
         for file in files["train"]:
             for chunk in plan(file, "train", options.kind_in("train", file.source), CHUNK):
                 sources[chunk.source].append(chunk)
@@ -60,7 +60,7 @@ def look(job: Job, context: int | None) -> tuple[Rows | None, str]:
             estimated |= share < 1
         if not sum(sizes):
             return None, "none of its first rows can be used; `validate` shows why"
-        mixture = mix(sources_of(job.data.train), sizes, job.data.stopping_strategy)
+        mixture = mix(sources_of(work.data.train), sizes, work.data.stopping_strategy)
         drawn = mixture.draws if mixture else sizes
     except InputError as error:
         return None, str(error)

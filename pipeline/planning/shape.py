@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from pipeline.config import Job, Model
+from pipeline.config import Model
 from pipeline.errors import InputError
 from pipeline.inference.memory import kv_bytes
 from pipeline.models.hub import base_config
@@ -49,9 +49,15 @@ def config_of(model: Model) -> tuple[dict[str, Any], str | None]:
 
 
 class Shape:
-    """A job's model: parameters, bytes of weights, parameters of adapters, bytes per token of activations."""
+    """A base with adapters: parameters, bytes of weights, parameters of adapters, bytes per token of activations.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        model: with the dtype of the frozen base.
+        lora: of a new adapter.
+        head: whether a reward has a head, or the critic, which starts as the reward.
+    """
+
+    def __init__(self, model: Model, lora: dict[str, Any], head: bool = False) -> None:
         import logging
 
         # At import, bitsandbytes recommends a package
@@ -60,31 +66,29 @@ class Shape:
 
         from pipeline.models.base import context_length
 
-        raw, self.unread = config_of(job.model)  # `unread`: why the shape comes from SHAPES
-        self.job, self.context = job, context_length(raw) or 2048
-        # Whether a reward has a head, or the critic, which starts as the reward.
-        head = "reward" in (job.facts.learns, *job.facts.inputs)
-        self.model = _Model(json.dumps(raw, sort_keys=True), job.base_dtype, head)
-        self.lora = json.dumps(job.lora, sort_keys=True)
+        raw, self.unread = config_of(model)  # `unread`: why the shape comes from SHAPES
+        self.context = context_length(raw) or 2048
+        self.model = _Model(json.dumps(raw, sort_keys=True), model.dtype, head)
+        self.lora = json.dumps(lora, sort_keys=True)
         self.text = text = AutoConfig.for_model(**raw).get_text_config()
         self.layers, self.vocabulary, self.hidden = text.num_hidden_layers, text.vocab_size, text.hidden_size
-        self.dtype_bytes = 4 if job.base_dtype == "float32" else 2
+        self.dtype_bytes = 4 if model.dtype == "float32" else 2
         one, two = (_count(self.model, self.lora, layers) for layers in (1, 2))
         whole = {key: one[key] + (self.layers - 1) * (two[key] - one[key]) for key in one}
         self.parameters = whole["parameters"]
         # Bytes of one layer, in the dtype of the base
         self.layer = (two["parameters"] - one["parameters"]) * self.dtype_bytes
         self.embedding = self.vocabulary * self.hidden * self.dtype_bytes
-        quantized = whole["linear"] if job.model.load_in_4bit else 0
+        quantized = whole["linear"] if model.load_in_4bit else 0
         self.weights = (self.parameters - quantized) * self.dtype_bytes + quantized * NF4_BYTES
         # Bytes that a decoding step moves. bitsandbytes copies each nf4 weight into the compute dtype for the matrix product
         # (functional.dequantize_4bit): it is also written, and read again. Only its kernel for a single token makes no copy.
         self.moved = self.weights + 2.0 * quantized * self.dtype_bytes
 
-    def sharded(self, workers: int) -> float:
-        """Returns the bytes of the base on each worker with `model.fsdp`: its shard of the body, and the full lm head."""
+    def sharded(self, workers: int, lm_head: bool) -> float:
+        """Returns the bytes of the base on each worker with `model.fsdp`: its shard of the body, and the full lm head if any."""
         body = self.weights - self.embedding * (not self.text.tie_word_embeddings)
-        return body / workers + self.embedding * (self.job.facts.learns != "reward")
+        return body / workers + self.embedding * lm_head
 
     def adapter(self, lora: dict[str, Any]) -> int:
         """Returns the parameters of an adapter with these peft settings, its head included."""

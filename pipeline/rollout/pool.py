@@ -58,7 +58,7 @@ class Pool:
     """
 
     def __init__(self, work: Work) -> None:
-        self.work, self.config = work, work.job.rollout_config
+        self.work, self.config = work, work.rollout
         self.session = ""
         self.settings: NumericSettings | None = None  # settings of the session's trainers
         self.tasks: dict[Key, Task] = {}
@@ -319,10 +319,7 @@ def _restart(worker: Any) -> None:
 
 @contextlib.contextmanager
 def rollout_pool(work: Work) -> Iterator[Any]:
-    """Starts the pool of a run for the block. Yields None if the job has no rollout workers."""
-    if not work.places.rollout:
-        yield None
-        return
+    """Starts the pool of a run for the block."""
     # on the driver's node, so that the loss of other nodes does not end it
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=1000, scheduling_strategy=here)(Pool)

@@ -33,9 +33,7 @@ class RolloutWorker:
     """
 
     def __init__(self, work: Work) -> None:
-        job, on_gpu = work.job, work.job.rollout_on_gpu
-        job = replace(job, scaling={**job.scaling, "use_gpu": on_gpu})
-        self.work = replace(work, job=job, places=replace(work.places, on_gpu=on_gpu))
+        self.work = replace(work, places=replace(work.places, on_gpu=work.rollout_on_gpu))
         self.stack = contextlib.ExitStack()
         self.sampler: Sampler | None = None
         self.settings: NumericSettings | None = None  # settings of its computations
@@ -80,7 +78,7 @@ class RolloutWorker:
         torch.set_num_threads(settings.threads)
         self.sampler.shared.can_pack = settings.can_pack
         rows = self.work.args.decoded(self.work.places.workers.fewest)
-        if self.work.job.rollout_config.engine == "transformers":
+        if self.work.rollout.engine == "transformers":
             self.sampler.fit_to_memory(rows, settings.longest)
         else:
             with memory.explained(self.work):

@@ -1,11 +1,10 @@
 """Loads the models of a job into a process."""
 
 import os
-from dataclasses import replace
 from typing import Any
 
 from pipeline import registry
-from pipeline.config import Job, Model
+from pipeline.config import Job
 from pipeline.models import hub
 from pipeline.on_ray import placement, session
 from pipeline.settle.inputs import check_sampler, pin_inputs
@@ -19,11 +18,11 @@ def load_host(job: Job) -> "Host":
     from pipeline.models.hub import announcement
 
     session.set_environment()
-    check_sampler(job)
+    check_sampler(job.rollout_config, job.model)
     with console.waiting("checking the models"):
         work = settle(*pin_inputs(job))
     placement.check_fits(work.places)
-    print(announcement(work.job.model.name_or_path, work.job.model.revision), flush=True)
+    print(announcement(work.model.name_or_path, work.model.revision), flush=True)
     console.silence_libraries()
     return Host(work)
 
@@ -34,8 +33,7 @@ class Host:
     rank = 0
 
     def __init__(self, work: Work):
-        self.work, self.job, self.tokenizer = work, work.job, work.tokenizer
-        self.args = work.args
+        self.work, self.tokenizer, self.args = work, work.tokenizer, work.args
 
     @property
     def device(self) -> str:
@@ -48,7 +46,7 @@ class Host:
 
         base = self.frozen_base(scorer_tokenizer)
         on_cpu = self.rank == 0 and base.device.type == "cpu"
-        if on_cpu and self.job.bf16 and not torch.cpu._is_avx512_bf16_supported():
+        if on_cpu and self.work.bf16 and not torch.cpu._is_avx512_bf16_supported():
             print("warning: this processor emulates bfloat16; trainer.bf16=false may be faster", flush=True)
         return base
 
@@ -56,12 +54,7 @@ class Host:
         """Loads the job's frozen base directly onto this process's device; see models.base.load_base."""
         from pipeline.models.base import load_base
 
-        return load_base(self.model, scorer_tokenizer, self.device)
-
-    @property
-    def model(self) -> Model:
-        """Returns the job's `model` section with the base's dtype."""
-        return replace(self.job.model, dtype=self.job.base_dtype)
+        return load_base(self.work.frozen, scorer_tokenizer, self.device)
 
     def input(self, name: str) -> str:
         """Returns the local folder of an input (`policy`, `reward.0`, ...). Fetches it if this is not the driver's machine."""

@@ -143,7 +143,7 @@ def _actors(work: Work, given: tuple[Any, ...], missing: list[int]) -> Batches:
 
     workers = work.places.workers
     low, high = (min(count, len(missing)) for count in (workers.fewest, workers.most))
-    print(f"starting {high} worker{'s' * (high > 1)} and loading {work.job.model.name_or_path}", flush=True)
+    print(f"starting {high} worker{'s' * (high > 1)} and loading {work.model.name_or_path}", flush=True)
     placement.wait_for_one(work.places)
     asked = ray.data.from_items([{"part": i} for i in missing], override_num_blocks=len(missing))
     done = asked.map_batches(

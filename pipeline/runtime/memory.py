@@ -31,20 +31,20 @@ def explained(work: Work) -> Iterator[None]:
 
 def remedy(work: Work, phase: str) -> str:
     """Returns the settings to change, mildest first, each with its current value."""
-    job, facts, loading, lighter, new_run = work.job, work.stage, phase == "loading the base", [], []
+    facts, loading, lighter, new_run = work.stage, phase == "loading the base", [], []
     if not loading:
         lighter += _halved(work, _limit(work, phase))
         new_run += _switched(work, "trainer.bf16", True)
     if facts.learns and not loading and phase not in ROLLOUT:
-        if job.trainer.get("gradient_checkpointing", False) is None:  # chosen by the plan
+        if work.trainer.get("gradient_checkpointing", False) is None:  # chosen by the plan
             lighter += ["trainer.gradient_checkpointing=true (now null)"]
         lighter += _switched(work, "trainer.gradient_checkpointing", True)
     new_run += _switched(work, "model.dtype", "bfloat16")
-    if not job.model.fsdp:  # a sharded base cannot be 4-bit
+    if not work.model.fsdp:  # a sharded base cannot be 4-bit
         new_run += _switched(work, "model.load_in_4bit", True)
     advice = [f"set, in this order, {', '.join(lighter)}"] if lighter else []
     advice += [f"if that is not enough, in a new run, {', '.join(new_run)}"] if new_run else []
-    advice += [f"`make plan JOB={job.source}` computes what fits"] if facts.learns else []
+    advice += [f"`make plan JOB={work.run.source}` computes what fits"] if facts.learns else []
     return "; ".join(advice)
 
 
@@ -68,14 +68,14 @@ def _halved(work: Work, key: str) -> list[str]:
 
         limit = FORWARD_TOKENS["cuda" if work.places.on_gpu else "cpu"]
         # It would also limit training, so it is at most the current memory of a training step.
-        training = work.args.per_device_train_batch_size * (work.job.data.max_length or 0) or limit
+        training = work.args.per_device_train_batch_size * (work.data.max_length or 0) or limit
         return [f"trainer.{key}={min(limit // 2, training)} (now null: {limit} without gradients)"]
     return [f"trainer.{key}={now // 2} (now {now})"] if isinstance(now, int) and now > 1 else []
 
 
 def _switched(work: Work, key: str, to: Any) -> list[str]:
     section, name = key.split(".")
-    now = _value(work, name) if section == "trainer" else getattr(work.job.model, name)
+    now = _value(work, name) if section == "trainer" else getattr(work.model, name)
     if now is None or now == to or (key == "model.dtype" and now != "float32"):
         return []
     return [f"{key}={str(to).lower()} (now {str(now).lower()})"]
@@ -84,4 +84,4 @@ def _switched(work: Work, key: str, to: Any) -> list[str]:
 def _value(work: Work, name: str) -> Any:
     """Returns a key of the `trainer` section or its default, or None if the stage has no such key."""
     known = schema.keys(work.stage.trainer)
-    return work.job.trainer.get(name, known.get(name, {}).get("default"))
+    return work.trainer.get(name, known.get(name, {}).get("default"))

@@ -31,7 +31,7 @@ from pipeline.system.functions import imported
 
 def shared_base(worker: Host) -> SharedBase:
     """Returns the job's frozen base on this process's device, without roles."""
-    shared = SharedBase(worker.load_base(), autocast=torch.bfloat16 if worker.job.bf16 else None)
+    shared = SharedBase(worker.load_base(), autocast=torch.bfloat16 if worker.work.bf16 else None)
     if fsdp_sync.current is not None:
         fsdp_sync.current.shared = shared
     return shared
@@ -40,14 +40,14 @@ def shared_base(worker: Host) -> SharedBase:
 def add_rewards(worker: Host, shared: SharedBase) -> list[Reward]:
     """Returns the job's rewards, in order; a reward adapter becomes the role `reward`, `reward_1`, ..."""
     return [
-        reward(worker, shared, f"reward.{index}", _reward_role(index), weight)
-        for index, (_, weight) in enumerate(worker.job.rewards)
+        reward(worker, shared, name, _reward_role(index)) for index, name in enumerate(worker.work.rewards)
     ]
 
 
-def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight: float = 1.0) -> Reward:
+def reward(worker: Host, shared: SharedBase | None, name: str, role: str) -> Reward:
     """Returns the reward of one input: an adapter, which becomes a role of `shared`, another model, or a Python function."""
     given, args = worker.work.inputs[name], worker.args
+    weight = given.weight
     if given.kind == "function":
         return FunctionReward(imported(given.version), args.patience_s, weight=weight, name=role)
     if given.kind == "judge":
@@ -68,11 +68,11 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
         return AdapterReward(shared, role, **limits, weight=weight, **constants)
     # a separate model, in memory in addition to the base
     model_name, revision = hub.split(folder)
-    settings = replace(worker.job.model, name_or_path=model_name, revision=revision, load_in_4bit=False)
+    settings = replace(worker.work.model, name_or_path=model_name, revision=revision, load_in_4bit=False)
     tokenizer = load_tokenizer(model_name, revision, trust_remote_code=settings.trust_remote_code)
     model = load_base(settings, tokenizer, worker.device)
     same = tokenizer_digest(tokenizer) == tokenizer_digest(worker.tokenizer)
-    control = worker.job.data.parse_special_tokens
+    control = worker.work.data.parse_special_tokens
     return ModelReward(
         model, None if same else tokenizer, **limits, weight=weight, name=role, control=control
     )
@@ -80,7 +80,7 @@ def reward(worker: Host, shared: SharedBase | None, name: str, role: str, weight
 
 def judge(worker: Host, shared: SharedBase) -> Reward | None:
     """Returns the job's judge (a function, a judge or a second reward model, which trains nothing), or None."""
-    return reward(worker, shared, "judge", "judge") if worker.job.judge else None
+    return reward(worker, shared, "judge", "judge") if "judge" in worker.work.inputs else None
 
 
 def add_frozen(worker: Host, shared: SharedBase, name: str, role: str) -> str | None:
@@ -100,7 +100,7 @@ def add_policy(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
     if folder:
         shared.add("policy", folder=folder, trainable=True)
     else:
-        shared.add("policy", lora=worker.job.lora, trainable=True)
+        shared.add("policy", lora=worker.work.lora, trainable=True)
     if args.sync_ref_model:  # a reference that moves needs an adapter that no frozen role shares
         shared.add("reference", copy_of="policy")
     elif folder:
@@ -125,9 +125,9 @@ def add_critic(worker: Host, shared: SharedBase, args: PPOConfig) -> str | None:
     if args.critic == "head":
         shared.add("critic", head_on="policy", trainable=True)
         return None
-    rewards = map(_reward_role, range(len(worker.job.rewards)))
+    rewards = map(_reward_role, range(len(worker.work.rewards)))
     copied = next((role for role in rewards if role in shared.roles), None)
-    lora = None if copied else worker.job.lora
+    lora = None if copied else worker.work.lora
     shared.add("critic", lora=lora, copy_of=copied, head=True, trainable=True)
     return copied
 
@@ -139,7 +139,7 @@ def _reward_role(index: int) -> str:
 @contextmanager
 def trainers_decoder(worker: Worker, shared: SharedBase, args: PPOConfig) -> Iterator[Decoder | None]:
     """Yields vLLM for a training worker, or None if the base samples here, or only rollout workers sample."""
-    rollout = worker.job.rollout_config
+    rollout = worker.work.rollout
     if rollout.engine != "vllm" or rollout.num_workers:
         yield None
         return
@@ -155,7 +155,7 @@ def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Dec
     vLLM ends with this process.
     """
     rows = host.args.local_rollout_forward_batch_size
-    if host.job.rollout_config.engine != "vllm":
+    if host.work.rollout.engine != "vllm":
         return SlotDecoder(shared, rows, host.tokenizer.pad_token_id)
     stack = ExitStack()
     atexit.register(stack.close)
@@ -164,7 +164,7 @@ def decoder(host: Host, shared: SharedBase, wanted: Sequence[str | None]) -> Dec
 
 def longest_row(host: Host) -> int:
     """Returns the most tokens that a prompt and its completion may have together."""
-    context, longest = host.work.context, host.job.data.max_length
+    context, longest = host.work.context, host.work.data.max_length
     return min(context, (longest or context) + host.args.response_length)
 
 
@@ -185,7 +185,7 @@ def vllm(
         rows: completions of an update that this process samples.
         scratch: folder in which adapters are passed to vLLM, or None for a temporary one.
     """
-    options = vllm_options(host.job.model, host.job.rollout_config, min(rows, memory.MOST_ROWS))
+    options = vllm_options(host.work.model, host.work.rollout, min(rows, memory.MOST_ROWS))
     if shared.device.type == "cuda":
         cache = memory.kv_bytes(shared.base.config.get_text_config(), shared.base.dtype.itemsize)
         named = shared.base.named_parameters()
@@ -193,12 +193,12 @@ def vllm(
         total = torch.cuda.get_device_properties(shared.device).total_memory
         free = memory.free_bytes(shared.device)
         share = memory.memory_share(total, free, weights, cache, rows, longest)
-        options["gpu_memory_utilization"] = host.job.rollout_config.gpu_memory_utilization or share
+        options["gpu_memory_utilization"] = host.work.rollout.gpu_memory_utilization or share
         print(f"vLLM takes {options['gpu_memory_utilization']} of the GPU's memory", flush=True)
     # Like the trainer's, log-probs include the temperature.
     options |= {"max_loras": 1, "max_logprobs": 1, "logprobs_mode": "processed_logprobs"}
     rank = largest_rank(shared, wanted)
-    llm = start_llm(host.job.model.name_or_path, shared.device, longest, rank, **options)
+    llm = start_llm(host.work.model.name_or_path, shared.device, longest, rank, **options)
     started = VllmDecoder(llm, rank, shared=shared, folder=tempfile.mkdtemp(prefix="vllm-", dir=scratch))
     try:
         for role in wanted:
@@ -236,7 +236,7 @@ def vllm_options(model: Model, rollout: RolloutConfig, rows: int) -> dict[str, A
 def folders(worker: Host, shared: SharedBase) -> dict[str, str]:
     """Returns {role: folder of the adapter that it started as}."""
     inputs = dict.fromkeys(("policy", "reference"), "policy") if "policy" in worker.work.inputs else {}
-    rewards = {_reward_role(index): f"reward.{index}" for index in range(len(worker.job.rewards))}
+    rewards = {_reward_role(index): f"reward.{index}" for index in range(len(worker.work.rewards))}
     rewards = {role: name for role, name in rewards.items() if role in shared.roles}  # the adapters
     inputs |= rewards
     inputs |= {"teacher": "teacher"} if "teacher" in worker.work.inputs else {}

@@ -221,7 +221,7 @@ def train_in_workers(work: Work, rows: dict[str, Any], train: Train, companion: 
     started = time.monotonic()
     try:
         config = {"train": train, "work": work, "companion": companion}
-        outcome = fit(places, work.job.run, main, config, rows)
+        outcome = fit(places, work.options, main, config, rows)
     except Exception as error:
         if any(isinstance(one, InputError | LeaseLost) for one in causes(error)):
             raise  # something else has to change first

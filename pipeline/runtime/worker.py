@@ -63,7 +63,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
     import ray.train.collective
 
     work: Work = config["work"]
-    context, folder, model = ray.train.get_context(), work.folder, work.job.model
+    context, folder, model = ray.train.get_context(), work.folder, work.model
     with contextlib.ExitStack() as stack:
         if work.places.in_process:
             console.silence_libraries()
@@ -232,11 +232,11 @@ class Worker(Host):
 
     def frozen_base(self, scorer_tokenizer: Any = None) -> Any:
         """Loads the job's frozen base on this worker's device; in shards over all workers with `model.fsdp`."""
-        if not (self.job.model.fsdp and self.world > 1):
+        if not (self.work.model.fsdp and self.world > 1):
             return super().frozen_base(scorer_tokenizer)
         from pipeline.models.shards import load_shards
 
-        return load_shards(self.model, scorer_tokenizer, self.device)
+        return load_shards(self.work.frozen, scorer_tokenizer, self.device)
 
     def gather(self, mine: Any) -> list[Any]:
         """Returns the values of all ranks, in their order, on every rank."""
@@ -321,7 +321,7 @@ class Worker(Host):
                     f"{run_folder}; stop it, then run the same command again"
                 )
             self.work.lease.require()
-            checkpoints.prune(run_folder, self.job.run.num_to_keep)
+            checkpoints.prune(run_folder, self.work.options.num_to_keep)
 
     def finish(
         self,
@@ -383,7 +383,7 @@ class Worker(Host):
         facts["rows"] = work.row_format
         # If all rows are messages, the policy was trained on nothing else.
         chat = work.row_format == "chat"
-        facts["text_as_chat"] = chat or text_as_chat(self.tokenizer, self.job.data.apply_chat_template)
+        facts["text_as_chat"] = chat or text_as_chat(self.tokenizer, self.work.data.apply_chat_template)
         # The judge is not a parent: nothing was trained on it.
         parents = {name: version for name, version in work.versions.items() if name != "judge"}
         return lineage.describe(work.run.stage, work.base, self.tokenizer, parents, work.digests, **facts)

@@ -62,7 +62,7 @@ def application(work: Work, digests: list[str]) -> Any:
     Args:
         digests: sha256 of valid client tokens. Without tokens, only this machine gets answers.
     """
-    job, workers = work.job, work.places.workers
+    limits, workers = work.serve, work.places.workers
     low, high = workers.fewest, workers.most
     replicas: dict[str, Any] = {"num_replicas": low}
     if low < high:
@@ -80,18 +80,18 @@ def application(work: Work, digests: list[str]) -> Any:
         name="server",
         ray_actor_options=workers.each.options(),
         # The replica itself answers 429 if its queue is full. Ray Serve would hold requests back and answer 503.
-        max_ongoing_requests=4 * (job.serve.max_queue + job.args.local_rollout_forward_batch_size) + 64,
-        graceful_shutdown_timeout_s=min(job.serve.timeout_s, 60.0),
+        max_ongoing_requests=4 * (limits.max_queue + work.args.local_rollout_forward_batch_size) + 64,
+        graceful_shutdown_timeout_s=min(limits.timeout_s, 60.0),
         health_check_period_s=2.0,
         logging_config=logging,
         **replicas,
     )
     host = Host(work)
-    reading = (work.tokenizer, longest_row(host), ends(host), job.data.parse_special_tokens)
+    reading = (work.tokenizer, longest_row(host), ends(host), work.data.parse_special_tokens)
     kept = recorder.bind(
-        folder_of(job.serve, work.run.storage_path),
-        job.serve.log_prompts,
-        job.serve.max_feedback_bytes,
+        folder_of(limits, work.run.storage_path),
+        limits.log_prompts,
+        limits.max_feedback_bytes,
         reading,
     )
     return server.bind(work, digests, kept)
@@ -171,17 +171,17 @@ class Server:
     def __init__(self, work: Work, digests: list[str], recorder: DeploymentHandle) -> None:
         bind_to_node_address()
         console.silence_libraries()
-        job, host = work.job, Host(work)
-        self.job, self.serve = job, job.serve
+        host = Host(work)
+        self.serve, self.args = work.serve, work.args
         self.digests, self.recorder, self.tokenizer = digests, recorder, work.tokenizer
         self.name = secrets.token_hex(4)
         with memory.explained(work):
             shared, self.batcher = start(host)
             self.models = Models(host, shared, self.batcher)
-        stops, args, self.longest = ends(host), job.args, longest_row(host)
+        stops, args, self.longest = ends(host), work.args, longest_row(host)
         self.sampling = Sampling(args.response_length, tuple(stops), args.min_new_tokens, args.temperature)
         self.scores = Scores(host, self.batcher)
-        settings = (self.longest - args.response_length, "error", True, stops, job.data.parse_special_tokens)
+        settings = (self.longest - args.response_length, "error", True, stops, work.data.parse_special_tokens)
         self.encoder = Encoder(self.tokenizer, kind_of("generate"), *settings)
         # Requests are parsed in a separate thread, so that tokenizing a long prompt does not delay other answers.
         self.reader = ThreadPoolExecutor(1, "reader")
@@ -347,7 +347,7 @@ class Server:
 
     def _ids(self, asked: CompletionRequest) -> list[list[int]]:
         """Returns the token ids of each prompt. Raises Refused."""
-        most = self.job.args.response_length
+        most = self.args.response_length
         writes = most if asked.most_tokens is None else min(asked.most_tokens, most)
         room, vocabulary, prompts = self.longest - writes, len(self.tokenizer), []
         for prompt in asked.prompts:

@@ -59,7 +59,7 @@ class Models:
 
     def __init__(self, host: Host, shared: SharedBase | None, batcher: Batcher) -> None:
         self.host, self.shared, self.batcher = host, shared, batcher
-        self.files = check_base(host.job.model)
+        self.files = check_base(host.work.model)
         self.uri = host.work.uri
         self.policies: dict[str, Served] = {}  # model id -> policy
         self.rewards: dict[str, Served] = {}
@@ -82,11 +82,11 @@ class Models:
     def _checked(self, key: str, version: str) -> Input:
         """Returns a version that fits the base and the other policies. Raises InputError if it does not."""
         work = self.host.work
-        return self._with_template(key, checked(work.job, {key: version}, work.base, self.files)[key])
+        return self._with_template(key, checked(work, {key: version}, self.files)[key])
 
     def _with_template(self, key: str, found: Input) -> Input:
         """Returns an input. Raises InputError if a policy was trained with another chat template than the other policies."""
-        if not key.startswith("policies.") or self.host.job.model.chat_template is not None:
+        if not key.startswith("policies.") or self.host.work.model.chat_template is not None:
             return found
         template = found.facts.get("chat_template")
         if template not in (None, template_digest(self.host.tokenizer)):
@@ -137,7 +137,7 @@ class Models:
         Returns what to report, by cause, because the text of an error may differ from poll to poll.
         """
         said = {}
-        for key, reference in self.host.job.serve.inputs.items():
+        for key, reference in self.host.work.serve.inputs.items():
             name = key.partition(".")[2]
             before, what = self.versions[name], f"{reference} cannot be followed"
             if not Ref.parse(reference).alias:
@@ -184,7 +184,7 @@ class Models:
 
 def pinned(work: Work) -> dict[str, str]:
     """Returns {policies.ID or rewards.ID: version}, pinned by the driver."""
-    return {key: work.versions.get(key, BASE) for key in work.job.serve.inputs}
+    return {key: work.versions.get(key, BASE) for key in work.serve.inputs}
 
 
 # ------------------------------------------------------------------------------------------------- the decoder
@@ -195,9 +195,9 @@ def start(host: Host) -> tuple[SharedBase | None, Batcher]:
 
     vLLM has a copy of the base. Then the replica needs the base only for reward models.
     """
-    job = host.job
-    if job.rollout_config.engine == "vllm":
-        scores = any(not Ref.parse(source).is_function for source in job.serve.rewards.values())
+    work = host.work
+    if work.rollout.engine == "vllm":
+        scores = any(not Ref.parse(source).is_function for source in work.serve.rewards.values())
         return roles.shared_base(host) if scores else None, _vllm(host)
     shared = roles.shared_base(host)
     device, free = shared.device, free_bytes(shared.device)
@@ -207,35 +207,35 @@ def start(host: Host) -> tuple[SharedBase | None, Batcher]:
         shared,
         host.args.local_rollout_forward_batch_size,
         host.tokenizer.pad_token_id,
-        max_positions=job.serve.cache_tokens or fits,
+        max_positions=work.serve.cache_tokens or fits,
         look=1,  # clients get each token immediately
         graphs=False,  # rows join and leave too often
     )
     decoder.check()
-    return shared, Batcher(decoder, job.serve.max_queue, PREFILL_TOKENS[device.type])
+    return shared, Batcher(decoder, work.serve.max_queue, PREFILL_TOKENS[device.type])
 
 
 def _vllm(host: Host) -> Batcher:
-    job, rows = host.job, host.args.local_rollout_forward_batch_size
+    work, rows = host.work, host.args.local_rollout_forward_batch_size
     # One adapter more than policies, because the old version still finishes its completions after an alias has moved.
     options: dict[str, Any] = {
-        "max_loras": min(len(job.serve.policies) + 1, MAX_ADAPTERS),
+        "max_loras": min(len(work.serve.policies) + 1, MAX_ADAPTERS),
         "max_logprobs": TOP_LOGPROBS,
-        **roles.vllm_options(job.model, job.rollout_config, rows),
+        **roles.vllm_options(work.model, work.rollout, rows),
     }
     if host.device == "cuda":
         free, total = torch.cuda.mem_get_info()
-        share = job.rollout_config.gpu_memory_utilization or round(free / total - FREE_GPU_FRACTION, 2)
+        share = work.rollout.gpu_memory_utilization or round(free / total - FREE_GPU_FRACTION, 2)
         options["gpu_memory_utilization"] = share
     inputs = [name for name in host.work.inputs if name.startswith("policies.")]
     rank = accepted_rank(max((adapter_files.rank(host.input(name)) for name in inputs), default=1))
-    llm = start_llm(job.model.name_or_path, host.device, roles.longest_row(host), rank, **options)
-    return Batcher(VllmDecoder(llm, rank, rows), job.serve.max_queue)
+    llm = start_llm(work.model.name_or_path, host.device, roles.longest_row(host), rank, **options)
+    return Batcher(VllmDecoder(llm, rank, rows), work.serve.max_queue)
 
 
 def ends(host: Host) -> list[int]:
     """Returns the ids of the base's vocabulary that end a completion, like `load_base`."""
-    model = host.job.model
+    model = host.work.model
     config = base_config(model.name_or_path, model.revision)
     text = config.get("text_config") or config
     generation = base_json(model.name_or_path, "generation_config.json", model.revision)

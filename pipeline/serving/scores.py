@@ -26,7 +26,7 @@ class Scores:
     """Reads rows of any format that `score` reads. Scores together all requests that wait for the same reward."""
 
     def __init__(self, host: Host, batcher: Batcher) -> None:
-        data, self.tokenizer, self.ends = host.job.data, host.tokenizer, ends(host)
+        data, self.tokenizer, self.ends = host.work.data, host.tokenizer, ends(host)
         apply = text_as_chat(host.tokenizer, data.apply_chat_template)
         settings = (host.work.context, data.too_long, apply, self.ends, data.parse_special_tokens)
         self.encoder = Encoder(host.tokenizer, kind_of("score"), *settings)

@@ -12,14 +12,15 @@ from typing import Any
 from pipeline import registry
 from pipeline.config import Job, Model, judge
 from pipeline.config.job import HUB, transforms
-from pipeline.config.stages import INPUTS
+from pipeline.config.stages import INPUTS, Stage
 from pipeline.errors import InputError, about
 from pipeline.models import adapter_files, hub
 from pipeline.models.compatibility import Base, unmergeable
+from pipeline.ppo.config import RolloutConfig
 from pipeline.references import Ref
 from pipeline.registry import lineage
 from pipeline.settle.identity import tracking_of
-from pipeline.settle.work import Input
+from pipeline.settle.work import Input, Work
 from pipeline.system import storage, terminal
 from pipeline.system.functions import digest, imported
 
@@ -126,13 +127,14 @@ def check_paths(job: Job) -> None:
 # ------------------------------------------------------------------------------------------ Python functions
 
 
-def digests_of_functions(job: Job) -> dict[str, str]:
+def digests_of_functions(work: Work) -> dict[str, str]:
     """Returns {reward, judge or estimator: digest of the Python modules whose code decides the results of a run}."""
     found: dict[str, list[str]] = {}
-    for key, source in job.functions.items():
-        if key != "judge" or not job.facts.learns:  # a stage does not learn from its judge
-            found.setdefault(key.partition(".")[0], []).append(source)
-    if (estimator := str(job.trainer.get("advantage_estimator"))).startswith("python:"):
+    for name, one in work.inputs.items():
+        # a stage does not learn from its judge
+        if one.kind == "function" and (name != "judge" or not work.stage.learns):
+            found.setdefault(work.keys[name].partition(".")[0], []).append(one.version)
+    if (estimator := str(work.trainer.get("advantage_estimator"))).startswith("python:"):
         found["trainer.advantage_estimator"] = [estimator]
     return {key: digest(sources) for key, sources in found.items()}
 
@@ -150,14 +152,14 @@ def unfilled(source: str, columns: set[str]) -> str | None:
 # ---------------------------------------------------------------------------------------------------- models
 
 
-def check_sampler(job: Job) -> None:
+def check_sampler(rollout: RolloutConfig, model: Model) -> None:
     """Checks that vLLM and its plugin for NF4 are installed if the job needs them. All nodes have the same image."""
-    if job.rollout_config.engine != "vllm":
+    if rollout.engine != "vllm":
         return
     if importlib.util.find_spec("vllm") is None:
         missing, package = "vLLM", '-e ".[vllm]" -c constraints-vllm.txt'
     # vLLM 0.28 and later need a plugin to read bitsandbytes weights.
-    elif job.model.load_in_4bit and not list(importlib.metadata.distributions(name="vllm-bnb-plugin")):
+    elif model.load_in_4bit and not list(importlib.metadata.distributions(name="vllm-bnb-plugin")):
         missing, package = "vLLM's plugin for model.load_in_4bit", "vllm-bnb-plugin"
     else:
         return
@@ -167,11 +169,11 @@ def check_sampler(job: Job) -> None:
     )
 
 
-def checked(job: Job, versions: Mapping[str, str], base: dict[str, Any], files: Base) -> dict[str, Input]:
-    """Returns the inputs of pinned versions. Each adapter must have been trained on the job's base, and fit it.
+def checked(work: Work, versions: Mapping[str, str], files: Base) -> dict[str, Input]:
+    """Returns the inputs of pinned versions. Each adapter must have been trained on the work's base, and fit it.
 
     Args:
-        base: the base's identity.
+        work: a job's work, whose base is known.
         files: the base's files, models.compatibility.Base.
     """
     inputs = {}
@@ -180,43 +182,44 @@ def checked(job: Job, versions: Mapping[str, str], base: dict[str, Any], files: 
             inputs[name] = Input(reference, "function")
             continue
         if Ref.parse(reference).is_judge:
-            with about(job.key_of(name)):
+            with about(work.keys[name]):
                 given = judge.loaded(reference)
-                _check_judge(job, name, given)
+                _check_judge(work, name, given)
             inputs[name] = Input(reference, "judge", facts=asdict(given))
             continue
-        key, scores = job.key_of(name), name == "judge" or name.startswith("reward")
+        key, scores = work.keys[name], name == "judge" or name.startswith("reward")
         with about(key):
-            folder = registry.fetch(reference, registry.tracking_uri(job))
+            folder = registry.fetch(reference, work.uri)
             if scores and not lineage.is_adapter(folder):
-                if job.facts.runs_in == "here":
+                if work.stage.runs_in == "here":
                     raise InputError(
-                        f"{job.reward} is a full model: there is nothing to merge; set {key}=null"
+                        f"{reference} is a full model: there is nothing to merge; set {key}=null"
                     )
-                check_reward_model(job.model, folder)
+                check_reward_model(work.model, folder)
                 inputs[name] = Input(reference, "model", folder)
                 continue
             facts = lineage.read(folder, reference)
-        lineage.check_base(facts, base, key, reference)
+        lineage.check_base(facts, work.base, key, reference)
         with about(key):
             lineage.check_head(folder, scores, reference)
             if "base" not in facts:
-                lineage.check_base_name(folder, base, reference)
+                lineage.check_base_name(folder, work.base, reference)
             adapter_files.check_adapter_fits_base(files, folder, scores)
-            _check_supported(job, name, folder, files, scores)
+            _check_supported(work, name, folder, files, scores)
         inputs[name] = Input(reference, "adapter", folder, facts)
     return inputs
 
 
-def _check_judge(job: Job, name: str, given: judge.Definition) -> None:
+def _check_judge(work: Work, name: str, given: judge.Definition) -> None:
     """Raises InputError if a judge compares completions, but the job has only one per prompt."""
     if given.form != "rank":
         return
-    alone = name == "judge" or (job.stage == "evaluate" and job.data.eval)
-    if job.facts.online:
-        alone = alone or job.args.num_generations < 2 or job.args.estimator.needs_greedy
-    elif job.stage in ("generate", "collect"):
-        alone = alone or getattr(job.args, "num_generations", 1) < 2
+    args, stage = work.args, work.run.stage
+    alone = name == "judge" or (stage == "evaluate" and work.data.eval)
+    if work.stage.online:
+        alone = alone or args.num_generations < 2 or args.estimator.needs_greedy
+    elif stage in ("generate", "collect"):
+        alone = alone or getattr(args, "num_generations", 1) < 2
     if alone:
         raise InputError(
             "`form: rank` compares the completions of a prompt, and here each is scored by itself; use another form, or "
@@ -224,9 +227,9 @@ def _check_judge(job: Job, name: str, given: judge.Definition) -> None:
         )
 
 
-def _check_supported(job: Job, name: str, folder: str, base: Base, scores: bool) -> None:
+def _check_supported(work: Work, name: str, folder: str, base: Base, scores: bool) -> None:
     """Raises InputError if the stage cannot use this adapter as its input `name`, or could not merge the result."""
-    stage, adapter = job.facts, adapter_files.settings(folder)
+    stage, adapter = work.stage, adapter_files.settings(folder)
     modules = adapter_files.ranks(adapter_files.shapes(folder))
     dora, problem = adapter.get("use_dora"), None
     on_head = adapter_files.adapts_lm_head(list(modules))
@@ -241,25 +244,26 @@ def _check_supported(job: Job, name: str, folder: str, base: Base, scores: bool)
             "is a DoRA adapter, which peft cannot batch with others; merge it into its base (`export`), name the result as "
             "model.name_or_path, and serve `base`"
         )
-    elif dora and job.model.fsdp:
+    elif dora and work.model.fsdp:
         problem = "is a DoRA adapter, which takes norms of full weights; set model.fsdp=false"
-    elif ignored and job.rollout_config.engine == "vllm":
+    elif ignored and work.rollout.engine == "vllm":
         problem = f"has {ignored}, which vLLM ignores; set rollout.engine=transformers"
     if problem:
         raise InputError(f"it {problem}")
 
 
-def makes_adapter(job: Job, adapters: Iterable[str]) -> bool:
+def makes_adapter(stage: Stage, args: Any, adapters: Iterable[str]) -> bool:
     """Returns True if a role of the stage starts as a new adapter, made by the job's `lora` section.
 
-    `adapters`: the names of the inputs that are adapters.
+    Args:
+        args: the stage's arguments if they are a PPOConfig.
+        adapters: the names of the inputs that are adapters.
     """
-    facts = job.facts
-    started_from = {"policy", "reward"} & facts.inputs.keys()
-    if job.facts.online and not job.args.has_critic_adapter:  # no adapter starts from the reward
+    started_from = {"policy", "reward"} & stage.inputs.keys()
+    if stage.online and not args.has_critic_adapter:  # no adapter starts from the reward
         started_from.discard("reward")
     given = {name.partition(".")[0] for name in adapters}
-    return facts.learns is not None and not (started_from and given >= started_from)
+    return stage.learns is not None and not (started_from and given >= started_from)
 
 
 def check_reward_model(model: Model, where: str) -> None:
@@ -285,16 +289,18 @@ def check_reward_model(model: Model, where: str) -> None:
     load_tokenizer(name, revision, trust_remote_code=model.trust_remote_code)
 
 
-def room_for_prompts(job: Job, context: int | None) -> int | None:
+def room_for_prompts(completion: int, longest: int | None, context: int | None) -> int | None:
     """Returns the maximum tokens of a row: the context length minus the completion length.
 
     Raises InputError if data.max_length or trainer.response_length exceeds the context.
+
+    Args:
+        completion: trainer.response_length, or 0 if the job writes nothing.
+        longest: data.max_length.
     """
     if context is None:
         return None
-    writes = job.facts.writes and (job.policy or job.serve.policies)
-    completion, longest = job.args.response_length if writes else 0, job.data.max_length
-    if writes and completion > context - 2:
+    if completion and completion > context - 2:
         raise InputError(
             f"{completion} tokens leave no room for a prompt in the model's context of {context}; "
             f"set trainer.response_length={context // 2}",
@@ -302,7 +308,7 @@ def room_for_prompts(job: Job, context: int | None) -> int | None:
         )
     room = context - completion
     if longest is not None and longest > room:
-        less = f" less trainer.response_length={completion}" if writes else ""
+        less = f" less trainer.response_length={completion}" if completion else ""
         raise InputError(
             f"{longest} is more than the model's context of {context} tokens{less}; use data.max_length={room} or less",
             key="data.max_length",

@@ -8,7 +8,6 @@ from typing import Any
 from pipeline.config.job import Data, transforms
 from pipeline.errors import InputError
 from pipeline.on_ray import placement, session
-from pipeline.references import Ref
 from pipeline.settle.inputs import GIVEN, digests_of_functions, unfilled
 from pipeline.settle.work import Input, Work
 from pipeline.system import functions, storage
@@ -19,11 +18,11 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
     from pipeline.data import read
 
     print("reading and tokenizing the rows", flush=True)
-    job, context = work.job, work.base["context_length"]
+    given, context = work.data, work.base["context_length"]
     sets: dict[str, Any] = {}
     report: Any = None
     mixture: Any = None
-    cache = job.data.cache_dir or storage.join(job.run.storage_path, "data")
+    cache = given.cache_dir or storage.join(work.run.storage_path, "data")
     # A job in process starts Ray only if it has many rows.
     start_ray = partial(session.session, placement.ROWS, work.run.storage_path, work.uri)
     prepare = partial(
@@ -32,15 +31,15 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
         cache_root=cache,
         ray_for_rows=start_ray if work.places.in_process else None,
     )
-    if job.data.train or job.data.eval:
-        packing = bool(job.trainer.get("packing"))
-        data = prepare(job.stage, job.data, context_length=work.room, packing=packing)
+    if given.train or given.eval:
+        packing = bool(work.trainer.get("packing"))
+        data = prepare(work.run.stage, given, context_length=work.room, packing=packing)
         report, mixture = data.report, data.mixture
         sets = {name: (data, name) for name in ("train", "eval") if getattr(data, name) is not None}
     for name in ("pairs", "benchmarks"):  # `evaluate` only scores these rows
-        if not (scored_rows := getattr(job.data, name)):
+        if not (scored_rows := getattr(given, name)):
             continue
-        section = replace(job.data, train=None, eval=scored_rows, max_length=None)
+        section = replace(given, train=None, eval=scored_rows, max_length=None)
         if name == "benchmarks":  # benchmarks have their own columns
             section = replace(section, columns=None, label=None, transform=None, group_by=None)
         try:
@@ -56,17 +55,17 @@ def tokenize(work: Work) -> tuple[Work, dict[str, Any], Any]:
     rows = {name: getattr(tokenized, split) for name, (tokenized, split) in sets.items()}
     if work.stage.scores:
         check_columns(work, rows)
-    check_row_format(job.data, work.inputs.get("policy"), report.row_format())
-    if job.data.train and job.stage == "kto":
-        check_labels(job.trainer, *report.labels())
-    if job.data.train and job.facts.online:
+    check_row_format(given, work.inputs.get("policy"), report.row_format())
+    if given.train and work.run.stage == "kto":
+        check_labels(work.trainer, *report.labels())
+    if given.train and work.stage.online:
         check_updates(work.args, len(mixture) if mixture else report.splits["train"].kept)
     digests = {name: tokenized.digests[split] for name, (tokenized, split) in sets.items()}
-    if through := transforms(job.data):
+    if through := transforms(given):
         digests["transform"] = functions.digest(through.values())
     work = replace(
         work,
-        digests=digests | digests_of_functions(job),
+        digests=digests | digests_of_functions(work),
         fingerprints={name: tokenized.fingerprints[split] for name, (tokenized, split) in sets.items()},
         mixture=mixture,
         row_format=report.row_format(),
@@ -127,30 +126,28 @@ def check_updates(args: Any, prompts: int) -> None:
 
 def check_columns(work: Work, rows: dict[str, Any]) -> None:
     """Raises InputError if the first rows lack data.subset, or columns for the parameters of Python rewards and judges."""
-    job = work.job
-    asking = {
-        job.key_of(name): source for name, source in job.inputs.items() if not Ref.parse(source).is_model
-    }
+    asking = {name: one for name, one in work.inputs.items() if one.kind in ("function", "judge")}
     for name, some in rows.items():
         taken = some.slice(0, 100).to_pylist() if hasattr(some, "slice") else some.take(100)
         first = [json.loads(row["row"]) for row in taken]
         known = {key for row in first for key in row}
-        if name == "pairs" and job.data.subset and job.data.subset not in known:
+        if name == "pairs" and work.data.subset and work.data.subset not in known:
             raise InputError(
-                f"found {job.data.subset!r}, which the rows of data.pairs do not have; expected one of "
+                f"found {work.data.subset!r}, which the rows of data.pairs do not have; expected one of "
                 f"{', '.join(sorted(known))}",
                 key="data.subset",
             )
         columns = known - {"prompt", "completion"}
         if any(isinstance(row.get("prompt"), list) for row in first):
             columns.add("messages")
-        for key, source in asking.items():
-            if key == "judge" and name != "eval":
+        for role, one in asking.items():
+            if role == "judge" and name != "eval":
                 continue  # a judge needs eval prompts; it skips pairs that lack columns
-            if wanted := unfilled(source, columns):
+            if wanted := unfilled(one.version, columns):
+                source = one.version.rpartition("@")[0] if one.kind == "judge" else one.version
                 raise InputError(
                     f"{source} asks for `{wanted}`, which the rows of data.{name} do not have; "
                     f"expected one of {', '.join((*GIVEN, *sorted(columns)))}. Add the column to the rows, or give the "
                     "parameter a default",
-                    key=key,
+                    key=work.keys[role],
                 )

@@ -13,9 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeline import registry
-from pipeline.config import Job, libraries
+from pipeline.config import Job, Model, libraries
 from pipeline.errors import InputError
 from pipeline.on_ray import placement, session
+from pipeline.on_ray.placement import Places
 from pipeline.settle import inputs as checks
 from pipeline.settle.identity import tracking_of
 from pipeline.settle.places import places_of
@@ -44,40 +45,62 @@ def settle(job: Job, versions: Mapping[str, str]) -> Work:
     from pipeline.models.base import base_identity, check_base
     from pipeline.models.compatibility import check_lora
 
-    places, model = places_of(job, note=True), job.model
-    files = check_base(model)
+    work = work_of(job, places_of(job, note=True))
+    model, files = work.model, check_base(work.model)
     if model.fsdp and files.config.get("quantization_config"):
         raise InputError(
             f"{model.name_or_path!r} has quantized weights, which FSDP cannot gather; set model.fsdp=false",
             "model.fsdp",
         )
     base = base_identity(model.name_or_path, model.revision)
-    room = checks.room_for_prompts(job, base["context_length"])
-    job = replace(job, model=replace(model, revision=base["revision"]))  # all workers use this commit
-    inputs = checks.checked(job, versions, base, files)
+    room = checks.room_for_prompts(work.writes, work.data.max_length, base["context_length"])
+    work = replace(work, base=base, model=replace(model, revision=base["revision"]), room=room)
+    inputs = checks.checked(work, versions, files)
+    weights = {f"reward.{index}": weight for index, (_, weight) in enumerate(job.rewards)}
+    inputs = {name: replace(one, weight=weights.get(name, 1.0)) for name, one in inputs.items()}
     adapters = {name: one for name, one in inputs.items() if one.kind == "adapter"}
-    if checks.makes_adapter(job, adapters):
-        check_lora(files, job.lora, job.facts.learns == "reward")
+    if checks.makes_adapter(work.stage, work.args, adapters):
+        check_lora(files, work.lora, work.stage.learns == "reward")
     elif unused := [key for key in job.overridden if key.partition(".")[0] == "lora"]:
         print(
             f"warning: {', '.join(unused)} changes nothing: the adapters that this job trains are copies of those it starts from; "
             "policy=base starts a new one",
             flush=True,
         )
-    tokenizer = _tokenizer(job, adapters)
-    return Work(job, places, tracking_of(job), registry.gate_of(job), tokenizer, base, room, inputs)
+    return replace(work, inputs=inputs, tokenizer=_tokenizer(work.model, adapters, "policy" in work.named))
 
 
-def _tokenizer(job: Job, adapters: Mapping[str, Input]) -> Any:
+def work_of(job: Job, places: Places) -> Work:
+    """Returns the work of a job before anything is known about its base and its inputs."""
+    return Work(
+        stage=job.facts,
+        places=places,
+        tracking=tracking_of(job),
+        gate=registry.gate_of(job),
+        model=job.model,
+        lora=job.lora,
+        data=job.data,
+        trainer=job.trainer,
+        args=job.args,
+        rollout=job.rollout_config,
+        serve=job.serve,
+        options=job.run,
+        bf16=job.bf16,
+        named=job.inputs,
+        keys={name: job.key_of(name) for name in job.inputs},
+    )
+
+
+def _tokenizer(model: Model, adapters: Mapping[str, Input], names_policy: bool) -> Any:
     """Returns the base's tokenizer with the chat template of the job, or else of the adapter that decides."""
     from pipeline.models.template import is_plain
     from pipeline.models.tokenizer import load_tokenizer
 
     # the policy decides, or else the reward
     policies = [name for name in adapters if name == "policy" or name.startswith("policies.")]
-    rewards = [name for name in adapters if name.startswith("reward") and not job.policy]
+    rewards = [name for name in adapters if name.startswith("reward") and not names_policy]
     learned = next((adapters[name] for name in policies + rewards), None)
-    model, template = job.model, job.model.chat_template
+    template = model.chat_template
     if template is None and learned:
         saved = os.path.join(learned.folder, "chat_template.jinja")  # the template of the adapter's training
         template = saved if os.path.lexists(saved) else None
@@ -100,7 +123,7 @@ def prepared(
     """
     job, versions = checks.pin_inputs(job, pinned)
     session.set_environment()
-    checks.check_sampler(job)
+    checks.check_sampler(job.rollout_config, job.model)
     with checks_of_libraries(job) as check_libraries:
         with console.waiting("checking the model"):
             work = settle(job, versions)  # before Ray starts

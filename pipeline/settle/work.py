@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pipeline.config import Job
+from pipeline.config import Data, Model, Run, Serve
 from pipeline.config.identity import Identity
 from pipeline.config.stages import Stage
 from pipeline.on_ray.placement import Places
+from pipeline.ppo.config import RolloutConfig
 from pipeline.registry import Gate, Tracking
 from pipeline.system.lease import Lease
 
@@ -32,18 +32,34 @@ class Input:
     kind: Literal["adapter", "model", "function", "judge"]
     folder: str = ""  # folder of its files on the driver's machine; for a full model on the Hub, its id
     facts: dict[str, Any] = field(default_factory=dict)  # an adapter's lineage.json, or a judge's definition
+    weight: float = 1.0  # of a reward, in the sum of all rewards
 
 
 @dataclass(frozen=True)
 class Work:
     """All values that are decided before the first worker starts. They are small, pinned and picklable."""
 
-    job: Job
+    stage: Stage
     places: Places
     tracking: Tracking
     gate: Gate  # gate of the version that the run registers or promotes
-    tokenizer: Any
-    base: dict[str, Any]  # models.base.base_identity of the job's base
+    # Sections of the job
+    model: Model  # with the commit of the base, so that all workers load the same one
+    lora: dict[str, Any]
+    data: Data
+    trainer: dict[str, Any]
+    args: Any  # `trainer` as its class; None for a TRL stage, whose workers make TRL's class
+    rollout: RolloutConfig
+    serve: Serve
+    options: Run  # the section `run`
+    bf16: bool  # whether matrix products are in bfloat16
+    named: dict[
+        str, str
+    ]  # {name of an input: what the job names: a version, a folder, `base`, a function, a judge}
+    keys: dict[str, str]  # {name of an input: its key in the job}
+    # What is found out about them
+    base: dict[str, Any] = field(default_factory=dict)  # models.base.base_identity
+    tokenizer: Any = None
     # maximum tokens of a row (context minus completion), or None if the base names no context
     room: int | None = None
     inputs: dict[str, Input] = field(default_factory=dict)  # name -> input: policy, baseline, reward.0, ...
@@ -79,14 +95,31 @@ class Work:
         return self.base["context_length"] or 1 << 20
 
     @property
-    def stage(self) -> Stage:
-        """Returns the facts about the job's stage."""
-        return self.job.facts
+    def frozen(self) -> Model:
+        """Returns the section `model` with the dtype in which workers hold the frozen base.
 
-    @cached_property
-    def args(self) -> Any:
-        """Returns the `trainer` section as its class, or None for a TRL stage, whose workers make TRL's class."""
-        return None if self.stage.trl else self.job.args
+        It is model.dtype, or bfloat16 on a CPU with products in bfloat16: a CPU casts a float32 weight for each such product,
+        which takes as long as a product of few rows.
+        """
+        on_cpu = self.stage.runs_in != "here" and not self.places.on_gpu
+        return replace(self.model, dtype="bfloat16") if on_cpu and self.bf16 else self.model
+
+    @property
+    def rollout_on_gpu(self) -> bool:
+        """Returns True if rollout workers hold their models on GPUs."""
+        own = self.rollout.use_gpu
+        return self.places.on_gpu if own is None else own
+
+    @property
+    def writes(self) -> int:
+        """Returns the maximum tokens of the completions, or 0 if none are written."""
+        writes = self.stage.writes and ("policy" in self.named or self.serve.policies)
+        return int(self.args.response_length) if writes else 0
+
+    @property
+    def rewards(self) -> list[str]:
+        """Returns the names of the inputs that are rewards, in the order of the job: reward.0, reward.1, ..."""
+        return [name for name in self.named if name.startswith("reward.")]
 
     @property
     def versions(self) -> dict[str, str]:

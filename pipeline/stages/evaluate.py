@@ -88,5 +88,5 @@ def train(worker: Worker) -> dict[str, Any]:
     if worker.rank == 0:
         written = {"metrics": metrics, "inputs": worker.work.versions, "samples": samples, **tables}
         worker.work.lease.require()
-        storage.write_json(storage.join(worker.job.folder, "evaluation.json"), written)
+        storage.write_json(storage.join(worker.work.folder, "evaluation.json"), written)
     return worker.finish(Outcome(metrics, samples=samples))

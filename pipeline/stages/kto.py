@@ -25,7 +25,7 @@ def train(worker: Worker) -> dict[str, Any]:
     class Trainer(trl_trainer.TokenizedRows, PairedBatches, KTOTrainer):
         """TRL's trainer with each row exactly once per epoch over all workers."""
 
-    order = sampling(worker.job.trainer.get("loss_type"))
+    order = sampling(worker.work.trainer.get("loss_type"))
     args = trl_trainer.arguments(worker, KTOConfig, max_length=None, train_sampling_strategy=order)
     trainer = trl_trainer.continue_policy(worker, Trainer, args)
     return trl_trainer.finish(worker, trainer, trl_trainer.run(worker, trainer))

@@ -11,6 +11,7 @@ and every trainer.eval_steps updates.
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config import Job
 from pipeline.runtime.run import launch
 from pipeline.runtime.worker import Outcome, Worker
+from pipeline.settle.work import Work
 
 if TYPE_CHECKING:
     from pipeline.evaluation import Comparison
@@ -26,11 +28,16 @@ if TYPE_CHECKING:
 
 
 def run(job: Job) -> dict[str, Any]:
-    if not job.rollout_config.num_workers:
-        return launch(job, train)
-    from pipeline.rollout.pool import rollout_pool
+    return launch(job, train, companion=rollout_workers)
 
-    return launch(job, train, companion=rollout_pool)
+
+def rollout_workers(work: Work) -> AbstractContextManager[Any]:
+    """Runs the job's rollout workers, if it has any, beside its trainers."""
+    if not work.places.rollout:
+        return nullcontext()
+    from pipeline.rollout.pool import rollout_pool  # imports Ray
+
+    return rollout_pool(work)
 
 
 def train(worker: Worker) -> dict[str, Any]:
@@ -42,13 +49,12 @@ def train(worker: Worker) -> dict[str, Any]:
     from pipeline.ppo.trainer import PPOTrainer
     from pipeline.runtime import best, roles
 
-    job = worker.job
     args = replace(worker.args, gradient_checkpointing=plan.recomputes(worker))
-    rollout_workers = None
+    client = None
     if worker.companion:
         from pipeline.rollout.client import Client  # imports Ray
 
-        rollout_workers = Client(worker, worker.companion)
+        client = Client(worker, worker.companion)
     set_seed(args.seed)  # new adapters are made of random numbers: the same ones on every rank
     shared = roles.shared_base(worker)
     reference = roles.add_policy(worker, shared, args)
@@ -64,7 +70,7 @@ def train(worker: Worker) -> dict[str, Any]:
         judge, start = roles.judge(worker, shared), roles.start(worker, shared, reference)
         comparison = evaluation.Comparison(worker, shared, held_out, rewards, judge, start)
     learning = {str(i): parameter for i, parameter in enumerate(shared.parameters_of("policy"))}
-    tracked = best.of(job.run, worker.work.gate, learning, worker.report)
+    tracked = best.of(worker.work.options, worker.work.gate, learning, worker.report)
 
     with roles.trainers_decoder(worker, shared, args) as decoder:
         trainer = PPOTrainer(
@@ -76,15 +82,15 @@ def train(worker: Worker) -> dict[str, Any]:
             evaluate=(lambda: comparison.of("policy")[0]) if comparison else None,
             decoder=decoder,
             draws=(lambda epoch: mixture.rows(epoch, args.seed)) if mixture else None,
-            rollout=job.rollout_config,
-            rollout_workers=rollout_workers,
+            rollout=worker.work.rollout,
+            rollout_workers=client,
             critic_reward=next((reward for reward in rewards if reward.name == copied), None),
             teacher=teacher,
         )
         trainer.folders = roles.folders(worker, shared)
         trainer.on_update = partial(_after_update, worker, trainer, tracked)
-        if rollout_workers:
-            rollout_workers.begin(trainer)
+        if client:
+            client.begin(trainer)
         if worker.resume:
             trainer.restore(worker.resume)
             worker.replay(list(_logged(trainer).items()))

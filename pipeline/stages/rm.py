@@ -37,7 +37,7 @@ def train(worker: Worker) -> dict[str, Any]:
     set_seed(args.seed)  # the head is made of random numbers: the same ones on every rank
     trainer = trl_trainer.made(
         Trainer,
-        worker.job.lora,
+        worker.work.lora,
         task_type="SEQ_CLS",  # with other values, peft leaves the head random and frozen
         model=worker.load_base(worker.tokenizer),
         args=args,

@@ -67,7 +67,7 @@ def train(worker: Worker) -> dict[str, Any]:
     check_ends(base, worker.tokenizer, learned.intersection(ends))
     trainer = trl_trainer.made(
         Trainer,
-        worker.job.lora,
+        worker.work.lora,
         model=base,
         args=args,
         train_dataset=rows,

@@ -37,7 +37,7 @@ def first_step_findings(worker: Worker, trainer: Any) -> list[Finding]:
     """Returns the findings of a stage before its trainer's first step. Changes no state. Every rank calls it."""
     first = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
     rows = [dict(row) for row in first]
-    model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.job.stage
+    model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.work.run.stage
     completions = [completion for row in rows for completion in completions_of(row)]
     tokenizer = worker.tokenizer
     findings = [
@@ -66,7 +66,9 @@ def first_step_findings(worker: Worker, trainer: Any) -> list[Finding]:
     model.eval()  # does not change TRL's means over training steps
     try:
         with torch.no_grad():
-            return findings + compare(stage, trainer, model, rows, same_start=not worker.job.reference)
+            return findings + compare(
+                stage, trainer, model, rows, same_start="reference" not in worker.work.named
+            )
     finally:
         model.train(training)
         trainer._metrics, trainer._total_train_tokens = metrics, tokens
@@ -156,7 +158,7 @@ def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[Finding]:
 
 def ends_learned(worker: Worker, rows: Sequence[Completion]) -> Finding:
     """Checks that completions end with a trained EOS token. Otherwise the model never learns to stop."""
-    ends, limit = set(eos_ids(worker.tokenizer)), worker.job.data.max_length or float("inf")
+    ends, limit = set(eos_ids(worker.tokenizer)), worker.work.data.max_length or float("inf")
     # A row as long as the limit may be truncated.
     complete = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]
     ended = sum(bool(ids) and ids[-1] in ends for ids in complete)

@@ -35,12 +35,12 @@ def arguments(worker: Worker, config: Any, **fixed: Any) -> Any:
     `data.batch_size` is the number of rows of one optimizer step over all workers. Gradient accumulation follows from it, so
     the same job means the same steps on any number of workers. Call this before the base is loaded.
     """
-    values = worker.job.trainer | {"gradient_checkpointing": plan.recomputes(worker)}
+    values = worker.work.trainer | {"gradient_checkpointing": plan.recomputes(worker)}
     if values.get("tf32") is None:  # transformers would turn TF32 on with torch_compile
         values["tf32"] = False
-    if worker.job.data.batch_size:
+    if worker.work.data.batch_size:
         rows = values.get("per_device_train_batch_size", 8) * worker.world
-        values["gradient_accumulation_steps"] = max(1, worker.job.data.batch_size // rows)
+        values["gradient_accumulation_steps"] = max(1, worker.work.data.batch_size // rows)
     return config(
         output_dir=os.path.join(worker.scratch, "trainer"),
         report_to="none",  # rank 0 logs to the run that the driver opened
@@ -185,7 +185,7 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
         # TRL copies the adapter that it finds here to one called `ref` and freezes that.
         base = as_peft_model(base, worker.input("policy"), trainable=True)
     else:
-        adapter = worker.job.lora
+        adapter = worker.work.lora
     trainer = made(
         trainer_class,
         adapter,
@@ -202,7 +202,7 @@ def continue_policy(worker: Worker, trainer_class: Any, args: Any) -> Any:
         for name, parameter in named.items():
             if parameter.requires_grad:
                 parameter.data = named[name.replace(".default.", ".ref.")].data.float().clone()
-    if worker.job.reference:  # only dpo: another adapter, or `base` for none
+    if "reference" in worker.work.named:  # only dpo: another adapter, or `base` for none
         if REFERENCE in trainer.model.peft_config:
             trainer.model.delete_adapter(REFERENCE)
         if "reference" in worker.work.inputs:
@@ -241,7 +241,7 @@ def run(worker: Worker, trainer: Any) -> Outcome:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, shards)
     trainer.mixture = worker.work.mixture
     learning = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    tracked = best.of(worker.job.run, worker.work.gate, learning, worker.report)
+    tracked = best.of(worker.work.options, worker.work.gate, learning, worker.report)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Reporter(worker, trainer, tracked))
     if worker.rank == 0:

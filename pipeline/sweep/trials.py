@@ -96,7 +96,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
     def trial(config: dict[str, Any]) -> None:
         import ray
 
-        from pipeline.rollout.pool import rollout_pool
+        from pipeline.stages.ppo import rollout_workers
 
         session.belong_to(own)
         hold(handle.lease)  # this process may outlive the sweep's driver by seconds
@@ -108,7 +108,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
         try:
             train = importlib.import_module(f"pipeline.stages.{job.stage}").train
             with registry.nested_under(handle.run_id):
-                launch(job, train, sweep=handle, companion=rollout_pool)
+                launch(job, train, sweep=handle, companion=rollout_workers)
         except Exception as error:
             failure = without_secrets(summary(error))
             print(f"failed: {failure}", flush=True)

@@ -42,7 +42,7 @@ def ours(name: str, _: str, *overrides: str) -> None:
         *overrides,
     ]
     with serving(load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")) as work:
-        url = f"http://127.0.0.1:{work.job.serve.port}/v1/chat/completions"
+        url = f"http://127.0.0.1:{work.serve.port}/v1/chat/completions"
         texts, tokens, ends, errors = questions(), [0] * CLIENTS, [], []
 
         def client(i: int) -> None:

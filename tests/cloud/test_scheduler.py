@@ -13,6 +13,7 @@ from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import GangResourceRequest, ResourceRequestByCount
 from ray.core.generated.common_pb2 import LabelSelectorOperator
 from running import ROOT
+from settled import plan_of
 
 from pipeline.cloud import clusterfile, preflight, rayjob
 from pipeline.config import load_job
@@ -76,7 +77,7 @@ def test_preflight_lets_a_job_pass_and_the_gpus_that_it_gets_hold_what_plan_coun
     job = load_job(f"jobs/{name}.yaml", [])
     preflight.check_resources(job, aws)
     preflight.check_memory(job, aws)
-    planned = plan.make(job).peak / plan.GIB
+    planned = plan_of(job).peak / plan.GIB
     seen = set()
     for file in FILES:
         without = []
@@ -134,7 +135,7 @@ def test_rollout_workers_get_spot_nodes_and_their_trainers_nodes_that_stay():
         assert samplers == {"rollout_spot": 3}
         if "qlora" not in job.source:
             assert trainers == {"gpu4": 1}
-        planned = plan.make(job, learns=False).peak / plan.GIB
+        planned = plan_of(job, learns=False).peak / plan.GIB
         gpus = {types[name]["labels"][GPU_LABEL] for name in samplers}
         assert all(planned <= plan.memory_of(gpu) for gpu in gpus), (planned, gpus)
 

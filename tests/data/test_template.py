@@ -110,7 +110,7 @@ def test_later_stages_follow_the_lineage_on_text_rows(bare, policies, tmp_path):
     tokenizer = load_tokenizer(bare)
     for rows, chat in (("chat", True), ("text", False), ("both", False)):
         work = work_of(load_job(ROOT / "jobs/demo/sft.yaml"), tokenizer, row_format=rows)
-        worker = SimpleNamespace(work=work, tokenizer=tokenizer, job=work.job)
+        worker = SimpleNamespace(work=work, tokenizer=tokenizer)
         facts = Worker._lineage(worker, Outcome({}, {"kept": {"step": 1}}))
         assert (facts["rows"], facts["text_as_chat"]) == (rows, chat)
         folder = str(tmp_path / rows)

@@ -81,7 +81,7 @@ def test_diversity_and_repetition():
     ]
     found = evaluation.Completions(records).metrics()
     assert found == {
-        "distinct": 2 / 3,
+        "unique_fraction": 2 / 3,
         "distinct_1": 3 / 7,
         "distinct_2": 3 / 4,
         "perplexity": pytest.approx(math.exp(0.25)),
@@ -118,9 +118,7 @@ def test_a_reference_completion_follows_the_prompt_as_the_policy_gets_it():
         made = encoder("evaluate", template=template)
         row = {"prompt": [USER], "completion": "yo", **more}
         [[example]] = made.encode([parse(row, made.kind)])
-        worker = SimpleNamespace(
-            tokenizer=made.tokenizer, job=SimpleNamespace(data=data), work=SimpleNamespace(context=999)
-        )
+        worker = SimpleNamespace(tokenizer=made.tokenizer, work=SimpleNamespace(context=999, data=data))
         asked = SimpleNamespace(worker=worker, sampling=SimpleNamespace(eos=(made.eos,)))
         found = evaluation.Comparison._references(asked, [{"row": json.loads(example.columns["row"])}])
         assert found[0][0] == example.columns["input_ids"]

@@ -16,6 +16,7 @@ from unittest.mock import create_autospec
 import pytest
 import toy_ppo as toy
 from running import ROOT
+from settled import work_of
 from toy_models import BASE, shared_base
 
 from pipeline.config import load_job
@@ -79,12 +80,12 @@ def test_every_argument_of_an_engine_exists(started, monkeypatch):
     engine = ["rollout.engine=vllm", "rollout.num_workers=1", "rollout.gpu_memory_utilization=0.4"]
     for settings in (engine, [*engine, *more]):
         job = load_job(ROOT / "jobs/demo/ppo.yaml", settings)
-        host = SimpleNamespace(job=job, device="cpu", work=SimpleNamespace(inputs={}))
+        host = SimpleNamespace(device="cpu", work=work_of(job))
         with roles.vllm(host, shared, ["policy"], longest=64, rows=8) as decoder:
             decoder.generate("policy", [PROMPT], [0], Sampling(4, (2,)))
     monkeypatch.setattr(roles, "longest_row", lambda host: 64)
     serve = load_job(ROOT / "jobs/demo/serve.yaml", ["rollout.engine=vllm"], "serve")
-    models._vllm(SimpleNamespace(job=serve, args=serve.args, device="cpu", work=SimpleNamespace(inputs={})))
+    models._vllm(SimpleNamespace(args=serve.args, device="cpu", work=work_of(serve)))
     fields = {field.name for field in dataclasses.fields(EngineArgs)}
     assert len(started) == 3
     for arguments in started:

@@ -14,6 +14,7 @@ import toy_ppo as toy
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from ray.util.accelerators import accelerators
 from running import ROOT
+from settled import plan_of, work_of
 
 from pipeline.__main__ import main
 from pipeline.commands.plan import check_fit, named, of_rollout_workers
@@ -31,6 +32,11 @@ LLAMA_8B, LLAMA_70B = (shape.SHAPES[f"meta-llama/Llama-3.1-{size}"] for size in 
 ROWS = Rows(1000, 512)
 
 
+def shape_of(job):
+    work = work_of(job)
+    return Shape(work.frozen, work.lora, "reward" in (work.stage.learns, *work.stage.inputs))
+
+
 def job(folder, name="demo/ppo", *overrides):
     return load_job(ROOT / f"jobs/{name}.yaml", [f"model.name_or_path={folder}", *overrides])
 
@@ -46,7 +52,7 @@ def test_parameters_and_adapters_are_counted_exactly(kind, tmp_path):
     model = toy.base(kind)
     model.config.save_pretrained(tmp_path)
     real = sum(p.numel() for p in model.parameters())
-    shape = Shape(job(tmp_path))
+    shape = shape_of(job(tmp_path))
     assert shape.parameters == real
     lora = {"r": 5, "target_modules": "all-linear"}
     shared = SharedBase(model)
@@ -81,7 +87,7 @@ def test_activations_are_those_of_the_real_model(bf16, settings, dtype, tmp_path
     model = toy.base("llama", num_hidden_layers=5).to(dtype)
     model.config.save_pretrained(tmp_path)
     asked = job(tmp_path, "demo/ppo", "lora.r=4", f"trainer.bf16={str(bf16).lower()}", *settings)
-    shape = Shape(asked)
+    shape = shape_of(asked)
     assert shape.weights == sum(p.numel() * p.element_size() for p in model.parameters())
     shared = SharedBase(model, autocast=torch.bfloat16 if bf16 else None)
     shared.add("policy", lora=asked.lora, trainable=True)
@@ -97,10 +103,10 @@ def test_activations_are_those_of_the_real_model(bf16, settings, dtype, tmp_path
 def test_decoding_is_planned_with_few_rows_where_memory_decides_and_timed_with_all(llama_8b):
     rows = "trainer.local_rollout_forward_batch_size"
     free, all_rows, few = (job(llama_8b, "llama3-8b/ppo", f"{rows}={n}") for n in ("null", 128, 64))
-    assert plan.make(free).peak == plan.make(few).peak < plan.make(all_rows).peak
-    hours = [plan.hours(plan.make(asked), "H100", ROWS) for asked in (free, all_rows, few)]
+    assert plan_of(free).peak == plan_of(few).peak < plan_of(all_rows).peak
+    hours = [plan.hours(plan_of(asked), "H100", ROWS) for asked in (free, all_rows, few)]
     assert hours[0] == hours[1] < hours[2]
-    assert plan._changes(free)[0] == (rows, 32)  # more rows than planned
+    assert plan._changes(work_of(free))[0] == (rows, 32)  # more rows than planned
 
 
 BY_HAND = [  # parameters: embedding, lm head, layers, last norm; cache: keys and values of 8 heads of 128
@@ -116,7 +122,7 @@ BY_HAND = [  # parameters: embedding, lm head, layers, last norm; cache: keys an
 def test_the_header_of_a_profile_names_the_peak_and_the_smallest_gpu(profile, stage, in_root):
     path = f"jobs/{profile}/{stage}.yaml"
     planned = load_job(path)
-    peak = plan.make(planned, {}).peak / plan.GIB
+    peak = plan_of(planned, {}).peak / plan.GIB
     header = (ROOT / path).read_text().partition("\nstage:")[0]
     assert f"`plan` estimates a peak of {peak:.0f} GiB on each GPU" in header
     smallest = min(plan.GPUS[name].memory for name in named(places_of(planned, elsewhere=True)))
@@ -131,22 +137,22 @@ def test_8b_and_70b_are_planned_as_by_hand(size, config, parameters, cache, tmp_
     # The loss holds one tile in float32 for any number of tokens, and 8 bytes for each value of a hidden state.
     for rows in (2, 8):
         more = f"trainer.per_device_train_batch_size={rows}", "data.batch_size=32", "data.max_length=2048"
-        sft = plan.make(job(tmp_path, f"llama3-{size}/sft", "scaling.num_workers=4", *more))
+        sft = plan_of(job(tmp_path, f"llama3-{size}/sft", "scaling.num_workers=4", *more))
         logits = next(item.size for item in sft.items if item.what.startswith("logits"))
         assert logits == 4096 * 32768 * 4 + rows * 2048 * hidden * 8
     # With vLLM in rollout workers, the trainers hold no part of it. Base and cache share the GPUs of a worker.
     settings = ["num_workers=2", "use_gpu=true", "tensor_parallel_size=2", "engine=vllm"]
     asked = job(tmp_path, name, *(f"rollout.{one}" for one in settings))
-    planned = plan.make(asked)
+    planned = plan_of(asked)
     assert planned.shape.parameters == parameters and planned.shape.cache(planned.asked.bf16) == cache
     assert not any("vLLM" in item.what or "KV cache" in item.what for item in planned.items)
-    base, _, filled = (item for item in plan.make(asked, learns=False).items if "vLLM" in item.what)
+    base, _, filled = (item for item in plan_of(asked, learns=False).items if "vLLM" in item.what)
     assert base.size == 2 * parameters / 2
     rows, width = (int(n) for n in re.findall(r"(\d+) rows of (\d+) tokens", filled.what)[0])
     assert filled.size == rows * width * cache / 2
     # A decoding step reads the weights and the filled cache.
-    planned = plan.make(job(tmp_path, name, "model.load_in_4bit=false"))
-    args, workers, (prompt, completion) = planned.job.args, planned.job.workers[1], planned.tokens
+    planned = plan_of(job(tmp_path, name, "model.load_in_4bit=false"))
+    args, workers, (prompt, completion) = planned.work.args, planned.work.places.workers.most, planned.tokens
     full, less = plan.hours(planned, "H100", ROWS), []
     for name, free in (("cache", lambda bf16: 0.0), ("moved", 0.0)):
         with monkeypatch.context() as patch:
@@ -161,12 +167,12 @@ def test_what_plan_advises_fits(llama_8b):
     large = ["trainer.gradient_checkpointing=false", *rows]
     asked = job(llama_8b, "llama3-8b/sft", *large)
     memory = plan.GPUS["A100-40G"].memory * plan.GIB
-    assert plan.make(asked).peak > memory
-    changes, smaller = plan.fit_into(asked, memory)
+    assert plan_of(asked).peak > memory
+    changes, smaller = plan.fit_into(work_of(asked), memory)
     assert "model.load_in_4bit=true" not in changes  # quantize only if milder changes do not suffice
-    again = plan.make(job(llama_8b, "llama3-8b/sft", *large, *changes))
+    again = plan_of(job(llama_8b, "llama3-8b/sft", *large, *changes))
     assert again.peak == smaller.peak <= memory
-    assert plan.fit_into(asked, 4 * plan.GIB)[1].peak > 4 * plan.GIB
+    assert plan.fit_into(work_of(asked), 4 * plan.GIB)[1].peak > 4 * plan.GIB
 
 
 def test_plan_advises_shards_before_it_advises_to_quantise(llama_8b):
@@ -176,24 +182,26 @@ def test_plan_advises_shards_before_it_advises_to_quantise(llama_8b):
         (12, "model.fsdp", "model.load_in_4bit"),
         (9, "model.load_in_4bit", "model.fsdp"),
     ):
-        changes, smaller = plan.fit_into(asked, gib * plan.GIB)
+        changes, smaller = plan.fit_into(work_of(asked), gib * plan.GIB)
         assert f"{key}=true" in changes and not any(other in change for change in changes)
-        again = plan.make(job(llama_8b, "llama3-8b/sft", *workers, *changes))
+        again = plan_of(job(llama_8b, "llama3-8b/sft", *workers, *changes))
         assert again.peak == smaller.peak <= gib * plan.GIB
     dora = {"policy": {**asked.lora, "use_dora": True}}
-    assert "model.load_in_4bit=true" in plan.fit_into(asked, 12 * plan.GIB, dora)[0]  # model.fsdp rejects it
+    assert (
+        "model.load_in_4bit=true" in plan.fit_into(work_of(asked), 12 * plan.GIB, dora)[0]
+    )  # model.fsdp rejects it
     alone = job(llama_8b, "llama3-8b/sft", "scaling.num_workers=1", "data.batch_size=32")
-    assert "model.load_in_4bit=true" in plan.fit_into(alone, 12 * plan.GIB)[0]
+    assert "model.load_in_4bit=true" in plan.fit_into(work_of(alone), 12 * plan.GIB)[0]
     for engine in ("vllm", "transformers"):
         rollout = [f"rollout.engine={engine}", "rollout.num_workers=2"]
-        changes = plan._changes(job(llama_8b, "llama3-8b/ppo", "scaling.num_workers=4", *rollout))
+        changes = plan._changes(work_of(job(llama_8b, "llama3-8b/ppo", "scaling.num_workers=4", *rollout)))
         assert (("model.fsdp", True) in changes) == (engine == "transformers")
 
 
 def test_time_is_matrix_products_over_speed(llama_8b):
     keeps = ["trainer.gradient_checkpointing=false", "trainer.num_train_epochs=1"]
     asked = job(llama_8b, "llama3-8b/sft", *keeps)
-    planned = dataclasses.replace(plan.make(asked), tokens=(1000, 0))
+    planned = dataclasses.replace(plan_of(asked), tokens=(1000, 0))
     flops = 4 * 8_030_261_248 * 1000 * 10_000  # 2 for the forward, 2 for the backward through frozen weights
     expected = flops / (989e12 * plan.UTILIZATION) / 3600 / asked.workers[1]
     assert plan.hours(planned, "H100", Rows(10_000, 1000)) == pytest.approx(expected)
@@ -201,7 +209,7 @@ def test_time_is_matrix_products_over_speed(llama_8b):
 
 def test_decoding_from_nf4_moves_the_weights_unpacked(llama_8b):
     """8 B weights of half a byte are read, written with two bytes, and read again: 4.5 bytes each, compared with 2 for bf16."""
-    bf16, nf4 = (plan.make(job(llama_8b, f"{name}/ppo")) for name in ("llama3-8b", "llama3-8b-qlora"))
+    bf16, nf4 = (plan_of(job(llama_8b, f"{name}/ppo")) for name in ("llama3-8b", "llama3-8b-qlora"))
     assert bf16.shape.moved == 2 * bf16.shape.parameters
     linear, others = 6.98e9, 1.05e9  # embedding and lm head
     assert nf4.shape.moved == pytest.approx(4.5 * linear + 2 * others, rel=0.01)
@@ -219,9 +227,9 @@ def test_an_epoch_is_as_long_as_its_rows(tmp_path, in_root, capsys, monkeypatch)
 
     def hours(file):
         asked = load_job(ROOT / "jobs/demo/sft.yaml", [f"data.train={file}", *overrides])
-        rows, how = look(asked, 256)
+        rows, how = look(work_of(asked), 256)
         assert how == f"{rows.count:,} rows, {rows.tokens:.0f} tokens on average"
-        return rows, plan.hours(plan.make(asked), "L4", rows)
+        return rows, plan.hours(plan_of(asked), "L4", rows)
 
     few, short = hours(rows_of(10, 100, tmp_path / "a.jsonl"))
     many, twice = hours(rows_of(10, 200, tmp_path / "b.jsonl"))
@@ -233,18 +241,20 @@ def test_an_epoch_is_as_long_as_its_rows(tmp_path, in_root, capsys, monkeypatch)
     assert f"data: 100 rows, {few.tokens:.0f} tokens on average" in capsys.readouterr().out
     monkeypatch.setattr("pipeline.planning.rows.CHUNK", 4096)
     large = rows_of(10, 2000, tmp_path / "d.jsonl")
-    rows, how = look(load_job("jobs/demo/sft.yaml", [f"data.train={large}"]), 256)
+    rows, how = look(work_of(load_job("jobs/demo/sft.yaml", [f"data.train={large}"])), 256)
     assert how.endswith(", estimated") and rows.count == pytest.approx(2000, rel=0.03)
 
 
 def test_a_kto_job_says_its_labels_and_keeps_two_rows_in_a_micro_batch(in_root):
     asked = load_job("jobs/demo/kto.yaml", ["policy=base"])
-    _, how = look(asked, 256)
+    _, how = look(work_of(asked), 256)
     assert how.startswith("1,800 rows, ") and how.endswith(", 32% desirable")
-    sizes = {value for key, value in plan._changes(asked) if key == "trainer.per_device_train_batch_size"}
+    sizes = {
+        value for key, value in plan._changes(work_of(asked)) if key == "trainer.per_device_train_batch_size"
+    }
     assert min(sizes) == 2
     jobs = [plan._with(asked, {"trainer.gradient_checkpointing": on}) for on in (False, True)]
-    kept, recomputed = (plan.hours(plan.make(one), "L4", ROWS) for one in jobs)
+    kept, recomputed = (plan.hours(plan_of(one), "L4", ROWS) for one in jobs)
     assert recomputed / kept == pytest.approx((3 + 3) / (2 + 3))  # including three forwards without learning
 
 
@@ -254,7 +264,7 @@ def test_a_base_in_shards():
     def planned(workers, *more):
         small = ["trainer.per_device_train_batch_size=1", "data.max_length=512"]
         given = [f"scaling.num_workers={workers}", *small, *more]
-        return plan.make(load_job(ROOT / "jobs/llama3-8b/sft.yaml", given))
+        return plan_of(load_job(ROOT / "jobs/llama3-8b/sft.yaml", given))
 
     whole, shards, alone = planned(4), planned(4, "model.fsdp=true"), planned(1, "model.fsdp=true")
     assert alone.items[0] == whole.items[0]
@@ -361,20 +371,20 @@ def test_a_profile_starts_on_a_machine_with_gpus_or_says_what_to_change(
                 placement.check_fits(places_of(asked))
             placement.check_fits(places_of(load_job(path, [*given, few.value.change], path.stem)))
         try:
-            check_fit(plan.make(asked, {}), places_of(asked), {}, memory, count)
+            check_fit(plan_of(asked, {}), places_of(asked), {}, memory, count)
         except Failure as failure:
             said = str(failure)
             given += shlex.split("".join(re.findall(r"; with (.*?) a worker needs", said)))
             changed = load_job(path, given, path.stem)
             placement.check_fits(places_of(changed))
-            peak = plan.make(changed, {}).peak
+            peak = plan_of(changed, {}).peak
             larger = re.search(r"; use (.*), a smaller model", said)
             assert (larger is None) == (peak <= memory), said
             if larger:
                 assert all(peak <= plan.GPUS[name].memory * plan.GIB for name in larger[1].split(", ")), said
             fitted += larger is None
         else:
-            assert plan.make(asked, {}).peak <= memory
+            assert plan_of(asked, {}).peak <= memory
             placement.check_fits(places_of(asked))
             fitted += 1
     assert bool(fitted) == ("70b" not in profile or memory > 75 * plan.GIB)
@@ -402,18 +412,18 @@ def test_of_a_mixture_the_draws_count(tmp_path, in_root):
     jobs = [
         load_job("jobs/demo/sft.yaml", [f"data.train=[{rows}]"]) for rows in (f"{one}, {other}", weighted)
     ]
-    plain, mixed = (look(one, 256)[0] for one in jobs)
+    plain, mixed = (look(work_of(one), 256)[0] for one in jobs)
     assert (plain.count, mixed.count) == (340, 80) and mixed.tokens > 1.5 * plain.tokens
 
 
 def test_a_rollout_worker_holds_no_critic_and_no_gradients(llama_8b, capsys):
     three, rows = "rollout.num_workers=3", "trainer.local_rollout_forward_batch_size=64"
     one = job(llama_8b, "llama3-8b/ppo", three, rows)
-    worker = plan.make(one, learns=False)
+    worker = plan_of(one, learns=False)
     assert not [item.what for item in worker.items if re.search("critic|gradients and", item.what)]
-    assert plan.make(one).peak > worker.peak > plan.make(one).items[0].size
+    assert plan_of(one).peak > worker.peak > plan_of(one).items[0].size
     said = of_rollout_workers(places_of(one).rollout, worker)
     assert "fits on A100-40G" in said and "All 3: from $6.72 an hour" in said
     l4 = job(llama_8b, "llama3-8b/ppo", three, "rollout.label_selector={ray.io/accelerator-type: L4}")
     with pytest.raises(Failure, match=r"rollout\.label_selector: a rollout.* allow larger ones: A100-40G"):
-        of_rollout_workers(places_of(l4, elsewhere=True).rollout, plan.make(l4, learns=False))
+        of_rollout_workers(places_of(l4, elsewhere=True).rollout, plan_of(l4, learns=False))

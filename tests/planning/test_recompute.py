@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from running import ROOT
+from settled import plan_of, work_of
 
 from pipeline.config import load_job
 from pipeline.inference import memory
@@ -18,13 +19,14 @@ def job(in_root, request):
 
 def test_the_plan_without_recomputation_decides(job):
     kept, recomputed = (
-        plan.make(dataclasses.replace(job, trainer={**job.trainer, "gradient_checkpointing": on})).peak
+        plan_of(dataclasses.replace(job, trainer={**job.trainer, "gradient_checkpointing": on})).peak
         for on in (False, True)
     )
-    assert plan.make(job).peak == recomputed < kept  # the peak with gradient_checkpointing: null
+    assert plan_of(job).peak == recomputed < kept  # the peak with gradient_checkpointing: null
     enough = kept / plan.MAX_FILL
-    assert plan.is_needed(job, enough * 1.01) == (False, plan.is_needed(job, enough * 1.01)[1])
-    needed, why = plan.is_needed(job, enough * 0.99)
+    work = work_of(job)
+    assert plan.is_needed(work, enough * 1.01) == (False, plan.is_needed(work, enough * 1.01)[1])
+    needed, why = plan.is_needed(work, enough * 0.99)
     assert needed and "recomputed (gradient_checkpointing: null): keeping all needs" in why
 
 
@@ -34,12 +36,13 @@ def test_all_workers_do_what_the_smallest_needs(job, free, elsewhere, monkeypatc
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     others = [(True, "another has no room")] if elsewhere else []
     worker = SimpleNamespace(
-        job=job, rank=0, device="cpu", gather=lambda mine: [mine, *others],
-        work=SimpleNamespace(inputs={}),
+        work=work_of(job), rank=0, device="cpu", gather=lambda mine: [mine, *others],
     )  # fmt: skip
     assert plan.recomputes(worker) is (elsewhere or free == 1 << 20)
     assert "gradient_checkpointing: null" in capsys.readouterr().out or elsewhere
     for given in (True, False):  # no other worker is queried
-        worker.job = dataclasses.replace(job, trainer={**job.trainer, "gradient_checkpointing": given})
+        worker.work = work_of(
+            dataclasses.replace(job, trainer={**job.trainer, "gradient_checkpointing": given})
+        )
         worker.gather = None
         assert plan.recomputes(worker) is given

@@ -28,7 +28,7 @@ def host(tmp_path, monkeypatch):
     given = {name: Input(at, "adapter", at) for name, at in named.items()}
     work = work_of(job, inputs={**given, "reward.0": Input(rule, "function")})
     made = {"work": work, "args": job.args, "tokenizer": toy_models.tokenizer()}
-    return SimpleNamespace(job=job, input=named.__getitem__, **made)
+    return SimpleNamespace(input=named.__getitem__, **made)
 
 
 def weights(shared, role):
@@ -37,7 +37,7 @@ def weights(shared, role):
 
 def test_a_reference_that_follows_the_policy_does_not_change_the_baseline(host):
     shared = toy_models.shared_base()
-    reference = roles.add_policy(host, shared, host.job.args)
+    reference = roles.add_policy(host, shared, host.args)
     start = roles.start(host, shared, reference)
     before = weights(shared, start)
     for parameter in shared.parameters_of("policy"):
@@ -49,25 +49,26 @@ def test_a_reference_that_follows_the_policy_does_not_change_the_baseline(host):
 
 def test_the_critic_starts_from_the_first_reward_that_is_an_adapter(host):
     shared = toy_models.shared_base()
-    roles.add_policy(host, shared, host.job.args)
+    roles.add_policy(host, shared, host.args)
     roles.add_rewards(host, shared)
-    host.job = replace(host.job, trainer={**host.job.trainer, "critic": "adapter"})
-    roles.add_critic(host, shared, host.job.args)
+    with_adapter = replace(host.args, critic="adapter")
+    roles.add_critic(host, shared, with_adapter)
     assert torch.equal(weights(shared, "critic"), weights(shared, "reward_1"))
     assert roles.folders(host, shared)["critic"] == host.input("reward.1")
-    assert not inputs.makes_adapter(host.job, ["policy", "reward.1"])
-    assert inputs.makes_adapter(host.job, ["policy"])
+    stage = host.work.stage
+    assert not inputs.makes_adapter(stage, with_adapter, ["policy", "reward.1"])
+    assert inputs.makes_adapter(stage, with_adapter, ["policy"])
 
 
 def test_a_critic_that_is_a_head_owns_no_adapter(host, tmp_path):
     shared = toy_models.shared_base()
-    roles.add_policy(host, shared, host.job.args)
+    roles.add_policy(host, shared, host.args)
     before = weights(shared, "policy")
-    assert host.job.args.critic == "head"
-    roles.add_critic(host, shared, host.job.args)
+    assert host.args.critic == "head"
+    roles.add_critic(host, shared, host.args)
     assert weights(shared, "critic").shape == (shared.hidden_size,)
     assert "critic" not in roles.folders(host, shared)
-    assert not inputs.makes_adapter(host.job, ["policy"])
+    assert not inputs.makes_adapter(host.work.stage, host.args, ["policy"])
     shared.parameters_of("critic")[0].data += 1.0
     shared.save("critic", tmp_path / "head")
     shared.parameters_of("critic")[0].data.zero_()

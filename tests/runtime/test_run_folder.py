@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from running import ROOT
+from settled import work_of
 
 from pipeline.__main__ import main
 from pipeline.config import load_job
@@ -16,6 +17,7 @@ from pipeline.runtime import checkpoints, resume
 from pipeline.runtime.resume import owned, state
 from pipeline.settle import inputs
 from pipeline.settle.identity import named
+from pipeline.settle.work import Input
 
 BATCH = ["data.batch_size=16", "trainer.per_device_train_batch_size=8"]
 PPO = ["policy=base", "reward=python:bad_rewards:length", "judge=null"]
@@ -43,7 +45,7 @@ def halfway(tmp_path_factory):
 @pytest.mark.parametrize(
     ("verb", "overrides", "says"),
     [
-        ("sft", ["trainer.learning_rate=0.5"], r"trainer\.learning_rate=0\.002 \(now 0\.5\).*run\.fresh=true.*may change: run, mlflow, "),
+        ("sft", ["trainer.learning_rate=0.5"], r"trainer\.learning_rate=0\.002 \(now 0\.5\).*run\.overwrite=true.*may change: run, mlflow, "),
         ("sft", ["trainer.adam_beta2=0.9"], r"trainer\.adam_beta2=not given \(now 0\.9\)"),
         ("sft", ["data.train=jobs/demo/data/demonstrations_eval.jsonl"], r"data\.train=.*demonstrations\.jsonl"),
         ("sft", ["model.dtype=bfloat16"], r'model\.dtype="float32"'),
@@ -80,7 +82,7 @@ def test_evaluation_keys_must_stay_if_they_decide_what_is_registered(halfway, tm
     folder = shutil.copytree(halfway, tmp_path / "copy")
     begun = [*BATCH, "run.load_best_model_at_end=true", "trainer.eval_strategy=steps", "trainer.eval_steps=5"]
     for left, change, says in [
-        (BATCH, "run.load_best_model_at_end=true", r'run\.load_best_model_at_end=false \(now true\)'),
+        (BATCH, "run.load_best_model_at_end=true", r"run\.load_best_model_at_end=false \(now true\)"),
         (BATCH, "run.early_stopping_patience=3", r"run\.early_stopping_patience=not given \(now 3\)"),
         (BATCH, "run.stop_if.eval_loss=< 1", r'run\.stop_if\.eval_loss=not given \(now "< 1"\)'),
         (begun, "trainer.eval_steps=7", r"trainer\.eval_steps=5 \(now 7\)"),
@@ -113,7 +115,7 @@ def test_without_a_checkpoint_the_job_may_still_be_edited(halfway, tmp_path, in_
     ("base", "rows", "says"),
     [
         ("sha256:other", {"train": "sha256:rows"}, r"content of model\.name_or_path \(jobs/demo/model\) has changed since 'sft' began"),
-        ("sha256:base", {"train": "sha256:edited"}, r"content of data\.train has changed since 'sft' began.*run\.fresh=true"),
+        ("sha256:base", {"train": "sha256:edited"}, r"content of data\.train has changed since 'sft' began.*run\.overwrite=true"),
         ("sha256:base", {"trainer.advantage_estimator": "sha256:edited"}, r"content of trainer\.advantage_estimator has changed"),
     ],
     ids=["base", "rows", "code"],
@@ -126,25 +128,30 @@ def test_changed_content_under_the_same_path_is_detected(base, rows, says, halfw
         resume.same_content(found, job, base, rows)
 
 
+def digests(job):
+    given = {name: Input(at, "function") for name, at in job.inputs.items() if at.startswith("python:")}
+    return inputs.digests_of_functions(work_of(job, inputs=given))
+
+
 def test_an_edited_python_reward_counts_as_changed_content(halfway, tmp_path, in_root, monkeypatch):
     """Otherwise collect would mix rows of two rewards under one reward_version."""
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "edited_reward.py"
     module.write_text("def score(completions, **_):\n    return [0.0 for _ in completions]\n")
     ppo = load_job("jobs/demo/ppo.yaml", ["reward=python:edited_reward:score", "policy=base"], "ppo")
-    assert inputs.digests_of_functions(ppo).keys() == {"reward"}, "nothing is trained on its judge"
+    assert digests(ppo).keys() == {"reward"}, "nothing is trained on its judge"
     given = ["reward=[python:edited_reward:score]", f"run.storage_path={tmp_path}", "run.name=one"]
     job = load_job("jobs/demo/collect.yaml", given, "collect")
-    rows = inputs.digests_of_functions(job)
+    rows = digests(job)
     assert rows.keys() == {"reward"}
     run = identity_of(job)
     resume.record(run, {}, "sha256:base", rows)
     (tmp_path / "one" / resume.PARTS).mkdir()
     found = resume.unfinished(run)
-    assert resume.same_content(found, run, "sha256:base", inputs.digests_of_functions(job))
+    assert resume.same_content(found, run, "sha256:base", digests(job))
     module.write_text("def score(completions, **_):\n    return [1.0 for _ in completions]\n")
     with pytest.raises(InputError, match=r"content of reward has changed since 'one' .*Restore the files"):
-        resume.same_content(found, run, "sha256:base", inputs.digests_of_functions(job))
+        resume.same_content(found, run, "sha256:base", digests(job))
 
 
 def test_unreadable_files_of_a_run(halfway, tmp_path, in_root, capsys):
@@ -153,9 +160,9 @@ def test_unreadable_files_of_a_run(halfway, tmp_path, in_root, capsys):
         (folder / "sft/job.json").write_text(content)
         assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={folder}", "run.name=sft"]) == 2
         error = capsys.readouterr().err
-        assert re.search(r"^error: run\.name: .*/sft/job\.json cannot be read .*run\.fresh=true", error), (
-            error
-        )
+        assert re.search(
+            r"^error: run\.name: .*/sft/job\.json cannot be read .*run\.overwrite=true", error
+        ), error
 
 
 @pytest.mark.parametrize("what", ["dangling link", "file"])

@@ -48,7 +48,7 @@ def server(storage, models, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(command, "REQUEST_S", 4)
         it = stack.enter_context(served(storage, *settings, f"serve.feedback_path={folder}"))
-        it.folder, it.uri = folder, registry.tracking_uri(it.job)
+        it.folder, it.uri = folder, it.work.uri
         yield it
 
 
@@ -270,7 +270,7 @@ def test_a_web_page_of_another_origin_is_refused_and_a_load_balancer_is_not(serv
 
 def test_a_client_that_disconnects_does_not_fail_the_server(server, capfd):
     def another():
-        with socket.create_connection(("127.0.0.1", server.job.serve.port)) as one:
+        with socket.create_connection(("127.0.0.1", server.work.serve.port)) as one:
             one.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
             time.sleep(0.3)  # now the replica reads the request
         page = ask(server.url, "/metrics")[2].decode()
@@ -284,7 +284,7 @@ def test_a_client_that_disconnects_does_not_fail_the_server(server, capfd):
 def test_a_request_with_incomplete_headers_is_closed(server):
     """This test uses Ray Serve's own proxy. tests/serving/test_proxy.py has the other cases."""
     begun = time.monotonic()
-    with socket.create_connection(("127.0.0.1", server.job.serve.port), timeout=20) as one:
+    with socket.create_connection(("127.0.0.1", server.work.serve.port), timeout=20) as one:
         one.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\n")
         assert one.recv(1000) == b""
     assert time.monotonic() - begun < 5
@@ -423,7 +423,7 @@ def test_tokens_are_required_and_never_stored_or_logged(monkeypatch, server):
     from pipeline.serving.protocol import Refused
 
     monkeypatch.setenv(TOKENS, f"{'a' * 20}, {'b' * 20}")
-    digests = token_digests(server.job.serve.host)
+    digests = token_digests(server.work.serve.host)
     assert len(digests) == 2 and "aaaa" not in str(digests)
 
     def check(**headers):

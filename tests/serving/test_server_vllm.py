@@ -42,7 +42,7 @@ def test_vllm_answers_like_transformers_follows_aliases_and_scores(storage, tmp_
         row = {"prompt": TEXTS[0], "completion": "Oslo."}
         assert ask(server.url, "/score", row)[0] == 200
 
-        client, number = registry.client(registry.tracking_uri(server.job)), second(storage)
+        client, number = registry.client(server.work.uri), second(storage)
         client.set_registered_model_alias("toy-policy", "champion", number)
         try:
             until(

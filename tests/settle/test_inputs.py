@@ -189,8 +189,8 @@ def test_vllm_without_its_plugin_is_refused_for_nf4(tmp_path, monkeypatch, in_ro
     with pytest.raises(
         InputError, match=r"plugin for model\.load_in_4bit is not .*pip install vllm-bnb-plugin on"
     ):
-        check_sampler(job)
-    check_sampler(replace(job, model=replace(job.model, load_in_4bit=False)))
+        check_sampler(job.rollout_config, job.model)
+    check_sampler(job.rollout_config, replace(job.model, load_in_4bit=False))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 from running import ROOT, client, curve, stage
+from settled import plan_of
 
 from pipeline.config import gates, load_job
 from pipeline.config.identity import identity_of
-from pipeline.planning import plan
 from pipeline.runtime import run
 from pipeline.settle.identity import named
 
@@ -54,7 +54,7 @@ def test_a_training_stage_leaves_a_result_a_version_and_small_checkpoints(name, 
     # A checkpoint holds adapters and Adam's moments once, as `plan` estimates, and nothing of the base.
     newest = max((storage / f"toy-{name}").glob("checkpoint_*[0-9]"))
     size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
-    planned = plan.make(load_job(ROOT / f"jobs/demo/{name}.yaml", [], name)).checkpoint
+    planned = plan_of(load_job(ROOT / f"jobs/demo/{name}.yaml", [], name)).checkpoint
     assert planned < size < 1.1 * planned + 100_000  # plus tokenizer, states and curves
     assert size < 10e6
 

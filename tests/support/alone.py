@@ -65,7 +65,7 @@ class Alone(Host):
             save(adapter)
             parents = {name: version for name, version in self.work.versions.items() if name == "policy"}
             described = lineage.describe(
-                self.job.stage, self.work.base, self.tokenizer, parents, {}, **outcome.facts
+                self.work.run.stage, self.work.base, self.tokenizer, parents, {}, **outcome.facts
             )
             lineage.write(adapter, described)
             require_reload(outputs(None), outputs(adapter), adapter)

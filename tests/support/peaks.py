@@ -16,6 +16,7 @@ import torch
 import toy_ppo as toy
 from peft import LoraConfig
 from running import ROOT
+from settled import plan_of
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from trl import (
     DPOConfig,
@@ -126,7 +127,7 @@ def planned(stage, folder, dtype, checkpointing):
     else:
         settings |= {"data.max_length": WIDTH, "data.batch_size": ROWS}
     job = load_job(ROOT / f"jobs/demo/{stage}.yaml", [f"{k}={v}" for k, v in settings.items()])
-    items = plan.make(job).items
+    items = plan_of(job).items
     return sum(item.size for item in items if item.phase == "update" or "Adam" in item.what)
 
 

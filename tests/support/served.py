@@ -17,11 +17,11 @@ REWARDS = "serve.rewards={toy-rm: models:/toy-rm@champion}"
 
 @contextlib.contextmanager
 def served(storage, *overrides, policies=POLICIES, rewards=REWARDS):
-    """Returns the address and the job."""
+    """Returns the address and the work."""
     given = [policies, rewards, "serve.port=0", f"run.storage_path={storage}", *overrides]
     job = load_job(ROOT / "jobs/demo/serve.yaml", given, "serve")
     with serving(job) as work:
-        yield SimpleNamespace(url=f"http://127.0.0.1:{work.job.serve.port}", job=work.job)
+        yield SimpleNamespace(url=f"http://127.0.0.1:{work.serve.port}", work=work)
 
 
 def ask(url, path, body=None, method=None, **headers):

@@ -1,10 +1,15 @@
 """Settles a job's work, with the tokenizer, base and inputs that a test sets."""
 
-from pipeline.registry import gate_of
-from pipeline.settle.identity import tracking_of
+from dataclasses import replace
+
+from pipeline.planning import plan
+from pipeline.settle import run
 from pipeline.settle.places import places_of
-from pipeline.settle.work import Work
 
 
 def work_of(job, tokenizer=None, base=None, **more):
-    return Work(job, places_of(job), tracking_of(job), gate_of(job), tokenizer, base or {}, **more)
+    return replace(run.work_of(job, places_of(job)), tokenizer=tokenizer, base=base or {}, **more)
+
+
+def plan_of(job, loras=None, **options):
+    return plan.make(work_of(job), loras, **options)

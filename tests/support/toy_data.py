@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.config import Data
+from pipeline.config.stages import STAGE
 from pipeline.data import chunks, files
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.feed import to_hf
@@ -130,11 +131,12 @@ def make(tmp_path, stage="sft", packing=False, context=400, template=None, on_ra
 def evaluator(folder, tokenizer=None, rows_per_forward=64) -> SimpleNamespace:
     """Returns a single worker of `evaluate`, without models."""
     data, args = SimpleNamespace(subset=None), SimpleNamespace(rows_per_forward=rows_per_forward)
-    job = SimpleNamespace(data=data, args=args, judge=None)
     lease = SimpleNamespace(require=lambda: None)
-    work = SimpleNamespace(context=1 << 20, folder=str(folder), lease=lease)
+    work = SimpleNamespace(
+        context=1 << 20, folder=str(folder), lease=lease, data=data, inputs={}, stage=STAGE["evaluate"]
+    )
     return SimpleNamespace(
-        rank=0, world=1, gather=lambda own: [own], tokenizer=tokenizer, work=work, job=job, args=args
+        rank=0, world=1, gather=lambda own: [own], tokenizer=tokenizer, work=work, args=args
     )
 
 
