@@ -253,8 +253,8 @@ def test_a_kto_job_says_its_labels_and_keeps_two_rows_in_a_micro_batch(in_root):
         value for key, value in plan._changes(work_of(asked)) if key == "trainer.per_device_train_batch_size"
     }
     assert min(sizes) == 2
-    jobs = [plan._with(asked, {"trainer.gradient_checkpointing": on}) for on in (False, True)]
-    kept, recomputed = (plan.hours(plan_of(one), "L4", ROWS) for one in jobs)
+    both = [plan._with(work_of(asked), {"trainer.gradient_checkpointing": on}) for on in (False, True)]
+    kept, recomputed = (plan.hours(plan.make(one), "L4", ROWS) for one in both)
     assert recomputed / kept == pytest.approx((3 + 3) / (2 + 3))  # including three forwards without learning
 
 
