@@ -172,14 +172,14 @@ docs: .bench/docs ## build the documentation site into build/site
 	@cp build/site/README.html build/site/index.html
 	@echo "build/site/index.html"
 bench: setup .bench/trl ## compare speed and memory with TRL: ARGS="ppo --size demo"
-	@$(PY) tests/bench $(ARGS)
+	@$(PY) tools/bench $(ARGS)
 chaos: setup ## kill workers, drivers, nodes; runs must end with equal numbers
-	@$(PY) tests/chaos $(ARGS)
+	@$(PY) tools/chaos $(ARGS)
 faults: $(VENV)/.dev ## plant known bugs one at a time; the self-checks must name them
-	@$(PY) tests/seeded_faults $(ARGS)
+	@$(PY) tools/seeded_faults $(ARGS)
 # Without `setup`: a machine with a GPU often has an environment with torch, and needs no other.
 gpu: ## check and measure one GPU (docs/gpu.md); on a CPU: PRETEND=1
-	@PYTHONPATH=. $(or $(PYTHON),$(if $(wildcard $(PY)),$(PY),python3)) -m tests.gpu $(ARGS)
+	@PYTHONPATH=. $(or $(PYTHON),$(if $(wildcard $(PY)),$(PY),python3)) -m tools.gpu $(ARGS)
 
 # The site's generator needs nothing of the project, and the project nothing of it.
 .bench/docs: docs/requirements.txt

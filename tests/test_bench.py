@@ -7,7 +7,7 @@ import sys
 import pytest
 from running import ROOT
 
-sys.path.append(str(ROOT / "tests/bench"))
+sys.path.append(str(ROOT / "tools/bench"))
 from ppo_ours import repeated
 from report import ratios, render
 from sizes import PHASES, SEED, TRL_PPO
@@ -17,7 +17,7 @@ from pipeline.ppo.episodes import prompt_order
 
 def bench(tmp_path, *arguments):
     """Returns the results of `make bench`. Asserts that each ratio equals the quotient of its sides."""
-    command = [sys.executable, str(ROOT / "tests/bench"), *arguments]
+    command = [sys.executable, str(ROOT / "tools/bench"), *arguments]
     command += ["--size", "toy", "--rounds", "1", "--threads", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -73,13 +73,14 @@ def test_no_files_import_each_other_in_a_circle():
     assert not waiting, f"these files import each other, or are imported by such files: {sorted(waiting)}"
 
 
-def test_what_tests_import_is_there():
+def test_what_tests_and_tools_import_is_there():
     """This includes files that few machines run: benches against TRL 1.12, GPUs, several hosts."""
     files = {name_of(file): file for file in FILES}
     made = {name: names_in(file) for name, file in files.items()}
     missing = [
         f"{file.relative_to(ROOT)}: {name}"
-        for file in (ROOT / "tests").rglob("*.py")
+        for folder in ("tests", "tools")
+        for file in (ROOT / folder).rglob("*.py")
         for name in imports(file)
         if name.startswith("pipeline.") and name not in files
         if name.rpartition(".")[2] not in made.get(name.rpartition(".")[0], ())

@@ -23,7 +23,7 @@ from pipeline.config import judge, load_job, schema
 from pipeline.config.schema import keys_of
 from pipeline.config.stages import INPUTS
 from pipeline.data.shapes import DEMONSTRATIONS, PREFERENCES, PROMPTS
-from tests.chaos.runs import answers, until
+from tools.chaos.runs import answers, until
 
 README = (ROOT / "README.md").read_text()
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -139,7 +139,7 @@ def test_the_first_hour_on_a_gpu_quotes_messages_and_jobs_that_exist(in_root):
     hour = PAGES["gpu.md"].partition("## The first hour")[2].partition("\n## ")[0]
     files = [
         *(ROOT / "pipeline").rglob("*.py"),
-        *(ROOT / "tests/gpu").glob("*.py"),
+        *(ROOT / "tools/gpu").glob("*.py"),
         Path(training_args.__file__),
     ]
     source = "".join(path.read_text() for path in files)
@@ -325,7 +325,7 @@ def test_every_command_is_covered():
         *("make ui", "make serve", "make chat", "make report"),  # above
         "make notebook",  # test_notebooks.py
         *("make gpu", "SMALL=1 make gpu"),  # gpu/test_rehearsal.py
-        "python -m tests.gpu.pretend",  # gpu/test_runs.py
+        "python -m tools.gpu.pretend",  # gpu/test_runs.py
         *("make up", "make dashboard", "make down"),  # cluster/test_ray_up.py
         "hf jobs uv run --dry-run",  # cloud/test_launchers.py
         "make image",  # cloud/test_image.py

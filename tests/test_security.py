@@ -19,7 +19,7 @@ from pipeline import registry
 from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.runtime.run import OpenRun, failure_recorded
-from tests.chaos.runs import Server
+from tools.chaos.runs import Server
 
 SECRETS = {
     "HF_TOKEN": "hf_plantedPLANTED0123456789abcdefghij",

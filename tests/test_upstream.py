@@ -41,7 +41,7 @@ SOURCES = [
 PARAMETERS = [
     (f"{FUNCTION}._register_sigint_handler", "self controller", "pipeline/on_ray/fit.py"),
     ("ray._private.state.state.get_max_resources_from_cluster_config", "", "pipeline/on_ray/placement.py"),
-    ("ray.cluster_utils.Cluster", "initialize_head head_node_args", "tests/chaos/faults.py"),
+    ("ray.cluster_utils.Cluster", "initialize_head head_node_args", "tools/chaos/faults.py"),
     ("transformers.trainer_utils.seed_worker", "num_workers rank", "pipeline/data/feed.py"),
 ]
 
@@ -154,7 +154,7 @@ def test_the_files_that_are_checked_are_still_those_that_ray_uploads(tmp_path):
 
 
 def test_the_hidden_command_that_drains_a_node_still_takes_our_options():
-    """jobs/cloud/spot.py and tests/chaos/faults.py use `ray drain-node`."""
+    """jobs/cloud/spot.py and tools/chaos/faults.py use `ray drain-node`."""
     from ray.scripts.scripts import cli
 
     options = {option for one in cli.commands["drain-node"].params for option in one.opts}

@@ -8,7 +8,7 @@ import sys
 import pytest
 from head import TOKEN, Head
 
-from tests.chaos.runs import until
+from tools.chaos.runs import until
 
 PROVIDER = """
 import json

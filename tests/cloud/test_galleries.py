@@ -14,11 +14,11 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
+from environments import install
 from head import Head
 from running import ROOT
-from tools import install
 
-from tests.chaos.runs import free_port
+from tools.chaos.runs import free_port
 
 HOME = ROOT / "docs/galleries"
 [ENTRY] = yaml.safe_load((HOME / "anyscale/BUILD.yaml").read_text())

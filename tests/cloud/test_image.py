@@ -7,8 +7,8 @@ import sys
 import tomllib
 
 import pytest
+from environments import install
 from running import ROOT
-from tools import install
 
 TEXT = (ROOT / "Dockerfile").read_text()
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from environments import install
 from running import ROOT
-from tools import install
 
 from pipeline.commands.run import ORDER, overrides_of
 from pipeline.config import load_job

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from servers import Handler, listening
 
-from tests.chaos.runs import answers, free_port, until
+from tools.chaos.runs import answers, free_port, until
 
 SERVER = max(glob("/usr/lib/postgresql/*/bin"), default="")
 

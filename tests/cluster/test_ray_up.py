@@ -25,7 +25,7 @@ from clusters import ROOT, Process, environment_with
 from hosts import Hosts, missing
 from running import copy_repository
 
-from tests.chaos.runs import until
+from tools.chaos.runs import until
 
 TOKEN = "fedcba9876543210" * 2
 SHORT = "gate={} trainer.eval_strategy=no trainer.eval_on_start=false"

@@ -14,7 +14,7 @@ import pytest
 from clusters import PATIENCE, ROOT, cluster_of
 from hosts import missing
 
-from tests.chaos.runs import comparable, until
+from tools.chaos.runs import comparable, until
 
 UPDATES = 12
 PPO = [
@@ -36,7 +36,7 @@ class Ppo:
     def __init__(self, cluster, name):
         self.folder = cluster.folder / "runs" / name
         where = [f"run.storage_path={cluster.folder / 'runs'}", f"run.name={name}"]
-        command = [sys.executable, str(ROOT / "tests/chaos/slowly.py"), "ppo", "jobs/demo/ppo.yaml"]
+        command = [sys.executable, str(ROOT / "tools/chaos/slowly.py"), "ppo", "jobs/demo/ppo.yaml"]
         self.process = cluster.start(cluster.hosts[0], *command, *PPO, *where)
 
     def reaches(self, step):
@@ -57,7 +57,7 @@ class Ppo:
 
 @pytest.fixture(scope="module")
 def cluster():
-    with cluster_of(3, PYTHONPATH=f"{ROOT}:{ROOT / 'tests/chaos'}", CHAOS_STEP_S="0.3") as made:
+    with cluster_of(3, PYTHONPATH=f"{ROOT}:{ROOT / 'tools/chaos'}", CHAOS_STEP_S="0.3") as made:
         yield made
 
 

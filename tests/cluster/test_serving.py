@@ -21,7 +21,7 @@ from toy_models import registered, second
 
 from pipeline import registry
 from pipeline.commands.serve import TOKENS
-from tests.chaos.runs import until
+from tools.chaos.runs import until
 
 REQUESTS, CLIENTS = 240, 8
 FIRST, SECOND = "models:/toy-policy/1", "models:/toy-policy/2"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from unittest import mock
 
 # isort: off
-from tests.gpu.pretend import branches  # must precede the modules of pipeline/, whose statements it records
+from tools.gpu.pretend import branches  # must precede the modules of pipeline/, whose statements it records
 # isort: on
 
 import pytest
@@ -28,8 +28,8 @@ from pipeline.on_ray.session import embedded
 from pipeline.runtime import roles
 from pipeline.runtime.host import load_host
 from pipeline.serving import models
-from tests.gpu.pretend import worker
-from tests.gpu.pretend.command import machine, run
+from tools.gpu.pretend import worker
+from tools.gpu.pretend.command import machine, run
 
 
 def run_cut(arguments: list[str], step: int) -> dict[str, Any]:

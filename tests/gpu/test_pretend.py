@@ -14,7 +14,7 @@ import pytest
 import toy_ppo as toy
 from running import ROOT
 
-os.environ["PRETEND"] = "1"  # tests.gpu chooses its sizes and device at import
+os.environ["PRETEND"] = "1"  # tools.gpu chooses its sizes and device at import
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,8 +25,8 @@ from pipeline.inference.graphs import Steps
 from pipeline.inference.rows import Sampling
 from pipeline.models import precision
 from pipeline.models.adapters import SharedBase
-from tests.gpu import correct, pretend
-from tests.gpu.record import Record
+from tools.gpu import correct, pretend
+from tools.gpu.record import Record
 
 del os.environ["PRETEND"]
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from running import ROOT
 
-from tests.gpu.record import Record, markdown
+from tools.gpu.record import Record, markdown
 
 
 @pytest.mark.slow
@@ -25,9 +25,9 @@ def test_every_experiment_passes_on_a_cpu(tmp_path):
 
 
 def test_without_a_gpu_the_message_says_what_to_do(monkeypatch, capsys):
-    from tests.gpu import experiments, models  # imported here, because the import chooses the sizes
+    from tools.gpu import experiments, models  # imported here, because the import chooses the sizes
 
-    monkeypatch.setattr("sys.argv", ["tests.gpu"])
+    monkeypatch.setattr("sys.argv", ["tools.gpu"])
     for name in ("CUDA", "SMALL"):
         monkeypatch.setattr(models, name, False)
     with pytest.raises(SystemExit) as ended:

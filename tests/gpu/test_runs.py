@@ -16,10 +16,10 @@ from running import ROOT
 from served import POLICIES, REWARDS
 from toy_models import registered
 
-os.environ["PRETEND"] = "1"  # tests.gpu chooses its sizes and device at import
+os.environ["PRETEND"] = "1"  # tools.gpu chooses its sizes and device at import
 from tests.gpu import runs as working
-from tests.gpu.experiments import isolated
-from tests.gpu.pretend import branches, command, worker
+from tools.gpu.experiments import isolated
+from tools.gpu.pretend import branches, command, worker
 
 del os.environ["PRETEND"]
 
@@ -192,7 +192,7 @@ def test_a_job_for_the_cpu_runs_next_to_a_gpu(name, runs):
 @pytest.mark.slow
 def test_the_command_of_the_pages_runs(tmp_path):
     lines = (ROOT / "docs/gpu.md").read_text().splitlines()
-    [line] = [line for line in lines if line.startswith("python -m tests.gpu.pretend ")]
+    [line] = [line for line in lines if line.startswith("python -m tools.gpu.pretend ")]
     words = [sys.executable, *line.split()[1:], "trainer.max_steps=1", f"run.storage_path={tmp_path}"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,7 +17,7 @@ from pipeline.inference.rows import Sampling
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import FunctionReward
 from pipeline.ppo.trainer import PPOTrainer
-from tests.chaos.runs import until
+from tools.chaos.runs import until
 
 pytest.importorskip("vllm", reason="needs the extra `vllm`")
 from pipeline.inference.vllm import VllmDecoder, accepted_rank, largest_rank, start_llm

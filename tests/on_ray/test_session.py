@@ -25,8 +25,8 @@ from sockets import on_loopback, sockets
 
 from pipeline.errors import InputError
 from pipeline.on_ray import placement, session
-from tests.chaos.runs import until
 from tests.test_security import SECRETS, leaks
+from tools.chaos.runs import until
 
 COMMAND = json.dumps({"entrypoint": "true"})  # Ray's agent runs this for anyone with the token
 # (method, path, body) of requests to a session's HTTP servers. All but metrics and health need the token.

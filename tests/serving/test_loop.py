@@ -8,7 +8,7 @@ from running import ROOT, client, stage
 from served import ask, chat, served
 
 from pipeline.demo import gold
-from tests.chaos.runs import until
+from tools.chaos.runs import until
 
 pytestmark = [pytest.mark.usefixtures("embedded_ray"), pytest.mark.slow]
 

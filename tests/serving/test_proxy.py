@@ -15,7 +15,7 @@ from uvicorn.protocols.http import auto
 
 from pipeline.serving import app, proxy
 from pipeline.serving.app import Server, answered
-from tests.chaos.runs import until
+from tools.chaos.runs import until
 
 LIMIT_S = 1
 HEADERS = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 20\r\n"

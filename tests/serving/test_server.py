@@ -24,7 +24,7 @@ from pipeline.__main__ import main
 from pipeline.commands import serve as command
 from pipeline.commands.serve import TOKENS, token_digests
 from pipeline.errors import InputError
-from tests.chaos.runs import until
+from tools.chaos.runs import until
 
 pytestmark = pytest.mark.usefixtures("embedded_ray")
 QUESTION = "What is the capital of Peru?"

@@ -7,7 +7,7 @@ from served import ask, chat, served
 from toy_models import registered, second
 
 from pipeline import registry
-from tests.chaos.runs import until
+from tools.chaos.runs import until
 
 pytest.importorskip("vllm", reason="needs the extra `vllm`")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("embedded_ray")]

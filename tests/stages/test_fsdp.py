@@ -5,7 +5,7 @@ from dying import killed
 from resumed import touched
 from running import stage
 
-from tests.chaos.runs import comparable
+from tools.chaos.runs import comparable
 
 TWO = ["scaling.num_workers=2", "scaling.resources_per_worker={CPU: 0.5}"]
 TRL = [

@@ -1,11 +1,11 @@
-"""Tests each stage end to end at toy size: its output, its registered version, and that other libraries can load it."""
+"""Tests each stage end to end at toy size: its output and its registered version, and that its losses equal those of bare TRL."""
 
 import json
 import re
 import shutil
 
 import pytest
-from running import ROOT, client, curve, stage
+from running import NO_EVAL, ROOT, client, curve, stage
 from settled import plan_of
 
 from pipeline.config import gates, load_job
@@ -13,8 +13,10 @@ from pipeline.config.identity import identity_of
 from pipeline.runtime import run
 from pipeline.settle.identity import named
 
+STEPS = 6
 TRL_QUICK = [
-    "trainer.max_steps=4", "data.batch_size=16", "trainer.per_device_train_batch_size=8", "trainer.logging_steps=1",
+    f"trainer.max_steps={STEPS}", "data.batch_size=16", "trainer.per_device_train_batch_size=8", "trainer.logging_steps=1",
+    "trainer.lr_scheduler_type=constant", "trainer.warmup_steps=0",
 ]  # fmt: skip
 PPO_QUICK = [
     "trainer.total_episodes=32", "trainer.batch_size=16", "judge=python:pipeline.demo:gold",
@@ -61,7 +63,7 @@ def test_a_training_stage_leaves_a_result_a_version_and_small_checkpoints(name, 
 
 def test_metrics_are_in_mlflow_step_by_step(runs, storage):
     logged = [("sft", "loss"), ("rm", "accuracy"), ("ppo", "objective/kl"), ("ppo", "eval_judge_win_rate")]
-    assert [len(curve(storage, runs[name], metric)) for name, metric in logged] == [4, 4, 2, 2]
+    assert [len(curve(storage, runs[name], metric)) for name, metric in logged] == [STEPS, STEPS, 2, 2]
 
 
 def test_versions_record_their_origin(runs, storage):
@@ -149,3 +151,71 @@ def test_a_finished_run_can_be_moved(runs, storage):
         ROOT / "jobs/demo/evaluate.yaml", [f"run.storage_path={moved.parent}", "run.name=toy-evaluate"]
     )
     assert run.finished(identity_of(named(job)))["folder"] == str(moved) != runs["evaluate"]["folder"]
+
+
+@pytest.mark.parametrize("name", ["sft", "rm", "dpo", "kto"])
+def test_losses_equal_those_of_bare_trl(name, runs, storage):
+    ours = curve(storage, runs[name])
+    theirs = bare(name, runs["sft"]["adapter"])
+    assert len(ours) == len(theirs) == STEPS
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert max(theirs) - min(theirs) > 1e-2, "the losses do not move: nothing was compared"
+
+
+# ------------------------------------------------------------------------------------------------ bare TRL
+
+
+def rows(name):
+    """Returns the raw rows as TRL's own messages, so that the test also covers templating and tokenizing."""
+    files = {"sft": "demonstrations", "kto": "thumbs"}
+    path = ROOT / "jobs/demo/data" / f"{files.get(name, 'preferences')}.jsonl"
+    for row in map(json.loads, path.read_text().splitlines()):
+        if name == "sft":
+            yield {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+            continue
+        sides = {key: row[key] for key in ("completion", "chosen", "rejected") if key in row}
+        said = {key: [{"role": "assistant", "content": text}] for key, text in sides.items()}
+        label = {"label": row["label"]} if name == "kto" else {}
+        yield {"prompt": [{"role": "user", "content": row["prompt"]}], **said, **label}
+
+
+def parts(name, config):
+    """Returns tokenizer, raw rows, arguments and LoRA settings of a demo job, for TRL alone."""
+    import datasets
+    from transformers import AutoTokenizer
+
+    job = load_job(ROOT / f"jobs/demo/{name}.yaml", [*TRL_QUICK, *NO_EVAL, "trainer.save_strategy=no"], name)
+    args = dict(job.trainer) | {"gradient_accumulation_steps": 2}
+    args |= {"output_dir": str(ROOT / "runs/bare"), "report_to": "none", "disable_tqdm": True}
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "jobs/demo/model")
+    # The tokenizer names no pad token, like Llama 3's. By default, TRL would pad with eos and read the reward before it.
+    tokenizer.pad_token = "<|finetune_right_pad_id|>"
+    return tokenizer, datasets.Dataset.from_list(list(rows(name))), config(**args), job.lora
+
+
+def bare(name, policy=None):
+    """Returns the losses of TRL's trainer on the base, with a new adapter or, for dpo and kto, the adapter in `policy`."""
+    import torch
+    import transformers
+    import trl
+    from peft import LoraConfig, PeftModel
+
+    trainer = {"sft": "SFT", "rm": "Reward", "dpo": "DPO", "kto": "KTO"}[name]
+    tokenizer, data, args, lora = parts(name, getattr(trl, f"{trainer}Config"))
+    transformers.set_seed(args.seed)
+    kind = "SequenceClassification" if name == "rm" else "CausalLM"
+    head = {"num_labels": 1} if name == "rm" else {}
+    loader = getattr(transformers, f"AutoModelFor{kind}")
+    model = loader.from_pretrained(ROOT / "jobs/demo/model", dtype="float32", **head)
+    adapter = {"peft_config": LoraConfig(task_type="SEQ_CLS" if head else "CAUSAL_LM", **lora)}
+    if name in ("dpo", "kto"):
+        model, adapter = PeftModel.from_pretrained(model, policy, is_trainable=True), {}
+    if name == "kto":
+        # TRL computes its KL term per micro-batch in file order. So a full step is one micro-batch in the pipeline's order.
+        args.per_device_train_batch_size, args.gradient_accumulation_steps = 16, 1
+        data = data.select(torch.randperm(len(data), generator=torch.Generator().manual_seed(args.seed)))
+    made = getattr(trl, f"{trainer}Trainer")(
+        model, args=args, train_dataset=data, processing_class=tokenizer, **adapter
+    )
+    made.train()
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from tests.chaos.runs import answers, free_port, until
+from tools.chaos.runs import answers, free_port, until
 
 TOKEN = "0123456789abcdef" * 2
 

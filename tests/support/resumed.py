@@ -5,7 +5,7 @@ import importlib
 import dying
 from running import client
 
-from tests.chaos.runs import differences
+from tools.chaos.runs import differences
 
 
 def touched(monkeypatch, verb, step, once, happens):

@@ -13,7 +13,7 @@ from faults import below, kill
 from head import TOKEN, Head
 from s3 import mock_s3
 
-from tests.chaos.runs import ROOT, SMALL, Run, Server, comparable, until
+from tools.chaos.runs import ROOT, SMALL, Run, Server, comparable, until
 
 pytestmark = [
     pytest.mark.slow,

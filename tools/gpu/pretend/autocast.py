@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tests.gpu.pretend.device import tree_leaves, tree_map
-from tests.gpu.pretend.tensors import GpuTensor
+from tools.gpu.pretend.device import tree_leaves, tree_map
+from tools.gpu.pretend.tensors import GpuTensor
 
 LOWER = """linear matmul mm bmm addmm addmv addbmm baddbmm mv conv1d conv2d conv3d prelu linalg_vecdot
     scaled_dot_product_attention""".split()

@@ -1,4 +1,4 @@
-"""Measures TRL 1.12's PPO: `python tests/bench/ppo_trl.py SIZE CASE SETTING`, started by `make bench`.
+"""Measures TRL 1.12's PPO: `python tools/bench/ppo_trl.py SIZE CASE SETTING`, started by `make bench`.
 
 SETTING has the fields of `sizes.Setting` as JSON.
 """

@@ -1,4 +1,4 @@
-"""Measures `evaluate`: `python tests/bench/evaluate.py ours|plain SIZE`, started by `make bench`. A step is a pair."""
+"""Measures `evaluate`: `python tools/bench/evaluate.py ours|plain SIZE`, started by `make bench`. A step is a pair."""
 
 import json
 import sys

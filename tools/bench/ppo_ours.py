@@ -1,4 +1,4 @@
-"""Measures our PPO: `python tests/bench/ppo_ours.py SIZE CASE SETTING`, started by `make bench`.
+"""Measures our PPO: `python tools/bench/ppo_ours.py SIZE CASE SETTING`, started by `make bench`.
 
 SETTING has the fields of `sizes.Setting` as JSON.
 """

@@ -26,8 +26,8 @@ from torch.distributed import distributed_c10d
 from torch.serialization import _package_registry, register_package
 from torch.utils._pytree import tree_map
 
-from tests.gpu.pretend import autocast, nccl, tensors
-from tests.gpu.pretend.device import (
+from tools.gpu.pretend import autocast, nccl, tensors
+from tools.gpu.pretend.device import (
     CONTEXT,
     GIB,
     Event,
@@ -41,7 +41,7 @@ from tests.gpu.pretend.device import (
     on_stream,
     waits,
 )
-from tests.gpu.pretend.tensors import GpuTensor, Mode, unwrap, wrap
+from tools.gpu.pretend.tensors import GpuTensor, Mode, unwrap, wrap
 
 __all__ = ["GpuTensor", "cuda", "host_reads", "machine", "unwrap"]
 

@@ -23,10 +23,10 @@ from pipeline.ppo.rng import rng_state, set_rng_state
 from pipeline.ppo.selfcheck import rollout as checks
 from pipeline.ppo.selfcheck.definitions import precision_in_use
 from pipeline.ppo.selfcheck.roles import gradient_of
-from tests.gpu import models
-from tests.gpu.models import DEVICE, SMALL, small
-from tests.gpu.record import Record
 from tests.support.settled import work_of
+from tools.gpu import models
+from tools.gpu.models import DEVICE, SMALL, small
+from tools.gpu.record import Record
 
 LAYERS = 4
 MEASURED = ("time/", "memory/", "train_", "mfu")  # metrics that differ between runs

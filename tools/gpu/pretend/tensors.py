@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.gpu.pretend import nccl
-from tests.gpu.pretend.device import machine, tree_leaves, tree_map, waits
+from tools.gpu.pretend import nccl
+from tools.gpu.pretend.device import machine, tree_leaves, tree_map, waits
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
 from pipeline.__main__ import main
-from tests.gpu import pretend
+from tools.gpu import pretend
 
 
 @contextmanager

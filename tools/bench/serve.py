@@ -1,4 +1,4 @@
-"""Measures `serve`: `python tests/bench/serve.py ours|plain SIZE serve [section.key=value ...]`, started by `make bench`.
+"""Measures `serve`: `python tools/bench/serve.py ours|plain SIZE serve [section.key=value ...]`, started by `make bench`.
 
 A step is a token, over all clients.
 """

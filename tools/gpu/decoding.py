@@ -11,10 +11,10 @@ from peft.tuners.lora.layer import Linear
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Sampling
 from pipeline.models import lora
-from tests.gpu import models
-from tests.gpu.correct import distance, sampler_drift
-from tests.gpu.models import CUDA, DEVICE, MEASURES, small
-from tests.gpu.record import Record
+from tools.gpu import models
+from tools.gpu.correct import distance, sampler_drift
+from tools.gpu.models import CUDA, DEVICE, MEASURES, small
+from tools.gpu.record import Record
 
 ROWS = (2, 4) if models.SMALL else (64, 128, 256, 512)
 PROMPT, STEPS = small(512, 8), small(64, 6)

@@ -19,9 +19,9 @@ from pipeline.config import Data, Job, Model
 from pipeline.planning import plan
 from pipeline.settle.places import places_of
 from pipeline.settle.run import work_of
-from tests.gpu import models
-from tests.gpu.models import CUDA, DEVICE, MEASURES, PRETEND, small
-from tests.gpu.record import Record, Skipped
+from tools.gpu import models
+from tools.gpu.models import CUDA, DEVICE, MEASURES, PRETEND, small
+from tools.gpu.record import Record, Skipped
 
 TOLERANCE = 0.15  # relative difference of measured and planned peak
 # PPO at 8B in bf16 on an H200, with the lengths of jobs/llama3-8b

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests/support")]
 
 import torch  # noqa: E402
 from faulty_runs import RUNS, messages  # noqa: E402

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from tests.gpu import pretend
-from tests.gpu.pretend import branches  # noqa: F401  (must precede the modules of pipeline/, whose statements it records)
+from tools.gpu import pretend
+from tools.gpu.pretend import branches  # noqa: F401  (must precede the modules of pipeline/, whose statements it records)
 
 GPUS = 2  # number of GPUs of the machine
 for_good = ExitStack()

@@ -3,8 +3,8 @@
     make gpu                                all experiments, with make's own environment or PYTHON=...
     make gpu ARGS="checks-nf4 decode-bf16"  some of them
     SMALL=1 make gpu                        all of them with tiny models on the CPU, in a minute: a rehearsal
-    make gpu PRETEND=1                      the rehearsal on a pretended GPU (tests/gpu/pretend): the code for CUDA runs
-    python -m tests.gpu [NAME ...] [--out FOLDER]      from the root of the repository
+    make gpu PRETEND=1                      the rehearsal on a pretended GPU (tools/gpu/pretend): the code for CUDA runs
+    python -m tools.gpu [NAME ...] [--out FOLDER]      from the root of the repository
 
 torch, transformers and peft suffice. If installed, bitsandbytes, Ray with TRL and MLflow, and vLLM are used too. Weights are
 random and nothing is downloaded. Each experiment is a separate process that ends with checks; a failed one does not stop the
@@ -40,8 +40,8 @@ import torch
 from torch import multiprocessing
 
 from pipeline.ppo.trainer import PPOTrainer
-from tests.gpu import correct, decoding, models, pretend, training
-from tests.gpu.record import Record, Skipped, markdown
+from tools.gpu import correct, decoding, models, pretend, training
+from tools.gpu.record import Record, Skipped, markdown
 
 MINUTES = 25
 LIMIT_S = 480  # time limit of one experiment

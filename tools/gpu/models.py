@@ -1,7 +1,7 @@
 """Random models in the shapes of Llama 3, a PPO trainer on them, and measurements of time and memory.
 
 SMALL=1 keeps the architecture and makes everything else tiny, so that the code runs on a CPU within seconds. PRETEND=1 is
-SMALL=1 on a pretended GPU (tests/gpu/pretend).
+SMALL=1 on a pretended GPU (tools/gpu/pretend).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.models.adapters import SharedBase
 from pipeline.ppo.config import PPOConfig
 from pipeline.ppo.rewards import AdapterReward
 from pipeline.ppo.trainer import PPOTrainer
-from tests.gpu.record import Skipped
+from tools.gpu.record import Skipped
 
 PRETEND = bool(os.environ.get("PRETEND"))
 SMALL = PRETEND or bool(os.environ.get("SMALL"))

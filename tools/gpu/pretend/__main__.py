@@ -1,4 +1,4 @@
-"""Runs a command on one pretended GPU: `python -m tests.gpu.pretend sft jobs/demo/sft.yaml scaling.use_gpu=true ...`.
+"""Runs a command on one pretended GPU: `python -m tools.gpu.pretend sft jobs/demo/sft.yaml scaling.use_gpu=true ...`.
 
 Only this process pretends, so the job needs `scaling.num_workers=0`. The last line is JSON with the exit status, host waits,
 graph replays and peak memory.
@@ -8,7 +8,7 @@ import json
 import os
 import sys
 
-from tests.gpu.pretend import command
+from tools.gpu.pretend import command
 
 with command.machine():
     figures = command.run(sys.argv[1:])

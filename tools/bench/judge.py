@@ -1,4 +1,4 @@
-"""Measures judges: `python tests/bench/judge.py ours|plain SIZE judge`, started by `make bench`.
+"""Measures judges: `python tools/bench/judge.py ours|plain SIZE judge`, started by `make bench`.
 
 A step is a question. The server, a separate process, answers each after DELAY_S.
 """

@@ -1,4 +1,4 @@
-"""Measures sft, rm or dpo: `python tests/bench/stage.py ours|plain SIZE STAGE`, started by `make bench`."""
+"""Measures sft, rm or dpo: `python tools/bench/stage.py ours|plain SIZE STAGE`, started by `make bench`."""
 
 import json
 import shutil

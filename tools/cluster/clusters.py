@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hosts import Host, Hosts
 
-from tests.chaos.runs import answers, until
+from tools.chaos.runs import answers, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 400  # seconds to wait for anything

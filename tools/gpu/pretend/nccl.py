@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.gpu.pretend.device import machine
+from tools.gpu.pretend.device import machine
 
 # dtypes that NCCL can send, which exclude int16
 DTYPES = {
