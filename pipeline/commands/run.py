@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline import report
 from pipeline.config import STAGES, Job, command_line, libraries, load_job
-from pipeline.config.stages import STAGE
+from pipeline.config.stages import headline
 from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
 from pipeline.on_ray.session import session
@@ -125,8 +125,8 @@ def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: st
     verdict = []
     for result in results[-2:]:
         metrics = result["metrics"]
-        shown = [one for one in STAGE[result["stage"]].headline if one.after in metrics]
-        verdict += [f"{result['stage']}: {one.label} {change(metrics, one)}" for one in shown[:1]]
+        shown = headline(result["stage"], metrics)[:1]
+        verdict += [f"{result['stage']}: {one.label} {change(metrics, one)}" for one in shown]
     last = results[-1]
     store, home = last.get("tracking_uri", ""), last["folder"].rpartition("/")[0]
     local = file_of_uri(store) == os.path.abspath("runs/mlflow.db") if store else home == "runs"

@@ -3,8 +3,9 @@
 from typing import Any
 
 from pipeline import registry, text
-from pipeline.config.stages import STAGE, Figure
+from pipeline.config.stages import STAGE, headline
 from pipeline.errors import visible
+from pipeline.metrics import Metric
 from pipeline.references import Ref
 from pipeline.report.headline import how_it_ended
 from pipeline.settle.run import ALONE, heading
@@ -33,12 +34,11 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
         metric: f"{f'gate {condition} ':<14}{'passed' if holds else 'FAILED'}"
         for metric, condition, _, holds in conditions
     }
-    figures = [figure for figure in STAGE[result["stage"]].headline if figure.after in metrics]
-    for figure in figures:
-        line = text.row(figure.label, f"{change(metrics, figure):<22}{gate.get(figure.after, '')}")
-        shown = figure is figures[0] or figure.after in gate
+    for place, one in enumerate(headline(result["stage"], metrics)):
+        line = text.row(one.label, f"{change(metrics, one):<22}{gate.get(one.name, '')}")
+        shown = place == 0 or one.name in gate
         terminal.say(line.rstrip(), result=True) if shown else detail(line.rstrip())
-        gate.pop(figure.after, None)
+        gate.pop(one.name, None)
     lines = []
     for metric, condition in gate.items():
         found = f"{metrics[metric]:.4g}" if metric in metrics else "missing"
@@ -64,10 +64,10 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
     terminal.say(text.row("time", ", ".join(words)), result=True)
 
 
-def change(metrics: dict[str, float], figure: Figure) -> str:
+def change(metrics: dict[str, float], one: Metric) -> str:
     """Returns a metric before and after, for example 0.5465 -> 0.5104."""
-    before = metrics.get(figure.before)
-    return (f"{before:.4g} -> " if before is not None else "") + f"{metrics[figure.after]:.4g}"
+    before = metrics.get(one.before)
+    return (f"{before:.4g} -> " if before is not None else "") + f"{metrics[one.name]:.4g}"
 
 
 def not_better(result: dict[str, Any]) -> str | None:
