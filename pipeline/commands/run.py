@@ -18,6 +18,7 @@ from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
 from pipeline.on_ray.session import session
 from pipeline.registry import file_of_uri, tracking_uri
+from pipeline.run_folder import RESULT
 from pipeline.runtime.summary import change, sample_table
 from pipeline.settle.inputs import check_paths
 from pipeline.settle.places import places_of
@@ -83,7 +84,7 @@ def expected_seconds(job: Job, folder: str) -> float:
     """Returns the seconds of this job file's newest finished run, else the demo's seconds, or 0 if unknown."""
     path = job.run.storage_path
     for name in sorted(storage.folders(path), reverse=True) if storage.exists(path) else ():
-        file = storage.join(path, name, "result.json")
+        file = storage.join(path, name, RESULT)
         if name.startswith(f"{job.stage}-") and storage.exists(file):
             result = storage.read_json(file)
             if result["job"]["source"] == job.source:

@@ -8,6 +8,7 @@ from pipeline.errors import visible
 from pipeline.metrics import Metric
 from pipeline.references import Ref
 from pipeline.report.headline import how_it_ended
+from pipeline.run_folder import RESULT
 from pipeline.settle.run import ALONE, heading
 from pipeline.system import prices, storage, terminal
 
@@ -57,7 +58,7 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
             lines.append(f"  {champion.note}")
     for line in lines:
         terminal.say(line, result=True)
-    page = storage.relative(drawn or f"{result['folder']}/result.json")
+    page = storage.relative(drawn or f"{result['folder']}/{RESULT}")
     page = text.row("report" if drawn else "result", page)
     print(page) if one_of_several else terminal.say(page, result=True)
     words = filter(None, (terminal.duration(result["seconds"]), prices.in_words(result["cost"])))

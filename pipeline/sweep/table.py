@@ -3,11 +3,10 @@
 import math
 from typing import Any
 
+from pipeline.run_folder import RESULT
 from pipeline.sweep.space import Sweep, Trial
 from pipeline.system import storage
 from pipeline.text import table
-
-FILE = "sweep.json"
 
 
 def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict[str, Any]]:
@@ -40,7 +39,7 @@ def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict
 
 def result_of(trial: Trial) -> dict[str, Any] | None:
     """Returns result.json of a trial, or None if the trial has not ended."""
-    path = storage.join(trial.job.folder, "result.json")
+    path = storage.join(trial.job.folder, RESULT)
     return storage.read_json(path) if storage.exists(path) else None
 
 
