@@ -97,34 +97,31 @@ def sample_table(samples: list[dict[str, Any]], width: int = 40) -> str:
 def subsets_table(
     subsets: dict[str, dict[str, float]], title: str = "subset", of: str = "pairs", value: str = "accuracy"
 ) -> str:
-    """Returns the accuracy on each subset of the pairs, or a benchmark's score on each of its subsets, as aligned text."""
-    width = max(len(title), *map(len, subsets))
-    lines = [f"   {title:<{width}}  {of:>5}  {value} (95 %)"]
+    """Returns the accuracy on each subset of the pairs, or a benchmark's score on each of its subsets, as a table."""
+    rows = []
     for name, one in subsets.items():
         interval = f"  ({one['low']:.3f} to {one['high']:.3f})" if "low" in one else ""
-        lines.append(f"   {name:<{width}}{one[of]:>7}  {one[value]:.3f}{interval}")
-    return "\n".join(lines)
+        rows.append((name, str(one[of]), f"{one[value]:.3f}{interval}"))
+    return text.table((title, of, f"{value} (95 %)"), rows, "<><")
 
 
 def best_of_n_table(curve: list[dict[str, float]]) -> str:
-    """Returns the best-of-n curve as aligned text, with a warning if a larger n no longer helps the judge."""
-    lines = ["   best of n    reward    judge   KL at most"]
-    for point in curve:
-        lines.append(
-            f"   {point['n']:>9.0f}{point['proxy']:>10.3f}{point['gold']:>9.3f}{point['kl_bound']:>13.2f}"
-        )
-    if curve[-1]["gold"] < max(point["gold"] for point in curve):
-        lines.append("   the judge's score falls again: choosing by this reward exploits it")
-    return "\n".join(lines)
+    """Returns the best-of-n curve as a table, with a warning if a larger n no longer helps the judge."""
+    rows = [
+        (str(at["n"]), f"{at['proxy']:.3f}", f"{at['gold']:.3f}", f"{at['kl_bound']:.2f}") for at in curve
+    ]
+    table = text.table(("best of n", "reward", "judge", "KL at most"), rows, ">>>>")
+    falls = curve[-1]["gold"] < max(point["gold"] for point in curve)
+    return table + "\n   the judge's score falls again: choosing by this reward exploits it" * falls
 
 
 def probes_table(probes: dict[str, Any]) -> str:
-    """Returns the effect of each probe of a reward, in standard deviations of its score, as aligned text."""
-    lines = [f"   {'probe':<16}{'effect (95 %)':<26}accuracy  verdict"]
+    """Returns the effect of each probe of a reward, in standard deviations of its score, as a table."""
+    rows = []
     for name, one in probes.items():
         effect = f"{one['effect']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"
-        lines.append(f"   {name:<16}{effect:<26}{one['accuracy']:>8.3f}  {one['verdict']}")
-    return "\n".join(lines)
+        rows.append((name, effect, f"{one['accuracy']:.3f}", one["verdict"]))
+    return text.table(("probe", "effect (95 %)", "accuracy", "verdict"), rows, "<<><")
 
 
 def _cut(words: str, width: int) -> str:
