@@ -52,7 +52,7 @@ class Metric:
 
 
 # In the order of a line of training steps, the most important first
-_TABLE = (
+TABLE = (
     # What TRL's stages learn
     Metric("loss", TRL, "curve", "", "loss", "loss"),
     Metric("loss", TRL, BOTH, "held-out loss", "held-out loss", "loss", False),
@@ -153,7 +153,7 @@ _TABLE = (
 )  # fmt: skip
 METRICS = [
     replace(row, name=f"{at}_{name}" if at in HELD_OUT else name, at=at)
-    for row in _TABLE
+    for row in TABLE
     for name in row.name.split()
     for at in row.at.split()
 ]
