@@ -14,7 +14,7 @@ suppress_warnings = ["myst.header"]  # troubleshooting.md has its messages as sm
 NAVIGATION = {
     "Train": "install tutorial failed_gates data sft reward_model dpo ppo evaluate",
     "How to": "models judges training rollouts loop serving hub clusters gpu troubleshooting",
-    "Reference": "configuration cli runs glossary architecture measurements CONTRIBUTING AGENTS CHANGELOG",
+    "Reference": "configuration metrics cli runs glossary architecture measurements CONTRIBUTING AGENTS CHANGELOG",
 }
 
 

@@ -1,8 +1,8 @@
-"""Writes docs/configuration.md and docs/cli.md from the schema of job files, the parser and the Makefile.
+"""Writes docs/configuration.md, docs/metrics.md and docs/cli.md from schema, table and parser.
 
     .venv/bin/python docs/reference.py
 
-tests/test_readme.py checks that both pages are up to date.
+tests/test_readme.py checks that the pages are up to date.
 """
 
 import re
@@ -15,6 +15,7 @@ from pipeline.commands import SUMMARIES
 from pipeline.config import schema
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import show
+from pipeline.metrics import TABLE
 
 DOCS = Path(__file__).parent
 TRL = [stage for stage, facts in STAGE.items() if facts.trainer.startswith("trl.")]
@@ -36,6 +37,15 @@ A job file names its `stage` and has the sections below. It may have a
 the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
 key that is not listed is an error, and the message names the nearest one, if one is near.
 """
+METRICS = """\
+# Metrics
+
+Made by `docs/reference.py` from [metrics.py](../pipeline/metrics.py). [evaluate.md](evaluate.md) and
+[rollouts.md](rollouts.md) explain many of them. A [`gate`](runs.md#which-version-gets-the-alias)
+may name all but those that are only curves. In a name, `*` stands for a reward, a judge, a probe or
+a value of the rows. TRL may log more.
+"""
+PREFIX = {"curve": "none (curve)", "result": "none", "initial": "`initial_`", "eval": "`eval_`"}
 CLI = """\
 # Command line
 
@@ -132,6 +142,23 @@ def meaning(text: str) -> str:
     return text[:end] + (default[0] if default else "")
 
 
+def metrics() -> str:
+    """Returns the page about metrics."""
+    rows = [
+        (
+            ", ".join(f"`{name}`" for name in row.name.split()),
+            row.stages.replace(" ", ", "),
+            ", ".join(PREFIX[at] for at in row.at.split()),
+            row.unit,
+            {True: "yes", False: "no", None: ""}[row.greater_is_better],
+        )
+        for row in TABLE
+    ]
+    return "\n".join(
+        [METRICS, *markdown(("metric", "stages", "prefix", "unit", "larger is better"), rows), ""]
+    )
+
+
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     """Returns the lines of a table."""
     head = list(head)
@@ -159,7 +186,7 @@ def cli() -> str:
     return "\n".join(lines)
 
 
-PAGES = {"configuration.md": configuration, "cli.md": cli}
+PAGES = {"configuration.md": configuration, "metrics.md": metrics, "cli.md": cli}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -3,15 +3,19 @@
 from collections.abc import Sequence
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], rule: int = 160) -> str:
-    """Returns aligned columns, with rules of at most `rule` characters around the header and at the end."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "", rules: bool = False) -> str:
+    """Returns rows as indented columns, or between rules of at most 160 characters.
+
+    Args:
+        sides: to which side each column is aligned, < or >; by default, all to the left.
+    """
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (header, *rows)
-    ]
-    line = "-" * min(rule, max(map(len, lines)))
-    return "\n".join([line, lines[0], line, *lines[1:], line])
+    columns = [f"{side}{width}" for side, width in zip(sides or "<" * len(widths), widths, strict=True)]
+    lines = ["  ".join(map(format, line, columns)).rstrip() for line in (header, *rows)]
+    if not rules:
+        return "\n".join(f"   {line}" for line in lines)
+    rule = "-" * min(160, max(map(len, lines)))
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
 
 
 def row(label: str, value: str) -> str:

@@ -19,6 +19,7 @@ from running import ROOT, copy_repository, tracked
 from sockets import on_loopback, sockets
 from transformers import training_args
 
+from pipeline import metrics
 from pipeline.config import judge, load_job, schema
 from pipeline.config.schema import keys_of
 from pipeline.config.stages import INPUTS
@@ -125,6 +126,14 @@ def test_every_file_of_the_tree_is_in_its_folder():
 @pytest.mark.parametrize("page", reference.PAGES)
 def test_a_generated_page_is_up_to_date(page):
     assert PAGES[page] == reference.PAGES[page](), "run `.venv/bin/python docs/reference.py`"
+
+
+def test_metrics_on_pages_are_in_the_table():
+    text = "".join(text for name, text in TEXTS.items() if name != "configuration.md")
+    named = re.findall(
+        r"`((?:eval_|initial_|objective/|completions/|val/|rollout/)[\w/]+)`|gate\.([\w/]+)=", text
+    )
+    assert [name for name in map("".join, named) if not metrics.find(name)] == []
 
 
 def test_the_messages_of_the_troubleshooting_page_exist():

@@ -22,6 +22,7 @@ from pipeline.models import hub, transformers4
 from pipeline.models.tokenizer import eos_ids
 from pipeline.references import Ref
 from pipeline.registry import lineage
+from pipeline.run_folder import RESULT
 from pipeline.runtime.host import Host
 from pipeline.system import deadline, storage
 from pipeline.system.credentials import without_credentials
@@ -211,7 +212,7 @@ def push(args: Export, kind: str, base: str, result: dict[str, Any]) -> dict[str
         raise Failure(f"{_explained(args, error)}; {again}") from error
     print(f"   {commit}", flush=True)
     result = result | {"hub": {"repo_id": repo, "commit": str(commit.oid)}}
-    storage.write_json(storage.join(result["folder"], "result.json"), result)
+    storage.write_json(storage.join(result["folder"], RESULT), result)
     return result
 
 

@@ -30,6 +30,7 @@ from pipeline.settle.places import places_of
 from pipeline.settle.run import work_of
 from pipeline.settle.work import Work
 from pipeline.system import console, prices
+from pipeline.text import table
 
 FOR_RAY = 1.5 * GIB  # bytes of Ray's own processes on this machine
 EPOCH = 10_000  # rows, if neither the job nor its data has a length
@@ -185,13 +186,14 @@ def on_gpus(planned: Plan, names: list[str]) -> float:
     rows, how = rows_of(planned)
     completions = f"; completions of {planned.tokens[1]:,} tokens, the longest" if planned.tokens[1] else ""
     print(f"   data: {how}{completions}\n")
-    print(f"   {'GPU':<10} {'GiB':>5}  {'fits':<4}  the run on {workers}: about")
+    lines = []
     for name in names:
-        fits = "no"
+        fits, needs = "no", ""
         if name in fitting:
             hours = plan.hours(planned, name, rows)
-            fits = f"yes   {hours:>6.1f} h  ${hours * workers * prices.read().gpus[name]:>5.0f}"
-        print(f"   {name:<10} {GPUS[name].memory:>5.0f}  {fits}")
+            fits, needs = "yes", f"{hours:>6.1f} h  ${hours * workers * prices.read().gpus[name]:>5.0f}"
+        lines.append((name, f"{GPUS[name].memory:.0f}", fits, needs))
+    print(table(("GPU", "GiB", "fits", f"the run on {workers}: about"), lines, "<><<"))
     gathered = "; gathering the base's shards is not counted" * planned.in_shards
     print(
         f"   Assumed: {plan.UTILIZATION:.0%} of the datasheet's speed, and list prices of "

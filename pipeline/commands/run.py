@@ -13,11 +13,12 @@ from typing import Any
 
 from pipeline import report
 from pipeline.config import STAGES, Job, command_line, libraries, load_job
-from pipeline.config.stages import STAGE
+from pipeline.config.stages import headline
 from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
 from pipeline.on_ray.session import session
 from pipeline.registry import file_of_uri, tracking_uri
+from pipeline.run_folder import RESULT
 from pipeline.runtime.summary import change, sample_table
 from pipeline.settle.inputs import check_paths
 from pipeline.settle.places import places_of
@@ -83,7 +84,7 @@ def expected_seconds(job: Job, folder: str) -> float:
     """Returns the seconds of this job file's newest finished run, else the demo's seconds, or 0 if unknown."""
     path = job.run.storage_path
     for name in sorted(storage.folders(path), reverse=True) if storage.exists(path) else ():
-        file = storage.join(path, name, "result.json")
+        file = storage.join(path, name, RESULT)
         if name.startswith(f"{job.stage}-") and storage.exists(file):
             result = storage.read_json(file)
             if result["job"]["source"] == job.source:
@@ -125,8 +126,8 @@ def closing(results: list[dict[str, Any]], folder: str, seconds: float, page: st
     verdict = []
     for result in results[-2:]:
         metrics = result["metrics"]
-        shown = [one for one in STAGE[result["stage"]].headline if one.after in metrics]
-        verdict += [f"{result['stage']}: {one.label} {change(metrics, one)}" for one in shown[:1]]
+        shown = headline(result["stage"], metrics)[:1]
+        verdict += [f"{result['stage']}: {one.label} {change(metrics, one)}" for one in shown]
     last = results[-1]
     store, home = last.get("tracking_uri", ""), last["folder"].rpartition("/")[0]
     local = file_of_uri(store) == os.path.abspath("runs/mlflow.db") if store else home == "runs"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline import registry
+from pipeline import registry, run_folder
 from pipeline.config import JOBS, libraries
 from pipeline.config.identity import identity_of
 from pipeline.errors import Failure, InputError
@@ -60,7 +60,9 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
 def recorded(sweep: Sweep) -> dict[str, Any]:
     """Returns sweep.json of an earlier driver, or {}. Raises InputError if the folder's sweep is of another job."""
     job = sweep.job
-    left = resume.left_in(sweep.folder, table.FILE, job.run.overwrite, "job", "metric", "trials", "reports")
+    left = resume.left_in(
+        sweep.folder, run_folder.SWEEP, job.run.overwrite, "job", "metric", "trials", "reports"
+    )
     if not left:
         return {}
     if left["job"] != resume.essence(identity_of(job), "gate") or left["metric"] != sweep.metric:
@@ -113,7 +115,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
         "greater_is_better": sweep.greater,
         "tracking_uri": work.uri,
     }
-    path = storage.join(sweep.folder, table.FILE)
+    path = storage.join(sweep.folder, run_folder.SWEEP)
 
     def keep(state: dict[str, Any], died: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
         rows = table.rows(sweep, state, died or {})
@@ -136,7 +138,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
                 f"no trial finished; {sweep.folder} has what each one left, and the same command tries again"
             )
         # Only now the version is registered, if the gate passes; the trial's result.json names it.
-        result = storage.read_json(file := storage.join(best["folder"], "result.json"))
+        result = storage.read_json(file := storage.join(best["folder"], run_folder.RESULT))
         version = runs.described(runs.publish(replace(work, gate=registry.gate_of(sweep.job)), result))
         storage.write_json(file, result | version)
         values = [f"{key}={value}" for key, value in best["values"].items()]
@@ -185,5 +187,5 @@ def closing(sweep: Sweep, summary: dict[str, Any]) -> str:
             f"   registered {version['registered_model']} v{version['version']}{alias}  (gate {version['gate']})"
         )
     lines.append(f"   to train it again: {summary['command']}")
-    lines.append(f"   {sweep.folder}/{table.FILE}, a folder for each trial")
+    lines.append(f"   {sweep.folder}/{run_folder.SWEEP}, a folder for each trial")
     return "\n".join(lines)

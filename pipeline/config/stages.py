@@ -1,4 +1,5 @@
-"""One table: what each stage takes, which rows it reads, what it trains, which settings it does not use, and its metrics.
+"""One table: what each stage takes, which rows it reads, what it trains, which settings it does not use, and the metrics
+of its summary.
 
 Code that depends on the stage asks here: job.facts.learns, not job.stage in ("sft", "rm", ...).
 """
@@ -7,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from pipeline import metrics
 from pipeline.intervals import table
 
 OURS = "pipeline.config.job"
@@ -47,15 +48,6 @@ _ROW_BY_ROW = _NOTHING_TRAINED | table(
 )
 
 
-class Figure(NamedTuple):
-    """A headline metric: the names in result.json of the value before ("" for none) and after the run."""
-
-    label: str
-    before: str
-    after: str
-    unit: str = ""  # "%" for a share
-
-
 @dataclass(frozen=True)
 class Stage:
     """The facts about one stage."""
@@ -81,8 +73,8 @@ class Stage:
     # {section or section.key: why the stage does not use it}
     unused: Mapping[str, str] = field(default_factory=dict)
     title: str = ""  # Its name in reports.
-    # The most important metric first: `run` shows only that one in its table.
-    headline: tuple[Figure, ...] = ()
+    # Metrics of its summary, the most important first: `run` shows only that one in its table.
+    headline: tuple[str, ...] = ()
 
     @property
     def trl(self) -> bool:
@@ -108,11 +100,7 @@ STAGE: dict[str, Stage] = {
         learns="policy",
         unused={**_LEARNS, **_NO_ROLLOUT},
         title="Supervised fine-tuning",
-        headline=(
-            Figure("held-out loss", "initial_loss", "eval_loss"),
-            Figure("token accuracy", "initial_mean_token_accuracy", "eval_mean_token_accuracy", "%"),
-            Figure("end token accuracy", "initial_eos_accuracy", "eval_eos_accuracy", "%"),
-        ),
+        headline=("eval_loss", "eval_mean_token_accuracy", "eval_eos_accuracy"),
     ),
     "rm": Stage(
         "trl.trainer.reward_config.RewardConfig",
@@ -122,10 +110,7 @@ STAGE: dict[str, Stage] = {
         sequences=2,
         unused={**_LEARNS, **_NO_ROLLOUT},
         title="Reward model",
-        headline=(
-            Figure("held-out accuracy", "initial_accuracy", "eval_accuracy", "%"),
-            Figure("margin", "initial_margin", "eval_margin"),
-        ),
+        headline=("eval_accuracy", "eval_margin"),
     ),
     "dpo": Stage(
         "trl.trainer.dpo_config.DPOConfig",
@@ -137,11 +122,7 @@ STAGE: dict[str, Stage] = {
         sequences=2,
         unused={**_LEARNS, **_NO_ROLLOUT},
         title="Direct preference optimization",
-        headline=(
-            Figure("held-out accuracy", "", "eval_rewards/accuracies", "%"),
-            Figure("held-out loss", "initial_loss", "eval_loss"),
-            Figure("margin", "", "eval_rewards/margins"),
-        ),
+        headline=("eval_rewards/accuracies", "eval_loss", "eval_rewards/margins"),
     ),
     "kto": Stage(
         "trl.trainer.kto_config.KTOConfig",
@@ -154,11 +135,7 @@ STAGE: dict[str, Stage] = {
         further_forwards=2,  # policy and reference, for the KL term
         unused={**_LEARNS, **_NO_ROLLOUT},
         title="Kahneman-Tversky optimization",
-        headline=(
-            Figure("margin", "initial_rewards/margins", "eval_rewards/margins"),
-            Figure("held-out loss", "initial_loss", "eval_loss"),
-            Figure("KL estimate", "", "eval_kl", "nats per completion"),
-        ),
+        headline=("eval_rewards/margins", "eval_loss", "eval_kl"),
     ),
     "ppo": Stage(
         "pipeline.ppo.config.PPOConfig",
@@ -171,14 +148,7 @@ STAGE: dict[str, Stage] = {
         scores=True,
         unused={**_LEARNS, "data.batch_size": "use trainer.batch_size, the episodes of one update over all workers"},
         title="PPO",
-        headline=(
-            Figure("judge", "initial_judge", "eval_judge"),
-            Figure("reward", "initial_reward", "eval_reward"),
-            Figure("win rate against before", "", "eval_win_rate", "%"),
-            Figure("KL", "", "eval_kl", "nats per completion"),
-            Figure("length", "initial_length", "eval_length", "tokens"),
-            Figure("completions that end", "", "eval_eos_rate", "%"),
-        ),
+        headline=("eval_judge", "eval_reward", "eval_win_rate", "eval_kl", "eval_length", "eval_eos_rate"),
     ),
     "evaluate": Stage(
         f"{OURS}.Evaluate",
@@ -190,12 +160,8 @@ STAGE: dict[str, Stage] = {
         unused={**_NO_SERVER, **_DECODES, **_NOTHING_TRAINED, "data.train": "it trains nothing; put the prompts under data.eval"},
         title="Evaluation",
         headline=(
-            Figure("judge win rate", "", "eval_judge_win_rate", "%"),
-            Figure("judge", "initial_judge", "eval_judge"),
-            Figure("reward win rate", "", "eval_win_rate", "%"),
-            Figure("reward", "initial_reward", "eval_reward"),
-            Figure("KL", "", "eval_kl", "nats per completion"),
-            Figure("reward model's accuracy", "", "eval_rm_accuracy", "%"),
+            "eval_judge_win_rate", "eval_judge", "eval_win_rate", "eval_reward",
+            "eval_kl", "eval_rm_accuracy",
         ),
     ),
     "generate": Stage(
@@ -259,3 +225,9 @@ STAGE: dict[str, Stage] = {
     ),
 }  # fmt: skip
 TRAINED = tuple(name for name, stage in STAGE.items() if stage.learns)
+
+
+def headline(stage: str, measured: Mapping[str, float]) -> list[metrics.Metric]:
+    """Returns the metrics of a stage's summary that were measured."""
+    found = (metrics.find(name, stage) for name in STAGE[stage].headline if name in measured)
+    return [one for one in found if one]

@@ -62,7 +62,7 @@ class Completions:
                     self.numbers[key].append(value)
 
     def metrics(self) -> dict[str, float]:
-        """Returns means and shares over all completions, with the names that Comparison.of explains."""
+        """Returns means and shares over all completions, by their names without prefix."""
         numbers = self.numbers
         metrics: dict[str, float] = {}
         for name in ("reward", "judge", "length", "eos_rate", "kl", "repetition"):
@@ -110,16 +110,7 @@ class Comparison:
     def of(self, policy: str | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Returns metrics and samples of `policy` (`eval_*`; None is the bare base) and of the baseline (`initial_*`).
 
-        Every rank must call it, and every rank gets the same.
-
-        Returns:
-            (metrics, samples). eval_reward: weighted reward, raw units. eval_win_rate, eval_judge_win_rate: share of prompts
-            on which the policy's completion scores higher, ties counting half, with *_low and *_high, the ends of the 95 %
-            interval. eval_kl: nats per completion, of the policy's completions, sum over tokens of log policy - log baseline.
-            eval_eos_rate: share of completions that ended by themselves. eval_unique_fraction: share of distinct completions.
-            eval_distinct_1, _2: share of distinct tokens and bigrams in all completions. eval_repetition: share of a completion's
-            4-grams that repeat an earlier one.
-            eval_perplexity: per token, of the rows' reference completions.
+        docs/evaluate.md explains the metrics. Every rank must call it, and every rank gets the same.
         """
         count = len(self.prompts)
         with console.waiting(f"sampling completions to {count} held-out prompts"):

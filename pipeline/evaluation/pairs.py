@@ -37,13 +37,7 @@ def measure(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns (metrics `eval_rm_*`, tables for evaluation.json) of the weighted `rewards` on the token rows of `data.pairs`.
 
-    eval_rm_loss: -log sigmoid(margin). eval_rm_ece: see figures.calibration. eval_rm_calibration_temperature: see
-    figures.temperature, fitted on every second pair; eval_rm_ece_calibrated: the error of margin / temperature on the others.
-    eval_rm_ties: share of pairs with equal scores. eval_rm_shown_first: share of questions in which a judge prefers the
-    completion that it sees first, as if the chosen one were first in half of them. eval_rm_order_agreement: share of pairs on
-    which it prefers the same side in both orders. eval_rm_accuracy_matched_length: on pairs whose lengths differ by at most
-    10 %. eval_rm_length_correlation: of the score with the length of the completion in tokens. eval_rm_agreement: share of the
-    pairs on which reward and judge prefer the same side.
+    docs/evaluate.md explains the metrics.
 
     Args:
         ends: ids that end a completion.

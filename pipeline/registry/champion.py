@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.config import OPERATORS, Job, gates, judge, parse_gate
 from pipeline.config.job import SPLITS
+from pipeline.metrics import greater_is_better
 from pipeline.references import Ref
 from pipeline.registry.store import metric_key, search_filter
 from pipeline.system.functions import digest
@@ -28,7 +29,7 @@ class Gate:
 def gate_of(job: Job) -> Gate:
     """Returns the gate of a job's versions."""
     metric = job.run.metric_for_best_model or gates.Metrics(job).default
-    greater = gates.greater_is_better(metric, job.run.greater_is_better)
+    greater = greater_is_better(metric, job.run.greater_is_better)
     keys = (*gates.LOSS, *gates.SAMPLING)
     settings = {f"trainer.{key}": job.trainer[key] for key in keys if job.trainer.get(key) is not None}
     if name := job.inputs.get("judge"):

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from pipeline import run_folder
 from pipeline.config.identity import Identity
 from pipeline.errors import InputError, LeaseLost, causes, summary
 from pipeline.registry import store
@@ -122,7 +123,7 @@ def _log_inputs(mlflow: Any, run_id: str, tracking: Tracking, digests: dict[str,
     from mlflow.entities import Dataset, DatasetInput, InputTag, Param
 
     resolved = tracking.run.settings
-    mlflow.log_dict(run_id, resolved, "job.json")
+    mlflow.log_dict(run_id, resolved, run_folder.JOB)
     params = [
         Param(store.metric_key(key), str(value)[:500]) for key, value in store.flatten(resolved).items()
     ]
@@ -189,8 +190,8 @@ def recorded(uri: str, run_id: str) -> dict[str, Any]:
         "status": run.info.status,
         "stage": stage,
         "folder": run.data.tags.get(RUN_TAG),
-        "job": content("job.json"),
-        "result": content("result.json"),
+        "job": content(run_folder.JOB),
+        "result": content(run_folder.RESULT),
     }
 
 

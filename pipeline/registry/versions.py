@@ -10,9 +10,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.config import make
-from pipeline.config.stages import STAGE, TRAINED
+from pipeline.config.stages import TRAINED, headline
 from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
+from pipeline.metrics import SPEED, Metric
 from pipeline.models import hub
 from pipeline.references import Ref
 from pipeline.registry.champion import Champion, Gate, champion_of, evaluate_gate, measured_on
@@ -22,8 +23,6 @@ from pipeline.system import storage
 from pipeline.system.credentials import without_credentials
 
 DIGEST = 19  # characters that are shown of `sha256:...` or `commit:...`, and that tell digests apart
-# Suffixes of metrics that say nothing about the model.
-CLOCKS = ("_runtime", "_per_second", "_num_tokens", "_time")
 
 
 class Missing(InputError):
@@ -89,7 +88,7 @@ def publish(
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         figures = {metric_key(k): f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")}
-        figures = {k: v for k, v in figures.items() if not k.endswith(CLOCKS)}
+        figures = {k: v for k, v in figures.items() if not SPEED.search(k)}
         tags |= figures | {"gate": reason}
         version = mlflow.create_model_version(
             name, source, run_id, model_id=model_id, tags=tags, description=description
@@ -190,10 +189,9 @@ def describe(stage: str, metrics: dict[str, float], lineage: dict[str, Any], gat
     base, parents = lineage.get("base", {}), lineage.get("parents", {})
     lines = [
         f"- {one.label}: "
-        + (f"{_shown(metrics[one.before], one.unit)} → " if one.before in metrics else "")
-        + f"**{_shown(metrics[one.after], one.unit)}**"
-        for one in STAGE[stage].headline
-        if one.after in metrics
+        + (f"{_shown(metrics[one.before], one)} → " if one.before in metrics else "")
+        + f"**{_shown(metrics[one.name], one)}**"
+        for one in headline(stage, metrics)
     ]
     lines += [
         f"- gate: {gate}",
@@ -213,8 +211,8 @@ def describe(stage: str, metrics: dict[str, float], lineage: dict[str, Any], gat
     return "\n".join(lines).strip()
 
 
-def _shown(value: float, unit: str) -> str:
-    return f"{100 * value:.1f} %" if unit == "%" else f"{value:.4g} {unit}".strip()
+def _shown(value: float, of: Metric) -> str:
+    return f"{100 * value:.1f} %" if of.is_share else f"{value:.4g} {of.unit_shown}".strip()
 
 
 def _link(source: str) -> str:

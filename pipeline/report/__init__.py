@@ -12,9 +12,8 @@ from typing import Any
 from pipeline import registry
 from pipeline.errors import summary
 from pipeline.report.gather import Run, newest, read
+from pipeline.run_folder import REPORT, RESULT
 from pipeline.system import storage
-
-PAGE = "report.html"
 
 
 def write(
@@ -30,15 +29,15 @@ def write(
     from pipeline.report import page
 
     with tempfile.TemporaryDirectory() as local:
-        html = Path(local, PAGE)
+        html = Path(local, REPORT)
         html.write_text(page.render(runs), encoding="utf-8")
         storage.store_folder(local, folder)
         if result:
-            uri, run_id, file = result["tracking_uri"], result["mlflow_run_id"], f"{local}/result.json"
+            uri, run_id, file = result["tracking_uri"], result["mlflow_run_id"], f"{local}/{RESULT}"
             registry.end_finished(uri, run_id)
             storage.write_json(file, result)
             registry.log_files(uri, run_id, [str(html), file], result["samples"])
-    return storage.join(folder, PAGE)
+    return storage.join(folder, REPORT)
 
 
 def attach(result: dict[str, Any]) -> str | None:

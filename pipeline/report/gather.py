@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from pipeline import registry
+from pipeline import registry, run_folder
 from pipeline.config.stages import INPUTS
 from pipeline.data.counts import count, most_frequent
 from pipeline.errors import InputError, summary
@@ -89,7 +89,7 @@ def folders(reference: str, runs: str) -> list[str]:
 def read(reference: str, runs: str = "runs") -> Run:
     """Returns a run by its folder, its name under `runs`, or its MLflow id. Raises InputError if there is none."""
     for folder in folders(reference, runs):
-        if storage.exists(storage.join(folder, "job.json")):
+        if storage.exists(storage.join(folder, run_folder.JOB)):
             return _from_folder(storage.absolute(folder))
     if re.fullmatch(r"[0-9a-f]{32}", reference):
         return _from_mlflow(reference, runs)
@@ -101,7 +101,7 @@ def read(reference: str, runs: str = "runs") -> Run:
 
 def newest(runs: str = "runs") -> str:
     """Returns the newest runs of a folder, as text."""
-    found = sorted(Path(runs).glob("*/job.json"), key=os.path.getmtime, reverse=True)
+    found = sorted(Path(runs).glob(f"*/{run_folder.JOB}"), key=os.path.getmtime, reverse=True)
     return " ".join(str(path.parent) for path in found[:5]) or "none here yet"
 
 
@@ -110,16 +110,19 @@ def _from_folder(folder: str) -> Run:
         path = storage.join(folder, name)
         return storage.read_json(path) if storage.exists(path) else default
 
-    job, result, failure = (content(name, {}) for name in ("job.json", "result.json", "failed.json"))
+    names = run_folder.JOB, run_folder.RESULT, run_folder.FAILED
+    job, result, failure = (content(name, {}) for name in names)
     state = "finished" if result else "failed" if failure else "unfinished"
     run = Run(job["run"]["name"], job["stage"], state, job, folder, result, failure=failure)
     ended, given = result or failure, job["mlflow"].get("tracking_uri")
     run.uri = ended.get("tracking_uri") or registry.uri_of(given, job["run"]["storage_path"])
     run.run_id = ended.get("mlflow_run_id")
     if last := str(result.get("checkpoint") or "").rpartition("/")[2]:  # the folder may have been moved
-        run.pairs, run.doubtful = content(f"{last}/pairs.json", []), content(f"{last}/doubtful.json", [])
+        run.pairs, run.doubtful = (
+            content(f"{last}/{name}", []) for name in (run_folder.PAIRS, run_folder.DOUBTFUL)
+        )
     if result:
-        run.evaluation = content("evaluation.json", {})
+        run.evaluation = content(run_folder.EVALUATION, {})
     _add_curves(run)
     return run
 
@@ -129,7 +132,7 @@ def _from_mlflow(run_id: str, runs: str) -> Run:
     uri = registry.uri_of(None, runs)
     known = registry.recorded(uri, run_id)
     folder = known["folder"]
-    if folder and not storage.is_remote(folder) and os.path.exists(f"{folder}/job.json"):
+    if folder and not storage.is_remote(folder) and os.path.exists(f"{folder}/{run_folder.JOB}"):
         return _from_folder(folder)
     state = {"FINISHED": "finished", "FAILED": "failed"}.get(known["status"], "unfinished")
     run = Run(

@@ -2,25 +2,29 @@
 
 from typing import Any
 
-from pipeline.config.stages import STAGE
+from pipeline.config.stages import headline as metrics_of
+from pipeline.metrics import Metric, find
 from pipeline.report import preferences
 from pipeline.report.gather import Run
 from pipeline.report.plots import number
 from pipeline.system import prices
 from pipeline.system.terminal import duration
 
-# For several runs: (stage, index of the metric in its headline).
-OVERVIEW = (("rm", 0), ("dpo", 0), ("kto", 0), ("ppo", 0), ("ppo", 1), ("evaluate", 0), ("ppo", 3))
+# (stage, its metric) for several runs, the most important first
+OVERVIEW = (
+    ("rm", "eval_accuracy"), ("dpo", "eval_rewards/accuracies"), ("kto", "eval_rewards/margins"), ("ppo", "eval_judge"),
+    ("ppo", "eval_reward"), ("evaluate", "eval_judge_win_rate"), ("ppo", "eval_kl"),
+)  # fmt: skip
 
 
 def cards(run: Run) -> list[dict[str, str]]:
     """Returns the headline of a run: metrics of its stage and of its held-out pairs, and its wall clock."""
-    shown = [card for figure in STAGE[run.stage].headline if (card := _card(run, *figure))]
+    shown = [_card(run, metric) for metric in metrics_of(run.stage, run.metrics)]
     if run.pairs:
         held_out = preferences.summary(run.pairs)
-        for label, unit in (("calibration error", "%"), ("margin to length, correlation", "")):
+        for label, is_share in (("calibration error", True), ("margin to length, correlation", False)):
             if (value := held_out[label]) is not None:
-                shown.append({"label": label, "value": _shown(value, unit), "was": ""})
+                shown.append({"label": label, "value": _shown(value, is_share), "was": ""})
     if seconds := run.result.get("seconds") or run.failure.get("seconds"):
         shown.append({"label": "wall clock", "value": duration(seconds), "was": ""})
     return shown
@@ -30,24 +34,24 @@ def overview(runs: list[Run]) -> list[dict[str, str]]:
     """Returns the headline of several runs: at most five metrics of their stages, and their total wall clock."""
     newest = {run.stage: run for run in runs}
     shown = []
-    for stage, index in OVERVIEW:
-        if stage in newest and (card := _card(newest[stage], *STAGE[stage].headline[index])):
+    for stage, name in OVERVIEW:
+        if stage in newest and name in newest[stage].metrics and (metric := find(name, stage)):
+            card = _card(newest[stage], metric)
             shown.append({**card, "label": f"{stage}: {card['label']}"})
     seconds = sum(run.result.get("seconds", 0.0) for run in runs)
     return [*shown[:5], {"label": "wall clock", "value": duration(seconds), "was": ""}]
 
 
-def _card(run: Run, label: str, before: str, after: str, unit: str) -> dict[str, str] | None:
-    if after not in run.metrics:
-        return None
-    was, value = (_shown(run.metrics[key], unit) if key in run.metrics else "" for key in (before, after))
-    if after.startswith("eval_") and "held-out" not in label:
-        label = f"held-out {label}"
-    return {"label": f"{label}, {unit}" if unit not in ("", "%") else label, "value": value, "was": was}
+def _card(run: Run, of: Metric) -> dict[str, str]:
+    was, value = (
+        _shown(run.metrics[name], of.is_share) if name in run.metrics else "" for name in (of.before, of.name)
+    )
+    label = of.label if "held-out" in of.label else f"held-out {of.label}"
+    return {"label": f"{label}, {of.unit_shown}" if of.unit_shown else label, "value": value, "was": was}
 
 
-def _shown(value: float, unit: str) -> str:
-    return f"{value:.1%}" if unit == "%" else number(value)
+def _shown(value: float, is_share: bool) -> str:
+    return f"{value:.1%}" if is_share else number(value)
 
 
 def facts(run: Run) -> list[tuple[str, str]]:

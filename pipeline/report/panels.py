@@ -7,6 +7,8 @@ import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipeline.metrics import METRICS
+
 Points = list[tuple[int, float]]  # (step, value), ascending
 History = dict[str, Points]  # metric -> its points
 
@@ -17,7 +19,6 @@ HELD_OUT = "held-out"
 @dataclass(frozen=True)
 class Panel:
     title: str
-    unit: str  # unit of the vertical axis
     lines: dict[str, str]  # metric, or a pattern of metrics -> what the line is called
     note: str  # how to read it
     # lines; stack: parts of a sum; band: lowest, mean and highest
@@ -26,6 +27,11 @@ class Panel:
     level: float | None = None  # a horizontal reference line
     zero: bool = False  # the axis begins at 0: for counts, shares, sizes
     when: Callable[[Points], bool] = bool  # is a curve worth showing?
+
+    @property
+    def unit(self) -> str:
+        """Returns the unit of the vertical axis."""
+        return next(one.unit for one in METRICS if fnmatch.fnmatch(one.name, next(iter(self.lines))))
 
     @property
     def held_out(self) -> set[str]:
@@ -52,83 +58,83 @@ def varies(points: Points) -> bool:
 
 GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
     "learning": ("Is it learning?", (
-        Panel("Loss", "loss", {"loss": "training", "eval_loss": HELD_OUT},
+        Panel("Loss", {"loss": "training", "eval_loss": HELD_OUT},
               "Held-out should fall with training. If it rises again, the rest of the run memorizes."),
-        Panel("Token accuracy", "share of tokens", {"mean_token_accuracy": "training", "eval_mean_token_accuracy": HELD_OUT},
+        Panel("Token accuracy", {"mean_token_accuracy": "training", "eval_mean_token_accuracy": HELD_OUT},
               "Share of the completion's tokens that the model ranks first."),
-        Panel("Accuracy on pairs", "share of pairs", {"accuracy": "training", "eval_accuracy": HELD_OUT},
+        Panel("Accuracy on pairs", {"accuracy": "training", "eval_accuracy": HELD_OUT},
               "Share of pairs whose chosen completion scores higher. Chance is 0.5.", level=0.5),
-        Panel("Margin", "score", {"margin": "training", "eval_margin": HELD_OUT},
+        Panel("Margin", {"margin": "training", "eval_margin": HELD_OUT},
               "Mean of chosen minus rejected. If it grows without the accuracy, only confidence grows."),
-        Panel("Scores", "score", {"min_reward": "lowest", "mean_reward": "mean", "max_reward": "highest"},
+        Panel("Scores", {"min_reward": "lowest", "mean_reward": "mean", "max_reward": "highest"},
               "Lowest, mean and highest score of a batch. A drifting mean is an offset in PPO's reward.", kind="band"),
-        Panel("Accuracy on pairs", "share of pairs", {"rewards/accuracies": "training", "eval_rewards/accuracies": HELD_OUT},
+        Panel("Accuracy on pairs", {"rewards/accuracies": "training", "eval_rewards/accuracies": HELD_OUT},
               "Share of pairs whose chosen completion gained more probability over the reference.", level=0.5),
-        Panel("Implicit rewards", "β × log-ratio", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
+        Panel("Implicit rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
               "They should diverge. If both fall, the policy moves away from both completions."),
-        Panel("Margin", "β × log-ratio", {"rewards/margins": "training", "eval_rewards/margins": HELD_OUT},
+        Panel("Margin", {"rewards/margins": "training", "eval_rewards/margins": HELD_OUT},
               "Implicit reward of chosen minus rejected."),
-        Panel("Score of the completions", "score", {"rewards/*/mean": ""},
+        Panel("Score of the completions", {"rewards/*/mean": ""},
               "Mean score of an update's completions, by reward, and of the completions to held-out prompts.", also="eval_reward"),
-        Panel("What PPO maximizes", "score", {"objective/scores": "normalized", "objective/rlhf_reward": "less the KL penalty"},
+        Panel("What PPO maximizes", {"objective/scores": "normalized", "objective/rlhf_reward": "less the KL penalty"},
               "Score as PPO uses it (normalized and clipped if the job sets so), and that score less the KL penalty."),
-        Panel("Win rate on held-out prompts", "share of prompts", {"eval_win_rate": "by the reward", "eval_judge_win_rate": "by the judge"},
+        Panel("Win rate on held-out prompts", {"eval_win_rate": "by the reward", "eval_judge_win_rate": "by the judge"},
               "Share of completions that score higher than those before training. If only the reward says so, it is being "
               "exploited.", level=0.5, when=varies),
     )),
     "policy": ("How did its behavior change?", (
-        Panel("KL from the reference", "nats per completion", {"objective/kl": "training"},
+        Panel("KL from the reference", {"objective/kl": "training"},
               "How far the policy has moved; 0 at the start. A score that costs more and more KL is suspect.", level=0.0, also="eval_kl"),
-        Panel("KL to the teacher", "nats per completion", {"objective/teacher_kl": ""},
+        Panel("KL to the teacher", {"objective/teacher_kl": ""},
               "Of the policy's completions, token by token. It should fall towards 0.", level=0.0),
-        Panel("KL estimate", "nats per completion", {"kl": "training"},
+        Panel("KL estimate", {"kl": "training"},
               "KTO's reference point: mean log-ratio of completions after prompts of other rows, at least 0. A completion counts as "
               "likelier if it gains more.", level=0.0, also="eval_kl"),
-        Panel("Entropy of a completion", "nats", {"objective/entropy": ""},
+        Panel("Entropy of a completion", {"objective/entropy": ""},
               "Mean -log p of a completion. Near 0 the policy has collapsed to one completion and no longer explores."),
-        Panel("Entropy", "nats per token", {"entropy": "training", "eval_entropy": HELD_OUT},
+        Panel("Entropy", {"entropy": "training", "eval_entropy": HELD_OUT},
               "Entropy of the distribution of the next token."),
-        Panel("Length of the completions", "tokens", {"completions/mean_length": "training"},
+        Panel("Length of the completions", {"completions/mean_length": "training"},
               "Length that climbs with the score is the most common form of reward hacking.", zero=True, also="eval_length"),
-        Panel("Truncated completions", "share of completions", {"completions/clipped_ratio": ""},
+        Panel("Truncated completions", {"completions/clipped_ratio": ""},
               "Share of completions that reached the maximum length without an end-of-sequence token.", zero=True),
-        Panel("Log-probability", "nats per completion", {"logps/chosen": "chosen", "logps/rejected": "rejected"},
+        Panel("Log-probability", {"logps/chosen": "chosen", "logps/rejected": "rejected"},
               "Log-probability of chosen (desirable) and rejected completions under the policy."),
-        Panel("KL coefficient", "score per nat", {"objective/kl_coef": ""},
+        Panel("KL coefficient", {"objective/kl_coef": ""},
               "As the adaptive controller sets it.", when=varies),
     )),
     "health": ("Is the optimization sound?", (
-        Panel("Explained variance of the values", "share", {"val/explained_variance": ""},
+        Panel("Explained variance of the values", {"val/explained_variance": ""},
               "1: the critic predicts the return at every token. 0: no better than their mean.", level=0.0),
-        Panel("Value loss", "loss", {"loss/value_avg": ""},
+        Panel("Value loss", {"loss/value_avg": ""},
               "Clipped squared error of the critic, halved.", zero=True),
-        Panel("Clipped", "share of tokens", {"policy/clipfrac_avg": "policy", "val/clipfrac_avg": "value"},
+        Panel("Clipped", {"policy/clipfrac_avg": "policy", "val/clipfrac_avg": "value"},
               "Tokens whose ratio left the clip range. Above about 0.2 the steps are too large.", zero=True),
-        Panel("KL of one update", "nats per token", {"policy/approxkl_avg": ""},
+        Panel("KL of one update", {"policy/approxkl_avg": ""},
               "Between the policy before and after the update.", zero=True),
-        Panel("Ratio new to old", "ratio", {"val/ratio": ""},
+        Panel("Ratio new to old", {"val/ratio": ""},
               "Mean probability ratio. It should stay near 1.", level=1.0),
-        Panel("Sampler against trainer", "nats per token", {"val/sampler_drift": "sampler", "policy/first_ratio_error": "first ratio"},
+        Panel("Sampler against trainer", {"val/sampler_drift": "sampler", "policy/first_ratio_error": "first ratio"},
               "Difference between the log-probs of trainer and sampler, and between new and old ones at the first step of an update: "
               "only rounding errors.", zero=True),
-        Panel("Off-policy weights", "share", {"rollout/ess": "effective samples", "rollout/is_clipped_fraction": "ratios cut"},
+        Panel("Off-policy weights", {"rollout/ess": "effective samples", "rollout/is_clipped_fraction": "ratios cut"},
               "Shares of the actions: effective sample size under the weights, and actions whose ratio trainer / sampler was cut. "
               "Staler completions leave fewer.", zero=True),
-        Panel("Gradient norm", "norm", {"grad_norm": "gradient", "grad_norm/policy": "policy", "grad_norm/critic": "critic"},
+        Panel("Gradient norm", {"grad_norm": "gradient", "grad_norm/policy": "policy", "grad_norm/critic": "critic"},
               "Before clipping. Spikes are unusual batches; a steady climb is a problem."),
-        Panel("Skipped steps", "count", {"skipped_steps": ""},
+        Panel("Skipped steps", {"skipped_steps": ""},
               "Optimizer steps skipped because a gradient was not finite.", when=lambda points: any(value for _, value in points)),
-        Panel("Learning rate", "rate", {"learning_rate": "", "lr": ""},
+        Panel("Learning rate", {"learning_rate": "", "lr": ""},
               "As the schedule set it.", when=varies),
     )),
     "cost": ("What did it cost?", (
-        Panel("Seconds per update", "seconds", {"time/*": ""},
+        Panel("Seconds per update", {"time/*": ""},
               "Where an update spends its time.", kind="stack"),
-        Panel("Who waits", "share of an update", {"rollout/wait_fraction": "trainer", "rollout/idle": "rollout workers"},
+        Panel("Who waits", {"rollout/wait_fraction": "trainer", "rollout/idle": "rollout workers"},
               "Time in which the trainer waited for completions, and rollout workers were idle.", zero=True),
-        Panel("Speed", "tokens per second", {"train_tokens_per_second": ""},
+        Panel("Speed", {"train_tokens_per_second": ""},
               "Completion tokens sampled, scored and trained on, over all workers.", zero=True),
-        Panel("Memory", "GiB", {"memory/rollout": "rollout", "memory/update": "update", "memory/peak": "highest so far"},
+        Panel("Memory", {"memory/rollout": "rollout", "memory/update": "update", "memory/peak": "highest so far"},
               "Peak of each phase: GPU memory if there is a GPU, else resident memory.", zero=True),
     )),
 }  # fmt: skip

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline import run_folder
 from pipeline.config import gates
 from pipeline.config.job import Run
 from pipeline.errors import Failure, SelfCheckFailed
@@ -27,7 +28,7 @@ from pipeline.models.hub import json_object
 from pipeline.registry import Gate
 
 FIX = "remove this checkpoint, so that the run resumes from an earlier one"
-STATE, WEIGHTS = "best.json", "best.safetensors"
+WEIGHTS = "best.safetensors"
 # Passes an evaluation's value and step to a sweep. Returns the reason to stop, or None.
 Report = Callable[[float, int], str | None]
 
@@ -88,12 +89,12 @@ class Best:
     def save(self, folder: str) -> None:
         """Writes the files for `load`. Only rank 0 calls it, because all ranks have the same state."""
         state = {key: getattr(self, key) for key in ("step", "value", "stale", "stopped")}
-        with open(os.path.join(folder, STATE), "w", encoding="utf-8") as file:
+        with open(os.path.join(folder, run_folder.BEST), "w", encoding="utf-8") as file:
             json.dump(state, file)
         save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, f"{folder}/{WEIGHTS}")
 
     def load(self, folder: str) -> None:
-        vars(self).update(json_object(os.path.join(folder, STATE), FIX))
+        vars(self).update(json_object(os.path.join(folder, run_folder.BEST), FIX))
         self.weights = load_file(os.path.join(folder, WEIGHTS))
 
     def reason(self) -> str:

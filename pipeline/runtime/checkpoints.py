@@ -15,11 +15,10 @@ from typing import Any
 
 from pipeline.errors import InputError, in_brief
 from pipeline.registry import lineage
+from pipeline.run_folder import DAMAGED, DIGESTS
 from pipeline.system import storage, terminal
 
-DIGESTS = "digests.json"
 NAME = re.compile(r"(?:checkpoint_(\d{8})|final)(?:-(\d+)(?:\.(\d+))?)?")
-DAMAGED = "damaged"  # folder for damaged checkpoints
 
 
 def name_of(step: int) -> str:

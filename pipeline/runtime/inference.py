@@ -16,12 +16,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline import run_folder
 from pipeline.config import Job
 from pipeline.config.identity import identity_of
 from pipeline.data.feed import to_hf
 from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
-from pipeline.runtime import memory, resume
+from pipeline.runtime import memory
 from pipeline.runtime.host import Host
 from pipeline.runtime.run import finished, open_run
 from pipeline.runtime.worker import Worker, like_a_worker, name_output
@@ -67,7 +68,7 @@ def launch(job: Job, verb: Verb) -> dict[str, Any]:
         outcome = join(run.work, len(chosen), verb, path)
         result = run.finish(output=path, rows=len(chosen), rows_done_now=fresh, **outcome, data=run.data())
         # only now, because the run is not finished without result.json
-        storage.remove(storage.join(run.folder, resume.PARTS))
+        storage.remove(storage.join(run.folder, run_folder.PARTS))
     figures = {**outcome["metrics"], **outcome["counts"]}
     print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in figures.items()))
     print(f"   {len(chosen)} rows in {result['seconds']:.0f} s  {path}", flush=True)
@@ -75,7 +76,7 @@ def launch(job: Job, verb: Verb) -> dict[str, Any]:
 
 
 def part_file(work: Work, part: int, of: str = "") -> str:
-    return storage.join(work.folder, resume.PARTS, f"{of}{part:06d}.jsonl")
+    return storage.join(work.folder, run_folder.PARTS, f"{of}{part:06d}.jsonl")
 
 
 def part_size(args: Any) -> int:
@@ -213,7 +214,7 @@ def join(work: Work, count: int, verb: Verb, path: str) -> dict[str, Any]:
                 yield from (json.dumps(line, ensure_ascii=False) for line in verb.lines(record))
         if seen != count:  # for example, parts of another version of the pipeline
             raise InputError(
-                f"{work.folder}/{resume.PARTS} holds {seen} rows of {count}; set run.overwrite=true to start over",
+                f"{work.folder}/{run_folder.PARTS} holds {seen} rows of {count}; set run.overwrite=true to start over",
                 key="run.name",
             )
 

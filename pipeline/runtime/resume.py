@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pipeline import run_folder
 from pipeline.config.identity import Identity
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.errors import InputError, in_brief
@@ -21,10 +22,8 @@ from pipeline.registry.store import flatten
 from pipeline.runtime import checkpoints
 from pipeline.system import lease, storage
 
-FILE = "job.json"
-PARTS = "parts"  # folder of the finished parts of batch inference and of an evaluation
 # {file: owner of a folder of run.storage_path that contains it}
-OWNERS = {FILE: "a run", "result.json": "a run", "sweep.json": "a sweep"}
+OWNERS = {run_folder.JOB: "a run", run_folder.RESULT: "a run", run_folder.SWEEP: "a sweep"}
 # sections that do not affect a job's results
 ELSEWHERE = ("run", "mlflow", "scaling", "source")
 # keys that do not affect results, or affect only the order of summation
@@ -100,7 +99,7 @@ def owned(folder: str, seen: dict[str, list[str]], overwrite: bool) -> Iterator[
 def record(run: Identity, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
     """Writes job.json, which marks the start of the run."""
     facts = {"inputs": inputs, "base": base, "rows": rows}
-    storage.write_json(storage.join(run.folder, FILE), run.settings | {"begun_with": facts})
+    storage.write_json(storage.join(run.folder, run_folder.JOB), run.settings | {"begun_with": facts})
 
 
 def left_in(folder: str, file: str, overwrite: bool, *keys: str) -> dict[str, Any]:
@@ -128,7 +127,7 @@ def read(run: Identity, file: str) -> dict[str, Any]:
     """Returns job.json or result.json of the run of this name, as left_in. Raises InputError if it is another stage's."""
     left = left_in(run.folder, file, run.overwrite, "stage")
     if left and left["stage"] != run.stage:
-        kind = "an unfinished" if file == FILE else "a finished"
+        kind = "an unfinished" if file == run_folder.JOB else "a finished"
         raise InputError(
             f"{run.name!r} is the name of {kind} {left['stage']} run in {run.storage_path}; choose another name, for "
             f"example run.name={run.stage}-{run.name}",
@@ -143,7 +142,7 @@ def unfinished(run: Identity) -> dict[str, Any]:
     Without a checkpoint or a part there is nothing to resume: the job may then be edited, and is another run.
     Raises InputError if this job would give other results than the one that began the run.
     """
-    if not (left := read(run, FILE)):
+    if not (left := read(run, run_folder.JOB)):
         return {}
     free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
     if (
@@ -248,7 +247,7 @@ def _resolved(run: Identity) -> tuple[str, ...]:
 def _has_progress(folder: str) -> bool:
     """Returns True if a run left something to resume: a checkpoint, even a damaged one, or output parts."""
     folders = storage.folders(folder)
-    return PARTS in folders or checkpoints.DAMAGED in folders or bool(checkpoints.complete(folder))
+    return run_folder.PARTS in folders or run_folder.DAMAGED in folders or bool(checkpoints.complete(folder))
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipeline import registry, report, text
+from pipeline import registry, report, run_folder, text
 from pipeline.config import Job, rules
 from pipeline.config.identity import Identity, identity_of
 from pipeline.errors import InputError, LeaseLost, causes, summary
@@ -76,7 +76,7 @@ class OpenRun:
             "seconds": round(time.monotonic() - self.started, 2),
             "job": run.settings,
         }
-        storage.write_json(storage.join(run.folder, "result.json"), result)
+        storage.write_json(storage.join(run.folder, run_folder.RESULT), result)
         return result
 
 
@@ -96,7 +96,7 @@ def launch(
     """
     job = named(job)
     if result := finished(identity_of(job)):
-        if job.run.report and not storage.exists(storage.join(result["folder"], report.PAGE)):
+        if job.run.report and not storage.exists(storage.join(result["folder"], run_folder.REPORT)):
             report.attach(result)  # that process was killed before it drew the report
         return result
     with terminal.logged() as log_into:
@@ -136,9 +136,9 @@ def finished(run: Identity) -> dict[str, Any] | None:
     Raises InputError if the name belongs to another kind of run, or the storage path cannot be written to.
     """
     resume.check_folder(run.folder, "a run", run.stage)
-    result = resume.read(run, "result.json")
+    result = resume.read(run, run_folder.RESULT)
     if not result:
-        resume.read(run, resume.FILE)  # raises if it is another stage's
+        resume.read(run, run_folder.JOB)  # raises if it is another stage's
         return None
     print(
         f"run {run.name} is finished ({run.folder}/result.json); run.overwrite=true starts it over, another run.name starts a "
@@ -190,7 +190,7 @@ def open_run(job: Job) -> Iterator[OpenRun]:
 @contextlib.contextmanager
 def failure_recorded(run: OpenRun) -> Iterator[None]:
     """Leaves failed.json in the folder of a run that fails, for its report. A run that is interrupted has not failed."""
-    path = storage.join(run.folder, "failed.json")
+    path = storage.join(run.folder, run_folder.FAILED)
     storage.remove(path)  # left by the attempt that this one continues
     try:
         yield

@@ -3,10 +3,12 @@
 from typing import Any
 
 from pipeline import registry, text
-from pipeline.config.stages import STAGE, Figure
+from pipeline.config.stages import STAGE, headline
 from pipeline.errors import visible
+from pipeline.metrics import Metric
 from pipeline.references import Ref
 from pipeline.report.headline import how_it_ended
+from pipeline.run_folder import RESULT
 from pipeline.settle.run import ALONE, heading
 from pipeline.system import prices, storage, terminal
 
@@ -33,12 +35,11 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
         metric: f"{f'gate {condition} ':<14}{'passed' if holds else 'FAILED'}"
         for metric, condition, _, holds in conditions
     }
-    figures = [figure for figure in STAGE[result["stage"]].headline if figure.after in metrics]
-    for figure in figures:
-        line = text.row(figure.label, f"{change(metrics, figure):<22}{gate.get(figure.after, '')}")
-        shown = figure is figures[0] or figure.after in gate
+    for place, one in enumerate(headline(result["stage"], metrics)):
+        line = text.row(one.label, f"{change(metrics, one):<22}{gate.get(one.name, '')}")
+        shown = place == 0 or one.name in gate
         terminal.say(line.rstrip(), result=True) if shown else detail(line.rstrip())
-        gate.pop(figure.after, None)
+        gate.pop(one.name, None)
     lines = []
     for metric, condition in gate.items():
         found = f"{metrics[metric]:.4g}" if metric in metrics else "missing"
@@ -57,17 +58,17 @@ def print_summary(result: dict[str, Any], drawn: str | None) -> None:
             lines.append(f"  {champion.note}")
     for line in lines:
         terminal.say(line, result=True)
-    page = storage.relative(drawn or f"{result['folder']}/result.json")
+    page = storage.relative(drawn or f"{result['folder']}/{RESULT}")
     page = text.row("report" if drawn else "result", page)
     print(page) if one_of_several else terminal.say(page, result=True)
     words = filter(None, (terminal.duration(result["seconds"]), prices.in_words(result["cost"])))
     terminal.say(text.row("time", ", ".join(words)), result=True)
 
 
-def change(metrics: dict[str, float], figure: Figure) -> str:
+def change(metrics: dict[str, float], one: Metric) -> str:
     """Returns a metric before and after, for example 0.5465 -> 0.5104."""
-    before = metrics.get(figure.before)
-    return (f"{before:.4g} -> " if before is not None else "") + f"{metrics[figure.after]:.4g}"
+    before = metrics.get(one.before)
+    return (f"{before:.4g} -> " if before is not None else "") + f"{metrics[one.name]:.4g}"
 
 
 def not_better(result: dict[str, Any]) -> str | None:
@@ -96,34 +97,31 @@ def sample_table(samples: list[dict[str, Any]], width: int = 40) -> str:
 def subsets_table(
     subsets: dict[str, dict[str, float]], title: str = "subset", of: str = "pairs", value: str = "accuracy"
 ) -> str:
-    """Returns the accuracy on each subset of the pairs, or a benchmark's score on each of its subsets, as aligned text."""
-    width = max(len(title), *map(len, subsets))
-    lines = [f"   {title:<{width}}  {of:>5}  {value} (95 %)"]
+    """Returns the accuracy on each subset of the pairs, or a benchmark's score on each of its subsets, as a table."""
+    rows = []
     for name, one in subsets.items():
         interval = f"  ({one['low']:.3f} to {one['high']:.3f})" if "low" in one else ""
-        lines.append(f"   {name:<{width}}{one[of]:>7}  {one[value]:.3f}{interval}")
-    return "\n".join(lines)
+        rows.append((name, str(one[of]), f"{one[value]:.3f}{interval}"))
+    return text.table((title, of, f"{value} (95 %)"), rows, "<><")
 
 
 def best_of_n_table(curve: list[dict[str, float]]) -> str:
-    """Returns the best-of-n curve as aligned text, with a warning if a larger n no longer helps the judge."""
-    lines = ["   best of n    reward    judge   KL at most"]
-    for point in curve:
-        lines.append(
-            f"   {point['n']:>9.0f}{point['proxy']:>10.3f}{point['gold']:>9.3f}{point['kl_bound']:>13.2f}"
-        )
-    if curve[-1]["gold"] < max(point["gold"] for point in curve):
-        lines.append("   the judge's score falls again: choosing by this reward exploits it")
-    return "\n".join(lines)
+    """Returns the best-of-n curve as a table, with a warning if a larger n no longer helps the judge."""
+    rows = [
+        (str(at["n"]), f"{at['proxy']:.3f}", f"{at['gold']:.3f}", f"{at['kl_bound']:.2f}") for at in curve
+    ]
+    table = text.table(("best of n", "reward", "judge", "KL at most"), rows, ">>>>")
+    falls = curve[-1]["gold"] < max(point["gold"] for point in curve)
+    return table + "\n   the judge's score falls again: choosing by this reward exploits it" * falls
 
 
 def probes_table(probes: dict[str, Any]) -> str:
-    """Returns the effect of each probe of a reward, in standard deviations of its score, as aligned text."""
-    lines = [f"   {'probe':<16}{'effect (95 %)':<26}accuracy  verdict"]
+    """Returns the effect of each probe of a reward, in standard deviations of its score, as a table."""
+    rows = []
     for name, one in probes.items():
         effect = f"{one['effect']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"
-        lines.append(f"   {name:<16}{effect:<26}{one['accuracy']:>8.3f}  {one['verdict']}")
-    return "\n".join(lines)
+        rows.append((name, effect, f"{one['accuracy']:.3f}", one["verdict"]))
+    return text.table(("probe", "effect (95 %)", "accuracy", "verdict"), rows, "<<><")
 
 
 def _cut(words: str, width: int) -> str:

@@ -19,9 +19,11 @@ from typing import Any
 
 from pipeline import registry, text
 from pipeline.errors import Failure, InputError
+from pipeline.metrics import line_of
 from pipeline.models import hub, transformers4
 from pipeline.on_ray.placement import Places
 from pipeline.registry import lineage
+from pipeline.run_folder import OUTCOME
 from pipeline.runtime import checkpoints, memory
 from pipeline.runtime.host import Host
 from pipeline.settle.work import Work
@@ -31,30 +33,6 @@ from pipeline.system.lease import hold, remove_abandoned
 PRINT_INTERVAL_S = 5.0  # at most one line of training steps in this time; evaluations are always printed
 LIVE_INTERVAL_S = 0.5  # seconds in which at most one line of progress is shown
 LIVE_METRICS = 3  # metrics that a line of progress shows
-OUTCOME = "outcome"  # OUTCOME.json is in the last checkpoint of a run that reached its end
-# {label: its metrics} of a line of training steps, the most important first; MLflow has the rest
-SHOWN = {
-    "loss": "loss",
-    "held-out loss": "eval_loss",
-    "accuracy": "accuracy rewards/accuracies eval_accuracy eval_rewards/accuracies",
-    "token accuracy": "mean_token_accuracy eval_mean_token_accuracy",
-    "end accuracy": "eos_accuracy eval_eos_accuracy",
-    "margin": "margin rewards/margins eval_margin eval_rewards/margins",
-    "score": "objective/scores",
-    "kl": "objective/kl",
-    "kl to teacher": "objective/teacher_kl",
-    "entropy/completion": "objective/entropy",
-    "length": "completions/mean_length",
-    "truncated": "completions/clipped_ratio",
-    "explained var": "val/explained_variance",
-    "clip frac": "policy/clipfrac_avg",
-    "grad norm": "grad_norm",
-    "held-out win rate": "eval_win_rate",
-    "judge win rate": "eval_judge_win_rate",
-    "held-out kl": "eval_kl",
-    "waited s": "rollout/wait_seconds",
-    "workers idle": "rollout/idle",
-}
 NOTICE_INTERVAL_S = float(os.environ.get("PIPELINE_NOTICE_EVERY_S", "5"))  # spot nodes give 30 to 120 s
 
 
@@ -79,7 +57,7 @@ def main(config: dict[str, Any]) -> dict[str, Any]:
             newest = checkpoints.newest(folder)
         newest = ray.train.collective.broadcast_from_rank_zero(newest)
         resume = stack.enter_context(storage.local_copy(storage.join(folder, newest))) if newest else None
-        if resume and os.path.exists(outcome := os.path.join(resume, f"{OUTCOME}.json")):
+        if resume and os.path.exists(outcome := os.path.join(resume, OUTCOME)):
             return storage.read_json(outcome)
         worker = Worker(work, resume, config["companion"])
         if worker.rank == 0:
@@ -154,7 +132,7 @@ class Outcome:
     end: dict[str, Any] = field(default_factory=dict)  # best.outcome of a stage that trains
     usage: dict[str, int] = field(default_factory=dict)  # counts of the stage: tokens, completions
     samples: list[dict[str, Any]] = field(default_factory=list)  # prompts with completions before and after
-    # Rows for the report, saved as NAME.json next to the adapter
+    # {file: rows} for the report, saved next to the adapter
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     # More entries of lineage.json, e.g. the reward's mean and standard deviation
     facts: dict[str, Any] = field(default_factory=dict)
@@ -261,8 +239,7 @@ class Worker(Host):
             self.started = (now, step)
         began, first = self.started
         left = (now - began) / (step - first) * (total - step) if step > first else 0.0
-        named = [(label, key) for label, keys in SHOWN.items() for key in keys.split() if key in metrics]
-        shown = [f"{label} {metrics[key]:<9.4g}" for label, key in named]
+        shown = [f"{label} {value:<9.4g}" for label, value in line_of(self.work.run.stage, metrics)]
         ends = step in (first, total) or any(key.startswith("eval_") for key in metrics)
         if ends or now - self.printed >= PRINT_INTERVAL_S:  # MLflow has every step
             self.printed = now
@@ -367,7 +344,7 @@ class Worker(Host):
                 self.metrics.log(held_out, step, final=True)
                 self.metrics.close()  # before the run counts as finished
             for name, content in {**outcome.tables, OUTCOME: said}.items():
-                with open(os.path.join(final, f"{name}.json"), "w", encoding="utf-8") as file:
+                with open(os.path.join(final, name), "w", encoding="utf-8") as file:
                     json.dump(content, file)
         self._commit(final if self.rank == 0 else None, "final", checked)
         return said

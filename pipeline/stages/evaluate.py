@@ -12,9 +12,8 @@ restart after a lost node. They write their results in parts, as `score` does, f
 
 from typing import Any
 
-from pipeline import registry
+from pipeline import registry, run_folder
 from pipeline.config import Job
-from pipeline.runtime import resume
 from pipeline.runtime.run import launch
 from pipeline.runtime.summary import best_of_n_table, probes_table, subsets_table
 from pipeline.runtime.worker import Outcome, Worker
@@ -24,8 +23,8 @@ from pipeline.system import storage, terminal
 
 def run(job: Job) -> dict[str, Any]:
     result = launch(job, train, register=promote)
-    storage.remove(storage.join(result["folder"], resume.PARTS))  # not before: it resumes from them
-    found = storage.read_json(storage.join(result["folder"], "evaluation.json"))
+    storage.remove(storage.join(result["folder"], run_folder.PARTS))  # not before: it resumes from them
+    found = storage.read_json(storage.join(result["folder"], run_folder.EVALUATION))
     tables = [subsets_table(subsets)] if (subsets := found["pairs"].get("subsets")) else []
     for name, benchmark in found["benchmarks"].items():
         tables.append(subsets_table({**benchmark["subsets"], **benchmark["levels"]}, name, "rows", "score"))
@@ -88,5 +87,5 @@ def train(worker: Worker) -> dict[str, Any]:
     if worker.rank == 0:
         written = {"metrics": metrics, "inputs": worker.work.versions, "samples": samples, **tables}
         worker.work.lease.require()
-        storage.write_json(storage.join(worker.work.folder, "evaluation.json"), written)
+        storage.write_json(storage.join(worker.work.folder, run_folder.EVALUATION), written)
     return worker.finish(Outcome(metrics, samples=samples))

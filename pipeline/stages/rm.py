@@ -9,11 +9,12 @@ its scores on held-out completions, with which PPO normalizes them.
 from typing import Any
 
 from pipeline.config import Job
+from pipeline.run_folder import DOUBTFUL, PAIRS
 from pipeline.runtime.run import launch
 from pipeline.runtime.worker import Worker
 from pipeline.system.progress import Bar
 
-TABLE, DOUBTFUL = 4096, 8  # maximum number of pairs in the report, and of those that it shows as text
+TABLE, WORST = 4096, 8  # maximum number of pairs in the report, and of those that it shows as text
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def train(worker: Worker) -> dict[str, Any]:
         margins = [pair["chosen"] - pair["rejected"] for pair in pairs]
         outcome.metrics["eval_accuracy"] = sum(margin > 0 for margin in margins) / len(margins)
         outcome.metrics["eval_margin"] = sum(margins) / len(margins)
-        outcome.tables = {"pairs": pairs[:TABLE], "doubtful": doubtful(worker, held_out, pairs)}
+        outcome.tables = {PAIRS: pairs[:TABLE], DOUBTFUL: doubtful(worker, held_out, pairs)}
     return trl_trainer.finish(worker, trainer, outcome)
 
 
@@ -92,7 +93,7 @@ def doubtful(worker: Worker, rows: Any, pairs: list[dict[str, float]]) -> list[d
     """Returns the pairs with the lowest margins as text, each once: errors of the model or of the data."""
     worst: dict[tuple[str, str, str], dict[str, Any]] = {}
     for index in sorted(range(len(pairs)), key=lambda i: pairs[i]["chosen"] - pairs[i]["rejected"]):
-        if len(worst) == DOUBTFUL:
+        if len(worst) == WORST:
             break
         row, scores = rows[index], pairs[index]
         texts = as_text(worker.tokenizer, row["chosen_ids"], row["rejected_ids"])

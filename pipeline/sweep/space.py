@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pipeline.config import Job, load_job, schema
-from pipeline.config.gates import LOSS, Metrics, greater_is_better
+from pipeline.config.gates import LOSS, Metrics
 from pipeline.config.identity import identity_of
 from pipeline.config.stages import TRAINED
 from pipeline.config.yaml_tree import Tree
 from pipeline.errors import InputError, show
+from pipeline.metrics import greater_is_better
 from pipeline.runtime.resume import essence
 from pipeline.system import storage
 

@@ -3,11 +3,10 @@
 import math
 from typing import Any
 
+from pipeline.run_folder import RESULT
 from pipeline.sweep.space import Sweep, Trial
 from pipeline.system import storage
 from pipeline.text import table
-
-FILE = "sweep.json"
 
 
 def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict[str, Any]]:
@@ -40,7 +39,7 @@ def rows(sweep: Sweep, state: dict[str, Any], died: dict[str, str]) -> list[dict
 
 def result_of(trial: Trial) -> dict[str, Any] | None:
     """Returns result.json of a trial, or None if the trial has not ended."""
-    path = storage.join(trial.job.folder, "result.json")
+    path = storage.join(trial.job.folder, RESULT)
     return storage.read_json(path) if storage.exists(path) else None
 
 
@@ -64,7 +63,7 @@ def text(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
         figure = f"{row['figure']:.4g}" if row["figure"] is not None else ""
         why = f"{row['state']}: {row['why']}" if row["why"] else row["state"]
         lines.append([*row["values"].values(), figure, steps, seconds, why])
-    return table([*sweep.keys, sweep.metric, "steps", "seconds", "ended"], lines)
+    return table([*sweep.keys, sweep.metric, "steps", "seconds", "ended"], lines, rules=True)
 
 
 def _is_number(figure: float | None) -> bool:

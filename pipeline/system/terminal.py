@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pipeline import run_folder
 from pipeline.system import storage
 from pipeline.system.credentials import without_secrets
 
@@ -234,7 +235,7 @@ def logged() -> Iterator[Callable[[str], None]]:
         stack.callback(setattr, screen, "log", None)
 
         def into(folder: str) -> None:
-            file = stack.enter_context(storage.appended(storage.join(folder, "log.txt")))
+            file = stack.enter_context(storage.appended(storage.join(folder, run_folder.LOG)))
             stack.callback(setattr, screen, "log", None)
             with screen.lock:
                 file.write(early.getvalue())

@@ -8,6 +8,7 @@ import pytest
 from running import ROOT
 from settled import work_of
 
+from pipeline import run_folder
 from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.config.identity import identity_of
@@ -146,7 +147,7 @@ def test_an_edited_python_reward_counts_as_changed_content(halfway, tmp_path, in
     assert rows.keys() == {"reward"}
     run = identity_of(job)
     resume.record(run, {}, "sha256:base", rows)
-    (tmp_path / "one" / resume.PARTS).mkdir()
+    (tmp_path / "one" / run_folder.PARTS).mkdir()
     found = resume.unfinished(run)
     assert resume.same_content(found, run, "sha256:base", digests(job))
     module.write_text("def score(completions, **_):\n    return [1.0 for _ in completions]\n")

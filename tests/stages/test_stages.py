@@ -8,6 +8,7 @@ import pytest
 from running import NO_EVAL, ROOT, client, curve, stage
 from settled import plan_of
 
+from pipeline import metrics
 from pipeline.config import gates, load_job
 from pipeline.config.identity import identity_of
 from pipeline.runtime import run
@@ -64,6 +65,12 @@ def test_a_training_stage_leaves_a_result_a_version_and_small_checkpoints(name, 
 def test_metrics_are_in_mlflow_step_by_step(runs, storage):
     logged = [("sft", "loss"), ("rm", "accuracy"), ("ppo", "objective/kl"), ("ppo", "eval_judge_win_rate")]
     assert [len(curve(storage, runs[name], metric)) for name, metric in logged] == [STEPS, STEPS, 2, 2]
+
+
+def test_every_curve_is_in_the_table_of_metrics(runs, storage):
+    for name, result in runs.items():
+        logged = client(storage).get_run(result["mlflow_run_id"]).data.metrics
+        assert logged and [metric for metric in logged if not metrics.find(metric, name)] == [], name
 
 
 def test_versions_record_their_origin(runs, storage):
