@@ -6,6 +6,7 @@ tests/test_readme.py checks that both pages are up to date.
 """
 
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ complete and check keys.
 A job file names its `stage` and has the sections below. It may have a
 [`gate`](runs.md#which-version-gets-the-alias), and `extends`, the files that it is merged over. On
 the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
-key that is not listed is an error, and the message names the nearest one, if one is near.
+key that is not listed is an error, and the message names the nearest one, if one is near. Limits of
+10,000 and more are left out.
 """
 CLI = """\
 # Command line
@@ -65,29 +67,53 @@ def configuration() -> str:
         sections = {*INPUTS} if title == "Top level" else None
         known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}
         pages.append(table(f"## {title}", known, intro, dotted))
-    trainers = {STAGE[stage].trainer: stage for stage in STAGE if stage not in TRL}
-    for dotted in trainers:
-        stages = [stage for stage in STAGE if STAGE[stage].trainer == dotted]
-        pages.append(table(f"## trainer of {', '.join(stages)}", schema.keys(dotted), "", dotted))
-    keys = [schema.keys(STAGE[stage].trainer) for stage in TRL]
-    shared = {key: one for key, one in keys[0].items() if all(other.get(key) == one for other in keys[1:])}
-    intro = "A few of these keys are TRL's own. All are the same in these stages."
-    pages.append(table(f"## trainer of {', '.join(TRL)}", shared, intro, "transformers.TrainingArguments"))
-    for stage, own in zip(TRL, keys, strict=True):
-        rest = {key: one for key, one in own.items() if key not in shared}
-        intro = "These keys, or their defaults, differ from those above."
-        pages.append(table(f"## trainer of {stage} alone", rest, intro, STAGE[stage].trainer))
+    ours = [stage for stage in STAGE if stage not in TRL]
+    for stages, known in shared_keys(ours).items():
+        pages.append(table(f"## trainer of {', '.join(stages)}", known, "", STAGE[stages[0]].trainer))
+    for stages, known in shared_keys(TRL).items():
+        classes = (
+            ["transformers.TrainingArguments"]
+            if stages == (*TRL,)
+            else [STAGE[one].trainer for one in stages]
+        )
+        defaults = {key: one["default"] for key, one in known.items() if one.get("default") is not None}
+        names = [f"`{key}`" + (f" (`{show(defaults[key])}`)" if key in defaults else "") for key in known]
+        intro = f"Keys of {', '.join(map(link, classes))}, with defaults other than null:"
+        pages += [f"## trainer of {', '.join(stages)}\n\n{intro}\n", filled(", ".join(names) + ".")]
     return "\n".join(pages)
+
+
+def shared_keys(stages: Iterable[str]) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Returns the keys of `trainer` that exactly these stages have, each with the same schema: {stages: {key: schema}}."""
+    groups: dict[tuple[str, ...], dict[str, Any]] = {}
+    for key, one in (
+        (key, one) for stage in stages for key, one in schema.keys(STAGE[stage].trainer).items()
+    ):
+        group = tuple(stage for stage in stages if schema.keys(STAGE[stage].trainer).get(key) == one)
+        if "not" not in one:
+            groups.setdefault(group, {})[key] = one
+    return groups
+
+
+def link(dotted: str) -> str:
+    """Returns a link to a library's page on its configuration class `package.module.Class`."""
+    library, _, name = dotted.partition(".")
+    name = name.rpartition(".")[2]
+    page = f"{name.removesuffix('Config').lower()}_trainer"
+    return f"[`{name}` ({library})]({LIBRARIES[library].format(name=name, page=page)})"
+
+
+def filled(text: str) -> str:
+    """Returns a paragraph with lines of at most 100 columns."""
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str, dotted: str) -> str:
     """Returns a section with a row for each key that a job may have. A library explains its own keys."""
-    library, _, name = dotted.partition(".")
-    if address := LIBRARIES.get(library):
-        name = name.rpartition(".")[2]
-        page = f"{name.removesuffix('Config').lower()}_trainer"
-        intro = f"Keys of [`{name}` ({library})]({address.format(name=name, page=page)}). {intro}".strip()
-    columns = 3 if address else 4
+    known = dotted.partition(".")[0] in LIBRARIES
+    if known:
+        intro = f"Keys of {link(dotted)}. {intro}".strip()
+    columns = 3 if known else 4
     rows = [
         (
             f"`{key}`",
@@ -119,6 +145,9 @@ def type_of(one: Mapping[str, Any]) -> str:
     names |= {"a list": "list", "a mapping": "mapping"}
     for name, usual in names.items():
         words = re.sub(rf"(?<!one of )\b{name}\b", usual, words)  # not values such as `text`
+    words = re.sub(
+        r" and at most \d{5,}|(?<=\d) to \d{5,}", lambda found: " or more" * (" to" in found[0]), words
+    )
     # The default says null, too.
     return re.sub(r" or null\b|\bnull or ", "", words) if one.get("default") is None else words
 
@@ -126,7 +155,9 @@ def type_of(one: Mapping[str, Any]) -> str:
 def meaning(text: str) -> str:
     """Returns the first sentence of a description, or several short ones, and the sentence about the default or null."""
     text = re.sub(r"\bNone\b", "null", " ".join(text.split()))
-    ends = [match.end() for match in re.finditer(r"(?<!e\.g)(?<!i\.e)[.](?= [A-Z`(])", text)] + [len(text)]
+    ends = [match.end() for match in re.finditer(r"(?<!e\.g)(?<!i\.e)(?<!Dr)[.](?= [A-Z`(])", text)] + [
+        len(text)
+    ]
     end = max([end for end in ends if end <= 160], default=ends[0])
     default = re.search(r" (By default,?|null:) .*?\.(?= [A-Z`(\[]|$)", text[end:])
     return text[:end] + (default[0] if default else "")
@@ -147,15 +178,14 @@ def cli() -> str:
     for name, sub in subparsers.choices.items():  # type: ignore[union-attr, attr-defined]
         arguments = [str(action.metavar) for action in sub._actions if action.dest in ("job", "overrides")]
         rows.append((f"`{name}`", " ".join(f"`{one}`" for one in arguments), SUMMARIES[name]))
-    targets: list[str] = []
+    targets = []
     for line in (DOCS.parent / "Makefile").read_text().splitlines():
-        if title := re.match(r"##@ (.*)", line):
-            targets += ["", f"### {title[1]}", "", *markdown(("target", "what it does"), [])]
-        elif targets and (target := re.match(r"([a-z-]+):.*## (.*)", line)):
-            targets += markdown((f"`make {target[1]}`", target[2]), [])[:1]
+        if (target := re.match(r"([a-z-]+):.*## (.*)", line)) and target[1] not in subparsers.choices:
+            targets.append((f"`make {target[1]}`", target[2]))
     lines = [CLI, "## Subcommands", "", *markdown(("subcommand", "arguments", "what it does"), rows), ""]
     lines += ["## Examples", "", "```text", *EXAMPLES.splitlines()[1:], "```", ""]
-    lines += ["## Targets of make", "", "`make help-all` prints the same.", *targets, ""]
+    lines += ["## Targets of make", "", "In addition to the subcommands; `make help-all` lists all.", ""]
+    lines += [*markdown(("target", "what it does"), targets), ""]
     return "\n".join(lines)
 
 
