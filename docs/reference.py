@@ -36,14 +36,15 @@ A job file names its `stage` and has the sections below. It may have a
 [`gate`](runs.md#which-version-gets-the-alias), and `extends`, the files that it is merged over. On
 the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
 key that is not listed is an error, and the message names the nearest one, if one is near. Limits of
-10,000 and more are left out.
+10,000 and more, and the default null, are left out.
 """
 CLI = """\
 # Command line
 
 Made by `docs/reference.py` from the parser and the Makefile. `rlhf` and `python -m pipeline` are
 the same command. In a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`. All
-subcommands have the same [exit statuses](runs.md#exit-statuses).
+subcommands have the same [exit statuses](runs.md#exit-statuses). If the table names no arguments,
+they are `JOB.yaml` and any number of `section.key=value`.
 """
 
 
@@ -110,17 +111,11 @@ def filled(text: str) -> str:
 
 def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str, dotted: str) -> str:
     """Returns a section with a row for each key that a job may have. A library explains its own keys."""
-    known = dotted.partition(".")[0] in LIBRARIES
-    if known:
-        intro = f"Keys of {link(dotted)}. {intro}".strip()
-    columns = 3 if known else 4
+    columns = 3
+    if dotted.partition(".")[0] in LIBRARIES:
+        intro, columns = f"Keys of {link(dotted)}. {intro}".strip(), 2
     rows = [
-        (
-            f"`{key}`",
-            type_of(one),
-            "required" if one.get("needed") else f"`{show(one.get('default'))}`",
-            meaning(one.get("description", "")),
-        )[:columns]
+        (f"`{key}`", value_of(one), meaning(one.get("description", "")))[:columns]
         for key, one in keys.items()
         if "not" not in one
     ]
@@ -129,10 +124,18 @@ def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str, dotted:
             title,
             "",
             *([intro, ""] if intro else []),
-            *markdown(("key", "type", "default", "meaning")[:columns], rows),
+            *markdown(("key", "value and default", "meaning")[:columns], rows),
             "",
         ]
     )
+
+
+def value_of(one: Mapping[str, Any]) -> str:
+    """Returns the type of a key, and its default if that is not null."""
+    if one.get("needed"):
+        return f"{type_of(one)}; required"
+    default = one.get("default")
+    return type_of(one) + ("" if default is None else f"; `{show(default)}`")
 
 
 def type_of(one: Mapping[str, Any]) -> str:
@@ -158,8 +161,8 @@ def meaning(text: str) -> str:
     ends = [match.end() for match in re.finditer(r"(?<!e\.g)(?<!i\.e)(?<!Dr)[.](?= [A-Z`(])", text)] + [
         len(text)
     ]
-    end = max([end for end in ends if end <= 160], default=ends[0])
-    default = re.search(r" (By default,?|null:) .*?\.(?= [A-Z`(\[]|$)", text[end:])
+    end = max([end for end in ends if end <= 110], default=ends[0])
+    default = re.search(r" (By default,?|null:|-1:|0:) .*?\.(?= [A-Z`(\[]|$)", text[end:])
     return text[:end] + (default[0] if default else "")
 
 
@@ -177,12 +180,15 @@ def cli() -> str:
     rows = []
     for name, sub in subparsers.choices.items():  # type: ignore[union-attr, attr-defined]
         arguments = [str(action.metavar) for action in sub._actions if action.dest in ("job", "overrides")]
-        rows.append((f"`{name}`", " ".join(f"`{one}`" for one in arguments), SUMMARIES[name]))
+        usual = arguments == ["JOB.yaml", "section.key=value"]
+        rows.append(
+            (" ".join(f"`{one}`" for one in (name, *arguments[: 0 if usual else None])), SUMMARIES[name])
+        )
     targets = []
     for line in (DOCS.parent / "Makefile").read_text().splitlines():
         if (target := re.match(r"([a-z-]+):.*## (.*)", line)) and target[1] not in subparsers.choices:
             targets.append((f"`make {target[1]}`", target[2]))
-    lines = [CLI, "## Subcommands", "", *markdown(("subcommand", "arguments", "what it does"), rows), ""]
+    lines = [CLI, "## Subcommands", "", *markdown(("subcommand", "what it does"), rows), ""]
     lines += ["## Examples", "", "```text", *EXAMPLES.splitlines()[1:], "```", ""]
     lines += ["## Targets of make", "", "In addition to the subcommands; `make help-all` lists all.", ""]
     lines += [*markdown(("target", "what it does"), targets), ""]
