@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md and docs/cli.md from the schema of job files, the parser and the Makefile.
+"""Writes docs/configuration.md and docs/cli.md from the schema of job files and the parser.
 
     .venv/bin/python docs/reference.py
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.__main__ import EXAMPLES, parser
+from pipeline.__main__ import parser
 from pipeline.commands import SUMMARIES
 from pipeline.config import schema
 from pipeline.config.stages import INPUTS, STAGE
@@ -41,10 +41,10 @@ key that is not listed is an error, and the message names the nearest one, if on
 CLI = """\
 # Command line
 
-Made by `docs/reference.py` from the parser and the Makefile. `rlhf` and `python -m pipeline` are
-the same command. In a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`. All
-subcommands have the same [exit statuses](runs.md#exit-statuses). If the table names no arguments,
-they are `JOB.yaml` and any number of `section.key=value`.
+Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command. In
+a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`; `make help-all` lists all targets.
+All subcommands have the same [exit statuses](runs.md#exit-statuses). If the table names no
+arguments, they are `JOB.yaml` and any number of `section.key=value`. `rlhf --help` has examples.
 """
 
 
@@ -158,6 +158,7 @@ def type_of(one: Mapping[str, Any]) -> str:
 def meaning(text: str) -> str:
     """Returns the first sentence of a description, or several short ones, and the sentence about the default or null."""
     text = re.sub(r"\bNone\b", "null", " ".join(text.split()))
+    text = re.sub(r" \[[a-zA-Z][^\]]*\]$", "", text)  # the symbol in a paper, which `help` has
     ends = [match.end() for match in re.finditer(r"(?<!e\.g)(?<!i\.e)(?<!Dr)[.](?= [A-Z`(])", text)] + [
         len(text)
     ]
@@ -174,7 +175,7 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 def cli() -> str:
-    """Returns the page about subcommands and make targets."""
+    """Returns the page about subcommands."""
     top = parser()
     (subparsers,) = [action for action in top._actions if action.dest == "verb"]
     rows = []
@@ -184,15 +185,7 @@ def cli() -> str:
         rows.append(
             (" ".join(f"`{one}`" for one in (name, *arguments[: 0 if usual else None])), SUMMARIES[name])
         )
-    targets = []
-    for line in (DOCS.parent / "Makefile").read_text().splitlines():
-        if (target := re.match(r"([a-z-]+):.*## (.*)", line)) and target[1] not in subparsers.choices:
-            targets.append((f"`make {target[1]}`", target[2]))
-    lines = [CLI, "## Subcommands", "", *markdown(("subcommand", "what it does"), rows), ""]
-    lines += ["## Examples", "", "```text", *EXAMPLES.splitlines()[1:], "```", ""]
-    lines += ["## Targets of make", "", "In addition to the subcommands; `make help-all` lists all.", ""]
-    lines += [*markdown(("target", "what it does"), targets), ""]
-    return "\n".join(lines)
+    return "\n".join([CLI, *markdown(("subcommand", "what it does"), rows), ""])
 
 
 PAGES = {"configuration.md": configuration, "cli.md": cli}
