@@ -6,11 +6,12 @@ tests/test_readme.py checks that the pages are up to date.
 """
 
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.__main__ import EXAMPLES, parser
+from pipeline.__main__ import parser
 from pipeline.commands import SUMMARIES
 from pipeline.config import schema
 from pipeline.config.stages import INPUTS, STAGE
@@ -35,7 +36,8 @@ complete and check keys.
 A job file names its `stage` and has the sections below. It may have a
 [`gate`](runs.md#which-version-gets-the-alias), and `extends`, the files that it is merged over. On
 the command line, set a key with `section.key=value` or `--section.key value`. Values are YAML. A
-key that is not listed is an error, and the message names the nearest one, if one is near.
+key that is not listed is an error, and the message names the nearest one, if one is near. Limits of
+10,000 and more, and the default null, are left out.
 """
 METRICS = """\
 # Metrics
@@ -49,9 +51,10 @@ PREFIX = {"curve": "none (curve)", "result": "none", "initial": "`initial_`", "e
 CLI = """\
 # Command line
 
-Made by `docs/reference.py` from the parser and the Makefile. `rlhf` and `python -m pipeline` are
-the same command. In a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`. All
-subcommands have the same [exit statuses](runs.md#exit-statuses).
+Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command. In
+a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`; `make help-all` lists all targets.
+All subcommands have the same [exit statuses](runs.md#exit-statuses). If the table names no
+arguments, they are `JOB.yaml` and any number of `section.key=value`. `rlhf --help` has examples.
 """
 
 
@@ -75,36 +78,54 @@ def configuration() -> str:
         sections = {*INPUTS} if title == "Top level" else None
         known = {key: one for key, one in schema.keys(dotted).items() if sections is None or key in sections}
         pages.append(table(f"## {title}", known, intro, dotted))
-    trainers = {STAGE[stage].trainer: stage for stage in STAGE if stage not in TRL}
-    for dotted in trainers:
-        stages = [stage for stage in STAGE if STAGE[stage].trainer == dotted]
-        pages.append(table(f"## trainer of {', '.join(stages)}", schema.keys(dotted), "", dotted))
-    keys = [schema.keys(STAGE[stage].trainer) for stage in TRL]
-    shared = {key: one for key, one in keys[0].items() if all(other.get(key) == one for other in keys[1:])}
-    intro = "A few of these keys are TRL's own. All are the same in these stages."
-    pages.append(table(f"## trainer of {', '.join(TRL)}", shared, intro, "transformers.TrainingArguments"))
-    for stage, own in zip(TRL, keys, strict=True):
-        rest = {key: one for key, one in own.items() if key not in shared}
-        intro = "These keys, or their defaults, differ from those above."
-        pages.append(table(f"## trainer of {stage} alone", rest, intro, STAGE[stage].trainer))
+    ours = [stage for stage in STAGE if stage not in TRL]
+    for stages, known in shared_keys(ours).items():
+        pages.append(table(f"## trainer of {', '.join(stages)}", known, "", STAGE[stages[0]].trainer))
+    for stages, known in shared_keys(TRL).items():
+        classes = (
+            ["transformers.TrainingArguments"]
+            if stages == (*TRL,)
+            else [STAGE[one].trainer for one in stages]
+        )
+        defaults = {key: one["default"] for key, one in known.items() if one.get("default") is not None}
+        names = [f"`{key}`" + (f" (`{show(defaults[key])}`)" if key in defaults else "") for key in known]
+        intro = f"Keys of {', '.join(map(link, classes))}, with defaults other than null:"
+        pages += [f"## trainer of {', '.join(stages)}\n\n{intro}\n", filled(", ".join(names) + ".")]
     return "\n".join(pages)
+
+
+def shared_keys(stages: Iterable[str]) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Returns the keys of `trainer` that exactly these stages have, each with the same schema: {stages: {key: schema}}."""
+    groups: dict[tuple[str, ...], dict[str, Any]] = {}
+    for key, one in (
+        (key, one) for stage in stages for key, one in schema.keys(STAGE[stage].trainer).items()
+    ):
+        group = tuple(stage for stage in stages if schema.keys(STAGE[stage].trainer).get(key) == one)
+        if "not" not in one:
+            groups.setdefault(group, {})[key] = one
+    return groups
+
+
+def link(dotted: str) -> str:
+    """Returns a link to a library's page on its configuration class `package.module.Class`."""
+    library, _, name = dotted.partition(".")
+    name = name.rpartition(".")[2]
+    page = f"{name.removesuffix('Config').lower()}_trainer"
+    return f"[`{name}` ({library})]({LIBRARIES[library].format(name=name, page=page)})"
+
+
+def filled(text: str) -> str:
+    """Returns a paragraph with lines of at most 100 columns."""
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str, dotted: str) -> str:
     """Returns a section with a row for each key that a job may have. A library explains its own keys."""
-    library, _, name = dotted.partition(".")
-    if address := LIBRARIES.get(library):
-        name = name.rpartition(".")[2]
-        page = f"{name.removesuffix('Config').lower()}_trainer"
-        intro = f"Keys of [`{name}` ({library})]({address.format(name=name, page=page)}). {intro}".strip()
-    columns = 3 if address else 4
+    columns = 3
+    if dotted.partition(".")[0] in LIBRARIES:
+        intro, columns = f"Keys of {link(dotted)}. {intro}".strip(), 2
     rows = [
-        (
-            f"`{key}`",
-            type_of(one),
-            "required" if one.get("needed") else f"`{show(one.get('default'))}`",
-            meaning(one.get("description", "")),
-        )[:columns]
+        (f"`{key}`", value_of(one), meaning(one.get("description", "")))[:columns]
         for key, one in keys.items()
         if "not" not in one
     ]
@@ -113,10 +134,18 @@ def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str, dotted:
             title,
             "",
             *([intro, ""] if intro else []),
-            *markdown(("key", "type", "default", "meaning")[:columns], rows),
+            *markdown(("key", "value and default", "meaning")[:columns], rows),
             "",
         ]
     )
+
+
+def value_of(one: Mapping[str, Any]) -> str:
+    """Returns the type of a key, and its default if that is not null."""
+    if one.get("needed"):
+        return f"{type_of(one)}; required"
+    default = one.get("default")
+    return type_of(one) + ("" if default is None else f"; `{show(default)}`")
 
 
 def type_of(one: Mapping[str, Any]) -> str:
@@ -129,6 +158,9 @@ def type_of(one: Mapping[str, Any]) -> str:
     names |= {"a list": "list", "a mapping": "mapping"}
     for name, usual in names.items():
         words = re.sub(rf"(?<!one of )\b{name}\b", usual, words)  # not values such as `text`
+    words = re.sub(
+        r" and at most \d{5,}|(?<=\d) to \d{5,}", lambda found: " or more" * (" to" in found[0]), words
+    )
     # The default says null, too.
     return re.sub(r" or null\b|\bnull or ", "", words) if one.get("default") is None else words
 
@@ -136,9 +168,12 @@ def type_of(one: Mapping[str, Any]) -> str:
 def meaning(text: str) -> str:
     """Returns the first sentence of a description, or several short ones, and the sentence about the default or null."""
     text = re.sub(r"\bNone\b", "null", " ".join(text.split()))
-    ends = [match.end() for match in re.finditer(r"(?<!e\.g)(?<!i\.e)[.](?= [A-Z`(])", text)] + [len(text)]
-    end = max([end for end in ends if end <= 160], default=ends[0])
-    default = re.search(r" (By default,?|null:) .*?\.(?= [A-Z`(\[]|$)", text[end:])
+    text = re.sub(r" \[[a-zA-Z][^\]]*\]$", "", text)  # the symbol in a paper, which `help` has
+    ends = [match.end() for match in re.finditer(r"(?<!e\.g)(?<!i\.e)(?<!Dr)[.](?= [A-Z`(])", text)] + [
+        len(text)
+    ]
+    end = max([end for end in ends if end <= 110], default=ends[0])
+    default = re.search(r" (By default,?|null:|-1:|0:) .*?\.(?= [A-Z`(\[]|$)", text[end:])
     return text[:end] + (default[0] if default else "")
 
 
@@ -167,23 +202,17 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 def cli() -> str:
-    """Returns the page about subcommands and make targets."""
+    """Returns the page about subcommands."""
     top = parser()
     (subparsers,) = [action for action in top._actions if action.dest == "verb"]
     rows = []
     for name, sub in subparsers.choices.items():  # type: ignore[union-attr, attr-defined]
         arguments = [str(action.metavar) for action in sub._actions if action.dest in ("job", "overrides")]
-        rows.append((f"`{name}`", " ".join(f"`{one}`" for one in arguments), SUMMARIES[name]))
-    targets: list[str] = []
-    for line in (DOCS.parent / "Makefile").read_text().splitlines():
-        if title := re.match(r"##@ (.*)", line):
-            targets += ["", f"### {title[1]}", "", *markdown(("target", "what it does"), [])]
-        elif targets and (target := re.match(r"([a-z-]+):.*## (.*)", line)):
-            targets += markdown((f"`make {target[1]}`", target[2]), [])[:1]
-    lines = [CLI, "## Subcommands", "", *markdown(("subcommand", "arguments", "what it does"), rows), ""]
-    lines += ["## Examples", "", "```text", *EXAMPLES.splitlines()[1:], "```", ""]
-    lines += ["## Targets of make", "", "`make help-all` prints the same.", *targets, ""]
-    return "\n".join(lines)
+        usual = arguments == ["JOB.yaml", "section.key=value"]
+        rows.append(
+            (" ".join(f"`{one}`" for one in (name, *arguments[: 0 if usual else None])), SUMMARIES[name])
+        )
+    return "\n".join([CLI, *markdown(("subcommand", "what it does"), rows), ""])
 
 
 PAGES = {"configuration.md": configuration, "metrics.md": metrics, "cli.md": cli}

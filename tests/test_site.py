@@ -11,6 +11,7 @@ from running import ROOT
 def test_the_navigation_has_each_page_once():
     lists = runpy.run_path(str(ROOT / "docs/conf.py"))["NAVIGATION"].values()
     pages = [path.stem for path in (ROOT / "docs").glob("*.md")]
+    pages += [f"notebooks/{path.stem}" for path in (ROOT / "notebooks").glob("*.ipynb")]
     assert sorted(" ".join(lists).split()) == sorted([*pages, "CONTRIBUTING", "AGENTS", "CHANGELOG"])
 
 

@@ -1,4 +1,4 @@
-"""What Ray's own autoscaler, version 2, does on a cloud without room for a type of node, and what a job then says."""
+"""Tests Ray's autoscaler (version 2) on a cloud without capacity for a node type, and the messages of a job that waits."""
 
 import json
 import os
@@ -57,7 +57,7 @@ placement.wait_for_one(places_of(job, elsewhere=True))
 
 @pytest.fixture
 def head(tmp_path, monkeypatch):
-    """A head whose autoscaler may start gpu1_spot and, with less priority, gpu1."""
+    """Starts a head whose autoscaler may start gpu1_spot, and gpu1 with a lower priority."""
     (tmp_path / "cloud.py").write_text(PROVIDER)
     gpu = {"resources": {"CPU": 8, "GPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 2}
     types = {"head": {"resources": {"CPU": 4}, "node_config": {}, "max_workers": 0}}
@@ -89,7 +89,7 @@ def head(tmp_path, monkeypatch):
 
 
 def test_a_wait_names_the_launch_that_failed_and_ray_tries_no_other_type(head, tmp_path, in_root):
-    """So no page may promise that a spot type falls back to one on demand. If it ever does, this fails."""
+    """Fails if Ray ever falls back from a spot type to an on-demand type. Pages may not promise this until then."""
     joined = {"RAY_ADDRESS": head.gcs, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     command = [sys.executable, "-c", WAITS]
     done = subprocess.run(command, env=os.environ | joined, capture_output=True, text=True, timeout=200)

@@ -1,4 +1,4 @@
-"""cluster.yaml and its variants: Ray's own check, EC2's own shapes, the pins, and what `ray up` asks a mock EC2 for."""
+"""Tests cluster.yaml and its variants: Ray's schema, EC2's instance types, the pins, and the requests of `ray up` to a mock."""
 
 import contextlib
 import importlib.util
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("in_root")
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A home folder with the token that file_mounts wants, and nothing of the user's; ssh and rsync count as installed."""
+    """Returns a home folder with only the token that file_mounts needs. Fakes ssh and rsync."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "bin").mkdir()
     for tool in clusterfile.TOOLS:  # only looked for, not run: a machine without them can run these tests
@@ -39,7 +39,7 @@ def home(tmp_path, monkeypatch):
 
 
 def filled(file, folder):
-    """The file with its lines filled in, as its user would."""
+    """Returns a cluster file whose EDIT lines are filled in."""
     text = file.read_text().replace("ami-EDIT", IMAGE).replace("[EDIT]", "[10.0.0.2, 10.0.0.3]")
     text = text.replace("EDIT", "filled-in").replace(".venv/pyvenv.cfg", f"{sys.prefix}/pyvenv.cfg")
     copy = folder / file.name
@@ -154,7 +154,7 @@ def test_the_head_has_no_gpu_and_only_types_that_say_so_are_spot():
 
 @pytest.fixture
 def ec2(monkeypatch, home):
-    """A mock of AWS on a free port, for this process and its children."""
+    """Starts a mock of AWS on a free port, for this process and its children."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(port=0, verbose=False)
@@ -184,7 +184,7 @@ def ec2(monkeypatch, home):
 
 
 def head_and_profile(boto3):
-    """The only instance and the name of its profile, which the mock tells by its association; None until both are there."""
+    """Returns the only instance and the name of its instance profile, or None until both exist."""
     client = boto3.client("ec2")
     listed = [one for page in client.describe_instances()["Reservations"] for one in page["Instances"]]
     found = client.describe_iam_instance_profile_associations()["IamInstanceProfileAssociations"]
@@ -196,7 +196,7 @@ def head_and_profile(boto3):
 
 @needs_moto
 def test_ray_up_asks_ec2_for_the_head(ec2, home):
-    """The real `ray up`, as far as a cloud without machines lets it come: to the instance that it then wants to log in to."""
+    """Runs the real `ray up` until it tries to log in to the instance, which the mock does not run."""
     file = filled(AWS, home)
     command = [str(Path(sys.prefix) / "bin/ray"), "up", "-y", "--no-config-cache", str(file)]
     with open(home / "up.log", "w") as log:
@@ -322,7 +322,7 @@ def test_a_driver_that_torch_cannot_use_is_named_before_ray_starts(node):
 
 
 def first(calls, program, home):
-    """A condition of shell: true in the first `calls` calls of the program."""
+    """Returns a shell condition that is true in the first `calls` calls of the program."""
     return f"(( $(grep -c ^{program} {home}/log) <= {calls} ))"
 
 

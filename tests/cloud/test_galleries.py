@@ -1,4 +1,4 @@
-"""The entries for galleries: Anyscale's template, which Ray's documentation renders. Its test script runs here on a CPU."""
+"""Tests Anyscale's template, which Ray's documentation renders. Runs its test script on a CPU."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ SHORT = "sft.gate={} rm.gate={} ppo.gate={} sft.trainer.max_steps=2 rm.trainer.m
 
 
 def test_the_entry_names_what_is_there():
-    """As Anyscale's scripts/hooks/validate-build-yaml.py demands, which has accepted it."""
+    """Checks the rules of Anyscale's scripts/hooks/validate-build-yaml.py, which has accepted the entry."""
     name = ENTRY["name"]
     assert Path(ENTRY["dir"]).name == Path(ENTRY["test"]["tests_path"]).name == name
     assert (HOME / "anyscale" / ENTRY["test"]["tests_path"] / "tests.sh").exists()
@@ -57,7 +57,7 @@ def test_the_commands_of_the_notebook_are_those_of_the_readme():
 
 @pytest.mark.slow
 def test_its_test_script_passes(tmp_path):
-    """With papermill, on a Ray of its own, with little training. The packages are those of this environment."""
+    """Runs it with papermill on a separate Ray, with few steps and this environment's packages."""
     tools = install(tmp_path / "tools", "papermill==2.7.0", "nbconvert==7.17.2", "ipykernel")
     page = tmp_path / "README.md"
     convert = [tools / "jupyter-nbconvert", "--to", "markdown", TEMPLATE / "README.ipynb"]

@@ -1,4 +1,4 @@
-"""The image: what the Dockerfile promises, as far as it shows without a container runtime, and where its version is named."""
+"""Tests the Dockerfile without a container runtime, and that every file names the same version of the image."""
 
 import os
 import re
@@ -70,7 +70,7 @@ def test_a_linter_passes_it_and_rejects_a_broken_copy(tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_runs_with_no_other_files(tmp_path):
-    """`make rlhf` on the copied files, with this environment in place of the image's packages."""
+    """Runs `make rlhf` on the files that the image copies, with this environment's packages."""
     subprocess.run(["cp", "-r", *COPIED, tmp_path], cwd=ROOT, check=True)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / ".venv/.core").touch()

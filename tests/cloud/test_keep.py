@@ -1,4 +1,4 @@
-"""The copy of a head's MLflow database: whole while it is written to, and what the next head begins with."""
+"""Tests the copy of a head's MLflow database: it is complete even during writes, and the next head restores it."""
 
 import sqlite3
 import subprocess

@@ -1,4 +1,4 @@
-"""What starts a job on machines of others: SkyPilot's file and the command of Hugging Face Jobs, read by the tools themselves."""
+"""Tests SkyPilot's file and the command for Hugging Face Jobs with the parsers of these tools."""
 
 import os
 import re
@@ -22,7 +22,7 @@ PARSE = "import sky, sys; sky.Task.from_yaml(sys.argv[1]).validate_run()"
 
 
 def ran(tmp_path, **env):
-    """The command of the pipeline that `run` ends with, on a node where every other program only answers."""
+    """Returns the pipeline command that `run` ends with. All other programs of the node are fakes."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("mlflow", "curl"):
@@ -59,7 +59,7 @@ def test_the_jobs_that_sky_starts_are_valid_and_continue(tmp_path, monkeypatch):
 
 
 def test_sky_sets_up_a_python_that_its_image_lacks(tmp_path):
-    """The image has uv and Python 3.10; `make .venv/.cloud` alone finds none."""
+    """Has only Python 3.10 and uv, like SkyPilot's image. `make .venv/.cloud` alone finds no supported Python."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("uv", "make"):
@@ -104,7 +104,7 @@ def test_skypilot_reads_its_file_and_rejects_a_broken_copy(tmp_path):
 
 
 def test_hf_takes_the_command_of_the_page_and_its_job_is_valid(monkeypatch, tmp_path):
-    """By the `hf` of the pinned huggingface_hub; --dry-run needs no network. The script runs here, beside the clone."""
+    """Uses the `hf` of the pinned huggingface_hub. --dry-run needs no network. Runs the script next to the clone."""
 
     def hf(command):
         program = [Path(sys.executable).parent / "hf", *shlex.split(command)[1:]]
@@ -128,7 +128,7 @@ def test_hf_takes_the_command_of_the_page_and_its_job_is_valid(monkeypatch, tmp_
 
 
 def test_the_script_for_hf_installs_the_pins():
-    """Its first block is that of PEP 723, as uv reads it."""
+    """Reads its PEP 723 block, which uv also reads."""
     text = (ROOT / "jobs/cloud/hf_job.py").read_text()
     [block] = re.findall(r"(?m)^# /// script$\s((?:^#(?:| .*)$\s)+?)^# ///$", text)
     facts = tomllib.loads("".join(line[2:] or "\n" for line in block.splitlines(keepends=True)))

@@ -1,4 +1,4 @@
-"""The stores that start-node.sh may give MLflow: a PostgreSQL of the distribution, and a bucket on a stand-in of Google Cloud."""
+"""Tests MLflow's stores of start-node.sh: PostgreSQL from the distribution, and a bucket on a mock of Google Cloud."""
 
 import contextlib
 import importlib.util
@@ -32,7 +32,7 @@ def needs(*modules):
 
 @pytest.fixture
 def postgres():
-    """The address of an empty database."""
+    """Returns the address of an empty database."""
     if not SERVER:
         pytest.skip("needs PostgreSQL's server")
     folder, port = Path(tempfile.mkdtemp(prefix="pg")), free_port()  # short: its socket's name has a limit
@@ -54,7 +54,7 @@ def postgres():
 
 @contextlib.contextmanager
 def serving(folder, *options, **environment):
-    """The address of an MLflow server with these options, from `with` to its end."""
+    """Runs an MLflow server with these options as a context manager. Returns its address."""
     port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", *options]
     how = {"cwd": folder, "env": os.environ | environment, "start_new_session": True}
@@ -69,7 +69,7 @@ def serving(folder, *options, **environment):
 @pytest.mark.slow
 @needs("psycopg")
 def test_mlflow_serves_from_postgresql(postgres, tmp_path):
-    """By the address that cluster.yaml names, with the driver of the extra."""
+    """Uses the address format of cluster.yaml, and the driver of the extra `cloud`."""
     import mlflow
 
     with serving(tmp_path, "--backend-store-uri", postgres) as address:

@@ -1,4 +1,4 @@
-"""The manifests for KubeRay: made from job files, of the shape that the operator and Kueue accept."""
+"""Tests that the KubeRay manifests of job files are valid for the operator and Kueue."""
 
 import importlib
 import shlex
@@ -45,7 +45,7 @@ def refused(capsys, *arguments):
 
 
 def groups(job, *overrides):
-    """The groups of workers of the manifest of a job."""
+    """Returns the worker groups in a job's manifest."""
     spec = rayjob.manifest([job], [*SHARED_STORAGE, *overrides])["spec"]
     return spec["rayClusterSpec"]["workerGroupSpecs"]
 
@@ -55,7 +55,7 @@ def limits(group):
 
 
 def pods(made):
-    """Every pod of a RayJob: head, workers, submitter."""
+    """Returns every pod of a RayJob: head, workers, submitter."""
     cluster = made["spec"]["rayClusterSpec"]
     templates = [
         cluster["headGroupSpec"]["template"],
@@ -145,7 +145,7 @@ def test_only_a_range_of_workers_has_an_autoscaler():
 
 
 def test_kueue_takes_what_names_a_queue(monkeypatch, capsys):
-    """By the rules of its webhook for RayJobs (v0.19): it starts the job, and the job ends its cluster."""
+    """Checks the rules of Kueue's webhook for RayJobs (v0.19): Kueue starts the job, and the job ends its cluster."""
     monkeypatch.setenv("QUEUE", "team-a")
     monkeypatch.setenv("PRIORITY_CLASS", "training")
     manifest = rayjob.manifest(["jobs/demo"], SHARED_STORAGE)
@@ -207,7 +207,7 @@ def test_paths_that_no_pod_has_are_named(tmp_path, capsys):
 
 
 def test_a_schedule_starts_new_runs_of_several_stages(monkeypatch, capsys):
-    """Feedback -> kto -> evaluate, every Monday: one after another, in one cluster."""
+    """Schedules feedback -> kto -> evaluate for every Monday, one after another in one cluster."""
     monkeypatch.setenv("SCHEDULE", "0 3 * * 1")
     monkeypatch.setenv("DEADLINE_HOURS", "0.49999")  # rounded up: 0 seconds are no deadline
     text = made(capsys, "jobs/own/kto.yaml", "jobs/own/evaluate.yaml", *SHARED_STORAGE)
@@ -241,7 +241,7 @@ def test_each_job_has_a_name_of_its_own(monkeypatch):
 
 
 def test_the_gpu_and_its_nodes_have_to_be_named(capsys, monkeypatch):
-    """Ray believes the label of a pod: on a node with another GPU, the workers would end for want of memory."""
+    """Shows why: Ray trusts a pod's label, so on a node with another GPU the workers would run out of memory."""
     job = ["jobs/llama3-70b-qlora/ppo.yaml", *SHARED_STORAGE]
     assert "GPU: found A100-80G, H100, H200, expected one of in(A100-80G,H100,H200)" in refused(capsys, *job)
     monkeypatch.setenv("GPU", "L40S")
@@ -302,7 +302,7 @@ def test_rollout_workers_have_pods_of_their_own(h100, monkeypatch):
 
 
 def test_a_service_starts_the_application_that_serve_starts(storage, monkeypatch, capsys):
-    """Ray Serve reads the configuration, and its import path makes the application from the job."""
+    """Lets Ray Serve read the configuration, whose import path builds the application from the job."""
     from ray.serve._private.deploy_utils import get_app_code_version
     from ray.serve.schema import ServeDeploySchema
     from toy_models import registered
@@ -327,7 +327,7 @@ def test_a_service_starts_the_application_that_serve_starts(storage, monkeypatch
 
 
 def test_the_platform_has_what_the_manifests_name():
-    """jobs/cloud/kubernetes.yaml: claims, accounts and secret by the names of the pods, and MLflow where the pages say."""
+    """Checks jobs/cloud/kubernetes.yaml: the pods' claims, accounts and secret exist, and MLflow has the documented address."""
     there = {
         (one["kind"], one["metadata"]["name"]): one
         for one in yaml.safe_load_all((ROOT / "jobs/cloud/kubernetes.yaml").read_text())
@@ -352,7 +352,7 @@ def test_the_platform_has_what_the_manifests_name():
 @pytest.mark.parametrize(("kind", "paths"), [("rayjob", ["jobs/own"]), ("rayservice", ["jobs/own/serve.yaml"]),
                                              ("raycronjob", ["jobs/own/kto.yaml"])])  # fmt: skip
 def test_kuberay_has_every_field(kind, paths, monkeypatch):
-    """By the schemas of KubeRay 1.7.0, which refuse nothing themselves: an unknown field is dropped without a word."""
+    """Checks the schemas of KubeRay 1.7.0, made strict: the operator drops an unknown field silently."""
     jsonschema = pytest.importorskip("jsonschema")
     try:
         text = urllib.request.urlopen(CRDS.format(kind), timeout=30).read()
@@ -372,7 +372,7 @@ def test_kuberay_has_every_field(kind, paths, monkeypatch):
 
 
 def closed(schema):
-    """The schema without room for fields that it does not name."""
+    """Returns a schema that rejects unknown fields."""
     if isinstance(schema, dict):
         schema = {key: closed(value) for key, value in schema.items() if key != "x-kubernetes-int-or-string"}
         if "properties" in schema and "x-kubernetes-preserve-unknown-fields" not in schema:

@@ -1,4 +1,4 @@
-"""Every shipped job, as Ray's own autoscaler places it with each cluster file: on GPUs that hold what `plan` counts."""
+"""Tests that Ray's autoscaler places every shipped job with each cluster file on GPUs with the memory that `plan` counts."""
 
 import re
 from collections import Counter
@@ -38,7 +38,7 @@ def bundles(job):
 
 
 def request(bundle):
-    """The autoscaler's message for a bundle; selectors of the two forms that the jobs use, NAME and in(NAME,...)."""
+    """Returns the autoscaler's message for a bundle. Understands the selectors NAME and in(NAME,...)."""
     among = LabelSelectorOperator.LABEL_OPERATOR_IN
     selector = [
         (key, among, re.fullmatch(r"(?:in\()?(.*?)\)?", value)[1].split(","))
@@ -48,8 +48,8 @@ def request(bundle):
 
 
 def started(config, gang=(), tasks=0, without=(), actors=()):
-    """{node type: nodes} that the autoscaler of a cluster starts for a placement group of `gang`, tasks of one CPU, and actors
-    each by itself."""
+    """Returns {node type: nodes} that the autoscaler starts for a placement group `gang`, tasks of one CPU, and single
+    actors."""
     kinds = AutoscalingConfig(config, skip_content_hash=True).get_node_type_configs()
     for name in (config["head_node_type"], *without):  # the head is up already
         del kinds[name]
@@ -109,7 +109,7 @@ def test_a_task_without_a_gpu_rents_no_gpu(file, tasks):
 
 
 def rollout_jobs():
-    """The profiles' ppo with the overrides that their comments name."""
+    """Returns the profiles' ppo jobs with the overrides in their comments."""
     ahead = ["rollout.num_workers=3", "rollout.staleness=1", "rollout.label_selector={market: spot}"]
     stay = "scaling.label_selector={{market: on-demand{}}}".format
     gpus = ', ray.io/accelerator-type: "in(A100-40G,L40S,A100-80G,H100,H200)"'
@@ -163,7 +163,7 @@ def test_preflight_looks_at_rollout_workers_too(aws):
 
 
 def read_by_kuberay(made):
-    """The node types that Ray's own autoscaler reads out of a manifest, as if none of them were up."""
+    """Returns the node types that Ray's autoscaler reads from a manifest, with no node running."""
     spec = made.get("rayClusterSpec") or made["rayClusterConfig"]
     for group in spec["workerGroupSpecs"]:
         group |= {"numOfHosts": 1, "replicas": 0, "minReplicas": 0}  # the first is the operator's default
@@ -172,7 +172,7 @@ def read_by_kuberay(made):
 
 
 def as_placed(job):
-    """What the autoscaler is asked for: with STRICT_PACK one node for all workers."""
+    """Returns the request to the autoscaler. STRICT_PACK makes it one node for all workers."""
     each = bundles(job)
     if job.scaling.get("placement_strategy") != "STRICT_PACK":
         return each
@@ -219,7 +219,7 @@ def test_what_preflight_compares_is_what_ray_train_asks_for(profile, stage):
 
 @pytest.fixture
 def aws():
-    """cluster.yaml's cluster before any worker is up."""
+    """Returns cluster.yaml's cluster without a running worker."""
     types, most = clusterfile.types_of("rlhf")
     return preflight.Cluster([clusterfile.NodeType({"CPU": 4.0})], types, most)
 
@@ -244,7 +244,7 @@ def test_preflight_refuses_gpus_that_are_too_small(aws):
 
 
 def test_preflight_asks_for_labels_of_nodes_that_are_up(aws):
-    """Nodes that somebody else started, with the label that Ray gives them by itself."""
+    """Uses nodes that other users started, with the label that Ray sets by default."""
     for label in ("H100", "A100", "A100-80G"):
         gpus = clusterfile.NodeType({"CPU": 96.0, "GPU": 8.0}, labels={GPU_LABEL: label})
         up = replace(aws, types={}, nodes=[gpus])

@@ -1,4 +1,4 @@
-"""The watcher of spot notices, against a metadata service that answers as AWS's and Google Cloud's do."""
+"""Tests the spot watcher with a fake of the AWS and Google Cloud metadata services."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from servers import Handler, listening
 
 @pytest.fixture
 def service(monkeypatch):
-    """A metadata service; `service.answers` maps a path to its text, other paths are 404, as without a notice."""
+    """Starts a metadata service. `service.answers` maps paths to text; other paths get 404, which means no notice."""
 
     class Say(Handler):
         def answer(self):
@@ -51,7 +51,7 @@ def test_notices_of_aws_and_google(service):
 
 
 def test_a_notice_drains_the_node_once_ray_takes_it(service, tmp_path):
-    """The script as nodes run it; a stand-in for `ray` notes what it is asked, and fails the first time."""
+    """Runs the script like a node. A fake `ray` records its calls, and fails the first time."""
     ray = tmp_path / "ray"
     ray.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ "$(wc -l < {tmp_path}/asked)" = 2 ]\n')
     ray.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Jobs submitted from outside a cluster: a real head with a token, real jobs, and every refusal before the upload."""
+"""Tests submitting jobs to a real head with a token: real jobs, and every error before the upload."""
 
 import os
 import shlex
@@ -35,7 +35,7 @@ def head():
 
 @pytest.fixture
 def cluster(head, monkeypatch):
-    """The environment of somebody who submits to that head, from the repository."""
+    """Sets the environment of a user who submits to this head from the repository."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("RAY_ADDRESS", head.address)
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
@@ -83,7 +83,7 @@ def test_a_sweep_is_submitted_under_the_name_that_it_will_have_there(in_root):
 
 
 def test_nothing_is_submitted_that_cannot_run(cluster, capsys, tmp_path, monkeypatch):
-    """Each mistake: one message, exit status 2; and the head has seen no job at the end."""
+    """Checks that each mistake has one message and status 2, and that the head receives no job."""
     sft, runs = ("sft", "jobs/demo/sft.yaml"), f"run.storage_path={tmp_path}/runs"
     room = "32 workers with 1 CPU each, but the cluster has room for 4"
     assert "s3://BUCKET/runs" in refused(capsys, *sft)  # a relative storage_path
@@ -111,7 +111,7 @@ VERSIONS = {
     ("path", "says"), zip(VERSIONS, [r"runs Ray 2\.59\.0 and", r"make setup PYTHON=python3\.10"], strict=True)
 )
 def test_versions_that_differ(path, says, cluster):
-    """The head's own answers, with a version changed: another Ray cannot be installed beside this one."""
+    """Changes a version in the head's answers, because a second Ray cannot be installed."""
     api = submit.Api(cluster.address)
 
     def get(asked):
@@ -155,7 +155,7 @@ def test_room_counts_nodes_to_come(job):
 
 
 def test_a_cluster_of_others_may_grow(job, capsys):
-    """At zero workers its future nodes are unknown: a warning, not an error."""
+    """Expects a warning instead of an error: with zero workers, the future nodes are unknown."""
     head = [{"state": "ALIVE", "is_head_node": True, "node_ip": "10.0.0.1", "resources_total": {},
              "labels": {"ray.io/node-group": "headgroup"}}]  # fmt: skip
     python = "{}.{}.{}".format(*sys.version_info)
@@ -313,7 +313,7 @@ def test_a_job_whose_log_cannot_be_read_ends_with_its_state(capsys, monkeypatch)
 
 
 def test_leaving_a_job_and_ending_it(cluster, capsys, monkeypatch):
-    """Ctrl-C leaves it running, its name is taken as long as it does, `stop` ends it, and the name continues."""
+    """Follows a job and leaves it by Ctrl-C; its name stays taken while it runs. `stop` ends it, and the name continues it."""
     api = submit.Api(cluster.address)
     say(api, "long", lines=1000, pause=0.2)
     command = [sys.executable, "-m", "pipeline.cloud.submit", "logs", "long"]
@@ -339,7 +339,7 @@ def test_leaving_a_job_and_ending_it(cluster, capsys, monkeypatch):
 
 
 def test_a_package_that_is_installed_elsewhere_is_uploaded(cluster, tmp_path, monkeypatch, capsys):
-    """From a folder that is no clone, the nodes import what runs here, not what their image may have."""
+    """Checks that, outside a clone, the nodes import the package of this machine instead of their image's."""
     with submit.runtime_env({}) as clone:
         assert clone["working_dir"] == "." and not clone["py_modules"]
     monkeypatch.chdir(tmp_path)
@@ -378,7 +378,7 @@ def test_forwarded_secrets_reach_every_process_and_no_log_of_ray(cluster, capsys
 
 
 def test_addresses_that_ray_resolves_pass(cluster, tmp_path, monkeypatch, capsys):
-    """As anyscale:// or sagemaker_ray://: a module of that name knows where the cluster is, and what lets one in."""
+    """Fakes a module for an address such as anyscale://, which returns the cluster's address and credentials."""
     (tmp_path / "mycloud.py").write_text(
         "from ray.dashboard.modules.dashboard_sdk import ClusterInfo\n"
         "def get_job_submission_client_cluster_info(address, **_):\n"
@@ -398,7 +398,7 @@ def test_addresses_that_ray_resolves_pass(cluster, tmp_path, monkeypatch, capsys
 
 @pytest.mark.slow
 def test_a_stage_runs_over_there(cluster, capfd, tmp_path):
-    """`RAY_ADDRESS=http://... python -m pipeline sft`: uploaded, trained, registered; wrong rows end it with status 2."""
+    """Runs `RAY_ADDRESS=http://... python -m pipeline sft`: upload, training, registration; wrong rows give status 2."""
     short = ["gate={}", "trainer.max_steps=1", "trainer.eval_on_start=false", "trainer.eval_strategy=no"]
     arguments = ["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}/runs", "run.name=far", *short]
     assert main(arguments) == 0
@@ -411,7 +411,7 @@ def test_a_stage_runs_over_there(cluster, capfd, tmp_path):
 
 
 def test_what_runs_here_asks_for_the_registry_of_the_cluster(monkeypatch, capsys, tmp_path, in_root):
-    """It would look into an empty SQLite file of this machine, and advise to train what the cluster has trained."""
+    """Otherwise it would search an empty SQLite file here, and advise to train a model that the cluster has."""
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:9")
     command = ["chat", "jobs/llama3-8b/generate.yaml", f"run.storage_path={tmp_path}"]
     error = refused(capsys, *command)

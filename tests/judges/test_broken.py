@@ -1,4 +1,4 @@
-"""Broken judges: `evaluate` names what is wrong with each, and nothing is wrong with a good one."""
+"""Tests that `evaluate` names the fault of each broken judge, and none of a good judge."""
 
 import math
 import random
@@ -27,7 +27,7 @@ class Tokenizer:
 
 
 def rows(count=120):
-    """Half of the chosen completions are the longer ones."""
+    """Returns pairs. In half of them the chosen completion is the longer one."""
     draw = random.Random(0)
     made = []
     for i in range(count):
@@ -45,13 +45,13 @@ def rows(count=120):
 
 
 def quality(text, off=0.0):
-    """A score from 1 to 10 of a completion, wrong for a share `off` of the texts."""
+    """Returns a score from 1 to 10 for a completion, which is wrong for a share `off` of the texts."""
     wrong = random.Random(text).random() < off
     return 8 if ("good" in text) != wrong else 3
 
 
 def shown(asked):
-    """The response or responses in a question."""
+    """Returns the response or responses in a question."""
     text = asked["messages"][-1]["content"]
     found = re.split(r"Response(?: \w)?:\n", text)[1:]
     return [one.split("\n\n")[0] for one in found]
@@ -76,7 +76,7 @@ def biased(first, second, asked):
 
 
 def yes(share):
-    """`share` is the probability of Yes."""
+    """Answers Yes with the probability `share`."""
 
     def answer(asked):
         good = share(shown(asked)[0])

@@ -1,4 +1,4 @@
-"""Answers of a judge: each is paid once, whatever the endpoint and the processes do, and no failure is a score."""
+"""Tests that each answer of a judge is paid once, also after failures of endpoint or process, and that no failure is a score."""
 
 import errno
 import json
@@ -112,7 +112,7 @@ def cut():
     ("said", "says"),
     [
         ("I cannot say.", r"found 'I cannot say\.'"),
-        (cut(), r"cut off at max_tokens; raise it"),
+        (cut(), r"truncated at max_tokens; raise it"),
         ({"model": MODEL, "choices": [], "usage": {}}, "no chat completion"),
     ],
 )
@@ -124,7 +124,7 @@ def test_five_answers_to_a_question_that_cannot_be_used_end_the_run(said, says, 
         assert len(server.requests) == judge.client.store.totals["run"]["calls"] == 5
 
 
-def test_an_answer_of_one_token_is_not_cut_off(tmp_path):
+def test_an_answer_of_one_token_is_not_truncated(tmp_path):
     said = chat("Yes", top=[{"token": "Yes", "logprob": 0.0}])
     said["choices"][0]["finish_reason"] = "length"
     with judging(lambda asked: said) as server:

@@ -1,4 +1,4 @@
-"""What a judge is asked in each form, and what its answers mean; an answer that is not clear means nothing."""
+"""Tests the question of each form of a judge, and the score of its answers. An unclear answer has none."""
 
 import math
 

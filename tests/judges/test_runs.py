@@ -1,4 +1,4 @@
-"""Runs with a judge: whatever endpoint, driver and rollout worker do, the result is that of a run without trouble."""
+"""Tests runs with a judge: after failures of endpoint, driver or rollout worker, the result equals an undisturbed run's."""
 
 import json
 import os
@@ -122,7 +122,7 @@ def test_a_worker_that_is_killed_while_it_asks_pays_for_nothing_twice(kind, work
 
 @pytest.fixture
 def steps(tmp_path):
-    """The commands of jobs/demo/judge.sh: [VERB, JOB, key=value, ...] each."""
+    """Returns the commands of jobs/demo/judge.sh, each as [SUBCOMMAND, JOB, key=value, ...]."""
     programs, log = tmp_path / ".venv/bin", tmp_path / "log"
     programs.mkdir(parents=True)
     stands_in = {
@@ -146,7 +146,7 @@ def test_the_jobs_of_the_demos_judge_are_right(steps, in_root):
 
 @pytest.mark.slow
 def test_the_demos_judge_labels_pairs_that_a_reward_model_learns(tmp_path, in_root):
-    """jobs/demo/judge.sh, from a policy that is taught to judge to a policy that learned from its labels."""
+    """Runs the steps of jobs/demo/judge.sh: a policy learns to judge, and another policy learns from its labels."""
     assert main(["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}"]) == 0
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "RUNS": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""The report: what the page holds and leaves out, of finished, failed and cut-off runs. MLflow on SQLite, real stages last."""
+"""Tests the report page of finished, failed and interrupted runs. Uses MLflow on SQLite, and real stages at the end."""
 
 import json
 import math
@@ -49,7 +49,7 @@ SPLIT = {
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """A folder for runs with an MLflow store that is migrated once."""
+    """Returns a folder for runs, with an MLflow store that is migrated once."""
     folder = tmp_path_factory.mktemp("reported")
     registry.client(f"sqlite:///{folder}/mlflow.db").search_experiments()
     return folder
@@ -71,7 +71,7 @@ def log(job, run_id, curves):
 
 
 def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, rows_from=None):
-    """A run as `launch` leaves it, without the training: its MLflow run, its version, its result.json."""
+    """Makes a run like `launch`, without training: its MLflow run, its version, its result.json."""
     with registry.mlflow_run(tracking_of(job), {"train": "d" * 64}) as run_id:
         if curves:
             log(job, run_id, curves)
@@ -100,7 +100,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, r
 
 @pytest.fixture(scope="module")
 def runs(store):
-    """sft, rm -> ppo -> evaluate, and what each left."""
+    """Makes runs of sft, rm, ppo and evaluate that follow from each other, with their results."""
     curves = {"loss": [0.6, 0.5], "eval_loss": [0.6, 0.55]}
     sft = finish(store, begin(store, "one-sft", "sft"), curves, {"eval_loss": 0.5, "initial_loss": 0.7})
     rm = finish(store, begin(store, "one-rm", "rm"), {"accuracy": [0.5, 0.9]}, {"eval_accuracy": 0.975})
@@ -125,7 +125,7 @@ def runs(store):
 
 
 def test_an_evaluation_shows_probes_benchmarks_and_the_best_of_n(store, runs):
-    """The worst example of a failed probe only, escaped."""
+    """Expects only the worst example of a failed probe, escaped."""
     sides = {"completion": "Oslo", "score": 1.0}, {"completion": "Sure! <b>Oslo</b>", "score": 4.25}
     example = {"prompt": SCRIPT, "before": sides[0], "after": sides[1]}
     failed = {"verdict": "raises the score", "effect": 0.5, "low": 0.4, "high": 0.6, "worst": [example]}
@@ -206,7 +206,7 @@ def test_a_judge_that_falls_while_the_reward_rises_is_colored(reward, judge, mar
 
 
 def test_a_phase_and_held_out_rows_have_one_color_in_all_panels():
-    """Each line of a panel has another color than the others."""
+    """Checks that no two lines of a panel have the same color."""
     panels_of = (
         ["rollout", "score", "update", "values"],
         ["rollout", "update", "highest so far"],
@@ -219,7 +219,7 @@ def test_a_phase_and_held_out_rows_have_one_color_in_all_panels():
 
 
 def test_the_held_out_value_of_a_card_is_a_point_in_the_curve():
-    """An evaluation has this value alone, and no curve."""
+    """Uses an evaluation, which has only this value and no curve."""
     [kl] = [one for one in panels.GROUPS["policy"][1] if "objective/kl" in one.lines]
     curve, card = [(1, 0.0), (2, 3.0)], [(2, 2.5)]
     assert kl.select({"objective/kl": curve, "eval_kl": card}) == {"training": curve, "held-out": card}
@@ -233,7 +233,7 @@ def test_the_held_out_value_of_a_card_is_a_point_in_the_curve():
 
 
 def lines_of(store, name):
-    """The list of a run's ancestors, as text."""
+    """Returns the list of a run's ancestors as text."""
     html = page_of(store, name)
     there = html[html.index("<h3>Lineage") :].partition("</ul>")[0]
     return [text_of(line) for line in re.findall("<li>.*?</li>", there, re.DOTALL)]
@@ -254,7 +254,7 @@ def test_the_ancestors_lead_from_the_policy_to_the_base(runs, store):
 
 
 def test_the_ancestors_include_versions_that_wrote_rows(migrated, tmp_path):
-    """sft -> its conversations -> dpo v1 -> its conversations -> dpo v2, which starts from sft again."""
+    """Makes sft, dpo v1 from sft's conversations, and dpo v2 from dpo v1's conversations, which starts from sft again."""
     shutil.copy(migrated, tmp_path / "mlflow.db")
     sft, first, second = "models:/rlhf-sft/1", "models:/rlhf-dpo/1", "models:/rlhf-dpo/2"
     finish(tmp_path, begin(tmp_path, "sft", "sft"), {}, {})
@@ -272,7 +272,7 @@ def test_the_ancestors_include_versions_that_wrote_rows(migrated, tmp_path):
 
 
 def test_the_samples_come_first_also_on_a_page_of_several_runs(runs, store):
-    """Of the last run that has some; once."""
+    """Shows the samples of the last run that has some, once."""
     for names in (("one-ppo",), ("one-sft", "one-rm", "one-ppo")):
         html = page_of(store, *names)
         samples = html.index("Completions to held-out prompts")
@@ -513,7 +513,7 @@ def test_of_a_step_logged_twice_the_later_value_counts(store):
 
 
 def test_every_panel_can_be_drawn():
-    """Each compared over many points, the first of each group alone, too; a panel without points is left out."""
+    """Draws each panel over many points, and the first panel of each group also over one. An empty panel is left out."""
     for _, group in panels.GROUPS.values():
         for panel in group:
             metrics = [m.replace("*", name) for m in panel.lines for name in ("reward", "other")]
