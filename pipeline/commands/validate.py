@@ -1,7 +1,5 @@
 """Checks the data of a job without training: rows read, kept, dropped and truncated, and three as the model sees them.
 
-It also prints which stages the files fit, with which data.columns.
-
     python -m pipeline validate jobs/demo/sft.yaml [section.key=value ...]
 
 The run that follows reads the tokenized rows from the cache. Nothing is trained, so GPUs, packages and starting models of the
@@ -13,7 +11,6 @@ from typing import Any
 
 from pipeline.config import Job, rules
 from pipeline.config.stages import INPUTS
-from pipeline.data import preview
 from pipeline.errors import InputError
 from pipeline.on_ray import placement
 from pipeline.settle.identity import named
@@ -37,10 +34,6 @@ def run(job: Job) -> dict[str, Any]:
     except InputError as error:
         print(f"note: the run itself cannot start here: {error}", flush=True)
     job = without_absent_models(job)
-    for key in ("train", "eval"):
-        if getattr(job.data, key):
-            for path, fits in preview.fitting(key, job.data).items():
-                print(f"data.{key}: the first rows of {path} fit {fits or 'no stage'}", flush=True)
     report = read_only(job)
     print(report.render(), flush=True)
     return report.to_dict()

@@ -16,9 +16,9 @@ import yaml
 from pipeline.config.stages import STAGE
 from pipeline.data import reshape
 from pipeline.data.annotations import Answered
-from pipeline.data.messages import offered
+from pipeline.data.messages import ROLES, offered
 from pipeline.data.reshape import Preprocess, listed, value_at
-from pipeline.data.shapes import BAD, are_clear, are_mostly, is_good, kind_of, parse, shape_of
+from pipeline.data.shapes import BAD, GOOD, are_clear, are_mostly, is_good, kind_of, parse, shape_of
 from pipeline.data.shapes import LABELS as VERDICTS
 from pipeline.data.values import Dropped, RowError, setting, some
 from pipeline.errors import InputError, visible
@@ -31,10 +31,12 @@ NAMES = {
         "completion": "response output answer solution target reply assistant",
         "chosen": "preferred accepted winner better good positive chosen_response response_j preferred_output",
         "rejected": "dispreferred refused loser worse bad negative rejected_response response_k non_preferred_output",
-        "label": "kto_tag thumb thumbs feedback rating liked desirable",
+        "label": "kto_tag thumb thumbs feedback rating "
+        + " ".join(one for one in map(str, GOOD) if len(one) > 2),
         "messages": "conversations conversation dialogue dialog chat turns data",
     }.items()
 }
+CONTEXTS = ("context", "passage", "document")  # texts that a question is about
 LOOKED = 50  # number of rows to read to test a guess
 # words that distinguish the names of a pair's two columns
 PAIRED = (("1", "2"), ("0", "1"), ("a", "b"), ("first", "second"), ("left", "right"))
@@ -42,7 +44,7 @@ STEM = r"[\W_]*(\d+|(?<![a-z])([a-z]|first|second|left|right)(?![a-z]))"  # wher
 PREFERENCES = "label preference winner choice choose better preferred annotator vote judge verdict".split()
 # In these columns a larger number is better, unlike in ranks and lengths.
 SCORES = "score rating reward votes likes points winner".split()
-RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], "score")}  # words for a rating
+RATING_WORDS = {word.removesuffix("s") for word in (*NAMES["label"], *"grade quality score stars".split())}
 
 
 def misfit(rows: Sequence[dict[str, Any]], stage: str, file: str, key: str = "data") -> str:
@@ -86,6 +88,8 @@ def foreign(rows: Sequence[dict[str, Any]]) -> str:
     for name in sorted(_questions(rows[:LOOKED])):
         if any(isinstance(one, dict) and "rank" in one for row in rows for one in _flat(row.get(name))):
             return f"`{name}` is a ranking of Argilla; make chosen and rejected of it: data.transform"
+    if _are_messages(_columns(rows[:LOOKED])):
+        return "each row is one message; make conversations of them: data.group_by=COLUMN and data.transform"
     return ""
 
 
@@ -107,11 +111,18 @@ def fitting(rows: Sequence[dict[str, Any]]) -> str:
 
 def as_setting(guess: dict[str, Any], rows: Sequence[dict[str, Any]], key: str = "data") -> str:
     """Returns the guess as a setting for a command line, or for the job file if `key` names one source."""
-    flow = yaml.safe_dump(guess, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False)
-    shown = setting(f"{key}.columns", str(flow).strip())
+    shown = setting(f"{key}.columns", _flow(guess))
     if is_clear(guess, rows):
         return shown
     return f"{shown} and {setting(f'{key}.label', meaning(guess))} for what its values mean"
+
+
+def _flow(mapping: Mapping[str, Any]) -> str:
+    """Returns a mapping as YAML on one line."""
+    flow = yaml.safe_dump(
+        {**mapping}, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False
+    )
+    return str(flow).strip()
 
 
 def is_clear(guess: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
@@ -140,7 +151,8 @@ def guessed(rows: Sequence[dict[str, Any]], stage: str) -> dict[str, Any] | None
     guess = next((guess for guess in _candidates(columns, rated, stage) if reads(rows, guess, stage)), None)
     if guess is None:
         return None
-    free = {name: values for name, values in columns.items() if name not in _used(guess)}
+    fields = _used(guess).union(*kind_of(stage).shapes.values())  # `answer` is no label
+    free = {name: values for name, values in columns.items() if name not in fields}
     if stage == "sft":  # sft uses a label to drop bad completions
         labels = _labels(free, rated)
         if labels and labels[0] not in VERDICTS:
@@ -173,8 +185,8 @@ def beside(rows: Sequence[dict[str, Any]], given: Mapping[str, Any], used: set[s
 def doubt(rows: Sequence[dict[str, Any]], used: Collection[str] = ()) -> str:
     """Returns what makes it unclear which completions are good, and what to set, or "".
 
-    The cause is a column whose name means that its rows are bad, such as thumbs_down, or an unused text by annotators. Columns
-    in `used` do not count.
+    The cause is a column whose name means that its rows are bad, such as thumbs_down, or several texts that may be the
+    completion. Columns in `used` do not count.
     """
     columns = {name: one for name, one in _columns(rows[:LOOKED]).items() if name not in used}
     texts, asked = _texts(columns), _questions(rows[:LOOKED])
@@ -183,13 +195,18 @@ def doubt(rows: Sequence[dict[str, Any]], used: Collection[str] = ()) -> str:
     for name, values in columns.items():
         bad = {*BAD} & {word.removesuffix("s") for word in re.findall(r"[a-z]{3,}", name.lower())}
         if bad and are_mostly(_filled(values)):
-            set_one = setting("data.columns", f"{{label: {name}}}")
-            set_one += f" and {setting('data.label', '{good: 0, bad: 1}')}"
-            return f"`{name}` may say what is bad; set {set_one}, or make one label: data.transform"
-    given = [name for name in _called("completion", texts) if name not in asked]
-    if given and (written := sorted(asked.intersection(texts))):
-        named = setting("data.columns", f"{{prompt: COLUMN, completion: {written[0]}}}")
-        return f"annotators wrote `{written[0]}` beside `{given[0]}`; if it is the completion to learn, set {named}"
+            meanings = {is_good(one): one for one in reversed(_filled(values))}
+            said = {"good": meanings.get(False, 0), "bad": meanings.get(True, 1)}
+            both = setting("data.columns", _flow({"label": name})), setting("data.label", _flow(said))
+            return (
+                f"`{name}` may say what is bad; set {' and '.join(both)}, or make one label: data.transform"
+            )
+    written = sorted(asked.intersection(texts))
+    several = [*dict.fromkeys([*written, *_called("completion", texts)])]
+    if len(several) > 1 and (written or not (used or shape_of(rows[0], kind_of("sft")))):
+        named = setting("data.columns", _flow({"prompt": "COLUMN", "completion": several[0]}))
+        shown = " and ".join(f"`{name}`" for name in several)
+        return f"{shown} may each be the completion to learn; for the first, set {named}"
     return ""
 
 
@@ -249,9 +266,8 @@ def _is_tools(value: Any) -> bool:
 
 
 def _filled(values: Values) -> Values:
-    """Returns the values and the elements of lists, without blanks and objects."""
-    values = [one for value in values for one in listed(value)]
-    return [one for one in values if not reshape.is_unrated(one) and not isinstance(one, list | dict)]
+    """Returns the values and the elements of lists, without blanks."""
+    return [one for value in values for one in listed(value) if not reshape.is_unrated(one)]
 
 
 def _texts(columns: Mapping[str, Values]) -> list[str]:
@@ -324,14 +340,8 @@ def _numbers(values: Values) -> list[float]:
 
 
 def _is_label(values: Values) -> bool:
-    """Returns True for few distinct values of at most two words, or for numbers from 1 to 2 as in AlpacaEval.
-
-    A list holds the labels of several annotators.
-    """
+    """Returns True for few distinct values of at most two words. A list holds the labels of several annotators."""
     values = [one for value in values for one in listed(value)]
-    numbers = _numbers(values)
-    if numbers and 1 <= min(numbers) < 1.5 < max(numbers) <= 2:
-        return True
     different = {str(reshape.comparable(value)) for value in values if not isinstance(value, list | dict)}
     least = 2 if len(values) > 1 else 1  # a constant column is not a label if there are several rows
     return least <= len(different) <= reshape.SEVERAL and all(len(value.split()) < 3 for value in different)
@@ -346,10 +356,9 @@ def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Ite
     yield {}
     texts = _texts(columns)
     pairs = [] if stage == "ppo" else [*_pairs(columns, texts)]
-    misspelled = difflib.get_close_matches("prompt", columns, 1)
-    prompts = [{"prompt": name} for name in (*_called("prompt", texts), *misspelled)]
+    prompts = [] if _are_messages(columns) else [*_prompts(texts)]
     if stage == "ppo":
-        yield from prompts
+        yield from map(_unlike, prompts)
     elif stage != "sft":
         for pair in pairs:
             as_they_are = [dict[str, str]()] * bool({"prompt", "instruction"} & columns.keys())
@@ -367,6 +376,21 @@ def _candidates(columns: dict[str, Values], rated: list[str], stage: str) -> Ite
                     yield _unlike({**guess, **label})
 
 
+def _prompts(texts: list[str]) -> Iterator[dict[str, str]]:
+    """Yields mappings for the prompt: a question with the text that it is about, then the question alone."""
+    for name in _called("prompt", texts):
+        yield from ({"instruction": name, "input": one} for one in CONTEXTS if one in texts and one != name)
+        yield {"instruction" if name == "instruction" else "prompt": name}
+
+
+def _are_messages(columns: Mapping[str, Values]) -> bool:
+    """Returns True if each row is one message of a conversation: a text, and who said it."""
+    roles = ({ROLES.get(str(one).lower(), "") for one in values} for values in columns.values())
+    return any({"user", "assistant"} <= one <= {*ROLES.values()} for one in roles) and not _called(
+        "completion", columns
+    )
+
+
 def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
     # A column with a twin, such as reply_1 with reply_2, may be the worse completion.
     stems = {name: re.sub(STEM, "", name.lower()) for name in columns}
@@ -374,13 +398,11 @@ def _demonstrations(columns: dict[str, Values], prompts: list[dict[str, str]]) -
     for name, (value, *_) in columns.items():  # several texts are a conversation only if the name says so
         if name in NAMES["messages"] or not (isinstance(value, list) and value and isinstance(value[0], str)):
             yield {"messages": name}
-    for name in _called("completion", columns):
+    for name in dict.fromkeys([*_called("completion", _texts(columns)), *_called("completion", columns)]):
         if name != "completion" and _repeats(columns[name]):
             continue
-        if "instruction" in columns:
-            context = {"input": "context"} if "context" in columns and "input" not in columns else {}
-            yield {"instruction": "instruction", **context, "output": name}
-        yield from ({**prompt, "completion": name} for prompt in prompts if name != prompt["prompt"])
+        for prompt in (one for one in prompts if name not in one.values()):
+            yield {**prompt, "output" if "instruction" in prompt else "completion": name}
 
 
 def _pairs(columns: dict[str, Values], texts: list[str]) -> Iterator[dict[str, Any]]:

@@ -36,7 +36,7 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # If the conversation continues, templates keep only the text after this marker.
 END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|thoughts|reasoning)>|\[/THINK\]")
 UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf")  # Unicode categories: white space, control and format characters
-WEIGHTS = ("weight", "train")  # keys of a message that say whether it is trained
+WEIGHTS = ("weight", "train", "loss")  # keys of a message that say whether it is trained
 ABOUT_TOOLS = ("tool_call_id", "name")
 READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_call", *WEIGHTS})
 
@@ -217,11 +217,15 @@ def prompt_text(value: Any, key: str = "prompt", system: Any = None) -> Text:
 
 
 def instruction(row: dict[str, Any]) -> Turns:
-    """Returns the prompt of a row with `instruction` and optionally `input` and `system`."""
+    """Returns the prompt of a row with `instruction` and optionally `input`, `system` and `history`: [[question, answer]]."""
     content = text(row["instruction"], "instruction")
     if row.get("input") is not None and text(row["input"], "input").strip():
         content = f"{content}\n\n{row['input']}"
-    turns = with_system(as_turns(content), row.get("system"))
+    earlier = list_in(row.get("history") or [], "history")
+    if not isinstance(earlier, list) or any(not isinstance(one, list) or len(one) != 2 for one in earlier):
+        raise RowError("wrong_type", "history", show(earlier), "a list of [question, answer]")
+    earlier = messages(dialogue([said for pair in earlier for said in pair]), "history") if earlier else []
+    turns = with_system([*earlier, *as_turns(content)], row.get("system"))
     check_prompt(turns, "instruction")
     return turns
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config.job import Source, completed, sources_of
 from pipeline.data import chunks, guess, reshape
-from pipeline.data.files import File, find
+from pipeline.data.files import File
 from pipeline.data.messages import is_printed_list
 from pipeline.data.reshape import Preprocess
 from pipeline.data.shapes import LABELS, Kind, are_clear, are_mostly, is_good, kind_of, shape_of
@@ -59,7 +59,7 @@ def known_fields(kind: Kind) -> list[str]:
     """Returns the fields that rows of a kind may have, beginning with the fields of its formats."""
     needs = [name for shape in kind.shapes.values() for name in shape]
     pair = reshape.UNORDERED if kind.has_pairs else ()
-    input_of = ("input",) if "instruction" in needs else ()
+    input_of = ("input", "history") if "instruction" in needs else ()
     of_all = ("system", "tools", "chat_template_kwargs")
     return [*dict.fromkeys([*needs, *pair, *sorted(kind.further), *input_of, *of_all])]
 
@@ -195,17 +195,6 @@ def check_lists(head: Head) -> None:
         if len(cells) > 1 and all(map(is_printed_list, cells)):
             found = f"{head.path}: each {column!r} is the text of a list, such as {show(cells[0])}"
             raise InputError(f"{found}; save the rows with to_json or to_parquet", key=f"data.{head.split}")
-
-
-def fitting(name: str, data: Any) -> dict[str, str]:
-    """Returns {path of a source: which stages its first rows fit, and with which data.columns, in words or ""}."""
-    files = find(getattr(data, name), f"data.{name}")
-    fits = {}
-    for index, source in enumerate(completed(data, name)):
-        one = Preprocess(transform=source.transform, group_by=source.group_by)
-        file = next(file for file in files if file.source == index)
-        fits[source.path] = guess.fitting(first_rows(file, kind_of("sft", one))[0])
-    return fits
 
 
 def first_rows(file: File, kind: Kind) -> tuple[list[dict[str, Any]], list[RowError]]:

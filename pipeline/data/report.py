@@ -162,7 +162,7 @@ class Report:
         return "\n".join(lines)
 
     def headline(self) -> str:
-        """Returns the numbers of rows, on one line."""
+        """Returns the numbers of rows, and the columns that the model does not see, on one line."""
         parts = []
         for name, split in self.splits.items():
             kept = f"{split.kept:,}" + (f" of {split.read:,}" if split.kept < split.read else "")
@@ -172,7 +172,8 @@ class Report:
                 why = [f"{rows:,} {name_of(kind)}", *why]
             parts.append(f"{kept} {ROWS_OF[name]}" + (f" ({', '.join(why)})" if why else ""))
         parts += [count(self.duplicates, "duplicate")] if self.duplicates else []
-        return "; ".join([", ".join(parts), *self._not_read()])
+        columns = [f"not read: {text}" for text in map(unread_columns, self.splits.values()) if text]
+        return "; ".join([", ".join(parts), *columns[:1], *self._not_read()])
 
     def _not_read(self) -> list[str]:
         """Returns one text about the files of folders that are not read, or none."""
@@ -203,11 +204,7 @@ class Report:
             applied = ("the", "") if self.text_as_chat else ("no", does)
             yield "template", f"{applied[0]} chat template is applied to {plain}{applied[1]}"
         if split.unread:
-            names = sorted(split.unread, key=lambda column: -split.unread[column])
-            more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
-            some = {name: f" ({count(rows)})" for name, rows in split.unread.items() if rows < split.kept}
-            shown = ", ".join(column[:60] + some.get(column, "") for column in names[:8])
-            yield "not read", f"column{'s' * (len(names) > 1)} {shown}{more}"
+            yield "not read", unread_columns(split)
         for why, rows in sorted(split.dropped.items()):
             yield "dropped", f"{rows:,} {name_of(why)}"
         if split.truncated:
@@ -252,6 +249,15 @@ class Report:
             same_too = f" ({same:,} with the same completion)" if completions != "written" else ""
             rows = f"{count(prompts)} of data.eval with a prompt that is also in data.train{same_too}"
             yield f"{rows}: metrics on them measure memorization, not generalization"
+
+
+def unread_columns(split: Split) -> str:
+    """Returns the columns that the model does not see, in words, or ""."""
+    names = sorted(split.unread, key=lambda column: -split.unread[column])
+    more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
+    some = {name: f" ({count(rows)})" for name, rows in split.unread.items() if rows < split.kept}
+    shown = ", ".join(column[:60] + some.get(column, "") for column in names[:8])
+    return f"column{'s' * (len(names) > 1)} {shown}{more}" if names else ""
 
 
 def line(title: str, text: str) -> str:

@@ -71,12 +71,14 @@ def renamed(row: dict[str, Any], columns: Columns, needed: Iterable[str]) -> dic
 
 
 def value_at(row: dict[str, Any], path: str) -> Any:
-    """Returns the value of a column, or at a path into it. Raises KeyError with the path."""
+    """Returns the value of a column, or at a path into it, or None for a path into null. Raises KeyError with the path."""
     if path in row:
         return row[path]
     value: Any = row
     for part in path.split("."):
         value = decoded(value)  # a CSV file holds lists and objects as JSON text
+        if value is None:
+            return None
         if isinstance(value, dict) and part in value:
             value = value[part]
         elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):

@@ -159,10 +159,12 @@ DEMONSTRATIONS = _shapes(
 # Columns that say whether a completion is good (in TRL's KTOTrainer and in LLaMA-Factory), and their values for bad.
 LABELS = {"label", "kto_tag"}
 _BAD = (
-    "bad dislike disliked down f false n negative no reject rejected thumbs_down undesirable unsafe wrong 👎"
+    "bad dislike disliked down f fail failed false flagged harmful incorrect n negative no reject rejected thumbs_down toxic "
+    "undesirable unsafe wrong 👎"
 )
 BAD = (0, -1, *_BAD.split())
-GOOD = (1, *"chosen desirable good like liked positive t thumbs_up true up y yes 👍".split())
+_GOOD = "accept accepted approved chosen correct desirable good like liked ok pass passed positive safe t thumbs_up true up y yes 👍"
+GOOD = (1, *_GOOD.split())
 
 
 def parse_demonstration(row: dict[str, Any], shape: str) -> Record:
@@ -206,8 +208,9 @@ def are_clear(labels: Sequence[Any]) -> bool:
 
 
 def are_mostly(labels: Sequence[Any]) -> bool:
-    """Returns True if most labels mean good or bad, so that other labels, such as neutral, are not topics."""
-    return 2 * [*map(is_good, labels)].count(None) < len(labels)
+    """Returns True if most labels mean good or bad, or some words each of them: then others, such as neutral, are no topics."""
+    words = {is_good(one) for one in labels if isinstance(reshape.comparable(one), str)}
+    return {True, False} <= words or 2 * [*map(is_good, labels)].count(None) < len(labels)
 
 
 def demonstration(row: dict[str, Any], shape: str) -> Record:
@@ -497,7 +500,7 @@ def _parsed(row: Any, kind: Kind) -> Record:
         if row[key] is None:
             raise RowError("null", key, "null", "a value")
         fields[key] = without_unread(unpacked(key, row[key]), key, kind.message_keys, unread)
-    read = {*fields, *kind.further, "system"} | ({"input"} if "instruction" in fields else set())
+    read = {*fields, *kind.further, "system"} | ({"input", "history"} if "instruction" in fields else set())
     row = row | fields
     check_values({key: value if key in read else None for key, value in row.items()})
     record = kind.parse(row, shape)

@@ -99,7 +99,10 @@ def settings(folder: str | Path) -> dict[str, Any]:
     for key in CHANGES_BASE:
         value = config.get(key)
         if value and value != "none" and not (key == "modules_to_save" and set(value) <= set(HEAD_NAMES)):
-            raise InputError(f"{path}: {key}: found {value!r:.80}, which changes what all roles share; {FIX}")
+            raise InputError(
+                f"{path}: {key}: found {value!r:.80}, which changes what all roles share; merge it into its base by peft's "
+                "merge_and_unload(), and name the result as model.name_or_path"
+            )
     start = str(config.get("init_lora_weights")).lower()
     if start.startswith(RELATIVE):
         raise InputError(

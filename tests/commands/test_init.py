@@ -406,7 +406,10 @@ def test_lines_name_the_stages_whose_jobs_read_a_file(here, capsys):
     columns = "{'prompt': 'question', 'completion': 'answer', 'label': 'thumbs'}"
     assert f"my/thumbs.jsonl: labels, read by kto; columns {columns}\n" in shown
     assert "my/plain.jsonl: demonstrations, read by sft\n" in shown
-    assert "my/prompts.jsonl: prompts, read by ppo; columns {'prompt': 'question'}\n" in shown
+    assert (
+        "my/prompts.jsonl: prompts, read by ppo; columns {'prompt': 'question'}; only a Python reward reads "
+        "reference, topic\n" in shown
+    )
 
 
 def test_evaluate_reads_the_eval_prompts_of_a_file_with_other_column_names(here):

@@ -74,6 +74,7 @@ WEIGHED = [  # turns, the other fields, and the trained part in CHATML
     ([USER, {**FIRST, "train": False}, QUESTION, LAST], {}, "bye"),
     ([USER, FIRST, QUESTION, {**LAST, "weight": 0.0}], {}, "yo"),
     ([USER, {**FIRST, "train": "no"}, QUESTION, LAST], {}, "bye"),
+    ([USER, {**FIRST, "loss": False}, QUESTION, {**LAST, "loss": True}], {}, "bye"),
     ([USER, FIRST, QUESTION, {**LAST, "train": False}], {"system": "s"}, "yo"),  # shifts other turns
 ]
 

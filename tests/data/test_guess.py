@@ -44,7 +44,6 @@ SETS = {
     "red_team": rows(transcript="\n\nHuman: hi {}\n\nAssistant: Yes.", rating=(0.0, 3.0), task_description="I tried {} times."),
     "numbers": rows(x=1, y=(2, 3)),
     "lmsys": rows(id=1, model_a="gpt", model_b="pi", prompt="Do {} now.", response_a="Done it.", response_b="Not done.", winner_model_a=(1, 0, 0), winner_model_b=(0, 1, 0), winner_tie=(0, 0, 1)),
-    "weighted": [row | {"preference": 1.02 + i / 21} for i, row in enumerate(3 * rows(instruction="Do {} now.", output_1="Done it.", output_2="Not done."))][:20],
     "openai": rows(input={"messages": CHAT[:1], "tools": [], "parallel_tool_calls": True}, non_preferred_output=[OTHER[1]], preferred_output=[CHAT[1]]),
     "summarize": rows(info={"id": "t3", "post": "A long post here.", "title": "A title"}, summaries=[{"text": "One of them.", "policy": "sup1"}, {"text": "Another one.", "policy": "ref"}], choice=(0, 1), worker="w"),
     "shop": rows(**{"customer question": "Where is {}?", "good reply": "On its way.", "bad reply": "No idea at all.", "agent": ("ann", "bob")}),
@@ -63,6 +62,16 @@ SETS = {
     "verdicts": rows(**{"Question": "Why {}?", "Which answer is better?": ("A is slightly better", "Both bad")}),
     "typed verdicts": rows(Question="Why {}?", completion=("It is good.", "It is bad.")),
     "votes in a list": rows(prompt="Say {} now.", reply_1="As you wish.", reply_2="Oh no, never.", best=(["reply_1", "reply_2"], ["reply_2"], None)),
+    "a question about a text": rows(context="Old text {}.", question="Why {}?", answer="So it is."),
+    "a pair about a text": rows(passage="Old text {}.", question="Why {}?", chosen="So it is.", rejected="Who knows."),
+    "a solution with a short answer": rows(problem="What is {} plus 1?", solution="First {}. Then one.", answer="{}"),
+    "yes or no": rows(prompt="Is {} even, please?", answer=("yes", "no")),
+    "a log with nested feedback": rows(query="Say {} now.", answer="As you wish.", feedback=({"rating": "like"}, {"rating": "dislike"}, None)),
+    "a survey that few answered": rows(question="Say {} now.", reply="As you wish.", satisfaction=("Offered", "Offered", "Good", "Bad")),
+    "checked samples": rows(prompt="Say {} now.", completion="As you wish.", is_correct=(True, False), sample=(0, 1, 2)),
+    "stars": rows(prompt="Say {} now.", completion="As you wish.", stars=(1, 5)),
+    "a message a row": rows(conversation_id="{}", role=("user", "assistant"), text="Say {} now."),
+    "sources named as roles": rows(prompt="Say {} now.", completion="As you wish.", source=("human", "model")),
 }  # fmt: skip
 FITS = {
     "alpaca": "sft and ppo as they are",
@@ -92,7 +101,6 @@ FITS = {
     "numbers": "",
     "lmsys": "rm, dpo and kto with data.columns='{first: response_a, second: response_b, first_score: winner_model_a, "
     "second_score: winner_model_b}'; ppo as they are",
-    "weighted": "rm, dpo and kto with data.columns='{first: output_1, second: output_2, label: preference}'; ppo as they are",
     "openai": "rm, dpo and kto with data.columns='{prompt: input.messages, chosen: preferred_output, rejected: non_preferred_output}'; "
     "ppo with data.columns='{prompt: input.messages}'",
     "summarize": "rm, dpo and kto with data.columns='{prompt: info.post, first: summaries.0.text, second: summaries.1.text, "
@@ -121,6 +129,19 @@ FITS |= {
     "verdicts": "ppo with data.columns='{prompt: Question}'",
     "typed verdicts": "sft and ppo with data.columns='{prompt: Question}'",
     "votes in a list": "rm, dpo and kto with data.columns='{first: reply_1, second: reply_2, label: best}'; ppo as they are",
+    "a question about a text": "sft with data.columns='{instruction: question, input: context, output: answer}'; "
+    "ppo with data.columns='{instruction: question, input: context}'",
+    "a pair about a text": "rm, dpo, kto and ppo with data.columns='{instruction: question, input: passage}'",
+    "a solution with a short answer": "sft with data.columns='{prompt: problem, completion: solution}'; ppo with data.columns='{prompt: problem}'",
+    "yes or no": "sft and ppo as they are",
+    "a log with nested feedback": "sft and kto with data.columns='{prompt: query, completion: answer, label: feedback.rating}'; "
+    "ppo with data.columns='{prompt: query}'",
+    "a survey that few answered": "sft and kto with data.columns='{prompt: question, completion: reply, label: satisfaction}' and "
+    "data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo with data.columns='{prompt: question}'",
+    "checked samples": "sft and kto with data.columns='{label: is_correct}'; ppo as they are",
+    "stars": "sft and kto with data.columns='{label: stars}' and data.label='{good: VALUE, bad: VALUE}' for what its values mean; ppo as they are",
+    "a message a row": "",
+    "sources named as roles": "sft and ppo as they are",
 }
 
 
@@ -171,6 +192,22 @@ def test_a_column_that_marks_bad_completions_is_asked_about(names):
     line = guess.misfit(made, "kto", "a.jsonl")
     assert f"set data.columns='{{label: {names[-1]}}}' and data.label='{{good: 0, bad: 1}}'" in line
     assert line.endswith("or make one label: data.transform")
+
+
+def test_the_values_of_a_column_that_marks_bad_completions_are_named():
+    made = rows(prompt="Say {} now.", completion="As you wish.", harmful=("no", "yes"))
+    assert guess.guessed(made, "sft") is None
+    assert """data.label="{good: 'no', bad: 'yes'}\"""" in guess.misfit(made, "sft", "a.jsonl")
+
+
+def test_two_texts_that_may_be_the_completion_are_asked_about():
+    made = rows(question="Say {} now.", bot_answer="No idea.", corrected_answer=("As you wish.", ""))
+    assert guess.guessed(made, "sft") is None
+    line = guess.misfit(made, "sft", "a.jsonl")
+    assert "`bot_answer` and `corrected_answer` may each be the completion to learn" in line
+    given = {"prompt": "question", "completion": "corrected_answer"}
+    assert guess.beside(made, given, {*given.values()}, "data") == ""
+    assert guess.guessed([{**row, "prompt": "a", "completion": "b"} for row in made], "sft") == {}
 
 
 def test_no_rows_fit_no_stage():
@@ -279,6 +316,8 @@ def test_unlabeled_rows_do_not_confirm_a_guess():
 
 
 def test_unsupported_exports_are_named():
+    said = guess.misfit(SETS["a message a row"], "sft", "log.csv")
+    assert said.endswith("make conversations of them: data.group_by=COLUMN and data.transform")
     studio = [
         {"id": 1, "prompt": "Hi?", "reply_1": "a", "quality": "good", "annotation_id": 3, "lead_time": 2.5}
     ]

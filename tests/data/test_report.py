@@ -232,8 +232,8 @@ def test_rare_labels_without_a_meaning_are_skipped_and_frequent_ones_are_an_erro
         make(tmp_path, "rm", train=write(tmp_path / "late.jsonl", late), on_error="skip")
 
 
-def test_the_headline_names_files_that_are_not_read_and_reasons_for_dropped_rows(tmp_path):
-    good, bad = {"prompt": "a", "completion": " b"}, {"prompt": "a"}
+def test_the_headline_names_what_is_not_read_and_reasons_for_dropped_rows(tmp_path):
+    good, bad = {"prompt": "a", "completion": " b", "by": "x"}, {"prompt": "a"}
     (tmp_path / "rows").mkdir()
     write(tmp_path / "rows" / "a.jsonl", [good] * 36 + [bad] * 3 + [{**good, "label": 0}])
     write(tmp_path / "rows" / "test.jsonl", [good])
@@ -243,10 +243,10 @@ def test_the_headline_names_files_that_are_not_read_and_reasons_for_dropped_rows
         report = make(tmp_path, train=str(folder), **options).report
         assert report.headline() == (
             "36 of 40 training rows (3 wrong or missing field), 37 duplicates; "
-            f"not read: {folder}/scores.xlsx (no format of rows), {folder}/test.jsonl (left out by its name)"
+            f"not read: column by; not read: {folder}/scores.xlsx (no format of rows), {folder}/test.jsonl (left out by its name)"
         )
         assert f"warning     not read: {folder}/scores.xlsx" in report.render()
     report = make(tmp_path, train=str(folder), eval=str(folder), **options).report
     assert "test.jsonl" not in report.headline() and "scores.xlsx" in report.headline()
     few = make(tmp_path, train=write(tmp_path / "few.jsonl", [good] * 60 + [bad] * 3), **options).report
-    assert few.headline() == "60 of 63 training rows, 61 duplicates"
+    assert few.headline() == "60 of 63 training rows, 61 duplicates; not read: column by"

@@ -68,6 +68,11 @@ def test_a_mapped_field_takes_precedence():
     assert '"answer": "42"' in read({"q": "a", "gt": "42"}, "ppo", prompt="q", answer="gt").row
 
 
+def test_a_path_into_null_is_null():
+    (one,) = made("kto", {"prompt": "a", "completion": "b", "user": None}, {"label": "user.rating"})
+    assert one == Dropped("unlabeled")
+
+
 @pytest.mark.parametrize(
     ("stage", "mapped", "expected"),
     [

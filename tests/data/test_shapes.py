@@ -51,6 +51,8 @@ OTHERS = [  # stage, row, prompt, completions
     ("sft", {"prompt": "a b", "answer": " c"}, "a b", [(" c",)]),
     ("sft", {"prompt": "[1, 2]", "completion": '["x"]'}, "[1, 2]", [('["x"]',)]),
     ("sft", {"instruction": "a", "input": "b", "output": "yo"}, [{"role": "user", "content": "a\n\nb"}], [([BOT],)]),
+    ("sft", {"instruction": "and?", "history": [["hi", "yo"]], "output": "bye", "system": "s"}, [SYSTEM, USER, BOT, {"role": "user", "content": "and?"}], [([{"role": "assistant", "content": "bye"}],)]),
+    ("ppo", {"instruction": "hi", "history": "[]"}, [USER], []),
     ("rm", {"prompt": "p", "pos_answers": ["a", "b"], "neg_answers": ["c", "d"]}, "p", [("a", "c"), ("b", "d")]),
     ("rm", {"chosen": "The cat sat here", "rejected": "The cat saw it"}, "The cat", [(" sat here", " saw it")]),
     ("rm", {"prompt": "", "chosen": [USER, BOT], "rejected": [USER, NO]}, [USER], ENDS),  # as in Capybara
@@ -183,8 +185,8 @@ def test_a_column_of_unrelated_tools_is_not_read():
 @pytest.mark.parametrize(
     ("value", "label"),
     [(True, True), (1, True), (1.0, True), ("1", True), ("True", True), ("thumbs up", True), ("up", True), ("\U0001f44d", True),
-     ("yes", True), (False, False), (0, False), (-1.0, False), ("-1", False), (" false", False), ("0.0", False),
-     ("Thumbs down", False), ("\U0001f44e", False), ("No", False), ("dislike", False), ("unsafe", False),
+     ("yes", True), ("passed", True), (False, False), (0, False), (-1.0, False), ("-1", False), (" false", False), ("0.0", False),
+     ("Thumbs down", False), ("\U0001f44e", False), ("No", False), ("dislike", False), ("unsafe", False), ("fail", False),
      ("geography", None), (3, None)],
 )  # fmt: skip
 def test_values_that_a_label_may_have(value, label):
@@ -213,6 +215,8 @@ ERRORS = [
     ("sft", {"prompt": 7, "completion": "b"}, "wrong_type", "prompt"),
     ("sft", {"prompt": ["hi", "yo"], "completion": "a"}, "wrong_type", "prompt[0]"),
     ("sft", {"prompt": " ", "completion": "b"}, "empty_prompt", "prompt"),
+    ("sft", {"instruction": "a", "history": [["b"]], "output": "c"}, "wrong_type", "history"),
+    ("sft", {"instruction": "a", "history": "before", "output": "c"}, "wrong_type", "history"),
     ("sft", {"prompt": "a", "completion": " "}, "empty_completion", "completion"),
     ("sft", {"messages": []}, "empty_prompt", "messages"),
     ("sft", {"messages": [BOT]}, "empty_prompt", "messages"),

@@ -75,7 +75,7 @@ def test_other_kinds_of_lora_fit_too(extra, shared, tmp_path):
 BEFORE = {
     "another kind": ("policy", SETTINGS, {"peft_type": "IA3"}, "peft_type is 'IA3'; expected 'LORA'"),
     "tokens": ("policy", SETTINGS, {"trainable_token_indices": [1]}, "trainable_token_indices: found .*which changes what all roles share"),
-    "a module": ("reward", SETTINGS, {"modules_to_save": ["embed_tokens"]}, "modules_to_save: found .*which changes what all roles share"),
+    "a module": ("reward", SETTINGS, {"modules_to_save": ["embed_tokens"]}, "modules_to_save: found .*which changes what all roles share; merge it into its base"),
     "biases": ("policy", SETTINGS, {"bias": "all"}, "bias: found 'all', which changes what all roles share"),
     "settings cut": ("policy", SETTINGS, b'{"a":', r"adapter_config\.json: not valid JSON .*; save the adapter again"),
     "settings no object": ("policy", SETTINGS, b"[1]", r"adapter_config\.json: found list, expected a JSON object"),
