@@ -2,7 +2,7 @@
 
     python -m pipeline.cloud.clusterfile up|status|dashboard|down cluster.yaml
 
-Exit status 2 with one message if the file is wrong or you are not signed in to the cloud, else Ray's.
+Exit status 2 with one message if the file is wrong or you are not signed in to AWS, else Ray's.
 """
 
 import os
