@@ -129,11 +129,12 @@ def dispatch(verb: str, path: str, overrides: list[str]) -> int:
     if command and command.takes != "job":
         importlib.import_module(module).run(path, overrides)
         return 0
-    from pipeline.config import load_job
+    from pipeline.config import load_job, make
 
     job = load_job(path, overrides, command.stage if command else verb)
     if address and verb in HERE and submit.is_dashboard(address):
-        submit.check_registry(verb, job)
+        references = [job.model.name_or_path, *job.inputs.values()]
+        submit.check_registry(make(verb, job.source), references, job.mlflow.tracking_uri)
     importlib.import_module(module).run(job)
     return 0
 

@@ -30,6 +30,11 @@ SOURCES = [
     # Without this, Ctrl-C ends a run with status 1, and workers remain.
     (FUNCTION, "self._register_sigint_handler(controller)", "pipeline/on_ray/fit.py"),
     ("ray.dashboard.modules.job.job_head", "No available agent", "pipeline/cloud/submit.py"),
+    (
+        "ray.dashboard.modules.job.job_manager.JobManager.submit_job",
+        "already exists",
+        "pipeline/cloud/submit.py",
+    ),
     ("ray._private.worker", '"ray_print_logs"', "pipeline/system/console.py"),
     # Without this, sampling and training round the base's weights differently.
     ("bitsandbytes.nn.Linear4bit.forward", "self.support_avx512bf16_for_cpu", "pipeline/models/base.py"),

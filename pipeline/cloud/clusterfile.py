@@ -2,7 +2,7 @@
 
     python -m pipeline.cloud.clusterfile up|status|dashboard|down cluster.yaml
 
-Exit status 2 with one message if the file is wrong or you are not signed in to the cloud, else Ray's.
+Exit status 2 with one message if the file is wrong or you are not signed in to AWS, else Ray's.
 """
 
 import os
@@ -22,12 +22,10 @@ from pipeline.system import prices
 
 PLACEHOLDER = re.compile("EDIT|OWNER")  # marks the values that the user has to fill in
 RAY = str(Path(sys.executable).parent / "ray")
-# {type of provider: how to sign in}
-SIGN_IN = {
-    "aws": "run `aws configure` or `aws sso login`, or export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
-    "(AWS_PROFILE names one of several accounts)",
-    "gcp": "run `gcloud auth application-default login`",
-}
+SIGN_IN = (
+    "run `aws configure` or `aws sso login`, or export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
+    "(AWS_PROFILE names one of several accounts)"
+)
 # {type of provider: what `make down` leaves, which may cost money}
 STAYS = {
     "aws": "the bucket, the stack with its roles and security group, and the key pair ray-autoscaler_*; to end them, too: "
@@ -47,10 +45,6 @@ class NodeType:
     min_workers: int = 0
     instance: str = ""
     labels: dict[str, str] = field(default_factory=dict)
-
-
-def path() -> Path:
-    return Path(os.environ.get("CLUSTER", "cluster.yaml"))
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -86,7 +80,8 @@ def _instance(kind: dict[str, Any]) -> str:
 
 def types_of(name: str) -> tuple[dict[str, NodeType], int]:
     """Returns (types, maximum of workers) of the cluster file if the cluster of that name was started from it, else ({}, 0)."""
-    config = read(path()) if name and path().is_file() else {}
+    file = Path(os.environ.get("CLUSTER", "cluster.yaml"))
+    config = read(file) if name and file.is_file() else {}
     if not config or config.get("cluster_name") != name:
         return {}, 0
     return worker_types(config), int(config.get("max_workers", 2))
@@ -107,6 +102,10 @@ def check(file: Path) -> dict[str, Any]:
         if not os.path.exists(os.path.expanduser(local)):
             hint = "; make one with: ray get-auth-token --generate" if "auth_token" in local else ""
             raise InputError(f"{file}: file_mounts: {remote}: there is no {local}{hint}")
+    for name, kind in (config.get("available_node_types") or {}).items():
+        if config["provider"]["type"] == "aws" and not kind["node_config"].get("SecurityGroupIds"):
+            why = "missing; Ray would make a group that opens port 22 to the world; use that of jobs/cloud/aws.yaml"
+            raise InputError(why, key=f"{file}: {name}.node_config.SecurityGroupIds")
     warm = [name for name, kind in worker_types(config).items() if kind.min_workers]
     if warm and "HEAD_IDLE_HOURS=" in " ".join(config.get("head_start_ray_commands") or []):
         why = "the head ends itself when idle (HEAD_IDLE_HOURS), and would leave such a worker running"
@@ -148,41 +147,18 @@ def _price(kind: NodeType) -> str:
 
 
 def check_account(config: dict[str, Any]) -> None:
-    """Raises InputError if you are not signed in to the cloud: Ray would end with a traceback of the cloud's library."""
-    kind = config["provider"]["type"]
-    if kind not in SIGN_IN:
+    """Raises InputError if you are not signed in to AWS: Ray would end with a traceback. Google's names the remedy."""
+    if config["provider"]["type"] != "aws":
         return
     try:
-        if kind == "aws":
-            import boto3
+        import boto3
 
-            boto3.client("sts", region_name=config["provider"]["region"]).get_caller_identity()
-        else:
-            import google.auth
-
-            google.auth.default()
+        boto3.client("sts", region_name=config["provider"]["region"]).get_caller_identity()
     except ModuleNotFoundError as error:
         what = f"{error.name} is not installed here"
         raise InputError(f'{what}; run .venv/bin/pip install -c constraints.txt -e ".[cloud]"') from error
-    except Exception as error:  # each cloud's library raises its own types
-        raise InputError(f"{kind} does not let you in ({in_brief(error)}); {SIGN_IN[kind]}") from error
-
-
-def check_security_group(config: dict[str, Any]) -> None:
-    """Raises InputError if the security group is missing: Ray would create one that opens port 22 to the world.
-
-    Ray (2.60) does not change a group with rules (autoscaler/_private/aws/config.py, _upsert_security_group_rules).
-    """
-    provider = config["provider"]
-    if provider["type"] != "aws" or not (name := provider.get("security_group", {}).get("GroupName")):
-        return
-    import boto3
-
-    client = boto3.client("ec2", region_name=provider["region"])
-    found = client.describe_security_groups(Filters=[{"Name": "group-name", "Values": [name]}])
-    if not any(group["IpPermissions"] for group in found["SecurityGroups"]):
-        why = f"{name!r} does not exist in {provider['region']}, and Ray would make one that is open to the world"
-        raise InputError(f"{why}; deploy the stack of jobs/cloud/aws.yaml", key="provider.security_group")
+    except Exception as error:  # of many types
+        raise InputError(f"aws does not let you in ({in_brief(error)}); {SIGN_IN}") from error
 
 
 # What follows `ray` and the cluster file, by verb.
@@ -200,7 +176,6 @@ def run(verb: str, file: Path, options: list[str]) -> None:
     check_account(config)
     environment = dict(os.environ)
     if verb == "up":
-        check_security_group(config)
         print(summary(file, config), flush=True)
         # Autoscaler 2, Ray's default, knows labels and priorities. On your own machines it counts the head as a worker and
         # starts one too few (ray 2.60, LocalNodeProvider).
@@ -214,10 +189,10 @@ def run(verb: str, file: Path, options: list[str]) -> None:
 
 def main(arguments: list[str]) -> int:
     try:
-        if not arguments or arguments[0] not in VERBS:
+        if len(arguments) < 2 or arguments[0] not in VERBS:
             raise InputError(f"expected {', '.join(VERBS)}, a cluster file, and options of `ray`")
-        verb, *rest = arguments
-        run(verb, Path(rest[0]) if rest else path(), rest[1:])
+        verb, file, *options = arguments
+        run(verb, Path(file), options)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
     return 2

@@ -1,12 +1,11 @@
 """Checks on the submitter's machine, before anything is uploaded, started or paid for.
 
-look() asks the head over HTTP, in two seconds. check_jobs() raises InputError for the first mistake, and nothing is submitted.
+look() asks the head over HTTP, in two seconds. The checks raise InputError for the first mistake, and nothing is submitted.
 """
 
 import glob
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,18 +15,14 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from pipeline import registry
 from pipeline.cloud import clusterfile
 from pipeline.cloud.clusterfile import NodeType
-from pipeline.config import Job
+from pipeline.cloud.workload import Workload
 from pipeline.errors import InputError
 from pipeline.on_ray import placement
-from pipeline.on_ray.placement import Bundle
+from pipeline.on_ray.placement import Bundle, Places
 from pipeline.planning import plan
-from pipeline.planning.shape import config_of
-from pipeline.references import JUDGE
-from pipeline.settle.places import places_of
-from pipeline.settle.run import work_of
+from pipeline.registry.store import uri_of
 from pipeline.system import console, storage
 
 # Bytes of the largest upload, which Ray keeps in the head's memory
@@ -41,8 +36,7 @@ class Cluster:
     nodes: list[NodeType]  # alive
     types: dict[str, NodeType] = field(default_factory=dict)  # node types that the autoscaler may add
     max_workers: int = 0
-    head: str = "HEAD"  # its address as the nodes see it
-    # The address of the cluster's own MLflow as its nodes see it. They know its password.
+    # The address of the cluster's own MLflow as its nodes see it. Jobs inherit it from them, and its password.
     tracking_uri: str | None = None
     # Something else than `make up` may add nodes of types that are not known here.
     unknown_types: bool = False
@@ -52,16 +46,6 @@ class Cluster:
         """Returns True if a job's processes can run on more than one node."""
         growing = self.unknown_types or any(kind.max_workers for kind in self.types.values())
         return len(self.nodes) > 1 or growing
-
-    @property
-    def is_here(self) -> bool:
-        """Returns True if the cluster's only node is this machine, so that this machine's paths are valid there."""
-        with socket.socket() as probe:
-            try:
-                probe.bind((self.head, 0))
-            except OSError:
-                return False
-        return not self.several
 
 
 # ------------------------------------------------------------------------------------------------ the cluster
@@ -92,26 +76,15 @@ def look(get: Callable[[str], Any], address: str) -> Cluster:
     types, most = clusterfile.types_of(labels.get("cluster-file", ""))
     mlflow = f"http://{head}:{labels['mlflow-port']}" if "mlflow-port" in labels else None
     # KubeRay, `ray up` and the like name the group of each node that they start.
-    return Cluster(
-        nodes, types, most, head, mlflow, unknown_types=not types and "ray.io/node-group" in labels
-    )
+    return Cluster(nodes, types, most, mlflow, unknown_types=not types and "ray.io/node-group" in labels)
 
 
 # --------------------------------------------------------------------------------------------------- the jobs
 
 
-def check_jobs(jobs: Iterable[Job], cluster: Cluster, files: dict[str, int]) -> None:
-    """Runs every check of every job; `files` are {path of an upload: bytes}. Raises InputError for the first mistake."""
-    for job in jobs:
-        check_storage(job, cluster)
-        check_paths(job, cluster, files)
-        check_resources(job, cluster)
-        check_memory(job, cluster)
-
-
-def check_storage(job: Job, cluster: Cluster) -> None:
+def check_storage(path: str, tracking_uri: str | None, cluster: Cluster) -> None:
     """Raises InputError if nodes would not share the storage path or the MLflow server."""
-    path, why = job.run.storage_path, ""
+    why = ""
     if not storage.is_remote(path) and not os.path.isabs(path):
         why = "would lie in the job's copy of this folder on the head, which is deleted with the job"
     elif not storage.is_remote(path) and cluster.several and _on_local_disk(path):
@@ -119,7 +92,7 @@ def check_storage(job: Job, cluster: Cluster) -> None:
     if why:
         advice = "use a folder that every node mounts, or a bucket: run.storage_path=s3://BUCKET/runs"
         raise InputError(f"{path!r} {why}; {advice}", key="run.storage_path")
-    uri = registry.tracking_uri(job)
+    uri = uri_of(tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or cluster.tracking_uri, path)
     own = uri.startswith("sqlite:") or urlsplit(uri).hostname in ("localhost", "127.0.0.1", "0.0.0.0", "::1")
     if cluster.several and own:
         why = f"{uri} means another file or machine on each node, and the cluster has or may get several"
@@ -132,9 +105,8 @@ def _on_local_disk(path: str) -> bool:
     return os.path.exists(path) and os.stat(path).st_dev == os.stat(".").st_dev
 
 
-def check_resources(job: Job, cluster: Cluster) -> None:
+def check_resources(places: Places, cluster: Cluster) -> None:
     """Raises InputError if no node of the cluster, present or future, can hold a worker: Ray would wait forever."""
-    places = places_of(job, elsewhere=True)
     for section, who, count, _, need in places.groups:
         room = _room(need, cluster)
         if room >= count:
@@ -179,30 +151,26 @@ def _shown(node: NodeType) -> str:
     return f"{' + '.join(amounts) or 'no CPU'} {node.labels.get(placement.GPU_LABEL, '')}".strip()
 
 
-def check_memory(job: Job, cluster: Cluster) -> None:
+def check_memory(workload: Workload, cluster: Cluster) -> None:
     """Raises InputError if Ray may place a job on GPUs with less memory than `plan` counts for one worker.
 
     There is no check for GPUs that `plan` does not know, or for a base whose config.json cannot be read from here.
     """
     nodes = [*cluster.nodes, *cluster.types.values()]
-    for group in places_of(job, elsewhere=True).groups:
-        section, who, need = group.section, group.who, group.each
+    for section, who, _, _, need in workload.places.groups:
         offered = {n.labels.get(placement.GPU_LABEL, "") for n in nodes if need.fits(n.resources, n.labels)}
         gpus = {name: memory for name in sorted(offered) if (memory := plan.memory_of(name))}
         if not gpus or not need.resources.get("GPU"):
             continue
         with console.waiting(f"counting the memory of a {who}"):
-            try:
-                config_of(job.model)
-            except InputError:
-                return  # the cluster has this folder or version, and checks it
-            work = work_of(job, places_of(job, elsewhere=True))
-            planned = plan.make(work, learns=section == "scaling")
+            planned = workload.planned(section)
+        if planned is None:
+            return  # the cluster has this folder or version, and checks it
         small = {name: memory for name, memory in gpus.items() if memory * plan.GIB < planned.peak}
         if not small:
             continue
         listed = " or ".join(f"{name} with {memory:g}" for name, memory in small.items())
-        advice = f"make it smaller: make plan JOB={job.source}"
+        advice = f"make it smaller: make plan JOB={workload.source}"
         if enough := sorted({*gpus} - {*small}) or plan.fitting(planned):
             # without spaces: Ray takes them as part of the name
             selector = need.selector | {placement.GPU_LABEL: f"in({','.join(enough)})"}
@@ -239,11 +207,10 @@ def upload_files(folder: str = ".") -> dict[str, int]:
     return sizes
 
 
-def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
+def check_paths(paths: Iterable[tuple[str, str]], cluster: Cluster, files: dict[str, int]) -> None:
     """Raises InputError for paths that exist only on this machine. Nodes get data, models and templates with the upload."""
-    here = cluster.is_here
-    for key, path in local_paths(job):
-        if here and os.path.isabs(path):
+    for key, path in paths:
+        if not cluster.several and os.path.isabs(path):  # its node may be this machine; the job looks there
             continue
         if os.path.isabs(path) and os.path.relpath(path).startswith(".."):
             if _on_local_disk(path):
@@ -255,17 +222,3 @@ def check_paths(job: Job, cluster: Cluster, files: dict[str, int]) -> None:
         if missing := [name for name in names if name not in files]:
             why = f"{missing[0]!r} would not be uploaded, because .rayignore or .gitignore names it"
             raise InputError(f"{why}; change that, or put the file into a bucket", key=key)
-
-
-def local_paths(job: Job) -> list[tuple[str, str]]:
-    """Returns (key, path) for each path of a job: rows, base, template, adapters, the job file."""
-    paths = [("the job file", job.source), *job.paths]
-    named = {
-        "model.name_or_path": job.model.name_or_path,
-        "model.chat_template": job.model.chat_template,
-        **{key: name.removeprefix(JUDGE) for key, name in job.inputs.items()},
-    }
-    paths += [
-        (key, value) for key, value in named.items() if value and (os.path.exists(value) or value[0] in "/~")
-    ]
-    return [(key, os.path.expanduser(path)) for key, path in paths if not storage.is_remote(path)]

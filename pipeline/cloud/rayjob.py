@@ -7,6 +7,7 @@ need once: claims, accounts, secret, MLflow.
 """
 
 import copy
+import json
 import math
 import os
 import re
@@ -18,14 +19,12 @@ from typing import Any
 
 import yaml
 
-from pipeline.cloud import preflight
+from pipeline.cloud.workload import Workload, workload_of
 from pipeline.commands import run as rlhf
-from pipeline.config import Job, load_job
+from pipeline.config import load_job
 from pipeline.errors import InputError
 from pipeline.on_ray import placement
-from pipeline.on_ray.placement import Bundle, Group
-from pipeline.planning.plan import GPUS
-from pipeline.settle.places import places_of
+from pipeline.on_ray.placement import Bundle, Group, Places
 from pipeline.system import storage
 
 CLAIM = "rlhf-runs"
@@ -35,23 +34,10 @@ ACCOUNTS = {"ray-head": "rlhf-head", "ray-worker": "rlhf-worker", "ray-job-submi
 # {section of the job: environment variable that selects the Kubernetes nodes of its pods}
 NODE_SELECTORS = {"scaling": "NODE_SELECTOR", "rollout": "ROLLOUT_NODE_SELECTOR"}
 VARIABLES = (
-    "IMAGE", "GPU", *NODE_SELECTORS.values(), "NODE_GPUS", "QUEUE", "PRIORITY_CLASS", "DEADLINE_HOURS", "SCHEDULE",
+    "IMAGE", "GPU", *NODE_SELECTORS.values(), "NODE_GPUS", "QUEUE", "PRIORITY_CLASS", "SCHEDULE",
 )  # fmt: skip
 NAME = {"RayJob": 47, "RayService": 47, "RayCronJob": 36}  # characters of a name that the operator accepts
 TEMPLATE = yaml.safe_load(Path(__file__).with_name("rayjob-template.yaml").read_text(encoding="utf-8"))
-
-
-class Dumper(yaml.SafeDumper):
-    """Dumps YAML as yaml.safe_dump does, without aliases, and a text of several lines as a block."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def represent_str(self, text: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", text, "|" if "\n" in text else None)
-
-
-Dumper.add_representer(str, Dumper.represent_str)
 
 
 def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
@@ -60,15 +46,16 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     Raises InputError for storage that pods do not share, and for variables that are missing or contradict a job.
     """
     jobs, whole = load(paths, overrides), Path(paths[0]).is_dir()
+    first, claims = jobs[0], claims_of(jobs)
     warn_of_paths(jobs)
     schedule, queue = os.environ.get("SCHEDULE"), os.environ.get("QUEUE")
-    kind = "RayService" if jobs[0].stage == "serve" else "RayCronJob" if schedule else "RayJob"
-    name = re.sub(r"[^a-z0-9-]+", "-", (profile_of(jobs[0]) if whole else run_of(jobs[0])).lower())
+    kind = "RayService" if first.port else "RayCronJob" if schedule else "RayJob"
+    name = re.sub(r"[^a-z0-9-]+", "-", (profile_of(first.source) if whole else run_of(first)).lower())
     name = re.sub("^(?![a-z])", "rlhf-", name.strip("-"))  # Kubernetes wants a letter first
     metadata: dict[str, Any] = {"name": name[: NAME[kind]].rstrip("-")}
     cluster = {"rayVersion": version("ray"), **copy.deepcopy(TEMPLATE["cluster"])}
-    cluster["headGroupSpec"]["template"] = pod(jobs, "ray-head", {"cpu": "4", "memory": "16Gi"})
-    cluster["workerGroupSpecs"] = worker_groups(jobs)
+    cluster["headGroupSpec"]["template"] = pod("ray-head", {"cpu": "4", "memory": "16Gi"}, claims)
+    cluster["workerGroupSpecs"] = worker_groups([one.places for one in jobs], claims)
     grows = any(group["replicas"] < group["maxReplicas"] for group in cluster["workerGroupSpecs"])
     cluster |= TEMPLATE["autoscaler"] if grows else {}
     if queue and (grows or schedule):
@@ -78,12 +65,11 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": queue}
     spec: dict[str, Any]
     if kind == "RayService":
-        spec = {"serveConfigV2": serve_config(jobs[0], paths[0], overrides), "rayClusterConfig": cluster}
+        spec = {"serveConfigV2": serve_config(first, overrides), "rayClusterConfig": cluster}
     else:
         spec = copy.deepcopy(TEMPLATE["job"])
         spec["entrypoint"] = entrypoint(paths, jobs, overrides)
-        spec["activeDeadlineSeconds"] = math.ceil(number("DEADLINE_HOURS", 72) * 3600)
-        submitter = pod([], "ray-job-submitter", {"cpu": "500m", "memory": "1Gi"})
+        submitter = pod("ray-job-submitter", {"cpu": "500m", "memory": "1Gi"}, {})
         spec["submitterPodTemplate"]["spec"] |= submitter["spec"]
         spec |= {"suspend": bool(queue), "rayClusterSpec": cluster}
     if kind == "RayCronJob":
@@ -91,58 +77,52 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def load(paths: list[str], overrides: list[str]) -> list[Job]:
+def load(paths: list[str], overrides: list[str]) -> list[Workload]:
     """Returns the jobs of a folder or of files.
 
     Raises InputError if one manifest cannot hold them, or if their storage would lie inside one pod.
     """
     whole = Path(paths[0]).is_dir()
-    jobs = (
+    read = (
         [*rlhf.load(paths[0], overrides).values()] if whole else [load_job(one, overrides) for one in paths]
     )
-    serves, schedule = any(job.stage == "serve" for job in jobs), os.environ.get("SCHEDULE")
+    jobs = [workload_of(job) for job in read]
+    serves, schedule = any(job.port for job in jobs), os.environ.get("SCHEDULE")
     if ((serves or whole) and len(paths) > 1) or (serves and schedule):
         advice = "use one folder, one serve.yaml without SCHEDULE, or job files of other stages"
         raise InputError(f"{shlex.join(paths)}: not one manifest; {advice}")
-    if schedule and len(schedule.split()) != 5:
-        raise InputError(f"found {schedule!r}, expected five fields, for example '0 3 * * 1'", key="SCHEDULE")
-    if schedule and (given := [job.run.name for job in jobs if job.run.name]):
+    if schedule and (given := [job.name for job in jobs if job.name]):
         why = "the schedule's second job would find this run finished, and train nothing"
         raise InputError(f"{why} ({given[0]}); remove run.name, or unset SCHEDULE", key="run.name")
-    for path in {job.run.storage_path for job in jobs}:
+    for path in {job.storage_path for job in jobs}:
         if not storage.is_remote(path) and not os.path.isabs(path):
             advice = f"use s3://BUCKET/runs, or /mnt/runs for the claim {CLAIM}"
             raise InputError(f"{path!r} would lie inside one pod; {advice}", key="run.storage_path")
     return jobs
 
 
-def warn_of_paths(jobs: list[Job]) -> None:
+def warn_of_paths(jobs: list[Workload]) -> None:
     """Prints a warning for each local path of a job that no pod has."""
-    there = (
-        "jobs",
-        "pipeline",
-        jobs[0].run.storage_path,
-        MODELS,
-    )  # the first two: what the Dockerfile copies
-    for key, path in dict.fromkeys(one for job in jobs for one in preflight.local_paths(job)):
+    there = ("jobs", "pipeline", jobs[0].storage_path, MODELS)  # the first two: what the Dockerfile copies
+    for key, path in dict.fromkeys(one for job in jobs for one in job.paths):
         if not any(Path(os.path.normpath(path)).is_relative_to(folder) for folder in there):
             why = "is neither in the image, which has jobs/ of this folder, nor below run.storage_path"
             advice = "move it into jobs/ and run make image again, or put it into a bucket"
             print(f"warning: {key}: {path!r} {why}; {advice}", file=sys.stderr)
 
 
-def profile_of(job: Job) -> str:
-    return Path(job.source).parent.name or "rlhf"
+def profile_of(job_file: str) -> str:
+    return Path(job_file).parent.name or "rlhf"
 
 
-def run_of(job: Job) -> str:
+def run_of(job: Workload) -> str:
     """Returns the name of a job's run, by which the operator's next try, or `kubectl replace --force`, resumes it."""
-    return job.run.name or f"{profile_of(job)}-{job.stage}"
+    return job.name or f"{profile_of(job.source)}-{job.stage}"
 
 
-def entrypoint(paths: list[str], jobs: list[Job], overrides: list[str]) -> str:
+def entrypoint(paths: list[str], jobs: list[Workload], overrides: list[str]) -> str:
     """Returns the command of the driver: `run` for a folder, else one stage after another."""
-    unnamed = [] if os.environ.get("SCHEDULE") else [job for job in jobs if not job.run.name]
+    unnamed = [] if os.environ.get("SCHEDULE") else [job for job in jobs if not job.name]
     start = ["python", "-m", "pipeline"]
     if Path(paths[0]).is_dir():
         names = [f"{job.stage}.run.name={run_of(job)}" for job in unnamed]
@@ -154,42 +134,44 @@ def entrypoint(paths: list[str], jobs: list[Job], overrides: list[str]) -> str:
     return commands[0] if len(commands) == 1 else shlex.join(["bash", "-c", " && ".join(commands)])
 
 
-def serve_config(job: Job, path: str, overrides: list[str]) -> str:
+def serve_config(job: Workload, overrides: list[str]) -> str:
     """Returns the configuration of Ray Serve, whose proxy runs on each node."""
-    application = {
-        "name": job.run.name or "serve",
-        "route_prefix": "/",
-        "import_path": "pipeline.commands.serve:build",
-        "args": {"job": path, "overrides": [*overrides, "serve.host=0.0.0.0"]},
+    config = copy.deepcopy(TEMPLATE["serve"])
+    config["http_options"]["port"] = job.port
+    config["applications"][0] |= {
+        "name": job.name or "serve",
+        "args": {"job": job.source, "overrides": [*overrides, "serve.host=0.0.0.0"]},
     }
-    config = {"http_options": {"host": "0.0.0.0", "port": job.serve.port}, "applications": [application]}
-    return yaml.safe_dump(config, sort_keys=False, width=120)
+    return json.dumps(config)
 
 
-def worker_groups(jobs: list[Job]) -> list[dict[str, Any]]:
+def worker_groups(jobs: list[Places], claims: dict[str, str]) -> list[dict[str, Any]]:
     """Returns the groups of pods for the workers of all jobs. Equal workers are one group, as large as the largest job needs."""
     found: dict[str, list[tuple[Group, str]]] = {}
-    for job in jobs:
-        for workers in places_of(job, elsewhere=True).groups:
-            strategy = job.scaling.get("placement_strategy") or "PACK"
+    for places in jobs:
+        strategy = places.scaling.get("placement_strategy") or "PACK"
+        for workers in places.groups:
             found.setdefault(f"{workers.section} {workers.each}", []).append((workers, strategy))
     made: list[dict[str, Any]] = []
     for equal in found.values():
         largest = max((workers for workers, _ in equal), key=lambda one: (one.most, one.fewest))
-        one = group(jobs, largest, {strategy for _, strategy in equal})
+        one = group(largest, {strategy for _, strategy in equal}, claims)
         again = sum(other["groupName"].startswith(one["groupName"]) for other in made)
         made.append(one | {"groupName": f"{one['groupName']}-{again + 1}" if again else one["groupName"]})
     return made
 
 
-def group(jobs: list[Job], workers: Group, strategies: set[str]) -> dict[str, Any]:
+def group(workers: Group, strategies: set[str], claims: dict[str, str]) -> dict[str, Any]:
     """Returns a group of pods with labels that satisfy the label_selector of `section`.
 
     Workers of a fixed number share pods, so that they exchange gradients within a node.
     """
     each, section, count = workers.each, workers.section, workers.most
     gpus = math.ceil(each.resources.get("GPU", 0))
-    room = int(number("NODE_GPUS", 8)) // gpus if gpus else 1
+    node = os.environ.get("NODE_GPUS") or "8"
+    if not re.fullmatch("[1-9][0-9]*", node):
+        raise InputError(f"found {node}, expected a number above 0", key="NODE_GPUS")
+    room = int(node) // gpus if gpus else 1
     alone = section == "rollout" or workers.fewest < count or strategies & {"SPREAD", "STRICT_SPREAD"}
     shared = 1 if alone else max(n for n in range(1, max(room, 1) + 1) if count % n == 0)
     if "STRICT_PACK" in strategies and section == "scaling":
@@ -214,7 +196,7 @@ def group(jobs: list[Job], workers: Group, strategies: set[str]) -> dict[str, An
         # No CPUs in GPU pods, so that tasks without a GPU do not start one.
         "rayStartParams": {"num-cpus": "0"} if gpus else {},
         **({"labels": labels} if labels else {}),
-        "template": pod(jobs, "ray-worker", requests, nodes),
+        "template": pod("ray-worker", requests, claims, nodes),
     }
 
 
@@ -225,8 +207,8 @@ def labels_of(each: Bundle, section: str) -> dict[str, str]:
         if placement.matches({key: value}, {}):  # it only excludes values, so no label is needed
             continue
         names = re.sub(r"^in\((.*)\)$", r"\1", value).split(",")
-        if key == placement.GPU_LABEL:
-            names = [os.environ["GPU"]] if os.environ.get("GPU") else [name for name in GPUS if name in names]
+        if key == placement.GPU_LABEL and os.environ.get("GPU"):
+            names = [os.environ["GPU"]]
         fitting = [name for name in names if placement.matches({key: value}, {key: name})]
         what = "GPU" if key == placement.GPU_LABEL else key
         if not fitting or (what == "GPU" and len(fitting) > 1):
@@ -237,10 +219,17 @@ def labels_of(each: Bundle, section: str) -> dict[str, str]:
     return labels
 
 
+def claims_of(jobs: list[Workload]) -> dict[str, str]:
+    """Returns {claim: where pods mount it} of the shared folders that the jobs need."""
+    path = jobs[0].storage_path
+    claims = {} if storage.is_remote(path) else {CLAIM: path}
+    return claims | ({"rlhf-models": MODELS} if any(job.downloads for job in jobs) else {})
+
+
 def pod(
-    jobs: list[Job], container: str, resources: dict[str, str], nodes: str | None = None
+    container: str, resources: dict[str, str], claims: dict[str, str], nodes: str | None = None
 ) -> dict[str, Any]:
-    """Returns a pod of the template for nodes with labels NAME=VALUE,..., with the shared folders that the jobs need."""
+    """Returns a pod of the template that mounts the claims, for nodes with labels NAME=VALUE,..."""
     made = copy.deepcopy(TEMPLATE["pod"])
     spec, (main,) = made["spec"], made["spec"]["containers"]
     image = os.environ.get("IMAGE", "")
@@ -248,32 +237,20 @@ def pod(
         why = f"found {image!r}, expected an image that you pushed: make image REGISTRY=..."
         raise InputError(why, key="IMAGE")
     spec["serviceAccountName"] = ACCOUNTS[container]
-    main |= {"name": container, "image": image, "resources": {"requests": resources, "limits": resources}}
-    # {claim: where it is mounted}; both are ReadWriteMany
-    claims = {}
-    if jobs and not storage.is_remote(jobs[0].run.storage_path):
-        claims[CLAIM] = jobs[0].run.storage_path
-    if any(not os.path.isdir(job.model.name_or_path) for job in jobs):  # a folder would be part of the image
-        claims["rlhf-models"] = MODELS
+    main |= {"name": container, "image": image}
+    main["resources"] = {"requests": resources, "limits": dict(resources)}
+    if MODELS in claims.values():
         main["env"] = [{"name": "HF_HOME", "value": MODELS}]
     for claim, path in claims.items():
         spec["volumes"].append({"name": claim, "persistentVolumeClaim": {"claimName": claim}})
         main["volumeMounts"].append({"name": claim, "mountPath": path})
     if "nvidia.com/gpu" in resources:
-        spec["tolerations"] = TEMPLATE["tolerations"]
+        spec["tolerations"] = copy.deepcopy(TEMPLATE["tolerations"])
     if nodes:
         spec["nodeSelector"] = dict(one.split("=") for one in nodes.split(","))
     if name := os.environ.get("PRIORITY_CLASS"):
         spec["priorityClassName"] = name
     return made
-
-
-def number(name: str, default: float) -> float:
-    """Returns the positive number of an environment variable."""
-    given = os.environ.get(name) or str(default)
-    if not re.fullmatch(r"\d+(\.\d+)?", given) or not float(given):
-        raise InputError(f"found {given}, expected a number above 0", key=name)
-    return float(given)
 
 
 def main(arguments: list[str]) -> int:
@@ -289,7 +266,7 @@ def main(arguments: list[str]) -> int:
     command = shlex.join([*variables, "python", "-m", "pipeline.cloud.rayjob", *arguments])
     print(f"# Made by: {command}")
     print("# What it is and what it needs: docs/clusters.md. Apply it: kubectl apply -f THIS_FILE")
-    print(yaml.dump(made, Dumper=Dumper, sort_keys=False, width=120), end="")
+    print(yaml.safe_dump(made, sort_keys=False, width=120), end="")
     return 0
 
 

@@ -23,12 +23,12 @@ from typing import Any
 
 import pipeline
 from pipeline.cloud import preflight
-from pipeline.config import Job, judge, load_job, make
+from pipeline.cloud.workload import Workload, workload_of
+from pipeline.config import judge, load_job
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, in_brief
 from pipeline.on_ray import session
-from pipeline.references import JUDGE, Ref
-from pipeline.settle.identity import named
+from pipeline.references import Ref
 from pipeline.system import process, terminal
 from pipeline.system.credentials import FORWARDED_MODULE, without_credentials
 
@@ -47,32 +47,38 @@ GONE_SECONDS = 600
 
 def submit_and_follow(verb: str, path: str, overrides: list[str]) -> int:
     """Checks, submits and follows a job. Returns its exit status."""
-    name, jobs = load(verb, path, overrides)
-    if verb in RUNS and jobs[0].run.name is None:
+    name, workloads = load(verb, path, overrides)
+    if verb in RUNS and workloads[0].name is None:
         overrides = [*overrides, f"run.name={name}"]
     api = Api(os.environ["RAY_ADDRESS"])
     with api.first_contact():
         cluster = preflight.look(api.get, api.address)
-    if cluster.tracking_uri and not os.environ.get("MLFLOW_TRACKING_URI"):
-        os.environ["MLFLOW_TRACKING_URI"] = cluster.tracking_uri  # the default of a job that names no server
     files = preflight.upload_files()
-    preflight.check_jobs(jobs, cluster, files)
+    for one in workloads:
+        preflight.check_storage(one.storage_path, one.tracking_uri, cluster)
+        preflight.check_paths(one.paths, cluster, files)
+        preflight.check_resources(one.places, cluster)
+        preflight.check_memory(one, cluster)
     submission = next_attempt(api, name)
-    variables = forwarded(keys_of_judges(jobs))
+    variables = forwarded(keys_of_judges(file for one in workloads for file in one.judges))
     verbosity = [flag for flag, level in terminal.FLAGS.items() if level == terminal.screen.level][:1]
     size = sum(files.values()) / 2**20
     print(f"submitting {submission} to {api.address}: {len(files)} files, {size:.1f} MiB", flush=True)
     if variables:
         print(f"forwarding {', '.join(sorted(variables))}", flush=True)
-    if submission != name:
-        print(f"run {name} was submitted before: it continues from its last checkpoint", flush=True)
+    command = shlex.join(["python", "-m", "pipeline", verb, path, *overrides, *verbosity])
     with runtime_env(variables) as environment:
-        api.submit(
-            submission_id=submission,
-            entrypoint=shlex.join(["python", "-m", "pipeline", verb, path, *overrides, *verbosity]),
-            runtime_env=environment,
-            metadata={"run": name, "verb": verb, "job": path},
-        )
+        try:
+            api.submit(
+                submission_id=submission,
+                entrypoint=command,
+                runtime_env=environment,
+                metadata={"run": name, "verb": verb, "job": path},
+            )
+        except RuntimeError as error:
+            if "already exists" in str(error):  # another process has submitted the name meanwhile
+                next_attempt(api, name)
+            raise
     return follow(api, submission)
 
 
@@ -96,22 +102,21 @@ def runtime_env(variables: dict[str, str]) -> Iterator[dict[str, Any]]:
         yield environment
 
 
-def check_registry(verb: str, job: Job) -> None:
+def check_registry(command: str, references: Iterable[str], tracking_uri: str | None) -> None:
     """Raises InputError if a command that runs here needs registered models, but no MLflow server is named."""
-    references = (job.model.name_or_path, *job.inputs.values())
-    named = job.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    named = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if named or not any(Ref.parse(reference).is_registered for reference in references):
         return
     raise InputError(
-        f"found {os.environ['RAY_ADDRESS']}, but `{verb}` runs on this machine, and its registry has none of the cluster's "
+        f"found {os.environ['RAY_ADDRESS']}, but this command runs on this machine, and its registry has none of the cluster's "
         "models. Leave `make ui` running in another terminal and run MLFLOW_TRACKING_URI=http://127.0.0.1:5000 "
-        f"MLFLOW_TRACKING_USERNAME=admin MLFLOW_TRACKING_PASSWORD=$(cat ~/.ray/auth_token) {make(verb, job.source)}; "
+        f"MLFLOW_TRACKING_USERNAME=admin MLFLOW_TRACKING_PASSWORD=$(cat ~/.ray/auth_token) {command}; "
         "for models of this machine, unset RAY_ADDRESS",
         key="RAY_ADDRESS",
     )
 
 
-def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
+def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Workload]]:
     """Returns (name of the submission, the jobs that it will run), checked as they would be here."""
     if verb == "run":
         from pipeline.commands import run as rlhf
@@ -121,19 +126,16 @@ def load(verb: str, path: str, overrides: list[str]) -> tuple[str, list[Job]]:
         from pipeline.sweep import space
 
         sweep = space.read(path, overrides)
-        return str(sweep.job.run.name), [load_job(path, sweep.arguments)]
+        return str(sweep.job.run.name), [workload_of(load_job(path, sweep.arguments))]
     else:
         jobs = [load_job(path, overrides, verb if verb in RUNS else None)]
-        if verb in RUNS:
-            return str(named(jobs[0]).run.name), jobs
-    return f"{verb}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}", jobs
+    name = jobs[0].run.name if verb in RUNS else None
+    default = f"{verb}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid() % 10000:04d}"
+    return name or default, [workload_of(job) for job in jobs]
 
 
-def keys_of_judges(jobs: Iterable[Job]) -> set[str]:
-    """Returns the variables of the environment that hold the keys of the jobs' judges."""
-    files = {
-        name.removeprefix(JUDGE) for job in jobs for name in job.inputs.values() if name.startswith(JUDGE)
-    }
+def keys_of_judges(files: Iterable[str]) -> set[str]:
+    """Returns the variables of the environment that hold the keys of judges."""
     return {variable for file in files if (variable := judge.read(file).api_key_variable)}
 
 
@@ -194,23 +196,21 @@ class Api:
     """The head's Jobs API."""
 
     def __init__(self, address: str):
-        secret = token()
-        self.given = self.address = address.rstrip("/")
-        self.headers = {"Authorization": f"Bearer {secret}"} if secret else {}
-        self.cookies = None
-        if not address.startswith(("http://", "https://")):
-            from ray.dashboard.modules.dashboard_sdk import parse_cluster_info
+        from ray.dashboard.modules.dashboard_sdk import parse_cluster_info
 
-            try:  # by the module that has the scheme's name
-                info = parse_cluster_info(self.given, headers=self.headers)
-            except Exception as error:  # of any type: the module belongs to another vendor
-                why = f"{address!r} is unknown to Ray ({in_brief(error)})"
-                raise InputError(why, key="RAY_ADDRESS") from error
-            self.address, self.headers, self.cookies = info.address, info.headers or {}, info.cookies
+        secret = token()
+        headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        try:
+            info = parse_cluster_info(address.rstrip("/"), headers=headers)
+        except Exception as error:  # of any type: the module with the scheme's name belongs to another vendor
+            why = f"{address!r} is unknown to Ray ({in_brief(error)})"
+            raise InputError(why, key="RAY_ADDRESS") from error
+        self.address = info.address
+        self.access: dict[str, Any] = {"headers": info.headers or {}, "cookies": info.cookies}
 
     @contextlib.contextmanager
     def first_contact(self) -> Iterator[None]:
-        """Makes requests in the block raise InputError for a wrong address or token.
+        """Makes requests in the block raise InputError for a wrong address.
 
         It must end before anything is submitted: any other error in it counts as a wrong address, too.
         """
@@ -223,19 +223,17 @@ class Api:
                 f"no dashboard of a Ray cluster answers at {self.address!r} ({in_brief(error)}); expected http://HEAD:8265 of a "
                 "cluster that is up (make status), with the tunnel to it open (make dashboard)"
             )
-            if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
-                message = (
-                    f"the cluster at {self.address} has another token; copy its ~/.ray/auth_token to the same place here, or "
-                    "export RAY_AUTH_TOKEN"
-                )
             raise InputError(message, key="RAY_ADDRESS") from error
 
     def get(self, path: str) -> Any:
-        """Returns the parsed JSON of an authorized GET."""
+        """Returns the parsed JSON of an authorized GET. Raises InputError for a wrong token."""
         import requests
 
-        url, seconds = self.address + path, (3, 10)  # to connect, and to answer
-        answer = requests.get(url, headers=self.headers, cookies=self.cookies, timeout=seconds)
+        seconds = (3, 10)  # to connect, and to answer
+        answer = requests.get(self.address + path, timeout=seconds, **self.access)
+        if answer.status_code in (401, 403):
+            advice = "copy its ~/.ray/auth_token to the same place here, or export RAY_AUTH_TOKEN"
+            raise InputError(f"the cluster at {self.address} has another token; {advice}", key="RAY_ADDRESS")
         answer.raise_for_status()
         return answer.json()
 
@@ -244,7 +242,7 @@ class Api:
 
         for chatty in CHATTY:
             logging.getLogger(chatty).setLevel(logging.ERROR)
-        return JobSubmissionClient(self.given, headers=dict(self.headers))
+        return JobSubmissionClient(self.address, **self.access)
 
     def jobs(self) -> list[Any]:
         """Returns all submissions that the cluster remembers, as Ray's JobDetails, the oldest first."""

@@ -84,6 +84,11 @@ def test_mistakes_are_found_before_anything_is_started(home, monkeypatch):
     shown = clusterfile.summary(file, clusterfile.check(file))
     assert "1 to 1 x g6e.12xlarge (gpu4)" in shown and "those above 1 end after 10 idle minutes" in shown
     file = filled(AWS, home)
+    file.write_text(file.read_text().replace("      SecurityGroupIds: *group\n", ""))
+    says = r"gpu1\.node_config\.SecurityGroupIds: missing; Ray would make a group that opens port 22 to the world"
+    with pytest.raises(InputError, match=says):
+        clusterfile.check(file)
+    file = filled(AWS, home)
     (home / ".ray/auth_token").unlink()
     with pytest.raises(InputError, match=r"there is no ~/\.ray/auth_token; .*ray get-auth-token --generate"):
         clusterfile.check(file)
@@ -125,20 +130,6 @@ def test_on_machines_of_ones_own_nobody_signs_in(home, monkeypatch, capsys):
     assert "stays: ~/rlhf and ~/mlflow on each machine" in capsys.readouterr().out
 
 
-@needs_moto
-def test_a_security_group_that_ray_would_open_to_the_world_is_refused(ec2, home):
-    config = clusterfile.check(filled(AWS, home))
-    clusterfile.check_account(config)
-    clusterfile.check_security_group(config)
-    config["provider"]["security_group"]["GroupName"] = "another"
-    says = r"provider\.security_group: 'another' does not exist in us-west-2, and Ray would make one"
-    with pytest.raises(InputError, match=says):
-        clusterfile.check_security_group(config)
-
-
-# ------------------------------------------------------------------------------------------------ what it asks for
-
-
 def test_the_head_has_no_gpu_and_only_types_that_say_so_are_spot():
     types = yaml.safe_load(AWS.read_text())["available_node_types"]
     assert types["head"]["resources"]["GPU"] == 0
@@ -154,7 +145,7 @@ def test_the_head_has_no_gpu_and_only_types_that_say_so_are_spot():
 
 @pytest.fixture
 def ec2(monkeypatch, home):
-    """Starts a mock of AWS on a free port, for this process and its children."""
+    """Starts a mock of AWS on a free port, for this process and its children, with the stack in a VPC beside the default one."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(port=0, verbose=False)
@@ -170,8 +161,11 @@ def ec2(monkeypatch, home):
     urllib.request.urlopen(urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST"))
     template = (ROOT / "jobs/cloud/aws.yaml").read_text()  # the roles and the bucket
     assert not re.search(r": [&*]", template), "CloudFormation knows no YAML aliases"
-    cloud = boto3.client("cloudformation")
-    given = {"Bucket": "my-bucket", "SshFrom": "203.0.113.7/32"}
+    cloud, net = boto3.client("cloudformation"), boto3.client("ec2")
+    vpc = net.create_vpc(CidrBlock="10.7.0.0/16")["Vpc"]["VpcId"]
+    subnet = net.create_subnet(VpcId=vpc, CidrBlock="10.7.0.0/20", AvailabilityZone="us-west-2b")["Subnet"]
+    net.modify_subnet_attribute(SubnetId=subnet["SubnetId"], MapPublicIpOnLaunch={"Value": True})
+    given = {"Bucket": "my-bucket", "SshFrom": "203.0.113.7/32", "Vpc": vpc}
     cloud.create_stack(
         StackName="rlhf",
         TemplateBody=template,
@@ -197,7 +191,10 @@ def head_and_profile(boto3):
 @needs_moto
 def test_ray_up_asks_ec2_for_the_head(ec2, home):
     """Runs the real `ray up` until it tries to log in to the instance, which the mock does not run."""
+    [stack] = ec2.client("cloudformation").describe_stacks(StackName="rlhf")["Stacks"]
+    made = {one["OutputKey"]: one["OutputValue"] for one in stack["Outputs"]}["SecurityGroup"]
     file = filled(AWS, home)
+    file.write_text(file.read_text().replace("sg-filled-in", made))
     command = [str(Path(sys.prefix) / "bin/ray"), "up", "-y", "--no-config-cache", str(file)]
     with open(home / "up.log", "w") as log:
         up = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
@@ -217,6 +214,7 @@ def test_ray_up_asks_ec2_for_the_head(ec2, home):
     assert "InstanceLifecycle" not in head  # on demand: a head that is taken away takes the cluster with it
     assert {"Key": "ray-cluster-name", "Value": "rlhf"} in head["Tags"]  # the role's condition
     (group,) = (one["GroupId"] for one in head["SecurityGroups"])
+    assert group == made
     [found] = ec2.client("ec2").describe_security_groups(GroupIds=[group])["SecurityGroups"]
     rules = found["IpPermissions"]
     outside = [(one["FromPort"], one["ToPort"], one["IpRanges"]) for one in rules if one["IpRanges"]]
@@ -243,9 +241,9 @@ def test_the_roles_allow_what_they_need_and_no_more(ec2):
 
 def test_the_head_passes_its_workers_role_to_instances_only():
     class Template(yaml.SafeLoader):
-        """CloudFormation's !Ref, !Sub and !GetAtt as text."""
+        """Reads CloudFormation's !Ref, !Sub and !GetAtt as text."""
 
-    Template.add_multi_constructor("!", lambda loader, tag, node: loader.construct_scalar(node))
+    Template.add_multi_constructor("!", lambda loader, tag, node: node.value)
     resources = yaml.load((ROOT / "jobs/cloud/aws.yaml").read_text(), Template)["Resources"]
     (policy,) = resources["HeadRole"]["Properties"]["Policies"]
     [passing] = [one for one in policy["PolicyDocument"]["Statement"] if "iam:PassRole" in one["Action"]]

@@ -184,8 +184,6 @@ def test_arguments_that_make_no_manifest_are_refused(monkeypatch, capsys):
     again = "run.name: the schedule's second job would find this run finished, and train nothing (mine)"
     assert again in refused(capsys, sft, *shared, "run.name=mine")
     assert again in refused(capsys, "jobs/demo", *shared, "ppo.run.name=mine")
-    monkeypatch.setenv("SCHEDULE", "weekly")
-    assert "SCHEDULE: found 'weekly', expected five fields" in refused(capsys, sft, *shared)
     monkeypatch.delenv("SCHEDULE")
     for wrong in ("abc", "=b", "a=b,", "a=b=c"):
         monkeypatch.setenv("NODE_SELECTOR", wrong)
@@ -209,12 +207,11 @@ def test_paths_that_no_pod_has_are_named(tmp_path, capsys):
 def test_a_schedule_starts_new_runs_of_several_stages(monkeypatch, capsys):
     """Schedules feedback -> kto -> evaluate for every Monday, one after another in one cluster."""
     monkeypatch.setenv("SCHEDULE", "0 3 * * 1")
-    monkeypatch.setenv("DEADLINE_HOURS", "0.49999")  # rounded up: 0 seconds are no deadline
     text = made(capsys, "jobs/own/kto.yaml", "jobs/own/evaluate.yaml", *SHARED_STORAGE)
     manifest = yaml.safe_load(text)
     assert manifest["kind"] == "RayCronJob" and manifest["spec"]["schedule"] == "0 3 * * 1"
     job = manifest["spec"]["jobTemplate"]
-    assert job["activeDeadlineSeconds"] == 1800 and "SCHEDULE=0 3 * * 1" in text.splitlines()[0]
+    assert "SCHEDULE=0 3 * * 1" in text.splitlines()[0]
     shell, option, line = shlex.split(job["entrypoint"])
     commands = [shlex.split(one) for one in line.split(" && ")]
     assert (shell, option) == ("bash", "-c") and "run.name" not in line

@@ -16,6 +16,7 @@ from running import ROOT
 from settled import plan_of
 
 from pipeline.cloud import clusterfile, preflight, rayjob
+from pipeline.cloud.workload import workload_of
 from pipeline.config import load_job
 from pipeline.config.stages import STAGE
 from pipeline.errors import InputError
@@ -67,6 +68,13 @@ def started(config, gang=(), tasks=0, without=(), actors=()):
     return Counter({one.instance_type: one.count for one in reply.to_launch})
 
 
+def lets_pass(job, cluster):
+    """Raises InputError if preflight has something against the nodes that the job would get."""
+    workload = workload_of(job)
+    preflight.check_resources(workload.places, cluster)
+    preflight.check_memory(workload, cluster)
+
+
 def read(file):
     return yaml.safe_load((ROOT / file).read_text())
 
@@ -75,8 +83,7 @@ def read(file):
 def test_preflight_lets_a_job_pass_and_the_gpus_that_it_gets_hold_what_plan_counts(name, aws):
     """Also where the types that fit best cannot be had: then another, or none at all."""
     job = load_job(f"jobs/{name}.yaml", [])
-    preflight.check_resources(job, aws)
-    preflight.check_memory(job, aws)
+    lets_pass(job, aws)
     planned = plan_of(job).peak / plan.GIB
     seen = set()
     for file in FILES:
@@ -143,23 +150,22 @@ def test_rollout_workers_get_spot_nodes_and_their_trainers_nodes_that_stay():
 def test_preflight_looks_at_rollout_workers_too(aws):
     for file, job in rollout_jobs():
         if file == "cluster.yaml":
-            preflight.check_resources(job, aws)
-            preflight.check_memory(job, aws)
+            lets_pass(job, aws)
 
     def ppo(*overrides):
         return load_job("jobs/llama3-8b/ppo.yaml", list(overrides))
 
     with pytest.raises(InputError, match=r"2 rollout workers with 1 GPU, market: spto each, .* room for 0 "):
-        preflight.check_resources(ppo("rollout.num_workers=2", "rollout.label_selector={market: spto}"), aws)
+        lets_pass(ppo("rollout.num_workers=2", "rollout.label_selector={market: spto}"), aws)
     small = ppo("rollout.num_workers=1", "rollout.label_selector={market: on-demand}")
     message = (
         r"a rollout worker needs 2\d GiB.* on L4 with 22; "
         r"set \"(rollout\.label_selector=\{market: on-demand, ray\.io/accelerator-type: '?in\(.*\)'?\})\""
     )
     with pytest.raises(InputError, match=message) as error:
-        preflight.check_memory(small, aws)
+        lets_pass(small, aws)
     typed = re.search(message, str(error.value))[1]
-    preflight.check_memory(ppo("rollout.num_workers=1", typed), aws)
+    lets_pass(ppo("rollout.num_workers=1", typed), aws)
 
 
 def read_by_kuberay(made):
@@ -235,12 +241,12 @@ def test_preflight_refuses_gpus_that_are_too_small(aws):
         r"""set "scaling\.label_selector=(\{ray\.io/accelerator-type: in\(H100\)\})" """
     )
     with pytest.raises(InputError, match=message) as error:
-        preflight.check_memory(anywhere, aws)
+        lets_pass(anywhere, aws)
     typed = re.search(message, str(error.value))[1]
-    preflight.check_memory(sft(f"scaling.label_selector={typed}"), aws)
+    lets_pass(sft(f"scaling.label_selector={typed}"), aws)
     without = replace(aws, types={"gpu4": aws.types["gpu4"]})
     with pytest.raises(InputError, match=r"in\(A100-80G,H100,H200\).*a cluster without such nodes"):
-        preflight.check_memory(anywhere, without)
+        lets_pass(anywhere, without)
 
 
 def test_preflight_asks_for_labels_of_nodes_that_are_up(aws):
@@ -250,9 +256,8 @@ def test_preflight_asks_for_labels_of_nodes_that_are_up(aws):
         up = replace(aws, types={}, nodes=[gpus])
         if label == "A100":
             with pytest.raises(InputError, match=r"room for 0 \(nodes: 96 CPU \+ 8 GPU A100;"):
-                preflight.check_resources(sft(), up)
+                lets_pass(sft(), up)
         else:
-            preflight.check_resources(sft(), up)
-            preflight.check_memory(sft(), up)
+            lets_pass(sft(), up)
     wanted = sft("scaling.label_selector=null", "scaling.accelerator_type=H100")
-    preflight.check_resources(wanted, aws)  # the resource that Ray makes of an EC2 type, beside the label
+    lets_pass(wanted, aws)  # the resource that Ray makes of an EC2 type, beside the label

@@ -21,6 +21,7 @@ from sockets import sockets
 from pipeline.__main__ import main
 from pipeline.cloud import preflight, submit
 from pipeline.cloud.clusterfile import NodeType
+from pipeline.cloud.workload import workload_of
 from pipeline.config import load_job
 from pipeline.errors import InputError
 
@@ -54,7 +55,7 @@ SECRETS = [".env", "jobs/.env.prod", "prod.env", ".aws/credentials", ".ssh/id_ed
 def test_every_local_path_of_a_job_is_looked_for_in_the_upload(in_root):
     rows = "data.train=[{path: /e, weight: 1}, {path: s3://b/c, weight: 2}]"
     job = load_job("jobs/demo/ppo.yaml", ["policy=/a", "judge={judge: /b}", "reward=[/c, /d]", rows], "ppo")
-    found = {path: key for key, path in preflight.local_paths(job)}
+    found = {path: key for key, path in workload_of(job).paths}
     keys = {"/a": "policy", "/b": "judge", "/c": "reward.0", "/d": "reward.1", "/e": "data.train"}
     assert keys.items() <= found.items() and "s3://b/c" not in found
 
@@ -72,7 +73,7 @@ def test_a_sweep_is_submitted_under_the_name_that_it_will_have_there(in_root):
     path, given = "jobs/demo/rm.yaml", "lora.r=8,16"
     name, [job] = submit.load("sweep", path, [given])
     assert name == submit.load("sweep", path, [given])[0] and name.startswith("sweep-rm-")
-    assert (job.stage, job.run.storage_path) == ("rm", "runs")  # as it is checked: no path of this machine
+    assert (job.stage, job.storage_path) == ("rm", "runs")  # as it is checked: no path of this machine
     bucket = "run.storage_path=memory://runs"  # the cluster, which is not asked yet, may have its server
     assert len(submit.load("sweep", path, [given, bucket])[1]) == 1
     with pytest.raises(InputError, match=r"lora\.r"):
@@ -128,30 +129,32 @@ def test_versions_that_differ(path, says, cluster):
 
 
 def a_cluster(*nodes, types=None, most=0):
-    return preflight.Cluster([NodeType(one) for one in nodes], types or {}, most, head="10.9.8.0")
+    return preflight.Cluster([NodeType(one) for one in nodes], types or {}, most)
 
 
 @pytest.fixture
 def job(monkeypatch):
     monkeypatch.chdir(ROOT)
-    return lambda *overrides: load_job(ROOT / "jobs/demo/sft.yaml", list(overrides))
+    return lambda *overrides: workload_of(load_job(ROOT / "jobs/demo/sft.yaml", list(overrides)))
 
 
 def test_room_counts_nodes_to_come(job):
     scaled_to_zero = a_cluster({}, types={"gpu": GPU}, most=4)
     gpus = ["scaling.use_gpu=true", "trainer.use_cpu=false", "data.batch_size=840"]
     gpus.append("trainer.per_device_train_batch_size=1")
-    preflight.check_resources(job(*gpus, "scaling.num_workers=4"), scaled_to_zero)
+    preflight.check_resources(job(*gpus, "scaling.num_workers=4").places, scaled_to_zero)
     says = r"room for 4 .*may start 4 x gpu \(8 CPU \+ 1 GPU\)\); set scaling.num_workers=4, change"
     with pytest.raises(InputError, match=says) as refused:
-        preflight.check_resources(job(*gpus, "scaling.num_workers=8"), scaled_to_zero)
-    preflight.check_resources(job(*gpus, refused.value.change), scaled_to_zero)
+        preflight.check_resources(job(*gpus, "scaling.num_workers=8").places, scaled_to_zero)
+    preflight.check_resources(job(*gpus, refused.value.change).places, scaled_to_zero)
     with pytest.raises(InputError, match="room for 2 "):  # the ceiling of the whole cluster
-        preflight.check_resources(job(*gpus, "scaling.num_workers=4"), replace(scaled_to_zero, max_workers=2))
+        preflight.check_resources(
+            job(*gpus, "scaling.num_workers=4").places, replace(scaled_to_zero, max_workers=2)
+        )
     with pytest.raises(InputError, match="workers with 2 GPU each, but the cluster has room for 0"):
-        preflight.check_resources(job(*gpus, "scaling.resources_per_worker={GPU: 2}"), scaled_to_zero)
+        preflight.check_resources(job(*gpus, "scaling.resources_per_worker={GPU: 2}").places, scaled_to_zero)
     # elastic: two will do
-    preflight.check_resources(job(*gpus, "scaling.num_workers=[2, 8]"), scaled_to_zero)
+    preflight.check_resources(job(*gpus, "scaling.num_workers=[2, 8]").places, scaled_to_zero)
 
 
 def test_a_cluster_of_others_may_grow(job, capsys):
@@ -165,26 +168,23 @@ def test_a_cluster_of_others_may_grow(job, capsys):
     }
     there = preflight.look(lambda path: answers.get(path, {"data": {"result": {"result": head}}}), "http://h")
     assert there.several
-    preflight.check_resources(job("scaling.num_workers=4", "data.batch_size=64"), there)
+    preflight.check_resources(job("scaling.num_workers=4", "data.batch_size=64").places, there)
     assert (
         "warning: scaling.num_workers: no node that is up has room for 4 workers" in capsys.readouterr().out
     )
 
 
-def test_several_nodes_share_storage_and_mlflow(job, tmp_path, monkeypatch):
+def test_several_nodes_share_storage_and_mlflow(tmp_path, monkeypatch):
     two = a_cluster({"CPU": 4}, {"CPU": 4})
-    mine = job(f"run.storage_path={tmp_path}")
     with monkeypatch.context() as there, pytest.raises(InputError, match="on this machine's own disk"):
         there.chdir(tmp_path)  # the disk of this machine, whatever it is
-        preflight.check_storage(mine, two)
-    server = "mlflow.tracking_uri=http://10.9.8.0:5000"
+        preflight.check_storage(str(tmp_path), None, two)
     for elsewhere in ("/mnt/not-here/runs", "s3://bucket/runs"):
-        preflight.check_storage(job(f"run.storage_path={elsewhere}", server), two)
-    bucket = "run.storage_path=s3://bucket/runs"
+        preflight.check_storage(elsewhere, "http://10.9.8.0:5000", two)
     for own in ("sqlite:////mnt/mlflow.db", "http://127.0.0.1:5000"):
         with pytest.raises(InputError, match=r"mlflow\.tracking_uri: .* means another file or machine"):
-            preflight.check_storage(job(bucket, f"mlflow.tracking_uri={own}"), two)
-    preflight.check_storage(mine, a_cluster({"CPU": 4}))
+            preflight.check_storage("s3://bucket/runs", own, two)
+    preflight.check_storage(str(tmp_path), None, a_cluster({"CPU": 4}))
 
 
 def test_files_that_the_nodes_would_not_have(job, tmp_path, monkeypatch):
@@ -192,7 +192,7 @@ def test_files_that_the_nodes_would_not_have(job, tmp_path, monkeypatch):
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pipeline").rglob("*.py")}
     assert modules | {"jobs/demo/sft.yaml"} <= set(files)
     assert not [name for name in files if name.startswith((".git/", ".venv", "tests/", "runs/"))]
-    preflight.check_paths(job(), two, files)
+    preflight.check_paths(job().paths, two, files)
 
     outside = tmp_path / "outside.jsonl"
     (here := tmp_path / "here").mkdir()
@@ -200,14 +200,16 @@ def test_files_that_the_nodes_would_not_have(job, tmp_path, monkeypatch):
     shutil.copytree(ROOT / "jobs/demo", "jobs/demo")
     for name in (outside, here / "rows.jsonl"):
         name.write_text("{}\n")
-    rows = load_job("jobs/demo/sft.yaml", ["data.train=r*.jsonl", "model.name_or_path=jobs/demo/model"])
+    overrides = ["data.train=r*.jsonl", "model.name_or_path=jobs/demo/model"]
+    rows = workload_of(load_job("jobs/demo/sft.yaml", overrides)).paths
     preflight.check_paths(rows, two, preflight.upload_files())
     Path(".rayignore").write_text("rows.jsonl\n")
     with pytest.raises(InputError, match=r"data\.train: 'rows.jsonl' would not be uploaded"):
         preflight.check_paths(rows, two, preflight.upload_files())
-    elsewhere = load_job("jobs/demo/sft.yaml", [f"data.train={outside}"])
+    elsewhere = workload_of(load_job("jobs/demo/sft.yaml", [f"data.train={outside}"])).paths
     with pytest.raises(InputError, match=r"data\.train: .*outside\.jsonl' is on this machine's own disk"):
         preflight.check_paths(elsewhere, two, {"jobs/demo/sft.yaml": 1})
+    preflight.check_paths([("data.train", str(outside))], a_cluster({"CPU": 4}), {})  # it may be this machine
 
 
 def test_an_upload_that_is_too_large_names_the_largest(tmp_path, monkeypatch):
@@ -235,8 +237,8 @@ def test_secrets_go_by_name_and_are_not_shown(monkeypatch):
 def test_the_key_of_a_judge_is_forwarded(monkeypatch, tmp_path, in_root):
     file = tmp_path / "judge.yaml"
     file.write_text("model: wise\nform: score\nendpoint: https://there/v1\napi_key_variable: JUDGE_API_KEY\n")
-    _, jobs = submit.load("ppo", "jobs/demo/ppo.yaml", [f"judge={{judge: {file}}}"])
-    names = submit.keys_of_judges(jobs)
+    _, [job] = submit.load("ppo", "jobs/demo/ppo.yaml", [f"judge={{judge: {file}}}"])
+    names = submit.keys_of_judges(job.judges)
     assert "JUDGE_API_KEY" not in submit.forwarded(names)  # the run names it if the cluster has none either
     monkeypatch.setenv("JUDGE_API_KEY", "secret")
     assert submit.forwarded(names)["JUDGE_API_KEY"] == "secret"
@@ -338,6 +340,21 @@ def test_leaving_a_job_and_ending_it(cluster, capsys, monkeypatch):
     assert "RAY_ADDRESS: missing, expected http://HEAD:8265" in capsys.readouterr().err
 
 
+def test_a_name_that_another_process_submits_at_the_same_time(cluster, capsys, monkeypatch, tmp_path):
+    """Lets both see that nobody has the name: Ray takes the first, and the second ends as if it had come later."""
+    api, real = submit.Api(cluster.address), submit.runtime_env
+
+    def meanwhile(variables):
+        say(api, "twice", lines=1000, pause=0.2)
+        return real(variables)
+
+    monkeypatch.setattr(submit, "runtime_env", meanwhile)
+    error = refused(capsys, "sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}", "run.name=twice")
+    assert error.startswith("error: run.name: 'twice' is ") and "on this cluster already (twice)" in error
+    assert [job.submission_id for job in api.jobs()].count("twice") == 1
+    assert submit.main(["stop", "twice"]) == 0
+
+
 def test_a_package_that_is_installed_elsewhere_is_uploaded(cluster, tmp_path, monkeypatch, capsys):
     """Checks that, outside a clone, the nodes import the package of this machine instead of their image's."""
     with submit.runtime_env({}) as clone:
@@ -398,13 +415,21 @@ def test_addresses_that_ray_resolves_pass(cluster, tmp_path, monkeypatch, capsys
 
 @pytest.mark.slow
 def test_a_stage_runs_over_there(cluster, capfd, tmp_path):
-    """Runs `RAY_ADDRESS=http://... python -m pipeline sft`: upload, training, registration; wrong rows give status 2."""
+    """Runs `RAY_ADDRESS=http://... python -m pipeline sft`: upload, training, registration; wrong rows give status 2.
+
+    Of two submitters at once, one runs it, and the other one says so.
+    """
     short = ["gate={}", "trainer.max_steps=1", "trainer.eval_on_start=false", "trainer.eval_strategy=no"]
     arguments = ["sft", "jobs/demo/sft.yaml", f"run.storage_path={tmp_path}/runs", "run.name=far", *short]
-    assert main(arguments) == 0
-    shown = capfd.readouterr().out
+    command = [sys.executable, "-m", "pipeline", *arguments]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    both = [subprocess.Popen(command, **how) for _ in range(2)]
+    (status, shown), (other, told) = sorted((one.wait(), one.stdout.read()) for one in both)
+    assert (status, other) == (0, 2), shown + told
     assert "submitting far to" in shown and "rlhf-sft v1" in shown, shown
+    assert "on this cluster already (far); follow it: make logs NAME=far" in told.splitlines()[-1]
     assert (tmp_path / "runs/far/result.json").exists()
+    assert len(list((tmp_path / "runs/far/lease").iterdir())) == 1  # nobody else has tried to write
     wrong = [*arguments, "run.name=wrong", "data.train=jobs/demo/data/preferences.jsonl"]
     assert main(wrong) == 2
     assert "such rows fit rm" in capfd.readouterr().out

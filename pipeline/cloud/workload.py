@@ -1,0 +1,70 @@
+"""A job, settled once into what a cluster has to know about it. The checks and the manifests take these values."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from pipeline.config import Job
+from pipeline.errors import InputError
+from pipeline.on_ray.placement import Places
+from pipeline.planning import plan
+from pipeline.planning.shape import config_of
+from pipeline.references import JUDGE
+from pipeline.settle.places import places_of
+from pipeline.settle.run import work_of
+from pipeline.system import storage
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A job as a cluster sees it."""
+
+    stage: str
+    source: str  # the job file
+    name: str | None  # run.name
+    storage_path: str
+    tracking_uri: str | None  # mlflow.tracking_uri
+    port: int | None  # None unless it is an application of Ray Serve
+    places: Places
+    paths: list[tuple[str, str]]  # (key, path) on a file system: job file, rows, base, template, adapters
+    judges: list[str]  # files that define its judges
+    downloads: bool  # its base is not a folder
+    planned: Callable[[str], plan.Plan | None]  # section -> the memory that each of its workers needs
+
+
+def workload_of(job: Job) -> Workload:
+    """Returns what a cluster has to know about a job."""
+    return Workload(
+        stage=job.stage,
+        source=job.source,
+        name=job.run.name,
+        storage_path=job.run.storage_path,
+        tracking_uri=job.mlflow.tracking_uri,
+        port=job.serve.port if job.facts.runs_in == "serve" else None,
+        places=places_of(job, elsewhere=True),
+        paths=_paths(job),
+        judges=[name.removeprefix(JUDGE) for name in job.inputs.values() if name.startswith(JUDGE)],
+        downloads=not os.path.isdir(job.model.name_or_path),
+        planned=partial(_planned, job),
+    )
+
+
+def _paths(job: Job) -> list[tuple[str, str]]:
+    named = {
+        "model.name_or_path": job.model.name_or_path,
+        "model.chat_template": job.model.chat_template,
+        **{key: name.removeprefix(JUDGE) for key, name in job.inputs.items()},
+    }
+    there = [(key, name) for key, name in named.items() if name and (os.path.exists(name) or name[0] in "/~")]
+    paths = [("the job file", job.source), *job.paths, *there]
+    return [(key, os.path.expanduser(path)) for key, path in paths if not storage.is_remote(path)]
+
+
+def _planned(job: Job, section: str) -> plan.Plan | None:
+    """Returns the plan of a worker, or None if the base's config.json cannot be read from here."""
+    try:
+        config_of(job.model)
+    except InputError:
+        return None
+    return plan.make(work_of(job, places_of(job, elsewhere=True)), learns=section == "scaling")
