@@ -19,6 +19,7 @@ from pipeline import registry
 from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.runtime.run import OpenRun, failure_recorded
+from pipeline.settle.identity import tracking_of
 from tools.chaos.runs import Server
 
 SECRETS = {
@@ -100,14 +101,14 @@ def test_credentials_of_the_tracking_uri_are_used_for_that_server_only(monkeypat
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{PASSWORD}@127.0.0.1:9")
     job = load_job(ROOT / "jobs/demo/sft.yaml", [], "sft")
-    assert registry.tracking_uri(job) == "http://127.0.0.1:9"
+    assert tracking_of(job).uri == "http://127.0.0.1:9"
     registry.client("http://127.0.0.1:10")
     assert os.environ["MLFLOW_TRACKING_PASSWORD"] == ""
     registry.client("http://127.0.0.1:9")
     used = os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]
     assert used == ("me", PASSWORD)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://me:planted-pass-7f3a@127.0.0.1/db")
-    assert registry.tracking_uri(job) == "postgresql://127.0.0.1/db"
+    assert tracking_of(job).uri == "postgresql://127.0.0.1/db"
 
 
 def test_a_note_about_a_failure_quotes_no_secret(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from pipeline.planning.shape import config_of
 from pipeline.references import JUDGE
 from pipeline.settle.places import places_of
 from pipeline.settle.run import work_of
+from pipeline.settle.work import Work
 from pipeline.system import storage
 
 
@@ -35,6 +36,7 @@ class Workload:
 
 def workload_of(job: Job) -> Workload:
     """Returns what a cluster has to know about a job."""
+    places = places_of(job, elsewhere=True)
     return Workload(
         stage=job.stage,
         source=job.source,
@@ -42,11 +44,11 @@ def workload_of(job: Job) -> Workload:
         storage_path=job.run.storage_path,
         tracking_uri=job.mlflow.tracking_uri,
         port=job.serve.port if job.facts.runs_in == "serve" else None,
-        places=places_of(job, elsewhere=True),
+        places=places,
         paths=_paths(job),
         judges=[name.removeprefix(JUDGE) for name in job.inputs.values() if name.startswith(JUDGE)],
         downloads=not os.path.isdir(job.model.name_or_path),
-        planned=partial(_planned, job),
+        planned=partial(_planned, work_of(job, places)),
     )
 
 
@@ -61,10 +63,10 @@ def _paths(job: Job) -> list[tuple[str, str]]:
     return [(key, os.path.expanduser(path)) for key, path in paths if not storage.is_remote(path)]
 
 
-def _planned(job: Job, section: str) -> plan.Plan | None:
+def _planned(work: Work, section: str) -> plan.Plan | None:
     """Returns the plan of a worker, or None if the base's config.json cannot be read from here."""
     try:
-        config_of(job.model)
+        config_of(work.model)
     except InputError:
         return None
-    return plan.make(work_of(job, places_of(job, elsewhere=True)), learns=section == "scaling")
+    return plan.make(work, learns=section == "scaling")

@@ -27,7 +27,7 @@ from pipeline.errors import Failure, InputError
 from pipeline.models import adapter_files, transformers4
 from pipeline.models.hub import ADAPTER, announcement, base_config
 from pipeline.runtime.host import Host
-from pipeline.runtime.run import finished, open_run
+from pipeline.runtime.run import OpenRun, finished, open_run
 from pipeline.settle.identity import named
 from pipeline.system import console, storage
 
@@ -54,28 +54,29 @@ def run(job: Job) -> dict[str, Any]:
     args: Export = job.args
     hub.check_push(args)
     job = named(job)
-    result = finished(identity_of(job)) or export(job)
+    if not (result := finished(identity_of(job))):
+        with open_run(job) as run:
+            result = write_all(run)
     if not args.hub_model_id:
         return result
     return hub.push(args, "policy" if job.policy else "reward", job.model.name_or_path, result)
 
 
-def export(job: Job) -> dict[str, Any]:
+def write_all(run: OpenRun) -> dict[str, Any]:
     """Writes the folders that the job names, in this process. Returns the content of result.json."""
-    with open_run(job) as run:
-        if run.work.args.merge:
-            print(announcement(run.work.model.name_or_path, run.work.model.revision), flush=True)
-        console.silence_libraries()
-        host = Host(run.work)
-        exported = {}
-        for name in ("policy", "reward.0"):
-            kind = name.removesuffix(".0")
-            folder = storage.join(run.folder, kind)
-            for left in (folder, f"{folder}.partial"):  # left by an interrupted attempt
-                shutil.rmtree(left, ignore_errors=True)
-            if name in run.work.inputs:
-                exported[kind] = {"folder": folder, **write(host, name, folder)}
-        return run.finish(exported=exported)
+    if run.work.args.merge:
+        print(announcement(run.work.model.name_or_path, run.work.model.revision), flush=True)
+    console.silence_libraries()
+    host = Host(run.work)
+    exported = {}
+    for name in ("policy", "reward.0"):
+        kind = name.removesuffix(".0")
+        folder = storage.join(run.folder, kind)
+        for left in (folder, f"{folder}.partial"):  # left by an interrupted attempt
+            shutil.rmtree(left, ignore_errors=True)
+        if name in run.work.inputs:
+            exported[kind] = {"folder": folder, **write(host, name, folder)}
+    return run.finish(exported=exported)
 
 
 def write(host: Host, name: str, folder: str) -> dict[str, float]:

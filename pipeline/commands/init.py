@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from pipeline.commands import shipped
-from pipeline.config import Job, load_job
+from pipeline.config import Data, Job, load_job
 from pipeline.config.job import OF_ROWS
 from pipeline.config.yaml_tree import Tree, override
 from pipeline.data import chunks, guess, preview
@@ -227,7 +227,7 @@ def add_prompts(request: Request, sources: list[Source], jobs: dict[str, str]) -
     new, folder = request.new(jobs), request.folder
     if "generate" in new and not chosen(sources, "ppo"):  # conversations, which end with an answer
         learns = loaded(folder, next(stage for stage in ("sft", "dpo", "kto") if stage in jobs))
-        asked = [{"prompt": record.prompt} for _, record in first_records(learns)]
+        asked = [{"prompt": record.prompt} for _, record in first_records(learns.stage, learns.data)]
         jobs["generate"] = with_prompts(jobs["generate"], "train", folder / "prompts.jsonl", asked)
     if "evaluate" in new and not any(source.for_eval for source in chosen(sources, "ppo")):
         set_prompts(folder, jobs)
@@ -496,13 +496,13 @@ def set_lengths(request: Request, jobs: dict[str, str]) -> set[str]:
             warnings.append(f"warning: {stage} keeps the lengths of the profile: {error}\n")
             continue
         try:
-            records = [*first_records(job)]
+            records = [*first_records(stage, job.data)]
             if not as_chat and any(not isinstance(record.prompt, str) for _, record in records):
                 for name in jobs:
                     jobs[name] = with_key(jobs[name], "model.chat_template", "plain")
                 write(request, jobs)
                 return set_lengths(request, jobs)
-            sizes[stage] = (*longest(job, tokenizer, as_chat, records, context), context)
+            sizes[stage] = (*longest(stage, job.data, tokenizer, as_chat, records, context), context)
             measured.add(stage)
         except InputError as error:
             warnings.append(f"warning: {stage}: {error}\n")
@@ -540,10 +540,10 @@ def loaded(folder: Path, stage: str) -> Job:
 
 
 def longest(
-    job: Job, tokenizer: Any, as_chat: bool, records: list[tuple[Kind, Record]], context: int
+    stage: str, data: Data, tokenizer: Any, as_chat: bool, records: list[tuple[Kind, Record]], context: int
 ) -> tuple[int, int]:
     """Returns how many tokens cover 99 % of the prompts, and how many cover 99 % of the completions."""
-    ends, special = eos_ids(tokenizer), job.data.parse_special_tokens
+    ends, special = eos_ids(tokenizer), data.parse_special_tokens
     examples, refused = list[Any](), list[RowError]()
     for kind, found in itertools.groupby(records, key=itemgetter(0)):
         encoder = Encoder(tokenizer, kind, context, "truncate", as_chat, ends, special)
@@ -553,24 +553,22 @@ def longest(
             refused += [outcome] if isinstance(outcome, RowError) else []
     if not examples:
         why = f": {refused[0].expected}" if refused else ""
-        raise InputError(f"none of the first rows of {show(job.data.train)} can be read{why}")
+        raise InputError(f"none of the first rows of {show(data.train)} can be read{why}")
     if (total := len(examples) + len(refused)) < 20 * len(refused):
-        print(
-            f"warning: {job.stage} leaves out {len(refused)} of the first {total} rows: {refused[0].expected}"
-        )
+        print(f"warning: {stage} leaves out {len(refused)} of the first {total} rows: {refused[0].expected}")
     prompts = sorted(example.prompt_tokens for example in examples)
     completions = sorted(example.completion_tokens for example in examples)
     at = int(0.99 * (len(examples) - 1))
     return prompts[at], completions[at]
 
 
-def first_records(job: Job) -> Iterator[tuple[Kind, Record]]:
+def first_records(stage: str, data: Data) -> Iterator[tuple[Kind, Record]]:
     """Yields the first readable rows of each file of data.train."""
-    files = find(job.data.train, "data.train")
-    asked = {"train": [*map(unlabeled, preview.preprocessing(job.stage, job.data)["train"])]}
-    preprocess = preview.resolve_labels(asked, {"train": files}, job.stage)["train"]
+    files = find(data.train, "data.train")
+    asked = {"train": [*map(unlabeled, preview.preprocessing(stage, data)["train"])]}
+    preprocess = preview.resolve_labels(asked, {"train": files}, stage)["train"]
     for file in files:
-        kind = kind_of(job.stage, preprocess[file.source])
+        kind = kind_of(stage, preprocess[file.source])
         chunk = chunks.plan(file, "train", kind)[0]
         for _, row, _ in itertools.islice(chunks.rows(chunk), preview.ROWS):
             for made in kind.rows(row):
@@ -590,9 +588,8 @@ def unlabeled(one: Preprocess) -> Preprocess:
 
 def set_prompts(folder: Path, jobs: dict[str, str]) -> None:
     """Makes evaluate read ppo's held-out prompts."""
-    job = loaded(folder, "ppo")
-    data: Any = job.data
-    prompts = {record.prompt_content(): record.row for _, record in first_records(job)}
+    data: Any = loaded(folder, "ppo").data
+    prompts = {record.prompt_content(): record.row for _, record in first_records("ppo", data)}
     away = [json.loads(row) for content, row in prompts.items() if held_out(content, data)]
     for row in away:
         row.pop("system", None)  # it is in the prompt

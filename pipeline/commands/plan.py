@@ -25,6 +25,7 @@ from pipeline.planning.rows import Rows, look
 from pipeline.planning.shape import config_of
 from pipeline.references import Ref
 from pipeline.registry import lineage
+from pipeline.settle.identity import tracking_of
 from pipeline.settle.inputs import room_for_prompts
 from pipeline.settle.places import places_of
 from pipeline.settle.run import work_of
@@ -125,7 +126,7 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
     from pipeline.settle.inputs import pin_inputs
 
     guess = "adapters are assumed to be as large as `lora` makes them"
-    uri = registry.tracking_uri(job)
+    uri = tracking_of(job).uri
     registered = any(Ref.parse(name).is_registered for name in job.inputs.values())
     if registered and (file := registry.file_of_uri(uri)) and not os.path.exists(file):
         return {}, [f"nothing is registered yet; {guess}"]

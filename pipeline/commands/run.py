@@ -17,9 +17,10 @@ from pipeline.config.stages import headline
 from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
 from pipeline.on_ray.session import session
-from pipeline.registry import file_of_uri, tracking_uri
+from pipeline.registry import file_of_uri
 from pipeline.run_folder import RESULT
 from pipeline.runtime.summary import change, sample_table
+from pipeline.settle.identity import tracking_of
 from pipeline.settle.inputs import check_paths
 from pipeline.settle.places import places_of
 from pipeline.settle.run import heading
@@ -44,7 +45,9 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
         check_paths(job)
     for job in jobs.values():  # imports Ray
         placement.check_fits(places_of(job))
-    expected = {stage: expected_seconds(job, folder) for stage, job in jobs.items()}
+    expected = {
+        stage: expected_seconds(stage, job.source, job.run.storage_path) for stage, job in jobs.items()
+    }
     time_needed = f", about {terminal.duration(sum(expected.values()))}" if all(expected.values()) else ""
     logs = f"logs and reports: {jobs['sft'].run.storage_path}/NAME/"
     terminal.say(f"{folder}: {', '.join(jobs)}{time_needed}; {logs}")
@@ -52,7 +55,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     # The stages share this session, and the checks of TRL and peft that start here.
     on_ray = [job for job in jobs.values() if not job.in_process]
     first = next(iter(on_ray), jobs["sft"])
-    place = (places_of(first), first.run.storage_path, tracking_uri(first))
+    place = (places_of(first), first.run.storage_path, tracking_of(first).uri)
     with libraries.asked(*on_ray) as check, session(*place):
         check()
         for number, (stage, module) in enumerate(ORDER.items(), 1):
@@ -80,16 +83,16 @@ def load(folder: str, overrides: list[str]) -> dict[str, Job]:
     }
 
 
-def expected_seconds(job: Job, folder: str) -> float:
+def expected_seconds(stage: str, job_file: str, storage_path: str) -> float:
     """Returns the seconds of this job file's newest finished run, else the demo's seconds, or 0 if unknown."""
-    path = job.run.storage_path
-    for name in sorted(storage.folders(path), reverse=True) if storage.exists(path) else ():
-        file = storage.join(path, name, RESULT)
-        if name.startswith(f"{job.stage}-") and storage.exists(file):
+    there = storage.folders(storage_path) if storage.exists(storage_path) else ()
+    for name in sorted(there, reverse=True):
+        file = storage.join(storage_path, name, RESULT)
+        if name.startswith(f"{stage}-") and storage.exists(file):
             result = storage.read_json(file)
-            if result["job"]["source"] == job.source:
+            if result["job"]["source"] == job_file:
                 return float(result["seconds"])
-    return DEMO_SECONDS[job.stage] if Path(folder).name == "demo" else 0.0
+    return DEMO_SECONDS[stage] if Path(job_file).parent.name == "demo" else 0.0
 
 
 def following(stage: str, expected: dict[str, float], results: list[dict[str, Any]]) -> float:

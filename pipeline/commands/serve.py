@@ -20,12 +20,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline.config import Job, load_job
+from pipeline.config import Job, Serve, load_job
 from pipeline.errors import Failure, InputError
 from pipeline.on_ray import placement
 from pipeline.on_ray.session import session
 from pipeline.runtime.host import load_host
 from pipeline.serving import LOOPBACK, REQUEST_S
+from pipeline.settle.identity import named
 from pipeline.settle.work import Work
 from pipeline.system import console, storage
 
@@ -52,8 +53,8 @@ def serving(job: Job) -> Iterator[Work]:
     from pipeline.serving.app import application
 
     digests = token_digests(job.serve.host)
-    work = load_host(with_port(job)).work
-    asked, name = work.serve, work.options.name or "serve"
+    work = load_host(replace(named(job), serve=with_port(job.serve))).work
+    asked, name = work.serve, job.run.name or "serve"
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, the recorder checks the folder on the head
         feedback.FeedbackStore(
             feedback.folder_of(asked, work.run.storage_path), log_prompts=False, max_bytes=0
@@ -122,30 +123,28 @@ def token_digests(host: str) -> list[str]:
     return [hashlib.sha256(token.encode()).hexdigest() for token in tokens]
 
 
-def with_port(job: Job) -> Job:
-    """Returns the job with a free port and absolute paths. Raises InputError if its port is taken."""
-    job = absolute(job)
+def with_port(serve: Serve) -> Serve:
+    """Returns the section with a free port and an absolute path. Raises InputError if its port is taken."""
+    serve = absolute(serve)
     if os.environ.get("RAY_ADDRESS"):  # the port belongs to the head's machine
-        return job
-    family = socket.AF_INET6 if ":" in job.serve.host else socket.AF_INET
+        return serve
+    family = socket.AF_INET6 if ":" in serve.host else socket.AF_INET
     with socket.socket(family) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            one.bind((job.serve.host, job.serve.port))
+            one.bind((serve.host, serve.port))
         except OSError as error:
             raise InputError(
-                f"{job.serve.host}:{job.serve.port} cannot be listened on ({error.strerror}); serve.port=0 takes any free one",
+                f"{serve.host}:{serve.port} cannot be listened on ({error.strerror}); serve.port=0 takes any free one",
                 key="serve.port",
             ) from error
-        return replace(job, serve=replace(job.serve, port=one.getsockname()[1]))
+        return replace(serve, port=one.getsockname()[1])
 
 
-def absolute(job: Job) -> Job:
-    """Returns the job with absolute paths of output folders, because a replica may run in another directory."""
-    run = replace(job.run, storage_path=storage.absolute(job.run.storage_path))
-    folder = job.serve.feedback_path
-    serve = replace(job.serve, feedback_path=None if folder is None else storage.absolute(folder))
-    return replace(job, run=run, serve=serve)
+def absolute(serve: Serve) -> Serve:
+    """Returns the section with an absolute path of its folder, because a replica may run in another directory."""
+    folder = serve.feedback_path
+    return replace(serve, feedback_path=None if folder is None else storage.absolute(folder))
 
 
 def build(args: dict[str, Any]) -> Any:
@@ -161,5 +160,6 @@ def build(args: dict[str, Any]) -> Any:
     # Ray Serve calls this in a task, often on a head without GPUs and labels. The replicas run on the cluster.
     if ray.is_initialized():
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-    job = absolute(load_job(args["job"], args.get("overrides") or [], "serve"))
-    return application(load_host(job).work, token_digests(job.serve.host))
+    job = named(load_job(args["job"], args.get("overrides") or [], "serve"))
+    work = load_host(replace(job, serve=absolute(job.serve))).work
+    return application(work, token_digests(work.serve.host))

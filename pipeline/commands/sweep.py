@@ -19,7 +19,7 @@ from pipeline.config.identity import identity_of
 from pipeline.errors import Failure, InputError
 from pipeline.runtime import resume
 from pipeline.runtime import run as runs
-from pipeline.settle.identity import tracking_of
+from pipeline.settle.identity import gate_of, tracking_of
 from pipeline.settle.inputs import by_version, check_paths
 from pipeline.settle.run import prepared
 from pipeline.settle.work import SweepHandle, Work
@@ -76,7 +76,7 @@ def recorded(sweep: Sweep) -> dict[str, Any]:
 
 def at_home(sweep: Sweep) -> Sweep:
     """Returns the sweep with trials that use its registry."""
-    uri = registry.tracking_uri(sweep.job)
+    uri = tracking_of(sweep.job).uri
     return replace(
         sweep,
         trials=[
@@ -139,7 +139,7 @@ def _through(sweep: Sweep, left: dict[str, Any], work: Work) -> dict[str, Any]:
             )
         # Only now the version is registered, if the gate passes; the trial's result.json names it.
         result = storage.read_json(file := storage.join(best["folder"], run_folder.RESULT))
-        version = runs.described(runs.publish(replace(work, gate=registry.gate_of(sweep.job)), result))
+        version = runs.described(runs.publish(replace(work, gate=gate_of(sweep.job)), result))
         storage.write_json(file, result | version)
         values = [f"{key}={value}" for key, value in best["values"].items()]
         typed = [one for one in sweep.arguments if not one.startswith(("run.name=", "run.overwrite="))]

@@ -5,7 +5,7 @@ to the same run by its id. A registered version is the adapter folder as it was 
 with tags that name its origin. Before registration the files are downloaded again and compared.
 """
 
-from pipeline.registry.champion import Champion, Gate, conditions, evaluate_gate, gate_of, measured_on
+from pipeline.registry.champion import Champion, Gate, conditions, evaluate_gate, measured_on
 from pipeline.registry.curves import Curves, MetricLog, MLflowRun, check_trackers
 from pipeline.registry.runs import (
     end_finished,
@@ -23,7 +23,6 @@ from pipeline.registry.store import (
     check_store,
     client,
     file_of_uri,
-    tracking_uri,
     uri_of,
 )
 from pipeline.registry.versions import (

@@ -6,12 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config import OPERATORS, Job, gates, judge, parse_gate
+from pipeline.config import OPERATORS, parse_gate
 from pipeline.config.job import SPLITS
-from pipeline.metrics import greater_is_better
-from pipeline.references import Ref
 from pipeline.registry.store import metric_key, search_filter
-from pipeline.system.functions import digest
 
 
 @dataclass(frozen=True)
@@ -24,19 +21,6 @@ class Gate:
     metric: str
     greater_is_better: bool
     settings: dict[str, Any]  # {key of the job: value} of what changes the meaning of the metrics
-
-
-def gate_of(job: Job) -> Gate:
-    """Returns the gate of a job's versions."""
-    metric = job.run.metric_for_best_model or gates.Metrics(job).default
-    greater = greater_is_better(metric, job.run.greater_is_better)
-    keys = (*gates.LOSS, *gates.SAMPLING)
-    settings = {f"trainer.{key}": job.trainer[key] for key in keys if job.trainer.get(key) is not None}
-    if name := job.inputs.get("judge"):
-        ref = Ref.parse(name)
-        code = digest([name])[:12] if ref.is_function else ""
-        settings["judge"] = judge.pinned(name) if ref.is_judge else f"{name} {code}".strip()
-    return Gate(job.mlflow.registered_model, job.mlflow.alias, job.gate, metric, greater, settings)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from importlib.metadata import version
 from typing import Any
 from urllib.parse import quote, unquote
 
-from pipeline.config import Job
 from pipeline.config.identity import Identity
 from pipeline.errors import Failure, InputError, causes, summary
 from pipeline.system import deadline, storage, terminal
@@ -33,13 +32,11 @@ class Tracking:
     sources: dict[str, str]  # {train, eval, ...: where these rows are from}
 
 
-def tracking_uri(job: Job) -> str:
-    """Returns a job's tracking URI: the job's own, else the environment's, else a SQLite file in run.storage_path."""
-    return uri_of(job.mlflow.tracking_uri, job.run.storage_path)
-
-
 def uri_of(given: str | None, storage_path: str) -> str:
-    """Returns the tracking URI for a job's `mlflow.tracking_uri` and `run.storage_path`, without credentials (see `client`)."""
+    """Returns the tracking URI: the job's own, else the environment's, else a SQLite file in run.storage_path.
+
+    It has no credentials (see `client`).
+    """
     if uri := given or os.environ.get("MLFLOW_TRACKING_URI"):
         return without_credentials(uri)
     if storage.is_remote(storage_path):

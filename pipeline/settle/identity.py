@@ -1,4 +1,4 @@
-"""Determines the identity of a job's run, and where the run is recorded."""
+"""Determines the identity of a job's run, where the run is recorded, and the gate of its versions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import os
 import time
 from dataclasses import replace
 
-from pipeline.config import Job
+from pipeline.config import Job, gates, judge
 from pipeline.config.identity import identity_of
 from pipeline.config.job import SPLITS, sources_of
-from pipeline.registry.store import Tracking, tracking_uri
+from pipeline.metrics import greater_is_better
+from pipeline.references import Ref
+from pipeline.registry.champion import Gate
+from pipeline.registry.store import Tracking, uri_of
 from pipeline.system import storage
+from pipeline.system.functions import digest
 
 
 def named(job: Job) -> Job:
@@ -24,5 +28,22 @@ def tracking_of(job: Job) -> Tracking:
     sources = {name: sources_of(getattr(job.data, name) or job.data.train) for name in SPLITS}
     locations = {name: ", ".join(one.location for one in given) for name, given in sources.items()}
     return Tracking(
-        tracking_uri(job), job.mlflow.experiment, [*job.mlflow.report_to], identity_of(job), locations
+        uri_of(job.mlflow.tracking_uri, job.run.storage_path),
+        job.mlflow.experiment,
+        [*job.mlflow.report_to],
+        identity_of(job),
+        locations,
     )
+
+
+def gate_of(job: Job) -> Gate:
+    """Returns the gate of a job's versions."""
+    metric = job.run.metric_for_best_model or gates.Metrics(job).default
+    greater = greater_is_better(metric, job.run.greater_is_better)
+    keys = (*gates.LOSS, *gates.SAMPLING)
+    settings = {f"trainer.{key}": job.trainer[key] for key in keys if job.trainer.get(key) is not None}
+    if name := job.inputs.get("judge"):
+        ref = Ref.parse(name)
+        code = digest([name])[:12] if ref.is_function else ""
+        settings["judge"] = judge.pinned(name) if ref.is_judge else f"{name} {code}".strip()
+    return Gate(job.mlflow.registered_model, job.mlflow.alias, job.gate, metric, greater, settings)

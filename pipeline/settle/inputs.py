@@ -36,10 +36,11 @@ def pin_inputs(job: Job, pinned: Mapping[str, str] = MappingProxyType({})) -> tu
     Args:
         pinned: a run's initial versions, whose aliases may have moved since.
     """
-    uri = registry.tracking_uri(job)
+    tracking = tracking_of(job)
+    uri = tracking.uri
     named = {name: source for name, source in job.inputs.items() if source != "base"}
     if any(Ref.parse(name).is_registered for name in (job.model.name_or_path, *named.values())):
-        registry.check_store(tracking_of(job))
+        registry.check_store(tracking)
     if Ref.parse(job.model.name_or_path).is_registered:
         with about("model.name_or_path"):
             reference = registry.pin(job.model.name_or_path, uri, job.source)

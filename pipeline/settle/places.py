@@ -32,6 +32,11 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
     amounts = _amounts_of(scaling, 1)
     if kind := scaling.get("accelerator_type"):
         amounts.setdefault(f"{ACCELERATOR_TYPE}{kind}", 0.001)
+
+    def may_have(count: int) -> bool:
+        """Returns True if the job could have another number of workers, for example because they can share its batch."""
+        return not any(rules.Rules(replace(job, scaling={**job.scaling, "num_workers": count})).problems())
+
     config = job.rollout_config
     given = {"resources_per_worker": config.resources_per_worker, "use_gpu": job.rollout_on_gpu}
     sampler = Bundle(_amounts_of(given, config.tensor_parallel_size), rollout.get("label_selector") or {})
@@ -43,7 +48,7 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
         rollout=Group("rollout", "rollout worker", count, count, sampler) if count else None,
         on_gpu=bool(scaling.get("use_gpu")),
         scaling=scaling,
-        smaller=[count for count in range(fewest - 1, 0, -1) if _may_have(job, count)],
+        smaller=[count for count in range(fewest - 1, 0, -1) if may_have(count)],
         timeout_s=job.run.placement_timeout_s,
     )
 
@@ -53,8 +58,3 @@ def _amounts_of(section: Mapping[str, Any], gpus: int) -> dict[str, float]:
     gpu = {"GPU": float(gpus)} if section.get("use_gpu") else {}
     given = section.get("resources_per_worker") or gpu or {"CPU": 1}
     return {**{name: amount for name, amount in given.items() if amount}, **({} if given.get("GPU") else gpu)}
-
-
-def _may_have(job: Job, count: int) -> bool:
-    """Returns True if the job could have another number of workers, for example because they can share its batch."""
-    return not any(rules.Rules(replace(job, scaling={**job.scaling, "num_workers": count})).problems())

@@ -12,13 +12,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from pipeline import registry
 from pipeline.config import Job, Model, libraries
 from pipeline.errors import InputError
 from pipeline.on_ray import placement, session
 from pipeline.on_ray.placement import Places
 from pipeline.settle import inputs as checks
-from pipeline.settle.identity import tracking_of
+from pipeline.settle.identity import gate_of, tracking_of
 from pipeline.settle.places import places_of
 from pipeline.settle.rows import tokenize
 from pipeline.settle.work import Input, Work
@@ -76,7 +75,7 @@ def work_of(job: Job, places: Places) -> Work:
         stage=job.facts,
         places=places,
         tracking=tracking_of(job),
-        gate=registry.gate_of(job),
+        gate=gate_of(job),
         model=job.model,
         lora=job.lora,
         data=job.data,

@@ -23,13 +23,13 @@ def test_the_summary_shows_the_results_of_the_profile():
 
 def test_the_time_of_a_stage_is_that_of_its_newest_run_or_of_the_demo(in_root, tmp_path):
     job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}"], "sft")
-    assert rlhf.expected_seconds(job, "jobs/demo") == rlhf.DEMO_SECONDS["sft"]
-    assert rlhf.expected_seconds(job, "mine") == 0.0
+    assert rlhf.expected_seconds("sft", job.source, str(tmp_path)) == rlhf.DEMO_SECONDS["sft"]
+    assert rlhf.expected_seconds("sft", "mine/sft.yaml", str(tmp_path)) == 0.0
     for number, source in enumerate((job.source, job.source, "x"), 1):
         (tmp_path / f"sft-{number}").mkdir()
         result = {"seconds": float(number), "job": {"source": source}}
         (tmp_path / f"sft-{number}/result.json").write_text(json.dumps(result))
-    assert rlhf.expected_seconds(job, "mine") == 2.0
+    assert rlhf.expected_seconds("sft", job.source, str(tmp_path)) == 2.0
 
 
 def test_the_time_of_the_next_stages_is_scaled_by_the_speed_so_far():

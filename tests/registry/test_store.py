@@ -74,7 +74,7 @@ def test_a_new_database_equals_the_one_of_mlflows_migrations(tmp_path, monkeypat
         job = load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path / name}"], "sft")
         registry.check_store(tracking_of(job))
         assert schema(tmp_path / name / "mlflow.db") == schema(tmp_path / "migrated.db")
-        experiments = registry.client(registry.tracking_uri(job)).search_experiments()
+        experiments = registry.client(tracking_of(job).uri).search_experiments()
         assert [one.name for one in experiments] == ["Default"]
     assert len(list((tmp_path / "cache/rlhf-pipeline").glob("mlflow-*.db"))) == 1
     monkeypatch.setenv(
@@ -93,7 +93,7 @@ def test_any_folder_can_hold_a_registry(name, migrated, adapter, tmp_path, in_ro
     job = replace(job, run=replace(job.run, storage_path=str(home)))
     shutil.copy(migrated, home / "mlflow.db")
     registry.check_store(tracking_of(job))
-    uri = registry.tracking_uri(job)
+    uri = tracking_of(job).uri
     with pytest.raises(KeyError), registry.mlflow_run(tracking_of(job), {}) as cut_short:
         raise KeyError
     with registry.mlflow_run(tracking_of(job), {}) as run_id:
@@ -192,7 +192,7 @@ def test_a_quota_that_stops_the_first_copy_leaves_no_part_of_the_file(job, tmp_p
 
 
 def test_mlflow_logs_no_sql_and_no_traceback_of_an_error_that_it_raises(job, tmp_path, capfd):
-    mlflow = registry.client(registry.tracking_uri(job))
+    mlflow = registry.client(tracking_of(job).uri)
     mlflow.search_experiments()
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as other, other:
         other.execute("ALTER TABLE experiments RENAME TO elsewhere")
@@ -224,7 +224,7 @@ def test_only_an_unreachable_server_is_retried(status, tries, job, monkeypatch):
 
 def test_a_store_deleted_during_a_run_is_named_once(job, tmp_path, capfd):
     """This also covers the case that MLflow writes into the deleted file and succeeds."""
-    mlflow = registry.client(registry.tracking_uri(job))
+    mlflow = registry.client(tracking_of(job).uri)
     mlflow.search_experiments()
 
     def call():
@@ -232,5 +232,5 @@ def test_a_store_deleted_during_a_run_is_named_once(job, tmp_path, capfd):
         mlflow.search_experiments()
 
     with pytest.raises(Failure, match=r"/mlflow\.db is gone: something has deleted it"):
-        store.persistently(registry.tracking_uri(job), job.folder, call)
+        store.persistently(tracking_of(job).uri, job.folder, call)
     assert capfd.readouterr() == ("", "")

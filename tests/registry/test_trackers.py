@@ -29,7 +29,7 @@ for step in range(1, 7):
     log.log({"loss": 1 / step, "val/ratio": 0.5 * step}, step)
     time.sleep(0.1)
 deadline = time.monotonic() + 60
-mlflow = registry.client(registry.tracking_uri(job))
+mlflow = registry.client(tracking_of(job).uri)
 while len(mlflow.get_metric_history(sys.argv[1], "loss")) < 6 or any(one.queued > one.sent for one in log.logs):
     assert time.monotonic() < deadline
     time.sleep(0.1)
@@ -54,7 +54,7 @@ def begun(migrated, tmp_path, in_root, monkeypatch):
         ]
         job = load_job("jobs/demo/sft.yaml", given, "sft")
         (tmp_path / "one").mkdir()
-        return job, registry.client(registry.tracking_uri(job)).create_run("0").info.run_id
+        return job, registry.client(tracking_of(job).uri).create_run("0").info.run_id
 
     return begin
 
@@ -103,7 +103,7 @@ def test_after_a_kill_and_a_resume_the_curves_equal_mlflows(name, begun, tmp_pat
     again.log({"eval_loss": 0.125}, 10)
     again.log({"eval_loss": 0.125, "initial_loss": 1.0}, 10, final=True)
     again.close()
-    expected = registry.history(registry.tracking_uri(job), run_id)
+    expected = registry.history(tracking_of(job).uri, run_id)
     assert [step for step, _ in expected["loss"]] == list(range(1, 11))
     curves = READ[name](tmp_path / "one" / ("tensorboard" if name == "tensorboard" else ""))
     assert curves.keys() == expected.keys()

@@ -23,7 +23,7 @@ from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
 from pipeline.registry.store import persistently
 from pipeline.runtime.run import publish
-from pipeline.settle.identity import tracking_of
+from pipeline.settle.identity import gate_of, tracking_of
 from pipeline.settle.work import Input
 from pipeline.system import storage
 
@@ -53,7 +53,7 @@ def test_a_version_has_a_description_with_links(job, adapter):
     counts = {f"models:/rlhf-ppo/{i}": i for i in range(1, 31)} | {"others": 7}
     with registry.mlflow_run(tracking_of(job), {}, new_run=True) as run_id:
         published(job, run_id, adapter, {}, {**LINEAGE, "rows_from": counts})
-    rows_from = registry.version("models:/rlhf-sft/2", registry.tracking_uri(job))["tags"]["rows_from"]
+    rows_from = registry.version("models:/rlhf-sft/2", tracking_of(job).uri)["tags"]["rows_from"]
     assert len(rows_from) == 21 and rows_from["models:/rlhf-ppo/30"] == 30
     assert sum(rows_from.values()) == sum(counts.values())
     said = mlflow(job).get_model_version("rlhf-sft", "2").description
@@ -104,7 +104,7 @@ def test_the_alias_stays_if_nothing_was_learned(start, job, tmp_path, capsys):
 
 
 def other_base(job, base):
-    return registry.other_base(registry.tracking_uri(job), registry.gate_of(job), base)
+    return registry.other_base(tracking_of(job).uri, gate_of(job), base)
 
 
 def test_a_name_whose_newest_version_has_another_base(job, adapter):
@@ -134,7 +134,7 @@ def test_a_version_stored_elsewhere_is_downloaded_once_and_completely(job, adapt
 
     monkeypatch.setattr(versions, "_is_here", lambda location: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    uri = registry.tracking_uri(job)
+    uri = tracking_of(job).uri
     register(job, adapter)
     stored = mlflow(job).get_model_version_download_uri("rlhf-sft", "1")
 
@@ -176,7 +176,7 @@ def test_files_that_change_in_transfer_are_not_registered(job, adapter, monkeypa
         registry.mlflow_run(tracking_of(job), {}) as run_id,
     ):
         published(job, run_id, adapter, {}, LINEAGE)
-    store = registry.client(registry.tracking_uri(job))
+    store = registry.client(tracking_of(job).uri)
     assert store.search_registered_models() == []
     assert store.get_run(run_id).info.status == "FAILED"
 
@@ -231,10 +231,10 @@ def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
             published(replace(job, mlflow=replace(job.mlflow, alias="new")), run_id, adapter, {}, LINEAGE)
 
     def promote(number, reward, baseline="models:/rlhf-sft/1"):
-        gate = registry.gate_of(compared)
+        gate = gate_of(compared)
         measured = registry.measured_on({"eval": "e" * 64}, {"baseline": baseline}, gate)
         return registry.promote(
-            registry.tracking_uri(job),
+            tracking_of(job).uri,
             gate,
             f"models:/rlhf-sft/{number}",
             {"eval_reward": reward},
@@ -253,7 +253,7 @@ def test_the_gate_of_an_evaluation_may_compare_with_the_champion(job, adapter):
 
 def test_an_unknown_reference_says_what_to_do(job, adapter):
     """A version that fails its gate gets no alias."""
-    uri = registry.tracking_uri(job)
+    uri = tracking_of(job).uri
     for reference in ("models:/rlhf-sft@champion", "models:/rlhf-sft/7"):
         with pytest.raises(
             InputError, match=r"no registered model 'rlhf-sft'.*\(registered: none yet\).*make sft"
@@ -282,14 +282,14 @@ def test_a_run_killed_while_publishing_is_registered_once_and_completely(before,
         published(job, first, adapter, {"eval_loss": 1.0}, LINEAGE)
     for version in store.search_model_versions("name = 'rlhf-sft'"):
         assert version.aliases == []
-        folder = registry.fetch(f"models:/rlhf-sft/{version.version}", registry.tracking_uri(job))
+        folder = registry.fetch(f"models:/rlhf-sft/{version.version}", tracking_of(job).uri)
         assert folder_digests(folder) == folder_digests(adapter)
     with registry.mlflow_run(tracking_of(job), {}) as second:
         published(job, second, adapter, {"eval_loss": 1.0}, LINEAGE)
     assert second == first and store.get_run(second).info.status == "FINISHED"
     assert [str(v.version) for v in store.search_model_versions("name = 'rlhf-sft'")] == ["1"]
     assert len(store.search_logged_models(["1"])) == 1, "none stays behind"
-    uri = registry.tracking_uri(job)
+    uri = tracking_of(job).uri
     folder = registry.fetch(registry.pin("models:/rlhf-sft@champion", uri), uri)
     assert folder_digests(folder) == folder_digests(adapter)
 
@@ -313,7 +313,7 @@ def test_registration_waits_for_a_server_that_goes_away(before, job, adapter, mo
     monkeypatch.setattr(MlflowClient, before, goes_away)
     with registry.mlflow_run(tracking_of(job), {}) as run_id:
         version = persistently(
-            registry.tracking_uri(job), job.folder, lambda: published(job, run_id, adapter, {}, LINEAGE)
+            tracking_of(job).uri, job.folder, lambda: published(job, run_id, adapter, {}, LINEAGE)
         )
     assert str(version) == "rlhf-sft v1 @champion" and pauses == [1.0, 2.0]
     assert mlflow(job).get_run(run_id).info.status == "FINISHED"

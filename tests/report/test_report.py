@@ -64,7 +64,7 @@ def begin(store, name, verb="ppo", *changed):
 
 
 def log(job, run_id, curves):
-    metrics = registry.MetricLog(registry.MLflowRun(registry.tracking_uri(job), run_id))
+    metrics = registry.MetricLog(registry.MLflowRun(tracking_of(job).uri, run_id))
     for step in range(len(next(iter(curves.values())))):
         metrics.log({key: values[step] for key, values in curves.items()}, step + 1)
     metrics.close()
@@ -89,7 +89,7 @@ def finish(store, job, curves, metrics, inputs=None, samples=(), publish=True, r
     result = run.described(version) | {
         "stage": job.stage, "name": job.run.name, "folder": job.folder, "metrics": metrics, "samples": list(samples),
         "checkpoint": str(store / job.run.name / "final"), "mlflow_run_id": run_id,
-        "tracking_uri": registry.tracking_uri(job), "adapter": str(store / job.run.name / "adapter") if publish else None,
+        "tracking_uri": tracking_of(job).uri, "adapter": str(store / job.run.name / "adapter") if publish else None,
         "inputs": inputs or {}, "data": {"digests": {"train": "d" * 64}, "report": read}, "seconds": 75.4,
         "train_seconds": 60.0, "peak_memory_bytes": 2**30, "versions": {"python": "3.11.9", "torch": "2.13.0"},
         "job": job.to_dict(),
@@ -507,8 +507,8 @@ def test_of_a_step_logged_twice_the_later_value_counts(store):
     with registry.mlflow_run(tracking_of(job), {}) as run_id:
         log(job, run_id, {"loss": [3.0, 2.0, 1.0]})
         later = int(time.time() * 1000) + 10_000  # a restarted worker of another time or tool
-        registry.client(registry.tracking_uri(job)).log_metric(run_id, "loss", 2.5, timestamp=later, step=2)
-    history = registry.history(registry.tracking_uri(job), run_id)
+        registry.client(tracking_of(job).uri).log_metric(run_id, "loss", 2.5, timestamp=later, step=2)
+    history = registry.history(tracking_of(job).uri, run_id)
     assert history["loss"] == [(1, 3.0), (2, 2.5), (3, 1.0)]
 
 

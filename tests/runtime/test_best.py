@@ -14,6 +14,7 @@ from pipeline import registry
 from pipeline.config import load_job
 from pipeline.errors import Failure, SelfCheckFailed
 from pipeline.runtime.best import WEIGHTS, Best, of, outcome
+from pipeline.settle.identity import gate_of
 
 # Few pairs, many epochs and ten times the learning rate soon make the eval metrics worse.
 OVERFIT = [
@@ -85,7 +86,7 @@ def test_a_checkpoint_holds_the_best_step_and_the_count(tmp_path):
 def test_the_default_metric_depends_on_the_stage(verb, more, expected, in_root):
     evaluates = "trainer.eval_steps=1" if verb == "ppo" else "trainer.eval_strategy=epoch"
     job = load_job(f"jobs/demo/{verb}.yaml", [evaluates, *more], verb)
-    best = of(job.run, registry.gate_of(job), {})
+    best = of(job.run, gate_of(job), {})
     assert (best and (best.metric, best.greater_is_better)) == expected
 
 

@@ -3,6 +3,7 @@
 from mlflow import MlflowClient
 
 from pipeline import registry
+from pipeline.settle.identity import gate_of, tracking_of
 
 LINEAGE = {
     "stage": "sft",
@@ -15,12 +16,12 @@ LINEAGE = {
 
 def published(job, run_id, folder, metrics, facts):
     """Registers an adapter like the end of a run of this job. Returns the version."""
-    uri, gate = registry.tracking_uri(job), registry.gate_of(job)
+    uri, gate = tracking_of(job).uri, gate_of(job)
     return registry.publish(uri, gate, job.stage, run_id, folder, metrics, facts)
 
 
 def mlflow(job) -> MlflowClient:
-    return registry.client(registry.tracking_uri(job))
+    return registry.client(tracking_of(job).uri)
 
 
 class Killed(BaseException):
