@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from pipeline.config import Job
 from pipeline.errors import InputError
@@ -13,7 +12,6 @@ from pipeline.planning.shape import config_of
 from pipeline.references import JUDGE
 from pipeline.settle.places import places_of
 from pipeline.settle.run import work_of
-from pipeline.settle.work import Work
 from pipeline.system import storage
 
 
@@ -37,6 +35,15 @@ class Workload:
 def workload_of(job: Job) -> Workload:
     """Returns what a cluster has to know about a job."""
     places = places_of(job, elsewhere=True)
+
+    def planned(section: str) -> plan.Plan | None:
+        """Returns the plan of a worker, or None if the base's config.json cannot be read from here."""
+        try:
+            config_of(job.model)
+        except InputError:
+            return None
+        return plan.make(work_of(job, places), learns=section == "scaling")
+
     return Workload(
         stage=job.stage,
         source=job.source,
@@ -48,7 +55,7 @@ def workload_of(job: Job) -> Workload:
         paths=_paths(job),
         judges=[name.removeprefix(JUDGE) for name in job.inputs.values() if name.startswith(JUDGE)],
         downloads=not os.path.isdir(job.model.name_or_path),
-        planned=partial(_planned, work_of(job, places)),
+        planned=planned,
     )
 
 
@@ -61,12 +68,3 @@ def _paths(job: Job) -> list[tuple[str, str]]:
     there = [(key, name) for key, name in named.items() if name and (os.path.exists(name) or name[0] in "/~")]
     paths = [("the job file", job.source), *job.paths, *there]
     return [(key, os.path.expanduser(path)) for key, path in paths if not storage.is_remote(path)]
-
-
-def _planned(work: Work, section: str) -> plan.Plan | None:
-    """Returns the plan of a worker, or None if the base's config.json cannot be read from here."""
-    try:
-        config_of(work.model)
-    except InputError:
-        return None
-    return plan.make(work, learns=section == "scaling")

@@ -216,7 +216,9 @@ def print_written(request: Request, sources: list[Source], jobs: dict[str, str])
         how = ", ".join(readers) or f"no stage; its columns are {', '.join(some(source.first))}"
         if columns := next((source.stages[stage].get("columns") for stage in readers), None):
             how += f"; columns {columns}"
-        read = {*preview.known_fields(kind_of("ppo")), *(columns or {}).values()}
+        read = {*preview.known_fields(kind_of("ppo"))}
+        for value in (columns or {}).values():  # a column, or several
+            read |= {value} if isinstance(value, str) else {*value}
         if source.kind == "prompts" and (others := [name for name in some(source.first) if name not in read]):
             how += f"; only a Python reward reads {', '.join(others)}"
         print(f"  {source.path}: {source.kind or 'skipped'}, read by {how}")
