@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline import figures
+from pipeline import statistics
 
 MARKUP = re.compile(r"^\s*(?:[-*+] |\d+\. |#+ |```)|\*\*[^*\n]+\*\*", re.MULTILINE)
 
@@ -19,7 +19,7 @@ def length(completions: Sequence[str], **_: Any) -> list[float]:
 
 def repetition(completions: Sequence[str], **_: Any) -> list[float]:
     """Returns minus the share of 4-grams of words that repeat earlier ones. Use it if eval_repetition grows."""
-    return [-figures.repetition(text.split()) for text in completions]
+    return [-statistics.repetition(text.split()) for text in completions]
 
 
 def markdown(completions: Sequence[str], **_: Any) -> list[float]:

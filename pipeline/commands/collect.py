@@ -174,7 +174,7 @@ def is_dialogue(completion: str) -> bool:
         return True
 
 
-# ------------------------------------------------------------------------------------------------------ figures
+# ------------------------------------------------------------------------------------------------------ metrics
 
 
 def count(args: Collect, record: Record) -> dict[str, int]:
@@ -212,7 +212,7 @@ def measure(args: Collect, record: Record) -> dict[str, float]:
     """Returns the metrics of a prompt: mean, best and worst score, completion length, shares of samples, margin of pairs."""
     samples = record["samples"]
     scores, counts, number = [*map(SCORE, samples)], count(args, record), len(samples)
-    figures = {
+    metrics = {
         "score": sum(scores) / number,
         "score_best": max(scores),
         "score_worst": min(scores),
@@ -223,10 +223,10 @@ def measure(args: Collect, record: Record) -> dict[str, float]:
         "share_with_rows": float(counts["rows"] > 0),
     }
     if "flips" in counts and (compared := math.comb(len(distinct(samples)), 2)):
-        figures["order_agreement"] = 1 - counts["flips"] / compared
+        metrics["order_agreement"] = 1 - counts["flips"] / compared
     if args.select in ("best_worst", "pairs") and (pairs := selected(args, samples)):
-        figures["margin"] = sum(SCORE(better) - SCORE(worse) for better, worse in pairs) / len(pairs)
-    return figures
+        metrics["margin"] = sum(SCORE(better) - SCORE(worse) for better, worse in pairs) / len(pairs)
+    return metrics
 
 
 def why_none(args: Collect, counts: Mapping[str, int]) -> str:

@@ -53,7 +53,7 @@ def card(host: Host, name: str, differences: dict[str, float] | None = None) -> 
     kind, base, model = name.removesuffix(".0"), host.work.base, host.work.model
     uri, reference = host.work.uri, host.work.versions[name]
     tags = registry.version(reference, uri)["tags"] if Ref.parse(reference).version else {}
-    figures = {key: value for key, value in sorted(tags.items()) if key.startswith("eval_")}
+    metrics = {key: value for key, value in sorted(tags.items()) if key.startswith("eval_")}
     repo, made_from = host.args.hub_model_id, list(ancestors(reference, uri))
     parameters = [registry.parameters(one.reference, uri) for one in made_from]
     rows = [value for found in parameters for key, value in found.items() if key.startswith("data.train")]
@@ -70,10 +70,10 @@ def card(host: Host, name: str, differences: dict[str, float] | None = None) -> 
         base_model_relation=("finetune" if merged else "adapter") if on_hub else None,
         datasets=list(datasets) or None,
         tags=[MADE_HERE, "trl", "lora", *stages, *extra],
-        model_name=(repo or reference) if figures else None,
+        model_name=(repo or reference) if metrics else None,
         eval_results=[
             EvalResult(task, "held-out", "held-out rows", key.removeprefix("eval_"), float(value))
-            for key, value in figures.items()
+            for key, value in metrics.items()
         ]
         or None,
         **_license(path, model.revision),
@@ -88,7 +88,7 @@ def card(host: Host, name: str, differences: dict[str, float] | None = None) -> 
         folder=repo or ".",
         in_4_bits=parameters[0].get("model.load_in_4bit") == "True",
         ancestors=made_from,
-        figures=figures,
+        metrics=metrics,
         differences=differences,
         count=count,
         most_frequent=most_frequent,

@@ -279,14 +279,14 @@ class ExactBatches(Trainer):
         rows, labels = inputs.pop("rows"), inputs.get("labels")
         weight = rows if labels is None else int((labels[:, 1:] != -100).sum())
         loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        figures = {name: values[-1] for name, values in self._metrics["eval"].items() if values}
-        figures["loss"] = loss.item()
+        metrics = {name: values[-1] for name, values in self._metrics["eval"].items() if values}
+        metrics["loss"] = loss.item()
         number = len(self._evaluated) * self.args.world_size + self.args.process_index
-        weighted = {name: (self._weight(name, inputs, weight), value) for name, value in figures.items()}
+        weighted = {name: (self._weight(name, inputs, weight), value) for name, value in metrics.items()}
         self._evaluated.append((number, weighted if weight else {}))
         return loss, *rest
 
-    def _weight(self, figure: str, inputs: Any, weight: int) -> int:
+    def _weight(self, metric: str, inputs: Any, weight: int) -> int:
         """Returns the weight of a batch in the mean of a metric: by default its number of tokens (sft) or rows."""
         return weight
 
@@ -297,10 +297,10 @@ class ExactBatches(Trainer):
         self._evaluated = []
         with each_rank_alone(self):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **options)
-        batches = [figures for _, figures in sorted(gather_object(self._evaluated), key=lambda one: one[0])]
+        batches = [metrics for _, metrics in sorted(gather_object(self._evaluated), key=lambda one: one[0])]
         means = {}
-        for name in dict.fromkeys(name for figures in batches for name in figures):
-            pairs = [figures[name] for figures in batches if name in figures]
+        for name in dict.fromkeys(name for metrics in batches for name in metrics):
+            pairs = [metrics[name] for metrics in batches if name in metrics]
             means[name] = sum(weight * value for weight, value in pairs) / max(1, sum(w for w, _ in pairs))
         output.metrics[f"{metric_key_prefix}_loss"] = means.pop("loss", 0.0)
         self._metrics["eval"].clear()  # otherwise TRL's `log` would add these metrics

@@ -137,14 +137,14 @@ class PairedBatches(ExactBatches):
         of_step = next(self._due, None)
         return super()._compute_kl_logps(model, batch) if of_step is None else of_step
 
-    def _weight(self, figure: str, inputs: Any, weight: int) -> int:
+    def _weight(self, metric: str, inputs: Any, weight: int) -> int:
         desirable = int(inputs["label"].sum())
         sides = {"chosen": desirable, "rejected": weight - desirable}
-        return sides.get(figure.rpartition("/")[2], weight)
+        return sides.get(metric.rpartition("/")[2], weight)
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         output = super().evaluation_loop(*args, **options)
-        figures = self._metrics["eval"]
-        if {"rewards/chosen", "rewards/rejected"} <= figures.keys():
-            figures["rewards/margins"] = [figures["rewards/chosen"][0] - figures["rewards/rejected"][0]]
+        metrics = self._metrics["eval"]
+        if {"rewards/chosen", "rewards/rejected"} <= metrics.keys():
+            metrics["rewards/margins"] = [metrics["rewards/chosen"][0] - metrics["rewards/rejected"][0]]
         return output

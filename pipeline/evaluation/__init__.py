@@ -17,7 +17,6 @@ import torch
 from pipeline.data.encode import Encoder, Example
 from pipeline.data.shapes import kind_of, parse
 from pipeline.evaluation import policies
-from pipeline.figures import mean, ngrams, repetition, wilson
 from pipeline.inference.decoder import SlotDecoder
 from pipeline.inference.rows import Completion, Decoder, Sampling, seed_of
 from pipeline.models.adapters import SharedBase
@@ -28,6 +27,7 @@ from pipeline.ppo.episodes import collate_ids
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.runtime.inference import in_parts
 from pipeline.runtime.worker import Worker
+from pipeline.statistics import mean, ngrams, repetition, wilson
 from pipeline.system import console
 
 SEED_OFFSET = 1_000_003  # so that evaluation and training draw different random numbers

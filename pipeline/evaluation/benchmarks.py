@@ -16,15 +16,15 @@ from typing import Any
 
 from pipeline.data.shapes import STYLED
 from pipeline.evaluation.pairs import metric_name, scores_of
-from pipeline.figures import mean, wilson
 from pipeline.runtime.inference import in_parts
 from pipeline.runtime.worker import Worker
+from pipeline.statistics import mean, wilson
 
 # the parts of a completion's row that a rule reads
 FACTS = ("benchmark", "subset", "id", "pair", "correct", "completions")
 TIES = "ties"  # RewardBench 2's subset with several correct completions; its files spell it `Ties` or `ties`
 
-Figures = dict[str, dict[str, float]]  # level or subset -> rows, score, and the ends of its 95 % interval
+Scores = dict[str, dict[str, float]]  # level or subset -> rows, score, and the ends of its 95 % interval
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def measure(
             given = json.loads(row["row"])
             yield {key: given[key] for key in FACTS if key in given}, score
 
-    return figures(_grouped(in_parts(worker, "benchmarks-", len(rows), answer)))
+    return metrics_of(_grouped(in_parts(worker, "benchmarks-", len(rows), answer)))
 
 
 def _grouped(scored: Iterable[tuple[dict[str, Any], float]]) -> list[Scored]:
@@ -74,7 +74,7 @@ def _grouped(scored: Iterable[tuple[dict[str, Any], float]]) -> list[Scored]:
     return [group for group in groups if len(group.scores) == group.row["completions"]]
 
 
-def figures(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]]:
+def metrics_of(rows: Sequence[Scored]) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns the metrics `eval_BENCHMARK`, `eval_BENCHMARK/SUBSET`, and a table of each benchmark."""
     metrics: dict[str, float] = {}
     tables: dict[str, Any] = {}
@@ -147,7 +147,7 @@ def _mean(values: Sequence[float]) -> float:
     return mean(values) if values else 0.0
 
 
-def _best_of_k(rows: list[Scored]) -> tuple[Figures, Figures]:
+def _best_of_k(rows: list[Scored]) -> tuple[Scores, Scores]:
     """Scores RewardBench 2, and your own best-of-k rows, by the plain mean of the subsets."""
     subsets = _by_subset(rows, [best_of(row) for row in rows])
     for name in [name for name in subsets if name.lower() == TIES]:
@@ -157,7 +157,7 @@ def _best_of_k(rows: list[Scored]) -> tuple[Figures, Figures]:
     return {"all": {"rows": len(rows), "score": score}}, subsets
 
 
-def _rm_bench(rows: list[Scored]) -> tuple[Figures, Figures]:
+def _rm_bench(rows: list[Scored]) -> tuple[Scores, Scores]:
     """RM-Bench (https://arxiv.org/abs/2410.16184): entry (i, j) compares the correct completion in style i with the wrong
     completion in style j. Hard is the upper triangle (longer wrong completions with more markdown), normal is the diagonal.
     """
@@ -172,7 +172,7 @@ def _rm_bench(rows: list[Scored]) -> tuple[Figures, Figures]:
     return levels, _by_subset(rows, means)
 
 
-def _by_subset(rows: Sequence[Scored], values: Sequence[float]) -> Figures:
+def _by_subset(rows: Sequence[Scored], values: Sequence[float]) -> Scores:
     groups: dict[str, list[float]] = defaultdict(list)
     for row, value in zip(rows, values, strict=True):
         groups[str(row.row["subset"])].append(value)
@@ -184,8 +184,8 @@ def _share(values: Sequence[float]) -> dict[str, float]:
     return {"rows": len(values), "score": mean(values), "low": low, "high": high}
 
 
-# name -> rows to (figures of `all` and of other levels, figures of the subsets)
-BENCHMARKS: dict[str, Callable[[list[Scored]], tuple[Figures, Figures]]] = {
+# name -> rows to (scores of `all` and of other levels, scores of the subsets)
+BENCHMARKS: dict[str, Callable[[list[Scored]], tuple[Scores, Scores]]] = {
     "reward_bench_2": _best_of_k,
     "best_of_k": _best_of_k,
     "rm_bench": _rm_bench,

@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from pipeline.errors import visible
-from pipeline.figures import calibration, correlation, mean, sigmoid, temperature, wilson
 from pipeline.inference.rows import seed_of
 from pipeline.ppo.rewards import Samples, weighted
 from pipeline.runtime.inference import in_parts
 from pipeline.runtime.worker import Worker
 from pipeline.settle.inputs import unfilled
+from pipeline.statistics import calibration, correlation, mean, sigmoid, temperature, wilson
 
 SIDES = ("chosen_ids", "rejected_ids")
 # The pairs of eval_rm_accuracy_NAME, by the lengths of the chosen and of the rejected completion
@@ -63,7 +63,7 @@ def measure(
                 pair["subset"] = visible(str(row.get(column)), lines=False)[:60]
         return pairs
 
-    return figures(in_parts(worker, "pairs-", len(rows), answer))
+    return metrics_of(in_parts(worker, "pairs-", len(rows), answer))
 
 
 def compared(
@@ -86,7 +86,7 @@ def compared(
     return pairs
 
 
-def figures(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
+def metrics_of(pairs: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns metrics and tables of pairs with `scores`, `lengths`, and optionally `orders`, `judge` and `subset`.
 
     Only the numbers of a pair are kept, in arrays, to support millions of pairs.

@@ -8,7 +8,7 @@ from statistics import stdev
 
 import numpy as np
 
-from pipeline.figures import mean
+from pipeline.statistics import mean
 
 RESAMPLES = 200  # number of bootstrap samples
 STRENGTH = 100.0  # inverse of the l1 penalty, as in AlpacaEval's fit without cross-validation

@@ -15,10 +15,10 @@ from statistics import stdev
 from typing import Any
 
 from pipeline.evaluation.pairs import SIDES, samples_of
-from pipeline.figures import mean
 from pipeline.ppo.rewards import weighted
 from pipeline.runtime.inference import in_parts
 from pipeline.runtime.worker import Worker
+from pipeline.statistics import mean
 
 MAX_PAIRS = 500  # number of pairs that are used, for an interval of about ± 0.1 standard deviations
 SMALL = 0.2  # standard deviations; a smaller effect is not reported as a fault (Cohen's "small")
@@ -115,7 +115,7 @@ def measure(
             for i, (row, other) in enumerate(zip(mine, others, strict=True))
         ]
 
-    return figures(list(in_parts(worker, "probes-", count, answer)))
+    return metrics_of(list(in_parts(worker, "probes-", count, answer)))
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:
@@ -132,7 +132,7 @@ def _edited(
     return edited or ids[-1:]
 
 
-def figures(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
+def metrics_of(pairs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns metrics and tables of pairs that each have `text`, `other`, `before` and `after` by probe.
 
     Scores are of the chosen and of the rejected completion.

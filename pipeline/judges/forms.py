@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.config.judge import PLACEHOLDER, Definition, plain
 from pipeline.errors import InputError
-from pipeline.figures import mean
+from pipeline.statistics import mean
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 LEAD = r"[ >+-]*(?:\d+[.)] )?"  # of a line in a list or a quotation

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from pipeline.findings import require
+from pipeline.checks import raise_if_failed
 from pipeline.inference.rows import Decoder
 from pipeline.models.adapters import SharedBase
 from pipeline.models.gpus import peak_flops
@@ -182,12 +182,12 @@ class PPOTrainer:
         rollout, kl_coef = self.make_experience(), self.kl_coef
         episodes = rollout.episodes
         if self.update == 0:
-            require(checks.check(self, episodes))
+            raise_if_failed(checks.check(self, episodes))
             sums = checks.sums_of(self)
         with self.phases("update"):
             learning_metrics = self.learn(episodes)
         if self.update == 0:
-            require([checks.ranks_learned_equally(self, sums, learning_metrics)])
+            raise_if_failed([checks.ranks_learned_equally(self, sums, learning_metrics)])
         metrics = episode_metrics(args, episodes, rollout.raw, kl_coef) | learning_metrics
         metrics |= {"objective/kl_coef": kl_coef, "lr": self.scheduler.get_last_lr()[0]}
         config = self.rollout_config
@@ -248,7 +248,7 @@ class PPOTrainer:
             if self.teacher:
                 self.teacher.rate(self.sampler, rollout.episodes)
         if self.versions and self.rollouts.workers:
-            require([checks.sampled_by_its_version(self, self.versions, self.update, rollout.parts)])
+            raise_if_failed([checks.sampled_by_its_version(self, self.versions, self.update, rollout.parts)])
         losses.fill_advantages(self.args, self.rollout_config, rollout.episodes, self.kl_coef)
         return rollout
 
@@ -256,7 +256,7 @@ class PPOTrainer:
         """Returns `num_generations` completions for each prompt of this worker's share of the next update."""
         parts, first = self.rollouts.chunks_for(self.update), self.update * self.args.batch_size
         if self.versions and self.rollouts.workers:
-            require([checks.chunks_match_requests(self.versions, parts)])
+            raise_if_failed([checks.chunks_match_requests(self.versions, parts)])
         return Rollout(parts, assembled(parts, first, self.sampler.pad, self.device))
 
     def _chunks(self, update: int) -> list[Chunk]:
@@ -388,7 +388,7 @@ class PPOTrainer:
                 rms = first_ratio["policy/first_ratio_error"] = (2 * approxkl) ** 0.5
                 if self.update == args.critic_warmup_steps:
                     # Later updates only report it: rounding has no sharp limit, and one outlier should not end a long run.
-                    require([checks.first_ratio(self.shared, rms)])
+                    raise_if_failed([checks.first_ratio(self.shared, rms)])
             if args.target_kl and approxkl > 1.5 * args.target_kl:
                 break  # skips this step and the remaining ones
             stats |= self.optimizer_step()

@@ -87,9 +87,9 @@ def publish(
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        figures = {metric_key(k): f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")}
-        figures = {k: v for k, v in figures.items() if not SPEED.search(k)}
-        tags |= figures | {"gate": reason}
+        held_out = {metric_key(k): f"{v:.6g}" for k, v in metrics.items() if k.startswith("eval_")}
+        held_out = {k: v for k, v in held_out.items() if not SPEED.search(k)}
+        tags |= held_out | {"gate": reason}
         version = mlflow.create_model_version(
             name, source, run_id, model_id=model_id, tags=tags, description=description
         ).version
@@ -112,8 +112,8 @@ def promote(
     trained = mlflow.get_model_version(ref.name, ref.version).tags.get("gate", "")
     if ok and trained.startswith("failed"):
         ok, reason = False, f"failed: so did the gate of its training ({trained.removeprefix('failed: ')})"
-    figures = {metric_key(key): f"{value:.6g}" for key, value in metrics.items() if key.startswith("eval_")}
-    for key, value in (figures | measured | {"gate": reason}).items():
+    held_out = {metric_key(key): f"{value:.6g}" for key, value in metrics.items() if key.startswith("eval_")}
+    for key, value in (held_out | measured | {"gate": reason}).items():
         mlflow.set_model_version_tag(ref.name, ref.version, f"evaluate.{key}", value)
     if ok:
         mlflow.set_registered_model_alias(ref.name, gate.alias, ref.version)

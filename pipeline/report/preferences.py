@@ -8,9 +8,9 @@ import math
 from functools import partial
 from typing import Any
 
-from pipeline.figures import calibration, correlation, mean
 from pipeline.report import plots
 from pipeline.report.plots import COLORS, DASHED, INK, Drawing, number
+from pipeline.statistics import calibration, correlation, mean
 
 Pair = dict[str, float]
 

@@ -144,7 +144,7 @@ class Pool:
         """Returns, since the last call: ready workers, the idle share of their time, waiting chunks, bytes, lost workers."""
         now, ready = time.monotonic(), len(self.ready)
         busy = self.busy + sum(now - max(begin, self.measured) for begin in self.begun.values())
-        figures = {
+        metrics = {
             "rollout/workers": float(ready),
             "rollout/idle": max(0.0, 1 - busy / max((now - self.measured) * max(1, ready), 1e-9)),
             "rollout/queue": float(len(self.waiting)),
@@ -152,7 +152,7 @@ class Pool:
             "rollout/lost_workers": float(self.lost),
         }
         self.measured, self.bytes, self.busy = now, 0, 0.0
-        return figures
+        return metrics
 
     # ------------------------------------------------------------------------------------------- workers
 

@@ -49,21 +49,21 @@ class Best:
     stopped: str | None = None  # reason of the sweep or run.stop_if to end training
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def compare(self, figures: dict[str, float], step: int) -> None:
+    def compare(self, metrics: dict[str, float], step: int) -> None:
         """Keeps this step if its value is better than all earlier values. Equal values and NaN are not better."""
         for metric in (self.metric, *self.stop_if):
-            if metric not in figures:
+            if metric not in metrics:
                 key = "metric_for_best_model" if metric == self.metric else "stop_if"
-                known = ", ".join(sorted(name for name in figures if name.startswith("eval_")))
+                known = ", ".join(sorted(name for name in metrics if name.startswith("eval_")))
                 raise Failure(f"run.{key}: the evaluation has no {metric} here, but {known}")
-        value = float(figures[self.metric])
+        value = float(metrics[self.metric])
         if self.report:
             if not math.isfinite(value):
                 raise SelfCheckFailed(f"{self.metric} is {value} at step {step}; the trial ends")
             self.stopped = self.report(value, step)
         for metric, condition in self.stop_if.items():
             symbol, threshold = gates.parse_gate(condition)
-            found = float(figures[metric])
+            found = float(metrics[metric])
             if threshold is not None and gates.OPERATORS[symbol](found, threshold):
                 self.stopped = f"{metric} is {found:.4g} (run.stop_if: {condition})"
         sign = 1.0 if self.greater_is_better else -1.0

@@ -69,8 +69,8 @@ def launch(job: Job, verb: Verb) -> dict[str, Any]:
         result = run.finish(output=path, rows=len(chosen), rows_done_now=fresh, **outcome, data=run.data())
         # only now, because the run is not finished without result.json
         storage.remove(storage.join(run.folder, run_folder.PARTS))
-    figures = {**outcome["metrics"], **outcome["counts"]}
-    print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in figures.items()))
+    numbers = {**outcome["metrics"], **outcome["counts"]}
+    print("\n" + "\n".join(f"   {name:<28}{value:.4g}" for name, value in numbers.items()))
     print(f"   {len(chosen)} rows in {result['seconds']:.0f} s  {path}", flush=True)
     return result
 

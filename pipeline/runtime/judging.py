@@ -5,10 +5,10 @@ from typing import Any
 
 from pipeline.config import judge
 from pipeline.config.judge import Definition
-from pipeline.figures import mean
 from pipeline.judges.client import CHARACTERS
 from pipeline.judges.store import Store, folder
 from pipeline.settle.work import Work
+from pipeline.statistics import mean
 from pipeline.system import prices
 
 SAMPLED = 100  # number of rows whose prompts are measured

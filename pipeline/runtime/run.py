@@ -63,8 +63,8 @@ class OpenRun:
         if judges := judging.costs(self.work):
             more["judges"] = judges
             for name, one in judges.items():
-                figures = "  ".join(f"{key} {value:g}" for key, value in one.items())
-                terminal.say(f"judge of {name}: {figures}", result=True)
+                numbers = "  ".join(f"{key} {value:g}" for key, value in one.items())
+                terminal.say(f"judge of {name}: {numbers}", result=True)
         self.work.lease.require()
         run = self.work.run
         result = {

@@ -251,12 +251,12 @@ class Worker(Host):
             terminal.live(text.row("train", f"{step}/{total}"), left, numbers)
         self.metrics.log(metrics, step)
 
-    def _report(self, figure: float, step: int) -> str | None:
+    def _report(self, value: float, step: int) -> str | None:
         """Reports an evaluation to the sweep. Returns why the trial must stop, the same on every rank, or None."""
         import ray
 
         assert self.work.sweep
-        return ray.get(self.work.sweep.rungs.report.remote(self.work.run.name, step, self.total, figure))
+        return ray.get(self.work.sweep.rungs.report.remote(self.work.run.name, step, self.total, value))
 
     def replay(self, history: list[tuple[int, dict[str, float]]]) -> None:
         """Sends the curve of the checkpoint, (step, metrics) each, to MLflow, which may lack the end of it."""

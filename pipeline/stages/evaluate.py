@@ -3,7 +3,7 @@
     make evaluate    or    python -m pipeline evaluate jobs/demo/evaluate.yaml [section.key=value ...]
     make evaluate ARGS="policy=null baseline=null judge=null data.eval=null"      the reward model alone, on data.pairs
 
-Nothing is trained and nothing is registered; the figures go to result.json, evaluation.json (with tables) and MLflow. If the
+Nothing is trained and nothing is registered; the metrics go to result.json, evaluation.json (with tables) and MLflow. If the
 job's `gate` holds, the alias moves to the evaluated policy, or to the evaluated reward if there is no policy.
 
 Inference runs in Ray Train's workers, not in Ray Data's actors, because the workers already gather results, log to MLflow and
@@ -40,7 +40,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def promote(work: Work, result: dict[str, Any]) -> registry.Version | None:
-    """Moves the alias to the version that was evaluated, if the job has a gate and the figures pass it."""
+    """Moves the alias to the version that was evaluated, if the job has a gate and the metrics pass it."""
     versions = work.versions
     judged = versions.get("policy") or versions.get("reward.0")
     if not (work.gate.conditions and judged):
@@ -76,14 +76,14 @@ def train(worker: Worker) -> dict[str, Any]:
         if worker.rank == 0:
             warn_of_endless(metrics["eval_eos_rate"], "the policy's completions")
     if preferences is not None:
-        figures, tables["pairs"] = pairs.measure(worker, rewards, judge, preferences, ends)
-        metrics |= figures
+        measured, tables["pairs"] = pairs.measure(worker, rewards, judge, preferences, ends)
+        metrics |= measured
         if worker.args.probes:
-            figures, tables["probes"] = probes.measure(worker, rewards, preferences, ends)
-            metrics |= figures
+            measured, tables["probes"] = probes.measure(worker, rewards, preferences, ends)
+            metrics |= measured
     if rows is not None:
-        figures, tables["benchmarks"] = benchmarks.measure(worker, rewards, rows, ends)
-        metrics |= figures
+        measured, tables["benchmarks"] = benchmarks.measure(worker, rewards, rows, ends)
+        metrics |= measured
     if worker.rank == 0:
         written = {"metrics": metrics, "inputs": worker.work.versions, "samples": samples, **tables}
         worker.work.lease.require()

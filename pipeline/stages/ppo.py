@@ -156,8 +156,8 @@ def _finish(
     usage = {"tokens": trainer.tokens, "completions": trainer.update * trainer.args.batch_size}
     outcome = Outcome(metrics, end, usage)
     if comparison:
-        figures, outcome.samples = comparison.of("policy")
-        outcome.metrics |= figures
+        evaluated, outcome.samples = comparison.of("policy")
+        outcome.metrics |= evaluated
     prompts = worker.rows("train")
     probe = [list(row["input_ids"]) for row in prompts.select(range(min(4, len(prompts))))]
     return worker.finish(

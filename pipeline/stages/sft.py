@@ -55,8 +55,8 @@ def train(worker: Worker) -> dict[str, Any]:
                 self._metrics[mode]["eos_accuracy"].append(predicted / count)
             return result
 
-        def _weight(self, figure: str, inputs: Any, weight: int) -> int:
-            return int(_at_ends(inputs, ends).sum()) if figure == "eos_accuracy" else weight
+        def _weight(self, metric: str, inputs: Any, weight: int) -> int:
+            return int(_at_ends(inputs, ends).sum()) if metric == "eos_accuracy" else weight
 
     # The rows are already tokenized, labeled, truncated and packed.
     prepared = {"skip_prepare_dataset": True}

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.checks import CheckResult, same_tensors
 from pipeline.data.kl_pairs import paired
-from pipeline.findings import Finding, same_tensors
 from pipeline.models.adapter_files import is_head
 from pipeline.models.adapters import tensors_in
 from pipeline.models.precision import precision_of
@@ -33,14 +33,14 @@ Row = dict[str, Any]
 Completion = tuple[list[int], list[int]]  # token ids of a prompt, and of its (last) trained completion
 
 
-def first_step_findings(worker: Worker, trainer: Any) -> list[Finding]:
-    """Returns the findings of a stage before its trainer's first step. Changes no state. Every rank calls it."""
+def first_step_checks(worker: Worker, trainer: Any) -> list[CheckResult]:
+    """Returns the results of a stage's checks before its trainer's first step. Changes no state. Every rank calls it."""
     first = trainer.train_dataset.select(range(min(CHECKED_ROWS, len(trainer.train_dataset))))
     rows = [dict(row) for row in first]
     model, stage = trainer.accelerator.unwrap_model(trainer.model), worker.work.run.stage
     completions = [completion for row in rows for completion in completions_of(row)]
     tokenizer = worker.tokenizer
-    findings = [
+    results = [
         only_adapters_learn(trainer, model),
         *special_tokens(tokenizer, completions),
         ends_learned(worker, completions),
@@ -50,23 +50,23 @@ def first_step_findings(worker: Worker, trainer: Any) -> list[Finding]:
         drawn = [row for part in worker.gather(trainer.first_rows()) for row in part]
         doubled = len(drawn) - len(set(drawn))
         found = f"{doubled} of {len(drawn)} rows of the first micro-batch are drawn twice"
-        findings.append(Finding("workers train on different rows", found, not doubled))
+        results.append(CheckResult("workers train on different rows", found, not doubled))
     if stage != "rm":
-        findings.append(loss_after_generation_prompt(tokenizer, completions))
+        results.append(loss_after_generation_prompt(tokenizer, completions))
     if stage == "sft":
-        findings.append(labels_are_tokens(trainer, rows))
+        results.append(labels_are_tokens(trainer, rows))
     if stage in ("rm", "dpo"):
         equal = sum(row["chosen_ids"] == row["rejected_ids"] for row in rows)
         found = f"{equal} of {len(rows)} pairs have the same tokens on both sides"
-        findings.append(Finding("the sides of a pair differ", found, not equal))
+        results.append(CheckResult("the sides of a pair differ", found, not equal))
     if stage == "kto" and trainer.calculate_KL:
-        findings.append(pairs_other_rows(trainer))
+        results.append(pairs_other_rows(trainer))
     training, metrics = model.training, copy.deepcopy(trainer._metrics)
     tokens = trainer._total_train_tokens
     model.eval()  # does not change TRL's means over training steps
     try:
         with torch.no_grad():
-            return findings + compare(
+            return results + compare(
                 stage, trainer, model, rows, same_start="reference" not in worker.work.named
             )
     finally:
@@ -74,28 +74,30 @@ def first_step_findings(worker: Worker, trainer: Any) -> list[Finding]:
         trainer._metrics, trainer._total_train_tokens = metrics, tokens
 
 
-def compare(stage: str, trainer: Any, model: Any, rows: list[Row], same_start: bool = True) -> list[Finding]:
-    """Returns the findings that compare the trainer's numbers on a batch with the model on single rows."""
-    few, findings = affordable(model, rows), []
+def compare(
+    stage: str, trainer: Any, model: Any, rows: list[Row], same_start: bool = True
+) -> list[CheckResult]:
+    """Returns the results of the checks that compare the trainer's numbers on a batch with the model on single rows."""
+    few, results = affordable(model, rows), []
     if not few:  # all rows are too long
         return []
     if stage in ("dpo", "kto"):
         trainer._metrics["eval"].clear()
         trainer.compute_loss(model, collated(trainer, model, few))  # TRL adds its metrics of the batch
         if same_start:  # the policy starts as a copy of the reference
-            findings.append(policy_is_reference(trainer, model, few))
+            results.append(policy_is_reference(trainer, model, few))
     numbers, limit = NUMBERS[stage](trainer, model, few)
     if numbers:
         what, ours, alone = max(numbers, key=lambda number: abs(number[1] - number[2]))
         found = f"{what} {ours:.6g} by the trainer, {alone:.6g} from the rows alone"
         same = all(abs(ours - alone) <= limit for _, ours, alone in numbers)
-        findings.append(Finding("the trainer's numbers are those of the rows alone", found, same))
+        results.append(CheckResult("the trainer's numbers are those of the rows alone", found, same))
     if stage == "rm":
         scores = torch.tensor([ours for _, ours, _ in numbers])
         found = "the head computes in bfloat16, in which close scores are equal"
         low = scores.equal(scores.bfloat16().float())
-        findings.append(Finding("scores are computed in fp32", found, not low))
-    return findings
+        results.append(CheckResult("scores are computed in fp32", found, not low))
+    return results
 
 
 # ----------------------------------------------------------------------------------------------------- tokens
@@ -125,7 +127,7 @@ def _unpacked(row: Row) -> list[Row]:
     return parts
 
 
-def only_adapters_learn(trainer: Any, model: Any) -> Finding:
+def only_adapters_learn(trainer: Any, model: Any) -> CheckResult:
     """Checks that exactly adapter and head require gradients, in fp32, and that the optimizer has them."""
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
@@ -140,10 +142,10 @@ def only_adapters_learn(trainer: Any, model: Any) -> Finding:
         f"{len(names)} tensors {what}, for example {names[0]}" for what, names in wrong.items() if names
     ]
     found = "; ".join([f"{sum(p.numel() for p in learning.values()):,} parameters learn", *faults])
-    return Finding("only adapters and heads learn", found, bool(learning) and not faults)
+    return CheckResult("only adapters and heads learn", found, bool(learning) and not faults)
 
 
-def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[Finding]:
+def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[CheckResult]:
     """Checks the pad token, and that rows do not begin with two BOS: one of the template, one of the tokenizer."""
     ends, bos = eos_ids(tokenizer), tokenizer.bos_token_id
     pad = f"pad is {tokenizer.pad_token!r}, completions end with {tokenizer.convert_ids_to_tokens(ends)}"
@@ -151,27 +153,27 @@ def special_tokens(tokenizer: Any, rows: Sequence[Completion]) -> list[Finding]:
     begins = f"{twice} of {len(rows)} rows begin with {tokenizer.bos_token} twice"
     return [
         # otherwise collators mask EOS, and it is never learned
-        Finding("the pad token is no EOS token", pad, tokenizer.pad_token_id not in ends),
-        Finding("at most one BOS per row", begins, twice < max(1, len(rows))),
+        CheckResult("the pad token is no EOS token", pad, tokenizer.pad_token_id not in ends),
+        CheckResult("at most one BOS per row", begins, twice < max(1, len(rows))),
     ]
 
 
-def ends_learned(worker: Worker, rows: Sequence[Completion]) -> Finding:
+def ends_learned(worker: Worker, rows: Sequence[Completion]) -> CheckResult:
     """Checks that completions end with a trained EOS token. Otherwise the model never learns to stop."""
     ends, limit = set(eos_ids(worker.tokenizer)), worker.work.data.max_length or float("inf")
     # A row as long as the limit may be truncated.
     complete = [ids for prompt, ids in rows if len(prompt) + len(ids) < limit]
     ended = sum(bool(ids) and ids[-1] in ends for ids in complete)
     found = f"{ended} of {len(complete)} completions end with an EOS token among the trained ones"
-    return Finding("completions end with a trained EOS", found, ended > 0 or not complete)
+    return CheckResult("completions end with a trained EOS", found, ended > 0 or not complete)
 
 
-def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> Finding:
+def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> CheckResult:
     """Checks that training begins right after the template's generation prompt."""
     name = "the loss starts after the generation prompt"
     if not any(prompt for prompt, _ in rows):
         found = f"in none of {len(rows)} rows: the prompt is trained, too, from its first token"
-        return Finding(name, found, False)
+        return CheckResult(name, found, False)
     _, asks = user_header_and_generation_prompt(tokenizer)
     # only the completion's start, because it may have more turns, each after such a prompt
     texts = [(tokenizer.decode(prompt), tokenizer.decode(prompt + ids[:8])) for prompt, ids in rows]
@@ -180,10 +182,10 @@ def loss_after_generation_prompt(tokenizer: Any, rows: Sequence[Completion]) -> 
     applies = asks and not marked and any(asks in text for _, text in texts)
     after = sum(asks in prompt and prompt.rfind(asks) == text.rfind(asks) for prompt, text in texts)
     found = f"{after} of {len(rows)} completions are trained from the end of the template's last {asks!r}"
-    return Finding(name, found, after > 0 or not applies)
+    return CheckResult(name, found, after > 0 or not applies)
 
 
-def starts_as_its_file(model: Any, worker: Worker, role: str) -> Finding:
+def starts_as_its_file(model: Any, worker: Worker, role: str) -> CheckResult:
     """Checks that an adapter in memory equals its file: the one that learns, or the frozen reference."""
     from peft import get_peft_model_state_dict
 
@@ -194,7 +196,7 @@ def starts_as_its_file(model: Any, worker: Worker, role: str) -> Finding:
     return same_tensors(f"the {role} is the adapter of its file", loaded, stored, folder)
 
 
-def labels_are_tokens(trainer: Any, rows: list[Row]) -> Finding:
+def labels_are_tokens(trainer: Any, rows: list[Row]) -> CheckResult:
     """Checks that the collated batch trains as many tokens as the rows, and that each label is the token at its position."""
     batch = trainer.data_collator([dict(row) for row in rows])
     expected = sum(label != -100 for row in rows for part in _unpacked(row) for label in part["labels"][1:])
@@ -208,10 +210,10 @@ def labels_are_tokens(trainer: Any, rows: list[Row]) -> Finding:
         found += f", {expected} in the rows themselves: the collator masks labels, or adds some"
     if others:
         found += f"; {others} labels are not the token that stands there"
-    return Finding("labels are the rows' tokens", found, count == expected and not others)
+    return CheckResult("labels are the rows' tokens", found, count == expected and not others)
 
 
-def pairs_other_rows(trainer: Any) -> Finding:
+def pairs_other_rows(trainer: Any) -> CheckResult:
     """Checks the KL term of the first batch: it is over prompts with completions of other rows of the same step."""
     loader = trainer.get_train_dataloader()
     drawn = next(iter(loader.batch_sampler))
@@ -228,13 +230,13 @@ def pairs_other_rows(trainer: Any) -> Finding:
         "with other tokens than those of their pair"
     )
     holds = not wrong and (not themselves or len(trainer.train_dataset) == 1)
-    return Finding("the KL term pairs prompts with other rows' completions", found, holds)
+    return CheckResult("the KL term pairs prompts with other rows' completions", found, holds)
 
 
 # ---------------------------------------------------------------------------- numbers of a batch, and of single rows
 
 
-def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> Finding:
+def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> CheckResult:
     """Checks by TRL's metrics that policy and reference agree before the first step."""
     # TRL's rewards: beta times the log-ratio of policy and reference
     metrics = trainer._metrics["eval"]
@@ -243,7 +245,7 @@ def policy_is_reference(trainer: Any, model: Any, rows: list[Row]) -> Finding:
     longest = max(len(completion) for row in rows for _, completion in completions_of(row))
     limit = tolerance(trainer, model) * trainer.args.beta * longest
     holds = all(abs(value) <= limit for value in rewards.values())
-    return Finding("the policy starts as the reference", found, holds)
+    return CheckResult("the policy starts as the reference", found, holds)
 
 
 # A stage's comparison: [(name, number of the trainer on a padded batch, number from single rows)], empty if the job's loss has

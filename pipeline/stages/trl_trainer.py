@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
-from pipeline.findings import require
+from pipeline.checks import raise_if_failed
 from pipeline.models import adapter_files, probes
 from pipeline.models.adapters import as_peft_model, errors_of_peft
 from pipeline.models.gpus import peak_flops
@@ -69,7 +69,7 @@ class Reporter(TrainerCallback):
             restore_sums(self.trainer, _sums_file(self.worker, self.worker.resume))
             self.worker.replay(_history(state))
         else:
-            require(trl_checks.first_step_findings(self.worker, self.trainer))
+            raise_if_failed(trl_checks.first_step_checks(self.worker, self.trainer))
         self.tokens = self.trainer._total_train_tokens  # private in TRL 1.16; see save_sums
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

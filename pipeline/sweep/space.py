@@ -68,7 +68,7 @@ class Sweep:
     job: Job  # what all trials share, with the sweep's name and the best trial's registered model
     settings: SweepSettings
     trials: list[Trial]
-    metric: str  # the held-out figure
+    metric: str  # the held-out metric
     greater: bool  # whether a larger one is better
     arguments: list[str]  # overrides that hold for all trials
 
@@ -108,7 +108,7 @@ def read(path: str, arguments: list[str]) -> Sweep:
             why = "trials differ only in what is learned"
             raise InputError(f"a sweep cannot vary it, because {why}; give one value", key=key)
     jobs = _load_all(path, shared, _combinations(varied, known))
-    metric, greater = _figure(base, varied)
+    metric, greater = _metric(base, varied)
     # The default name follows from what is swept, so that the same command resumes.
     essences = [essence(identity_of(job), "gate") for job, _ in jobs]
     content = [essences, base.run.metric_for_best_model, known.reduction_factor]
@@ -175,7 +175,7 @@ def _load_all(
     return jobs
 
 
-def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
+def _metric(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
     """Returns the eval metric that the trials are compared by, and whether a larger value is better."""
     if not job.data.eval and not job.data.eval_fraction:
         raise InputError(

@@ -17,7 +17,7 @@ from pipeline.data.shapes import kind_of, parse
 from pipeline.data.values import RowError
 from pipeline.evaluation import benchmarks, policies, probes
 from pipeline.evaluation.benchmarks import Scored
-from pipeline.figures import temperature, wilson
+from pipeline.statistics import temperature, wilson
 
 
 def scored(scores, correct=1, **row):
@@ -51,7 +51,7 @@ def test_reward_bench_2_is_that_of_numpy():
     rows = [scored(row, subset=name) for row, name in zip(four, names, strict=True)]
     rows += [scored(row, correct=4, subset="Ties", id=f"tied:{i}") for i, row in enumerate(tied)]
     rows += [scored(row, subset="Ties", id=f"ref:{i}") for i, row in enumerate(ref)]
-    metrics, tables = benchmarks.figures(rows)
+    metrics, tables = benchmarks.metrics_of(rows)
 
     top = four == four.max(axis=1, keepdims=True)
     credit = np.where(top[:, 0], 1 / top.sum(axis=1), 0)
@@ -76,7 +76,7 @@ def test_rm_bench_is_that_of_numpy():
         scored(row, correct=3, benchmark="rm_bench", subset=domain)
         for row, domain in zip(scores, domains, strict=True)
     ]
-    metrics, _ = benchmarks.figures(rows)
+    metrics, _ = benchmarks.metrics_of(rows)
     matrix = (scores[:, :3, None] > scores[:, None, 3:]).mean(0)
     upper = np.triu(np.ones((3, 3), bool), 1)
     assert metrics["eval_rm_bench_hard"] == pytest.approx(matrix[upper].mean(), abs=1e-6)

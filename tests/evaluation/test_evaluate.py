@@ -20,7 +20,7 @@ from running import ROOT, client, stage
 from toy_data import CALLING, USER, WEATHER, encoder, evaluator, write
 from toy_models import BASE, tokenizer
 
-from pipeline import evaluation, figures
+from pipeline import evaluation, statistics
 from pipeline.__main__ import main
 from pipeline.data.shapes import parse
 from pipeline.evaluation import pairs
@@ -32,40 +32,42 @@ from pipeline.runtime.summary import subsets_table
 RM = ["reward=models:/toy-rm@champion", "policy=null", "baseline=null", "judge=null", "data.eval=null"]
 
 
-# ------------------------------------------------------------------------------------------------------- figures
+# ------------------------------------------------------------------------------------------------------- statistics
 
 
 @pytest.mark.parametrize(("share", "rows"), [(0.5, 40), (0.9, 10), (0.98, 60)])
 def test_the_interval_holds_the_truth_as_often_as_it_says(share, rows):
     draws, held = random.Random(0), 0
     for _ in range(4000):
-        low, high = figures.wilson([float(draws.random() < share) for _ in range(rows)])
+        low, high = statistics.wilson([float(draws.random() < share) for _ in range(rows)])
         held += low <= share <= high
     assert held / 4000 == pytest.approx(0.95, abs=0.03)
-    assert all(figures.wilson([0.0] * n)[0] >= 0 and figures.wilson([1.0] * n)[1] <= 1 for n in range(1, 400))
+    assert all(
+        statistics.wilson([0.0] * n)[0] >= 0 and statistics.wilson([1.0] * n)[1] <= 1 for n in range(1, 400)
+    )
 
 
 def test_ties_make_the_interval_no_narrower_than_a_bootstrap():
     shares = [1.0] * 40 + [0.5] * 40 + [0.0] * 20
-    low, high = figures.wilson(shares)
+    low, high = statistics.wilson(shares)
     draws = random.Random(0)
-    resampled = sorted(figures.mean(draws.choices(shares, k=100)) for _ in range(4000))
+    resampled = sorted(statistics.mean(draws.choices(shares, k=100)) for _ in range(4000))
     assert low < resampled[99] and resampled[3899] < high < resampled[3899] + 0.05
 
 
 def test_calibration_counts():
     sure, unsure = math.log(0.93 / 0.07), math.log(0.57 / 0.43)
     margins = [sure] * 8 + [-sure] * 2 + [unsure] * 6 + [-unsure] * 4
-    error, bins = figures.calibration(margins)
+    error, bins = statistics.calibration(margins)
     assert [(one["pairs"], round(one["accuracy"], 6), round(one["confidence"], 6)) for one in bins] == [
         (10, 0.6, 0.57),
         (10, 0.8, 0.93),
     ]
     assert [(one["accuracy_low"], one["accuracy_high"]) for one in bins] == [
-        figures.wilson([1.0] * right + [0.0] * (10 - right)) for right in (6, 8)
+        statistics.wilson([1.0] * right + [0.0] * (10 - right)) for right in (6, 8)
     ]
     assert error == pytest.approx((0.03 + 0.13) / 2)
-    assert figures.calibration([1e9, -1e9])[0] == pytest.approx(0.5)
+    assert statistics.calibration([1e9, -1e9])[0] == pytest.approx(0.5)
 
 
 def test_a_prompt_that_repeats_is_shown_once():
@@ -87,10 +89,10 @@ def test_diversity_and_repetition():
         "perplexity": pytest.approx(math.exp(0.25)),
     }
     assert evaluation.Completions([records[2]]).metrics().keys() == found.keys() - {"distinct_2"}
-    assert figures.repetition([1, 2, 3, 4, 5]) == 0.0
-    assert figures.repetition([7] * 13) == pytest.approx(0.9)
-    assert figures.correlation([1, 2, 3], [2, 4, 6]) == pytest.approx(1.0)
-    assert figures.correlation([1, 1], [2, 4]) is None
+    assert statistics.repetition([1, 2, 3, 4, 5]) == 0.0
+    assert statistics.repetition([7] * 13) == pytest.approx(0.9)
+    assert statistics.correlation([1, 2, 3], [2, 4, 6]) == pytest.approx(1.0)
+    assert statistics.correlation([1, 1], [2, 4]) is None
 
 
 @pytest.mark.parametrize(("temperature", "like", "fewest"), [(0.0, 1.0, 0), (0.7, 0.7, 0), (0.7, 0.7, 5)])
@@ -124,13 +126,13 @@ def test_a_reference_completion_follows_the_prompt_as_the_policy_gets_it():
         assert found[0][0] == example.columns["input_ids"]
 
 
-def test_figures_of_pairs():
+def test_metrics_of_pairs():
     some = [
         {"scores": (2.0, 1.0), "lengths": (4, 2), "judge": 1.0, "subset": "a"},
         {"scores": (1.0, 2.0), "lengths": (2, 4), "judge": 1.0, "subset": "b"},
         {"scores": (4.0, 1.0), "lengths": (8, 2), "judge": 2.0, "subset": "b"},
     ]
-    metrics, tables = pairs.figures(some)
+    metrics, tables = pairs.metrics_of(some)
     assert metrics["eval_rm_accuracy"] == 2 / 3 and metrics["eval_rm_margin"] == 1.0
     assert (
         metrics["eval_rm_accuracy_chosen_shorter"] == 0.0 and metrics["eval_rm_accuracy_chosen_longer"] == 1.0
@@ -238,9 +240,9 @@ def test_it_leaves_tables_and_metrics(alone, storage, models):
 @pytest.mark.slow
 def test_two_workers_find_the_same(alone, storage, some_settings, embedded_ray):
     two = stage("evaluate", storage, "alone-two", *some_settings, "scaling.num_workers=2")["metrics"]
-    figures = {key for key in alone["metrics"] if key.startswith("eval_")}
-    assert len(figures) > 9
-    for key in figures:
+    names = {key for key in alone["metrics"] if key.startswith("eval_")}
+    assert len(names) > 9
+    for key in names:
         assert two[key] == pytest.approx(alone["metrics"][key], abs=1e-5)
 
 
@@ -290,7 +292,7 @@ def test_a_gate_that_does_not_hold_leaves_it(policy, storage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
-def test_killed_three_times_it_ends_with_the_same_figures(workers, models, storage, some_settings, in_root):
+def test_killed_three_times_it_ends_with_the_same_metrics(workers, models, storage, some_settings, in_root):
     """SIGKILL ends the command after a given number of parts of pairs, probes, benchmarks and completions."""
     prompts = storage / "few_prompts.jsonl"
     rows = (ROOT / "jobs/demo/data/prompts_eval.jsonl").read_text().splitlines(keepends=True)

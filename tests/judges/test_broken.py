@@ -113,7 +113,7 @@ def found(storage, form, answer):
         except (Failure, InputError) as error:
             return [str(error)]
         assert server.paid.total() == len(server.paid) == (120 if form == "rank" else len(server.paid))
-        return pairs.figures(made)[1]["faults"]
+        return pairs.metrics_of(made)[1]["faults"]
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -7,9 +7,9 @@ import pytest
 import torch
 import toy_ppo as toy
 
+from pipeline.checks import CheckResult
 from pipeline.config import load_job
 from pipeline.errors import Failure, InputError
-from pipeline.findings import Finding
 from pipeline.ppo import estimators
 from pipeline.ppo.config import PPOConfig
 
@@ -84,8 +84,8 @@ def test_a_job_brings_its_own_formula(mine, in_root):
 
 
 def test_the_self_check_compares_with_the_definition_if_there_is_one(mine, monkeypatch):
-    found: list[Finding] = []
-    monkeypatch.setattr("pipeline.ppo.trainer.require", found.extend)
+    found: list[CheckResult] = []
+    monkeypatch.setattr("pipeline.ppo.trainer.raise_if_failed", found.extend)
     toy.trainer(advantage_estimator=f"{mine}best_of_group", num_generations=4).run_update()
     toy.trainer(advantage_estimator=f"{mine}wrong_definition").run_update()
     without, wrong = [one for one in found if one.check == "rewards and advantages are as defined"]

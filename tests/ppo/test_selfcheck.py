@@ -4,16 +4,16 @@ import pytest
 import torch
 import toy_ppo as toy
 
+from pipeline.checks import CheckResult
 from pipeline.errors import SelfCheckFailed
-from pipeline.findings import Finding
 from pipeline.models import probes
 from pipeline.ppo.episodes import prompt_order
 from pipeline.ppo.selfcheck import roles
 from pipeline.ppo.selfcheck import rollout as checks
 
 
-def verdicts(findings):
-    return {finding.check: finding.holds for finding in findings}
+def verdicts(results):
+    return {result.check: result.holds for result in results}
 
 
 @pytest.mark.parametrize(
@@ -35,15 +35,15 @@ def test_a_sound_job_passes_every_check(settings, tmp_path):
     for role in trainer.shared.roles:
         trainer.shared.save(role, tmp_path / role)
     trainer.folders = {role: str(tmp_path / role) for role in trainer.shared.roles if role != "reward"}
-    findings = checks.check(trainer, trainer.make_experience().episodes)
-    assert False not in verdicts(findings).values(), findings
-    assert list(verdicts(findings).values()).count(True) >= 8
+    results = checks.check(trainer, trainer.make_experience().episodes)
+    assert False not in verdicts(results).values(), results
+    assert list(verdicts(results).values()).count(True) >= 8
     assert torch.equal(before, toy.weights(trainer))  # the checks train nothing
     assert all(p.grad is None for p in trainer.shared.parameters())
 
 
 def test_the_start_of_a_run_raises_the_failures_of_the_checks(monkeypatch):
-    monkeypatch.setattr(checks, "sampler_agrees", lambda *_: Finding("agrees", "it does not", False))
+    monkeypatch.setattr(checks, "sampler_agrees", lambda *_: CheckResult("agrees", "it does not", False))
     with pytest.raises(SelfCheckFailed, match="agrees: it does not"):
         toy.trainer().run_update()
 

@@ -8,7 +8,7 @@ import torch
 import toy_ppo as toy
 from forked import in_processes
 
-from pipeline.findings import Finding
+from pipeline.checks import CheckResult
 from pipeline.inference import memory
 from pipeline.inference.rows import Completion, Sampling
 from pipeline.models.adapters import SharedBase
@@ -122,7 +122,7 @@ class Canned:
 @pytest.mark.parametrize("tokens", [(10, 11, 2), (2,)], ids=["words", "an end and nothing else"])
 def test_the_trainer_accepts_any_decoder(tokens, monkeypatch):
     for owner, name in ((checks, "sampler_agrees"), (roles, "sampler_follows")):
-        monkeypatch.setattr(owner, name, lambda *_: Finding("", "", None))  # its log-probs are made up
+        monkeypatch.setattr(owner, name, lambda *_: CheckResult("", "", None))  # its log-probs are made up
     decoder, seen = Canned(*tokens), []
     reward = lambda completions: [seen.append(c) or 0.5 for c in completions]  # noqa: E731
     metrics = toy.trainer(decoder=decoder, reward=reward).train()[-1]

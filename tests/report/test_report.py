@@ -453,7 +453,7 @@ def pair(margin, longer=0):
     return {"chosen": margin, "rejected": 0.0, "chosen_tokens": 10 + longer, "rejected_tokens": 10}
 
 
-def test_the_figures_of_pairs():
+def test_the_statistics_of_pairs():
     # says 0.9, and is right so often
     sure = [pair(math.log(9) * (-1 if i == 0 else 1), longer=2) for i in range(10)]
     summary = preferences.summary(sure)

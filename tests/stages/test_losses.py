@@ -73,7 +73,7 @@ def test_a_loss_is_checked_makes_steps_and_resumes(loss, tmp_path):
     made.model.eval()
     with torch.no_grad():
         found = trl_checks.compare("dpo", made, made.model, list(made.train_dataset))
-    assert [finding.holds for finding in found] == [True, True]
+    assert [result.holds for result in found] == [True, True]
     made.model.train()
     made._metrics["eval"].clear()
     start = weights(made)

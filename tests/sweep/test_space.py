@@ -71,7 +71,7 @@ def test_all_wrong_combinations_are_named_together():
         assert says in str(error.value)
 
 
-def test_a_figure_that_does_not_depend_on_beta_compares_betas():
+def test_a_metric_that_does_not_depend_on_beta_compares_betas():
     more = ["run.metric_for_best_model=eval_rewards/accuracies", "data.batch_size=16,32"]
     sweep = read(DPO, ["trainer.beta=0.1,0.3", *more])
     assert (sweep.metric, sweep.greater, len(sweep.trials)) == ("eval_rewards/accuracies", True, 4)

@@ -38,9 +38,9 @@ def self_checks(record: Record, precision: str) -> None:
     trainer = models.trainer(shared, 8, (5, 60), small(32, 12), gradient_checkpointing=True)
     with tempfile.TemporaryDirectory() as folder:
         trainer.folders = {role: _saved(shared, role, folder) for role in ("policy", "reward", "reference")}
-        for finding in checks.check(trainer, trainer.make_experience().episodes):
-            if finding.holds is not None:
-                record.check(finding.check, finding.found, finding.holds)
+        for result in checks.check(trainer, trainer.make_experience().episodes):
+            if result.holds is not None:
+                record.check(result.check, result.found, result.holds)
         record.check("self-checks that apply", len(record.checks), len(record.checks) >= 12)
         for _ in range(2):
             metrics = trainer.run_update()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.findings import Finding
+from pipeline.checks import CheckResult
 from pipeline.models.adapters import SharedBase
 from pipeline.models.precision import precision_of
 from pipeline.ppo import estimators, losses
@@ -84,7 +84,7 @@ def root_mean_square(difference: Tensor, mask: Tensor) -> float:
 # -------------------------------------------------------------------------------------- rewards and advantages
 
 
-def advantages_by_definition(trainer: Learner, episodes: Episodes) -> Finding:
+def advantages_by_definition(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that token rewards and advantages equal their definitions. Every rank calls it."""
     # Policy and reference are still equal, so a wrong sign or coefficient of the KL would not show. So the check is repeated
     # with shifted reference log-probs.
@@ -92,11 +92,11 @@ def advantages_by_definition(trainer: Learner, episodes: Episodes) -> Finding:
     shift = 0.3 * torch.sin(1.0 + steps + episodes.indices.unsqueeze(-1))
     shifted = replace(episodes, ref_logprobs=(episodes.ref_logprobs + shift).where(episodes.mask, 0.0))
     losses.fill_advantages(trainer.args, trainer.rollout_config, shifted, trainer.kl_coef)
-    finding, other = (_compared(trainer, one) for one in (episodes, shifted))
-    return finding if finding.holds is False else other
+    result, other = (_compared(trainer, one) for one in (episodes, shifted))
+    return result if result.holds is False else other
 
 
-def _compared(trainer: Learner, episodes: Episodes) -> Finding:
+def _compared(trainer: Learner, episodes: Episodes) -> CheckResult:
     args, config = trainer.args, trainer.rollout_config
     rows = sorted(chain(*gather(_rows(episodes))), key=lambda row: row.indices)
     paid = [_token_rewards(args, trainer.kl_coef, row) for row in rows]
@@ -114,7 +114,7 @@ def _compared(trainer: Learner, episodes: Episodes) -> Finding:
     elif wrong:
         found += f"; advantages of {wrong} differ: gamma, lambda, the values, what follows the last action, or whitening over "
         found += "other rows than those of all workers together"
-    return Finding("rewards and advantages are as defined", found, not (wrong_rewards or wrong))
+    return CheckResult("rewards and advantages are as defined", found, not (wrong_rewards or wrong))
 
 
 def _rows(episodes: Episodes) -> list[SimpleNamespace]:
@@ -189,7 +189,7 @@ def _close(ours: Numbers, plain: Numbers) -> bool:
 # ---------------------------------------------------------------------------------------- signs of the losses
 
 
-def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> Finding:
+def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks the signs of the losses' gradients with respect to log-probs, entropies and values.
 
     Actions with a positive advantage become more likely. If the loss has a KL term, a policy above the reference becomes less
@@ -224,4 +224,4 @@ def losses_pull_the_right_way(trainer: Learner, episodes: Episodes) -> Finding:
         if not float(torch.autograd.grad(loss, values)[0][learn].sum()) > 0:
             wrong.append("values move away from the returns")
     found = "; ".join(wrong) or "policy" + (", values" if args.uses_critic else "")
-    return Finding("losses pull the right way", found, not wrong)
+    return CheckResult("losses pull the right way", found, not wrong)

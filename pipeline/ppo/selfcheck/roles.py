@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipeline.findings import Finding, same_tensors
+from pipeline.checks import CheckResult, same_tensors
 from pipeline.models import probes
 from pipeline.models.adapter_files import HEAD, is_head
 from pipeline.models.adapters import SharedBase, tensors_in
@@ -29,8 +29,8 @@ from pipeline.ppo.selfcheck.definitions import (
 ROUNDING = 1e-3  # relative to a gradient's norm: the change by another order of summation in fp32
 
 
-def check(trainer: Learner, episodes: Episodes) -> list[Finding]:
-    """Returns the findings on the roles of a run before it learns. Changes no parameter. Every rank calls it."""
+def check(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
+    """Returns the results of the checks of a run's roles before it learns. Changes no parameter. Every rank calls it."""
     folders = trainer.folders
     return [
         *(same_as_file(trainer, role, folder) for role, folder in folders.items()),
@@ -40,7 +40,7 @@ def check(trainer: Learner, episodes: Episodes) -> list[Finding]:
     ]
 
 
-def same_as_file(trainer: Learner, role: str, folder: str) -> Finding:
+def same_as_file(trainer: Learner, role: str, folder: str) -> CheckResult:
     """Checks that the role's adapter in memory, with its head if it has one, is bit-identical to the file."""
     tensors = tensors_in(folder, trainer.shared.base)
     stored = {HEAD if is_head(key) else key: tensor.float() for key, tensor in tensors.items()}
@@ -51,7 +51,7 @@ def same_as_file(trainer: Learner, role: str, folder: str) -> Finding:
 
 
 @torch.no_grad()
-def behaves_as_trained(trainer: Learner, role: str, folder: str) -> Finding:
+def behaves_as_trained(trainer: Learner, role: str, folder: str) -> CheckResult:
     """Checks that the role's outputs on its probes equal its outputs at the end of its training.
 
     Differences are in standard deviations of a reward's scores, or in nats per token of a policy's log-probs.
@@ -61,11 +61,13 @@ def behaves_as_trained(trainer: Learner, role: str, folder: str) -> Finding:
     name = f"{role} {verb} as when it was trained"
     stored = probes.read(folder)
     if not stored:
-        return Finding(name, f"{folder} holds no {probes.FILE}: it was not trained by this pipeline", None)
+        return CheckResult(
+            name, f"{folder} holds no {probes.FILE}: it was not trained by this pipeline", None
+        )
     then, now = stored[0][2], precision_in_use(shared)
     if then is None or ("quantized" in {then, now} and then != now):
         found = f"not checked: trained at precision {then or 'unknown'}, and here the base is {now}"
-        return Finding(name, found, None)
+        return CheckResult(name, found, None)
     limit = LOW_PRECISION if then == "half" else tolerance(shared)
     largest = 0.0
     for ids, output, _ in stored:
@@ -77,15 +79,15 @@ def behaves_as_trained(trainer: Learner, role: str, folder: str) -> Finding:
     found = f"{len(stored)} probes differ by up to {largest:.2g} {unit}"
     if not largest <= limit:
         found += ". Another base, scaling (lora_alpha, r) or precision, or tensors that were lost on the way"
-    return Finding(name, found, largest <= limit)
+    return CheckResult(name, found, largest <= limit)
 
 
 @torch.no_grad()
-def sampler_follows(trainer: Learner, episodes: Episodes) -> Finding:
+def sampler_follows(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Changes the policy, checks that the decoder samples from the changed policy, and restores the policy."""
     name, shared, sampler = "the sampler follows the policy", trainer.shared, trainer.sampler
     if trainer.rollouts.workers:
-        return Finding(name, "rollout workers sample; their log-probs are checked in each update", None)
+        return CheckResult(name, "rollout workers sample; their log-probs are checked in each update", None)
     parameters = shared.parameters_of("policy")
     before = [parameter.detach().clone() for parameter in parameters]
     generator = torch.Generator().manual_seed(0)
@@ -111,10 +113,10 @@ def sampler_follows(trainer: Learner, episodes: Episodes) -> Finding:
         parameter.copy_(start)
     sampler.decoder.changed("policy")
     found = f"the policy moved by {moved:.2g} nats, and then they differ by {apart:.2g}"
-    return Finding(name, found, apart <= 3 * tolerance(shared) if moved > limit else None)
+    return CheckResult(name, found, apart <= 3 * tolerance(shared) if moved > limit else None)
 
 
-def gradients(trainer: Learner, episodes: Episodes) -> list[Finding]:
+def gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
     """Runs forward and backward of one completion. Checks which parameters get gradients, and checkpointing if it is on.
 
     A layer that checkpointing recomputes in backward must use the adapter of the forward.
@@ -126,7 +128,7 @@ def gradients(trainer: Learner, episodes: Episodes) -> list[Finding]:
         pulled &= (episodes.learn & (episodes.returns != episodes.values)).any(-1)
     rows = sorted(pulled.nonzero().flatten().tolist(), key=lambda row: lengths[row])[:1]
     if not rows:
-        return [Finding(name, "no completion has an advantage", None) for name in names]
+        return [CheckResult(name, "no completion has an advantage", None) for name in names]
     learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
     checkpointing, found = shared.gradient_checkpointing, list[dict[str, Tensor]]()
     for on in dict.fromkeys((False, checkpointing)):
@@ -140,16 +142,16 @@ def gradients(trainer: Learner, episodes: Episodes) -> list[Finding]:
     norms = {role: float(gradient.norm()) for role, gradient in again.items()}
     listed = ", ".join(f"{role} {norm:.3g}" for role, norm in norms.items())
     if not all(map(math.isfinite, norms.values())):  # the trainer skips such a step
-        return [Finding(name, f"norms: {listed}", None) for name in names]
+        return [CheckResult(name, f"norms: {listed}", None) for name in names]
     holds = others == 0 and all(norms.values())
-    reach = Finding(names[0], f"norms: {listed}; {others} other tensors", holds)
+    reach = CheckResult(names[0], f"norms: {listed}; {others} other tensors", holds)
     if not checkpointing:
-        return [reach, Finding(names[1], "off (gradient_checkpointing: false)", None)]
+        return [reach, CheckResult(names[1], "off (gradient_checkpointing: false)", None)]
     apart = {r: float((again[r] - plain[r]).norm() / plain[r].norm().clamp(min=1e-30)) for r in plain}
     differ = ", ".join(f"{role} {value:.2g}" for role, value in apart.items())
     limit = max(ROUNDING, tolerance(shared))
     holds = all(value <= limit for value in apart.values())
-    return [reach, Finding(names[1], f"relative difference: {differ}", holds)]
+    return [reach, CheckResult(names[1], f"relative difference: {differ}", holds)]
 
 
 def gradient_of(shared: SharedBase, role: str) -> Tensor:

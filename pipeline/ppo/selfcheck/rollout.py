@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.findings import Finding
+from pipeline.checks import CheckResult
 from pipeline.models.adapters import SharedBase
 from pipeline.models.template import user_header_and_generation_prompt
 from pipeline.ppo.episodes import Episodes, all_reduce, gather
@@ -40,8 +40,8 @@ Z_LIMIT = 5.0  # standard deviations below the mean: chance exceeds it once in t
 MAX_SURPRISAL = 20.0  # nats; a larger surprisal counts as this value
 
 
-def check(trainer: Learner, episodes: Episodes) -> list[Finding]:
-    """Returns all findings on the first update's episodes. Every rank calls it."""
+def check(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
+    """Returns the results of all checks of the first update's episodes. Every rank calls it."""
     return [
         reference_is_policy(trainer, episodes),
         sampler_agrees(trainer, episodes),
@@ -60,7 +60,7 @@ def check(trainer: Learner, episodes: Episodes) -> list[Finding]:
     ]
 
 
-def first_ratio(shared: SharedBase, rms: float) -> Finding:
+def first_ratio(shared: SharedBase, rms: float) -> CheckResult:
     """Checks that every ratio is 1, up to rounding, before the first optimizer step: the policy *is* the old policy.
 
     Args:
@@ -69,29 +69,29 @@ def first_ratio(shared: SharedBase, rms: float) -> Finding:
     found, holds = f"log-ratios are {rms:.2g} on average", rms <= tolerance(shared)
     if not holds:
         found += ". Old and new log-probs differ before any step: dropout, another temperature or mask, or another adapter"
-    return Finding("the first ratio is 1", found, holds)
+    return CheckResult("the first ratio is 1", found, holds)
 
 
-def reference_is_policy(trainer: Learner, episodes: Episodes) -> Finding:
+def reference_is_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that the policy starts as a copy of the reference: equal log-probs, KL 0."""
     name = "KL to the reference is 0 before the first step"
     if not trainer.args.check_reference:
-        return Finding(name, "skipped (check_reference: false)", None)
+        return CheckResult(name, "skipped (check_reference: false)", None)
     rms = root_mean_square(episodes.old_logprobs - episodes.ref_logprobs, episodes.mask)
     found, holds = f"log-probs differ by {rms:.2g} nats", rms <= tolerance(trainer.shared)
     if not holds:
         found += ". The policy must start as a copy of the reference (the sft adapter); set check_reference=false if it should not"
-    return Finding(name, found, holds)
+    return CheckResult(name, found, holds)
 
 
-def sampler_agrees(trainer: Learner, episodes: Episodes) -> Finding:
+def sampler_agrees(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that sampler and trainer give the tokens the same log-probs: same temperature, mask and adapter."""
     rms = root_mean_square(episodes.sampler_logprobs - episodes.old_logprobs, episodes.mask)
     holds = rms <= 3 * tolerance(trainer.shared)  # another engine may use other kernels
-    return Finding("sampler and trainer agree on log-probs", f"they differ by {rms:.2g} nats", holds)
+    return CheckResult("sampler and trainer agree on log-probs", f"they differ by {rms:.2g} nats", holds)
 
 
-def chunks_match_requests(versions: Versions, parts: Sequence[tuple[Chunk, Sampled]]) -> Finding:
+def chunks_match_requests(versions: Versions, parts: Sequence[tuple[Chunk, Sampled]]) -> CheckResult:
     """Checks that each chunk came back complete, once, and from a sampler with the parameters of the requested version."""
     name = "rollout workers deliver the requested chunks"
     for chunk, one in parts:
@@ -99,13 +99,13 @@ def chunks_match_requests(versions: Versions, parts: Sequence[tuple[Chunk, Sampl
         got = (one.key, len(one.completions), one.version, one.digest)
         if got != requested:
             what = "(update, rank, number), completions, version and digest of the policy"
-            return Finding(name, f"requested {requested}, got {got}: {what}", False)
-    return Finding(name, f"{len(parts)} chunks", True)
+            return CheckResult(name, f"requested {requested}, got {got}: {what}", False)
+    return CheckResult(name, f"{len(parts)} chunks", True)
 
 
 def sampled_by_its_version(
     trainer: Learner, versions: Versions, update: int, parts: Sequence[tuple[Chunk, Sampled]]
-) -> Finding:
+) -> CheckResult:
     """Recomputes log-probs of some completions in a random chunk with the chunk's version. They must be equal.
 
     An engine may hold the right parameters, but still sample from cached states of other parameters.
@@ -122,10 +122,10 @@ def sampled_by_its_version(
     holds = difference <= 3 * tolerance(trainer.shared)
     if not holds:
         found += f" on chunk {chunk.key}: it was sampled from other parameters than its worker holds (a cache of another version)"
-    return Finding(name, found, holds)
+    return CheckResult(name, found, holds)
 
 
-def ends_inside(trainer: Learner, episodes: Episodes) -> Finding:
+def ends_inside(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that EOS is the last action of a completion that ended, and no other action is EOS."""
     mask, counts = episodes.mask, episodes.counts
     steps = torch.arange(mask.shape[1], device=mask.device)
@@ -139,10 +139,10 @@ def ends_inside(trainer: Learner, episodes: Episodes) -> Finding:
     found = (
         f"in {int(holds.sum())} of {len(episodes)} completions; {int(episodes.ended.sum())} ended with EOS"
     )
-    return Finding("the end token is inside the mask, as the last action", found, bool(holds.all()))
+    return CheckResult("the end token is inside the mask, as the last action", found, bool(holds.all()))
 
 
-def only_adapters_learn(trainer: Learner) -> Finding:
+def only_adapters_learn(trainer: Learner) -> CheckResult:
     """Checks that only the learning roles require gradients, in fp32, and the optimizer has them all. Dropout must be off."""
     shared = trainer.shared
     learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
@@ -155,7 +155,7 @@ def only_adapters_learn(trainer: Learner) -> Finding:
     if strays or forgotten or low or dropouts:
         found += f"; {strays} tensors learn or rest that should not, {low} are not fp32, {dropouts} dropouts are on, "
         found += f"{forgotten} are on one side only of optimizer and roles"
-    return Finding("only adapters and heads learn", found, not (strays or forgotten or low or dropouts))
+    return CheckResult("only adapters and heads learn", found, not (strays or forgotten or low or dropouts))
 
 
 # ------------------------------------------------------------------------------------------------- after learning
@@ -174,7 +174,7 @@ def sums_of(trainer: Learner) -> Sums:
     return sums
 
 
-def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, float]) -> Finding:
+def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, float]) -> CheckResult:
     """Checks after the first update that the learning roles have changed and are equal on all workers.
 
     Args:
@@ -196,13 +196,13 @@ def ranks_learned_equally(trainer: Learner, before: Sums, metrics: dict[str, flo
         )
     if differs:
         found += f"; {', '.join(differs)} differs between workers: gradients are not summed over all of them"
-    return Finding("adapters have learned, equally on all workers", found, not (still or differs))
+    return CheckResult("adapters have learned, equally on all workers", found, not (still or differs))
 
 
 # ------------------------------------------------------------------------------------------- episodes and prompts
 
 
-def each_episode_once(trainer: Learner, episodes: Episodes) -> Finding:
+def each_episode_once(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that every episode of the update is on one worker, with the prompt that follows from the seed."""
     args, device = trainer.args, episodes.mask.device
     seen = all_reduce(torch.bincount(episodes.indices, minlength=args.batch_size))
@@ -220,7 +220,7 @@ def each_episode_once(trainer: Learner, episodes: Episodes) -> Finding:
     found = f"{args.batch_size} episodes, workers: {trainer.workers}"
     if missing or twice or wrong_prompts:
         found += f": {missing} are on none, {twice} on several, {wrong_prompts} have another prompt than the seed gives them"
-    return Finding("each episode is on one worker", found, not (missing or twice or wrong_prompts))
+    return CheckResult("each episode is on one worker", found, not (missing or twice or wrong_prompts))
 
 
 def _prompts(episodes: Episodes) -> list[list[int]]:
@@ -229,7 +229,7 @@ def _prompts(episodes: Episodes) -> list[list[int]]:
     return [ids[:start] for ids, start in zip(episodes.input_ids.tolist(), starts, strict=True)]
 
 
-def prompts_as_templated(trainer: Learner, episodes: Episodes) -> Finding:
+def prompts_as_templated(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that prompts begin with at most one BOS, and chats end with the template's generation prompt."""
     tokenizer, prompts = trainer.tokenizer, _prompts(episodes)
     bos = getattr(tokenizer, "bos_token_id", None)
@@ -244,16 +244,16 @@ def prompts_as_templated(trainer: Learner, episodes: Episodes) -> Finding:
     if without:
         found += f"; {without} do not end with {asks!r} (the template's generation prompt)"
     name = "prompts have one BOS and end with the generation prompt"
-    return Finding(name, found, not (twice or without))
+    return CheckResult(name, found, not (twice or without))
 
 
-def stops_on_every_eos(trainer: Learner) -> Finding:
+def stops_on_every_eos(trainer: Learner) -> CheckResult:
     """Checks that sampling stops on all EOS tokens of tokenizer and base (Llama 3 has two)."""
     ends = trainer.shared.ends(trainer.tokenizer)
     found = f"completions end with the token ids {ends}"
     if missing := sorted(set(ends) - set(trainer.sampler.sampling.eos)):
         found += f", sampling goes on after {missing}"
-    return Finding("sampling stops on every EOS token", found, not missing)
+    return CheckResult("sampling stops on every EOS token", found, not missing)
 
 
 # ------------------------------------------------------------------------------------- the model on single rows
@@ -278,7 +278,7 @@ def plain_logprobs(trainer: Learner, role: str | None, episodes: Episodes, row: 
     return ids[0, start:].unsqueeze(-1), logits.log_softmax(-1)
 
 
-def logprobs_of_the_model(trainer: Learner, episodes: Episodes) -> Finding:
+def logprobs_of_the_model(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Compares old and reference log-probs with the model's own forward of a single row."""
     row = int(episodes.counts.argmin())  # the row with the most padding
     differences = {}
@@ -291,10 +291,10 @@ def logprobs_of_the_model(trainer: Learner, episodes: Episodes) -> Finding:
     holds = all(value <= tolerance(trainer.shared) for value in differences.values())
     if not holds:
         found += ". Padding, position, temperature, minimum length or adapter differ from a plain forward's"
-    return Finding("log-probs are those of the model's own forward", found, holds)
+    return CheckResult("log-probs are those of the model's own forward", found, holds)
 
 
-def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> Finding:
+def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks that completions are samples of the policy's full distribution: neither sharper (top-k, top-p) nor flatter.
 
     For a token x drawn from p, -log p(x) has the mean H(p), the entropy. The least likely tokens of p are drawn as often as
@@ -321,7 +321,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> Finding:
             sums[i, 1] += (ordered * (before >= tail)).sum()
     (excess, variance), *tails = all_reduce(sums).tolist()
     if copies := _copied(trainer, episodes):
-        return Finding(name, copies, False)
+        return CheckResult(name, copies, False)
     deviations = excess / math.sqrt(max(variance, 1.0))
     found = f"log-probs are {-deviations:+.1f} standard deviations from their mean"
     # Rare tokens have a large surprisal, so the sum is not normal. Chance exceeds Bernstein's bound once in a million.
@@ -337,7 +337,7 @@ def drawn_from_the_policy(trainer: Learner, episodes: Episodes) -> Finding:
         found += ": top-k, top-p or a lower temperature is on"
     elif flat:
         found += ": another temperature, or another policy"
-    return Finding(name, found, not (sharp or flat))
+    return CheckResult(name, found, not (sharp or flat))
 
 
 def _improbable(count: float, expected: float) -> bool:
@@ -363,11 +363,11 @@ def _copied(trainer: Learner, episodes: Episodes) -> str:
 
 
 @torch.no_grad()
-def values_before_actions(trainer: Learner, episodes: Episodes) -> Finding:
+def values_before_actions(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks two values: the first must be the head's output on the prompt, the last its output before the last action."""
     name = "values are read before each action"
     if not trainer.args.uses_critic:
-        return Finding(name, f"no critic ({trainer.args.advantage_estimator})", None)
+        return CheckResult(name, f"no critic ({trainer.args.advantage_estimator})", None)
     shared, largest = trainer.shared, 0.0
     row = int(episodes.counts.argmin())
     start, count = int(episodes.starts[row]), int(episodes.counts[row])
@@ -387,16 +387,16 @@ def values_before_actions(trainer: Learner, episodes: Episodes) -> Finding:
         head.data.zero_()
     found = f"they differ by up to {largest:.2g} from the head's output on what stands before the action"
     spread = float(episodes.values[episodes.mask].std()) if int(episodes.mask.sum()) > 1 else 0.0
-    return Finding(name, found, largest <= tolerance(shared) * max(1.0, spread))
+    return CheckResult(name, found, largest <= tolerance(shared) * max(1.0, spread))
 
 
 @torch.no_grad()
-def scores_at_the_end(trainer: Learner, episodes: Episodes) -> Finding:
+def scores_at_the_end(trainer: Learner, episodes: Episodes) -> CheckResult:
     """Checks two scores: the heads' normalized, weighted, clipped and penalized outputs at a single row's last token."""
     name, args = "scores are read at the last token of the completion", trainer.args
     rewards = [reward for reward in trainer.rewards if isinstance(reward, AdapterReward)]
     if len(rewards) < len(trainer.rewards):
-        return Finding(name, "not checked: a reward is no adapter on the base", None)
+        return CheckResult(name, "not checked: a reward is no adapter on the base", None)
     shared, largest, unit = trainer.shared, 0.0, 0.0
     for row in {int(episodes.counts.argmin()), int(episodes.counts.argmax())}:
         ids = episodes.input_ids[row : row + 1, : int(episodes.starts[row] + episodes.counts[row])]
@@ -413,4 +413,4 @@ def scores_at_the_end(trainer: Learner, episodes: Episodes) -> Finding:
             total -= args.missing_eos_penalty or 0.0
         largest = max(largest, abs(total - float(episodes.scores[row])))
     found = f"they differ by up to {largest:.2g} from the head's output on the completion alone"
-    return Finding(name, found, largest <= tolerance(shared) * max(1.0, unit))
+    return CheckResult(name, found, largest <= tolerance(shared) * max(1.0, unit))

@@ -1,4 +1,4 @@
-"""Figures of an evaluation, as pure functions of plain numbers: intervals, calibration, correlation, diversity."""
+"""Statistics of an evaluation, as pure functions of plain numbers: intervals, calibration, correlation, diversity."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Defines `Finding`, the result of a check. Runs stop if a check does not hold."""
+"""Defines `CheckResult`, the result of a check. Runs stop if a check does not hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.errors import SelfCheckFailed
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One check: the condition, the value found, and whether it holds, or None if it does not apply to this job."""
 
     check: str
@@ -18,17 +18,17 @@ class Finding:
     holds: bool | None
 
 
-def same_tensors(name: str, loaded: Mapping[str, Any], stored: Mapping[str, Any], folder: str) -> Finding:
+def same_tensors(name: str, loaded: Mapping[str, Any], stored: Mapping[str, Any], folder: str) -> CheckResult:
     """Checks that the tensors in memory are bit-identical to the tensors of the files in `folder`."""
     different = sorted(loaded.keys() ^ stored.keys())
     different = different or [key for key in loaded if not loaded[key].equal(stored[key])]
     found = (
         f"{len(different)} tensors differ, {different[0]} for one" if different else f"{len(loaded)} tensors"
     )
-    return Finding(name, f"{found} ({folder})", not different)
+    return CheckResult(name, f"{found} ({folder})", not different)
 
 
-def require(findings: Sequence[Finding]) -> None:
-    """Raises SelfCheckFailed with every finding that does not hold."""
-    if wrong := [f"{finding.check}: {finding.found}" for finding in findings if finding.holds is False]:
+def raise_if_failed(results: Sequence[CheckResult]) -> None:
+    """Raises SelfCheckFailed with every result that does not hold."""
+    if wrong := [f"{result.check}: {result.found}" for result in results if result.holds is False]:
         raise SelfCheckFailed("self-check failed:\n  " + "\n  ".join(wrong))
