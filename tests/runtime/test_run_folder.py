@@ -80,7 +80,7 @@ def test_evaluation_keys_must_stay_if_they_decide_what_is_registered(halfway, tm
     folder = shutil.copytree(halfway, tmp_path / "copy")
     begun = [*BATCH, "run.load_best_model_at_end=true", "trainer.eval_strategy=steps", "trainer.eval_steps=5"]
     for left, change, says in [
-        (BATCH, "run.load_best_model_at_end=true", r'run\.load_best_model_at_end=false \(now true\)'),
+        (BATCH, "run.load_best_model_at_end=true", r"run\.load_best_model_at_end=false \(now true\)"),
         (BATCH, "run.early_stopping_patience=3", r"run\.early_stopping_patience=not given \(now 3\)"),
         (BATCH, "run.stop_if.eval_loss=< 1", r'run\.stop_if\.eval_loss=not given \(now "< 1"\)'),
         (begun, "trainer.eval_steps=7", r"trainer\.eval_steps=5 \(now 7\)"),
