@@ -103,7 +103,7 @@ def test_after_patience_the_run_ends_with_one_line_and_continues(fault, says, tm
 
 
 def cut():
-    said = chat("Score: 1")  # of Score: 10
+    said = chat("Score: 1")  # the start of `Score: 10`
     said["choices"][0]["finish_reason"] = "length"
     return said
 
@@ -195,7 +195,7 @@ def test_a_key_is_in_no_file_and_no_message(tmp_path, monkeypatch):
         judge = reward(server, tmp_path, api_key_variable="JUDGE_AUTH")
         with pytest.raises(
             InputError,
-            match=r"refused a request \(status 401: .*not .*\*\*\*; ask for another\); is the key in \$JUDGE_AUTH",
+            match=r"rejected a request \(status 401: .*not .*\*\*\*; ask for another\); is the key in \$JUDGE_AUTH",
         ) as caught:
             judge.checked(samples(1))
         assert key[:9] not in str(caught.value)
