@@ -352,7 +352,7 @@ def test_the_stack_of_the_readme_gets_what_it_asks_for():
     """Checks the file and the parameters without a default. cloud/test_clusterfile.py creates the stack in a mock of AWS."""
     [command] = [command for command in COMMANDS if command.startswith("aws cloudformation")]
     file = ROOT / shlex.split(command)[shlex.split(command).index("--template-file") + 1]
-    parameters = re.search(r"^Parameters:\n(.*?)^Resources:", file.read_text(), re.M | re.S)[1]
+    parameters = re.search(r"^Parameters:\n(.*?)^\w", file.read_text(), re.M | re.S)[1]
     every = re.split(r"^  (?=\w)", parameters, flags=re.M)[1:]
     asked = [one.split(":")[0] for one in every if "Default:" not in one]
     assert asked == re.findall(r"(\w+)=", command.partition("--parameter-overrides")[2])
