@@ -26,7 +26,8 @@ from pipeline.config.stages import STAGE
 from pipeline.errors import InputError, show, visible
 
 LOADED = ("trl.trainer.base_config", "transformers.trainer", "peft")
-_asked: set[str] = set()  # requests about which this process or its parent has asked already
+_asked: set[str] = set()  # requests about which this process has asked already
+_parent_asked = False
 
 
 @contextlib.contextmanager
@@ -35,7 +36,7 @@ def asked(*jobs: Job) -> Iterator[Callable[[], None]]:
 
     Jobs that an outer block has asked about are not asked about again.
     """
-    requests = [one for job in jobs if (one := _request(job)) and one not in _asked]
+    requests = [one for job in jobs if (one := _request(job)) and one not in _asked and not _parent_asked]
     process = None
     if requests and not all(module in sys.modules for module in LOADED):
         process = subprocess.Popen(
@@ -83,9 +84,10 @@ def load() -> None:
         gc.enable()
 
 
-def accept(job: Job) -> None:
-    """Records that the parent process has checked the job already."""
-    _asked.add(_request(job) or "")
+def trust_the_parent() -> None:
+    """Records that the parent process has asked about all jobs of this process."""
+    global _parent_asked
+    _parent_asked = True
 
 
 def _request(job: Job) -> str | None:

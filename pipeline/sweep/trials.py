@@ -102,7 +102,7 @@ def _trainable(sweep: Sweep, handle: SweepHandle) -> Any:
         hold(handle.lease)  # this process may outlive the sweep's driver by seconds
         name, failure = config["trial"], None
         job = jobs[name]
-        libraries.accept(job)
+        libraries.trust_the_parent()
         name_output(f"{job.stage} {name}")
         ray.get(handle.rungs.begin.remote(name))
         try:
