@@ -150,10 +150,8 @@ def value_of(one: Mapping[str, Any]) -> str:
 
 def type_of(one: Mapping[str, Any]) -> str:
     """Returns type and range of a key, with the usual names of types."""
-    allowed = schema.outside(float("nan"), one["range"]) if "range" in one else None
-    words = re.sub(
-        r"between (\S+) and (\S+)", r"\1 to \2", schema.expected(one) + (f", {allowed}" if allowed else "")
-    )
+    words = re.sub(r" between (\S+) and (\S+)", r", \1 to \2", schema.expected(one))
+    words = re.sub(r" of at least (\S+)", r", \1 or more", words)
     names = {"a whole number": "integer", "true or false": "boolean", "a number": "number", "text": "string"}
     names |= {"a list": "list", "a mapping": "mapping"}
     for name, usual in names.items():

@@ -6,7 +6,7 @@ import pytest
 from running import ROOT
 
 # layers from the bottom; each may import earlier layers and itself
-LAYERS = """errors references text metrics run_folder statistics checks intervals system models inference ppo demo penalties config judges data registry report on_ray settle runtime rollout evaluation planning stages sweep serving commands cloud
+LAYERS = """errors references text metrics run_folder statistics checks ranges system models inference ppo demo penalties config judges data registry report on_ray settle runtime rollout evaluation planning stages sweep serving commands cloud
     __main__""".split()
 # folders that can be read, tested and profiled alone, with torch, transformers and peft
 ALONE = {

@@ -1,6 +1,6 @@
 """A job as dataclasses: the sections that are ours, with their keys, types, defaults, ranges (`Annotated`) and meanings.
 
-schema.json is generated from these annotations and comments.
+schema.json is generated from these annotations and the docstrings below the fields.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from collections.abc import Container
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Gt, Le
+
 from pipeline.config.stages import INPUTS, STAGE, Stage
 from pipeline.ppo.config import RolloutConfig
+from pipeline.ranges import Count, Fraction, Patience, Rows, Seconds, Seed, Steps
 from pipeline.references import Ref
 from pipeline.system import storage
 
@@ -21,16 +24,25 @@ HUB = "hf://datasets/"
 
 @dataclass(frozen=True)
 class Model:
-    name_or_path: str  # a folder, a hub id, or hub id@revision
-    revision: str | None = None  # hub only: a commit, tag or branch
-    # Dtype of the frozen base; adapters and heads are float32. On a CPU, trainer.bf16 makes the base bfloat16.
+    name_or_path: str
+    """A folder, a hub id, or hub id@revision."""
+    revision: str | None = None
+    """Hub only: a commit, tag or branch."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    load_in_4bit: bool = False  # nf4 with double quantization; computes in `dtype`
-    fsdp: bool = False  # shards the base over the workers (FSDP2); adapters are not sharded
-    attn_implementation: str | None = None  # by default, transformers chooses (sdpa)
-    chat_template: str | None = None  # a Jinja file or "plain"; by default the tokenizer's own, else "plain"
-    trust_remote_code: bool = False  # run the Python code that comes with a model on the hub
-    allow_pickle: bool = False  # also read *.bin weights, which can run code
+    """Dtype of the frozen base; adapters and heads are float32. On a CPU, trainer.bf16 makes the base
+    bfloat16."""
+    load_in_4bit: bool = False
+    """nf4 with double quantization; computes in `dtype`."""
+    fsdp: bool = False
+    """Shards the base over the workers (FSDP2); adapters are not sharded."""
+    attn_implementation: str | None = None
+    """By default, transformers chooses (sdpa)."""
+    chat_template: str | None = None
+    """A Jinja file or "plain"; by default the tokenizer's own, else "plain"."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a model on the hub."""
+    allow_pickle: bool = False
+    """Also read *.bin weights, which can run code."""
 
 
 SPLITS = ("train", "eval", "pairs", "benchmarks")  # keys of `data` that name rows
@@ -41,13 +53,20 @@ OF_ROWS = ("columns", "label", "transform", "group_by")  # keys of `data` that s
 class Source:
     """An entry of a list under a key of SPLITS: a path alone, or a mapping with these keys."""
 
-    path: str  # a path, a glob, a folder, s3:// gs:// hf://
-    weight: Annotated[float | None, "(0, 1000000000]"] = None  # share of an epoch, relative to the others
-    revision: str | None = None  # Commit, tag or branch of a Hub dataset; the same as @REVISION in its path.
-    columns: dict[str, str | list[str]] | None = None  # instead of data.columns, for the rows of this source
-    label: dict[str, Any] | None = None  # instead of data.label
-    transform: str | None = None  # instead of data.transform
-    group_by: str | None = None  # instead of data.group_by
+    path: str
+    """A path, a glob, a folder, s3:// gs:// hf://."""
+    weight: Annotated[float, Gt(0), Le(10**9)] | None = None
+    """Share of an epoch, relative to the others."""
+    revision: str | None = None
+    """Commit, tag or branch of a Hub dataset; the same as @REVISION in its path."""
+    columns: dict[str, str | list[str]] | None = None
+    """Instead of data.columns, for the rows of this source."""
+    label: dict[str, Any] | None = None
+    """Instead of data.label."""
+    transform: str | None = None
+    """Instead of data.transform."""
+    group_by: str | None = None
+    """Instead of data.group_by."""
 
     @property
     def location(self) -> str:
@@ -60,98 +79,134 @@ class Source:
 
 @dataclass(frozen=True)
 class Data:
-    # A path, a glob, a folder, s3:// gs:// hf://, or a list of them; in a list also {path: ..., weight: ..., columns: ...}.
     train: str | list[str | dict[str, Any]] | None = None
-    # If sources have weights: an epoch ends when one source is used up, or when all are.
+    """A path, a glob, a folder, s3:// gs:// hf://, or a list of them; in a list also {path: ..., weight:
+    ..., columns: ...}."""
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
-    eval: str | list[str | dict[str, Any]] | None = None  # Held-out rows, as `train`.
-    # Held-out preference pairs on which `evaluate` measures the reward model.
+    """If sources have weights: an epoch ends when one source is used up, or when all are."""
+    eval: str | list[str | dict[str, Any]] | None = None
+    """Held-out rows, as `train`."""
     pairs: str | list[str | dict[str, Any]] | None = None
-    # Benchmarks for `evaluate`: RewardBench 2, RM-Bench, or rows with lists of `chosen` and `rejected`.
+    """Held-out preference pairs on which `evaluate` measures the reward model."""
     benchmarks: str | list[str | dict[str, Any]] | None = None
-    # A Python function of a row, python:module:function. It returns a row, several, or None, and runs before `columns`.
+    """Benchmarks for `evaluate`: RewardBench 2, RM-Bench, or rows with lists of `chosen` and `rejected`."""
     transform: str | None = None
-    # A column: consecutive rows with the same value in it go to `transform` together, as a list.
+    """A Python function of a row, python:module:function. It returns a row, several, or None, and runs
+    before `columns`."""
     group_by: str | None = None
-    # {field: column}: the column of each field that the stage reads. A path such as a.0.b names a part of a column.
-    # Fields are prompt, completion, label; chosen, rejected; first, second, and label or first_score, second_score; messages,
-    # conversations; instruction, input, output; system, tools, context.
+    """A column: consecutive rows with the same value in it go to `transform` together, as a list."""
     columns: dict[str, str | list[str]] | None = None
-    # {first: 1, second: 2, tie: 0}: which values of the column `label` prefer the completion `first`, and which `second`.
+    """{field: column}: the column of each field that the stage reads. A path such as a.0.b names a part of a
+    column. Fields are prompt, completion, label; chosen, rejected; first, second, and label or first_score,
+    second_score; messages, conversations; instruction, input, output; system, tools, context."""
     label: dict[str, Any] | None = None
-    eval_fraction: Annotated[float, "[0, 1)"] = 0.0  # share of `train` to hold out, by prompt
-    max_length: Annotated[int | None, "[2, 1048576]"] = None  # tokens; by default the model's context
-    on_error: Literal["raise", "skip"] = "raise"  # a bad row stops the run, or is counted and left out
-    deduplicate: bool = False  # leave out rows that are equal to an earlier row of their set, byte by byte
-    too_long: Literal["error", "drop", "truncate"] = "error"  # what happens to rows above `max_length`
-    # Applies the chat template to rows of plain text. By default true, unless the template is the fallback "plain".
+    """{first: 1, second: 2, tie: 0}: which values of the column `label` prefer the completion `first`, and
+    which `second`."""
+    eval_fraction: Fraction = 0.0
+    """Share of `train` to hold out, by prompt."""
+    max_length: Annotated[int, Ge(2), Le(2**20)] | None = None
+    """Tokens; by default the model's context."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """A bad row stops the run, or is counted and left out."""
+    deduplicate: bool = False
+    """Leave out rows that are equal to an earlier row of their set, byte by byte."""
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    """What happens to rows above `max_length`."""
     apply_chat_template: bool | None = None
-    # Read "<|eot_id|>" in the text of a row as that token, not as its characters.
+    """Applies the chat template to rows of plain text. By default true, unless the template is the fallback
+    "plain"."""
     parse_special_tokens: bool = False
-    batch_size: Annotated[int | None, "[1, 1048576]"] = None  # rows per optimizer step over all workers
-    cache_dir: str | None = None  # by default <run.storage_path>/data
-    seed: Annotated[int, "[0, 4294967295]"] = 0  # of `eval_fraction`, and of the order of `collect`'s prompts
-    subset: str | None = None  # a column of `pairs`: accuracy is also reported for each of its values
+    """Read "<|eot_id|>" in the text of a row as that token, not as its characters."""
+    batch_size: Rows | None = None
+    """Rows per optimizer step over all workers."""
+    cache_dir: str | None = None
+    """By default <run.storage_path>/data."""
+    seed: Seed = 0
+    """Of `eval_fraction`, and of the order of `collect`'s prompts."""
+    subset: str | None = None
+    """A column of `pairs`: accuracy is also reported for each of its values."""
 
 
 @dataclass(frozen=True)
 class Run:
-    name: str | None = None  # by default new for each run; the same name again continues that run
-    storage_path: str = "runs"  # A folder or bucket, with a folder for each run.
-    max_failures: Annotated[int, "-1 or [0, 1000000]"] = 0  # restarts after lost workers; -1: no limit
-    # Seconds to wait for workers that no node has resources for; -1: no limit.
-    placement_timeout_s: Annotated[float, "-1 or (0, 31536000]"] = 3600.0
-    num_to_keep: Annotated[int, "[1, 1000]"] = 2  # checkpoints
-    # Evaluate, gate and register the adapter of the best evaluation so far, not of the last step.
+    name: str | None = None
+    """By default new for each run; the same name again continues that run."""
+    storage_path: str = "runs"
+    """A folder or bucket, with a folder for each run."""
+    max_failures: Annotated[int, Ge(-1), Le(10**6)] = 0
+    """Restarts after lost workers; -1: no limit."""
+    placement_timeout_s: Literal[-1] | Annotated[float, Gt(0), Le(365 * 86_400)] = 3600.0
+    """Seconds to wait for workers that no node has resources for; -1: no limit."""
+    num_to_keep: Annotated[int, Ge(1), Le(1000)] = 2
+    """Checkpoints to keep."""
     load_best_model_at_end: bool = False
-    # The held-out metric that compares evaluations. By default eval_loss; for ppo, eval_judge or without a judge eval_reward.
+    """Evaluate, gate and register the adapter of the best evaluation so far, not of the last step."""
     metric_for_best_model: str | None = None
-    # By default false for a loss, a perplexity, a KL and eval_repetition; true for accuracies, margins, rewards and judges.
+    """The held-out metric that compares evaluations. By default eval_loss; for ppo, eval_judge or without a
+    judge eval_reward."""
     greater_is_better: bool | None = None
-    # Training stops after this many evaluations in a row without a better one; by default never.
-    early_stopping_patience: Annotated[int | None, "[1, 1000000]"] = None
-    # Training stops at an evaluation whose metric meets a condition: {eval_kl: "> 20"}. The run counts as finished.
+    """By default false for a loss, a perplexity, a KL and eval_repetition; true for accuracies, margins,
+    rewards and judges."""
+    early_stopping_patience: Annotated[int, Ge(1), Le(10**6)] | None = None
+    """Training stops after this many evaluations in a row without a better one; by default never."""
     stop_if: dict[str, str] = field(default_factory=dict)
-    overwrite: bool = False  # start over although a run of this name exists
-    report: bool = True  # draw report.html at the end, for the run's folder and for MLflow
+    """Training stops at an evaluation whose metric meets a condition: {eval_kl: "> 20"}. The run counts as
+    finished."""
+    overwrite: bool = False
+    """Start over although a run of this name exists."""
+    report: bool = True
+    """Draw report.html at the end, for the run's folder and for MLflow."""
 
 
 @dataclass(frozen=True)
 class MLflow:
-    tracking_uri: str | None = None  # by default $MLFLOW_TRACKING_URI, else <run.storage_path>/mlflow.db
-    experiment: str = "rlhf"  # The MLflow experiment of the run.
-    registered_model: str | None = None  # by default, nothing is registered
-    alias: str = "champion"  # moves to the new version if the gate passes
-    # Other trackers that get the same curves; each needs the extra with the same name.
+    tracking_uri: str | None = None
+    """By default $MLFLOW_TRACKING_URI, else <run.storage_path>/mlflow.db."""
+    experiment: str = "rlhf"
+    """The MLflow experiment of the run."""
+    registered_model: str | None = None
+    """By default, nothing is registered."""
+    alias: str = "champion"
+    """Moves to the new version if the gate passes."""
     report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+    """Other trackers that get the same curves; each needs the extra with the same name."""
 
 
 @dataclass(frozen=True)
 class Serve:
     """The `serve` section: the models and their ids, access, and limits."""
 
-    # {model id in requests: policy}. A policy is a version, a folder, a hub id, base, or models:/NAME@ALIAS (follows the alias).
     policies: dict[str, str] = field(default_factory=dict)
-    # {model id in requests to /score: reward}, which may also be python:MODULE:FUNCTION
+    """{model id in requests: policy}. A policy is a version, a folder, a hub id, base, or models:/NAME@ALIAS
+    (follows the alias)."""
     rewards: dict[str, str] = field(default_factory=dict)
-    host: str = "127.0.0.1"  # any other address needs tokens in RLHF_SERVE_TOKENS
-    port: Annotated[int, "[0, 65535]"] = 8000  # 0: any free one
-    # Completions that may wait for a place in a replica's batch; a request beyond that gets 429.
-    max_queue: Annotated[int, "[1, 1000000]"] = 256
-    max_n: Annotated[int, "[1, 128]"] = 16  # completions of one request (its `n`)
-    max_body_bytes: Annotated[int, "[1024, 1073741824]"] = 1048576  # a larger request gets 413
-    # Seconds for a complete answer, including the wait for a place in the batch. A request that takes longer gets 504.
-    timeout_s: Annotated[float, "(0, 86400]"] = 300.0
-    # Size of the KV cache. By default as many tokens as fit into half of a GPU's free memory, or a quarter of a CPU's.
-    cache_tokens: Annotated[int | None, "[16, 1000000000000]"] = None
-    alias_poll_interval_s: Annotated[float, "(0, 86400]"] = (
-        5.0  # seconds between two checks for aliases that have moved
-    )
-    # Keep conversations, so that feedback on them becomes training rows; otherwise only metrics are kept.
+    """{model id in requests to /score: reward}, which may also be python:MODULE:FUNCTION."""
+    host: str = "127.0.0.1"
+    """Any other address needs tokens in RLHF_SERVE_TOKENS."""
+    port: Annotated[int, Ge(0), Le(65_535)] = 8000
+    """0: any free port."""
+    max_queue: Annotated[int, Ge(1), Le(10**6)] = 256
+    """Completions that may wait for a place in a replica's batch; a request beyond that gets 429."""
+    max_n: Annotated[int, Ge(1), Le(128)] = 16
+    """Completions of one request (its `n`)."""
+    max_body_bytes: Annotated[int, Ge(2**10), Le(2**30)] = 1048576
+    """A larger request gets 413."""
+    timeout_s: Seconds = 300.0
+    """Seconds for a complete answer, including the wait for a place in the batch. A request that takes
+    longer gets 504."""
+    cache_tokens: Annotated[int, Ge(16), Le(10**12)] | None = None
+    """Size of the KV cache. By default as many tokens as fit into half of a GPU's free memory, or a quarter
+    of a CPU's."""
+    alias_poll_interval_s: Seconds = 5.0
+    """Seconds between two checks for aliases that have moved."""
     log_prompts: bool = False
-    feedback_path: str | None = None  # a local folder; by default <run.storage_path>/feedback
-    # Largest size of that folder: half for rows, beyond which feedback gets 507, and half for conversations.
-    max_feedback_bytes: Annotated[int, "[4096, 1000000000000]"] = 1073741824
+    """Keep conversations, so that feedback on them becomes training rows; otherwise only metrics are
+    kept."""
+    feedback_path: str | None = None
+    """A local folder; by default <run.storage_path>/feedback."""
+    max_feedback_bytes: Annotated[int, Ge(4096), Le(10**12)] = 1073741824
+    """Largest size of that folder: half for rows, beyond which feedback gets 507, and half for
+    conversations."""
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -170,10 +225,13 @@ class Serve:
 class Forward:
     """The `trainer` section of `score`; its keys, and those of Inference, have PPOConfig's names."""
 
-    local_rollout_forward_batch_size: Annotated[int, "[1, 1048576]"] = 64  # rows per forward
-    bf16: bool = False  # matrix products in bfloat16 (autocast); on a CPU the base, too
-    # Seconds to wait for a reward that is an async function. Then the run ends, and the same command continues it. -1: no limit.
-    patience_s: Annotated[float, "-1 or [0, 31536000]"] = 600.0
+    local_rollout_forward_batch_size: Rows = 64
+    """Rows per forward."""
+    bf16: bool = False
+    """Matrix products in bfloat16 (autocast); on a CPU the base, too."""
+    patience_s: Patience = 600.0
+    """Seconds to wait for a reward that is an async function. Then the run ends, and the same command
+    continues it. -1: no limit."""
 
     @property
     def rows_per_forward(self) -> int:
@@ -185,38 +243,45 @@ class Forward:
 class Inference(Forward):
     """The `trainer` section of `generate` and `serve`, whose requests may override it."""
 
-    # Maximum new tokens of a completion, the end-of-sequence token included.
-    response_length: Annotated[int, "[1, 1048576]"] = 256
-    min_new_tokens: Annotated[int, "[0, inf)"] = 0  # minimum new tokens of a completion
-    temperature: Annotated[float, "0 or [0.000001, inf)"] = 1.0  # divides the logits; 0: greedy
-    seed: Annotated[int, "[0, 4294967295]"] = 42  # seed of sampling, combined with a row's number
+    response_length: Rows = 256
+    """Maximum new tokens of a completion, the end-of-sequence token included."""
+    min_new_tokens: Annotated[int, Ge(0)] = 0
+    """Minimum new tokens of a completion."""
+    temperature: Literal[0] | Annotated[float, Ge(1e-6)] = 1.0
+    """Divides the logits; 0: greedy."""
+    seed: Seed = 42
+    """Seed of sampling, combined with a row's number."""
 
 
 @dataclass(frozen=True)
 class Evaluate(Inference):
     """The `trainer` section of `evaluate`."""
 
-    probes: bool = False  # edit the completions of data.pairs, and measure how much that moves the reward
-    # Completions of each prompt of data.eval for the best-of-n curve, from which the reward chooses the best. 0: no curve.
-    best_of_n: Annotated[int, "0 or [2, 1024]"] = 0
+    probes: bool = False
+    """Edit the completions of data.pairs, and measure how much that moves the reward."""
+    best_of_n: Literal[0] | Annotated[int, Ge(2), Le(1024)] = 0
+    """Completions of each prompt of data.eval for the best-of-n curve, from which the reward chooses the
+    best. 0: no curve."""
 
 
 @dataclass(frozen=True)
 class Collect(Inference):
     """The `trainer` section of `collect`."""
 
-    num_generations: Annotated[int, "[1, 1024]"] = 4  # completions of each prompt
-    # Rows to write: the best completion (for sft), the best against the worst, or every pair (for dpo, rm and kto), or every
-    # completion with a label (for kto).
+    num_generations: Annotated[int, Ge(1), Le(1024)] = 4
+    """Completions of each prompt."""
     select: Literal["best", "best_worst", "pairs", "labels"] = "best_worst"
-    # With select=labels, completions with a higher score are good. A judge's scores are from 0 to 1.
+    """Rows to write: the best completion (for sft), the best against the worst, or every pair (for dpo, rm
+    and kto), or every completion with a label (for kto)."""
     good_above: float = 0.5
-    # Smallest difference between the scores of a pair. Equal scores never make a pair.
-    min_margin: Annotated[float, "[0, inf)"] = 0.0
-    # Prompts to draw from data.train without replacement, in an order by data.seed. By default all, in the file's order.
-    num_prompts: Annotated[int | None, "[1, 1000000000]"] = None
-    # Prompts to skip in that order; after the last prompt, a new order is drawn.
-    skip_prompts: Annotated[int, "[0, 1000000000]"] = 0
+    """With select=labels, completions with a higher score are good. A judge's scores are from 0 to 1."""
+    min_margin: Annotated[float, Ge(0)] = 0.0
+    """Smallest difference between the scores of a pair. Equal scores never make a pair."""
+    num_prompts: Count | None = None
+    """Prompts to draw from data.train without replacement, in an order by data.seed. By default all, in the
+    file's order."""
+    skip_prompts: Steps = 0
+    """Prompts to skip in that order; after the last prompt, a new order is drawn."""
 
     @property
     def rows_per_forward(self) -> int:
@@ -227,12 +292,18 @@ class Collect(Inference):
 class Export:
     """The `trainer` section of `export`; what goes to the hub has the names of transformers.TrainingArguments."""
 
-    merge: bool = True  # false: the adapter as it is, with its tokenizer and card
-    response_length: Annotated[int, "[1, 1048576]"] = 256  # maximum new tokens of the compared completions
-    bf16: bool = False  # bfloat16 (autocast) for the adapter that the merged model is compared with
-    hub_model_id: str | None = None  # OWNER/NAME on the hub, for the model card and a push
-    push_to_hub: bool = False  # false: nothing is sent
-    hub_private_repo: bool = True  # whether a repository that the push creates is private
+    merge: bool = True
+    """false: the adapter as it is, with its tokenizer and card."""
+    response_length: Rows = 256
+    """Maximum new tokens of the compared completions."""
+    bf16: bool = False
+    """bfloat16 (autocast) for the adapter that the merged model is compared with."""
+    hub_model_id: str | None = None
+    """OWNER/NAME on the hub, for the model card and a push."""
+    push_to_hub: bool = False
+    """false: nothing is sent."""
+    hub_private_repo: bool = True
+    """Whether a repository that the push creates is private."""
 
 
 @dataclass(frozen=True)
@@ -247,22 +318,27 @@ class Job:
     serve: Serve = field(default_factory=Serve)
     run: Run = field(default_factory=Run)
     mlflow: MLflow = field(default_factory=MLflow)
-    gate: dict[str, str] = field(default_factory=dict)  # metric -> ">= 0.95"
-    # models:/name@alias, a folder, an adapter on the hub (org/name or org/name@revision), or `base`: no adapter.
-    # Of a list, the first that exists.
+    gate: dict[str, str] = field(default_factory=dict)
+    """{metric: condition}, for example {eval_accuracy: ">= 0.95"}."""
     policy: str | list[str] | None = None
-    # Of dpo: the frozen adapter that training stays close to; by default the policy that it starts from.
+    """models:/name@alias, a folder, an adapter on the hub (org/name or org/name@revision), or `base`: no
+    adapter. Of a list, the first that exists."""
     reference: str | None = None
-    # A name, {judge: FILE}, or a list of names, {reward: NAME, weight: NUMBER} and {judge: FILE, weight: NUMBER}.
+    """Of dpo: the frozen adapter that training stays close to; by default the policy that it starts from."""
     reward: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
-    # For evaluate: the policy that `policy` is compared with, named like it.
+    """A name, {judge: FILE}, or a list of names, {reward: NAME, weight: NUMBER} and {judge: FILE, weight:
+    NUMBER}."""
     baseline: str | None = None
-    # Of ppo: the adapter, or `base`, that rates every token that the policy writes (trainer.teacher_coef).
+    """For evaluate: the policy that `policy` is compared with, named like it."""
     teacher: str | None = None
-    # A Python function, a second reward model, or {judge: FILE}: reported, never trained on.
+    """Of ppo: the adapter, or `base`, that rates every token that the policy writes
+    (trainer.teacher_coef)."""
     judge: str | dict[str, Any] | None = None
-    source: str = ""  # the job file
-    overridden: tuple[str, ...] = ()  # keys that the command line set; no part of the resolved job
+    """A Python function, a second reward model, or {judge: FILE}: reported, never trained on."""
+    source: str = ""
+    """The job file."""
+    overridden: tuple[str, ...] = ()
+    """Keys that the command line set; no part of the resolved job."""
 
     @property
     def facts(self) -> Stage:

@@ -16,9 +16,12 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
+from annotated_types import Ge, Gt, Le
+
 from pipeline.config import schema
 from pipeline.config.yaml_tree import Tree, read_tree
 from pipeline.errors import InputError, show
+from pipeline.ranges import Rows, Seconds, Weight
 
 CLASS = "pipeline.config.judge.Definition"
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -73,49 +76,57 @@ LIMITS = """concurrency requests_per_minute tokens_per_minute timeout_s api_key_
 class Definition:
     """The keys of a judge's file."""
 
-    model: str  # The model's id at the endpoint, as its answers name it.
-    # What an answer is. score: a line `Score: NUMBER`. yes: the probability that it begins with Yes, not No.
-    # rank: a line `Ranking: B > A`, for all completions of a prompt in one request. rubric: a line
-    # `NAME: CHOICE` for each criterion.
+    model: str
+    """The model's id at the endpoint, as its answers name it."""
     form: Literal["score", "yes", "rank", "rubric"]
-    # Of any server with OpenAI's chat completions, our `serve` included.
+    """What an answer is. score: a line `Score: NUMBER`. yes: the probability that it begins with Yes, not
+    No. rank: a line `Ranking: B > A`, for all completions of a prompt in one request. rubric: a line `NAME:
+    CHOICE` for each criterion."""
     endpoint: str = "http://127.0.0.1:8000/v1"
-    # Variable of the environment that holds the endpoint's key. By default requests have none.
+    """Of any server with OpenAI's chat completions, our `serve` included."""
     api_key_variable: str | None = None
-    system: str | None = None  # A system message before the question.
-    # What is asked, with {prompt}, {completion} ({completions} for rank), {criteria}, {words}, and columns of
-    # the rows, such as {answer}. By default each form has its own text.
+    """Variable of the environment that holds the endpoint's key. By default requests have none."""
+    system: str | None = None
+    """A system message before the question."""
     prompt: str | None = None
-    # Of yes: how a good answer begins, and how a bad one does.
+    """What is asked, with {prompt}, {completion} ({completions} for rank), {criteria}, {words}, and columns
+    of the rows, such as {answer}. By default each form has its own text."""
     words: list[str] = field(default_factory=lambda: ["Yes", "No"])
-    low: float = 1.0  # Of score: the number that means 0.
-    high: float = 10.0  # Of score: the number that means 1.
-    # Of rubric: {name: ..., text: ..., choices: [worst, ..., best]} each, with a weight if it is not 1.
+    """Of yes: how a good answer begins, and how a bad one does."""
+    low: float = 1.0
+    """Of score: the number that means 0."""
+    high: float = 10.0
+    """Of score: the number that means 1."""
     criteria: list[dict[str, Any]] | None = None
-    # Of rank, and so of pairs that `collect` labels: one drawn order of the completions, or also its reverse.
+    """Of rubric: {name: ..., text: ..., choices: [worst, ..., best]} each, with a weight if it is not 1."""
     orders: Literal["drawn", "both"] = "drawn"
-    draws: Annotated[int, "[1, 64]"] = 1  # Answers to each question, whose mean counts.
-    # Merged into each request; null removes a field. For endpoints that expect other fields than
-    # `temperature` and `max_tokens`.
+    """Of rank, and so of pairs that `collect` labels: one drawn order of the completions, or also its
+    reverse."""
+    draws: Annotated[int, Ge(1), Le(64)] = 1
+    """Answers to each question, whose mean counts."""
     body: dict[str, Any] = field(default_factory=dict)
-    # Of the judge's answers; above 0, each draw has a seed.
-    temperature: Annotated[float, "[0, 100]"] = 0.0
-    max_tokens: Annotated[int, "[1, 1048576]"] = 512  # Most tokens of an answer; `yes` needs only one.
-    concurrency: Annotated[int, "[1, 4096]"] = 16  # Requests of one process at the same time.
-    # Requests of one process; by default no limit.
-    requests_per_minute: Annotated[float | None, "(0, 1000000000]"] = None
-    # Tokens of one process, with the tokens of answers; by default no limit.
-    tokens_per_minute: Annotated[float | None, "(0, 1000000000000]"] = None
-    # Seconds to wait for an answer before the request is repeated.
-    timeout_s: Annotated[float, "(0, 86400]"] = 120.0
-    # Price of tokens that are sent.
-    dollars_per_million_input: Annotated[float, "[0, 1000000]"] = 0.0
-    # Price of tokens of answers.
-    dollars_per_million_output: Annotated[float, "[0, 1000000]"] = 0.0
-    # Answers that a run may pay for; then it ends. By default no limit.
-    most_calls: Annotated[int | None, "[1, 1000000000000]"] = None
-    # Dollars that a run may pay; then it ends. By default no limit.
-    most_dollars: Annotated[float | None, "(0, 1000000000]"] = None
+    """Merged into each request; null removes a field. For endpoints that expect other fields than
+    `temperature` and `max_tokens`."""
+    temperature: Annotated[float, Ge(0), Le(100)] = 0.0
+    """Of the judge's answers; above 0, each draw has a seed."""
+    max_tokens: Rows = 512
+    """Most tokens of an answer; `yes` needs only one."""
+    concurrency: Annotated[int, Ge(1), Le(4096)] = 16
+    """Requests of one process at the same time."""
+    requests_per_minute: Annotated[float, Gt(0), Le(10**9)] | None = None
+    """Requests of one process; by default no limit."""
+    tokens_per_minute: Annotated[float, Gt(0), Le(10**12)] | None = None
+    """Tokens of one process, with the tokens of answers; by default no limit."""
+    timeout_s: Seconds = 120.0
+    """Seconds to wait for an answer before the request is repeated."""
+    dollars_per_million_input: Weight = 0.0
+    """Price of tokens that are sent."""
+    dollars_per_million_output: Weight = 0.0
+    """Price of tokens of answers."""
+    most_calls: Annotated[int, Ge(1), Le(10**12)] | None = None
+    """Answers that a run may pay for; then it ends. By default no limit."""
+    most_dollars: Annotated[float, Gt(0), Le(10**9)] | None = None
+    """Dollars that a run may pay; then it ends. By default no limit."""
 
     @property
     def asks(self) -> str:

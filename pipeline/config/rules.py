@@ -17,7 +17,6 @@ from pipeline.config.gates import Problems
 from pipeline.config.job import HUB, SPLITS, Job, completed, sources_of, transforms
 from pipeline.config.yaml_tree import Tree
 from pipeline.errors import InputError, about, show
-from pipeline.intervals import table
 from pipeline.models import hub
 from pipeline.models.adapter_files import adapts_lm_head, ignored_by_vllm
 from pipeline.references import Ref
@@ -37,18 +36,20 @@ def check_job(tree: Tree, job: Job) -> None:
 
 # ---------------------------------------------------------------- keys that go together or do not
 # {key: keys without which it has no effect}
-NEEDS = table(
-    {
-        "data.eval": "baseline",
-        "teacher": "trainer.teacher_system",
-        "data.pairs": "data.subset trainer.probes",
-        "reward": "data.pairs data.benchmarks",
-        "data.eval reward": "trainer.best_of_n",
-        "trainer.num_prompts": "trainer.skip_prompts",
-        "trainer.hub_model_id": "trainer.push_to_hub trainer.hub_private_repo",
-        "scaling.use_gpu": "trainer.fp16 trainer.activation_offloading",
-    }
-)
+NEEDS = {
+    "baseline": ["data.eval"],
+    "trainer.teacher_system": ["teacher"],
+    "data.subset": ["data.pairs"],
+    "trainer.probes": ["data.pairs"],
+    "data.pairs": ["reward"],
+    "data.benchmarks": ["reward"],
+    "trainer.best_of_n": ["data.eval", "reward"],
+    "trainer.skip_prompts": ["trainer.num_prompts"],
+    "trainer.push_to_hub": ["trainer.hub_model_id"],
+    "trainer.hub_private_repo": ["trainer.hub_model_id"],
+    "trainer.fp16": ["scaling.use_gpu"],
+    "trainer.activation_offloading": ["scaling.use_gpu"],
+}
 # (key, another one that it excludes, why)
 EXCLUDES = [
     ("model.fsdp", "model.load_in_4bit", "FSDP cannot gather 4-bit weights"),
@@ -229,7 +230,7 @@ class Rules:
     def _together(self) -> Problems:
         """Yields keys without those that they need, and keys with those that they exclude."""
         for key, needed in NEEDS.items():
-            missing = [one for one in needed.split() if not self._value(one)]
+            missing = [one for one in needed if not self._value(one)]
             if missing and self._changed(key):
                 yield key, f"needs {' and '.join(missing)}; set that too, or remove this key"
         for key, other, why in EXCLUDES:

@@ -18,7 +18,6 @@ from typing import Any
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.config.yaml_tree import Tree
 from pipeline.errors import show
-from pipeline.intervals import outside
 
 FILE = Path(__file__).with_name("schema.json")
 SECTIONS = ("model", "data", "run", "mlflow", "trainer", "lora", "scaling", "rollout", "serve")
@@ -27,9 +26,10 @@ CLASSES = {
     "scaling": "ray.train.v2.api.config.ScalingConfig",
     "rollout": "pipeline.ppo.config.RolloutConfig",
 }
-TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}  # fmt: skip
-WORDS = ("null", "true or false", "a whole number", "a number", "text", "a list", "a mapping")
-NAMES = dict(zip(TYPES.values(), WORDS, strict=True))  # {type in a schema: its name}
+NAMES = {  # {type in a schema: its name}
+    "null": "null", "boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "text",
+    "array": "a list", "object": "a mapping",
+}  # fmt: skip
 
 # {name in TRL's scripts, LLaMA-Factory, Axolotl or OpenRLHF: ours}. Names that are equal but for the section need no row.
 ELSEWHERE = {
@@ -84,23 +84,30 @@ def meant(key: str, stage: str) -> str | None:
 
 
 # ---------------------------------------------------------------- values
+@cache
+def _validator() -> Any:
+    """Returns the class that checks values. Draft 4 has its whole numbers: 7.0 is none."""
+    from jsonschema import Draft4Validator, Draft7Validator, validators
+
+    return validators.extend(Draft7Validator, type_checker=Draft4Validator.TYPE_CHECKER)
+
+
 def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
     """Returns why a key cannot have this value, or None."""
-    if not fits(value, schema):
-        near = difflib.get_close_matches(str(value), list(map(str, _choices(schema))), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        if isinstance(value, (int, float)) and fits("", schema):
-            hint = "; put it in quotes"
-        return f"found {show(value)}, expected {expected(schema)}{hint}"
-    if "range" not in schema:
+    validator = _validator()(schema)
+    if (error := next(validator.iter_errors(value), None)) is None:
         return None
-    numbers = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    for number in numbers:
-        if type(number) in (int, float) and (words := outside(number, schema["range"])):
-            default = schema.get("default")
-            usual = type(default) in (int, float) and default and not outside(default, schema["range"])
-            return f"found {show(number)}, expected {words}" + (f", for example {default}" if usual else "")
-    return None
+    part = "".join(f"{key}: " for key in error.absolute_path)
+    found, wanted = error.instance, error.schema  # of that part
+    near = difflib.get_close_matches(str(found), list(map(str, _choices(wanted))), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    if isinstance(found, (int, float)):
+        default = schema.get("default")
+        if validator.is_valid(""):
+            hint = "; put it in quotes"
+        elif type(default) in (int, float) and default:
+            hint = f", for example {default}"
+    return f"{part}found {show(found)}, expected {expected(wanted)}{hint}"
 
 
 def checked(
@@ -145,40 +152,35 @@ def nearest(key: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
 
 
-def fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Returns whether a value is of the type of a schema. In YAML an int may stand for a float, and a bool is no number."""
-    if "anyOf" in schema:
-        return any(fits(value, part) for part in schema["anyOf"])
-    if "enum" in schema:
-        return any(type(value) is type(one) and value == one for one in schema["enum"])
-    kind, wanted = TYPES.get(type(value)), schema.get("type")
-    if wanted is None:
-        return True
-    if kind != wanted and not (kind == "integer" and wanted == "number"):
-        return False
-    if "minItems" in schema and len(value) != schema["minItems"]:
-        return False
-    inside = schema.get("items") or schema.get("additionalProperties")
-    items = value.values() if isinstance(value, dict) else value
-    return not inside or all(fits(one, inside) for one in items)
-
-
 def expected(schema: Mapping[str, Any]) -> str:
-    """Returns the name of a schema's type."""
+    """Returns the name of a schema's type, with the range of its numbers."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(expected, schema["anyOf"])))
-    if "enum" in schema:
-        choices = schema["enum"]
+    if choices := schema.get("enum"):
         words = ", ".join(show(one).strip("'") for one in choices[:12]) + ", ..." * (len(choices) > 12)
         return f"one of {words}" if len(choices) > 1 else words
     if "type" not in schema:
         return "any value"
+    name = NAMES["integer" if "multipleOf" in schema else schema["type"]]
     count = f" of {schema['minItems']}" if "minItems" in schema else ""
     inside = schema.get("items") or schema.get("additionalProperties")
-    return NAMES[schema["type"]] + count + (f" of {expected(inside)}" if inside else "")
+    return name + _range(schema) + count + (f" of {expected(inside)}" if isinstance(inside, dict) else "")
+
+
+def _range(schema: Mapping[str, Any]) -> str:
+    if "minimum" in schema and "maximum" in schema:
+        return f" between {_number(schema['minimum'])} and {_number(schema['maximum'])}"
+    words = {"minimum": "of at least", "exclusiveMinimum": "above"}
+    words |= {"maximum": "at most", "exclusiveMaximum": "below"}
+    return " and".join(f" {word} {_number(schema[key])}" for key, word in words.items() if key in schema)
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"  # {:g} would round the largest seed
 
 
 def _choices(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields the words and numbers among which a value, or an item of it, can be chosen."""
     yield from schema.get("enum", ())
     for part in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else ())):
         yield from _choices(part)
@@ -203,7 +205,5 @@ def _described(schema: Mapping[str, Any]) -> Iterator[str]:
     yield f"  type     {expected(schema)}"
     if not schema.get("needed"):
         yield f"  default  {show(schema.get('default'))}"
-    if "range" in schema:
-        yield f"  range    {outside(float('nan'), schema['range'])}"
     if text := schema.get("description"):
         yield f"  {text}"

@@ -1,6 +1,6 @@
 """Generates schema.json, the JSON Schema of job files, from our dataclasses and the config classes of TRL, peft and Ray.
 
-The tables have what those classes lack: useful numbers and words, and keys that the pipeline sets.
+The classes and the table below have what those libraries lack: useful numbers and words, and keys that the pipeline sets.
 """
 
 from __future__ import annotations
@@ -8,21 +8,22 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
-import inspect
 import json
-import math
 import re
 import runpy
-import sys
-import types
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pipeline.config.schema import FILE, SECTIONS, TYPES, class_of, document
+from annotated_types import Ge, Gt, Le, Len, Lt, MultipleOf
+from pydantic import TypeAdapter, with_config
+from pydantic.json_schema import GenerateJsonSchema
+from transformers.trainer_utils import IntervalStrategy, SchedulerType
+from transformers.training_args import OptimizerNames
+
+from pipeline.config.schema import FILE, SECTIONS, class_of, document
 from pipeline.config.stages import STAGE
-from pipeline.intervals import bounds, table
+from pipeline.ranges import Count, Factor, Fraction, Norm, Rate, Rows, Seed, Share, Weight
 
 JOB = class_of("job", "")
 OTHERS = (
@@ -32,10 +33,16 @@ OTHERS = (
     "pipeline.sweep.space.SweepSettings",
 )
 
+
+def _by_key(reasons: dict[str, str]) -> dict[str, str]:
+    """Converts {reason: "key key ..."} to {key: reason}."""
+    return {key: reason for reason, keys in reasons.items() for key in keys.split()}
+
+
 _MODEL = "the `model` section decides how base and tokenizer are loaded"
 # Keys of the libraries that would break guarantees of the pipeline.
 REFUSED: dict[str, dict[str, str]] = {
-    "trainer": table(
+    "trainer": _by_key(
         {
             "checkpoints go to <run.storage_path>/<run.name>": "output_dir",
             "use run.name": "run_name",
@@ -61,7 +68,7 @@ REFUSED: dict[str, dict[str, str]] = {
                 hub_strategy hub_always_push hub_revision""",
         }
     ),
-    "lora": table(
+    "lora": _by_key(
         {
             "the base stays frozen and shared": """modules_to_save layer_replication trainable_token_indices loftq_config
                 eva_config corda_config lora_ga_config""",
@@ -72,85 +79,118 @@ REFUSED: dict[str, dict[str, str]] = {
                 ensure_weight_tying""",
         }
     ),
-    "scaling": table({"workers train on CPUs or on NVIDIA GPUs": "trainer_resources use_tpu topology"}),
+    "scaling": _by_key({"workers train on CPUs or on NVIDIA GPUs": "trainer_resources use_tpu topology"}),
 }
 
-SEED = "[0, 4294967295]"  # numpy's
-ROWS = "[1, 1048576]"
-STEPS = "(0, 1) or whole [1, 1000000000]"  # a share of the run, or a count
-# Allowed numbers. The libraries accept others, and fail an hour later or learn nothing.
-LIMITS: dict[str, dict[str, str]] = {
-    "lora": table(
-        {
-            "[1, 8192]": "r",
-            "[1, 1000000]": "lora_alpha",
-            "whole [1, 8192]": "rank_pattern",
-            "(0, 1000000]": "alpha_pattern",
-            "[0, 0.99]": "lora_dropout",
-            "[0, 100000]": "layers_to_transform",
-        }
-    ),
-    "scaling": table({"[0, 86400]": "elastic_resize_monitor_interval_s", "[0, inf)": "resources_per_worker"}),
-    "trainer": table(
-        {
-            SEED: "seed data_seed",
-            ROWS: """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
-                eval_accumulation_steps precompute_ref_batch_size torch_empty_cache_steps ddp_bucket_cap_mb""",
-            STEPS: "logging_steps save_steps eval_steps",
-            "0 or (0, 1) or whole [1, 1000000000]": "warmup_steps",
-            "-1 or [1, 1000000000]": "max_steps",
-            "(0, 1000000]": "num_train_epochs",
-            "[0.000001, 1000000]": "beta discopop_tau",
-            "0 or [0.000001, 1000000]": "max_grad_norm",  # less underflows
-            "[0, 1000000]": """neftune_noise_alpha center_rewards_coefficient router_aux_loss_coef
-                loss_weights""",
-            "[0, 1000]": "desirable_weight undesirable_weight",
-            "(0, 100]": "learning_rate",
-            "[0, 100]": "weight_decay",
-            "[0, 1)": "adam_beta1 adam_beta2 label_smoothing_factor f_alpha_divergence_coef",
-            "[0, 0.5)": "label_smoothing",  # the share of swapped pairs
-            "[0, 1]": "ld_alpha",
-            "[1e-30, 1]": "adam_epsilon",
-            "[0, 256]": "dataloader_num_workers",
-        }
-    ),
-}
-NUMBERS = {"type": "object", "additionalProperties": {"type": "number"}}
-_JUDGE = [{"type": "string"}, {"type": "object"}, {"type": "null"}]
-# Schemas of keys, of a class or of a section, where the libraries take more or check late.
-KINDS: dict[str, dict[str, Any]] = {
-    "Job.judge": {"anyOf": _JUDGE},
-    "Job.reward": {"anyOf": [*_JUDGE, {"type": "array", "items": {"anyOf": _JUDGE[:2]}}]},
-    "SFTConfig.loss_type": {"enum": "nll dft chunked_nll".split()},
-    "DPOConfig.loss_type": {
-        "type": "array",
-        "items": {
-            "enum": """sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop
-                sft sigmoid_norm""".split()
-        },
-    },
-    "KTOConfig.loss_type": {"enum": "kto apo_zero_unpaired".split()},
-    "trainer.f_divergence_type": {"enum": "reverse_kl forward_kl js_divergence alpha_divergence".split()},
-    # by default, planning/plan.py decides
-    "trainer.gradient_checkpointing": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
-    "trainer.save_strategy": {
-        "enum": "no steps epoch".split()
-    },  # instead of `best`, run.load_best_model_at_end=true
-    "lora.alpha_pattern": NUMBERS,
-    "lora.bias": {"enum": ["none"]},  # others train biases of the base, which all adapters share
-    "lora.init_lora_weights": {"anyOf": [{"type": "boolean"}, {"enum": ["gaussian", "orthogonal"]}]},
-    "lora.rank_pattern": NUMBERS,
-    "scaling.placement_strategy": {"enum": "PACK SPREAD STRICT_PACK STRICT_SPREAD".split()},
-    "scaling.resources_per_worker": {"anyOf": [NUMBERS, {"type": "null"}]},
+# What the libraries' keys may be, where the libraries take more, fail an hour later, or learn nothing.
+Whole = Annotated[float, Ge(1), Le(10**9), MultipleOf(1)]
+Interval = Annotated[float, Gt(0), Lt(1)] | Whole  # a share of the run, or a number of steps
+
+
+class TrainerKeys:
+    seed: Seed
+    data_seed: Seed | None
+    per_device_train_batch_size: Rows
+    per_device_eval_batch_size: Rows
+    gradient_accumulation_steps: Rows
+    eval_accumulation_steps: Rows | None
+    precompute_ref_batch_size: Rows | None
+    torch_empty_cache_steps: Rows | None
+    ddp_bucket_cap_mb: Rows | None
+    dataloader_num_workers: Annotated[int, Ge(0), Le(256)]
+    max_steps: Literal[-1] | Count
+    num_train_epochs: Factor
+    logging_strategy: IntervalStrategy
+    logging_steps: Interval
+    eval_strategy: IntervalStrategy
+    eval_steps: Interval | None
+    save_strategy: IntervalStrategy  # instead of `best`, run.load_best_model_at_end=true
+    save_steps: Interval
+    optim: OptimizerNames
+    learning_rate: Rate
+    lr_scheduler_type: SchedulerType
+    lr_scheduler_kwargs: dict[str, Any] | None  # TRL also takes JSON as text
+    warmup_steps: Literal[0] | Interval
+    weight_decay: Annotated[float, Ge(0), Le(100)]
+    max_grad_norm: Norm
+    adam_beta1: Fraction
+    adam_beta2: Fraction
+    adam_epsilon: Annotated[float, Ge(1e-30), Le(1)]
+    label_smoothing_factor: Fraction
+    neftune_noise_alpha: Weight | None
+    router_aux_loss_coef: Weight | None
+    gradient_checkpointing: bool | None  # by default, planning/plan.py decides
+    gradient_checkpointing_kwargs: dict[str, Any] | None
+    activation_checkpointing_kwargs: dict[str, Any] | None
+    debug: str | list[Literal["underflow_overflow", "tpu_metrics_debug"]]
+
+
+class SFTKeys(TrainerKeys):
+    loss_type: Literal["nll", "dft", "chunked_nll"]
+
+
+class RewardKeys(TrainerKeys):
+    center_rewards_coefficient: Weight | None
+
+
+class DPOKeys(TrainerKeys):
+    beta: Annotated[float, Ge(1e-6), Le(10**6)]
+    loss_type: list[
+        Literal[
+            "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+            "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+        ]
+    ]  # fmt: skip
+    loss_weights: list[Weight] | None
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)]  # the share of swapped pairs
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+    f_alpha_divergence_coef: Fraction
+    ld_alpha: Share | None
+    discopop_tau: Annotated[float, Ge(1e-6), Le(10**6)]
+
+
+class KTOKeys(TrainerKeys):
+    beta: Annotated[float, Ge(1e-6), Le(10**6)]
+    loss_type: Literal["kto", "apo_zero_unpaired"]
+    desirable_weight: Annotated[float, Ge(0), Le(1000)]
+    undesirable_weight: Annotated[float, Ge(0), Le(1000)]
+
+
+class LoraKeys:
+    r: Annotated[int, Ge(1), Le(8192)]
+    rank_pattern: dict[str, Annotated[float, Ge(1), Le(8192), MultipleOf(1)]]
+    lora_alpha: Annotated[int, Ge(1), Le(10**6)]
+    alpha_pattern: dict[str, Factor]
+    lora_dropout: Annotated[float, Ge(0), Le(0.99)]
+    bias: Literal["none"]  # others train biases of the base, which all adapters share
+    init_lora_weights: bool | Literal["gaussian", "orthogonal"]
+    layers_to_transform: Annotated[int, Ge(0), Le(10**5)] | list[Annotated[int, Ge(0), Le(10**5)]] | None
+
+
+class ScalingKeys:
+    num_workers: int | Annotated[list[int], Len(2, 2)]
+    use_gpu: bool
+    resources_per_worker: dict[str, Annotated[float, Ge(0)]] | None
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+    elastic_resize_monitor_interval_s: Annotated[float, Ge(0), Le(86_400)]
+
+
+# {class of a library: section of a job, and our types of its keys}
+LIBRARIES: dict[str, tuple[str, type]] = {
+    "SFTConfig": ("trainer", SFTKeys),
+    "RewardConfig": ("trainer", RewardKeys),
+    "DPOConfig": ("trainer", DPOKeys),
+    "KTOConfig": ("trainer", KTOKeys),
+    "LoraConfig": ("lora", LoraKeys),
+    "ScalingConfig": ("scaling", ScalingKeys),
 }
 
 
 def text() -> str:
     """Returns the content of schema.json, a line for each key."""
     classes = dict.fromkeys(class_of(section, stage) for stage in STAGE for section in SECTIONS)
-    sections = {class_of(name, ""): name for name in ("lora", "scaling")}
-    sections |= {facts.trainer: "trainer" for facts in STAGE.values() if facts.trl}
-    made = {dotted: of_class(dotted, sections.get(dotted, "")) for dotted in (*classes, *OTHERS)}
+    made = {dotted: of_class(dotted) for dotted in (*classes, *OTHERS)}
+    del made[JOB]["source"], made[JOB]["overridden"]  # no keys of a file
     lines = [
         f'  "{dotted}": {{"type": "object", "additionalProperties": false, "properties": {{\n'
         + ",\n".join(f"   {json.dumps(key)}: {json.dumps(schema)}" for key, schema in keys.items())
@@ -180,120 +220,57 @@ def _of_stage(stage: str, made: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def of_class(dotted: str, section: str) -> dict[str, Any]:
-    """Returns {key: schema} of the fields of a dataclass. `section` has them as its keys, if it is a library's class."""
+class Plain(GenerateJsonSchema):
+    """JSON Schema without titles, in which each literal is an `enum` of values and not of types: 0 is also 0.0."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def literal_schema(self, schema: Any) -> dict[str, Any]:
+        return {"enum": schema["expected"]}
+
+
+def of_class(dotted: str) -> dict[str, Any]:
+    """Returns {key: schema} of the fields of a dataclass."""
     module, _, name = dotted.rpartition(".")
     cls = getattr(importlib.import_module(module), name)
-    hints = _hints(cls)
-    ranges = {**getattr(sys.modules[module], "RANGES", {}), **LIMITS.get(section, {})}
-    if module.startswith("pipeline."):
-        help_of = comments(cls)
-    else:  # the section Args of the docstring
-        argument = r"^ {4,8}(\w+):(.+?)(?=^ {4,8}\w+:|\n\n|\Z)"
-        help_of = dict(re.findall(argument, cls.__doc__ or "", re.MULTILINE | re.DOTALL))
-    keys = {}
-    for field in dataclasses.fields(cls):
-        if not field.init or (dotted == JOB and field.name in ("source", "overridden")):
-            continue
-        if field.name in REFUSED.get(section, {}):
-            keys[field.name] = {"description": REFUSED[section][field.name], "not": {}}
-            continue
-        hint, allowed = hints[field.name], ranges.get(field.name)
-        if get_origin(hint) is Annotated:
-            hint, allowed = get_args(hint)
-        own = KINDS.get(f"{name}.{field.name}") or KINDS.get(f"{section}.{field.name}")
-        schema = own or of_type(hint) or {}
-        keys[field.name] = schema | _facts(field, allowed, help_of.get(field.name, ""))
+    keys = _of_ours(cls) if module.startswith("pipeline.") else _of_library(cls)
+    for schema in keys.values():
+        if text := schema.get("description"):
+            schema["description"] = " ".join(text.split()).replace("%%", "%")
     return keys
 
 
-def _hints(cls: type) -> dict[str, Any]:
-    """Returns the annotations of a class. YAML cannot write the types that only type checkers import."""
-    unknown: dict[str, Any] = {}
-    while True:
-        try:
-            return get_type_hints(cls, localns=unknown or None, include_extras=True)
-        except NameError as error:
-            unknown[str(error.name)] = object
+def _of_ours(cls: type) -> dict[str, Any]:
+    keys: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[:-1]):  # pydantic (2.14) reads the docstrings of a class's own fields
+        adapter = TypeAdapter(with_config(use_attribute_docstrings=True)(base))
+        made = adapter.json_schema(schema_generator=Plain, ref_template="#/$defs/pipeline.config.job.{model}")
+        for key, schema in made["properties"].items():
+            keys[key] = keys.get(key, {}) | schema
+        for key in made.get("required", ()):
+            keys[key]["needed"] = True
+    return keys
 
 
-def of_type(hint: Any) -> dict[str, Any] | None:
-    """Returns the schema of an annotation, or None if YAML cannot write such a value."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if hint == typing.Dict[str, typing.List]:  # noqa: UP006 - {"grid_search": [...]}, Ray Tune's, for any key
-        return None
-    if hint in TYPES:
-        return {"type": TYPES[hint]}
-    if origin is Literal:
-        return {"enum": [*parts]}
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return {"enum": [one.value for one in hint]}
-    if origin in (Union, types.UnionType):
-        return _of_union(parts)
-    kind = origin or hint
-    if not isinstance(kind, type):
-        return None
-    if issubclass(kind, Mapping):
-        inside = of_type(parts[1]) if parts else None
-        return {"type": "object"} | ({"additionalProperties": inside} if inside else {})
-    if issubclass(kind, Sequence):
-        inside = of_type(parts[0]) if parts else None
-        pair = issubclass(kind, tuple) and len(parts) > 1 and ... not in parts
-        count = {"minItems": len(parts), "maxItems": len(parts)} if pair else {}
-        return {"type": "array"} | count | ({"items": inside} if inside else {})
-    return None
-
-
-def _of_union(parts: tuple[Any, ...]) -> dict[str, Any] | None:
-    """Returns the alternatives that YAML can write.
-
-    `SchedulerType | str` means one of SchedulerType. `dict | str | None` means a mapping: the text is its JSON, for a
-    command line.
-    """
-    known = [schema for part in parts if (schema := of_type(part))]
-    if len(known) < len(parts) and all(one == {"type": "null"} for one in known):
-        return None
-    flat = [one for schema in known for one in schema.get("anyOf", [schema])]
-    words = any(isinstance(choice, str) for one in flat for choice in one.get("enum", ()))
-    if words or ({"type": "object"} in flat and {"type": "null"} in flat):
-        flat = [one for one in flat if one != {"type": "string"}]
-    return {"anyOf": flat} if len(flat) > 1 else flat[0]
-
-
-def _facts(field: Any, allowed: str | None, text: str) -> dict[str, Any]:
-    """Returns default, range and meaning of a field."""
-    facts: dict[str, Any] = {}
-    default = field.default.value if isinstance(field.default, enum.Enum) else field.default
-    if field.default is field.default_factory is dataclasses.MISSING:
-        facts["needed"] = True
-    elif isinstance(default, str | int | float):
-        facts["default"] = default
-    if allowed:
-        facts["range"] = allowed
-        if allowed[0] in "[(" and " or " not in allowed:
-            left, low, high, right = bounds(allowed)
-            facts["minimum" if left == "[" else "exclusiveMinimum"] = low
-            if high < math.inf:
-                facts["maximum" if right == "]" else "exclusiveMaximum"] = high
-    text = field.metadata.get("help", text)
-    return facts | ({"description": " ".join(str(text).split()).replace("%%", "%")} if text else {})
-
-
-# Comments above a field of a dataclass, its name, the comment behind it, and the docstring below it
-FIELD = re.compile(
-    r'((?:^    #.*\n)*)^    (\w+): .*?(?:  # (.*))?\n(?: {8}.*\n)*(?:    [\])].*\n)?(?:    """([^"]*)""")?',
-    re.MULTILINE,
-)
-
-
-def comments(cls: type) -> dict[str, str]:
-    """Returns {field: meaning} from the docstring below a field, or from the comments above and behind it."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        for above, name, behind, below in FIELD.findall(inspect.getsource(base)):
-            lines = [line.lstrip("# ") for line in above.splitlines() if "# ---" not in line]
-            found[name] = below or " ".join([*lines, behind]).strip()
-    return found
+def _of_library(cls: type) -> dict[str, Any]:
+    section, ours = LIBRARIES[cls.__name__]
+    # Ray imports Domain for type checkers alone
+    hints = get_type_hints(cls, localns={"Domain": object}) | get_type_hints(ours, include_extras=True)
+    argument = r"^ {4,8}(\w+):(.+?)(?=^ {4,8}\w+:|\n\n|\Z)"  # in the section Args of the docstring
+    help_of = dict(re.findall(argument, cls.__doc__ or "", re.MULTILINE | re.DOTALL))
+    keys: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if reason := REFUSED[section].get(field.name):
+            keys[field.name] = {"description": reason, "not": {}}
+        elif field.init:
+            schema = TypeAdapter(hints[field.name]).json_schema(schema_generator=Plain)
+            default = field.default.value if isinstance(field.default, enum.Enum) else field.default
+            if isinstance(default, str | int | float):
+                schema["default"] = default
+            meaning = field.metadata.get("help", help_of.get(field.name))
+            keys[field.name] = schema | ({"description": meaning} if meaning else {})
+    return keys
 
 
 if __name__ == "__main__":

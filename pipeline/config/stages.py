@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pipeline import metrics
-from pipeline.intervals import table
 
 OURS = "pipeline.config.job"
 # The models that a job may name. Stage.inputs lists which of them a stage takes.
@@ -18,34 +17,38 @@ INPUTS = ("policy", "reference", "baseline", "teacher", "reward", "judge")
 # Keys that a stage does not use, and why.
 _NO_SERVER = {"serve": "only `serve` answers requests"}
 _NO_ROLLOUT = {"rollout": "only `ppo` samples what it learns from"}
-_LEARNS = _NO_SERVER | table(
-    {"they are for `evaluate`; its held-out rows are data.eval": "data.pairs data.benchmarks"}
+_LEARNS = _NO_SERVER | dict.fromkeys(
+    ("data.pairs", "data.benchmarks"), "they are for `evaluate`; its held-out rows are data.eval"
 )
-_NOTHING_TRAINED = table(
-    {
-        "it trains nothing": """lora data.deduplicate data.batch_size data.eval_fraction data.seed run.load_best_model_at_end
-            run.metric_for_best_model run.greater_is_better run.early_stopping_patience run.stop_if run.num_to_keep
-            mlflow.registered_model""",
-    }
+_NOTHING_TRAINED = dict.fromkeys(
+    """lora data.deduplicate data.batch_size data.eval_fraction data.seed run.load_best_model_at_end
+    run.metric_for_best_model run.greater_is_better run.early_stopping_patience run.stop_if run.num_to_keep
+    mlflow.registered_model""".split(),
+    "it trains nothing",
 )
 # A job that writes completions without learning from them uses only the decoding keys of `rollout`.
-_DECODES = table(
-    {
-        "only `ppo` learns from what it samples; here only rollout.engine and its settings count": """rollout.num_workers
-            rollout.staleness rollout.use_gpu rollout.resources_per_worker rollout.label_selector rollout.patience_s
-            rollout.chunk_timeout_s rollout.tensor_parallel_size rollout.correction
-            rollout.correction_cap""",
-    }
+_DECODES = dict.fromkeys(
+    """rollout.num_workers rollout.staleness rollout.use_gpu rollout.resources_per_worker rollout.label_selector
+    rollout.patience_s rollout.chunk_timeout_s rollout.tensor_parallel_size rollout.correction
+    rollout.correction_cap""".split(),
+    "only `ppo` learns from what it samples; here only rollout.engine and its settings count",
 )
-_ROW_BY_ROW = _NOTHING_TRAINED | table(
-    {
-        "each of its processes holds the full base; only sft, rm, dpo, kto, ppo and evaluate shard it": "model.fsdp",
-        "it evaluates nothing; all its rows are data.train": "data.pairs data.benchmarks data.eval gate",
-        "it makes no MLflow run": "mlflow.experiment mlflow.report_to mlflow.alias run.report",
-        "Ray places and restarts its actors one by one": """run.max_failures scaling.placement_strategy
-            scaling.elastic_resize_monitor_interval_s""",
-    }
-)
+_NO_MLFLOW_RUN, _ACTORS = "it makes no MLflow run", "Ray places and restarts its actors one by one"
+_EVALUATES_NOTHING = "it evaluates nothing; all its rows are data.train"
+_ROW_BY_ROW = _NOTHING_TRAINED | {
+    "model.fsdp": "each of its processes holds the full base; only sft, rm, dpo, kto, ppo and evaluate shard it",
+    "data.pairs": _EVALUATES_NOTHING,
+    "data.benchmarks": _EVALUATES_NOTHING,
+    "data.eval": _EVALUATES_NOTHING,
+    "gate": _EVALUATES_NOTHING,
+    "mlflow.experiment": _NO_MLFLOW_RUN,
+    "mlflow.report_to": _NO_MLFLOW_RUN,
+    "mlflow.alias": _NO_MLFLOW_RUN,
+    "run.report": _NO_MLFLOW_RUN,
+    "run.max_failures": _ACTORS,
+    "scaling.placement_strategy": _ACTORS,
+    "scaling.elastic_resize_monitor_interval_s": _ACTORS,
+}
 
 
 @dataclass(frozen=True)
@@ -202,8 +205,8 @@ STAGE: dict[str, Stage] = {
         unused={
             **_DECODES,
             **_ROW_BY_ROW,
-            **table({"it reads no rows": """data.train data.on_error data.too_long data.columns data.label data.transform
-                data.group_by data.cache_dir data.subset"""}),
+            **dict.fromkeys("""data.train data.on_error data.too_long data.columns data.label data.transform data.group_by
+                data.cache_dir data.subset""".split(), "it reads no rows"),
             "trainer.seed": "a request may set one; otherwise each has a different one",
             "run.overwrite": "there is nothing to resume",
         },
@@ -219,8 +222,8 @@ STAGE: dict[str, Stage] = {
             **_ROW_BY_ROW,
             "data": "it reads no rows",
             "model.load_in_4bit": "an adapter is merged into the unquantized base in model.dtype",
-            **table({"it runs in this process; scaling.use_gpu chooses the device": """run.placement_timeout_s scaling.num_workers
-                scaling.resources_per_worker scaling.accelerator_type scaling.label_selector"""}),
+            **dict.fromkeys("""run.placement_timeout_s scaling.num_workers scaling.resources_per_worker scaling.accelerator_type
+                scaling.label_selector""".split(), "it runs in this process; scaling.use_gpu chooses the device"),
         },
     ),
 }  # fmt: skip

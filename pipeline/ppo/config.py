@@ -1,6 +1,7 @@
 """`PPOConfig` and `RolloutConfig`: the sections `trainer` and `rollout` of a PPO job. Plain data, no torch import.
 
-config/schema.json has types and ranges of all keys. This module checks combinations and raises InputError with the key.
+Types and ranges of fields are checked when a job is read (config/schema.py), combinations when a section is made: InputError with
+the key.
 
 Names follow TRL's last `PPOConfig` (1.12), or else TRL 1.16's online trainers (GRPO, RLOO). An *episode* is one completion of
 one prompt. An *update* is one rollout and the optimizer steps on it.
@@ -13,42 +14,13 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Gt, Le, Lt
+
 from pipeline.errors import InputError, about, short
-from pipeline.intervals import table
 from pipeline.ppo import estimators
 from pipeline.ppo.estimators import Estimator
+from pipeline.ranges import Count, Factor, Fraction, Norm, Patience, Rate, Rows, Seed, Share, Steps, Weight
 
-# Ranges of numbers, for the schema. numpy limits `seed`. Upper bounds are far above sensible values, but below any overflow.
-RANGES = table(
-    {
-        "[0, 4294967295]": "seed",
-        "(0, 1048576]": """batch_size num_mini_batches num_generations response_length per_device_train_batch_size
-            local_rollout_forward_batch_size""",
-        "[0, 1048576]": "min_new_tokens",
-        "(0, 1000000000]": "max_tokens_per_micro_batch logging_steps ref_model_sync_steps",
-        "[0, 1000000000]": "critic_warmup_steps warmup_steps save_steps eval_steps",
-        "(0, 1000000000000]": "total_episodes",
-        "(0, 1000000]": "num_train_epochs num_ppo_epochs cliprange cliprange_high cliprange_value target_kl reward_clip",
-        "[0.000001, 1000000]": "kl_target",
-        "[1, 1000000000000]": "kl_horizon",
-        "[0, 1000000]": "kl_coef entropy_coef vf_coef missing_eos_penalty teacher_coef",
-        "0 or [0.000001, 1000000]": "max_grad_norm",  # smaller limits make gradients underflow
-        "[0.000001, 100]": "temperature",  # smaller temperatures make fp32 logits overflow
-        "(0, 100]": "learning_rate",
-        "[0, 100]": "critic_learning_rate weight_decay",
-        "[1e-30, 1]": "adam_epsilon",
-        "[0, 1]": "gamma lam ref_model_mixup_alpha",
-        "[0, 1)": "adam_beta1 adam_beta2",
-        "-1 or [0, 31536000]": "patience_s",  # also in the rollout section
-        # for the rollout section
-        "[0, 64]": "staleness",
-        "whole [1, 64]": "tensor_parallel_size",
-        "(0, 1)": "gpu_memory_utilization",
-        "(1, 1000000]": "dual_clip correction_cap",
-        "[1, 31536000]": "chunk_timeout_s",
-        "[0, 1000]": "num_workers",
-    }
-)
 # arguments of vllm.LLM that the job determines
 VLLM_FIXED = set(
     """model revision dtype trust_remote_code quantization gpu_memory_utilization enable_lora max_loras max_lora_rank
@@ -66,7 +38,7 @@ def _require(settings: Any, key: str, allowed: bool, expected: str) -> None:
         raise InputError(f"found {short(repr(getattr(settings, key)))}, expected {expected}", key=key)
 
 
-@dataclass
+@dataclass(frozen=True)
 class PPOConfig:
     """Settings of one PPO run.
 
@@ -74,48 +46,48 @@ class PPOConfig:
     """
 
     # ---- amount of training, batch sizes
-    total_episodes: int | None = None
-    """Episodes of the run over all workers, at least 1. By default `num_train_epochs` passes over the prompts."""
-    num_train_epochs: float = 1.0
-    """Passes over the prompts, above 0; fractions are allowed. Used only if `total_episodes` is None."""
-    batch_size: int = 64
+    total_episodes: Annotated[int, Ge(1), Le(10**12)] | None = None
+    """Episodes of the run over all workers. By default `num_train_epochs` passes over the prompts."""
+    num_train_epochs: Factor = 1.0
+    """Passes over the prompts; fractions are allowed. Used only if `total_episodes` is None."""
+    batch_size: Rows = 64
     """Episodes per update over all workers together. A multiple of `num_generations`."""
-    num_ppo_epochs: int = 4
-    """Passes over the episodes of each update, at least 1. [K in the PPO paper]"""
-    num_mini_batches: int = 1
+    num_ppo_epochs: Annotated[int, Ge(1), Le(10**6)] = 4
+    """Passes over the episodes of each update. [K in the PPO paper]"""
+    num_mini_batches: Rows = 1
     """Minibatches, and so optimizer steps, per pass: 1 to `batch_size`. Prompts are shuffled before each pass, and keep all
     their completions together. Minibatches consist of complete groups if the numbers divide evenly."""
-    num_generations: int = 1
+    num_generations: Rows = 1
     """Completions per prompt. `rloo` and `grpo` compare them and need at least 2. [G in GRPO, k in RLOO]"""
-    per_device_train_batch_size: int = 16
+    per_device_train_batch_size: Rows = 16
     """Episodes per forward and backward pass on one worker. Affects memory and speed, not the result."""
-    max_tokens_per_micro_batch: int | None = None
+    max_tokens_per_micro_batch: Count | None = None
     """Tokens per forward and backward pass on one worker, padding included. By default `per_device_train_batch_size`
     episodes; in passes without gradients, 16384 tokens on a GPU and 4096 on a CPU."""
-    local_rollout_forward_batch_size: int | None = None
+    local_rollout_forward_batch_size: Rows | None = None
     """Completions of a chunk. An update is cut into chunks, which are sampled and scored one by one, and which rollout
     workers share (`rollout.num_workers`). A worker decodes this many completions at once. By default, a chunk has 256
     completions, and a worker decodes as many at once as fit into half of its free memory when the run starts."""
 
     # ---- rollout: pure sampling (no top-k, no top-p), so that log-probs belong to the distribution that is sampled
-    response_length: int = 53
+    response_length: Rows = 53
     """Maximum length of a completion in tokens, the end-of-sequence token included."""
-    min_new_tokens: int = 0
+    min_new_tokens: Annotated[int, Ge(0), Le(2**20)] = 0
     """Tokens before a completion may end, 0 to `response_length` - 1. Until then, end-of-sequence tokens have probability 0
     in sampling and in all log-probs."""
-    temperature: float = 1.0
-    """Divides the logits, in sampling and in all log-probs. 0.000001 to 100."""
+    temperature: Annotated[float, Ge(1e-6), Le(100)] = 1.0  # less makes fp32 logits overflow
+    """Divides the logits, in sampling and in all log-probs."""
 
     # ---- reward
     normalize_rewards: bool = False
     """Normalize each reward's scores with the mean and standard deviation stored with the reward model's version."""
-    patience_s: float = 600.0
+    patience_s: Patience = 600.0
     """Seconds that the update waits for a reward that is an async function. Then the run ends, and the same command continues
     it. -1: no limit."""
-    reward_clip: float | None = None
+    reward_clip: Factor | None = None
     """Clip the weighted sum of the (normalized) scores to [-reward_clip, reward_clip]. By default no clipping."""
-    missing_eos_penalty: float | None = None
-    """Subtracted, after clipping, from the score of a completion truncated at `response_length`; 0 or more."""
+    missing_eos_penalty: Weight | None = None
+    """Subtracted, after clipping, from the score of a completion truncated at `response_length`."""
     bootstrap_truncated: bool = False
     """Treat truncated completions as unfinished: the critic's value after the last token replaces the score."""
     mask_truncated_completions: bool = False
@@ -124,7 +96,7 @@ class PPOConfig:
     """Scale token rewards to unit variance over the batch, keeping their mean."""
 
     # ---- KL to the reference
-    kl_coef: float = 0.05
+    kl_coef: Weight = 0.05
     """KL coefficient, reward per nat; the initial one if `kl_controller` is adaptive. [beta]"""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
     """Per-token KL estimator in reward or loss, see functional.kl_estimate. Metrics always report k1."""
@@ -132,16 +104,16 @@ class PPOConfig:
     """Subtract the KL from each token's reward (PPO), or add it to the loss (GRPO; k2 or k3 only)."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """Keep `kl_coef` fixed, or adapt it to reach `kl_target`."""
-    kl_target: float = 6.0
+    kl_target: Annotated[float, Ge(1e-6), Le(10**6)] = 6.0
     """Target of the adaptive controller: nats per completion, summed over its tokens. [KL_target, Ziegler et al.]"""
-    kl_horizon: float = 10_000
+    kl_horizon: Annotated[float, Ge(1), Le(10**12)] = 10_000
     """Horizon of the adaptive controller: the coefficient changes by at most about 20 % in this many episodes."""
     sync_ref_model: bool = False
     """Every `ref_model_sync_steps` updates, mix the policy into the reference."""
-    ref_model_mixup_alpha: float = 0.6
-    """Weight of the policy in that mixture, in [0, 1]; a small one every update is the usual EMA. [alpha]"""
-    ref_model_sync_steps: int = 512
-    """Updates between two such mixtures, at least 1."""
+    ref_model_mixup_alpha: Share = 0.6
+    """Weight of the policy in that mixture; a small one every update is the usual EMA. [alpha]"""
+    ref_model_sync_steps: Count = 512
+    """Updates between two such mixtures."""
 
     # ---- advantages
     advantage_estimator: str = "gae"
@@ -154,11 +126,11 @@ class PPOConfig:
     """What predicts the values, for gae. adapter: a separate role, which starts as a copy of the first reward adapter and its
     head, if there is one. head: a linear head on the policy's hidden states, which starts at 0 and needs no additional
     forward and backward. The policy then learns from both losses."""
-    gamma: float = 1.0
-    """Discount per token, in [0, 1], for gae, remax and reinforce_plus_plus. [gamma]"""
-    lam: float = 0.95
-    """Weight of longer reward sums in gae, in [0, 1]: 1 relies on the rewards alone, 0 on the critic alone. [lambda]"""
-    teacher_coef: float = 0.0
+    gamma: Share = 1.0
+    """Discount per token, for gae, remax and reinforce_plus_plus. [gamma]"""
+    lam: Share = 0.95
+    """Weight of longer reward sums in gae: 1 relies on the rewards alone, 0 on the critic alone. [lambda]"""
+    teacher_coef: Weight = 0.0
     """Weight of the job's `teacher` in the advantages, which grow by this times log p_teacher - log p_policy of each token,
     after whitening. 0: no teacher."""
     teacher_system: str | None = None
@@ -169,9 +141,9 @@ class PPOConfig:
     """For grpo: divide by the group's standard deviation (False: Dr. GRPO, with `loss_aggregation: constant`)."""
 
     # ---- loss
-    cliprange: float = 0.2
+    cliprange: Factor = 0.2
     """Clip range of the probability ratio: [1 - cliprange, 1 + cliprange]. [epsilon]"""
-    cliprange_high: float | None = None
+    cliprange_high: Factor | None = None
     """Upper clip range: [1 - cliprange, 1 + cliprange_high]; above `cliprange`, unlikely tokens can gain more (DAPO's
     clip-higher, 0.28). By default `cliprange`. [epsilon_high]"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
@@ -182,25 +154,25 @@ class PPOConfig:
     completions weigh more (DAPO). sequence: over each completion's tokens, and then over completions (GRPO). constant: the
     sum, divided by the number of completions times `response_length` (Dr. GRPO). By default sequence for grpo, as in its
     paper, else token. The value loss is a mean over tokens."""
-    dual_clip: float | None = None
-    """Dual-clip bound above 1, usually 3: for negative advantages the objective is at least this times the advantage.
+    dual_clip: Annotated[float, Gt(1), Le(10**6)] | None = None
+    """Dual-clip bound, usually 3: for negative advantages the objective is at least this times the advantage.
     By default no bound. [c, Ye et al.]"""
-    entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus, loss per nat of a token's entropy; 0 or more. [c2 in the PPO paper]"""
-    vf_coef: float = 0.1
-    """Coefficient of the value loss, 0 or more. With `critic: adapter` policy and critic share no parameters, and each has its
+    entropy_coef: Weight = 0.0
+    """Coefficient of the entropy bonus, loss per nat of a token's entropy. [c2 in the PPO paper]"""
+    vf_coef: Weight = 0.1
+    """Coefficient of the value loss. With `critic: adapter` policy and critic share no parameters, and each has its
     own gradient norm and Adam state, so this does not trade one loss against the other: it scales the critic's gradient, which
     matters for `max_grad_norm` and `adam_epsilon` only, and the critic's step size is `critic_learning_rate`. With
     `critic: head` it weighs the value loss in what the policy learns: with much, and rewards of a large scale, the values move
     the policy, and the KL grows for nothing. [c1 in the PPO paper]"""
-    cliprange_value: float | None = 0.2
+    cliprange_value: Factor | None = 0.2
     """How far values may move from the values of the rollout, in units of the reward, or with `normalize_values` in standard
     deviations of the returns. null: no clipping."""
     normalize_values: bool = False
     """Normalize the critic's targets by the running mean and standard deviation of the returns."""
-    critic_warmup_steps: int = 0
+    critic_warmup_steps: Steps = 0
     """Number of first updates that train the critic alone. The policy's schedule, its warm-up too, begins after them."""
-    target_kl: float | None = None
+    target_kl: Factor | None = None
     """End an update before the optimizer step of a minibatch whose approximate KL to the old policy (k2, mean nats per
     token) exceeds 1.5 times this. By default never."""
 
@@ -210,19 +182,19 @@ class PPOConfig:
     ] = "adamw_torch"
     """The kind of AdamW, by transformers' names. fused: one kernel per step. 8bit: bitsandbytes keeps each moment in a byte,
     for parameters of 4096 numbers or more. paged: moments move to the CPU's memory if the GPU's is full."""
-    learning_rate: float = 3e-6
-    """Initial learning rate of policy and critic, above 0."""
-    critic_learning_rate: float | None = None
+    learning_rate: Rate = 3e-6
+    """Initial learning rate of policy and critic."""
+    critic_learning_rate: Annotated[float, Ge(0), Le(100)] | None = None
     """Initial learning rate of the critic, or, above 0, of the head with `critic: head`. By default `learning_rate`."""
-    adam_beta1: float = 0.9
-    """Decay rate of Adam's first moment, in [0, 1). [beta1]"""
-    adam_beta2: float = 0.999
-    """Decay rate of Adam's second moment, in [0, 1). [beta2]"""
-    adam_epsilon: float = 1e-5
+    adam_beta1: Fraction = 0.9
+    """Decay rate of Adam's first moment. [beta1]"""
+    adam_beta2: Fraction = 0.999
+    """Decay rate of Adam's second moment. [beta2]"""
+    adam_epsilon: Annotated[float, Ge(1e-30), Le(1)] = 1e-5
     """Added to the root of the second moment. 1e-5 as in PPO's reference implementations; with torch's 1e-8 tiny late
     gradients still take full steps. [epsilon]"""
-    weight_decay: float = 0.0
-    """AdamW's decoupled weight decay of adapters and heads, 0 or more."""
+    weight_decay: Annotated[float, Ge(0), Le(100)] = 0.0
+    """AdamW's decoupled weight decay of adapters and heads."""
     lr_scheduler_type: Literal[
         "linear",
         "cosine",
@@ -233,10 +205,10 @@ class PPOConfig:
         "inverse_sqrt",
     ] = "linear"
     """Schedules of transformers.get_scheduler without further settings."""
-    warmup_steps: int = 0
+    warmup_steps: Steps = 0
     """Linear warm-up of the learning rate, in updates: the n-th has n / (warmup_steps + 1) of it.
     The critic's begins with the run, the policy's when the policy begins to learn (`critic_warmup_steps`)."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Norm = 1.0
     """Clip the L2 norm of the gradient, of policy and critic separately, to this; with `critic: head` the policy's is of both
     losses. 0: no clipping."""
 
@@ -248,13 +220,13 @@ class PPOConfig:
     that they would not fit into a worker's free memory."""
 
     # ---- run
-    seed: int = 42
+    seed: Seed = 42
     """Seed of prompt order, minibatches and sampling, which is keyed by episode, not by batch or worker."""
-    logging_steps: int = 1
+    logging_steps: Count = 1
     """Updates between two log entries."""
-    save_steps: int = 0
+    save_steps: Steps = 0
     """Updates between two checkpoints. 0: only at the end."""
-    eval_steps: int = 0
+    eval_steps: Steps = 0
     """Updates between two evaluations on the held-out prompts. 0: only before and after training."""
     check_reference: bool = True
     """Raise unless the KL to the reference is 0 before the first update: the policy must start as a copy of it."""
@@ -362,36 +334,36 @@ class PPOConfig:
         return update % self.logging_steps == 0 or update == total or self.evaluates(update, total)
 
 
-@dataclass
+@dataclass(frozen=True)
 class RolloutConfig:
     """Settings of the rollout: who samples a PPO run's completions, with which engine, and how many updates behind."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
     """What decodes. transformers: the frozen base that the process holds anyway. vllm (the extra `vllm`): faster for large
     models, at the cost of a second copy of the base."""
-    num_workers: int = 0
+    num_workers: Annotated[int, Ge(0), Le(1000)] = 0
     """Rollout workers: Ray actors that hold the frozen base and every frozen role, sample completions and score them.
     0: the training workers sample."""
-    staleness: int = 0
+    staleness: Annotated[int, Ge(0), Le(64)] = 0
     """How many updates old the policy is that samples: the one after update u - staleness samples the episodes of update u,
     and the initial policy the first ones. 0: sampling and learning take turns. 1 or more: rollout workers sample while the
     trainer learns."""
     use_gpu: bool | None = None
     """Whether a rollout worker holds its models on a GPU. By default as the trainer's workers, `scaling.use_gpu`."""
-    resources_per_worker: Annotated[dict[str, float] | None, "[0, inf)"] = None
+    resources_per_worker: dict[str, Annotated[float, Ge(0)]] | None = None
     """What each rollout worker requests from Ray. By default {CPU: 1}, or {GPU: tensor_parallel_size} with `use_gpu`."""
     label_selector: dict[str, str] | None = None
     """Labels of the nodes that rollout workers are placed on, as Ray's label_selector: for example {market: spot}."""
-    patience_s: float = 600.0
+    patience_s: Patience = 600.0
     """Seconds that the trainer waits if there is no rollout worker. Then it samples by itself, until a rollout worker comes.
     -1: no limit."""
-    chunk_timeout_s: float = 3600.0
+    chunk_timeout_s: Annotated[float, Ge(1), Le(365 * 86_400)] = 3600.0
     """Seconds that a chunk may take, its rewards included, before its rollout worker is replaced. Loading the models may take
     an hour, or this long if it is more."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Annotated[int, Ge(1), Le(64)] = 1
     """GPUs over which vLLM splits the base in each rollout worker."""
-    gpu_memory_utilization: float | None = None
-    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache, in (0, 1). By default what they need, or less
+    gpu_memory_utilization: Annotated[float, Gt(0), Lt(1)] | None = None
+    """Fraction of the GPU's memory for vLLM's copy of the base and its KV cache. By default what they need, or less
     if less is free."""
     vllm_kwargs: dict[str, Any] | None = None
     """Other arguments of vllm.LLM, for example {max_num_seqs: 128, enforce_eager: true}."""
@@ -399,8 +371,8 @@ class RolloutConfig:
     """Off-policy correction: each advantage is multiplied by the probability ratio trainer / sampler, of its token or of its
     completion, truncated at `correction_cap`. By default token for vllm, else none, because the correction made runs with
     `staleness: 2` worse (docs/rollouts.md)."""
-    correction_cap: float = 3.0
-    """Largest ratio, above 1."""
+    correction_cap: Annotated[float, Gt(1), Le(10**6)] = 3.0
+    """Largest ratio."""
 
     def __post_init__(self) -> None:
         require = partial(_require, self)

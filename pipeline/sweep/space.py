@@ -15,6 +15,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+from annotated_types import Ge, Le
+
 from pipeline.config import Job, load_job, schema
 from pipeline.config.gates import LOSS, Metrics
 from pipeline.config.identity import identity_of
@@ -42,14 +44,15 @@ COMPARABLE = {
 class SweepSettings:
     """`sweep.*` on the command line; the names are Ray Tune's."""
 
-    # A sweep with more trials is rejected.
-    max_trials: Annotated[int, "[1, 10000]"] = 64
-    # null: as many as the machine or the cluster holds.
-    max_concurrent_trials: Annotated[int | None, "[1, 10000]"] = None
-    # Percent of the steps after which a trial may first be stopped; ASHA compares there and at each multiple below.
-    grace_percent: Annotated[int, "[1, 100]"] = 25
-    # At each comparison the best 1 / reduction_factor continue; 1 stops no trial.
-    reduction_factor: Annotated[int, "[1, 100]"] = 2
+    max_trials: Annotated[int, Ge(1), Le(10_000)] = 64
+    """A sweep with more trials is rejected."""
+    max_concurrent_trials: Annotated[int, Ge(1), Le(10_000)] | None = None
+    """null: as many as the machine or the cluster holds."""
+    grace_percent: Annotated[int, Ge(1), Le(100)] = 25
+    """Percent of the steps after which a trial may first be stopped; ASHA compares there and at each
+    multiple below."""
+    reduction_factor: Annotated[int, Ge(1), Le(100)] = 2
+    """At each comparison the best 1 / reduction_factor continue; 1 stops no trial."""
 
 
 @dataclass(frozen=True)

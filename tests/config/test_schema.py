@@ -41,11 +41,8 @@ def test_an_editor_marks_what_validation_refuses(key):
 
 def test_help_explains_a_key(capsys):
     assert main(["help", "data.max_length"]) == 0
-    shown, wanted = (
-        capsys.readouterr().out,
-        ("a whole number or null", "between 2 and 1048576", "the model's context"),
-    )
-    assert all(one in shown for one in wanted)
+    shown = capsys.readouterr().out
+    assert "a whole number between 2 and 1048576 or null" in shown and "the model's context" in shown
     assert main(["help", "kl_coef"]) == 0
     assert "trainer.kl_coef   (ppo)" in (shown := capsys.readouterr().out) and "default  0.05" in shown
     assert main(["help", "lr"]) == 0

@@ -87,11 +87,11 @@ def test_its_log_probs_are_the_trainers(shared, decoder, settings):
     args = PPOConfig(
         total_episodes=24, batch_size=12, response_length=12, advantage_estimator="reinforce_plus_plus",
         learning_rate=1e-3, num_ppo_epochs=1, **settings,
+        check_reference=False,  # disturb() changed the policy
     )  # fmt: skip
     reward = FunctionReward(lambda completions, **_: [float(len(text)) for text in completions])
     before = toy.weights(shared).clone()
     trainer = PPOTrainer(shared, tokenizer(), args, rows, [reward], decoder=decoder)
-    trainer.args.check_reference = False  # disturb() changed the policy
     for metrics in trainer.train():
         assert metrics["val/sampler_drift"] < 1e-5
         assert metrics["completions/mean_length"] >= settings.get("min_new_tokens", 1)

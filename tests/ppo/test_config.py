@@ -9,7 +9,7 @@ from pipeline.ppo.config import PPOConfig, RolloutConfig
 
 pytestmark = pytest.mark.usefixtures("in_root")
 WRONG = [  # key, value, expected value, other settings
-    ("trainer.batch_size", "0", "above 0", []),
+    ("trainer.batch_size", "0", "between 1 and", []),
     ("trainer.batch_size", "'16'", "a whole number", []),
     ("trainer.batch_size", "10", "a multiple of num_generations", ["trainer.num_generations=4"]),
     ("trainer.temperature", "0", "between 1e-06 and 100", []),

@@ -87,14 +87,14 @@ ONE_STEP = dict(
 )  # fmt: skip
 
 
-def test_old_logprobs_come_from_the_training_forward_if_an_update_has_one_step():
+def test_old_logprobs_come_from_the_training_forward_if_an_update_has_one_step(monkeypatch):
     """An update of one step needs no extra forward for old log-probs. Weights and metrics stay the same."""
     assert forwards(**ONE_STEP) == 2  # one for the reference, one for training
     runs = []
     for later in (True, False):
         trainer = toy.trainer(**ONE_STEP, total_episodes=48)
         if not later:
-            trainer.args.__class__ = type("Args", (type(trainer.args),), {"learns_in_one_forward": False})
+            monkeypatch.setattr(type(trainer.args), "learns_in_one_forward", False)
         runs.append((trainer.train(), toy.weights(trainer)))
     (mine, weights), (theirs, expected) = runs
     torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)

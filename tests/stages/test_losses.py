@@ -11,14 +11,14 @@ import torch
 import toy_ppo as toy
 from running import ROOT
 
-from pipeline.config import load_job
-from pipeline.config.schema_of import KINDS
+from pipeline.config import load_job, schema
+from pipeline.config.stages import STAGE
 from pipeline.data.feed import ExactBatches
 from pipeline.data.kl_pairs import PairedBatches
 from pipeline.stages import trl_checks, trl_trainer
 from pipeline.stages.kto import sampling
 
-LOSSES = KINDS["DPOConfig.loss_type"]["items"]["enum"]
+LOSSES = schema.keys(STAGE["dpo"].trainer)["loss_type"]["items"]["enum"]
 # CI's quick tests train with these losses: a logistic one, one with label smoothing, one with a running mean, one over a full
 # batch, and a mixture. The others are slow.
 QUICK = "sigmoid robust bco_pair aot discopop".split()
@@ -96,7 +96,7 @@ def test_each_loss_is_explained_and_can_be_set(in_root):
         assert job.trainer["loss_type"] == [loss]
 
 
-@pytest.mark.parametrize("loss", KINDS["KTOConfig.loss_type"]["enum"])
+@pytest.mark.parametrize("loss", schema.keys(STAGE["kto"].trainer)["loss_type"]["enum"])
 def test_rows_of_kto_are_shuffled(loss, tmp_path):
     rows = [{"prompt_ids": [3], "completion_ids": [4 + i, 5], "label": bool(i % 2)} for i in range(32)]
     settings = {"loss_type": loss, "train_sampling_strategy": sampling(loss)}
