@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 TRL, WRITERS = "sft rm dpo kto", "ppo evaluate"
 HELD_OUT = ("initial", "eval")
 ALL, BOTH = "curve initial eval", "initial eval"
-NATS, IMPLICIT = "nats per completion", "β × log-ratio"
+NATS, IMPLICIT = "nats per completion", "β × log-ratio"  # implicit rewards
 PAIRS, PROMPTS = "share of pairs", "share of prompts"
 BY_REWARD, BY_JUDGE = (PROMPTS, True, "rows reward"), (PROMPTS, True, "rows judge")
 ON_PAIRS = (PAIRS, True, "pairs")

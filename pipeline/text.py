@@ -3,19 +3,11 @@
 from collections.abc import Sequence
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "", rules: bool = False) -> str:
-    """Returns rows as indented columns, or between rules of at most 160 characters.
-
-    Args:
-        sides: to which side each column is aligned, < or >; by default, all to the left.
-    """
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "") -> str:
+    """Returns aligned columns. `sides` has < or > for each column; by default, all cells are left."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     columns = [f"{side}{width}" for side, width in zip(sides or "<" * len(widths), widths, strict=True)]
-    lines = ["  ".join(map(format, line, columns)).rstrip() for line in (header, *rows)]
-    if not rules:
-        return "\n".join(f"   {line}" for line in lines)
-    rule = "-" * min(160, max(map(len, lines)))
-    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
+    return "\n".join("   " + "  ".join(map(format, line, columns)).rstrip() for line in (header, *rows))
 
 
 def row(label: str, value: str) -> str:

@@ -23,7 +23,7 @@ from pipeline.config.identity import identity_of
 from pipeline.config.stages import TRAINED
 from pipeline.config.yaml_tree import Tree
 from pipeline.errors import InputError, show
-from pipeline.metrics import greater_is_better
+from pipeline.metrics import IMPLICIT, find, greater_is_better
 from pipeline.runtime.resume import essence
 from pipeline.system import storage
 
@@ -31,7 +31,6 @@ EXAMPLE = "for example trainer.learning_rate=1e-4,3e-4"
 # Keys and sections that cannot be varied, except for data.batch_size: they change what trials are compared on or where they run.
 FIXED = """stage extends run mlflow gate scaling data judge trainer.eval_strategy trainer.eval_steps trainer.eval_on_start
     trainer.per_device_eval_batch_size""".split()
-IMPLICIT = re.compile("eval_rewards/(margins|chosen|rejected)")  # multiples of beta
 COMPARABLE = {
     "sft": "eval_mean_token_accuracy",
     "rm": "eval_accuracy",
@@ -189,7 +188,8 @@ def _metric(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
     for key, message in metrics.metric_problems():
         raise InputError(message, key, job.source)
     metric = job.run.metric_for_best_model or metrics.default
-    scale = LOSS if metric == "eval_loss" else ["beta"] if IMPLICIT.fullmatch(metric) else []
+    of_beta = (one := find(metric)) and one.unit == IMPLICIT
+    scale = LOSS if metric == "eval_loss" else ["beta"] if of_beta else []
     if apart := [key for key in varied if key.removeprefix("trainer.") in scale]:
         raise InputError(
             f"the trials would be compared by {metric}, of which {', '.join(apart)} changes the scale; set "

@@ -63,7 +63,7 @@ def text(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
         figure = f"{row['figure']:.4g}" if row["figure"] is not None else ""
         why = f"{row['state']}: {row['why']}" if row["why"] else row["state"]
         lines.append([*row["values"].values(), figure, steps, seconds, why])
-    return table([*sweep.keys, sweep.metric, "steps", "seconds", "ended"], lines, rules=True)
+    return table([*sweep.keys, sweep.metric, "steps", "seconds", "ended"], lines)
 
 
 def _is_number(figure: float | None) -> bool:

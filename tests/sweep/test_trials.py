@@ -92,9 +92,9 @@ def test_best_first_and_what_failed_last_with_its_reason(sweep):
     report = {"step": 5, "of": 10, "figure": 0.1, "stop": None}
     rows = table.rows(sweep, state(**{"r-16": [report]}), {"r-32": "ActorDiedError: gone"})
     lines = table.text(sweep, rows).splitlines()
-    assert [line.split()[0] for line in lines[3:-1]] == ["8", "4", "16", "32"]
-    assert lines[4].endswith("stopped: ASHA") and "5/10" in lines[4]
-    assert lines[5].endswith("failed: out of memory") and lines[6].endswith("failed: ActorDiedError: gone")
+    assert [line.split()[0] for line in lines[1:]] == ["8", "4", "16", "32"]
+    assert lines[2].endswith("stopped: ASHA") and "5/10" in lines[2]
+    assert lines[3].endswith("failed: out of memory") and lines[4].endswith("failed: ActorDiedError: gone")
     assert table.best(sweep, rows)["trial"] == "r-8"  # not the failed trial with a better metric
 
 
