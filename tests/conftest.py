@@ -1,7 +1,9 @@
 """Fixtures of all tests: quiet libraries, no network, one embedded Ray, and `cli`, the command line in this process."""
 
+import contextlib
 import importlib
 import os
+import sqlite3
 from functools import cache
 from pathlib import Path
 
@@ -65,6 +67,18 @@ def engine(models):
     from toy_models import Engine
 
     return Engine(models)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def databases_that_do_not_wait_for_the_disk():
+    """MLflow commits often, and each commit waits for the disk. No test is about a power failure."""
+    from sqlalchemy import Engine, event
+
+    def without_waiting(connection, _):
+        with contextlib.suppress(sqlite3.Error):  # a damaged file
+            connection.execute("PRAGMA synchronous=OFF")
+
+    event.listen(Engine, "connect", without_waiting)
 
 
 @pytest.fixture(autouse=True)

@@ -147,16 +147,17 @@ def garbage(path):
 
 
 @pytest.mark.parametrize("spoil", [damaged, garbage])
-def test_a_damaged_cache_is_made_again(spoil, tmp_path, monkeypatch, in_root):
+def test_a_damaged_cache_is_made_again(spoil, migrated, tmp_path, monkeypatch, in_root):
     """The damaged cache is not copied to a storage path, where it would look like damaged runs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cached = store.empty_database()
-    whole = schema(cached)
+    cached = tmp_path / "cache/rlhf-pipeline" / migrated.name
+    cached.parent.mkdir(parents=True, mode=0o700)
+    shutil.copy(migrated, cached)
     spoil(cached)
     registry.check_store(
         tracking_of(load_job("jobs/demo/sft.yaml", [f"run.storage_path={tmp_path}/runs"], "sft"))
     )
-    assert schema(tmp_path / "runs/mlflow.db") == schema(cached) == whole
+    assert schema(tmp_path / "runs/mlflow.db") == schema(cached) == schema(migrated)
 
 
 def test_a_full_disk_disables_the_cache(tmp_path, monkeypatch, in_root):

@@ -54,20 +54,24 @@ def test_other_errors_are_not_changed():
             raise RuntimeError("shapes")
 
 
-def test_a_worker_out_of_memory_ends_the_run_without_a_restart(
-    storage, tmp_path, capsys, monkeypatch, in_root, embedded_ray
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_run_out_of_memory_ends_without_a_restart(
+    workers, storage, tmp_path, capsys, monkeypatch, in_root, request
 ):
+    if workers:
+        request.getfixturevalue("embedded_ray")
     starts = tmp_path / "starts"
+    train = None if workers else dying.train_of("ppo")  # a worker imports its own
 
     def counted(worker):
         with starts.open("a") as file:
             file.write("started\n")
-        return dying.train_of("ppo")(worker)
+        return (train or dying.train_of("ppo"))(worker)
 
     monkeypatch.setattr("pipeline.stages.ppo.train", counted)
     given = [
         "data.eval=null", "judge=null", "policy=base", "reward=python:bad_rewards:fills_the_gpu", "gate={}",
-        f"run.storage_path={storage}", "run.name=full", "run.max_failures=2", "scaling.num_workers=1", "mlflow.registered_model=null",
+        f"run.storage_path={storage}", f"run.name=full-{workers}", "run.max_failures=2", f"scaling.num_workers={workers}", "mlflow.registered_model=null",
         "trainer.total_episodes=8", "trainer.batch_size=8", "trainer.response_length=4",
     ]  # fmt: skip
     assert main(["ppo", "jobs/demo/ppo.yaml", *given]) == 1
@@ -77,5 +81,6 @@ def test_a_worker_out_of_memory_ends_the_run_without_a_restart(
         errors,
     )
     assert "Traceback" not in errors
-    assert json.loads((storage / "full/failed.json").read_text())["error"].startswith("OutOfMemory: ")
+    failed = json.loads((storage / f"full-{workers}/failed.json").read_text())
+    assert failed["error"].startswith("OutOfMemory: ")
     assert starts.read_text() == "started\n"

@@ -154,10 +154,9 @@ def test_what_a_run_was_begun_with_is_not_asked_for_again(migrated, tmp_path, in
     assert pin_inputs(job, {"policy": "models:/nothing/1"})[1] == {"policy": "models:/nothing/1"}
 
 
-def test_of_several_policies_the_first_that_exists_counts(tmp_path, capsys, in_root):
+def test_of_several_policies_the_first_that_exists_counts(models, storage, capsys, in_root):
     """After a failed gate, ppo has no champion. A server skips a missing policy."""
-    toy_models.registered(tmp_path)
-    home = f"run.storage_path={tmp_path}"
+    home = f"run.storage_path={storage}"
     exist = "models:/toy-policy/1"
     names = f"[models:/vet-ppo@champion, models:/vet-dpo@champion, {exist}, models:/toy-policy@champion]"
     job = load_job("jobs/demo/generate.yaml", [home, "reward=null", f"policy={names}"], "generate")
