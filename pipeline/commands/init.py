@@ -73,7 +73,7 @@ class Source:
     """A file, or several with rows of one format."""
 
     path: str  # path as written in a job
-    first: dict[str, Any]  # row
+    rows: list[dict[str, Any]]  # the first rows
     stages: dict[str, dict[str, Any]]  # stage -> the keys of `data` with which it reads these rows
     for_eval: bool
 
@@ -164,7 +164,7 @@ def requested(path: str, options: list[str]) -> Request:
 
 def possible(request: Request, sources: list[Source]) -> dict[str, str]:
     """Returns the jobs that the rows allow, as `profile_of` does. Raises InputError if none of them is new, with the reason."""
-    jobs, first, path = profile_of(request, sources), sources[0].first, request.path
+    jobs, first, path = profile_of(request, sources), sources[0].rows[0], request.path
     read_with = [keys.get("columns") for source in sources for keys in source.stages.values()]
     if request.own.get("columns") not in (None, *read_with):
         found = f"no stage can read {path} with them; its columns are {', '.join(some(first))}"
@@ -173,7 +173,7 @@ def possible(request: Request, sources: list[Source]) -> dict[str, str]:
         path, kind = sources[0].path, kind_of("sft")
         if preview.fits(first, kind) and isinstance(wrong := checked(first, kind), RowError):
             raise InputError(f"{path}: {wrong.field}: found {wrong.found}; expected {wrong.expected}")
-        raise InputError(guess.misfit([first], "sft", path))
+        raise InputError(guess.misfit(sources[0].rows, "sft", path))
     if not request.new(jobs):
         folder = request.folder
         raise InputError(f"{folder} has every job that these rows allow; name the rows there: data.train")
@@ -213,13 +213,15 @@ def print_written(request: Request, sources: list[Source], jobs: dict[str, str])
         print(f"  kept as they are, without what is new: {', '.join(request.kept)}")
     for source in sources:
         readers = [stage for stage in TAKES if stage in jobs and source in chosen(sources, stage)]
-        how = ", ".join(readers) or f"no stage; its columns are {', '.join(some(source.first))}"
+        how = ", ".join(readers) or f"no stage; its columns are {', '.join(some(source.rows[0]))}"
         if columns := next((source.stages[stage].get("columns") for stage in readers), None):
             how += f"; columns {columns}"
-        read = {*preview.known_fields(kind_of("ppo"))}
-        for value in (columns or {}).values():  # a column, or several
-            read |= {value} if isinstance(value, str) else {*value}
-        if source.kind == "prompts" and (others := [name for name in some(source.first) if name not in read]):
+        used = {
+            *preview.known_fields(kind_of("ppo")),
+            *itertools.chain(*map(listed, (columns or {}).values())),
+        }
+        others = [name for name in some(source.rows[0]) if name not in used]
+        if source.kind == "prompts" and others:
             how += f"; only a Python reward reads {', '.join(others)}"
         print(f"  {source.path}: {source.kind or 'skipped'}, read by {how}")
 
@@ -323,7 +325,7 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
         stages[stage] = ({"columns": found} if found else {}) | typed
         if "label" not in own and not guess.is_clear(found, rows):
             stages[stage]["label"] = None
-    return Source(path, rows[0], stages, for_eval)
+    return Source(path, rows, stages, for_eval)
 
 
 def columns_for(stage: str, columns: dict[str, str] | None) -> dict[str, str] | None:

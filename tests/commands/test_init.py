@@ -157,6 +157,7 @@ def test_a_label_with_an_unclear_meaning_is_left_to_the_user(here, capsys):
     ("made", "more", "message"),
     [
         ([{"a": 1}], [], "matches no format of"),
+        ([{"role": one, "text": "Hi."} for one in ("user", "assistant")], [], "each row is one message"),
         (PAIRS, ["--profile", "nonsense"], "there is no profile 'nonsense'"),
         (PAIRS, ["--color", "red"], "unknown option 'color'"),
         (PAIRS, ["--name", "own"], "the project comes with a profile own; choose another name"),
