@@ -8,8 +8,11 @@ import nbformat
 import pytest
 from execute import NOTEBOOKS, execute, main
 from running import ROOT
+from s3 import mock_s3
 
 from pipeline.config import load_job
+from pipeline.system.storage import exists
+from tools.chaos.runs import Server
 
 QUICK = ["gate={}", "trainer.max_steps=2", "data.batch_size=16", "trainer.per_device_train_batch_size=8"]
 PAPERS = {"llama3_reward_model.ipynb": "2106.09685", "ppo.ipynb": "1707.06347"}
@@ -52,7 +55,7 @@ def test_the_first_cell_installs_in_colab_and_picks_the_device(name, monkeypatch
     source = TransformerManager().transform_cell(first.source)
     exec(source, space)
     assert not said, "elsewhere it installs nothing"
-    monkeypatch.setattr("shutil.which", lambda program: f"/usr/bin/{program}")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release")
     monkeypatch.setattr("sys.path", [*sys.path])
     exec(source, space)
@@ -93,23 +96,38 @@ def test_the_formulas_give_what_is_committed(capsys):
         assert capsys.readouterr().out == cell.outputs[0].text and len(cell.outputs) == 1
 
 
+@pytest.fixture(params=["folder", "bucket"])
+def storage(request, tmp_path, monkeypatch):
+    """Returns the parameters of a notebook: a folder for its runs, or a mock of S3 and an MLflow server."""
+    if request.param == "folder":
+        yield {"RUNS": str(tmp_path / "runs")}
+        return
+    pytest.importorskip("moto", reason="needs the extra `mock`")
+    with mock_s3(monkeypatch), Server(tmp_path) as server:
+        yield {"RUNS": "s3://bucket/runs", "TRACKING_URI": server.uri}
+
+
 @pytest.mark.slow
-def test_the_reward_model_notebook_runs(tmp_path):
-    """Runs every cell, with two steps of training."""
-    file, runs = ROOT / "notebooks/llama3_reward_model.ipynb", str(tmp_path / "runs")
-    notebook = execute(file, RUNS=runs, OVERRIDES=QUICK, timeout=300)
+def test_the_reward_model_notebook_runs(tmp_path, storage):
+    """Runs every cell, with two steps of training. A worker is killed after the first."""
+    file = ROOT / "notebooks/llama3_reward_model.ipynb"
+    overrides = [*QUICK, "trainer.save_strategy=steps", "trainer.save_steps=1"]
+    notebook = execute(file, **storage, OVERRIDES=overrides, timeout=300)
     assert_clean(notebook, tmp_path)
-    assert pictures(notebook) == 5 and "rlhf-rm v1 @champion" in printed(notebook)
-    assert (tmp_path / "runs/reward-model/report.html").exists()
+    said = printed(notebook)
+    assert pictures(notebook) == 5 and "rlhf-rm v1 @champion" in said
+    assert "run lost-worker failed" in said and "continuing from checkpoint_00000001" in said
+    assert "of adapter and head; equal: True" in said
+    assert exists(f"{storage['RUNS']}/reward-model/report.html")
     source = "".join(cell.source for cell in notebook.cells)
     assert "OVERRIDES = []" in source, "parameters are not written back"
 
 
 @pytest.mark.slow
-def test_the_ppo_notebook_runs(tmp_path):
+def test_the_ppo_notebook_runs(tmp_path, storage):
     quick = {"sft": QUICK, "rm": QUICK, "ppo": ["trainer.total_episodes=32", "trainer.batch_size=16"]}
-    file, runs = ROOT / "notebooks/ppo.ipynb", str(tmp_path / "runs")
-    notebook = execute(file, RUNS=runs, QUICK=quick, KL_COEFS=[0.0, 0.5], timeout=600)
+    file = ROOT / "notebooks/ppo.ipynb"
+    notebook = execute(file, **storage, QUICK=quick, KL_COEFS=[0.0, 0.5], timeout=600)
     assert_clean(notebook, tmp_path)
     assert pictures(notebook) == 3 and "rlhf-ppo v2 @champion" in printed(notebook)
 
