@@ -88,7 +88,7 @@ JOB = [
     case("no room for prompt and completion", "ppo", r"data\.max_length: 192 .*context of 256 tokens less trainer\.response_length=100; use data\.max_length=156", overrides=["trainer.response_length=100"]),
     # inputs
     case("version whose files are gone", "ppo", r"reward: models:/held-back-rm/1: .*cannot be fetched from .*/gone .*use another version", overrides=["reward=models:/held-back-rm/1"]),
-    case("no such policy folder", "dpo", r"policy: /nowhere/adapter: no such folder; give a folder, or models:/NAME@ALIAS", overrides=["policy=/nowhere/adapter"]),
+    case("no such policy folder", "dpo", r"policy: /nowhere/adapter: no such folder; use a folder, or models:/NAME@ALIAS", overrides=["policy=/nowhere/adapter"]),
     case("policy folder without adapter", "dpo", r"policy: jobs/demo/model: no adapter in .*expected adapter_config\.json, found ", overrides=["policy=jobs/demo/model"]),
     case("reward without a head", "ppo", r"reward\.1: .*/plain is an adapter without a scalar head.*rm", overrides=["reward=[python:bad_rewards:length, {plain}]"]),
     case("messages for a policy of plain text", "dpo", r"policy: .*/plain was trained by sft on plain text, and this job has rows of messages", overrides=["policy={plain}"]),

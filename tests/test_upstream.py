@@ -182,7 +182,7 @@ def test_the_reward_trainer_still_puts_the_chosen_first():
 def test_a_prepared_loader_still_keeps_its_last_batch_whole():
     """pipeline/data/feed.py, get_train_dataloader, uses prepare_data_loader for one process, and _drop_last.
 
-    If this fails, metrics of the last batch of an epoch are cut off.
+    If this fails, metrics of the last batch of an epoch are missing.
     """
     from accelerate.data_loader import prepare_data_loader
     from torch.utils.data import DataLoader

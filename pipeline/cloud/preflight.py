@@ -120,13 +120,13 @@ def check_resources(places: Places, cluster: Cluster) -> None:
         advice = f"set {change}" if change else lower
         if cluster.unknown_types:
             print(
-                f"warning: {section}.num_workers: no node that is up has room for {count} {who}s with {', '.join(wanted)} each. "
+                f"warning: {section}.num_workers: no node that is up has resources for {count} {who}s with {', '.join(wanted)} each. "
                 "This cluster may have an autoscaler; if that starts no such nodes, the run ends after run.placement_timeout_s",
                 flush=True,
             )
             continue
         raise InputError(
-            f"{count} {who}s with {', '.join(wanted)} each, but the cluster has room for {room} (nodes: "
+            f"{count} {who}s with {', '.join(wanted)} each, but the cluster has resources for {room} (nodes: "
             f"{'; '.join(map(_shown, cluster.nodes))}; {grows}); {advice}, change {section}.use_gpu or "
             f"{section}.label_selector, or add nodes",
             key=f"{section}.num_workers",

@@ -113,7 +113,7 @@ class Chat:
             samples = Samples([prompt], [row.tokens], [row.ended], given, self.host.tokenizer)
             notes.append(f"reward {weighted(self.rewards, samples, normalize=False)[0][0]:.2f}")
         if row.tokens and not row.ended:
-            notes.append(f"cut off at trainer.response_length={self.sampling.max_new_tokens}")
+            notes.append(f"truncated at trainer.response_length={self.sampling.max_new_tokens}")
         print(f"   ({', '.join(notes)})\n" if notes else "", flush=True)
         self.turns.append({"role": "assistant", "content": writer.shown})
 

@@ -128,7 +128,7 @@ def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
 
     A pair whose sides a judge prefers in turn, if it sees them in another order, is none.
 
-    A completion that was cut off is never the better one: it would teach the policy to stop in the middle of a sentence.
+    A truncated completion is never the better one: it would teach the policy to stop in the middle of a sentence.
     """
     left = distinct(samples)
     finished = [one for one in left if one["ended"]]
@@ -154,7 +154,7 @@ def flips(one: Sample, other: Sample) -> bool:
 
 
 def is_good(args: Collect, one: Sample) -> bool:
-    """Returns the label of a sample. One that was cut off is never good."""
+    """Returns the label of a sample. A truncated completion is never good."""
     return one["ended"] and one["score"] > args.good_above
 
 
@@ -167,7 +167,7 @@ def distinct(samples: list[Sample]) -> list[Sample]:
 
 
 def is_dialogue(completion: str) -> bool:
-    """Returns True if a row with this completion would be read as a conversation, or refused as the text of one."""
+    """Returns True if a row with this completion would be read as a conversation, or rejected as the text of a conversation."""
     try:
         return repeats_prompt(completion) or unpacked("completion", completion) is not completion
     except RowError:
@@ -190,7 +190,7 @@ def count(args: Collect, record: Record) -> dict[str, int]:
         "rows": rows,
         "completions": len(samples),
         "empty": texts.count(""),
-        "cut_off": sum(not one["ended"] for one in samples),
+        "truncated": sum(not one["ended"] for one in samples),
         "dialogues": sum(is_dialogue(one["completion"]) for one in samples),
         "duplicates": len(list(filter(None, texts))) - len({*texts} - {""}),
     }
@@ -217,7 +217,7 @@ def measure(args: Collect, record: Record) -> dict[str, float]:
         "score_best": max(scores),
         "score_worst": min(scores),
         "completion_tokens": sum(one["completion_tokens"] for one in samples) / number,
-        "share_cut_off": counts["cut_off"] / number,
+        "share_truncated": counts["truncated"] / number,
         "share_duplicates": counts["duplicates"] / number,
         "share_tied": float(max(scores) == min(scores)),  # so they form no pair
         "share_with_rows": float(counts["rows"] > 0),
@@ -231,14 +231,14 @@ def measure(args: Collect, record: Record) -> dict[str, float]:
 
 def why_none(args: Collect, counts: Mapping[str, int]) -> str:
     """Returns the most frequent reason why there are no rows, and what to change."""
-    if counts["cut_off"] == counts["completions"]:
+    if counts["truncated"] == counts["completions"]:
         return (
             f"none of {counts['completions']} completions ended within trainer.response_length={args.response_length}; raise it if "
             "rows are longer. If not, the policy has not learned to end: train sft on rows that end, and look at its eos_accuracy"
         )
     completions = f"of {counts['completions']} completions"
     reasons = {
-        "cut_off": f"{completions} were cut off; use a larger trainer.response_length",
+        "truncated": f"{completions} were truncated; use a larger trainer.response_length",
         "duplicates": f"{completions} repeat another one; use a higher trainer.temperature",
         "dialogues": f"{completions} are whole dialogues; use model.chat_template=plain or another policy",
         "empty": f"{completions} are empty; use trainer.min_new_tokens=1",

@@ -2,7 +2,7 @@
 
     make generate    or    python -m pipeline generate jobs/demo/generate.yaml data.train=prompts.jsonl [section.key=value ...]
 
-A line is the row with `completion`, `completion_tokens`, `ended` (false: cut off at trainer.response_length) and, if the job
+A line is the row with `completion`, `completion_tokens`, `ended` (false: truncated at trainer.response_length) and, if the job
 has one, the `reward`. A `completion` of the row becomes `reference_completion`. The same run.name continues a killed run.
 """
 

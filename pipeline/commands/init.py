@@ -188,7 +188,7 @@ def write(request: Request, jobs: dict[str, str]) -> None:
 
 
 def with_lengths(request: Request, sources: list[Source], jobs: dict[str, str]) -> dict[str, str]:
-    """Writes the jobs, and returns them with lengths for the rows, without stages that refuse all of their rows."""
+    """Writes the jobs, and returns them with lengths for the rows, without stages that reject all of their rows."""
     write(request, jobs)
     pending = [stage for one in sources for stage in one.stages if one.stages[stage].get("label", 0) is None]
     while refused := set_lengths(request, jobs) - {*request.kept, *pending}:

@@ -189,7 +189,7 @@ def part_text(part: Any, key: str) -> str:
     if not isinstance(part, dict):
         return text(part, key)
     if (kind := part.get("type") or "text") not in TEXT_PARTS:
-        expected = "parts of text: the model reads nothing else; thoughts belong into `reasoning_content`"
+        expected = "parts of type text, not images or audio; thoughts belong into `reasoning_content`"
         raise RowError("wrong_type", key, f"a part of type {show(kind)}", expected)
     for name in ("text", "value", "content"):
         if (value := part.get(name)) is not None:

@@ -38,7 +38,7 @@ ERROR_NAMES = {
     "missing_field": "wrong or missing field",
     "equal_pair": "chosen equal to rejected",
     "python_text": "neither a list nor its JSON",
-    "template": "refused by the chat template",
+    "template": "rejected by the chat template",
     "transform": "failed in data.transform",
     "left_out": "left out by data.transform",
     "duplicate": "equal to an earlier row",

@@ -217,7 +217,7 @@ class Client:
         if status not in PASSES and status < 500:
             is_key = self.variable and status in (401, 403)
             key = f"; is the key in ${self.variable} right?" if is_key else ""
-            raise InputError(f"{self.name}: {self.given.endpoint} refused a request ({said}){key}")
+            raise InputError(f"{self.name}: {self.given.endpoint} rejected a request ({said}){key}")
         problem = Unusable(said)
         if after.replace(".", "", 1).isdigit():
             problem.wait = min(float(after), PAUSES_S[1])
@@ -244,7 +244,7 @@ class Client:
             top = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs")
             answer["top"] = [[one["token"], float(one["logprob"])] for one in top] if top else None
             if choice.get("finish_reason") == "length" and self.given.form != "yes":
-                raise Unusable("it is cut off at max_tokens; raise it")
+                raise Unusable("it is truncated at max_tokens; raise it")
             asked.check(answer)
         except Unusable as problem:
             why = f"found {self._quoted(answer['text'])!r}: {problem}"

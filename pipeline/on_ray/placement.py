@@ -140,7 +140,7 @@ def check_fits(places: Places) -> None:
 
 
 def _limits() -> dict[str, float]:
-    """Returns {resource: the most that may ever be there}, or {} on a cluster about which nothing is known (yet)."""
+    """Returns {resource: maximum that the cluster may reach}, or {} if the cluster's node types are unknown."""
     import ray
 
     if on_cluster():

@@ -77,13 +77,13 @@ def off_policy_metrics(episodes: Episodes, config: RolloutConfig, mask: Tensor) 
     cut = ((plain != weights) & each).sum().double()
     drift = (episodes.sampler_logprobs - episodes.old_logprobs).where(mask, 0.0).double()
     sums = [each.sum().double(), r.sum(), (r**2).sum(), cut, drift.sum(), mask.sum().double()]
-    count, total, squares, cut_off, apart, actions = all_reduce(torch.stack(sums)).tolist()
+    count, total, squares, clipped, apart, actions = all_reduce(torch.stack(sums)).tolist()
     largest = all_reduce(r.max(), dist.ReduceOp.MAX)
     count, actions = max(count, 1), max(actions, 1)
     return {
         "rollout/ratio_mean": total / count,
         "rollout/ratio_max": float(largest),
-        "rollout/is_clipped_fraction": cut_off / count,
+        "rollout/is_clipped_fraction": clipped / count,
         "rollout/ess": total**2 / (count * squares) if squares else 0.0,
         "rollout/sampler_kl": apart / actions,
     }

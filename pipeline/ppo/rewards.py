@@ -135,7 +135,7 @@ class Reward(ABC):
         """Returns one raw score for each sample; `checked` verifies that."""
 
     def checked(self, samples: Samples) -> list[float]:
-        """Returns the scores of `score`.
+        """Returns the scores that the function `score` gives.
 
         Raises InputError for anything but a list of one number for each sample, because repeating the call would not help.
         Raises Failure for a number that is not finite.

@@ -293,6 +293,6 @@ def check_trackers(also: list[str]) -> None:
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     if not os.environ.get("WANDB_API_KEY") and get_netrc_auth(server) is None:
         raise InputError(
-            "found wandb, and no account: export WANDB_API_KEY=..., or WANDB_MODE=offline and upload later with `wandb sync`",
+            "found wandb, and no account: export WANDB_API_KEY=..., or WANDB_MODE=offline to upload later with `wandb sync`",
             key="mlflow.report_to",
         )

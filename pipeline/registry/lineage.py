@@ -57,7 +57,7 @@ def read(folder: str, reference: str) -> dict[str, Any]:
     """Returns the lineage of an adapter folder. Returns {} for a plain peft adapter, whose base is checked by shape."""
     if not os.path.isdir(folder):
         raise InputError(
-            f"{reference}: no such folder; give a folder, or models:/NAME@ALIAS of a registered adapter"
+            f"{reference}: no such folder; use a folder, or models:/NAME@ALIAS of a registered adapter"
         )
     if not is_adapter(folder):
         files = ", ".join(sorted(os.listdir(folder))[:6]) or "nothing"

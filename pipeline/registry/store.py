@@ -152,7 +152,7 @@ def _created(path: str) -> Iterator[None]:
 def empty_database() -> str:
     """Returns the path of a database with MLflow's tables, made once per user and version: the migrations take a second."""
     path = storage.cache(f"mlflow-{version('mlflow')}.db")
-    if not _is_whole(path):  # not there, or cut off by a power failure
+    if not _is_whole(path):  # not there, or truncated by a power failure
         import_mlflow()
         from mlflow.store.db import utils
 

@@ -94,7 +94,7 @@ def newest(run_folder: str) -> str | None:
 def damage(path: str) -> str | None:
     """Returns the damage of a checkpoint (in a folder or bucket), or None if its files match their digests."""
     if not storage.exists(f"{path}/{DIGESTS}"):
-        return f"{DIGESTS} is missing, so it was not written to its end"
+        return f"{DIGESTS} is missing, so the checkpoint is incomplete"
     fs, folder = storage.filesystem(path)
     try:
         listed = storage.read_json(f"{path}/{DIGESTS}")["files"]

@@ -177,7 +177,7 @@ def vllm(
     rows: int,
     scratch: str | None = None,
 ) -> Iterator[Decoder]:
-    """Starts vLLM next to the base of this process, for the block.
+    """Starts vLLM in addition to this process's base, and stops it when the block ends.
 
     Args:
         wanted: roles that it may sample from.

@@ -243,7 +243,7 @@ class Server:
         if self.serve.log_prompts:
             facts["chat_template_kwargs"] = asked.chat_template_kwargs
             facts |= {"messages": asked.messages, "texts": [text.text for text in answer.texts]}
-            facts["cut_off"] = [i for i, reason in enumerate(answer.reasons) if reason == "length"]
+            facts["truncated"] = [i for i, reason in enumerate(answer.reasons) if reason == "length"]
         self.answers.append(facts)
 
     # --------------------------------------------------------------------------------- what every request needs

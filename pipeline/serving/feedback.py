@@ -180,10 +180,10 @@ class FeedbackStore:
                 raise Refused(400, why, "edit", "no_texts")
             return {}
         preferred = said.chosen if said.kind == "comparisons" else said.choice if said.label else None
-        if preferred in answer["cut_off"]:
+        if preferred in answer["truncated"]:
             key = READ_BY[said.kind][1]
-            why = f"{key}: choice {preferred} was cut off by its length and would teach the policy to stop there"
-            raise Refused(400, f"{why}; send an edit with its end", key, "cut_off")
+            why = f"{key}: choice {preferred} was truncated and would teach the policy to stop there"
+            raise Refused(400, f"{why}; send an edit with its end", key, "truncated")
         texts, prompt = answer["texts"], {"prompt": answer["messages"]}
         prompt |= {key: answer[key] for key in ("chat_template_kwargs",) if answer.get(key)}
         if said.kind == "thumbs":

@@ -1,4 +1,4 @@
-"""Reads requests, OpenAI's completions and `/v1/feedback`, and refuses invalid ones."""
+"""Reads requests, OpenAI's completions and `/v1/feedback`, and rejects invalid ones."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def read(path: str, arguments: list[str]) -> Sweep:
     for key in varied:
         if {key, key.partition(".")[0]} & {*FIXED} and key != "data.batch_size":
             why = "trials differ only in what is learned"
-            raise InputError(f"a sweep cannot vary it, because {why}; give one value", key=key)
+            raise InputError(f"a sweep cannot vary it, because {why}; set one value", key=key)
     jobs = _load_all(path, shared, _combinations(varied, known))
     metric, greater = _figure(base, varied)
     # The default name follows from what is swept, so that the same command resumes.
@@ -179,7 +179,7 @@ def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
     """Returns the eval metric that the trials are compared by, and whether a larger value is better."""
     if not job.data.eval and not job.data.eval_fraction:
         raise InputError(
-            "the trials are compared on held-out rows, and there are none: give data.eval or data.eval_fraction",
+            "the trials are compared on held-out rows, and there are none: set data.eval or data.eval_fraction",
             key="data.eval",
         )
     metrics = Metrics(job)
@@ -194,7 +194,7 @@ def _figure(job: Job, varied: dict[str, list[str]]) -> tuple[str, bool]:
             key="run.metric_for_best_model",
         )
     if metric == "eval_reward" and "reward" in varied:
-        raise InputError("the trials would be compared by different rewards; give a judge", key="reward")
+        raise InputError("the trials would be compared by different rewards; set judge", key="reward")
     return metric, greater_is_better(metric, job.run.greater_is_better)
 
 

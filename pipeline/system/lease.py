@@ -6,7 +6,7 @@
     lease.require()                 # before each commit, in any process: raises LeaseLost if it must not write
 
 Attempt N creates `lease/N.json`, which succeeds for one process only, and renews it until it ends. The newest attempt owns the
-folder: a process that was cut off finds a later one, and stops. The files stay as the history of the folder.
+folder: a process that lost its connection finds a later one, and stops. The files stay as the history of the folder.
 
 No clocks are compared: a lease has expired if it was not renewed while another process watched it for its duration. There is
 no wait for a killed owner whose processes all ran on this machine, because the system knows which processes live.

@@ -57,7 +57,7 @@ def live(text: str, left: float | None = None, more: str = "") -> None:
 
     Args:
         left: seconds until this is done. The last such line stays on the terminal.
-        more: what follows the time left, and may be cut off.
+        more: what follows the time left, and may be truncated.
     """
     if _of_worker or sys.stdout is screen:
         print(LIVE, "" if left is None else round(left), LIVE, text, LIVE, more, sep="", flush=True)
@@ -203,7 +203,7 @@ class Screen(Output):
 
 
 def fitted(text: str) -> str:
-    """Returns as much of a line as fits the terminal next to a ^C that it may echo, without cutting a figure."""
+    """Returns the part of a line that fits the terminal, with space for an echoed ^C. Does not split a number."""
     cut = text[: shutil.get_terminal_size().columns - len("^C") - 1]
     return cut if cut == text else cut.rpartition("  ")[0].rstrip() or cut
 

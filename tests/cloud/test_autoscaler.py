@@ -17,7 +17,7 @@ from ray.autoscaler.node_provider import NodeProvider
 from ray.autoscaler.tags import *
 
 class Cloud(NodeProvider):
-    '''A head that runs, and no room for any other node.'''
+    '''Fakes a cloud with a running head and no capacity for other nodes.'''
     def non_terminated_nodes(self, tags): return ["head"]
     def is_running(self, node): return True
     def is_terminated(self, node): return False

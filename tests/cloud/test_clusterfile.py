@@ -20,7 +20,7 @@ from pipeline.errors import InputError
 
 AWS = ROOT / "cluster.yaml"
 FILES = [AWS, ROOT / "jobs/cloud/gcp.yaml", ROOT / "jobs/cloud/local.yaml"]
-IMAGE = "ami-12c6146b"  # one that the mock knows
+IMAGE = "ami-12c6146b"  # an AMI that the mock knows
 needs_moto = pytest.mark.skipif(importlib.util.find_spec("moto") is None, reason="needs the extra `mock`")
 pytestmark = pytest.mark.usefixtures("in_root")
 
@@ -30,7 +30,7 @@ def home(tmp_path, monkeypatch):
     """Returns a home folder with only the token that file_mounts needs. Fakes ssh and rsync."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "bin").mkdir()
-    for tool in clusterfile.TOOLS:  # only looked for, not run: a machine without them can run these tests
+    for tool in clusterfile.TOOLS:  # Ray only searches for these programs, so empty files suffice
         (tmp_path / "bin" / tool).touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (tmp_path / ".ray").mkdir()
@@ -65,7 +65,8 @@ def test_a_file_is_taken_once_its_lines_are_filled_in(file, home):
         assert "0 to 4 x g6.2xlarge (gpu1), $0.98 an hour" in shown
         assert "0 to 4 x g6e.2xlarge (rollout_spot), spot, below $2.24 an hour" in shown
     if "gcp" in file.name:
-        assert "n2-standard-8, price unknown" in shown and "(gpu1), $0.98 an hour" in shown  # by its GPU
+        # the type has its GPU's name
+        assert "n2-standard-8, price unknown" in shown and "(gpu1), $0.98 an hour" in shown
 
 
 def test_mistakes_are_found_before_anything_is_started(home, monkeypatch):
@@ -101,7 +102,8 @@ def signed_out(monkeypatch, folder):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(folder))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # this machine may be an instance with a role
+    # otherwise boto3 would query this machine's metadata service
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
 @pytest.mark.parametrize("verb", ["up", "status", "dashboard", "down"])
@@ -159,7 +161,7 @@ def ec2(monkeypatch, home):
 
     boto3.setup_default_session()  # forgets credentials that an earlier test found
     urllib.request.urlopen(urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST"))
-    template = (ROOT / "jobs/cloud/aws.yaml").read_text()  # the roles and the bucket
+    template = (ROOT / "jobs/cloud/aws.yaml").read_text()  # creates the roles and the bucket
     assert not re.search(r": [&*]", template), "CloudFormation knows no YAML aliases"
     cloud, net = boto3.client("cloudformation"), boto3.client("ec2")
     vpc = net.create_vpc(CidrBlock="10.7.0.0/16")["Vpc"]["VpcId"]
@@ -211,7 +213,7 @@ def test_ray_up_asks_ec2_for_the_head(ec2, home):
     assert started, (home / "up.log").read_text()[-3000:]
     head, profile = started
     assert (head["InstanceType"], head["ImageId"], profile) == ("m7i.2xlarge", IMAGE, "rlhf-head")
-    assert "InstanceLifecycle" not in head  # on demand: a head that is taken away takes the cluster with it
+    assert "InstanceLifecycle" not in head  # on demand, because the cluster ends with its head
     assert {"Key": "ray-cluster-name", "Value": "rlhf"} in head["Tags"]  # the role's condition
     (group,) = (one["GroupId"] for one in head["SecurityGroups"])
     assert group == made
@@ -230,9 +232,11 @@ def test_the_roles_allow_what_they_need_and_no_more(ec2):
         assert role["RoleName"] == name
         attached = iam.list_attached_role_policies(RoleName=name)["AttachedPolicies"]
         assert [policy["PolicyName"] for policy in attached] == ["rlhf-bucket"]
-    assert iam.list_role_policies(RoleName="rlhf-worker")["PolicyNames"] == []  # a worker starts nothing
+    # a worker may start no instances
+    assert iam.list_role_policies(RoleName="rlhf-worker")["PolicyNames"] == []
     policy = iam.get_role_policy(RoleName="rlhf-head", PolicyName="autoscale")["PolicyDocument"]
-    policy = yaml.safe_load(policy) if isinstance(policy, str) else policy  # the mock keeps it as text
+    # the mock stores the policy as text
+    policy = yaml.safe_load(policy) if isinstance(policy, str) else policy
     for statement in policy["Statement"]:
         assert "*" not in "".join(statement["Action"])
         if "ec2:TerminateInstances" in statement["Action"]:
@@ -351,6 +355,6 @@ def test_a_worker_without_a_head_ends_its_machine(node):
     assert done.returncode == 0, done.stderr
     asked = [line for line in log if line == "timeout 10 bash -c < /dev/tcp/10.0.0.9/6379"]
     assert len(asked) >= 5 and log[-1] == "sudo shutdown -h now"
-    for file in FILES[:2]:  # not of one's own machines
+    for file in FILES[:2]:  # only in the clouds, not on own machines
         [start] = yaml.safe_load(file.read_text())["worker_start_ray_commands"][1:]
         assert start == "HEAD_IDLE_HOURS=1 bash ~/rlhf/start-node.sh worker"

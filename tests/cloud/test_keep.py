@@ -18,20 +18,20 @@ def rows(database):
 def test_a_new_head_begins_where_the_last_one_ended(tmp_path):
     old, kept, new = tmp_path / "old.db", tmp_path / "bucket/mlflow/mlflow.db", tmp_path / "new.db"
     uri = f"file://{kept}"
-    assert keep.restore(str(new), uri) is False  # the very first head
+    assert keep.restore(str(new), uri) is False  # the first head has no copy to restore
     with closing(sqlite3.connect(old)) as writer:
         writer.execute("pragma journal_mode=wal")
         writer.execute("create table t (n integer)")
         writer.execute("insert into t values (1)")
         writer.commit()
-        writer.execute("insert into t values (2)")  # under way: not committed
+        writer.execute("insert into t values (2)")  # an open transaction, not committed
         keep.keep(str(old), uri)
         assert rows(kept) == [1]
         writer.commit()
         keep.keep(str(old), uri)
     assert keep.restore(str(new), uri) is True
     assert rows(new) == [1, 2]
-    assert keep.restore(str(new), "file:///nowhere/at/all.db") is False  # what is here stays
+    assert keep.restore(str(new), "file:///nowhere/at/all.db") is False  # a restore keeps existing files
     assert not list(kept.parent.glob("*.partial"))
 
 

@@ -25,7 +25,7 @@ def needs(*modules):
     """Skips a test without these modules, which the extras `cloud` and `mock` bring."""
     try:
         found = all(importlib.util.find_spec(module) for module in modules)
-    except ModuleNotFoundError:  # of a package around it
+    except ModuleNotFoundError:  # its parent package is missing
         found = False
     return pytest.mark.skipif(not found, reason=f"needs {', '.join(modules)}")
 
@@ -35,9 +35,10 @@ def postgres():
     """Returns the address of an empty database."""
     if not SERVER:
         pytest.skip("needs PostgreSQL's server")
-    folder, port = Path(tempfile.mkdtemp(prefix="pg")), free_port()  # short: its socket's name has a limit
+    # short, because socket paths have a limit
+    folder, port = Path(tempfile.mkdtemp(prefix="pg")), free_port()
     as_user = []
-    if os.geteuid() == 0:  # the server refuses root
+    if os.geteuid() == 0:  # the server does not run as root
         as_user = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
         shutil.chown(folder, "nobody", "nogroup")
     how = {"check": True, "capture_output": True, "cwd": folder}

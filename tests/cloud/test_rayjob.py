@@ -83,13 +83,14 @@ def test_workers_get_what_the_job_asks_for(capsys, h100):
     assert group["template"]["spec"]["tolerations"][0]["key"] == "nvidia.com/gpu"
     assert group["labels"] == {"ray.io/accelerator-type": "H100"}
     mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
-    assert mounts == {"rlhf-runs": "/mnt/runs", "rlhf-models": "/models"}  # and /dev/shm from the operator
+    assert mounts == {"rlhf-runs": "/mnt/runs", "rlhf-models": "/models"}  # the operator adds /dev/shm
     assert {"name": "HF_HOME", "value": "/models"} in container["env"]  # the base is fetched once
     head = spec["rayClusterSpec"]["headGroupSpec"]
     accounts = [one["template"]["spec"]["serviceAccountName"] for one in (head, group)]
-    assert accounts == ["rlhf-head", "rlhf-worker"]  # what may start pods is not what runs on workers
+    # the service account that may start pods is not the workers'
+    assert accounts == ["rlhf-head", "rlhf-worker"]
     assert "tolerations" not in head["template"]["spec"]
-    # The dashboard has to answer the operator's pod, so it listens on all interfaces: the token is what guards it
+    # The dashboard must answer the operator's pod, so it listens on all interfaces. The token protects it.
     assert head["rayStartParams"]["dashboard-host"] == "0.0.0.0"
     assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     command = [
@@ -170,7 +171,8 @@ def test_a_folder_is_one_job_that_resumes_if_it_is_applied_again():
     assert command[:5] == ["python", "-m", "pipeline", "run", "jobs/demo"]
     jobs = [load_job(f"jobs/demo/{one}.yaml", overrides_of(one, command[5:]), one) for one in ORDER]
     assert [job.run.name for job in jobs] == ["demo-sft", "demo-rm", "mine", "demo-evaluate"]
-    assert len(manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]) == 1  # alike workers are the same pods
+    # identical workers share a pod group
+    assert len(manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]) == 1
     assert manifest["spec"]["activeDeadlineSeconds"] == 72 * 3600
 
 
@@ -219,7 +221,7 @@ def test_a_schedule_starts_new_runs_of_several_stages(monkeypatch, capsys):
         ["kto", "jobs/own/kto.yaml"],
         ["evaluate", "jobs/own/evaluate.yaml"],
     ]
-    # As `ray job submit` hands it to the shell
+    # The command as `ray job submit` passes it to the shell
     said = subprocess.check_output(
         subprocess.list2cmdline(["bash", "-c", "echo 'a b' && echo c"]), shell=True, text=True
     )
@@ -230,7 +232,8 @@ def test_each_job_has_a_name_of_its_own(monkeypatch):
     monkeypatch.setenv("GPU", "H100")
     monkeypatch.setenv("NODE_SELECTOR", "a=b")
     long = "n" * 46
-    names = {f"{long}-x": long, "7B_run": "rlhf-7b-run", f"7{long}": f"rlhf-7{'n' * 41}"}  # a letter first
+    # names must begin with a letter
+    names = {f"{long}-x": long, "7B_run": "rlhf-7b-run", f"7{long}": f"rlhf-7{'n' * 41}"}
     for run, name in (None, "llama3-8b-sft"), *names.items():
         more = [f"run.name={run}"] if run else []
         made = rayjob.manifest(["jobs/llama3-8b/sft.yaml"], [*SHARED_STORAGE, *more])
@@ -269,7 +272,7 @@ def test_pods_pass_the_restricted_standard_and_may_write_their_volumes():
     for pod in [*ours, mlflow, postgres]:
         user, (container,) = pod["securityContext"], pod["containers"]
         assert user["runAsNonRoot"] and user["seccompProfile"] == {"type": "RuntimeDefault"}
-        # Of the Dockerfile: ray, users. Of the image of PostgreSQL: postgres
+        # ray and users come from the Dockerfile, postgres from PostgreSQL's image
         assert (user["runAsUser"], user["fsGroup"]) == ((999, 999) if pod is postgres else (1000, 100))
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,

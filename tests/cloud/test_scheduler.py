@@ -52,7 +52,7 @@ def started(config, gang=(), tasks=0, without=(), actors=()):
     """Returns {node type: nodes} that the autoscaler starts for a placement group `gang`, tasks of one CPU, and single
     actors."""
     kinds = AutoscalingConfig(config, skip_content_hash=True).get_node_type_configs()
-    for name in (config["head_node_type"], *without):  # the head is up already
+    for name in (config["head_node_type"], *without):  # the head is already running
         del kinds[name]
     cpu = ResourceRequestByCount(request=ResourceRequestUtil.make({"CPU": 1}), count=tasks)
     gangs = [GangResourceRequest(requests=[request(one) for one in gang])] if gang else []
@@ -111,7 +111,7 @@ def test_a_task_without_a_gpu_rents_no_gpu(file, tasks):
     nodes = started(config, tasks=tasks)
     assert not [name for name in nodes if config["available_node_types"][name]["resources"].get("GPU")]
     head = config["available_node_types"][config["head_node_type"]]
-    assert head["resources"]["CPU"] > 0  # it has a place, too
+    assert head["resources"]["CPU"] > 0  # the job itself also needs resources
     assert f"--num-cpus={head['resources']['CPU']} --num-gpus=0" in config["head_start_ray_commands"][1]
 
 
@@ -155,7 +155,9 @@ def test_preflight_looks_at_rollout_workers_too(aws):
     def ppo(*overrides):
         return load_job("jobs/llama3-8b/ppo.yaml", list(overrides))
 
-    with pytest.raises(InputError, match=r"2 rollout workers with 1 GPU, market: spto each, .* room for 0 "):
+    with pytest.raises(
+        InputError, match=r"2 rollout workers with 1 GPU, market: spto each, .* resources for 0 "
+    ):
         lets_pass(ppo("rollout.num_workers=2", "rollout.label_selector={market: spto}"), aws)
     small = ppo("rollout.num_workers=1", "rollout.label_selector={market: on-demand}")
     message = (
@@ -215,7 +217,7 @@ def test_what_preflight_compares_is_what_ray_train_asks_for(profile, stage):
     job = load_job(f"jobs/{profile}/{stage}.yaml", [])
     for more in ({}, {"accelerator_type": "H100"}, {"resources_per_worker": {"CPU": 2, "memory": 1e9}}):
         job.scaling.update(more)
-        job.scaling["num_workers"] = job.scaling["num_workers"] or 1  # what 0 means on a cluster
+        job.scaling["num_workers"] = job.scaling["num_workers"] or 1  # 0 means 1 on a cluster
         config = ScalingConfig(**job.scaling)
         mine = bundles(job)
         assert [one.resources for one in mine] == [config._resources_per_worker_not_none] * config.num_workers
@@ -255,7 +257,7 @@ def test_preflight_asks_for_labels_of_nodes_that_are_up(aws):
         gpus = clusterfile.NodeType({"CPU": 96.0, "GPU": 8.0}, labels={GPU_LABEL: label})
         up = replace(aws, types={}, nodes=[gpus])
         if label == "A100":
-            with pytest.raises(InputError, match=r"room for 0 \(nodes: 96 CPU \+ 8 GPU A100;"):
+            with pytest.raises(InputError, match=r"resources for 0 \(nodes: 96 CPU \+ 8 GPU A100;"):
                 lets_pass(sft(), up)
         else:
             lets_pass(sft(), up)

@@ -80,13 +80,13 @@ def test_a_sweep_is_submitted_under_the_name_that_it_will_have_there(in_root):
         submit.load("sweep", path, [f"{given},"])
 
 
-# ------------------------------------------------------------------------------------------- refused, with a head
+# ------------------------------------------------------------------------------------------- errors, with a head
 
 
 def test_nothing_is_submitted_that_cannot_run(cluster, capsys, tmp_path, monkeypatch):
     """Checks that each mistake has one message and status 2, and that the head receives no job."""
     sft, runs = ("sft", "jobs/demo/sft.yaml"), f"run.storage_path={tmp_path}/runs"
-    room = "32 workers with 1 CPU each, but the cluster has room for 4"
+    room = "32 workers with 1 CPU each, but the cluster has resources for 4"
     assert "s3://BUCKET/runs" in refused(capsys, *sft)  # a relative storage_path
     assert "trainer.learning_rat" in refused(capsys, *sft, runs, "trainer.learning_rat=1")
     assert room in refused(capsys, *sft, runs, "scaling.num_workers=32", "data.batch_size=512")
@@ -125,7 +125,7 @@ def test_versions_that_differ(path, says, cluster):
         preflight.look(get, api.address)
 
 
-# ---------------------------------------------------------------------------------------- refused, without a head
+# ---------------------------------------------------------------------------------------- errors, without a head
 
 
 def a_cluster(*nodes, types=None, most=0):
@@ -143,15 +143,15 @@ def test_room_counts_nodes_to_come(job):
     gpus = ["scaling.use_gpu=true", "trainer.use_cpu=false", "data.batch_size=840"]
     gpus.append("trainer.per_device_train_batch_size=1")
     preflight.check_resources(job(*gpus, "scaling.num_workers=4").places, scaled_to_zero)
-    says = r"room for 4 .*may start 4 x gpu \(8 CPU \+ 1 GPU\)\); set scaling.num_workers=4, change"
+    says = r"resources for 4 .*may start 4 x gpu \(8 CPU \+ 1 GPU\)\); set scaling.num_workers=4, change"
     with pytest.raises(InputError, match=says) as refused:
         preflight.check_resources(job(*gpus, "scaling.num_workers=8").places, scaled_to_zero)
     preflight.check_resources(job(*gpus, refused.value.change).places, scaled_to_zero)
-    with pytest.raises(InputError, match="room for 2 "):  # the ceiling of the whole cluster
+    with pytest.raises(InputError, match="resources for 2 "):  # the ceiling of the whole cluster
         preflight.check_resources(
             job(*gpus, "scaling.num_workers=4").places, replace(scaled_to_zero, max_workers=2)
         )
-    with pytest.raises(InputError, match="workers with 2 GPU each, but the cluster has room for 0"):
+    with pytest.raises(InputError, match="workers with 2 GPU each, but the cluster has resources for 0"):
         preflight.check_resources(job(*gpus, "scaling.resources_per_worker={GPU: 2}").places, scaled_to_zero)
     # elastic: two will do
     preflight.check_resources(job(*gpus, "scaling.num_workers=[2, 8]").places, scaled_to_zero)
@@ -170,7 +170,8 @@ def test_a_cluster_of_others_may_grow(job, capsys):
     assert there.several
     preflight.check_resources(job("scaling.num_workers=4", "data.batch_size=64").places, there)
     assert (
-        "warning: scaling.num_workers: no node that is up has room for 4 workers" in capsys.readouterr().out
+        "warning: scaling.num_workers: no node that is up has resources for 4 workers"
+        in capsys.readouterr().out
     )
 
 
@@ -229,7 +230,7 @@ def test_secrets_go_by_name_and_are_not_shown(monkeypatch):
     assert submit.forwarded() == {}
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "mighty")
-    assert submit.forwarded() == {"HF_TOKEN": "hf_secret"}  # nodes have a role of their own
+    assert submit.forwarded() == {"HF_TOKEN": "hf_secret"}  # nodes have their own IAM role
     monkeypatch.setenv("FORWARD", "AWS_SECRET_ACCESS_KEY")
     assert submit.forwarded() == {"HF_TOKEN": "hf_secret", "AWS_SECRET_ACCESS_KEY": "mighty"}
 
@@ -260,14 +261,14 @@ def test_the_status_of_a_job_is_ours(cluster, capsys):
         assert submit.follow(api, f"status-{status}") == status
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line")]
         assert lines == ["line 0", "line 1", "line 2"]
-    say(api, "died", status=2)  # as a library of torch's does that finds no file of its own
+    say(api, "died", status=2)  # like a library of torch that misses one of its files
     assert submit.follow(api, "died") == 1
     assert "died failed: " in capsys.readouterr().err
 
 
 def test_a_lost_connection_loses_no_line_and_repeats_none(cluster, capsys, monkeypatch):
     proxy = Proxy(cluster.port)
-    monkeypatch.setenv("RAY_ADDRESS", proxy.address)  # Ray's client prefers it
+    monkeypatch.setenv("RAY_ADDRESS", proxy.address)  # Ray's client prefers this variable
     api = submit.Api(proxy.address)
     say(api, "cut", lines=40, pause=0.3)
 
@@ -310,7 +311,7 @@ def test_a_job_whose_log_cannot_be_read_ends_with_its_state(capsys, monkeypatch)
     assert "the end of its log is missing" in says and "job failed: its node died" in says
     assert submit.follow(Cut(OSError("no route"), "SUCCEEDED"), "job") == 0
     monkeypatch.setattr(submit, "GONE_SECONDS", -1)
-    with pytest.raises(OSError, match="no route"):  # although its client can be made
+    with pytest.raises(OSError, match="no route"):  # although its client can be created
         submit.follow(Cut(OSError("no route")), "job")
 
 

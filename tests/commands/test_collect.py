@@ -50,7 +50,7 @@ def test_ties_repeats_and_empty_completions_make_no_pair():
     assert pairs([sample(" ", 1)], select="best") == []
     samples = [sample("a", 1), sample("a ", 1), sample("b", 1), sample("", 0), sample("c", 0.5)]
     assert collect.count(Collect(select="pairs", min_margin=1), {"samples": samples}) == {
-        "prompts_with_rows": 0, "rows": 0, "completions": 5, "empty": 1, "cut_off": 0, "dialogues": 0, "duplicates": 1, "ties": 1, "close": 2,
+        "prompts_with_rows": 0, "rows": 0, "completions": 5, "empty": 1, "truncated": 0, "dialogues": 0, "duplicates": 1, "ties": 1, "close": 2,
     }  # fmt: skip
 
 
@@ -66,10 +66,10 @@ def test_text_that_would_be_read_as_a_conversation_is_left_out(text):
 
 
 @pytest.mark.parametrize(
-    ("cut_off", "says"), [(8, "none of 8 completions ended"), (7, "7 of 8 completions were")]
+    ("truncated", "says"), [(8, "none of 8 completions ended"), (7, "7 of 8 completions were")]
 )
-def test_a_policy_that_never_ends_gets_useful_advice(cut_off, says):
-    counts = {"completions": 8, "cut_off": cut_off, "duplicates": 1}
+def test_a_policy_that_never_ends_gets_useful_advice(truncated, says):
+    counts = {"completions": 8, "truncated": truncated, "duplicates": 1}
     assert collect.why_none(Collect(), counts).startswith(says)
 
 
@@ -83,7 +83,7 @@ def test_a_truncated_completion_is_never_the_better_one():
 def test_metrics_of_a_prompt():
     samples = [sample("a", 3), sample("b", 1), sample("a", 3), sample("cc", 1, ended=False)]
     assert collect.measure(Collect(), {"samples": samples}) == {
-        "score": 2, "score_best": 3, "score_worst": 1, "completion_tokens": 1.25, "share_cut_off": 0.25,
+        "score": 2, "score_best": 3, "score_worst": 1, "completion_tokens": 1.25, "share_truncated": 0.25,
         "share_duplicates": 0.25, "share_tied": 0, "share_with_rows": 1, "margin": 2,
     }  # fmt: skip
 

@@ -195,7 +195,7 @@ def test_a_key_is_in_no_file_and_no_message(tmp_path, monkeypatch):
         judge = reward(server, tmp_path, api_key_variable="JUDGE_AUTH")
         with pytest.raises(
             InputError,
-            match=r"refused a request \(status 401: .*not .*\*\*\*; ask for another\); is the key in \$JUDGE_AUTH",
+            match=r"rejected a request \(status 401: .*not .*\*\*\*; ask for another\); is the key in \$JUDGE_AUTH",
         ) as caught:
             judge.checked(samples(1))
         assert key[:9] not in str(caught.value)

@@ -87,8 +87,8 @@ def test_a_copied_critic_predicts_the_reward(normalize):
     reward = AdapterReward(shared, mean=5.0, std=3.0, weight=0.5)
     trainer = toy.trainer(shared, reward=reward, normalize_rewards=normalize, critic_reward=reward)
     episodes = toy.first_episodes(trainer)
-    cut_off = toy.in_some_rows(~episodes.ended)
-    torch.testing.assert_close(episodes.bootstrap[cut_off], episodes.scores[cut_off].float())
+    truncated = toy.in_some_rows(~episodes.ended)
+    torch.testing.assert_close(episodes.bootstrap[truncated], episodes.scores[truncated].float())
 
 
 def test_normalization_keeps_the_values_of_a_copied_critic():

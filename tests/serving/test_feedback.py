@@ -43,7 +43,7 @@ def stores(tmp_path):
         one.close()
 
 
-def answer(name="chatcmpl-1", texts=("Lima.", "Cuzco."), time=4e9, cut_off=()):
+def answer(name="chatcmpl-1", texts=("Lima.", "Cuzco."), time=4e9, truncated=()):
     facts = {
         "id": name,
         "time": time,
@@ -52,7 +52,7 @@ def answer(name="chatcmpl-1", texts=("Lima.", "Cuzco."), time=4e9, cut_off=()):
         "seed": 7,
         "choices": len(texts),
     }
-    return facts | {"messages": MESSAGES, "texts": list(texts), "cut_off": list(cut_off)}
+    return facts | {"messages": MESSAGES, "texts": list(texts), "truncated": list(truncated)}
 
 
 def rows(folder, name):
@@ -131,9 +131,9 @@ def test_feedback_that_no_stage_can_use_is_refused_and_not_written(stores, tmp_p
 
 
 def test_a_truncated_choice_is_never_the_good_one(stores):
-    kept = stores(answer(texts=("Lima is", "Cuzco."), cut_off=[0]))
+    kept = stores(answer(texts=("Lima is", "Cuzco."), truncated=[0]))
     for said in ({"label": True}, {"chosen": 0, "rejected": 1}):
-        refused(kept, said, 400, "choice 0 was cut off by its length")
+        refused(kept, said, 400, "choice 0 was truncated")
     for said in (
         {"label": False},
         {"label": True, "choice": 1},
@@ -231,7 +231,7 @@ def test_feedback_of_different_kinds_may_contradict(stores):
 
 def test_without_log_prompts_no_text_is_on_disk(stores, tmp_path):
     """The replica sends no prompts."""
-    facts = {key: value for key, value in answer().items() if key not in ("messages", "texts", "cut_off")}
+    facts = {key: value for key, value in answer().items() if key not in ("messages", "texts", "truncated")}
     kept = stores(facts, log_prompts=False)
     kept.give({**ID, "label": True})
     kept.give({**ID, "chosen": 1, "rejected": 0})

@@ -88,6 +88,7 @@ def test_a_policy_whose_completions_do_not_end_is_named(verb, tmp_path, capfd, m
     stage(verb, tmp_path, f"endless-{verb}", *sampled, *settings[verb])
     out = capfd.readouterr().out
     assert (
-        out.count("completions ended by themselves, the others were cut off at trainer.response_length") == 1
+        out.count("completions ended by themselves, the others were truncated at trainer.response_length")
+        == 1
     )
     assert verb != "ppo" or "truncated 1" in out

@@ -85,7 +85,7 @@ def reference_is_policy(trainer: Learner, episodes: Episodes) -> Finding:
 
 
 def sampler_agrees(trainer: Learner, episodes: Episodes) -> Finding:
-    """Checks that sampler and trainer give the tokens the same log-probs: same temperature, mask and adapter."""
+    """Checks that sampler and trainer compute the same log-probs: same temperature, mask and adapter."""
     rms = root_mean_square(episodes.sampler_logprobs - episodes.old_logprobs, episodes.mask)
     holds = rms <= 3 * tolerance(trainer.shared)  # another engine may use other kernels
     return Finding("sampler and trainer agree on log-probs", f"they differ by {rms:.2g} nats", holds)
