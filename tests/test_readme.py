@@ -45,7 +45,7 @@ def commands_of(text):
     return [line.split("  #")[0].strip() for line in lines if line.strip()]
 
 
-TRANSCRIPT = re.search(r"```\n(jobs/demo: .*?)```", PAGES["runs.md"], re.DOTALL)[1]  # of `make rlhf`
+TRANSCRIPT = re.search(r"```\n(jobs/demo: .*?)```", PAGES["runs.md"], re.DOTALL)[1]  # output of `make rlhf`
 # pages whose commands one test runs in their order
 TUTORIALS = {"tutorial.md": ["validate", "sft", "rm"], "failed_gates.md": ["init", "validate", "sft"]}
 COMMANDS = commands_of("".join(text for name, text in TEXTS.items() if name not in TUTORIALS))

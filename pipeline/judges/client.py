@@ -22,12 +22,12 @@ from pipeline.system.credentials import without_secrets
 if TYPE_CHECKING:
     import aiohttp
 
-PAUSES_S = (0.25, 30.0)  # first pause after a failure, and the longest; each is twice the one before
-BUDGET_POLL_S = 0.01  # time between two looks at a budget that requests under way may use up
-PASSES = {408, 409, 425, 429}  # statuses that can pass, in addition to 500 and above
-CHARACTERS = 4  # of a token, in an estimate
-UNCLEAR = 5  # paid answers to a question that cannot be used, after which the call ends
-QUOTED = 500  # characters of what an endpoint said, in a message
+PAUSES_S = (0.25, 30.0)  # first and longest pause after a failure; each pause is twice the previous one
+BUDGET_POLL_S = 0.01  # time between two checks of a budget that open requests may use up
+PASSES = {408, 409, 425, 429}  # statuses after which a request is repeated, in addition to 500 and above
+CHARACTERS = 4  # assumed length of a token, in estimates
+UNCLEAR = 5  # unusable answers to one question after which the call ends; each is paid
+QUOTED = 500  # maximum characters of an endpoint's answer in a message
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Client:
 
     def __init__(self, given: Definition, store: Store, name: str, patience_s: float = -1) -> None:
         self.given, self.store, self.name, self.patience_s = given, store, name, patience_s
-        self.counts = dict.fromkeys(COUNTS, 0.0)  # of this call
-        self.failing: float | None = None  # since when there were only failures
-        self.free_at = 0.0  # when the next request may begin
-        self.error: BaseException | None = None  # ends the call once the requests under way are answered
-        self.open = 0  # requests under way
+        self.counts = dict.fromkeys(COUNTS, 0.0)  # counts of this call
+        self.failing: float | None = None  # time of the first failure since the last usable answer
+        self.free_at = 0.0  # time at which the next request may begin
+        self.error: BaseException | None = None  # ends the call when the open requests are answered
+        self.open = 0  # number of open requests
         self.named = False  # whether the model that the file names has answered
         self.variable = given.api_key_variable
         self.key = os.environ.get(self.variable or "", "").strip()
@@ -106,7 +106,7 @@ class Client:
             headers["Authorization"] = f"Bearer {self.key}"
         connector = aiohttp.TCPConnector(limit=self.given.concurrency)
         async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
-            # More than the requests at a time, because some wait for the disk
+            # More threads than concurrent requests, because some wait for the disk
             count = min(2 * self.given.concurrency, len(by_key))
             self.places = asyncio.Semaphore(self.given.concurrency)
             await asyncio.gather(*(self._work(session, missing) for _ in range(count)))
@@ -119,7 +119,7 @@ class Client:
 
     async def _work(self, session: aiohttp.ClientSession, missing: Any) -> None:
         """Takes one missing question after another, until there is none or a question failed for good."""
-        for key, one, body in missing:  # shared by all; each takes the next one
+        for key, one, body in missing:  # all threads share `missing`; each takes the next question
             try:
                 async with self.store.asking(key) as open_question:
                     if open_question and not self.error:
@@ -266,7 +266,7 @@ class Client:
             return ""
         model = self._quoted(model)
         found = f"{given.endpoint} answers as {model}"
-        if not (self.named or self.store.answers):  # else the endpoint has changed its model, which can pass
+        if not (self.named or self.store.answers):  # otherwise a temporary change
             self.error = self.error or InputError(
                 f"{self.name}: {found}; write `model: {model}` into the judge's file"
             )

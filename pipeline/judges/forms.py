@@ -16,9 +16,9 @@ from pipeline.errors import InputError
 from pipeline.figures import mean
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
-LEAD = r"[ >+-]*(?:\d+[.)] )?"  # of a line in a list or a quotation
-LEAST_SHARE = 0.5  # of the probability of a first token, that both words have together
-TOP_LOGPROBS = 20  # alternatives to a token, the most that endpoints give
+LEAD = r"[ >+-]*(?:\d+[.)] )?"  # start of a line in a list or a quotation
+LEAST_SHARE = 0.5  # minimum probability of both words together, for the first token
+TOP_LOGPROBS = 20  # alternatives per token; endpoints return at most this many
 
 
 class Unusable(Exception):
@@ -85,13 +85,13 @@ def _messages(given: Definition, prompt: str, row: dict[str, Any], **shown: str)
     ]
     values = {**row, "prompt": prompt, "low": f"{given.low:g}", "high": f"{given.high:g}"}
     values |= {"criteria": "\n".join(lines), "words": " or ".join(given.words)} | shown
-    # At once, because a completion may have braces
+    # Replaces all fields at once, because a completion may contain braces
     text = PLACEHOLDER.sub(lambda found: str(values.get(found[1], found[0])), given.asks)
     system = [{"role": "system", "content": given.system}] if given.system else []
     return [*system, {"role": "user", "content": text}]
 
 
-# ------------------------------------------------------------------------------------------ what an answer means
+# ------------------------------------------------------------------------------------------ the score of an answer
 
 
 def scores_of(given: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
@@ -112,7 +112,7 @@ def _lines(answer: dict[str, Any], name: str) -> list[str]:
 
 
 def _score(given: Definition, question: Question, answer: dict[str, Any]) -> list[float]:
-    last = _lines(answer, "(?:final |overall )?score")[-1:]  # others may be quotations
+    last = _lines(answer, "(?:final |overall )?score")[-1:]  # earlier lines may be quotations
     scale = re.escape(f"{given.high:g}")
     found = re.fullmatch(rf"({NUMBER})(?: ?(?:/|out of) ?{scale})?", "".join(last))
     if not found:

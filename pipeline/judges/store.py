@@ -21,7 +21,7 @@ from pipeline.config.judge import Definition
 from pipeline.system import storage
 
 POLL_S = 0.02  # time between two attempts to lock a question
-COUNTS = ("judged", "from_store", "failed", "waited")  # of calls; see client.py
+COUNTS = ("judged", "from_store", "failed", "waited")  # counts of calls; see client.py
 
 
 def folder(storage_path: str, given: Definition) -> str:
@@ -49,7 +49,7 @@ class Store:
         self.remote, self.seen = storage.is_remote(folder), -1
         if not self.remote:
             os.makedirs(folder, exist_ok=True)
-            # Its bytes are locks, one for each question. It grows with each write, so that others know of it.
+            # Each byte is the lock of a question. The file grows with each write, which tells other processes.
             # Never closed, because that would release all of this process's locks.
             self.lock = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
 
@@ -66,13 +66,13 @@ class Store:
 
     def _read(self, name: str) -> None:
         content = storage.read_bytes(storage.join(self.folder, name), self.read.get(name, 0))
-        # The last line may be half written, or left by a process that was killed
+        # The last line may be incomplete: still being written, or from a killed process
         complete = content[: content.rfind(b"\n") + 1]
         self.read[name] = self.read.get(name, 0) + len(complete)
         for line in complete.splitlines():
             try:
                 self._add(json.loads(line))
-            except ValueError:  # left by a full disk
+            except ValueError:  # an incomplete line from a full disk
                 path = storage.join(self.folder, name)
                 print(f"warning: {path}: a line is no JSON, and is skipped", flush=True)
 
@@ -130,7 +130,7 @@ class Store:
                 try:
                     await asyncio.to_thread(self._append, lines)
                 except Exception as error:  # a full disk, or a bucket that does not answer
-                    self.name = uuid.uuid4().hex  # the last line of the old file may be half written
+                    self.name = uuid.uuid4().hex  # the last line of the old file may be incomplete
                     for _, done in group:
                         if not done.done():
                             done.set_exception(error)
@@ -154,7 +154,7 @@ class Store:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        self.read[f"{self.name}.jsonl"] = 1 << 62  # its own file, all of which it knows
+        self.read[f"{self.name}.jsonl"] = 1 << 62  # this process's own file, which it need not read
         os.write(self.lock, b".")
-        if os.fstat(self.lock).st_size == self.seen + 1:  # no other process has written meanwhile
+        if os.fstat(self.lock).st_size == self.seen + 1:  # no other process has written in between
             self.seen += 1

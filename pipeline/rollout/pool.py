@@ -327,4 +327,4 @@ def rollout_pool(work: Work) -> Iterator[Any]:
     try:
         yield pool
     finally:
-        ray.kill(pool)  # its workers end with it, because it owns them
+        ray.kill(pool)  # the pool's workers end with it, because it owns them

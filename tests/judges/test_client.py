@@ -103,7 +103,7 @@ def test_after_patience_the_run_ends_with_one_line_and_continues(fault, says, tm
 
 
 def cut():
-    said = chat("Score: 1")  # of Score: 10
+    said = chat("Score: 1")  # the start of `Score: 10`
     said["choices"][0]["finish_reason"] = "length"
     return said
 
