@@ -42,18 +42,19 @@ key that is not listed is an error, and the message names the nearest one, if on
 METRICS = """\
 # Metrics
 
-Made by `docs/reference.py` from [metrics.py](../pipeline/metrics.py). [evaluate.md](evaluate.md) and
-[rollouts.md](rollouts.md) explain many of them. A [`gate`](runs.md#which-version-gets-the-alias)
-may name all but those that are only curves. Larger values are better with ↑, smaller ones with ↓.
-In a name, `*` stands for a reward, a judge, a probe or a value of the rows. TRL may log more.
+Made by `docs/reference.py` from [metrics.py](../pipeline/metrics.py). [evaluate.md](evaluate.md)
+and [rollouts.md](rollouts.md) explain many metrics. A
+[`gate`](runs.md#which-version-gets-the-alias) may name all but those that are only curves. Larger
+values are better with ↑, smaller ones with ↓. In a name, `*` stands for a reward, a judge, a probe
+or a value of the rows. TRL may log more.
 """
 PREFIX = {"curve": "curve", "result": "no prefix", "initial": "`initial_`", "eval": "`eval_`"}
 CLI = """\
 # Command line
 
-Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command. In
-a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`; `make help-all` lists all targets.
-All subcommands have the same [exit statuses](runs.md#exit-statuses). If the table names no
+Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command.
+In a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`; `make help-all` lists all
+targets. All subcommands have the same [exit statuses](runs.md#exit-statuses). If the table names no
 arguments, they are `JOB.yaml` and any number of `section.key=value`. `rlhf --help` has examples.
 """
 
