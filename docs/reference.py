@@ -42,18 +42,19 @@ key that is not listed is an error, and the message names the nearest one, if on
 METRICS = """\
 # Metrics
 
-Made by `docs/reference.py` from [metrics.py](../pipeline/metrics.py). [evaluate.md](evaluate.md) and
-[rollouts.md](rollouts.md) explain many of them. A [`gate`](runs.md#which-version-gets-the-alias)
-may name all but those that are only curves. In a name, `*` stands for a reward, a judge, a probe or
-a value of the rows. TRL may log more.
+Made by `docs/reference.py` from [metrics.py](../pipeline/metrics.py). [evaluate.md](evaluate.md)
+and [rollouts.md](rollouts.md) explain many metrics. A
+[`gate`](runs.md#which-version-gets-the-alias) may name all but those that are only curves. Larger
+values are better with ↑, smaller ones with ↓. In a name, `*` stands for a reward, a judge, a probe
+or a value of the rows. TRL may log more.
 """
-PREFIX = {"curve": "none (curve)", "result": "none", "initial": "`initial_`", "eval": "`eval_`"}
+PREFIX = {"curve": "curve", "result": "no prefix", "initial": "`initial_`", "eval": "`eval_`"}
 CLI = """\
 # Command line
 
-Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command. In
-a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`; `make help-all` lists all targets.
-All subcommands have the same [exit statuses](runs.md#exit-statuses). If the table names no
+Made by `docs/reference.py` from the parser. `rlhf` and `python -m pipeline` are the same command.
+In a clone, `make SUBCOMMAND` calls it with a job of `jobs/PROFILE`; `make help-all` lists all
+targets. All subcommands have the same [exit statuses](runs.md#exit-statuses). If the table names no
 arguments, they are `JOB.yaml` and any number of `section.key=value`. `rlhf --help` has examples.
 """
 
@@ -90,7 +91,7 @@ def configuration() -> str:
         defaults = {key: one["default"] for key, one in known.items() if one.get("default") is not None}
         names = [f"`{key}`" + (f" (`{show(defaults[key])}`)" if key in defaults else "") for key in known]
         intro = f"Keys of {', '.join(map(link, classes))}, with defaults other than null:"
-        pages += [f"## trainer of {', '.join(stages)}\n\n{intro}\n", filled(", ".join(names) + ".")]
+        pages += [f"## trainer of {', '.join(stages)}\n\n{intro}\n", filled(", ".join(names) + ".") + "\n"]
     return "\n".join(pages)
 
 
@@ -114,9 +115,9 @@ def link(dotted: str) -> str:
     return f"[`{name}` ({library})]({LIBRARIES[library].format(name=name, page=page)})"
 
 
-def filled(text: str) -> str:
-    """Returns a paragraph with lines of at most 100 columns."""
-    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) + "\n"
+def filled(text: str, indent: str = "") -> str:
+    """Returns a paragraph with lines of at most 100 columns. `indent` is for all lines but the first."""
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def table(title: str, keys: Mapping[str, Mapping[str, Any]], intro: str, dotted: str) -> str:
@@ -177,19 +178,21 @@ def meaning(text: str) -> str:
 
 def metrics() -> str:
     """Returns the page about metrics."""
-    rows = [
-        (
-            ", ".join(f"`{name}`" for name in row.name.split()),
-            row.stages.replace(" ", ", "),
-            ", ".join(PREFIX[at] for at in row.at.split()),
-            row.unit,
-            {True: "yes", False: "no", None: ""}[row.greater_is_better],
-        )
-        for row in TABLE
-    ]
-    return "\n".join(
-        [METRICS, *markdown(("metric", "stages", "prefix", "unit", "larger is better"), rows), ""]
-    )
+    groups: dict[str, dict[str, list[str]]] = {}
+    for row in TABLE:
+        prefix = ", ".join(PREFIX[at] for at in row.at.split())
+        units = groups.setdefault(f"## {row.stages.replace(' ', ', ')}: {prefix}", {})
+        unit = (row.unit or "other") + {True: " ↑", False: " ↓", None: ""}[row.greater_is_better]
+        units.setdefault(unit, []).extend(f"`{name}`" for name in row.name.split())
+    lines = [METRICS]
+    for title, units in groups.items():
+        lines += [
+            title,
+            "",
+            *(filled(f"- {unit}: {', '.join(names)}", "  ") for unit, names in units.items()),
+            "",
+        ]
+    return "\n".join(lines)
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:

@@ -136,5 +136,5 @@ def show(value: Any) -> str:
 
 
 def short(text: str) -> str:
-    """Returns a text as a message quotes it: cut if it is long."""
+    """Returns a text for a quotation in a message. Truncates a long text."""
     return visible(text if len(text) <= 80 else text[:77] + "...", lines=False)

@@ -9,10 +9,10 @@ import pytest
 from execute import NOTEBOOKS, execute, main
 from running import ROOT
 from s3 import mock_s3
-from tests.chaos.runs import Server
 
 from pipeline.config import load_job
 from pipeline.system.storage import exists
+from tools.chaos.runs import Server
 
 QUICK = ["gate={}", "trainer.max_steps=2", "data.batch_size=16", "trainer.per_device_train_batch_size=8"]
 PAPERS = {"llama3_reward_model.ipynb": "2106.09685", "ppo.ipynb": "1707.06347"}

@@ -276,7 +276,7 @@ def follow(api: Api, submission: str) -> int:
 
     errors = (OSError, RuntimeError, aiohttp.ClientError)
     shown, named = 0, False  # characters; the log has an error with a name
-    silent_since, cut = None, ""  # since when the head does not answer; why the log cannot be read
+    silent_since, cut = None, ""  # time of the first missing answer; reason why the log cannot be read
 
     async def tail(client: Any) -> None:
         nonlocal shown, named, cut

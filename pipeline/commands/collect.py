@@ -124,9 +124,9 @@ def rows_of(args: Collect, record: Record) -> list[dict[str, Any]]:
 
 
 def selected(args: Collect, samples: list[Sample]) -> list[tuple[Sample, ...]]:
-    """Returns the best sample, or each, or pairs of a better and a worse one.
+    """Returns the best sample, every sample, or pairs of a better and a worse sample.
 
-    A pair whose sides a judge prefers in turn, if it sees them in another order, is none.
+    Leaves out a pair if the judge's preference depends on the order in which it sees the two samples.
 
     A truncated completion is never the better one: it would teach the policy to stop in the middle of a sentence.
     """

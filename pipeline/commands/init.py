@@ -106,7 +106,7 @@ class Request:
 def run(path: str, options: list[str]) -> None:
     """Writes jobs/NAME for a file, a folder or a dataset, and prints what to run next.
 
-    `options` may have name=NAME, model=MODEL, profile=PROFILE, reward=REWARD, and what the rows are, as data.columns.
+    `options` may have name=NAME, model=MODEL, profile=PROFILE, reward=REWARD, and keys of the rows, such as data.columns.
     Raises InputError if no stage can read any file, if an option is wrong, or if there is no job to write.
     """
     request = requested(path, options)

@@ -228,7 +228,7 @@ def derived(labels: Sequence[Any], columns: Mapping[str, Any], key: str = "data.
     words = {side_of(value) for value in values if not isinstance(value, float)}
     # A 1 may mean the first or the second. "right" may mean correct.
     doubtful = any(isinstance(value, str) and re.search(r"\d|^(left|right)", value) for value in values)
-    # If all names say so, the label holds the number of a completion, as in response_0, response_1 and better_response_id.
+    # The label holds the number of a completion if all names suggest it: response_0, response_1, better_response_id.
     pair = columns.get("first", ""), columns.get("second", "")
     zeros = re.finditer(r"(?<!\d)0(?!\d)", pair[0])
     numbered = any(pair[0][: at.start()] + "1" + pair[0][at.end() :] == pair[1] for at in zeros)

@@ -137,7 +137,7 @@ class VllmDecoder(Decoder):
                 self._note(row, output)
 
     def _note(self, row: Row, output: Any) -> None:
-        """Hands new tokens to their row, which leaves with the last one."""
+        """Gives new tokens to their row, and removes the row after its last token."""
         [written] = output.outputs
         for i, token in enumerate(written.token_ids):
             known = written.logprobs[i] if row.top is not None else {}
@@ -230,7 +230,7 @@ def largest_rank(shared: SharedBase, roles: Sequence[str | None]) -> int:
 
 
 def accepted_rank(rank: int) -> int:
-    """Returns the smallest maximum rank that vLLM offers for an adapter of this rank. Raises ValueError if it is too large."""
+    """Returns the smallest maximum rank that vLLM offers for this rank. Raises ValueError if the rank is too large."""
     from vllm.config.lora import MaxLoRARanks  # undocumented; remove when LLM takes any rank
 
     ranks = [r for r in sorted(get_args(MaxLoRARanks)) if r >= rank]

@@ -84,7 +84,7 @@ def judge(worker: Host, shared: SharedBase) -> Reward | None:
 
 
 def add_frozen(worker: Host, shared: SharedBase, name: str, role: str) -> str | None:
-    """Adds a frozen role from the input `name` of the job. Returns it, or None (the bare base) if there is no such input."""
+    """Adds a frozen role from the input `name`. Returns the role, or None (the bare base) if there is no such input."""
     if name not in worker.work.inputs:
         return None
     shared.add(role, folder=worker.input(name))

@@ -96,7 +96,7 @@ class FeedbackStore:
                 [self.conversation_bytes] = held.fetchone()
                 self.opened = opened.pop_all()
         except sqlite3.Error as error:
-            why = f"{folder}/conversations.db: {error}; move conversations.db* elsewhere, and feedback on earlier answers gets 404"
+            why = f"{folder}/conversations.db: {error}; move conversations.db* elsewhere (feedback on earlier answers then gets 404)"
             raise InputError(why, key=KEY) from error
         except OSError as error:  # TimeoutError means that another server uses the folder
             why = f"{folder} cannot be used ({error}); set another folder: {KEY}=FOLDER"

@@ -262,4 +262,4 @@ def test_preflight_asks_for_labels_of_nodes_that_are_up(aws):
         else:
             lets_pass(sft(), up)
     wanted = sft("scaling.label_selector=null", "scaling.accelerator_type=H100")
-    lets_pass(wanted, aws)  # the resource that Ray makes of an EC2 type, beside the label
+    lets_pass(wanted, aws)  # Ray adds this resource for an EC2 type, in addition to the label

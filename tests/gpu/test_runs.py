@@ -84,7 +84,7 @@ class Runs:
 
     @cache  # noqa: B019  (one object, until the tests of this file end)
     def of(self, name, verb, *keys, work=command.run, more=()):
-        """Returns what `work` returns for this run, and its `result`."""
+        """Returns the result of `work` for this run, and the run's `result`."""
         given = [
             *few_rows(verb, self.storage),
             "gate={}",

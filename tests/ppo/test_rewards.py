@@ -149,7 +149,7 @@ def test_an_error_of_a_reward_shows_only_frames_of_the_rewards_code(monkeypatch)
     with pytest.raises(Failure, match=r"raised SystemExit: 0; expected a list of numbers"):
         FunctionReward(lambda **_: sys.exit(0)).checked(samples())  # would end the worker silently
     monkeypatch.setattr(process, "received", signal.SIGTERM)
-    with pytest.raises(SystemExit):  # a signal terminated the run, which is no failure
+    with pytest.raises(SystemExit):  # a signal ends the run, and does not count as a failure of the reward
         FunctionReward(lambda **_: sys.exit(143)).checked(samples())
 
 

@@ -454,7 +454,7 @@ def pair(margin, longer=0):
 
 
 def test_the_statistics_of_pairs():
-    # says 0.9, and is right so often
+    # ten pairs with confidence 0.9, nine of them right
     sure = [pair(math.log(9) * (-1 if i == 0 else 1), longer=2) for i in range(10)]
     summary = preferences.summary(sure)
     assert (summary["accuracy"], summary["calibration error"]) == (0.9, pytest.approx(0.0, abs=1e-9))
