@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from pipeline import references
 from pipeline.config import gates, schema
 from pipeline.config.gates import Problems
-from pipeline.config.job import HUB, SPLITS, Job, completed, sources_of, transforms
+from pipeline.config.job import HUB, SPLITS, Collect, Inference, Job, completed, sources_of, transforms
 from pipeline.config.yaml_tree import Tree
 from pipeline.errors import InputError, about, show
 from pipeline.models import hub
@@ -62,104 +62,155 @@ EXCLUDES = [
 ]
 
 
-# ---------------------------------------------------------------- rules about one or two keys
-def _in_kto_loss(key: str, value: Any) -> Callable[[Job], Any]:
-    return lambda job: job.trainer.get("loss_type", "kto") == "kto" and job.trainer.get(key) == value
+# ---------------------------------------------------------------- rules of the sections
+def _model_problems(job: Job) -> Problems:
+    """Yields settings of the base and its adapters that what trains or samples would ignore."""
+    vllm = job.rollout.get("engine") == "vllm"
+    if vllm and job.model.fsdp:
+        found = "found vllm together with model.fsdp, but with vLLM each process loads the full base"
+        yield "rollout.engine", f"{found}; set rollout.engine=transformers"
+    if job.facts.trl and adapts_lm_head(job.lora.get("target_modules")):
+        yield "lora.target_modules", "found lm_head, to which TRL's trainers apply no adapter; remove it"
+    from_base = job.stage == "ppo" and "base" in (job.policies or ["base"])
+    if vllm and from_base and (key := ignored_by_vllm(job.lora)):
+        advice = f"set rollout.engine=transformers, or remove lora.{key}"
+        yield "rollout.engine", f"found vllm, which ignores lora.{key}; {advice}"
+    if job.facts.writes and vllm and 0 < job.args.temperature < 0.01:
+        found = f"found {show(job.args.temperature)}, which vLLM raises to 0.01"
+        yield "trainer.temperature", f"{found}; expected at least 0.01 with rollout.engine=vllm"
 
 
-def _too_few_prompts(job: Job) -> int:
-    """Returns the least batch_size that gives each worker a prompt, or 0."""
-    generations, workers = job.args.num_generations, job.workers[1]
-    return workers * generations if job.args.batch_size // generations < workers else 0
+def _data_problems(job: Job) -> Problems:
+    """Yields rows or a policy that the stage needs and lacks, and a wrong number of workers."""
+    data, stage = job.data, job.stage
+    if job.facts.reads_train and not data.train:
+        yield "data.train", f"missing; `{stage}` needs rows, for example data.train=jobs/demo/data/*.jsonl"
+    if stage == "evaluate":
+        if not data.eval and (job.policy or not (data.pairs or data.benchmarks)):
+            alone = "for a reward model alone, set data.pairs and policy=null"
+            yield "data.eval", f"missing; `evaluate` needs prompts ({alone})"
+        if data.eval and not job.policy:
+            needs = "`evaluate` needs it to answer data.eval: models:/NAME@ALIAS or `base`"
+            yield "policy", f"missing; {needs}; for a reward model alone set data.eval=null"
+    fewest, most = job.workers
+    if not 1 <= fewest <= most <= MAX_WORKERS:
+        expected = f"0 (in this process), at least 1, or [min, max] with 1 <= min <= max <= {MAX_WORKERS}"
+        yield "scaling.num_workers", f"found {show(job.scaling.get('num_workers'))}, expected {expected}"
+    if job.facts.trl and data.batch_size is None and fewest < most:
+        why = "with elastic scaling.num_workers it keeps the global batch fixed"
+        yield "data.batch_size", f"missing; {why}, for example 64"
 
 
-# (stages or facts of them, "" for all; key; returns what breaks the rule, or something false; advice, in which {value} is the
-# key's value and {} what breaks the rule)
-RULES: list[tuple[str, str, Callable[[Job], Any], str]] = [
-    # model and lora
-    ("", "rollout.engine", lambda job: job.model.fsdp and job.rollout.get("engine") == "vllm",
-     "found vllm together with model.fsdp, but with vLLM each process loads the full base; set rollout.engine=transformers"),
-    ("trl", "lora.target_modules", lambda job: adapts_lm_head(job.lora.get("target_modules")),
-     "found lm_head, to which TRL's trainers apply no adapter; remove it"),
-    ("ppo", "rollout.engine",
-     lambda job: job.rollout.get("engine") == "vllm" and "base" in (job.policies or ["base"]) and ignored_by_vllm(job.lora),
-     "found vllm, which ignores lora.{0}; set rollout.engine=transformers, or remove lora.{0}"),
-    ("ppo evaluate generate collect serve", "trainer.temperature",
-     lambda job: job.rollout.get("engine") == "vllm" and 0 < job.args.temperature < 0.01,
-     "found {value}, which vLLM raises to 0.01; expected at least 0.01 with rollout.engine=vllm"),
-    # data
-    ("reads_train", "data.train", lambda job: not job.data.train and job.stage,
-     "missing; `{}` needs rows, for example data.train=jobs/demo/data/*.jsonl"),
-    ("evaluate", "data.eval", lambda job: not job.data.eval and not ((job.data.pairs or job.data.benchmarks) and not job.policy),
-     "missing; `evaluate` needs prompts (for a reward model alone, set data.pairs and policy=null)"),
-    ("evaluate", "policy", lambda job: job.data.eval and not job.policy,
-     "missing; `evaluate` needs it to answer data.eval: models:/NAME@ALIAS or `base`; for a reward model alone set data.eval=null"),
-    ("", "scaling.num_workers", lambda job: not 1 <= job.workers[0] <= job.workers[1] <= MAX_WORKERS,
-     f"found {{value}}, expected 0 (in this process), at least 1, or [min, max] with 1 <= min <= max <= {MAX_WORKERS}"),
-    ("trl", "data.batch_size", lambda job: job.data.batch_size is None and job.workers[0] < job.workers[1],
-     "missing; with elastic scaling.num_workers it keeps the global batch fixed, for example 64"),
-    # trainer
-    *(("trl", f"trainer.{what}_steps",
-       lambda job, what=what: f"{what}_steps" in job.trainer and job.trainer.get(f"{what}_strategy") == "epoch",
-       f"found {{value}}, which counts only with trainer.{what}_strategy=steps; the job sets epoch")
-      for what in ("eval", "save", "logging")),
-    # TRL raises this only in a worker, after it has loaded the model.
-    ("kto", "trainer.per_device_train_batch_size", _in_kto_loss("per_device_train_batch_size", 1),
-     "found 1: the KL term needs completions of other rows; expected 2 or more, or trainer.loss_type=apo_zero_unpaired"),
-    ("kto", "trainer.precompute_ref_log_probs", _in_kto_loss("precompute_ref_log_probs", True),
-     "each epoch pairs different rows for the KL term, so their log-probs cannot be computed before training; remove it"),
-    ("dpo kto", "trainer.precompute_ref_log_probs",
-     lambda job: job.trainer.get("precompute_ref_log_probs") and job.workers[1] > 1,
-     "TRL cannot share them between workers; set scaling.num_workers=1, or remove it"),
-    ("ppo", "reward", lambda job: not job.reward and job.args.advantage_estimator != "none",
-     "missing; `ppo` needs it: reward: models:/NAME@ALIAS, or a folder, or python:MODULE:FUNCTION. To learn from a teacher alone, "
-     "set trainer.advantage_estimator=none"),
-    ("ppo", "trainer.advantage_estimator", lambda job: job.reward and job.args.advantage_estimator == "none",
-     "found none, with which no reward counts; set reward=null, or another estimator"),
-    ("ppo", "teacher", lambda job: not job.teacher and (job.args.teacher_coef or job.args.advantage_estimator == "none"),
-     "missing; the job learns from a teacher: models:/NAME@ALIAS, a folder, or base"),
-    ("ppo", "trainer.teacher_coef", lambda job: job.teacher and not job.args.teacher_coef,
-     "found {value}, with which the teacher has no effect; set the weight of its advantage, e.g. trainer.teacher_coef=1.0"),
-    ("ppo", "trainer.batch_size", _too_few_prompts,
-     "fewer prompts for an update than workers; expected at least trainer.batch_size={}"),
-    ("evaluate generate collect serve", "trainer.min_new_tokens",
-     lambda job: job.args.min_new_tokens >= job.args.response_length, "found {value}, expected less than response_length"),
-    ("collect", "trainer.num_generations", lambda job: job.args.select in ("best_worst", "pairs") and job.args.num_generations < 2,
-     "found {value}: a pair needs two completions; expected 2 or more, for example 4, or trainer.select=best"),
-    ("collect", "trainer.temperature", lambda job: job.args.temperature == 0 and job.args.num_generations > 1,
-     "found 0, so all completions of a prompt are the same; expected a temperature above 0, for example 1.0"),
-    ("collect", "trainer.min_margin",
-     lambda job: job.args.min_margin and job.args.select in ("best", "labels") and job.args.select,
-     "trainer.select={} makes no pairs; remove it"),
-    ("collect", "trainer.good_above", lambda job: job.args.select != "labels" and "good_above" in job.trainer,
-     "only trainer.select=labels makes labels; remove it"),
-    # run and mlflow
-    ("", "run.name", lambda job: name_problem(job.run.name), "{}"),
-    ("", "mlflow.registered_model", lambda job: not re.fullmatch(references.NAME, job.mlflow.registered_model or "none"),
-     "found {value}, expected letters, digits, spaces and `. _ - + ( )`, for example rlhf-sft"),
-    ("", "mlflow.alias", lambda job: not re.fullmatch(r"(?!(?i:latest|v\d+)$)[\w-]{1,255}", job.mlflow.alias),
-     "found {value}, expected letters, digits, `_` and `-`, for example champion; `latest` and `v1` are reserved by MLflow"),
-    # serve
-    ("serve", "serve.policies", lambda job: not job.serve.inputs,
-     "missing; `serve` needs it, or serve.rewards: 'serve.policies={{my-policy: models:/rlhf-ppo@champion}}'"),
-    ("serve", "serve.policies", lambda job: [one for one in (*job.serve.policies, *job.serve.rewards) if not re.fullmatch(MODEL_ID, one)],
-     "found {}, expected ids of letters, digits, `.`, `_` and `-`"),
-    ("serve", "serve.rewards", lambda job: ", ".join(sorted(job.serve.policies.keys() & job.serve.rewards.keys())),
-     "found {}, which serve.policies also names; expected another id"),
-    ("serve", "serve.feedback_path", lambda job: "://" in (job.serve.feedback_path or job.run.storage_path),
-     "feedback goes into a folder of one node, not into a bucket; set serve.feedback_path=FOLDER"),
-    ("serve", "serve.cache_tokens", lambda job: job.serve.cache_tokens is not None and job.rollout.get("engine") == "vllm",
-     "found {value}; expected null with rollout.engine=vllm: rollout.gpu_memory_utilization sets the size of its KV cache"),
-    # export
-    ("export", "policy", lambda job: "base" in job.policies or not (job.policy or job.reward),
-     "found {value}; `export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"),
-    ("export", "reward", lambda job: isinstance(job.reward, (dict, list)) or Ref.parse(job.reward).is_function,
-     "found {value}, expected one reward adapter: models:/rlhf-rm@champion, or its folder"),
-    ("export", "trainer.hub_model_id", lambda job: not re.fullmatch(r"[\w.-]+/[\w.-]+", job.args.hub_model_id or "owner/name"),
-     "found {value}, expected OWNER/NAME: a user or an organization, and a name"),
-    ("export", "trainer.hub_model_id", lambda job: job.policy and job.reward and job.args.hub_model_id,
-     "{} is one repository, for one model; set reward=null or policy=null"),
-]  # fmt: skip
+def _trl_problems(job: Job) -> Problems:
+    """Yields keys of `trainer` that TRL would ignore, or refuse in a worker after the model is loaded."""
+    trainer = job.trainer
+    for what in ("eval", "save", "logging"):
+        if f"{what}_steps" in trainer and trainer.get(f"{what}_strategy") == "epoch":
+            counts = f"which counts only with trainer.{what}_strategy=steps; the job sets epoch"
+            yield f"trainer.{what}_steps", f"found {show(trainer[f'{what}_steps'])}, {counts}"
+    precomputes = job.stage in ("dpo", "kto") and trainer.get("precompute_ref_log_probs")
+    if job.stage == "kto" and trainer.get("loss_type", "kto") == "kto":  # the loss with a KL term
+        if trainer.get("per_device_train_batch_size") == 1:
+            why = "the KL term needs completions of other rows"
+            expected = "2 or more, or trainer.loss_type=apo_zero_unpaired"
+            yield "trainer.per_device_train_batch_size", f"found 1: {why}; expected {expected}"
+        if precomputes:
+            why = "each epoch pairs different rows for the KL term"
+            cannot = "their log-probs cannot be computed before training"
+            yield "trainer.precompute_ref_log_probs", f"{why}, so {cannot}; remove it"
+    if precomputes and job.workers[1] > 1:
+        advice = "set scaling.num_workers=1, or remove it"
+        yield "trainer.precompute_ref_log_probs", f"TRL cannot share them between workers; {advice}"
+
+
+def _ppo_problems(job: Job) -> Problems:
+    """Yields a reward, a teacher or prompts that are missing, or that nothing learns from."""
+    args, alone = job.args, job.args.advantage_estimator == "none"
+    if not job.reward and not alone:
+        needs = "`ppo` needs it: reward: models:/NAME@ALIAS, or a folder, or python:MODULE:FUNCTION"
+        advice = "To learn from a teacher alone, set trainer.advantage_estimator=none"
+        yield "reward", f"missing; {needs}. {advice}"
+    if job.reward and alone:
+        advice = "set reward=null, or another estimator"
+        yield "trainer.advantage_estimator", f"found none, with which no reward counts; {advice}"
+    if not job.teacher and (args.teacher_coef or alone):
+        yield "teacher", "missing; the job learns from a teacher: models:/NAME@ALIAS, a folder, or base"
+    if job.teacher and not args.teacher_coef:
+        found = f"found {show(job.trainer.get('teacher_coef'))}, with which the teacher has no effect"
+        advice = "set the weight of its advantage, e.g. trainer.teacher_coef=1.0"
+        yield "trainer.teacher_coef", f"{found}; {advice}"
+    if args.batch_size // args.num_generations < job.workers[1]:
+        least = f"trainer.batch_size={job.workers[1] * args.num_generations}"
+        yield "trainer.batch_size", f"fewer prompts for an update than workers; expected at least {least}"
+
+
+def _inference_problems(job: Job) -> Problems:
+    """Yields settings with which no completion can end, or `collect` makes no rows."""
+    args = job.args
+    if isinstance(args, Inference) and args.min_new_tokens >= args.response_length:
+        yield "trainer.min_new_tokens", f"found {args.min_new_tokens}, expected less than response_length"
+    if not isinstance(args, Collect):
+        return
+    if args.select in ("best_worst", "pairs") and args.num_generations < 2:
+        expected = "2 or more, for example 4, or trainer.select=best"
+        yield "trainer.num_generations", f"found 1: a pair needs two completions; expected {expected}"
+    if args.temperature == 0 and args.num_generations > 1:
+        found = "found 0, so all completions of a prompt are the same"
+        yield "trainer.temperature", f"{found}; expected a temperature above 0, for example 1.0"
+    if args.min_margin and args.select in ("best", "labels"):
+        yield "trainer.min_margin", f"trainer.select={args.select} makes no pairs; remove it"
+    if args.select != "labels" and "good_above" in job.trainer:
+        yield "trainer.good_above", "only trainer.select=labels makes labels; remove it"
+
+
+def _run_problems(job: Job) -> Problems:
+    """Yields names that cannot be those of a run, a registered model or an alias."""
+    if problem := name_problem(job.run.name):
+        yield "run.name", problem
+    model, alias = job.mlflow.registered_model, job.mlflow.alias
+    if not re.fullmatch(references.NAME, model or "none"):
+        expected = "letters, digits, spaces and `. _ - + ( )`, for example rlhf-sft"
+        yield "mlflow.registered_model", f"found {show(model)}, expected {expected}"
+    if not re.fullmatch(r"(?!(?i:latest|v\d+)$)[\w-]{1,255}", alias):
+        expected = "letters, digits, `_` and `-`, for example champion"
+        reserved = "`latest` and `v1` are reserved by MLflow"
+        yield "mlflow.alias", f"found {show(alias)}, expected {expected}; {reserved}"
+
+
+def _serve_problems(job: Job) -> Problems:
+    """Yields models without a usable id, and settings that a replica cannot have."""
+    serve = job.serve
+    if not serve.inputs:
+        example = "'serve.policies={my-policy: models:/rlhf-ppo@champion}'"
+        yield "serve.policies", f"missing; `serve` needs it, or serve.rewards: {example}"
+    if wrong := [one for one in (*serve.policies, *serve.rewards) if not re.fullmatch(MODEL_ID, one)]:
+        yield "serve.policies", f"found {wrong}, expected ids of letters, digits, `.`, `_` and `-`"
+    if both := ", ".join(sorted(serve.policies.keys() & serve.rewards.keys())):
+        yield "serve.rewards", f"found {both}, which serve.policies also names; expected another id"
+    if "://" in (serve.feedback_path or job.run.storage_path):
+        why = "feedback goes into a folder of one node, not into a bucket"
+        yield "serve.feedback_path", f"{why}; set serve.feedback_path=FOLDER"
+    if serve.cache_tokens is not None and job.rollout.get("engine") == "vllm":
+        why = "rollout.gpu_memory_utilization sets the size of its KV cache"
+        expected = f"expected null with rollout.engine=vllm: {why}"
+        yield "serve.cache_tokens", f"found {serve.cache_tokens}; {expected}"
+
+
+def _export_problems(job: Job) -> Problems:
+    """Yields what is no adapter, and a repository that cannot hold what is exported."""
+    if "base" in job.policies or not (job.policy or job.reward):
+        needs = "`export` needs an adapter: policy=models:/rlhf-ppo@champion, its folder, or a reward"
+        yield "policy", f"found {show(job.policy)}; {needs}"
+    if isinstance(job.reward, (dict, list)) or Ref.parse(job.reward).is_function:
+        expected = "one reward adapter: models:/rlhf-rm@champion, or its folder"
+        yield "reward", f"found {show(job.reward)}, expected {expected}"
+    repository = job.args.hub_model_id
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository or "owner/name"):
+        expected = "OWNER/NAME: a user or an organization, and a name"
+        yield "trainer.hub_model_id", f"found {show(repository)}, expected {expected}"
+    if job.policy and job.reward and repository:
+        advice = "set reward=null or policy=null"
+        yield "trainer.hub_model_id", f"{repository} is one repository, for one model; {advice}"
 
 
 def name_problem(name: str | None) -> str | None:
@@ -182,7 +233,7 @@ class Rules:
         """Yields the problems of the job. Only the first one counts: later checks assume that earlier ones found nothing."""
         yield from self._unused()
         yield from self._settings()
-        yield from self._table()
+        yield from self._sections()
         yield from self._together()
         yield from self._evaluations()
         yield from self._rows()
@@ -220,12 +271,21 @@ class Rules:
             except InputError as error:
                 yield f"{section}.{error.key}", error.message
 
-    def _table(self) -> Problems:
-        facts = self.facts
-        for stages, key, wrong, advice in RULES:
-            concerned = any(word == self.job.stage or getattr(facts, word, False) for word in stages.split())
-            if (concerned or not stages) and (found := wrong(self.job)):
-                yield key, advice.format(found, value=show(self._value(key)))
+    def _sections(self) -> Problems:
+        """Yields the problems of the sections in the order of a job file."""
+        job = self.job
+        yield from _model_problems(job)
+        yield from _data_problems(job)
+        if self.facts.trl:
+            yield from _trl_problems(job)
+        if job.stage == "ppo":
+            yield from _ppo_problems(job)
+        yield from _inference_problems(job)
+        yield from _run_problems(job)
+        if job.stage == "serve":
+            yield from _serve_problems(job)
+        if job.stage == "export":
+            yield from _export_problems(job)
 
     def _together(self) -> Problems:
         """Yields keys without those that they need, and keys with those that they exclude."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.config.stages import INPUTS, STAGE
 from pipeline.config.yaml_tree import Tree
-from pipeline.errors import show
+from pipeline.errors import short, show
 
 FILE = Path(__file__).with_name("schema.json")
 SECTIONS = ("model", "data", "run", "mlflow", "trainer", "lora", "scaling", "rollout", "serve")
@@ -97,13 +97,13 @@ def problem(value: Any, schema: Mapping[str, Any]) -> str | None:
     validator = _validator()(schema)
     if (error := next(validator.iter_errors(value), None)) is None:
         return None
-    part = "".join(f"{key}: " for key in error.absolute_path)
+    part = "".join(f"{short(str(key))}: " for key in error.absolute_path)
     found, wanted = error.instance, error.schema  # of that part
     near = difflib.get_close_matches(str(found), list(map(str, _choices(wanted))), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     if isinstance(found, (int, float)):
         default = schema.get("default")
-        if validator.is_valid(""):
+        if validator.evolve(schema=wanted).is_valid(""):
             hint = "; put it in quotes"
         elif type(default) in (int, float) and default:
             hint = f", for example {default}"

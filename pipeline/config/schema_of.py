@@ -244,7 +244,7 @@ def of_class(dotted: str) -> dict[str, Any]:
 def _of_ours(cls: type) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for base in reversed(cls.__mro__[:-1]):  # pydantic (2.14) reads the docstrings of a class's own fields
-        adapter: TypeAdapter[Any] = TypeAdapter(with_config(use_attribute_docstrings=True)(base))
+        adapter = TypeAdapter[Any](with_config(use_attribute_docstrings=True)(base))
         made = adapter.json_schema(schema_generator=Plain, ref_template="#/$defs/pipeline.config.job.{model}")
         for key, schema in made["properties"].items():
             keys[key] = keys.get(key, {}) | schema

@@ -123,6 +123,8 @@ BAD = [
     ("sft", ["serve.port=1"], r"serve: `sft` does not use this key \(only `serve` answers requests"),
     ("sft", ["scaling.label_selector={a: 'in(b, c)'}"], r"scaling\.label_selector\.a: found 'in\(b, c\)', expected in\(b,c\)"),
     ("sft", ["scaling.num_workers=3", "scaling.label_selector=[{a: b}, {a: c}]"], r"scaling\.label_selector: found a list of 2, expected one mapping"),
+    ("generate", ["trainer.temperature=1e-9"], r"trainer\.temperature: found 1e-09, expected 0 or a number of at least 1e-06, for example 1\.0"),
+    ("serve", ["serve.rewards={two: 1}"], r"serve\.rewards: two: found 1, expected text; put it in quotes"),
     ("generate", ["trainer.min_new_tokens=256"], r"trainer\.min_new_tokens: found 256, expected less than response_length"),
     ("collect", ["trainer.num_generations=1"], r"trainer\.num_generations: found 1: a pair needs two completions"),
     ("collect", ["trainer.temperature=0"], r"trainer\.temperature: found 0, so all completions of a prompt are the same"),
@@ -236,6 +238,7 @@ def test_yaml_scalars_mean_what_they_look_like(job):
     made = load_job(job(text), ["trainer.seed=7", "model.revision='1234567'", "run.name=2026-11-20"])
     assert made.trainer == {"learning_rate": 1e-4, "eval_strategy": "no", "num_train_epochs": 2, "seed": 7}
     assert (made.model.revision, made.run.name) == ("1234567", "2026-11-20")
+    assert load_job(job("generate"), ["trainer.temperature=0.0"]).args.temperature == 0
 
 
 def test_overrides_replace_add_and_remove(job):
