@@ -31,6 +31,8 @@ JOBS = [
     for profile in ("llama3-8b-qlora", "llama3-8b", "llama3-70b-qlora")
     for stage in ON_WORKERS
 ] + [f"llama3-70b/{stage}" for stage, facts in STAGE.items() if facts.runs_in == "train"]
+# For each profile, the stage with one role and the one with most roles are quick.
+JOBS = [pytest.param(job, marks=[pytest.mark.slow] * (not job.endswith(("/sft", "/ppo")))) for job in JOBS]
 pytestmark = pytest.mark.usefixtures("in_root")
 
 

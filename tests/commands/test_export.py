@@ -242,8 +242,16 @@ def test_without_network_nothing_is_merged(models, storage, hub, capsys, monkeyp
     assert not (storage / "offline").exists()
 
 
-@pytest.mark.parametrize("models_of", [POLICY, REWARD], ids=["policy", "reward"])
-@pytest.mark.parametrize("merge", ["true", "false"])
+@pytest.mark.parametrize(
+    ("models_of", "merge"),
+    [
+        (POLICY, "false"),
+        (REWARD, "true"),
+        pytest.param(POLICY, "true", marks=pytest.mark.slow),
+        pytest.param(REWARD, "false", marks=pytest.mark.slow),
+    ],
+    ids=["policy", "merged-reward", "merged-policy", "reward"],
+)
 def test_the_code_of_a_card_gives_the_adapters_outputs(models_of, merge, engine, storage, in_root):
     """The code runs plain peft and transformers on the demo's base, named by its folder."""
     kind = "policy" if models_of is POLICY else "reward"

@@ -280,8 +280,14 @@ FOLDERS = {
 }
 
 
-@pytest.mark.parametrize("template", [True, False])
-@pytest.mark.parametrize("kinds", FOLDERS)
+@pytest.mark.parametrize(
+    ("kinds", "template"),
+    [
+        *((kinds, True) for kinds in FOLDERS),
+        ("all", False),
+        *(pytest.param(kinds, False, marks=pytest.mark.slow) for kinds in [*FOLDERS][:-1]),
+    ],
+)
 def test_every_job_loads_for_any_rows_and_base(kinds, template, here, capsys):
     """Includes dpo with the keys of the script that repeats it. Jobs that train on files read at least half of the rows."""
     shutil.copytree(MODEL, here / "base")

@@ -44,10 +44,10 @@ WHERE = {
     "normalize_rewards": {"scorer": "adapter"},
     "kl_estimator": {"kl_coef": 0.5},
     "kl_in": {"kl_estimator": "k3", "kl_coef": 0.5},
-    "kl_target": {"kl_controller": "adaptive", "kl_horizon": 50.0},
+    "kl_target": {"kl_controller": "adaptive", "kl_horizon": 50.0, "total_episodes": 48},
     "kl_horizon": {"kl_controller": "adaptive"},
     "ref_model_mixup_alpha": {"sync_ref_model": True, "ref_model_sync_steps": 1, "kl_coef": 0.5},
-    "ref_model_sync_steps": {"sync_ref_model": True, "kl_coef": 0.5},
+    "ref_model_sync_steps": {"sync_ref_model": True, "kl_coef": 0.5, "total_episodes": 48},
     "sync_ref_model": {"ref_model_sync_steps": 1, "kl_coef": 0.5},
     "scale_rewards": {"advantage_estimator": "grpo", "num_generations": 2},
     "cliprange_high": {"cliprange": 0.001},
@@ -69,7 +69,7 @@ ELSEWHERE = {
 @cache
 def outcome(settings):
     """Returns the results of two or three updates: weights, metrics, number of base forwards, and evaluations."""
-    changes = {"total_episodes": 48, **dict(settings)}
+    changes = {"total_episodes": 32, **dict(settings)}
     spread, scorer = changes.pop("spread", 0.0), changes.pop("scorer", None)
     critic = changes.get("advantage_estimator", "gae") == "gae" and changes.get("critic", "adapter")
     shared = toy.shared_base(spread=spread, critic=critic)

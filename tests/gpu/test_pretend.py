@@ -380,7 +380,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+QUICK = (fp32_weight_in_a_bf16_product, host_read_in_a_recorded_step, checkpoint_on_the_cpu, nothing)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK), id=one.__name__) for one in FAULTS],
+)
 def test_a_fault_is_found(plant, monkeypatch, capsys):
     """On a CPU, each of these faults is correct or not noticed."""
     trainer, said = tiny(), ""

@@ -23,6 +23,8 @@ from tools.gpu.pretend import branches, command, worker
 
 del os.environ["PRETEND"]
 
+pytestmark = pytest.mark.slow  # test_pretend.py runs PPO on a pretended GPU within seconds
+
 POLICY, REWARD = "policy=models:/toy-policy@champion", "reward=models:/toy-rm@champion"
 TRL = [
     "trainer.use_cpu=false", "trainer.max_steps=2", "trainer.warmup_steps=0", "data.batch_size=4",
@@ -52,7 +54,6 @@ RUNS = {  # name: (subcommand, its keys besides GPU)
     "score": ("score", [REWARD]),
     "export": ("export", [POLICY, REWARD, SHORT]),
 }
-QUICK = {"ppo"}
 REPLAYED = {"ppo", "ppo-adapter-bf16", "ppo-grpo", "evaluate", "generate", "collect", "export"}
 ROWS = {"train": 16, "eval": 4, "pairs": 4}  # number of rows read from each file
 # subcommand, free GiB of a GPU's 80, and vLLM's share
@@ -135,9 +136,7 @@ def runs(tmp_path_factory):
     os.chdir(before)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_command_runs_on_a_gpu(name, runs):
     found = runs.table(name)
     assert found["status"] == 0
@@ -146,7 +145,6 @@ def test_a_command_runs_on_a_gpu(name, runs):
     assert (found["replays"] > 0) == (name in REPLAYED)
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_same_adapter(runs):
     whole, cut = (
         Path(run["result"]["adapter"], "adapter_model.safetensors").read_bytes()
@@ -155,32 +153,27 @@ def test_an_interrupted_run_resumes_to_the_same_adapter(runs):
     assert whole == cut
 
 
-@pytest.mark.slow
 def test_two_nccl_workers_train(runs):
     found = runs.of_two()
     assert found["status"] == 0 and found["result"]["peak_memory_bytes"] > BASE_BYTES
 
 
-@pytest.mark.slow
 def test_a_rollout_worker_on_its_own_gpu_gives_bit_identical_results(runs):
     found = runs.with_rollout_worker()
     assert found["status"] == 0 and found["result"]["metrics"]["rollout/bytes"] > 0
     assert_equal(runs.storage, runs.table("ppo")["result"], found["result"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("verb", "free", "share"), VLLM)
 def test_vllm_takes_only_free_memory(verb, free, share, runs):
     assert runs.of_vllm(verb, free) == {"gpu_memory_utilization": share, "gpus": "3", "said": mock.ANY}
 
 
-@pytest.mark.slow
 def test_a_replica_answers(runs):
     found = runs.served()
     assert found["status"] == 200 and found["answer"]["choices"][0]["message"]["content"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "ppo"])
 def test_a_job_for_the_cpu_runs_next_to_a_gpu(name, runs):
     keys = [one for one in RUNS[name][1] if "use_cpu" not in one]
@@ -189,7 +182,6 @@ def test_a_job_for_the_cpu_runs_next_to_a_gpu(name, runs):
     assert found["result"]["peak_memory_bytes"] > 100e6  # memory of the process, not of the GPU
 
 
-@pytest.mark.slow
 def test_the_command_of_the_pages_runs(tmp_path):
     lines = (ROOT / "docs/gpu.md").read_text().splitlines()
     [line] = [line for line in lines if line.startswith("python -m tools.gpu.pretend ")]
@@ -200,7 +192,6 @@ def test_the_command_of_the_pages_runs(tmp_path):
     assert found["status"] == 0 and found["peak"] > BASE_BYTES
 
 
-@pytest.mark.slow
 def test_all_code_for_cuda_is_executed(runs):
     for name in RUNS:
         runs.table(name)

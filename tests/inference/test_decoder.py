@@ -16,6 +16,9 @@ from pipeline.inference.rows import Row, Sampling, draw, uniforms
 from pipeline.models.adapters import SharedBase
 
 ENDS = (2, 3, 4, 5, 6, 7)
+# absolute positions, sliding windows with soft caps, and the states of convolutions; the others are slow
+FEW = ("gpt2", "gemma2", "convolutions")
+KINDS = [pytest.param(k, marks=[pytest.mark.slow] * (k not in FEW)) for k in (*toy.KINDS, "convolutions")]
 PROMPTS = [row["input_ids"] for row in toy.prompts(12)]
 
 
@@ -60,7 +63,7 @@ def completions(shared, prompts, sampling, decoder=None, numbers=None):
     return decoder.generate("policy", prompts, numbers or range(len(prompts)), sampling)
 
 
-@pytest.mark.parametrize("kind", [*toy.KINDS, "convolutions"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_decoded_as_if_alone_while_others_join_and_leave(kind):
     """Rows of several roles and temperatures join at random. Some share prompts, and some are canceled."""
     shared, dice = base(kind, critic=kind != "convolutions"), random.Random(3)
@@ -92,7 +95,7 @@ def test_a_row_is_decoded_as_if_alone_while_others_join_and_leave(kind):
     assert sum(row.ended for row in rows) > 3
 
 
-@pytest.mark.parametrize("kind", [*toy.KINDS, "convolutions"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_completion_depends_only_on_seed_number_and_prompt(kind):
     shared, sampling = base(kind), Sampling(12, ENDS, seed=7)
     together = completions(shared, PROMPTS, sampling)
@@ -197,7 +200,7 @@ def test_the_cache_is_freed_with_its_last_row(monkeypatch):
         gc.enable()
 
 
-@pytest.mark.parametrize("kind", [*toy.KINDS, "convolutions"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_goes_through_the_model_once_for_all_its_completions(kind, monkeypatch):
     shared = base(kind)
     prompts = [prompt for prompt in PROMPTS[:5] for _ in range(4)]
@@ -241,7 +244,7 @@ def test_rows_of_one_length_need_no_mask(monkeypatch):
     assert all(inputs["attention_mask"] is None for inputs in seen)
 
 
-@pytest.mark.parametrize("kind", [*toy.KINDS, "convolutions"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_base_whose_rows_can_be_decoded_together_passes_the_check(kind):
     SlotDecoder(base(kind), 4).check()
 

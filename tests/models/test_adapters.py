@@ -18,6 +18,9 @@ from pipeline.models import adapter_files
 from pipeline.models.adapters import SharedBase, as_peft_model
 from pipeline.models.base import load_base
 
+QUICK = ("llama", "gpt2", "gemma2")
+KINDS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in toy.KINDS]
+
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("role", ["policy", "critic"])
@@ -149,7 +152,7 @@ def test_loading_initializes_no_tensor(monkeypatch, tmp_path):
 # ---------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("kind", toy.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_reward_adapter_trained_by_peft_gives_the_same_scores_here(kind, tmp_path):
     where = str(tmp_path / kind)
     toy.base(kind).save_pretrained(where)
@@ -186,7 +189,7 @@ def test_a_reward_adapter_trained_by_peft_gives_the_same_scores_here(kind, tmp_p
 @pytest.mark.parametrize(
     ("kind", "extra"),
     [
-        *[(kind, {}) for kind in toy.KINDS],
+        *[pytest.param(kind, {}, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in toy.KINDS],
         ("llama", dict(use_rslora=True)),
         ("llama", dict(use_dora=True)),
         ("llama", dict(lora_bias=True)),

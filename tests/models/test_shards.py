@@ -89,18 +89,18 @@ def alone(base, rank, checkpointing):
     return shared.hidden("policy", ids).detach()
 
 
-def worker(rank, folder):
+def worker(rank, folder, runs):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=2)
     model = job_model(folder)
-    wholes = [trained(load_base(model), **changes) for changes in RUNS]
+    wholes = [trained(load_base(model), **changes) for changes in runs]
     base = load_shards(model)
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in base.parameters())
     found = (
         computed(base),
         [alone(load_shards(model), rank, checkpointing) for checkpointing in (False, True)],
     )
-    shards = [trained(load_shards(model), **changes) for changes in RUNS]
+    shards = [trained(load_shards(model), **changes) for changes in runs]
     scorer = load_shards(model, toy.Tokenizer())
     torch.manual_seed(3 + rank)
     head = scorer.score.weight
@@ -110,12 +110,15 @@ def worker(rank, folder):
     torch.distributed.destroy_process_group()
 
 
-def test_shards_compute_what_the_whole_computes(tmp_path):
+@pytest.mark.parametrize(
+    "runs", [RUNS[:1], pytest.param(RUNS[1:], marks=pytest.mark.slow)], ids=["adapter", "head"]
+)
+def test_shards_compute_what_the_whole_computes(runs, tmp_path):
     whole = toy.base(**ODD)
     whole.generation_config.eos_token_id = toy.EOS
     whole.save_pretrained(tmp_path)
     size, lm_head = sum(p.numel() for p in whole.parameters()), whole.lm_head.weight.numel()
-    in_processes(worker, tmp_path)
+    in_processes(worker, tmp_path, runs)
     parts = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     expected = computed(load_base(job_model(tmp_path)))
     same = with_roles(load_base(job_model(tmp_path))).hidden("policy", torch.arange(8).view(2, 4))

@@ -334,6 +334,9 @@ QWEN = {  # the base of jobs/own
 }  # fmt: skip
 
 
+OTHER_MACHINES = [(4, "A10G"), (1, "A100-80G"), (1, "H200")]
+
+
 def of_profile(profile, tmp_path):
     """Returns {path: overrides} of a profile's jobs with workers, on GPUs."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
@@ -350,7 +353,8 @@ def of_profile(profile, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("count", "gpu"), [(1, "L4"), (4, "A10G"), (1, "A100-80G"), (8, "H100"), (1, "H200")]
+    ("count", "gpu"),
+    [(1, "L4"), (8, "H100"), *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHER_MACHINES)],
 )
 @pytest.mark.parametrize(
     "profile", ["demo", "own", "llama3-8b", "llama3-8b-qlora", "llama3-70b-qlora", "llama3-70b"]

@@ -87,13 +87,17 @@ def same(one, other, but=()):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        dict(rows=4),
         dict(rows=3, advantage_estimator="rloo", num_generations=4),  # fewer rows than completions per prompt
-        dict(rows=4, advantage_estimator="remax"),
         dict(critic="head", rows=8, min_new_tokens=2, temperature=0.7),
-        dict(advantage_estimator="grpo", num_generations=4, kl_in="loss", kl_estimator="k3", num_ppo_epochs=1, num_mini_batches=1),
         dict(sync_ref_model=True, ref_model_sync_steps=2),
+        *(
+            pytest.param(changes, marks=pytest.mark.slow)
+            for changes in (
+                {},
+                dict(rows=4, advantage_estimator="remax"),
+                dict(advantage_estimator="grpo", num_generations=4, kl_in="loss", kl_estimator="k3", num_ppo_epochs=1, num_mini_batches=1),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_a_rollout_worker_gives_bit_identical_results(changes):
@@ -197,7 +201,11 @@ def test_rewards_draw_the_same_random_numbers_in_any_process():
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(num_generations=4, advantage_estimator="rloo"), dict(advantage_estimator="remax")]
+    "changes",
+    [
+        dict(num_generations=4, advantage_estimator="rloo"),
+        pytest.param(dict(advantage_estimator="remax"), marks=pytest.mark.slow),
+    ],
 )
 def test_rewards_with_seeds_draw_the_same_numbers_for_any_split_of_an_update(changes, capfd):
     def seeded(completion_ids, seeds):

@@ -61,6 +61,7 @@ def test_the_teachers_advantage_is_added_to_the_rewards_advantage():
     torch.testing.assert_close(both, episodes.advantages + added, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow  # test_a_stage_learns_from_a_teacher_alone sees the KL to the teacher fall
 def test_a_student_becomes_as_good_as_its_teacher():
     """The student never sees the reward that trained the teacher."""
     taught = toy.trainer(total_episodes=320, learning_rate=2e-2)

@@ -18,6 +18,8 @@ from pipeline.ppo.selfcheck import rollout as checks
 GROUP = dict(num_generations=4)
 
 
+# Other tests compare what these set with definitions; stages/test_other_models.py trains in bf16.
+SLOW = ("dapo", "gspo", "careful", "low_precision")
 VARIANTS = {  # in addition to the variants that tests/ppo/test_variants.py runs on the demo
     "gae": {},
     "head": dict(critic="head", **GROUP),
@@ -28,7 +30,9 @@ VARIANTS = {  # in addition to the variants that tests/ppo/test_variants.py runs
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in VARIANTS]
+)
 def test_every_variant_learns(name):
     settings = dict(
         total_episodes=32 * 14, batch_size=32, learning_rate=1.5e-2, per_device_train_batch_size=32
@@ -169,23 +173,24 @@ def shared_run(number, spread=0.0):
     return trainer, path, loads
 
 
-def worker(rank, folder):
+def worker(rank, folder, numbers):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=2)
     row = memory.kv_bytes(toy.config(), 4) * (7 + 8) + 20 * toy.VOCAB
     with pytest.MonkeyPatch.context() as patch:  # free memory: twice the need of 2 rows, and 5 rows
         patch.setattr(memory, "free_bytes", lambda device: 2.0 * row * (2 + 3 * rank))
         assert toy.trainer().sampler.rows == 2, "workers decode different numbers of rows"
-    for number in range(len(SHARED_RUNS)):
+    for number in numbers:
         # rank 0's weights must win
         trainer, path, loads = shared_run(number, spread=rank * 0.5)
         torch.save((path, trainer.history, loads), f"{folder}/{number}_{rank}.pt")
         trainer.save(f"{folder}/{number}")
 
 
-def test_two_workers_do_what_one_does(tmp_path):
-    in_processes(worker, str(tmp_path))
-    for number in range(len(SHARED_RUNS)):
+@pytest.mark.parametrize("numbers", [(0, 2), pytest.param((1, 3), marks=pytest.mark.slow)])
+def test_two_workers_do_what_one_does(numbers, tmp_path):
+    in_processes(worker, str(tmp_path), numbers)
+    for number in numbers:
         one, path, whole = shared_run(number)
         (mine, history, load), (theirs, history2, load2) = (
             torch.load(tmp_path / f"{number}_{rank}.pt", weights_only=True) for rank in (0, 1)

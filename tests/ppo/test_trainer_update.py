@@ -87,16 +87,23 @@ def test_old_log_probs_are_the_trainers_and_the_first_ratio_is_asserted():
     assert trainer.learn(episodes)["policy/first_ratio_error"] > 0.1
 
 
+LOSSES = [dict(), GSPO, dict(loss_aggregation="constant", entropy_coef=0.1)]
+SPLITS = [
+    dict(per_device_train_batch_size=1),
+    dict(per_device_train_batch_size=5),
+    dict(max_tokens_per_micro_batch=40),
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("loss", "changes"),
     [
-        dict(per_device_train_batch_size=1),
-        dict(per_device_train_batch_size=5),
-        dict(max_tokens_per_micro_batch=40),
+        pytest.param(loss, changes, marks=[pytest.mark.slow] * (i != j))
+        for i, loss in enumerate(LOSSES)
+        for j, changes in enumerate(SPLITS)
     ],
 )
-@pytest.mark.parametrize("loss", [dict(), GSPO, dict(loss_aggregation="constant", entropy_coef=0.1)])
-def test_micro_batches_do_not_change_the_update(changes, loss):
+def test_micro_batches_do_not_change_the_update(loss, changes):
     one, many = toy.trainer(**loss), toy.trainer(**loss, **changes)
     start = toy.weights(one)
     one.run_update(), many.run_update()

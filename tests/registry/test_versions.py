@@ -294,7 +294,16 @@ def test_a_run_killed_while_publishing_is_registered_once_and_completely(before,
     assert folder_digests(folder) == folder_digests(adapter)
 
 
-@pytest.mark.parametrize("before", ["get_run", "create_logged_model", *WRITES, "set_terminated"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        *("get_run", "log_model_artifacts", "create_model_version", "set_terminated"),
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("create_logged_model", *WRITES[1:3], WRITES[4])
+        ),
+    ],
+)
 def test_registration_waits_for_a_server_that_goes_away(before, job, adapter, monkeypatch, capsys):
     """The server goes away at any request, once before it acts on it and once after."""
     away, real, pauses = itertools.count(), getattr(MlflowClient, before), []

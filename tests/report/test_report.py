@@ -513,24 +513,25 @@ def test_of_a_step_logged_twice_the_later_value_counts(store):
 
 
 def test_every_panel_can_be_drawn():
-    """Draws each panel over many points, and the first panel of each group also over one. An empty panel is left out."""
-    for _, group in panels.GROUPS.values():
-        for panel in group:
-            metrics = [m.replace("*", name) for m in panel.lines for name in ("reward", "other")]
-            shown = [("ab", plots.SMOOTH_FROM)]
-            if panel is group[0]:
-                shown += [("a", 1), ("a", plots.SMOOTH_FROM), ("ab", 1)]
-            for names, count in shown:
-                history = {m: [(i, math.sin(i / 9)) for i in range(count)] for m in metrics}
-                draw = plots.curve(panel, dict.fromkeys(names, history), "step")
-                if draw is not None:
-                    assert plots.svg(draw, "x", panel.title).startswith("<svg ")
-            assert plots.curve(panel, {"": {}}, "step") is None
+    """Draws each panel over many points, and the first panel also over one. An empty panel is left out."""
+    every = [panel for _, group in panels.GROUPS.values() for panel in group]
+    for panel in every:
+        metrics = [m.replace("*", name) for m in panel.lines for name in ("reward", "other")]
+        shown = [("ab", plots.SMOOTH_FROM)]
+        if panel is every[0]:
+            shown += [("a", 1), ("a", plots.SMOOTH_FROM), ("ab", 1)]
+        for names, count in shown:
+            history = {m: [(i, math.sin(i / 9)) for i in range(count)] for m in metrics}
+            draw = plots.curve(panel, dict.fromkeys(names, history), "step")
+            if draw is not None:
+                assert plots.svg(draw, "x", panel.title).startswith("<svg ")
+        assert plots.curve(panel, {"": {}}, "step") is None
 
 
 # --------------------------------------------------------------------------------------------- of real stages
 
 
+@pytest.mark.slow  # test_stages.py draws the page of a run without its panels
 def test_a_stage_leaves_its_report(tmp_path):
     quick = ["trainer.max_steps=2", "data.batch_size=16", "trainer.per_device_train_batch_size=8"]
     result = stage("rm", tmp_path, "real-rm", *quick, "trainer.logging_steps=1", "run.report=true")

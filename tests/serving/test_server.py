@@ -392,6 +392,7 @@ def test_a_killed_replica_is_restarted_and_a_retry_is_answered(server):
         assert list(answers) == [200] * 48
 
 
+@pytest.mark.slow
 def test_a_killed_recorder_is_restarted_and_owns_the_folder(server):
     answer = ended(server, n=2)
     assert ask(server.url, FEEDBACK, {"id": answer["id"], "label": True})[0] == 200
@@ -401,6 +402,7 @@ def test_a_killed_recorder_is_restarted_and_owns_the_folder(server):
     assert ask(server.url, FEEDBACK, {"id": answer["id"], "label": False})[0] == 409
 
 
+@pytest.mark.slow
 def test_build_checks_for_replica_resources_in_the_cluster(storage, models):
     """Runs in a task, like under Ray Serve. The task's node has neither the labels nor the GPUs that replicas need."""
     given = [POLICIES, REWARDS, f"run.storage_path={storage}", "scaling.use_gpu=true"]

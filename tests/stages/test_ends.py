@@ -70,7 +70,9 @@ def test_sft_shows_greedy_completions_of_the_base_and_of_its_adapter(tmp_path):
     assert any(sample["before"] != sample["after"] for sample in shown)
 
 
-@pytest.mark.parametrize("verb", ["ppo", "evaluate", "generate"])
+@pytest.mark.parametrize(
+    "verb", ["ppo", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("evaluate", "generate"))]
+)
 def test_a_policy_whose_completions_do_not_end_is_named(verb, tmp_path, capfd, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "first_token.py").write_text(

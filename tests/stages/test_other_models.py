@@ -33,7 +33,11 @@ def config_of(family, vocabulary, eos):
     return made[family]()
 
 
-@pytest.fixture(params=["gpt2", "qwen3", "mistral", "gemma", "gpt_neox", "llama-nf4", "llama-bf16"])
+# PPO of the slow families runs quickly on a toy (tests/ppo/test_trainer.py).
+QUICK, SLOW = ("gpt2", "gpt_neox", "llama-nf4", "llama-bf16"), ("qwen3", "mistral", "gemma")
+
+
+@pytest.fixture(params=[*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)])
 def train(request, tmp_path_factory):
     """Returns train(stage, *settings, **inputs) -> (metrics, adapter folder) for a tiny random model of a family."""
     import torch
