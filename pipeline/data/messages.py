@@ -87,7 +87,7 @@ def text(value: Any, key: str) -> str:
 
 
 def filled(value: Any, key: str, kind: str) -> str:
-    """Returns a text that must not be empty. `kind` is the error's kind if it is."""
+    """Returns a text. Raises RowError of this `kind` if it is empty."""
     if not text(value, key).strip():
         raise RowError(kind, key, show(value), "a text that is not empty")
     return str(value)

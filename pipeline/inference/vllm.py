@@ -95,7 +95,7 @@ class VllmDecoder(Decoder):
         )
         return [
             Completion(
-                list(written.token_ids),  # including the end-of-sequence token, as ours
+                list(written.token_ids),  # with the end-of-sequence token, like SlotDecoder
                 written.finish_reason == "stop",
                 [
                     float(known[token].logprob)

@@ -216,7 +216,7 @@ class FeedbackStore:
         before = os.fstat(file).st_size
         try:
             if os.write(file, line) < len(line):
-                raise OSError("written in part")
+                raise OSError("only a part was written")
             os.fsync(file)
         except OSError as error:
             os.ftruncate(file, before)

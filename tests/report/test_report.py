@@ -458,7 +458,7 @@ def test_the_statistics_of_pairs():
     sure = [pair(math.log(9) * (-1 if i == 0 else 1), longer=2) for i in range(10)]
     summary = preferences.summary(sure)
     assert (summary["accuracy"], summary["calibration error"]) == (0.9, pytest.approx(0.0, abs=1e-9))
-    assert summary["margin to length, correlation"] is None  # all are longer by two tokens
+    assert summary["margin to length, correlation"] is None  # each chosen completion is longer by two tokens
     assert summary["accuracy where the chosen completion is longer"] == 0.9
     assert summary["accuracy where the chosen completion is shorter"] is None
     boasting = [pair(math.log(9) * (-1) ** i, longer=(-1) ** i) for i in range(10)]

@@ -1,6 +1,6 @@
 """Runs the command line with a pause after every step, to give time for faults: python slowly.py STAGE JOB.yaml [...]
 
-The pause happens when every rank asks whether a node is about to leave. It changes no number, and every step prints its line.
+The pause happens when every rank queries notices of preemption. The pause changes no number, and every step prints its line.
 If CHAOS_ROWS names a folder, the workers of a TRL stage write each step's rows there.
 """
 

@@ -51,7 +51,7 @@ NAME = "NVIDIA H100 80GB HBM3"
 
 @contextmanager
 def cuda(gpus: int = 2, gib: float = 80) -> Iterator[None]:
-    """Pretends that this process has `gpus` GPUs with `gib` GiB each. Threads that start in the block have them too."""
+    """Pretends that this process has `gpus` GPUs with `gib` GiB each. This includes threads that start in the block."""
     with suppress(ImportError):
         import bitsandbytes  # looks for CUDA's libraries once, at import
     torch.utils._device._device_constructors()  # fills torch's own list before torch.tensor is replaced
