@@ -1,6 +1,7 @@
 """Tests the architecture by imports: no import goes upward, and GPU code imports neither Ray nor MLflow nor TRL."""
 
 import ast
+import re
 
 import pytest
 from running import ROOT
@@ -101,13 +102,34 @@ def names_in(file):
     return found
 
 
+ABOVE = [file for file in FILES if layer(name_of(file)) not in ("config", "settle")]
+
+
 def test_few_functions_take_a_whole_job():
-    """Other functions take the values that settle/ makes from a job: places, inputs, arguments. Lower the number if you can."""
-    taking = [
+    """Others take the values that settle/ makes of a job: places, inputs, arguments. Lower the numbers if you can."""
+    taking = {
         f"{file.relative_to(ROOT)}: {one.name}"
         for file in FILES
         for one in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
-        and any(ast.unparse(each.annotation or ast.Constant("")) == "Job" for each in one.args.args)
+        and any(
+            "Job"
+            in ast.unparse(each.annotation or ast.Constant("")).replace("[", " ").replace("]", " ").split()
+            for each in (*one.args.args, *one.args.kwonlyargs, one.args.vararg or ast.arg("none"))
+        )
+    }
+    assert len(taking) <= 55, sorted(taking)
+    above = [one for one in taking if not one.startswith(("pipeline/config/", "pipeline/settle/"))]
+    assert len(above) <= 26, sorted(above)
+
+
+def test_few_lines_outside_of_config_and_settle_ask_for_the_stage():
+    """The stage's facts are part of the settled work. The subcommands and the reports know only a stage's name."""
+    asks = re.compile(r"\bSTAGE\[|\.stage (==|!=|in|not in) |\bjob\.args\b")
+    lines = [
+        f"{file.relative_to(ROOT)}: {line.strip()}"
+        for file in ABOVE
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if asks.search(line)
     ]
-    assert len(taking) <= 82, taking
+    assert len(lines) <= 13, lines

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config.job import Job
+from pipeline.config.stages import STAGE, Stage
 from pipeline.system import storage
 
 
@@ -20,6 +21,11 @@ class Identity:
     overwrite: bool  # start over although a run of this name exists
     source: str  # the job file
     settings: dict[str, Any]  # the resolved job, as job.json and result.json have it
+
+    @property
+    def facts(self) -> Stage:
+        """Returns the facts about its stage."""
+        return STAGE[self.stage]
 
     @property
     def folder(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline import run_folder
 from pipeline.config.identity import Identity
-from pipeline.config.stages import INPUTS, STAGE
+from pipeline.config.stages import INPUTS
 from pipeline.errors import InputError, in_brief
 from pipeline.references import Ref
 from pipeline.registry.store import flatten
@@ -145,11 +145,9 @@ def unfinished(run: Identity) -> dict[str, Any]:
     if not (left := read(run, run_folder.JOB)):
         return {}
     free = [*MAY_CHANGE, *_resolved(run), "begun_with"]
-    if (
-        run.settings["data"]["batch_size"] or STAGE[run.stage].online
-    ):  # the key then only limits the rows in memory
+    if run.settings["data"]["batch_size"] or run.facts.online:  # the key then only limits the rows in memory
         free.append("trainer.per_device_train_batch_size")
-    if STAGE[run.stage].learns:  # others use the judge's scores, and make parts of as many rows
+    if run.facts.learns:  # others use the judge's scores, and make parts of as many rows
         free += ["judge", "trainer.local_rollout_forward_batch_size"]
     changed = differences(left, run, free)
     # How evaluations are compared decides the result only if one of the jobs keeps the best step or may stop early.
