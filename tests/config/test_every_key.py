@@ -8,7 +8,6 @@
 
 import dataclasses
 import re
-from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -120,7 +119,8 @@ def test_every_key_of_trl_reaches_its_class(stage, in_root):
     job = load_job(f"jobs/demo/{stage}.yaml", ["data.batch_size=null"], stage)
     section = {key: object() for key in schema.keys(STAGE[stage].trainer) if key not in REFUSED["trainer"]}
     section["gradient_checkpointing"] = True
-    worker = SimpleNamespace(job=replace(job, trainer=section), scratch="scratch")
+    work = SimpleNamespace(trainer=section, data=job.data, stage=job.facts)
+    worker = SimpleNamespace(work=work, scratch="scratch")
     arguments = trl_trainer.arguments(worker, dict)
     assert section.items() <= arguments.items()
     decided = arguments.keys() - section.keys()
