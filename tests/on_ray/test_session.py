@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -74,14 +75,17 @@ def grpc_codes(address, port):
     return codes
 
 
-def knock(address, port):
-    """Returns what answers without a token, by HTTP or else gRPC. Tries again if a server has only started to listen."""
+def knock(address, port, ended):
+    """Returns what answers without a token, by HTTP or else gRPC. Tries again if a server has only started to listen.
+
+    Args:
+        ended: event that is set when the run has ended.
+    """
     for _ in range(5):
         answers = http_answers(address, port)
         codes = {} if answers else grpc_codes(address, port)
-        if answers or "UNAUTHENTICATED" in codes.values():
+        if answers or "UNAUTHENTICATED" in codes.values() or ended.wait(2):
             break
-        time.sleep(2)
     return answers, codes
 
 
@@ -140,7 +144,7 @@ def run(request, tmp_path_factory):
     (root / "ray").mkdir(mode=0o700)
     (root / "ray/ray_current_cluster").write_text("127.0.0.1:1")
     env["RAY_TMPDIR"] = str(root)
-    listening, knocks, folders, opened = {}, {}, set(), set()
+    listening, knocks, folders, opened, ended = {}, {}, set(), set(), threading.Event()
     with (
         subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -151,14 +155,15 @@ def run(request, tmp_path_factory):
             while driver.poll() is None:
                 for place, name in sockets(psutil.Process(driver.pid)).items():
                     if place not in listening and on_loopback(place[0]):  # tests connect to no other address
-                        knocks[place] = hands.submit(knock, *place)
+                        knocks[place] = hands.submit(knock, *place, ended)
                     names = listening.setdefault(place, set())
                     names.add(name)  # a worker is called idle before it becomes a RayTrainWorker
                 if os.getuid() == 0:
                     folders, opened = map(set.union, (folders, opened), open_to_others(root))
-                time.sleep(1)  # looking takes a good part of a core from the run
+                time.sleep(2)  # looking takes a good part of a core from the run
         finally:
             driver.kill()
+            ended.set()
         said = driver.stdout.read()
     shutil.rmtree(root)
     assert driver.returncode == 0, said.decode()[-3000:]

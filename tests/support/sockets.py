@@ -1,20 +1,21 @@
 """Finds the sockets on which a process and its descendants listen."""
 
+import contextlib
+
 import psutil
 
 
 def sockets(process):
     """Returns {(address, port): process name} of the sockets on which a process and its descendants listen."""
-    found = {}
-    for one in [process, *process.children(recursive=True)]:
-        try:
-            for connection in one.net_connections("inet"):
-                if connection.status == psutil.CONN_LISTEN:
-                    address = connection.laddr.ip.removeprefix("::ffff:")
-                    # the program, or the title that Ray gives it
-                    found[address, connection.laddr.port] = " ".join(one.cmdline()[:1])
-        except psutil.Error:
-            continue  # the process ended meanwhile
+    family, found = {one.pid: one for one in [process, *process.children(recursive=True)]}, {}
+    for connection in psutil.net_connections(
+        "tcp"
+    ):  # once for all processes, because it reads the kernel's tables
+        if connection.status == psutil.CONN_LISTEN and connection.pid in family:
+            address = connection.laddr.ip.removeprefix("::ffff:")
+            with contextlib.suppress(psutil.Error):  # the process ended meanwhile
+                # the program, or the title that Ray gives it
+                found[address, connection.laddr.port] = " ".join(family[connection.pid].cmdline()[:1])
     return found
 
 
