@@ -181,7 +181,7 @@ def metrics() -> str:
     groups: dict[str, dict[str, list[str]]] = {}
     for row in TABLE:
         prefix = ", ".join(PREFIX[at] for at in row.at.split())
-        units = groups.setdefault(f"## {row.stages.replace(' ', ', ')}: {prefix}", {})
+        units = groups.setdefault(f"**{row.stages.replace(' ', ', ')}:** {prefix}", {})
         unit = (row.unit or "other") + {True: " ↑", False: " ↓", None: ""}[row.greater_is_better]
         units.setdefault(unit, []).extend(f"`{name}`" for name in row.name.split())
     lines = [METRICS]
