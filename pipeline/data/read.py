@@ -30,7 +30,7 @@ from pipeline.data.template import DATE
 from pipeline.errors import InputError
 from pipeline.system import storage
 
-VERSION = 16  # format of the parts; raise it if the same rows give other tokens or another report
+VERSION = 17  # format of the parts; raise it if the same rows give other tokens or another report
 SMALL = 64 << 20  # maximum bytes of files to tokenize without Ray. Larger files justify starting Ray
 
 
