@@ -28,6 +28,7 @@ from pipeline.on_ray.placement import Bundle, Group, Places
 from pipeline.system import storage
 
 CLAIM = "rlhf-runs"
+SERVICE_PORT = 8000  # of the Service that KubeRay makes for a RayService
 MODELS = "/models"  # where pods mount the claim rlhf-models
 # The operator lets the head's account start and end the cluster's pods. The workers' account may not.
 ACCOUNTS = {"ray-head": "rlhf-head", "ray-worker": "rlhf-worker", "ray-job-submitter": "rlhf-worker"}
@@ -49,7 +50,7 @@ def manifest(paths: list[str], overrides: list[str]) -> dict[str, Any]:
     first, claims = jobs[0], claims_of(jobs)
     warn_of_paths(jobs)
     schedule, queue = os.environ.get("SCHEDULE"), os.environ.get("QUEUE")
-    kind = "RayService" if first.port else "RayCronJob" if schedule else "RayJob"
+    kind = "RayService" if first.port is not None else "RayCronJob" if schedule else "RayJob"
     name = re.sub(r"[^a-z0-9-]+", "-", (profile_of(first.source) if whole else run_of(first)).lower())
     name = re.sub("^(?![a-z])", "rlhf-", name.strip("-"))  # Kubernetes wants a letter first
     metadata: dict[str, Any] = {"name": name[: NAME[kind]].rstrip("-")}
@@ -87,10 +88,14 @@ def load(paths: list[str], overrides: list[str]) -> list[Workload]:
         [*rlhf.load(paths[0], overrides).values()] if whole else [load_job(one, overrides) for one in paths]
     )
     jobs = [workload_of(job) for job in read]
-    serves, schedule = any(job.port for job in jobs), os.environ.get("SCHEDULE")
+    ports = {job.port for job in jobs} - {None}  # of applications of Ray Serve
+    serves, schedule = bool(ports), os.environ.get("SCHEDULE")
     if ((serves or whole) and len(paths) > 1) or (serves and schedule):
         advice = "use one folder, one serve.yaml without SCHEDULE, or job files of other stages"
         raise InputError(f"{shlex.join(paths)}: not one manifest; {advice}")
+    if wrong := ports - {SERVICE_PORT}:
+        why = f"found {wrong.pop()}, but the operator asks and opens port {SERVICE_PORT} only"
+        raise InputError(f"{why}; set serve.port={SERVICE_PORT}", key="serve.port")
     if schedule and (given := [job.name for job in jobs if job.name]):
         why = "the schedule's second job would find this run finished, and train nothing"
         raise InputError(f"{why} ({given[0]}); remove run.name, or unset SCHEDULE", key="run.name")

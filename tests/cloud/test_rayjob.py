@@ -181,6 +181,11 @@ def test_arguments_that_make_no_manifest_are_refused(monkeypatch, capsys):
     says = "use one folder, one serve.yaml without SCHEDULE, or job files of other stages"
     for paths in ([serve, sft], [sft, serve], ["jobs/demo", "jobs/demo/kto.yaml"]):
         assert f"{shlex.join(paths)}: not one manifest; {says}" in refused(capsys, *paths, *shared)
+    for port in (0, 9000):
+        only = (
+            f"serve.port: found {port}, but the operator asks and opens port 8000 only; set serve.port=8000"
+        )
+        assert only in refused(capsys, serve, *shared, f"serve.port={port}")
     monkeypatch.setenv("SCHEDULE", "0 3 * * 1")
     assert says in refused(capsys, serve, *shared)
     again = "run.name: the schedule's second job would find this run finished, and train nothing (mine)"
