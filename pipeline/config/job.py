@@ -426,15 +426,6 @@ class Job:
         return bool(self.facts.trl and not self.trainer.get("fp16") if given is None else given)
 
     @property
-    def base_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
-        """Returns the dtype in which workers hold the frozen base: `model.dtype`, or bfloat16 on a CPU with bf16 products.
-
-        A CPU casts a float32 weight for each product in bfloat16, which takes as long as a product of few rows.
-        """
-        on_cpu = self.facts.runs_in != "here" and not self.scaling.get("use_gpu")
-        return "bfloat16" if on_cpu and self.bf16 else self.model.dtype
-
-    @property
     def args(self) -> Any:
         """The `trainer` section as its config class, or None for a TRL stage: only a worker instantiates TRL's."""
         if self.facts.trl:

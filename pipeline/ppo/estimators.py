@@ -6,7 +6,8 @@ attribute `definition`.
 
 The parameters of a formula and a definition name their inputs:
 
-* `rewards` (B, R): reward of each action. The `num_generations` completions of a prompt are adjacent rows.
+* `rewards` (B, R): reward of each action, on the rows of this worker. The `num_generations` completions of a prompt are
+  adjacent rows, and all on one worker.
 * `mask` (B, R): bool, on at actions.
 * `values` (B, R) and `bootstrap` (B,): the critic's value before each action, and after the last action of a truncated
   completion (0 if it ended). An estimator that names one of them needs a critic.

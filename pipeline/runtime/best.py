@@ -1,6 +1,6 @@
 """Tracks which step's adapter a run keeps, and whether it stops early.
 
-    best = of(job, parameters)
+    best = of(run, gate, parameters)           # the section `run`; None if nothing is compared
     best.compare(metrics, step)                # after each evaluation, on every rank with the same metrics
     best.exhausted                             # True if training must stop
     best.save(folder), best.load(folder)       # as part of every checkpoint

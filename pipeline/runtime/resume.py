@@ -4,7 +4,7 @@
         ...
 
 `job.json` is written before the work begins: the resolved job, and what its inputs were at that moment (versions behind
-aliases, digests of base and rows). A run resumes only with a job that gives the same results.
+aliases, digests of base and rows, versions of the libraries). A run resumes only with a job that gives the same results.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from pipeline.config.identity import Identity
 from pipeline.config.stages import INPUTS
 from pipeline.errors import InputError, in_brief
 from pipeline.references import Ref
+from pipeline.registry import lineage
 from pipeline.registry.store import flatten
 from pipeline.runtime import checkpoints
 from pipeline.system import lease, storage
@@ -98,7 +99,7 @@ def owned(folder: str, seen: dict[str, list[str]], overwrite: bool) -> Iterator[
 
 def record(run: Identity, inputs: dict[str, str], base: str, rows: dict[str, str]) -> None:
     """Writes job.json, which marks the start of the run."""
-    facts = {"inputs": inputs, "base": base, "rows": rows}
+    facts = {"inputs": inputs, "base": base, "rows": rows, "versions": lineage.versions()}
     storage.write_json(storage.join(run.folder, run_folder.JOB), run.settings | {"begun_with": facts})
 
 
@@ -150,6 +151,9 @@ def unfinished(run: Identity) -> dict[str, Any]:
     if run.facts.learns:  # others use the judge's scores, and make parts of as many rows
         free += ["judge", "trainer.local_rollout_forward_batch_size"]
     changed = differences(left, run, free)
+    workers = [one.get("scaling", {}).get("num_workers") for one in (left, run.settings)]
+    if run.facts.trl and not run.settings["data"]["batch_size"] and (workers[0] or 1) != (workers[1] or 1):
+        changed["scaling.num_workers"] = (workers[0], workers[1])  # each worker adds its rows to a step
     # How evaluations are compared decides the result only if one of the jobs keeps the best step or may stop early.
     for given in (left.get("run", {}), run.settings["run"]):
         if (
@@ -166,6 +170,14 @@ def unfinished(run: Identity) -> dict[str, Any]:
             f"{run.name!r} began with {', '.join(different)} and cannot resume with different settings. Restore them, choose "
             "another run.name, or set run.overwrite=true. Keys that do not decide the numbers may change: run, mlflow, gate, scaling, ...",
             key="run.name",
+        )
+    then, now = left.get("begun_with", {}).get("versions", {}), lineage.versions()
+    if other := [
+        f"{name} {then[name]} (now {now.get(name)})" for name in then if then[name] != now.get(name)
+    ]:
+        print(
+            f"warning: {run.name!r} began with {', '.join(other)}, so its numbers may differ from here on",
+            flush=True,
         )
     return left
 

@@ -53,9 +53,8 @@ class Work:
     serve: Serve
     options: Run  # the section `run`
     bf16: bool  # whether matrix products are in bfloat16
-    named: dict[
-        str, str
-    ]  # {name of an input: what the job names: a version, a folder, `base`, a function, a judge}
+    # {name of an input: what the job names: a version, a folder, `base`, a function, a judge}
+    named: dict[str, str]
     keys: dict[str, str]  # {name of an input: its key in the job}
     # What is found out about them
     base: dict[str, Any] = field(default_factory=dict)  # models.base.base_identity

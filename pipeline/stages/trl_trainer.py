@@ -292,7 +292,7 @@ def _train(worker: Worker, trainer: Any, best: Best | None) -> dict[str, float]:
     total = trainer._total_loss_scalar
     if (
         worker.world > 1
-    ):  # the steps since the last line of the log: transformers 5.23 counts this rank's alone
+    ):  # of the steps since the last line of the log, transformers 5.23 counts this rank's alone
         mine = trainer._tr_loss
         total += (trainer.accelerator.gather(mine).mean() - mine).item()
     metrics["train_loss"] = total / max(1, trainer.state.global_step)

@@ -13,6 +13,7 @@ from pipeline.__main__ import main
 from pipeline.config import load_job
 from pipeline.config.identity import identity_of
 from pipeline.errors import InputError
+from pipeline.registry import lineage
 from pipeline.registry.lineage import folder_digests
 from pipeline.runtime import checkpoints, resume
 from pipeline.runtime.resume import owned, state
@@ -87,8 +88,9 @@ def test_evaluation_keys_must_stay_if_they_decide_what_is_registered(halfway, tm
         (BATCH, "run.early_stopping_patience=3", r"run\.early_stopping_patience=not given \(now 3\)"),
         (BATCH, "run.stop_if.eval_loss=< 1", r'run\.stop_if\.eval_loss=not given \(now "< 1"\)'),
         (begun, "trainer.eval_steps=7", r"trainer\.eval_steps=5 \(now 7\)"),
-        # If no batch size is set, the number of rows in memory decides the batch.
+        # If no batch size is set, rows in memory and workers decide the batch.
         (["data.batch_size=null"], "trainer.per_device_train_batch_size=8", r"batch_size=16 \(now 8\)"),
+        (["data.batch_size=null"], "scaling.num_workers=2", r"num_workers=0 \(now 2\)"),
     ]:
         resume.record(job_of(folder, *left), {}, "b", {})
         with pytest.raises(InputError, match=says):
@@ -99,6 +101,16 @@ def test_evaluation_keys_must_stay_if_they_decide_what_is_registered(halfway, tm
 def job_of(folder, *overrides):
     given = [f"run.storage_path={folder}", "run.name=sft", *overrides]
     return identity_of(named(load_job("jobs/demo/sft.yaml", given, "sft")))
+
+
+def test_other_versions_of_libraries_are_said(halfway, tmp_path, in_root, monkeypatch, capsys):
+    folder, job = shutil.copytree(halfway, tmp_path / "copy"), job_of(tmp_path / "copy", *BATCH)
+    resume.record(job, {}, "b", {})
+    now = lineage.versions()
+    assert resume.unfinished(job) and "began with" not in capsys.readouterr().out
+    monkeypatch.setattr(lineage, "versions", lambda: now | {"torch": "99.1"})
+    assert resume.unfinished(job_of(folder, *BATCH))
+    assert f"warning: 'sft' began with torch {now['torch']} (now 99.1), so" in capsys.readouterr().out
 
 
 def test_without_a_checkpoint_the_job_may_still_be_edited(halfway, tmp_path, in_root):
