@@ -1,4 +1,4 @@
-"""The demo: a small world, questions about it, and the oracle that scores completions.
+"""The demo: a small world, questions about it, and the judge that scores completions.
 
 The world is a table of countries with their capitals and continents. `gold` defines a good completion: right,
 a full sentence, with a courtesy. It labels preference pairs and judges held-out completions; no stage trains
