@@ -44,9 +44,10 @@ METRICS = """\
 
 Made by `docs/reference.py` from [metrics.py](../pipeline/metrics.py). [evaluate.md](evaluate.md)
 and [rollouts.md](rollouts.md) explain many metrics. A
-[`gate`](runs.md#which-version-gets-the-alias) may name all but those that are only curves. Larger
-values are better with ↑, smaller ones with ↓. In a name, `*` stands for a reward, a judge, a probe
-or a value of the rows. TRL may log more.
+[`gate`](runs.md#which-version-gets-the-alias) may name all but those that are only curves. Metrics
+of [eval rows](glossary.md) have the prefix `eval_`, and `initial_` before training. Larger values
+are better with ↑, smaller ones with ↓. In a name, `*` stands for a reward, a judge, a probe or a
+value of the rows. TRL may log more.
 """
 PREFIX = {"curve": "curve", "result": "no prefix", "initial": "`initial_`", "eval": "`eval_`"}
 CLI = """\
@@ -67,7 +68,7 @@ def configuration() -> str:
         ("model", "pipeline.config.job.Model", "The frozen base model."),
         ("data", "pipeline.config.job.Data", "Rows: see [data.md](data.md)."),
         ("An entry of data.train, data.eval, data.pairs or data.benchmarks", "pipeline.config.job.Source", "A path, or a mapping:"),
-        ("lora", schema.class_of("lora", ""), ""),
+        ("lora", schema.class_of("lora", ""), "What `r` and `lora_alpha` change: [glossary](glossary.md)."),
         ("scaling", schema.class_of("scaling", ""), "With `num_workers: 0`, the command itself trains ([runs.md](runs.md))."),
         ("run", "pipeline.config.job.Run", "Folder, resume, checkpoints: see [runs.md](runs.md)."),
         ("mlflow", "pipeline.config.job.MLflow", "Tracking and registration."),
@@ -199,7 +200,8 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     """Returns the lines of a table."""
     head = list(head)
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells)]
+    lines = [f"| {' | '.join(row)} |" for row in (head, *cells)]
+    return [lines[0], "|---" * len(head) + "|", *lines[1:]]
 
 
 def cli() -> str:
