@@ -96,7 +96,10 @@ def _gold(prompt: str, completion: str, answer: str) -> float:
 
 
 def verdicts(row: dict[str, Any]) -> list[dict[str, str]]:
-    """Returns demonstrations of judging, made of a preference pair, as jobs/demo/judges/right.yaml asks."""
+    """Turns a preference pair into examples that teach a judge.
+
+    Each asks the question of jobs/demo/judges/right.yaml, and gives the right verdict.
+    """
     sides = {"chosen": "Right.", "rejected": "Wrong."}
     return [{"prompt": f"{row['prompt']}\n{row[side]}", "completion": said} for side, said in sides.items()]
 

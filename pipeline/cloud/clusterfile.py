@@ -104,7 +104,7 @@ def check(file: Path) -> dict[str, Any]:
             raise InputError(f"{file}: file_mounts: {remote}: there is no {local}{hint}")
     for name, kind in (config.get("available_node_types") or {}).items():
         if config["provider"]["type"] == "aws" and not kind["node_config"].get("SecurityGroupIds"):
-            why = "missing; Ray would make a group that opens port 22 to the world; use that of jobs/cloud/aws.yaml"
+            why = "missing; Ray would create a security group that opens port 22 to the world; use the group in jobs/cloud/aws.yaml"
             raise InputError(why, key=f"{file}: {name}.node_config.SecurityGroupIds")
     warm = [name for name, kind in worker_types(config).items() if kind.min_workers]
     if warm and "HEAD_IDLE_HOURS=" in " ".join(config.get("head_start_ray_commands") or []):

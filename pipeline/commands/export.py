@@ -195,7 +195,10 @@ def expectations(host: Host, name: str) -> list[Any]:
 
 
 def compare(host: Host, name: str, folder: str, expected: list[Any]) -> dict[str, float]:
-    """Compares the folder in plain transformers with the adapter. Returns the differences, or raises Failure if too large."""
+    """Loads the exported folder with plain transformers, and compares its outputs with the adapter's.
+
+    Returns the differences, or raises Failure if they are too large.
+    """
     import torch
     import transformers
 

@@ -167,7 +167,7 @@ def possible(request: Request, sources: list[Source]) -> dict[str, str]:
     jobs, first, path = profile_of(request, sources), sources[0].rows[0], request.path
     read_with = [keys.get("columns") for source in sources for keys in source.stages.values()]
     if request.own.get("columns") not in (None, *read_with):
-        found = f"no stage can read {path} with them; its columns are {', '.join(some(first))}"
+        found = f"no stage can read {path} with this mapping; its columns are {', '.join(some(first))}"
         raise InputError(found, key="data.columns")
     if not jobs:
         path, kind = sources[0].path, kind_of("sft")

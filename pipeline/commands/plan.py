@@ -229,7 +229,7 @@ def of_rollout_workers(group: Group, planned: Plan) -> str:
     if not fits:
         larger = ", ".join(plan.fitting(planned))
         raise Failure(
-            f"rollout.label_selector: a{need[1:]}, more than {', '.join(allows) or 'any GPU that plan knows'} has; "
+            f"rollout.label_selector: a{need[1:]}, more than {', '.join(allows) or 'any GPU in the table of `plan`'} has; "
             f"lower trainer.local_rollout_forward_batch_size{f', or allow larger ones: {larger}' if larger else ''}"
         )
     gpus = count * group.each.resources["GPU"]

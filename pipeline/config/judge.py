@@ -110,7 +110,7 @@ class Definition:
     temperature: Annotated[float, Ge(0), Le(100)] = 0.0
     """Of the judge's answers; above 0, each draw has a seed."""
     max_tokens: Rows = 512
-    """Most tokens of an answer; `yes` needs only one."""
+    """Maximum number of tokens in an answer; `yes` needs only one."""
     concurrency: Annotated[int, Ge(1), Le(4096)] = 16
     """Requests of one process at the same time."""
     requests_per_minute: Annotated[float, Gt(0), Le(10**9)] | None = None
@@ -124,9 +124,9 @@ class Definition:
     dollars_per_million_output: Weight = 0.0
     """Price of tokens of answers."""
     most_calls: Annotated[int, Ge(1), Le(10**12)] | None = None
-    """Answers that a run may pay for; then it ends. By default no limit."""
+    """Maximum number of answers that a run may pay for; then it ends. By default no limit."""
     most_dollars: Annotated[float, Gt(0), Le(10**9)] | None = None
-    """Dollars that a run may pay; then it ends. By default no limit."""
+    """Maximum dollars that a run may pay; then it ends. By default no limit."""
 
     @property
     def asks(self) -> str:

@@ -64,7 +64,7 @@ EXCLUDES = [
 
 # ---------------------------------------------------------------- rules of the sections
 def _model_problems(job: Job) -> Problems:
-    """Yields settings of the base and its adapters that what trains or samples would ignore."""
+    """Yields settings of the base and its adapters that the trainer or sampler would ignore."""
     vllm = job.rollout.get("engine") == "vllm"
     if vllm and job.model.fsdp:
         found = "found vllm together with model.fsdp, but with vLLM each process loads the full base"

@@ -199,7 +199,7 @@ def doubt(rows: Sequence[dict[str, Any]], used: Collection[str] = ()) -> str:
             said = {"good": meanings.get(False, 0), "bad": meanings.get(True, 1)}
             both = setting("data.columns", _flow({"label": name})), setting("data.label", _flow(said))
             return (
-                f"`{name}` may say what is bad; set {' and '.join(both)}, or make one label: data.transform"
+                f"`{name}` may mark the bad rows; set {' and '.join(both)}, or make one label: data.transform"
             )
     written = sorted(asked.intersection(texts))
     several = [*dict.fromkeys([*written, *_called("completion", texts)])]

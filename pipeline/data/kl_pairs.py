@@ -35,9 +35,9 @@ class PairedBatchSampler(ExactBatchSampler):
 
 
 def mismatched(rows: Any, before: Any) -> Any:
-    """Returns for each row of the step another row of the step: the previous one, or an earlier one if both are the same row.
+    """Pairs each row of the step with the previous row or, if both are the same, with the nearest earlier row that differs.
 
-    If the step has only one row, returns a row of the previous step (`before`), if any.
+    If the step has only one row, pairs it with a row of the previous step (`before`), if any. Returns these other rows.
     """
     import torch
 

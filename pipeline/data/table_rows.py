@@ -69,7 +69,7 @@ def table_rows(path: str, format: str, start: int, stop: int) -> Iterator[Row]:
         what = {"parquet": "a Parquet file", "arrow": "an Arrow file"}[format]
         found = f"{what} that ends or is damaged here ({in_brief(error)})"
         lost = f"{stop - start - number:,} rows" if stop >= 0 else "all that follows"
-        yield number + 1, RowError("damaged", "", found, f"{what} that is whole", rest=lost), b""
+        yield number + 1, RowError("damaged", "", found, f"{what} that is complete", rest=lost), b""
 
 
 def _damage() -> tuple[type[Exception], ...]:

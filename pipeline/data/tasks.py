@@ -221,7 +221,7 @@ class Task:
 
 
 def held_out(prompt: str, options: Any) -> bool:
-    """Returns True if a prompt belongs to the hold-out, by a hash of seed and prompt against data.eval_fraction."""
+    """Returns True if the hash of seed and prompt is below data.eval_fraction, so that the row is an eval row."""
     return digest(f"{options.seed}:{prompt}") < options.eval_fraction * 2**64
 
 

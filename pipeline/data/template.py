@@ -159,8 +159,8 @@ class ChatTemplate:
             or stop < len(prefix)
             or not (whole.startswith(prefix) and whole.endswith(suffix))
         ):
-            template = "writes other turns in another way depending on what this one says"
-            expected = "a template with {% generation %} around the completions, or another one"
+            template = "renders other turns differently if the text of this turn changes"
+            expected = "a template with {% generation %} around the completions, or another template"
             raise unusable(i, template, expected)
         return len(prefix), stop
 

@@ -2,9 +2,10 @@
 
 A RowError replaces an unreadable row.
 
-We do not use ijson (3.6.0 was no faster). It stops at a NaN or an integer over 64 bits without naming the row, replaces half
-surrogate pairs, and loses a row's bytes, which identify duplicates. We do not use pyarrow's CSV reader. It guesses types (a
-prompt `42` becomes a number in some blocks), and its line numbers are wrong after a row of several lines.
+We do not use ijson (3.6.0 was no faster). It stops at a NaN or an integer over 64 bits without naming the row, replaces lone
+surrogates (half of a UTF-16 pair), and loses a row's bytes, which identify duplicates. We do not use pyarrow's CSV reader.
+It guesses types (a prompt `42` becomes a number in some blocks), and its line numbers are wrong after a row of several
+lines.
 """
 
 import codecs

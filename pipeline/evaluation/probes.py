@@ -43,7 +43,7 @@ def _unedited(text: str, _: str) -> str:
 
 @dataclass(frozen=True)
 class Probe:
-    # f(completion, chosen completion of another pair) -> edited completion. An edit that changes nothing does not apply.
+    # f(completion, chosen completion of another pair) -> edited completion. The probe skips pairs that the edit leaves unchanged.
     edit: Callable[[str, str], str]
     worse: bool = False  # whether the edit makes the completion worse
     # Scores the same completions in reverse order. This changes scores if the reward depends on the position in a batch.

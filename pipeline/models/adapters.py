@@ -547,8 +547,8 @@ def tensors_in(folder: str | Path, base: nn.Module) -> dict[str, Tensor]:
         if not any(torch.equal(own.to(dtype), given.to(dtype)) for dtype in (own.dtype, given.dtype)):
             raise InputError(
                 f"{path}: {key} differs from the base's weight: the adapter was trained on another base, or changes the base, "
-                "which all roles share; use the base that it was trained on, or merge it into that and name the result as "
-                "model.name_or_path"
+                "which all roles share; set model.name_or_path to the base that it was trained on, or merge the adapter into that "
+                "base and set model.name_or_path to the result"
             )
     return tensors
 

@@ -187,8 +187,8 @@ def _pad_token(tokenizer: Any, ends: set[int], rows: int | None, where: str) -> 
         if index is not None and index not in ends and (rows is None or index < rows):
             return token
     raise InputError(
-        f"the tokenizer of {where!r} has no pad token, because each candidate also ends a completion; name a token that no "
-        "text produces as pad_token in its tokenizer_config.json",
+        f"the tokenizer of {where!r} has no pad token, and each token that could be one also ends a completion; set pad_token "
+        "in its tokenizer_config.json to a token that no text produces",
         KEY,
     )
 

@@ -103,7 +103,7 @@ class FileRendezvous(TorchConfig):
     https://github.com/pytorch/pytorch/issues/173909). On a cluster the workers need it.
 
     Args:
-        folder: the user's own, which ends with the session.
+        folder: only this user can read it; it is deleted when the session ends.
     """
 
     folder: str = ""

@@ -26,7 +26,7 @@ Tensors = Mapping[str, Tensor]  # an adapter, with the tensor names of peft's fi
 
 
 class Versions:
-    """The last versions of a role. Version u is the role after u updates.
+    """Keeps the most recent versions of one role's parameters. Version u is the role after u updates.
 
     Args:
         staleness: number of older versions that may still be requested.
@@ -38,7 +38,7 @@ class Versions:
         self.digests: dict[int, str] = {}
 
     def add(self, version: int) -> None:
-        """Copies the current role, and drops versions that can no longer be requested."""
+        """Keeps a copy of the role's current weights as `version`, and drops versions that can no longer be requested."""
         self._keep(version, self._copy())
         for old in [held for held in self.held if held < version - self.staleness]:
             del self.held[old], self.digests[old]

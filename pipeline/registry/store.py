@@ -245,7 +245,8 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 def search_filter(field: str, value: str) -> str:
     """Returns an MLflow search filter for a field's value.
 
-    MLflow's filters have no escapes. `_` matches any character instead of a quote, so the caller must compare the results.
+    MLflow's filters have no escapes. A quote in the value becomes the wildcard `_`, so other values can match too. The caller
+    must compare each result with the value.
     """
     plain = value.translate(dict.fromkeys(map(ord, "'\"\\"), "_"))
     return f"{field} {'=' if plain == value else 'LIKE'} '{plain}'"

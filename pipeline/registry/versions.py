@@ -1,4 +1,7 @@
-"""Registered versions: the gate, registration with a load back, aliases, tags and descriptions; from a reference to a folder."""
+"""Registers versions: checks the gate, registers a version and loads it again as a test, sets aliases, tags and descriptions.
+
+Also finds the folder of a version that a job refers to.
+"""
 
 import hashlib
 import json

@@ -1,4 +1,7 @@
-"""Holds the models of a replica: one base, a decoder on it, and the versions behind model ids, which follow moving aliases."""
+"""Holds a replica's models: one base, its decoder, and a version for each model id.
+
+If an id is an alias, its version changes when the alias moves.
+"""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class CompletionRequest(Sampled):
         return [self.prompt] if alone else self.prompt  # type: ignore[return-value, list-item]
 
 
-# {key that clients send anyway: values without an effect}; any other value is unsupported.
+# {unsupported key that clients often send: its values that change nothing}. Other values are rejected.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),

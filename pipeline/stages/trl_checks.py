@@ -193,7 +193,7 @@ def starts_as_its_file(model: Any, worker: Worker, role: str) -> CheckResult:
     stored = {key: tensor.float() for key, tensor in tensors_in(folder, model).items()}
     tensors = get_peft_model_state_dict(model, adapter_name=ADAPTERS[role], save_embedding_layers=False)
     loaded = {key: tensor.cpu() for key, tensor in tensors.items()}
-    return same_tensors(f"the {role} is the adapter of its file", loaded, stored, folder)
+    return same_tensors(f"the {role} equals the adapter in its file", loaded, stored, folder)
 
 
 def labels_are_tokens(trainer: Any, rows: list[Row]) -> CheckResult:

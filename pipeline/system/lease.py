@@ -147,7 +147,7 @@ def _wait_until_expired(folder: str, file: str, left: dict[str, Any]) -> None:
 
 
 def _expires(file: str, left: dict[str, Any]) -> bool:
-    """Watches a lease for its duration, or until it ends. Returns False if it is renewed."""
+    """Watches a lease for its duration, or until it ends. Returns False if its holder has renewed it meanwhile."""
     seconds = left.get("seconds", SECONDS)
     terminal.say(f"waiting {seconds:.0f} s for a lease to expire: {_who(left)} may still write there")
     until = time.monotonic() + seconds

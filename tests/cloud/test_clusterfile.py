@@ -86,7 +86,9 @@ def test_mistakes_are_found_before_anything_is_started(home, monkeypatch):
     assert "1 to 1 x g6e.12xlarge (gpu4)" in shown and "those above 1 end after 10 idle minutes" in shown
     file = filled(AWS, home)
     file.write_text(file.read_text().replace("      SecurityGroupIds: *group\n", ""))
-    says = r"gpu1\.node_config\.SecurityGroupIds: missing; Ray would make a group that opens port 22 to the world"
+    says = (
+        r"gpu1\.node_config\.SecurityGroupIds: missing; Ray would create a security group that opens port 22"
+    )
     with pytest.raises(InputError, match=says):
         clusterfile.check(file)
     file = filled(AWS, home)

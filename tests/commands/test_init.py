@@ -228,7 +228,7 @@ def test_rows_of_an_example_are_read_like_in_the_example(name, here):
 
 
 def test_unreadable_rows_are_reported(here, capsys):
-    """In a CSV file from Windows, the first line with a curly quote names the problem before a run drops any row."""
+    """For a CSV file that is not UTF-8, `init` names the first bad line, before a run drops rows."""
     text = "".join(f"question {n},it\x93s {n},no\n" for n in range(9))
     (here / "windows.csv").write_bytes(("prompt,chosen,rejected\n1 or 2?,1,2\n" + text).encode("latin-1"))
     init("windows.csv")
@@ -398,7 +398,7 @@ def test_columns_that_may_say_which_completions_are_bad_are_asked_about(here, ca
     init("log.jsonl")
     shown = capsys.readouterr().out
     assert (
-        "warning: log.jsonl: not for sft and kto: `thumbs_down` may say what is bad; set data.columns="
+        "warning: log.jsonl: not for sft and kto: `thumbs_down` may mark the bad rows; set data.columns="
         in shown
     )
     assert not {"sft", "kto"} & {path.stem for path in (here / "jobs/log").glob("*.yaml")}

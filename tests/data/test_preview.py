@@ -162,12 +162,12 @@ BESIDE = {
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("name", BESIDE)
 def test_a_label_next_to_the_columns_that_sft_reads_is_asked_about(tmp_path, name, mapped):
-    """The label was once only reported as not read, so sft imitated bad completions."""
+    """An earlier version only listed such a column as unread, so that sft imitated bad completions."""
     marks, says = BESIDE[name]
     fields = ("question", "answer") if mapped else ("prompt", "completion")
     rows = [{fields[0]: f"Why {i}?", fields[1]: "So it is.", name: marks[i % len(marks)]} for i in range(9)]
     columns = {"prompt": "question", "completion": "answer"} if mapped else None
-    with pytest.raises(InputError, match=f"`{name}` may say .*{says}"):
+    with pytest.raises(InputError, match=f"`{name}` may (say which|mark) .*{says}"):
         look(tmp_path, rows, "sft", columns=columns)
     for topics in (("rain", "sun"), (3, 4), ("ann", "bob", "no")):
         rows = [{**row, name: topics[i % len(topics)]} for i, row in enumerate(rows)]

@@ -126,7 +126,7 @@ def test_the_bases_own_weights_in_a_peft_file_are_ignored_and_others_refused(cas
         save_file({**tensors, key: other}, file)
         for base, read in attempts:  # noqa: B007
             with pytest.raises(
-                InputError, match=f"{re.escape(key)} differs from the base's weight.*merge it into"
+                InputError, match=f"{re.escape(key)} differs from the base's weight.*merge the adapter into"
             ):
                 read()
         save_file(tensors, file)

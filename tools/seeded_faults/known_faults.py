@@ -332,7 +332,7 @@ FIT, WRITE = (encode.Encoder, "_fit_labels"), (tasks.PartWriter, "add")
 RUN, LOAD_TOKENIZER = (trl_trainer, "run"), (alone, "load_tokenizer")
 
 COPY = "KL to the reference is 0.*copy of the reference"
-OF_FILE = "reward is the adapter of its file"
+OF_FILE = "reward equals the adapter in its file"
 NO_LEARNER = "only adapters and heads learn.*that should not"
 AGREE, WHOLE = "sampler and trainer agree", "whole distribution.*top-p"
 MANY = "trainer.batch_size=256 trainer.total_episodes=256 trainer.per_device_train_batch_size=256"
@@ -495,7 +495,7 @@ FAULTS = [
           of_batches(lambda batch: batch.update(completion_mask=batch["attention_mask"].clone())), quick=True),
     Fault("kto's loss is over the prompts, too", "kto", LOGPROBS, RUN,
           of_batches(lambda batch: batch.update(completion_mask=batch["attention_mask"].clone()))),
-    Fault("dpo's policy is a new adapter on the bare base", "dpo", "policy is the adapter of its file",
+    Fault("dpo's policy is a new adapter on the bare base", "dpo", "policy equals the adapter in its file",
           (adapters, "set_peft_model_state_dict"), lambda call, *_: None, quick=True),
     Fault("dpo's pairs are equal", "dpo", BOTH, WRITE,
           of_columns(lambda columns: columns.update(rejected_ids=list(columns["chosen_ids"])))),

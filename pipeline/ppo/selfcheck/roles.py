@@ -47,7 +47,7 @@ def same_as_file(trainer: Learner, role: str, folder: str) -> CheckResult:
     loaded = trainer.shared.tensors_of(role)
     if role == "critic":  # the critic's head is rescaled to the score of an episode
         stored, loaded = ({k: t for k, t in one.items() if k != HEAD} for one in (stored, loaded))
-    return same_tensors(f"{role} is the adapter of its file", loaded, stored, folder)
+    return same_tensors(f"{role} equals the adapter in its file", loaded, stored, folder)
 
 
 @torch.no_grad()

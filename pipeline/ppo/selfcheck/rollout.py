@@ -165,7 +165,7 @@ Sums = dict[str, tuple[float, float]]  # role -> sum and sum of squares of its p
 
 
 def sums_of(trainer: Learner) -> Sums:
-    """Returns the sums of the learning parameters, which show whether the parameters have changed."""
+    """Returns sum and sum of squares of each role's trainable parameters, which show whether these have changed."""
     sums = {}
     for role in trainer.roles:
         parameters = [parameter.detach() for parameter in trainer.shared.parameters_of(role)]
