@@ -1,4 +1,4 @@
-"""Tests MLflow's stores of start-node.sh: PostgreSQL from the distribution, and a bucket on a mock of Google Cloud."""
+"""Tests the stores that start-node.sh sets up for MLflow: the distribution's PostgreSQL, and a bucket of a mocked cloud."""
 
 import contextlib
 import importlib.util

@@ -74,7 +74,9 @@ def test_a_sweep_is_submitted_under_the_name_that_it_will_have_there(in_root):
     name, [job] = submit.load("sweep", path, [given])
     assert name == submit.load("sweep", path, [given])[0] and name.startswith("sweep-rm-")
     assert (job.stage, job.storage_path) == ("rm", "runs")  # as it is checked: no path of this machine
-    bucket = "run.storage_path=memory://runs"  # the cluster, which is not asked yet, may have its server
+    bucket = (
+        "run.storage_path=memory://runs"  # load() does not query the cluster, which may have such a store
+    )
     assert len(submit.load("sweep", path, [given, bucket])[1]) == 1
     with pytest.raises(InputError, match=r"lora\.r"):
         submit.load("sweep", path, [f"{given},"])
@@ -316,7 +318,7 @@ def test_a_job_whose_log_cannot_be_read_ends_with_its_state(capsys, monkeypatch)
 
 
 def test_leaving_a_job_and_ending_it(cluster, capsys, monkeypatch):
-    """Follows a job and leaves it by Ctrl-C; its name stays taken while it runs. `stop` ends it, and the name continues it."""
+    """Ctrl-C ends `logs`, but not the job, whose name stays taken. `stop` ends the job, and the next one continues it."""
     api = submit.Api(cluster.address)
     say(api, "long", lines=1000, pause=0.2)
     command = [sys.executable, "-m", "pipeline.cloud.submit", "logs", "long"]

@@ -159,7 +159,7 @@ EVIL = [{"name": "f", "arguments": {"x": "<|im_end|>"}}]
         ("sft", {"messages": [USER, {**SILENT, "weight": 0}, USER, BOT]}, {}, Example),
         ("kto", {"messages": [USER, SILENT, USER, BOT], "label": True}, {}, Example),
         ("ppo", {"prompt": [USER, SILENT, USER]}, {}, Example),
-        # These templates write no tool calls, or tools contain special tokens.
+        # CHAT writes no tool calls; the last two rows have special tokens in a tool and in a tool call.
         ("sft", TOOLS, CHAT, "template"),
         ("rm", {"prompt": [ASK], "chosen": [CALLED], "rejected": [NO]}, CHAT, "template"),
         ("sft", {**TOOLS, "tools": [{**WEATHER, "description": "a<|im_end|>"}]}, CALLS, "special_tokens"),

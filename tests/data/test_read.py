@@ -36,7 +36,7 @@ def test_rows_become_tokens_in_order_and_are_reused(tmp_path, monkeypatch):
     assert "read and tokenized in" in first.report.render()
     assert "loaded from the cache in" in second.report.render()
     assert "⟦ answer 0</s>⟧" in second.report.render() and json.dumps(second.report.to_dict())
-    assert not make(tmp_path, train=path, max_length=100).report.reused  # other options need other parts
+    assert not make(tmp_path, train=path, max_length=100).report.reused  # other options make other token rows
     write(tmp_path / "rows.jsonl", [*ROWS, ROWS[0]])
     changed = make(tmp_path, train=path)
     assert not changed.report.reused and changed.report.duplicates == 1

@@ -135,7 +135,7 @@ def test_a_folder_that_does_not_match_the_base_is_named(kind, copied, shared):
 
 @pytest.mark.parametrize("name", [A, B])
 def test_an_adapter_with_its_initial_weights_has_learned_nothing(name, copied, made, shared, tmp_path):
-    """The smallest change of a number counts. In a new adapter B must change, because A alone changes no completion."""
+    """The smallest change of one weight counts. In a new adapter, only a change of B counts, because B starts at 0."""
 
     def moved(tensors):
         tensors[name].flat[0] = np.nextafter(tensors[name].flat[0], np.float32(1))
@@ -184,7 +184,7 @@ def test_a_pattern_that_backtracks_for_ever_is_never_tried(where, copied, shared
 
 
 def test_patterns_set_the_ranks_and_alphas_of_modules(shared, tmp_path):
-    """The first matching pattern wins, as in peft. A saved copy means the same."""
+    """The first matching pattern wins, as in peft. A saved adapter has the same scaling after it is loaded."""
     extra = {
         "rank_pattern": {"k_proj": 2, r"layers\.1\..*": 3},
         "alpha_pattern": {r"[qk]_proj": 5, "q_proj": 7, "v_proj": 9, r"layers\.0\.self_attn\.v_proj": 3},

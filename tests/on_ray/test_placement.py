@@ -107,7 +107,7 @@ def test_the_sizes_of_an_a100_have_labels(tmp_path):
 
 
 def test_runs_side_by_side_are_counted_node_by_node(monkeypatch):
-    """Uses a cluster whose nodes Ray would report."""
+    """Replaces ray.nodes() by the nodes of an invented cluster."""
     import ray
     from ray._private.state import state
 

@@ -51,7 +51,7 @@ def forwards(**settings):
     trainer = toy.trainer(**{"num_mini_batches": 1, "per_device_train_batch_size": 64, **settings})
     trainer.update = 1  # only update 0 runs the self-check
     rollout = trainer.rollout()
-    assert trainer.shared.can_pack  # this tries the base once
+    assert trainer.shared.can_pack  # the first use runs the base once, which does not count
     calls = []
     trainer.shared.base.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
     trainer.score(rollout)

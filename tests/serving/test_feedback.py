@@ -213,7 +213,7 @@ def test_a_conversation_is_forgotten_after_thirty_days_and_not_if_the_clock_jump
 
 
 def test_no_other_user_can_read_the_folders_files(stores, tmp_path):
-    """This holds in a folder that all users may enter, and for files of an earlier version."""
+    """Uses a folder that all users may enter, and a database that an earlier version made readable for all."""
     (tmp_path / "conversations.db").touch(0o644)
     kept = stores(answer())
     kept.give({**ID, "label": True})

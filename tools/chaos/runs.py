@@ -212,7 +212,7 @@ def differences(client: Any, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Describes the differences between two finished runs, by their result.json.
 
     Args:
-        client: MlflowClient of the store of both.
+        client: MlflowClient of the store that has both runs.
     """
     weights = [Path(one["adapter"], "adapter_model.safetensors").read_bytes() for one in (a, b)]
     problems = [] if weights[0] == weights[1] else ["adapter_model.safetensors differs"]

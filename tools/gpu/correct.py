@@ -33,7 +33,7 @@ MEASURED = ("time/", "memory/", "train_", "mfu")  # metrics that differ between 
 
 
 def self_checks(record: Record, precision: str) -> None:
-    """Runs the self-checks that start a PPO run, two updates whose metrics must be finite, and a resume from a checkpoint."""
+    """Checks that PPO's self-checks pass, that two updates have finite metrics, and that a checkpoint repeats an update."""
     shared = models.shared_base(precision=precision, layers=LAYERS)
     trainer = models.trainer(shared, 8, (5, 60), small(32, 12), gradient_checkpointing=True)
     with tempfile.TemporaryDirectory() as folder:
