@@ -157,7 +157,7 @@ def test_the_first_hour_on_a_gpu_quotes_messages_and_jobs_that_exist(in_root):
     quoted = [text for text in quoted if " " in text and not text[0].isdigit()]
     parts = [part.strip(" (:") for text in quoted for part in text.split("...")]
     assert len(quoted) > 6 and not [part for part in parts if part not in source]
-    jobs = re.findall(r'`make (\w+) PROFILE=llama3-8b ARGS="([^"]*)"`', hour)
+    jobs = re.findall(r'make (\w+) PROFILE=llama3-8b ARGS="([^"]*)"', hour)
     assert [verb for verb, _ in jobs] == ["sft", "ppo"]
     for verb, given in jobs:
         load_job(f"jobs/llama3-8b/{verb}.yaml", shlex.split(given), verb)

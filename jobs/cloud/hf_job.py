@@ -13,6 +13,9 @@
 #     "matplotlib==3.11.2",
 #     "Jinja2==3.1.6",
 #     "PyYAML==6.0.3",
+#     "annotated-types==0.8.0",
+#     "pydantic==2.14.3",
+#     "jsonschema==4.26.0",
 # ]
 # ///
 """Runs a command of the pipeline as a Hugging Face job, with the code of this clone, which the job mounts at /project.

@@ -79,7 +79,9 @@ def test_of_two_trials_the_better_one_is_registered(embedded_ray, in_root, tmp_p
     ):
         assert text in printed
     assert "(rm " not in printed and "training" in (tmp_path / "two/output.log").read_text()
-    assert len(re.findall(r"^trainer\.learning_rate +eval_loss +steps +seconds +ended$", printed, re.M)) == 1
+    assert (
+        len(re.findall(r"^ *trainer\.learning_rate +eval_loss +steps +seconds +ended$", printed, re.M)) == 1
+    )
     assert not (tmp_path / "two/tune").exists()
     # The same command shows the result again.
     assert main(given) == 0

@@ -147,4 +147,4 @@ def test_a_missing_package_and_a_missing_account_are_reported_before_the_start(b
 
 
 def test_every_name_that_a_job_accepts_has_a_tracker():
-    assert set(curves.TRACKERS) == set(get_args(get_args(get_type_hints(MLflow)["also"])[0]))
+    assert set(curves.TRACKERS) == set(get_args(get_args(get_type_hints(MLflow)["report_to"])[0]))

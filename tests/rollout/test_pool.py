@@ -29,7 +29,7 @@ def in_a_loop(test):
 def pool(num_workers=1, **config):
     """Returns a pool that starts no worker."""
     settings = RolloutConfig(num_workers=num_workers, **config)
-    one = Pool(SimpleNamespace(job=SimpleNamespace(rollout_config=settings)))
+    one = Pool(SimpleNamespace(rollout=settings))
     one.running = [True]  # as if started
     return one
 

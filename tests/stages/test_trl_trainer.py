@@ -124,8 +124,7 @@ def test_a_policy_continues_without_its_patterns_and_initialization(base, tmp_pa
     (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, **changed}))
     worker = SimpleNamespace(
         load_base=toy.base,
-        work=SimpleNamespace(inputs={"policy": "x", "reference": "x"}),
-        job=SimpleNamespace(reference="x", lora={}),
+        work=SimpleNamespace(inputs={"policy": "x", "reference": "x"}, named={"reference": "x"}, lora={}),
         input=lambda _: str(tmp_path),
         rows=lambda _: None,
         tokenizer=None,

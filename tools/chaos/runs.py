@@ -38,7 +38,7 @@ SMALL = {
 }  # fmt: skip
 # metrics that depend on time or on the machine
 MEASURED = re.compile(
-    r"runtime|per_second|second|time|memory|flos|mfu|rollout/(waited|waiting|idle|queue|bytes|workers|lost)"
+    r"runtime|per_second|second|time|memory|flos|mfu|rollout/(wait_seconds|wait_fraction|idle|queue|bytes|workers|lost)"
 )
 
 
