@@ -230,8 +230,8 @@ class Forward:
     bf16: bool = False
     """Matrix products in bfloat16 (autocast); on a CPU the base, too."""
     patience_s: Patience = 600.0
-    """Seconds to wait for a reward that is an async function. Then the run ends, and the same command
-    continues it. -1: no limit."""
+    """Seconds to wait for a reward that is an async function. Then the run ends; the same command
+    with its run.name continues it. -1: no limit."""
 
     @property
     def rows_per_forward(self) -> int:

@@ -162,7 +162,9 @@ class Client:
                 span = f"for {self.patience_s:g} s (trainer.patience_s)"
                 span = span if is_late else f"in {UNCLEAR} answers to one question"
                 ended = f"{self.name}: no usable answer {span}; the last problem: {why}"
-                self.error = self.error or Failure(f"{ended}; the same command continues the run")
+                self.error = self.error or Failure(
+                    f"{ended}; the same command with its run.name continues the run"
+                )
                 return
             wait = max(wait, pause * random.Random(key).uniform(0.5, 1.0))
             pause = min(most, 2 * pause)
@@ -196,7 +198,7 @@ class Client:
             if not self.open:
                 raise Failure(
                     f"{self.name}: its budget for this run is spent ({totals['calls']:.0f} answers, ${dollars:.4g}; {key}: "
-                    f"{getattr(given, key):g}); raise {key}, and the same command continues the run"
+                    f"{getattr(given, key):g}); raise {key}, and the same command with its run.name continues the run"
                 )
             await asyncio.sleep(BUDGET_POLL_S)
 

@@ -207,7 +207,8 @@ class Wait:
         if self.limit >= 0 and now - self.since >= self.limit:
             raise Failure(
                 f"run.placement_timeout_s: no place for {self.need} was found in {self.limit:g} s; {describe_cluster()}. Add "
-                "nodes, lower scaling.num_workers or scaling.resources_per_worker, or raise run.placement_timeout_s; the same command resumes"
+                "nodes, lower scaling.num_workers or scaling.resources_per_worker, or raise run.placement_timeout_s; the same "
+                "command with its run.name resumes"
             )
         if now - self.reported >= REPORT_INTERVAL_S:
             self.reported = now

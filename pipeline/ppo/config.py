@@ -82,8 +82,8 @@ class PPOConfig:
     normalize_rewards: bool = False
     """Normalize each reward's scores with the mean and standard deviation stored with the reward model's version."""
     patience_s: Patience = 600.0
-    """Seconds that the update waits for a reward that is an async function. Then the run ends, and the same command continues
-    it. -1: no limit."""
+    """Seconds that the update waits for a reward that is an async function. Then the run ends; the same command with its
+    run.name continues it. -1: no limit."""
     reward_clip: Factor | None = None
     """Clip the weighted sum of the (normalized) scores to [-reward_clip, reward_clip]. By default no clipping."""
     missing_eos_penalty: Weight | None = None

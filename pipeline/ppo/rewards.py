@@ -364,7 +364,8 @@ class FunctionReward(Reward):
             if not limit.expired():  # the function itself raised it
                 raise
             raise Failure(
-                f"reward {self} took more than {self.patience_s:g} s (trainer.patience_s); the same command continues the run"
+                f"reward {self} took more than {self.patience_s:g} s (trainer.patience_s); the same command with its "
+                "run.name continues the run"
             ) from error
 
 

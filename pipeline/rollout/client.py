@@ -59,7 +59,7 @@ class Client:
             raise next((cause for cause in causes(error) if isinstance(cause, FINAL)), error) from None
         except ray.exceptions.RayActorError as error:
             raise Failure(
-                "the actor that hands out rollouts died; the same command continues the run"
+                "the actor that hands out rollouts died; the same command with its run.name continues the run"
             ) from error
         self.waited += time.perf_counter() - begin
         if sampled is None:

@@ -93,7 +93,7 @@ def test_after_patience_the_run_ends_with_one_line_and_continues(fault, says, tm
         judge = reward(server, tmp_path, patience_s=0.3, timeout_s=0.1, concurrency=1)
         with pytest.raises(
             Failure,
-            match=rf"^reward 'judge' \(judge wise\): no usable answer for 0\.3 s .*({says}).* the same command continues",
+            match=rf"^reward 'judge' \(judge wise\): no usable answer for 0\.3 s .*({says}).* the same command with its run\.name continues",
         ):
             judge.checked(samples(4))
         server.faults.clear()
