@@ -44,7 +44,7 @@ METRICS = """\
 
 Made by `docs/reference.py` from [metrics.py](../pipeline/metrics.py). [evaluate.md](evaluate.md)
 and [rollouts.md](rollouts.md) explain many metrics. A
-[`gate`](runs.md#which-version-gets-the-alias) may name all but those that are only curves. Metrics
+[`gate`](runs.md#which-version-gets-the-alias) may name any metric that is not only a curve. Metrics
 of [eval rows](glossary.md) have the prefix `eval_`, and `initial_` before training. Larger values
 are better with ↑, smaller ones with ↓. In a name, `*` stands for a reward, a judge, a probe or a
 value of the rows. TRL may log more.

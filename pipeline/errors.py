@@ -88,7 +88,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def about(key: str) -> Iterator[None]:
-    """Sets this key of the job on InputErrors of the block, unless they name a key other than the base's."""
+    """Gives InputErrors raised in this `with` block the key of the job, unless they name one other than the base's."""
     try:
         yield
     except InputError as error:

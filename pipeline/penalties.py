@@ -1,4 +1,4 @@
-"""Penalties that a job can add to its reward as Python rewards with a weight, one for each fault that a probe can find.
+"""Penalties, one for each fault that a probe can find. A job adds them to its reward as Python rewards with a weight.
 
 reward: [{reward: models:/rlhf-rm@champion}, {reward: python:pipeline.penalties:length, weight: 0.2}]
 """

@@ -275,7 +275,7 @@ def parts(path: str) -> Iterator[tuple[str, bool]]:
         return
     aside = dict[str, str]()
     files = [file.path for file in find(path, "data", aside)]
-    shared = os.path.dirname(files[0])  # a number in it belongs to this folder, not to its neighbors
+    shared = os.path.dirname(files[0])  # a number in its name is no shard number that other folders continue
     while shared and not all(file.startswith(f"{shared}/") for file in files):
         shared = os.path.dirname(shared)
     groups: dict[str, list[str]] = {}
@@ -329,7 +329,7 @@ def source_of(path: str, for_eval: bool, own: dict[str, Any]) -> Source:
 
 
 def columns_for(stage: str, columns: dict[str, str] | None) -> dict[str, str] | None:
-    """Returns the typed columns without the fields that only other stages read."""
+    """Returns the columns that the user gave, without fields that only other stages read."""
     fields = {one: preview.known_fields(kind_of(one)) for one in TAKES}
     others = {*itertools.chain(*fields.values())} - {*fields[stage]}
     return columns and {field: column for field, column in columns.items() if field not in others}

@@ -52,7 +52,7 @@ def run(folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     logs = f"logs and reports: {jobs['sft'].run.storage_path}/NAME/"
     terminal.say(f"{folder}: {', '.join(jobs)}{time_needed}; {logs}")
     results: list[dict[str, Any]] = []
-    # The stages share this session, and the checks of TRL and peft that start here.
+    # All stages use this session. TRL and peft also check all of them here, once.
     on_ray = [job for job in jobs.values() if not job.in_process]
     first = next(iter(on_ray), jobs["sft"])
     place = (places_of(first), first.run.storage_path, tracking_of(first).uri)

@@ -112,11 +112,11 @@ class Definition:
     max_tokens: Rows = 512
     """Maximum number of tokens in an answer; `yes` needs only one."""
     concurrency: Annotated[int, Ge(1), Le(4096)] = 16
-    """Requests of one process at the same time."""
+    """Maximum number of requests that one process has under way at the same time."""
     requests_per_minute: Annotated[float, Gt(0), Le(10**9)] | None = None
-    """Requests of one process; by default no limit."""
+    """Maximum number of requests of one process in a minute; by default no limit."""
     tokens_per_minute: Annotated[float, Gt(0), Le(10**12)] | None = None
-    """Tokens of one process, with the tokens of answers; by default no limit."""
+    """Maximum number of tokens of one process in a minute, including answers; by default no limit."""
     timeout_s: Seconds = 120.0
     """Seconds to wait for an answer before the request is repeated."""
     dollars_per_million_input: Weight = 0.0

@@ -327,7 +327,7 @@ class Rules:
                     found = f"found {show(full.group_by)}; only a transform can read several rows at once"
                     yield keys["group_by"], f"{found}: also set transform: python:MODULE:FUNCTION"
                 if source.revision and (not source.path.startswith(HUB) or "@" in source.path):
-                    expected = f"only a dataset on the hub ({HUB}NAME) has a revision, and it is given once"
+                    expected = f"only a dataset on the hub ({HUB}NAME) has a revision; give it once"
                     yield (
                         keys["revision"],
                         f"found {show(source.revision)} for {show(source.path)}; {expected}",
@@ -345,7 +345,7 @@ class Rules:
             yield "data.train", f"{missing}; expected one for each, or for none"
 
     def _selectors(self) -> Problems:
-        """Yields lists of another length than the workers, and blanks, which Ray (2.60) takes for a part of the name."""
+        """Yields lists whose length is not the number of workers, and names with blanks, which Ray (2.60) keeps in them."""
         for section in ("scaling", "rollout"):
             selectors = getattr(self.job, section).get("label_selector") or {}
             if isinstance(selectors, list) and (

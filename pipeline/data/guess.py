@@ -87,7 +87,9 @@ def foreign(rows: Sequence[dict[str, Any]]) -> str:
         return "they look like Label Studio's JSON_MIN or CSV; export them as JSON"
     for name in sorted(_questions(rows[:LOOKED])):
         if any(isinstance(one, dict) and "rank" in one for row in rows for one in _flat(row.get(name))):
-            return f"`{name}` is a ranking of Argilla; make chosen and rejected of it: data.transform"
+            return (
+                f"`{name}` is a ranking in Argilla's format; turn it into chosen and rejected: data.transform"
+            )
     if _are_messages(_columns(rows[:LOOKED])):
         return "each row is one message; make conversations of them: data.group_by=COLUMN and data.transform"
     return ""
@@ -260,7 +262,7 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Values]:
 
 
 def _is_tools(value: Any) -> bool:
-    with contextlib.suppress(RowError):  # Python's text of another list
+    with contextlib.suppress(RowError):  # the text is a list of something else
         return all("function" in tool for tool in offered(value) or [{}])
     return False
 

@@ -121,7 +121,7 @@ class Report:
         return "both" if all(rows.values()) else next((name for name in rows if rows[name]), None)
 
     def labels(self) -> tuple[int, int]:
-        """Returns (desirable, undesirable) rows of an epoch. A weighted source counts with its average draws."""
+        """Returns (desirable, undesirable) rows of an epoch. A weighted source counts the average of its draws."""
         desirable = drawn = 0.0
         for one in self.sources["train"]:
             share = 1 if one.drawn is None else one.drawn / max(1, one.rows)

@@ -84,7 +84,7 @@ class Escaping:
         stop = 1 + max((i for i, added in enumerate(begin.special_tokens_mask) if not added), default=-1)
         ids, offsets, start = begin.ids[:stop], begin.offsets[:stop], len(first)
         for piece in others:
-            # A line break replaces the mark, because some tokenizers put a space before each text.
+            # Each piece begins with a line break instead of the mark, because some tokenizers put a space before a text.
             encoding = backend.encode(f"\n{piece}", add_special_tokens=False)
             for token, (left, right) in zip(encoding.ids, encoding.offsets, strict=True):
                 if right > 1:

@@ -145,7 +145,7 @@ def settings(work: Work, context: int) -> MemorySettings:
     return MemorySettings(rows, width, work.bf16, checkpointing, 1, decoded, prompt, completion, scored)
 
 
-Loras = Mapping[str, dict[str, Any]]  # adapter_files.described by input: `policy`, `reward`
+Loras = Mapping[str, dict[str, Any]]  # {input, such as `policy`: adapter_files.described() of its adapter}
 
 
 def make(work: Work, loras: Loras | None = None, learns: bool = True) -> Plan:

@@ -54,7 +54,7 @@ class Shape:
     Args:
         model: with the dtype of the frozen base.
         lora: of a new adapter.
-        head: whether a reward has a head, or the critic, which starts as the reward.
+        head: whether an adapter has a scalar head, as a reward model's has, and a critic that starts from it.
     """
 
     def __init__(self, model: Model, lora: dict[str, Any], head: bool = False) -> None:

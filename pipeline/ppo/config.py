@@ -158,7 +158,8 @@ class PPOConfig:
     """Dual-clip bound, usually 3: for negative advantages the objective is at least this times the advantage.
     By default no bound. [c, Ye et al.]"""
     entropy_coef: Weight = 0.0
-    """Coefficient of the entropy bonus, loss per nat of a token's entropy. [c2 in the PPO paper]"""
+    """Coefficient of the entropy bonus: the loss falls by this much per nat of a token's entropy. [c2 in the PPO
+    paper]"""
     vf_coef: Weight = 0.1
     """Coefficient of the value loss. With `critic: adapter` policy and critic share no parameters, and each has its
     own gradient norm and Adam state, so this does not trade one loss against the other: it scales the critic's gradient, which

@@ -154,8 +154,8 @@ def policy_loss(
         cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange_high].
         cliprange_high: None means `cliprange` (DAPO's clip-higher sets it larger).
         dual_clip: above 1; bounds the loss by -dual_clip * A if the advantage A < 0, which the ordinary clip leaves unbounded.
-        importance_sampling_level: "sequence" gives every action of a row the same ratio, exp of the mean of the row's
-            log-ratios (GSPO): the ratio of the completions' probabilities, to the power 1 / length.
+        importance_sampling_level: "sequence" (GSPO) gives every action of a row the same ratio, exp of the mean of the
+            row's log-ratios: the completion's probability ratio of new and old policy, to the power 1 / length.
 
     `stats`, without gradient: ratio; approxkl, k2 of new against old log-probs of actions in nats; clipfrac, the fraction of
     actions with a clipped ratio.

@@ -42,7 +42,7 @@ class RolloutWorker:
 
     @ray.method(max_task_retries=-1)
     def placed(self) -> None:
-        """Returns when this worker has resources, or after its death, the process that Ray starts in its place."""
+        """Returns once this worker has resources. If it died, returns once the process has them that Ray starts in its place."""
 
     def load(self) -> None:
         """Loads base and roles, at the same time as the trainers."""

@@ -15,7 +15,7 @@ SAMPLED = 100  # number of rows whose prompts are measured
 
 
 def estimates(work: Work, rows: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[str]:
-    """Yields a line for each judge of a run: the most questions, their dollars, and the run's budget.
+    """Yields a line for each judge of a run: the maximum number of questions, their cost in dollars, and the run's budget.
 
     Args:
         rows: token rows of each split.

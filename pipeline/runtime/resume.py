@@ -154,7 +154,7 @@ def unfinished(run: Identity) -> dict[str, Any]:
     workers = [one.get("scaling", {}).get("num_workers") for one in (left, run.settings)]
     if run.facts.trl and not run.settings["data"]["batch_size"] and (workers[0] or 1) != (workers[1] or 1):
         changed["scaling.num_workers"] = (workers[0], workers[1])  # each worker adds its rows to a step
-    # How evaluations are compared decides the result only if one of the jobs keeps the best step or may stop early.
+    # The rule that compares evaluations affects the result only if a job keeps the best step or may stop early.
     for given in (left.get("run", {}), run.settings["run"]):
         if (
             given.get("load_best_model_at_end")

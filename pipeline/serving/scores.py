@@ -1,4 +1,4 @@
-"""Implements `/score`: the reward models on the policies' base score the rows of a request."""
+"""Implements `/score`: scores the rows of a request with the reward models that share the policies' base."""
 
 from __future__ import annotations
 

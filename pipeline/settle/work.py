@@ -97,8 +97,8 @@ class Work:
     def frozen(self) -> Model:
         """Returns the section `model` with the dtype in which workers hold the frozen base.
 
-        It is model.dtype, or bfloat16 on a CPU with products in bfloat16: a CPU casts a float32 weight for each such product,
-        which takes as long as a product of few rows.
+        It is model.dtype, except on a CPU that multiplies matrices in bfloat16. There it is bfloat16, because casting a float32
+        weight before each matrix product takes as long as the product of a few rows.
         """
         on_cpu = self.stage.runs_in != "here" and not self.places.on_gpu
         return replace(self.model, dtype="bfloat16") if on_cpu and self.bf16 else self.model

@@ -42,7 +42,7 @@ _MIN_LENGTH = 8  # characters of a secret: a shorter value may be an ordinary wo
 
 
 def take_forwarded() -> None:
-    """Sets the environment variables that the submitter of this process's job has forwarded, if it is such a job."""
+    """Sets the environment variables that the submitter forwarded, if this process belongs to a submitted job."""
     if importlib.util.find_spec(FORWARDED_MODULE):
         os.environ.update(importlib.import_module(FORWARDED_MODULE).VARIABLES)
 

@@ -334,6 +334,6 @@ def test_unsupported_exports_are_named():
                 }
             )
         ]
-        assert "`order` is a ranking of Argilla; make chosen and rejected" in guess.misfit(
+        assert "`order` is a ranking in Argilla's format; turn it into chosen and rejected" in guess.misfit(
             made, "rm", "a.jsonl"
         )

@@ -370,7 +370,7 @@ FAULTS = [
     Fault("the base learns, too", "ppo", NO_LEARNER, INIT,
           afterwards(lambda _, self, *args: self.shared.base.get_input_embeddings().weight.requires_grad_(True))),
     Fault("the optimizer lost the policy's parameters", "ppo",
-          r"[1-9]\d* are on one side only of optimizer|not the optimizer's", INIT, afterwards(optimizer_lost_the_policy),
+          r"[1-9]\d* are in the optimizer or in the roles, but|not the optimizer's", INIT, afterwards(optimizer_lost_the_policy),
           quick=True),
     Fault("dropout is on while the policy learns", "ppo", "dropout", (SharedBase, "body"), dropout_in_learning),
     Fault("a checkpointed layer is recomputed with another role", "ppo", "checkpointed gradients are the plain ones",

@@ -128,7 +128,7 @@ def gradients(trainer: Learner, episodes: Episodes) -> list[CheckResult]:
         pulled &= (episodes.learn & (episodes.returns != episodes.values)).any(-1)
     rows = sorted(pulled.nonzero().flatten().tolist(), key=lambda row: lengths[row])[:1]
     if not rows:
-        return [CheckResult(name, "no completion has an advantage", None) for name in names]
+        return [CheckResult(name, "the advantage of every completion is 0", None) for name in names]
     learning = {id(p) for role in trainer.roles for p in shared.parameters_of(role)}
     checkpointing, found = shared.gradient_checkpointing, list[dict[str, Tensor]]()
     for on in dict.fromkeys((False, checkpointing)):

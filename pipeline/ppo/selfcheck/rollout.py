@@ -154,7 +154,7 @@ def only_adapters_learn(trainer: Learner) -> CheckResult:
     found = f"{sum(p.numel() for p in trainable):,} parameters learn ({', '.join(trainer.roles)})"
     if strays or forgotten or low or dropouts:
         found += f"; {strays} tensors learn or rest that should not, {low} are not fp32, {dropouts} dropouts are on, "
-        found += f"{forgotten} are on one side only of optimizer and roles"
+        found += f"{forgotten} are in the optimizer or in the roles, but not in both"
     return CheckResult("only adapters and heads learn", found, not (strays or forgotten or low or dropouts))
 
 
