@@ -11,7 +11,7 @@ from pipeline.planning import plan
 from pipeline.planning.shape import config_of
 from pipeline.references import JUDGE
 from pipeline.settle.places import places_of
-from pipeline.settle.run import work_of
+from pipeline.settle.run import sections_of
 from pipeline.system import storage
 
 
@@ -42,7 +42,7 @@ def workload_of(job: Job) -> Workload:
             config_of(job.model)
         except InputError:
             return None
-        return plan.make(work_of(job, places), learns=section == "scaling")
+        return plan.make(sections_of(job, places), learns=section == "scaling")
 
     return Workload(
         stage=job.stage,

@@ -28,8 +28,8 @@ from pipeline.registry import lineage
 from pipeline.settle.identity import tracking_of
 from pipeline.settle.inputs import room_for_prompts
 from pipeline.settle.places import places_of
-from pipeline.settle.run import work_of
-from pipeline.settle.work import Work
+from pipeline.settle.run import sections_of
+from pipeline.settle.work import Sections
 from pipeline.system import console, prices
 from pipeline.text import table
 
@@ -41,7 +41,7 @@ def run(job: Job) -> dict[str, Any]:
     if job.facts.runs_in == "here":
         raise InputError(f"found {job.stage}, which has no workers; plan is for jobs that do", key="stage")
     gpus = [] if placement.on_cluster() or not job.scaling.get("use_gpu") else of_this_machine()
-    work = work_of(job, places_of(job, elsewhere=not gpus))
+    work = sections_of(job, places_of(job, elsewhere=not gpus))
     places = work.places
     folders, notes = started_from(job)
     check_shapes(work, folders)
@@ -141,7 +141,7 @@ def started_from(job: Job) -> tuple[dict[str, str], list[str]]:
     return {name: at for name, at in folders.items() if lineage.is_adapter(at)}, []
 
 
-def check_shapes(work: Work, folders: dict[str, str]) -> None:
+def check_shapes(work: Sections, folders: dict[str, str]) -> None:
     """Checks a base, adapters and `lora` as a run does; it needs no weights."""
     from pipeline.models.base import check_base
     from pipeline.models.compatibility import check_lora

@@ -52,7 +52,7 @@ def run(path: str, arguments: list[str]) -> dict[str, Any]:
         print(report.render(samples=False), flush=True)
         sweep = _pinned(sweep, work.versions)
         with resume.owned(sweep.folder, seen, sweep.job.run.overwrite) as lease, _quietly(sweep):
-            summary = _through(sweep, left, replace(work, tracking=tracking, lease=lease))
+            summary = _through(sweep, left, replace(work, run=tracking.run, tracking=tracking, lease=lease))
     print(closing(sweep, summary), flush=True)
     return summary
 

@@ -20,7 +20,7 @@ from pipeline.planning.rows import Rows
 from pipeline.planning.shape import Shape
 from pipeline.references import Ref
 from pipeline.settle.inputs import room_for_prompts
-from pipeline.settle.work import Work
+from pipeline.settle.work import Sections
 
 GIB = 2**30
 
@@ -89,7 +89,7 @@ class MemorySettings:
 
 @dataclass(frozen=True)
 class Plan:
-    work: Work
+    work: Sections
     shape: Shape
     trainable: int
     items: list[Item]
@@ -114,7 +114,7 @@ class Plan:
         return (4.0 + _moments(self.work.trainer) + kept) * self.trainable
 
 
-def settings(work: Work, context: int) -> MemorySettings:
+def settings(work: Sections, context: int) -> MemorySettings:
     """Returns the settings for rows of the maximum length, for a model with `context` tokens."""
     stage, args, workers, longest = work.stage, work.args, work.places.workers.fewest, work.data.max_length
     if stage.trl:
@@ -148,7 +148,7 @@ def settings(work: Work, context: int) -> MemorySettings:
 Loras = Mapping[str, dict[str, Any]]  # {input, such as `policy`: adapter_files.described() of its adapter}
 
 
-def make(work: Work, loras: Loras | None = None, learns: bool = True) -> Plan:
+def make(work: Sections, loras: Loras | None = None, learns: bool = True) -> Plan:
     """Returns the plan of work for workers. If it does not train, the plan only covers memory.
 
     Args:
@@ -239,7 +239,7 @@ def _rollout_items(shape: Shape, asked: MemorySettings, device: str, vllm: bool,
     ]
 
 
-def _roles(work: Work) -> tuple[list[str], list[str]]:
+def _roles(work: Sections) -> tuple[list[str], list[str]]:
     """Returns (adapters in memory, those that learn)."""
     stage, named = work.stage, work.named
     if stage.learns is None:
@@ -261,7 +261,7 @@ def _moments(trainer: dict[str, Any]) -> float:
     return 2.0 if "8bit" in str(trainer.get("optim")) else 8.0
 
 
-def _has_reference(work: Work) -> bool:
+def _has_reference(work: Sections) -> bool:
     """Returns whether the reference is an adapter. Otherwise, the reference is the base, which takes no additional memory."""
     start = work.named.get("reference") or work.named.get("policy")
     return work.stage.keeps_reference and start not in (None, "base")
@@ -297,7 +297,7 @@ def fitting(plan: Plan) -> list[str]:
     return [name for name, gpu in GPUS.items() if plan.peak <= gpu.memory * GIB]
 
 
-def fit_into(work: Work, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan]:
+def fit_into(work: Sections, memory: float, loras: Loras | None = None) -> tuple[list[str], Plan]:
     """Returns (overrides, plan) of the mildest changes that fit a worker into `memory` bytes, or of all if none do."""
     made: dict[str, Any] = {}
     for key, value in _changes(work, loras):
@@ -315,7 +315,7 @@ def fit_into(work: Work, memory: float, loras: Loras | None = None) -> tuple[lis
     return [f"{key}={str(value).lower()}" for key, value in made.items()], make(_with(work, made), loras)
 
 
-def _changes(work: Work, loras: Loras | None = None) -> list[tuple[str, Any]]:
+def _changes(work: Sections, loras: Loras | None = None) -> list[tuple[str, Any]]:
     """Returns overrides that make the work smaller, mildest first. Only nf4, the last, changes the result."""
     asked, stage, workers = settings(work, 1 << 20), work.stage, work.places.workers.fewest
     # Divisors, so that the batch stays divisible.
@@ -341,7 +341,7 @@ def _changes(work: Work, loras: Loras | None = None) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in changes if _with(work, {key: value}) != work]
 
 
-def _with(work: Work, changes: dict[str, Any]) -> Work:
+def _with(work: Sections, changes: dict[str, Any]) -> Sections:
     """Returns the work of a job with other values under `trainer` and `model`."""
     for key, value in changes.items():
         section, name = key.split(".")
@@ -393,7 +393,7 @@ def hours(plan: Plan, name: str, rows: Rows) -> float:
     return seconds / UTILIZATION / workers / 3600
 
 
-def is_needed(work: Work, memory: float, loras: Loras | None = None) -> tuple[bool, str]:
+def is_needed(work: Sections, memory: float, loras: Loras | None = None) -> tuple[bool, str]:
     """Returns (whether to recompute, why) for a worker with `memory` free bytes, before anything is loaded."""
     peak = make(_with(work, {"trainer.gradient_checkpointing": False}), loras).peak
     needed = peak > MAX_FILL * memory

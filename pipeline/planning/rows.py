@@ -11,7 +11,7 @@ from pipeline.data.report import split_of
 from pipeline.data.tasks import tokenize
 from pipeline.errors import InputError
 from pipeline.models.tokenizer import load_tokenizer
-from pipeline.settle.work import Work
+from pipeline.settle.work import Sections
 from pipeline.system import storage
 
 CHUNKS = 8  # chunks of a large dataset that are tokenized, spread evenly
@@ -27,7 +27,7 @@ class Rows:
     tokens: float  # mean of a row; of a pair, of prompt and chosen completion
 
 
-def look(work: Work, context: int | None) -> tuple[Rows | None, str]:
+def look(work: Sections, context: int | None) -> tuple[Rows | None, str]:
     """Returns (rows of data.train, a description), or (None, why they are unknown).
 
     Args:

@@ -103,7 +103,7 @@ class Pool:
         await self._notify()
 
     async def publish(self, session: str, version: int, tensors: list[Any], size: int) -> None:
-        """Stores a version of the policy: the ObjectRef of its tensors, in a list so that Ray does not fetch it, and its bytes."""
+        """Stores a version of the policy: an ObjectRef of its tensors, in a list so that Ray does not fetch it, and its size."""
         if session == self.session:
             self.versions[version] = (tensors, size)
             for old in [v for v in self.versions if v < version - self.config.staleness]:

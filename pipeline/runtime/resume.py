@@ -168,7 +168,7 @@ def unfinished(run: Identity) -> dict[str, Any]:
         different = [f"{key}={_shown(then)} (now {_shown(now)})" for key, (then, now) in changed.items()]
         raise InputError(
             f"{run.name!r} began with {', '.join(different)} and cannot resume with different settings. Restore them, choose "
-            "another run.name, or set run.overwrite=true. Keys that do not decide the numbers may change: run, mlflow, gate, scaling, ...",
+            "another run.name, or set run.overwrite=true. Keys that do not decide the numbers may change: run, mlflow, gate, ...; with data.batch_size also scaling",
             key="run.name",
         )
     then, now = left.get("begun_with", {}).get("versions", {}), lineage.versions()

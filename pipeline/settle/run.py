@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeline.config import Job, Model, libraries
+from pipeline.config.identity import identity_of
 from pipeline.errors import InputError
 from pipeline.on_ray import placement, session
 from pipeline.on_ray.placement import Places
@@ -20,7 +21,7 @@ from pipeline.settle import inputs as checks
 from pipeline.settle.identity import gate_of, tracking_of
 from pipeline.settle.places import places_of
 from pipeline.settle.rows import tokenize
-from pipeline.settle.work import Input, Work
+from pipeline.settle.work import Input, Sections, Work
 from pipeline.system import console, terminal
 
 # text before a command's title; `run` numbers its stages
@@ -44,16 +45,19 @@ def settle(job: Job, versions: Mapping[str, str]) -> Work:
     from pipeline.models.base import base_identity, check_base
     from pipeline.models.compatibility import check_lora
 
-    work = work_of(job, places_of(job, note=True))
-    model, files = work.model, check_base(work.model)
+    places, model = places_of(job, note=True), job.model
+    files = check_base(model)
     if model.fsdp and files.config.get("quantization_config"):
         raise InputError(
             f"{model.name_or_path!r} has quantized weights, which FSDP cannot gather; set model.fsdp=false",
             "model.fsdp",
         )
     base = base_identity(model.name_or_path, model.revision)
-    room = checks.room_for_prompts(work.writes, work.data.max_length, base["context_length"])
-    work = replace(work, base=base, model=replace(model, revision=base["revision"]), room=room)
+    job = replace(job, model=replace(model, revision=base["revision"]))  # all workers use this commit
+    work = work_of(job, places, base=base)
+    work = replace(
+        work, room=checks.room_for_prompts(work.writes, work.data.max_length, base["context_length"])
+    )
     inputs = checks.checked(work, versions, files)
     weights = {f"reward.{index}": weight for index, (_, weight) in enumerate(job.rewards)}
     inputs = {name: replace(one, weight=weights.get(name, 1.0)) for name, one in inputs.items()}
@@ -69,13 +73,17 @@ def settle(job: Job, versions: Mapping[str, str]) -> Work:
     return replace(work, inputs=inputs, tokenizer=_tokenizer(work.model, adapters, "policy" in work.named))
 
 
-def work_of(job: Job, places: Places) -> Work:
-    """Returns the work of a job before anything is known about its base and its inputs."""
-    return Work(
+def work_of(job: Job, places: Places, **known: Any) -> Work:
+    """Returns the work of a job of which only `known` is found out yet, for example its base."""
+    return Work(**vars(sections_of(job, places)), tracking=tracking_of(job), gate=gate_of(job), **known)
+
+
+def sections_of(job: Job, places: Places) -> Sections:
+    """Returns what a job says. It asks neither MLflow nor the code of judges, which the plan does not need."""
+    return Sections(
         stage=job.facts,
+        run=identity_of(job),
         places=places,
-        tracking=tracking_of(job),
-        gate=gate_of(job),
         model=job.model,
         lora=job.lora,
         data=job.data,

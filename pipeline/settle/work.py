@@ -36,15 +36,13 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Work:
-    """All values that are decided before the first worker starts. They are small, pinned and picklable."""
+class Sections:
+    """What a job says, as workers and the plan read it: its sections, the stage's facts, the places, the inputs by name."""
 
     stage: Stage
+    run: Identity
     places: Places
-    tracking: Tracking
-    gate: Gate  # gate of the version that the run registers or promotes
-    # Sections of the job
-    model: Model  # with the commit of the base, so that all workers load the same one
+    model: Model  # of settled work, with the commit of the base, so that all workers load the same one
     lora: dict[str, Any]
     data: Data
     trainer: dict[str, Any]
@@ -56,42 +54,6 @@ class Work:
     # {name of an input: what the job names: a version, a folder, `base`, a function, a judge}
     named: dict[str, str]
     keys: dict[str, str]  # {name of an input: its key in the job}
-    # What is found out about them
-    base: dict[str, Any] = field(default_factory=dict)  # models.base.base_identity
-    tokenizer: Any = None
-    # maximum tokens of a row (context minus completion), or None if the base names no context
-    room: int | None = None
-    inputs: dict[str, Input] = field(default_factory=dict)  # name -> input: policy, baseline, reward.0, ...
-    digests: dict[str, str] = field(default_factory=dict)  # each dataset's, data.transform's, Python rewards'
-    fingerprints: dict[str, str] = field(default_factory=dict)  # fingerprint of each tokenized dataset
-    # {version: number of training rows that it wrote}
-    rows_from: dict[str, int] = field(default_factory=dict)
-    judged_by: dict[str, int] = field(default_factory=dict)  # {judge: number of training rows that it scored}
-    row_format: str | None = None  # format of the rows: chat, text, both
-    mixture: Any = None  # data.feed.Mixture: sources of the training rows if they have weights
-    run_id: str | None = None  # MLflow's id of the run, or None to log nothing
-    sweep: SweepHandle | None = None  # set if the run is a trial
-    # the lease of the run's folder, once the run is open; no other process may write there
-    lease: Lease = field(default_factory=Lease)
-
-    @property
-    def run(self) -> Identity:
-        return self.tracking.run
-
-    @property
-    def folder(self) -> str:
-        """Returns the folder of the run: checkpoints, result.json, its report."""
-        return self.run.folder
-
-    @property
-    def uri(self) -> str:
-        """Returns MLflow's URI for runs and versions."""
-        return self.tracking.uri
-
-    @property
-    def context(self) -> int:
-        """Returns the maximum tokens of a row: the base's context length, or if unknown, more than any row has."""
-        return self.base["context_length"] or 1 << 20
 
     @property
     def frozen(self) -> Model:
@@ -114,6 +76,45 @@ class Work:
         """Returns the maximum tokens of the completions, or 0 if none are written."""
         writes = self.stage.writes and ("policy" in self.named or self.serve.policies)
         return int(self.args.response_length) if writes else 0
+
+
+@dataclass(frozen=True)
+class Work(Sections):
+    """All values that are decided before the first worker starts. They are small, pinned and picklable."""
+
+    tracking: Tracking
+    gate: Gate  # gate of the version that the run registers or promotes
+    base: dict[str, Any] = field(default_factory=dict)  # models.base.base_identity
+    tokenizer: Any = None
+    # maximum tokens of a row (context minus completion), or None if the base names no context
+    room: int | None = None
+    inputs: dict[str, Input] = field(default_factory=dict)  # name -> input: policy, baseline, reward.0, ...
+    digests: dict[str, str] = field(default_factory=dict)  # each dataset's, data.transform's, Python rewards'
+    fingerprints: dict[str, str] = field(default_factory=dict)  # fingerprint of each tokenized dataset
+    # {version: number of training rows that it wrote}
+    rows_from: dict[str, int] = field(default_factory=dict)
+    judged_by: dict[str, int] = field(default_factory=dict)  # {judge: number of training rows that it scored}
+    row_format: str | None = None  # format of the rows: chat, text, both
+    mixture: Any = None  # data.feed.Mixture: sources of the training rows if they have weights
+    run_id: str | None = None  # MLflow's id of the run, or None to log nothing
+    sweep: SweepHandle | None = None  # set if the run is a trial
+    # the lease of the run's folder, once the run is open; no other process may write there
+    lease: Lease = field(default_factory=Lease)
+
+    @property
+    def folder(self) -> str:
+        """Returns the folder of the run: checkpoints, result.json, its report."""
+        return self.run.folder
+
+    @property
+    def uri(self) -> str:
+        """Returns MLflow's URI for runs and versions."""
+        return self.tracking.uri
+
+    @property
+    def context(self) -> int:
+        """Returns the maximum tokens of a row: the base's context length, or if unknown, more than any row has."""
+        return self.base["context_length"] or 1 << 20
 
     @property
     def rewards(self) -> list[str]:

@@ -431,3 +431,10 @@ def test_a_rollout_worker_holds_no_critic_and_no_gradients(llama_8b, capsys):
     l4 = job(llama_8b, "llama3-8b/ppo", three, "rollout.label_selector={ray.io/accelerator-type: L4}")
     with pytest.raises(Failure, match=r"rollout\.label_selector: a rollout.* allow larger ones: A100-40G"):
         of_rollout_workers(places_of(l4, elsewhere=True).rollout, plan_of(l4, learns=False))
+
+
+def test_a_plan_needs_neither_a_tracking_server_nor_the_code_of_a_judge(in_root):
+    asked = load_job(
+        "jobs/demo/ppo.yaml", ["run.storage_path=s3://bucket/runs", "judge=python:not_here:score"]
+    )
+    assert plan_of(asked).peak > 0

@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 from pipeline.config import Data, Job, Model
 from pipeline.planning import plan
 from pipeline.settle.places import places_of
-from pipeline.settle.run import work_of
+from pipeline.settle.run import sections_of
 from tools.gpu import models
 from tools.gpu.models import CUDA, DEVICE, MEASURES, PRETEND, small
 from tools.gpu.record import Record, Skipped
@@ -43,7 +43,7 @@ def planned_peak(stage: str, shape: str, precision: str, length: int, trainer: d
             scaling={"use_gpu": CUDA},
             **inputs,
         )
-        return plan.make(work_of(job, places_of(job)), {"reward": models.REWARD_LORA}).peak / plan.GIB
+        return plan.make(sections_of(job, places_of(job)), {"reward": models.REWARD_LORA}).peak / plan.GIB
 
 
 def compare(record: Record, planned: float, above_only: bool = False) -> None:
