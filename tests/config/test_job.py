@@ -148,7 +148,7 @@ BAD = [
     ("sft", ["data.train=[a, {path: b, label: {first: 1}}]"], r"data\.train\.1\.label: found"),
     ("sft", ["data.train=[a, {path: b, transform: f.py}]"], r"data\.train\.1\.transform: found 'f\.py', expected python:MODULE"),
     ("sft", ["data.train=[a, {path: b, group_by: q}]"], r"data\.train\.1\.group_by: found 'q'; only a transform"),
-    ("sft", ["data.train=[{path: 'hf://datasets/a/b@x', revision: main}]"], r"data\.train\.0\.revision: found 'main' .*it is given once"),
+    ("sft", ["data.train=[{path: 'hf://datasets/a/b@x', revision: main}]"], r"data\.train\.0\.revision: found 'main' .*give it once"),
     ("sft", ["data.stopping_strategy=all_exhausted"], r"data\.stopping_strategy: no source of data\.train has a weight"),
 ]  # fmt: skip
 
