@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.config import Job, Model
+from pipeline.config import Job
 from pipeline.errors import InputError
 from pipeline.on_ray.placement import Places
 from pipeline.planning import plan
@@ -44,6 +44,13 @@ def workload_of(job: Job) -> Workload:
             return None
         return plan.make(sections_of(job, places), learns=section == "scaling")
 
+    named = {
+        "model.name_or_path": job.model.name_or_path,
+        "model.chat_template": job.model.chat_template,
+        **{key: name.removeprefix(JUDGE) for key, name in job.inputs.items()},
+    }
+    there = [(key, name) for key, name in named.items() if name and (os.path.exists(name) or name[0] in "/~")]
+    paths = [("the job file", job.source), *job.paths, *there]
     return Workload(
         stage=job.stage,
         source=job.source,
@@ -52,21 +59,8 @@ def workload_of(job: Job) -> Workload:
         tracking_uri=job.mlflow.tracking_uri,
         port=job.serve.port if job.facts.runs_in == "serve" else None,
         places=places,
-        paths=_paths(job.source, job.model, job.inputs, job.paths),
+        paths=[(key, os.path.expanduser(path)) for key, path in paths if not storage.is_remote(path)],
         judges=[name.removeprefix(JUDGE) for name in job.inputs.values() if name.startswith(JUDGE)],
         downloads=not os.path.isdir(job.model.name_or_path),
         planned=planned,
     )
-
-
-def _paths(
-    job_file: str, model: Model, inputs: dict[str, str], rows: list[tuple[str, str]]
-) -> list[tuple[str, str]]:
-    named = {
-        "model.name_or_path": model.name_or_path,
-        "model.chat_template": model.chat_template,
-        **{key: name.removeprefix(JUDGE) for key, name in inputs.items()},
-    }
-    there = [(key, name) for key, name in named.items() if name and (os.path.exists(name) or name[0] in "/~")]
-    paths = [("the job file", job_file), *rows, *there]
-    return [(key, os.path.expanduser(path)) for key, path in paths if not storage.is_remote(path)]

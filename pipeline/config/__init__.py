@@ -48,7 +48,7 @@ def load_job(path: str | Path, overrides: list[str] | None = None, stage: str | 
 
     Args:
         overrides: `section.key=value`, as on the command line.
-        stage: the stage that the command line names. None: the stage of the file.
+        stage: the stage on the command line, or None for the stage of the file.
     """
     _check_file(Path(path), stage or "sft")
     return job_of(read_tree(path, overrides or []), stage, str(path))

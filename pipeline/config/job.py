@@ -380,12 +380,6 @@ class Job:
         return zero and not os.environ.get("RAY_ADDRESS") and not self.rollout_config.num_workers
 
     @property
-    def rollout_on_gpu(self) -> bool:
-        """Returns True if rollout workers hold their models on GPUs."""
-        own = self.rollout_config.use_gpu
-        return bool(self.scaling.get("use_gpu") if own is None else own)
-
-    @property
     def rewards(self) -> list[tuple[str, float]]:
         """(name, weight) of each reward."""
         items = self.reward if isinstance(self.reward, list) else [self.reward] if self.reward else []

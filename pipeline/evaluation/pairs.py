@@ -45,9 +45,8 @@ def measure(
     if worker.rank == 0:
         print(f"scoring {len(rows)} held-out pairs", flush=True)
     column, named = worker.work.data.subset, worker.work.inputs.get("judge")
-    asks = (
-        named.version if named and named.kind == "function" else None
-    )  # it takes columns, which rows may lack
+    # A Python function takes columns, which rows may lack.
+    asks = named.version if named and named.kind == "function" else None
 
     def answer(numbers: range) -> list[dict[str, Any]]:
         mine = [dict(row) for row in rows.select(numbers)]

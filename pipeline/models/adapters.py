@@ -529,7 +529,7 @@ def saved_config(folder: str | Path) -> LoraConfig:
 def tensors_in(folder: str | Path, base: nn.Module) -> dict[str, Tensor]:
     """Returns the tensors of an adapter's file, without the base's own weights, which peft adds to adapters of embeddings.
 
-    Raises InputError if these weights are not those of `base`, which may be a PeftModel.
+    Raises InputError if these weights differ from the weights of `base`, which may be a PeftModel.
     """
     path = Path(folder) / TENSORS
     tensors = load_file(path)

@@ -79,6 +79,7 @@ class Places:
     bundles: list[Bundle]  # one request for each worker, for the fewest workers with which the job starts
     rollout: Group | None  # None means that the workers sample themselves
     on_gpu: bool
+    rollout_on_gpu: bool  # whether rollout workers hold their models on GPUs
     scaling: dict[str, Any]  # the keys of Ray's ScalingConfig
     smaller: list[int]  # fewer workers with which the job could run, largest first
     timeout_s: float  # to wait for workers that no node has resources for; -1: no limit
@@ -101,7 +102,7 @@ class Places:
 
 _CPU = Bundle({"CPU": 1}, {})
 # For reading rows, which needs none of a job's resources.
-ROWS = Places(False, Group("scaling", "worker", 1, 1, _CPU), [_CPU], None, False, {}, [], -1)
+ROWS = Places(False, Group("scaling", "worker", 1, 1, _CPU), [_CPU], None, False, False, {}, [], -1)
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:

@@ -157,7 +157,7 @@ def make(work: Sections, loras: Loras | None = None, learns: bool = True) -> Pla
         learns: False for a rollout worker of a ppo job, which samples and scores, and has no critic.
     """
     stage, args, rollout, model = work.stage, work.args, work.rollout, work.frozen
-    device = "cuda" if (work.places.on_gpu if learns else work.rollout_on_gpu) else "cpu"
+    device = "cuda" if (work.places.on_gpu if learns else work.places.rollout_on_gpu) else "cpu"
     roles, learning = _roles(work)
     if not learns:
         roles, learning = [role for role in roles if role != "critic"], []

@@ -23,7 +23,7 @@ WAIT_S = 600  # time to wait for a server that does not answer at the end of a r
 
 @dataclass(frozen=True)
 class Tracking:
-    """The place where a run is recorded."""
+    """Where a run is recorded."""
 
     uri: str  # MLflow's
     experiment: str

@@ -33,7 +33,7 @@ class RolloutWorker:
     """
 
     def __init__(self, work: Work) -> None:
-        self.work = replace(work, places=replace(work.places, on_gpu=work.rollout_on_gpu))
+        self.work = replace(work, places=replace(work.places, on_gpu=work.places.rollout_on_gpu))
         self.stack = contextlib.ExitStack()
         self.sampler: Sampler | None = None
         self.settings: NumericSettings | None = None  # settings of its computations

@@ -37,8 +37,9 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
         """Returns True if the job could have another number of workers, for example because they can share its batch."""
         return not any(rules.Rules(replace(job, scaling={**job.scaling, "num_workers": count})).problems())
 
-    config = job.rollout_config
-    given = {"resources_per_worker": config.resources_per_worker, "use_gpu": job.rollout_on_gpu}
+    config, on_gpu = job.rollout_config, bool(scaling.get("use_gpu"))
+    rollout_on_gpu = on_gpu if config.use_gpu is None else config.use_gpu
+    given = {"resources_per_worker": config.resources_per_worker, "use_gpu": rollout_on_gpu}
     sampler = Bundle(_amounts_of(given, config.tensor_parallel_size), rollout.get("label_selector") or {})
     count = config.num_workers
     return Places(
@@ -46,7 +47,8 @@ def places_of(job: Job, note: bool = False, elsewhere: bool = False) -> Places:
         workers=Group("scaling", "worker", fewest, most, Bundle(amounts, next(iter(selectors), {}))),
         bundles=[Bundle(amounts, one) for one in selectors],
         rollout=Group("rollout", "rollout worker", count, count, sampler) if count else None,
-        on_gpu=bool(scaling.get("use_gpu")),
+        on_gpu=on_gpu,
+        rollout_on_gpu=rollout_on_gpu,
         scaling=scaling,
         smaller=[count for count in range(fewest - 1, 0, -1) if may_have(count)],
         timeout_s=job.run.placement_timeout_s,

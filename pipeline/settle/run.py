@@ -55,9 +55,7 @@ def settle(job: Job, versions: Mapping[str, str]) -> Work:
     base = base_identity(model.name_or_path, model.revision)
     job = replace(job, model=replace(model, revision=base["revision"]))  # all workers use this commit
     work = work_of(job, places, base=base)
-    work = replace(
-        work, room=checks.room_for_prompts(work.writes, work.data.max_length, base["context_length"])
-    )
+    room = checks.room_for_prompts(work.writes, work.data.max_length, base["context_length"])
     inputs = checks.checked(work, versions, files)
     weights = {f"reward.{index}": weight for index, (_, weight) in enumerate(job.rewards)}
     inputs = {name: replace(one, weight=weights.get(name, 1.0)) for name, one in inputs.items()}
@@ -70,7 +68,8 @@ def settle(job: Job, versions: Mapping[str, str]) -> Work:
             "policy=base starts a new one",
             flush=True,
         )
-    return replace(work, inputs=inputs, tokenizer=_tokenizer(work.model, adapters, "policy" in work.named))
+    tokenizer = _tokenizer(work.model, adapters, "policy" in work.named)
+    return replace(work, room=room, inputs=inputs, tokenizer=tokenizer)
 
 
 def work_of(job: Job, places: Places, **known: Any) -> Work:

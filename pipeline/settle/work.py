@@ -66,12 +66,6 @@ class Sections:
         return replace(self.model, dtype="bfloat16") if on_cpu and self.bf16 else self.model
 
     @property
-    def rollout_on_gpu(self) -> bool:
-        """Returns True if rollout workers hold their models on GPUs."""
-        own = self.rollout.use_gpu
-        return self.places.on_gpu if own is None else own
-
-    @property
     def writes(self) -> int:
         """Returns the maximum tokens of the completions, or 0 if none are written."""
         writes = self.stage.writes and ("policy" in self.named or self.serve.policies)
